@@ -1,0 +1,95 @@
+"""How far two pictures are apart: PSNR, SSIM, largest difference, and a picture of the difference.
+
+A picture is a PIL image or an array of shape (H, W, C) or (H, W): floats in 0..1, or uint8 in 0..255.
+Everything is computed in float64 on the 0..1 scale, so a figure does not depend on how the picture was stored.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+
+    Array: TypeAlias = NDArray[np.float64]
+
+_WINDOW = 11  # pixels; window and constants are those of the SSIM paper
+_SIGMA = 1.5  # pixels
+_C1, _C2 = 0.01**2, 0.03**2
+
+
+class DifferenceMap(NamedTuple):
+    """A grey picture of |a - b|, and the factor by which it was made brighter to be seen."""
+
+    picture: Image
+    gain: float
+
+
+def as_array(picture: Any) -> Array:
+    """The picture as float64 of shape (H, W, C), 0..1."""
+    values = np.asarray(picture)
+    scale = 255.0 if values.dtype == np.uint8 else 1.0
+    if values.ndim not in (2, 3):
+        raise ValueError(f"a picture has 2 or 3 dimensions (rows, columns, channels), not {values.ndim}")
+    return np.atleast_3d(values.astype(np.float64)) / scale
+
+
+def psnr(one: Any, other: Any) -> float:
+    """Peak signal-to-noise ratio in dB for a peak of 1; infinite where the pictures are equal."""
+    a, b = _pair(one, other)
+    error = float(np.mean((a - b) ** 2))
+    return math.inf if error == 0.0 else -10.0 * math.log10(error)
+
+
+def max_abs_diff(one: Any, other: Any) -> float:
+    """The largest difference of any channel of any pixel, on the 0..1 scale."""
+    a, b = _pair(one, other)
+    return float(np.max(np.abs(a - b)))
+
+
+def ssim(one: Any, other: Any) -> float:
+    """Mean structural similarity: 1 for equal pictures (Wang et al. 2004, doi:10.1109/TIP.2003.819861).
+
+    Gaussian window of 11 pixels with sigma 1.5, whole windows only, mean over the channels.
+    """
+    a, b = _pair(one, other)
+    if min(a.shape[:2]) < _WINDOW:
+        raise ValueError(f"SSIM looks through a window of {_WINDOW} pixels: {a.shape[0]}x{a.shape[1]} is too small")
+    mean_a, mean_b = _blur(a), _blur(b)
+    var_a, var_b = _blur(a * a) - mean_a**2, _blur(b * b) - mean_b**2
+    covariance = _blur(a * b) - mean_a * mean_b
+    luminance = (2 * mean_a * mean_b + _C1) / (mean_a**2 + mean_b**2 + _C1)
+    structure = (2 * covariance + _C2) / (var_a + var_b + _C2)
+    return float(np.mean(luminance * structure))
+
+
+def difference_map(one: Any, other: Any) -> DifferenceMap:
+    """Where the pictures differ: the largest channel of each pixel, made brighter until the worst one is white."""
+    from PIL import Image
+
+    a, b = _pair(one, other)
+    difference = np.abs(a - b).max(axis=2)
+    gain = 1.0 / max(float(difference.max()), 1e-12)
+    grey = np.round(difference * gain * 255).astype(np.uint8)
+    return DifferenceMap(Image.fromarray(grey), gain)
+
+
+def _pair(one: Any, other: Any) -> tuple[Array, Array]:
+    a, b = as_array(one), as_array(other)
+    if a.shape != b.shape:
+        raise ValueError(f"pictures of different shape cannot be compared: {a.shape} and {b.shape}")
+    return a, b
+
+
+def _blur(values: Array) -> Array:
+    """Weighted mean over each whole window; shape (H - 10, W - 10, C)."""
+    offsets = np.arange(_WINDOW) - _WINDOW // 2
+    weights = np.exp(-(offsets**2) / (2 * _SIGMA**2))
+    weights /= weights.sum()
+    rows = np.lib.stride_tricks.sliding_window_view(values, _WINDOW, axis=0) @ weights
+    blurred: Array = np.lib.stride_tricks.sliding_window_view(rows, _WINDOW, axis=1) @ weights
+    return blurred

@@ -1,0 +1,65 @@
+"""Who the ranks are: one named axis per kind of parallelism. Pure arithmetic, no process groups.
+
+"Axis" always means a mesh axis; "dim" always means a tensor dimension. With data=1, cfg=2, patch=2 on 4 ranks:
+
+    rank        0  1  2  3
+    cfg         0  0  1  1     the guidance branch
+    patch       0  1  0  1     the band of rows; neighbours in the picture are neighbours in rank
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+AXES = ("data", "cfg", "patch")  # outermost first: the axis that talks most has neighbouring ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """This process's place on one mesh axis. `ranks` holds the global rank of every place."""
+
+    name: str
+    rank: int = 0
+    size: int = 1
+    ranks: tuple[int, ...] = (0,)
+
+    @property
+    def before(self) -> int | None:
+        """Global rank of the place before ours, or None at the first."""
+        return self.ranks[self.rank - 1] if self.rank > 0 else None
+
+    @property
+    def after(self) -> int | None:
+        """Global rank of the place after ours, or None at the last."""
+        return self.ranks[self.rank + 1] if self.rank + 1 < self.size else None
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """Places (not global ranks) of everyone else, the nearest first."""
+        return tuple(sorted((p for p in range(self.size) if p != self.rank), key=lambda p: abs(p - self.rank)))
+
+
+class Mesh:
+    """Named axes over `ranks`, seen from global rank `me`, e.g. `Mesh(me=3, ranks=range(8), cfg=2, patch=4)`."""
+
+    def __init__(self, me: int, ranks: Sequence[int], **degrees: int) -> None:
+        self.ranks = tuple(ranks)
+        unknown = set(degrees) - set(AXES)
+        if unknown:
+            raise ValueError(f"unknown mesh axes {sorted(unknown)}: use {', '.join(AXES)}")
+        product = 1
+        for degree in degrees.values():
+            product *= degree
+        if product != len(self.ranks):
+            shape = " x ".join(f"{name}={degree}" for name, degree in degrees.items())
+            raise ValueError(f"{shape} = {product} ranks, but the mesh has {len(self.ranks)}")
+        self._axes = {}
+        place, stride = self.ranks.index(me), product
+        for name in AXES:
+            size = degrees.get(name, 1)
+            stride //= size
+            mine = place // stride % size
+            first = place - mine * stride
+            self._axes[name] = Axis(name, mine, size, tuple(self.ranks[first + i * stride] for i in range(size)))
+
+    def __getitem__(self, name: str) -> Axis:
+        return self._axes[name]

@@ -1,0 +1,83 @@
+"""Where the bands are: how rows (or columns) of a latent are shared between ranks. Pure functions, no torch.
+
+A UNet halves its maps several times, so a band starts at a multiple of the total stride; otherwise a strided
+convolution would straddle two ranks. 40 rows, total stride 8, 3 ranks:
+
+    units of 8 rows   0  1 | 2  3 | 4
+    rows              0-15 | 16-31| 32-39
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Bands:
+    """`starts[i]:starts[i + 1]` are the rows of place i, in latent rows of the denoiser's input."""
+
+    starts: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """All rows."""
+        return self.starts[-1]
+
+    def size(self, place: int) -> int:
+        """Rows of one place."""
+        return self.starts[place + 1] - self.starts[place]
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def at_level(self, place: int, own_rows: int, whole: int) -> "Bands":
+        """The same bands on a map where `place` has `own_rows` of rows: halved (rounding up) or enlarged.
+
+        `whole` is only used for the message when no power of two fits.
+        """
+        own = self.size(place)
+        if own_rows >= own and own_rows % own == 0:
+            return Bands(tuple(start * (own_rows // own) for start in self.starts))
+        stride = 2
+        while stride <= own:
+            if -(-own // stride) == own_rows:
+                return Bands(tuple(-(-start // stride) for start in self.starts))
+            stride *= 2
+        raise ValueError(f"a map with {own_rows} rows of this rank does not belong to a band of {own} of {whole} rows")
+
+
+def split_bands(total: int, places: int, unit: int) -> Bands:
+    """Share `total` rows between `places`, in multiples of `unit`; the last band also takes the remainder.
+
+    Raises ValueError when there are fewer units than places.
+    """
+    units = total // unit
+    if places > units:
+        raise ValueError(f"{total} latent rows make {units} bands of {unit} rows, too few for {places} ranks")
+    starts = [place * (units // places) + min(place, units % places) for place in range(places)]
+    return Bands((*(start * unit for start in starts), total))
+
+
+@dataclass(frozen=True, slots=True)
+class Stencil:
+    """What a convolution reads along the split dim: kernel extent (dilated), stride, zero rows padded before."""
+
+    extent: int
+    stride: int
+    padding: int
+
+    @property
+    def before(self) -> int:
+        """Rows of the previous band that our first output reads."""
+        return self.padding
+
+    @property
+    def after(self) -> int:
+        """Rows of the next band that our last output reads; bands start at multiples of the stride."""
+        return max(0, self.extent - self.stride - self.padding)
+
+    def outputs_before(self) -> int:
+        """How many of our first outputs read the previous band."""
+        return -(-self.padding // self.stride)
+
+    def outputs_after(self) -> int:
+        """How many of our last outputs read the next band."""
+        return -(-self.after // self.stride)
