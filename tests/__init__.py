@@ -1,0 +1,1 @@
+"""The tests of patchpar. Run them with `make test`."""

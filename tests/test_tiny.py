@@ -1,0 +1,38 @@
+"""The tiny pipelines are worth testing with: the same everywhere, finite, and guidance changes their result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import tiny
+
+NAMES = [*tiny.BATCHED, *tiny.SEQUENTIAL]
+WITHOUT_GUIDANCE = {"svd": {"max_guidance_scale": 1.0}} | {
+    name: {"true_cfg_scale": 1.0} for name in ("flux", "qwen", "hunyuan_video")
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_builds_the_same_weights_every_time_and_leaves_the_random_state_alone(name: str) -> None:
+    torch.manual_seed(1)
+    first = tiny.build(name)
+    state = torch.random.get_rng_state()
+    second = tiny.build(name)
+    assert torch.equal(state, torch.random.get_rng_state())
+    for key, value in first.denoiser.state_dict().items():
+        assert torch.equal(value, second.denoiser.state_dict()[key]), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_guidance_changes_a_finite_result(name: str) -> None:
+    pipe = tiny.build(name)
+    guided = tiny.latents(pipe, steps=2)
+    plain = tiny.latents(pipe, steps=2, **WITHOUT_GUIDANCE.get(name, {"guidance_scale": 1.0}))
+    assert torch.isfinite(guided).all()
+    assert (guided - plain).norm() > 1e-3 * guided.norm()
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(KeyError, match="sdxl_inpaint"):
+        tiny.build("sdxxl")

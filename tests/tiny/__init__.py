@@ -1,0 +1,92 @@
+"""Tiny random-weight diffusers pipelines, complete and offline, one builder per kind.
+
+`build("sdxl")` gives a pipeline in eval mode (CPU, fp32, seeded: the same weights in every process) and the arguments
+of a short call. `latents(tiny, steps=3)` runs it and returns the final latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+
+from . import image_pipelines, transformer_pipelines, video_pipelines
+from .weights import enliven
+
+diffusers.logging.set_verbosity_error()
+transformers.logging.set_verbosity_error()
+
+Builder = Callable[[], tuple[Any, dict[str, Any]]]
+
+BATCHED: dict[str, Builder] = {
+    "sd": image_pipelines.sd,
+    "sd_img2img": image_pipelines.sd_img2img,
+    "sd_inpaint": image_pipelines.sd_inpaint,
+    "sd_controlnet": image_pipelines.sd_controlnet,
+    "sdxl": image_pipelines.sdxl,
+    "sdxl_img2img": image_pipelines.sdxl_img2img,
+    "sdxl_inpaint": image_pipelines.sdxl_inpaint,
+    "sdxl_controlnet": image_pipelines.sdxl_controlnet,
+    "instruct_pix2pix": image_pipelines.instruct_pix2pix,
+    "svd": video_pipelines.svd,
+    "animatediff": video_pipelines.animatediff,
+    "text_to_video": video_pipelines.text_to_video,
+    "pixart": transformer_pipelines.pixart,
+    "sd3": transformer_pipelines.sd3,
+}
+"""Pipelines that run all branches of guidance in one denoiser call."""
+
+SEQUENTIAL: dict[str, Builder] = {
+    "flux": transformer_pipelines.flux,
+    "qwen": transformer_pipelines.qwen,
+    "wan": video_pipelines.wan,
+    "wan_two": video_pipelines.wan_two,
+    "hunyuan_video": video_pipelines.hunyuan_video,
+}
+"""Pipelines that call the denoiser once for each branch of guidance."""
+
+UNETS = tuple(name for name in BATCHED if name not in ("pixart", "sd3"))
+"""Those whose denoiser is a UNet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiny:
+    """A tiny pipeline and the arguments of a short call with guidance on."""
+
+    name: str
+    pipe: Any
+    call_kwargs: dict[str, Any]
+
+    @property
+    def denoiser(self) -> torch.nn.Module:
+        return self.pipe.unet if hasattr(self.pipe, "unet") else self.pipe.transformer
+
+
+def build(name: str) -> Tiny:
+    """A fresh pipeline with the same weights every time. The caller's random state is left as it was."""
+    builders = BATCHED | SEQUENTIAL
+    if name not in builders:
+        raise KeyError(f"no tiny pipeline {name!r}: there are {', '.join(sorted(builders))}")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipe, call_kwargs = builders[name]()
+        for component in pipe.components.values():
+            if isinstance(component, torch.nn.Module):
+                enliven(component.eval().requires_grad_(False))
+    pipe.set_progress_bar_config(disable=True)
+    return Tiny(name=name, pipe=pipe, call_kwargs=call_kwargs)
+
+
+def latents(tiny: Tiny, *, seed: int = 0, steps: int = 3, **overrides: Any) -> torch.Tensor:
+    """Run the pipeline from a seeded generator of its own and return the final latents.
+
+    Safe to call on every rank at once: nothing depends on the process's random state.
+    """
+    arguments = tiny.call_kwargs | {"num_inference_steps": steps, "output_type": "latent"} | overrides
+    arguments.setdefault("generator", torch.Generator().manual_seed(seed))
+    output = tiny.pipe(**arguments)
+    return output.images if hasattr(output, "images") else output.frames

@@ -1,0 +1,67 @@
+"""Tiny autoencoders with the compression of the real ones: 8 in space, 4 in time for the causal video ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+
+
+def kl(*, scaling_factor: float = 0.18215, latent_channels: int = 4, quant_conv: bool = True) -> Any:
+    return diffusers.AutoencoderKL(
+        latent_channels=latent_channels,
+        block_out_channels=(16, 16, 32, 32),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=1,
+        norm_num_groups=8,
+        sample_size=128,
+        use_quant_conv=quant_conv,
+        use_post_quant_conv=quant_conv,
+        shift_factor=None if quant_conv else 0.1,
+        scaling_factor=scaling_factor,
+    )
+
+
+def temporal_decoder() -> Any:
+    """Its group norms have 32 groups whatever the configuration says, so it is at least 32 channels wide."""
+    return diffusers.AutoencoderKLTemporalDecoder(
+        block_out_channels=(32, 32, 32, 32),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        latent_channels=4,
+        layers_per_block=1,
+    )
+
+
+def wan() -> Any:
+    """The default latent statistics have 16 entries, so it keeps 16 latent channels."""
+    return diffusers.AutoencoderKLWan(
+        base_dim=4,
+        z_dim=16,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+    )
+
+
+def qwen() -> Any:
+    return diffusers.AutoencoderKLQwenImage(
+        base_dim=4,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
+    )
+
+
+def hunyuan() -> Any:
+    return diffusers.AutoencoderKLHunyuanVideo(
+        latent_channels=4,
+        block_out_channels=(8, 8, 8, 8),
+        layers_per_block=1,
+        norm_num_groups=4,
+        spatial_compression_ratio=8,
+        temporal_compression_ratio=4,
+    )

@@ -1,0 +1,130 @@
+"""Tiny text and image encoders, two layers deep and 32 wide unless told otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _clip_config(width: int) -> Any:
+    from transformers import CLIPTextConfig
+
+    return CLIPTextConfig(
+        vocab_size=514,
+        hidden_size=width,
+        intermediate_size=64,
+        projection_dim=width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=77,
+        bos_token_id=512,
+        eos_token_id=513,
+        pad_token_id=513,
+    )
+
+
+def clip_text(width: int = 32) -> Any:
+    from transformers import CLIPTextModel
+
+    return CLIPTextModel(_clip_config(width))
+
+
+def clip_text_projected(width: int = 32) -> Any:
+    from transformers import CLIPTextModelWithProjection
+
+    return CLIPTextModelWithProjection(_clip_config(width))
+
+
+def _t5_config(width: int) -> dict[str, Any]:
+    return {
+        "vocab_size": 98,
+        "d_model": width,
+        "d_kv": 8,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "relative_attention_num_buckets": 8,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "feed_forward_proj": "gated-gelu",
+    }
+
+
+def t5(width: int = 32) -> Any:
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(T5Config(**_t5_config(width)))
+
+
+def umt5(width: int = 32) -> Any:
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    return UMT5EncoderModel(UMT5Config(**_t5_config(width)))
+
+
+def llama(width: int = 32) -> Any:
+    """Four layers: HunyuanVideo reads the last but two."""
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(
+        vocab_size=260,
+        hidden_size=width,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=2048,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaModel(config)
+
+
+def qwen(width: int = 32) -> Any:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    text = {
+        "vocab_size": 264,
+        "hidden_size": width,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_scaling": {"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"},
+        "rope_theta": 1e6,
+        "max_position_embeddings": 4096,
+        "pad_token_id": 256,
+        "bos_token_id": 256,
+        "eos_token_id": 256,
+    }
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": width}
+    marks = {
+        "vision_start_token_id": 259,
+        "vision_end_token_id": 260,
+        "vision_token_id": 261,
+        "image_token_id": 262,
+        "video_token_id": 263,
+    }
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision | {"patch_size": 14}, **marks)
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def clip_vision(width: int = 32) -> Any:
+    """StableVideoDiffusion resizes its picture to 224 pixels: 16 patches of 56."""
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    config = CLIPVisionConfig(
+        hidden_size=width,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=224,
+        patch_size=56,
+        projection_dim=width,
+    )
+    return CLIPVisionModelWithProjection(config)
+
+
+def clip_image_processor() -> Any:
+    from transformers import CLIPImageProcessor
+
+    return CLIPImageProcessor(crop_size={"height": 224, "width": 224}, size={"shortest_edge": 224})
