@@ -3,6 +3,7 @@
 PatchparError
 ├── PlanError (ValueError)        the plan, the size or an argument cannot work; nothing has run
 ├── UnsupportedModel (PlanError)  this pipeline or denoiser cannot be split this way
+├── ExchangeError                 a message between ranks did not arrive, or is not what was expected
 ├── VerificationError             the split forward differs from the plain one; figures in the message
 ├── LaunchError                   workers could not be started, or could not load the model
 └── WorkerError                   something went wrong in a worker
@@ -21,6 +22,10 @@ class PlanError(PatchparError, ValueError):
 
 class UnsupportedModel(PlanError):
     """This pipeline or denoiser cannot be split this way; the message says what can be done."""
+
+
+class ExchangeError(PatchparError, RuntimeError):
+    """A message between ranks was late, lost or of the wrong size; names rank, peer, seam and shapes."""
 
 
 class VerificationError(PatchparError, RuntimeError):

@@ -38,6 +38,14 @@ def as_array(picture: Any) -> Array:
     return np.atleast_3d(values.astype(np.float64)) / scale
 
 
+def as_picture(values: Any) -> Image:
+    """The picture as a PIL image of 8 bits per channel; values outside 0..1 are clipped."""
+    from PIL import Image
+
+    eight_bit = np.round(np.clip(as_array(values), 0.0, 1.0) * 255).astype(np.uint8)
+    return Image.fromarray(eight_bit.squeeze(axis=2) if eight_bit.shape[2] == 1 else eight_bit)
+
+
 def psnr(one: Any, other: Any) -> float:
     """Peak signal-to-noise ratio in dB for a peak of 1; infinite where the pictures are equal."""
     a, b = _pair(one, other)
@@ -69,13 +77,10 @@ def ssim(one: Any, other: Any) -> float:
 
 def difference_map(one: Any, other: Any) -> DifferenceMap:
     """Where the pictures differ: the largest channel of each pixel, made brighter until the worst one is white."""
-    from PIL import Image
-
     a, b = _pair(one, other)
     difference = np.abs(a - b).max(axis=2)
     gain = 1.0 / max(float(difference.max()), 1e-12)
-    grey = np.round(difference * gain * 255).astype(np.uint8)
-    return DifferenceMap(Image.fromarray(grey), gain)
+    return DifferenceMap(as_picture(difference * gain), gain)
 
 
 def _pair(one: Any, other: Any) -> tuple[Array, Array]:

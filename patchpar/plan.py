@@ -1,7 +1,7 @@
 """What to do with the devices: degrees per mesh axis, and a strategy. Frozen, printable, comparable.
 
-    Plan(cfg=2, patch=4)             8 devices: 2 guidance branches x 4 bands, exact
-    Plan.parse("cfg=2,patch=2")      the same from a command line
+Plan(cfg=2, patch=4)             8 devices: 2 guidance branches x 4 bands, exact
+Plan.parse("cfg=2,patch=2")      the same from a command line
 """
 
 from collections.abc import Iterator

@@ -1,0 +1,70 @@
+"""What a transport carries: outgoing and incoming messages, and the promise of their arrival."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Spec(NamedTuple):
+    """Shape and dtype of a tensor on its way here: known beforehand, because all ranks share one plan."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, x: Tensor) -> "Spec":
+        """The spec of an existing tensor."""
+        return cls(tuple(x.shape), x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """The same tensors to one or several ranks, as one message each."""
+
+    peers: tuple[int, ...]
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that leave this rank, counted once per receiver."""
+        return len(self.peers) * sum(x.numel() * x.element_size() for x in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """One message expected from one rank."""
+
+    peer: int
+    specs: tuple[Spec, ...]
+
+
+class Pending(Protocol):
+    """Messages on their way. Somebody holds it until `wait` has returned: dropping it may cancel the transfer."""
+
+    def wait_for(self, index: int) -> list[Tensor]:
+        """Block until the `index`-th incoming message is here and return its tensors. Raises ExchangeError."""
+
+    def wait(self) -> list[list[Tensor]]:
+        """Block until all incoming messages are here and ours have left. Raises ExchangeError."""
+
+
+class Transport(Protocol):
+    """One rank's way to the others."""
+
+    rank: int
+    device: torch.device
+
+    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Pending:
+        """Start sending and receiving; `where` names the seam in errors. Returns at once."""
+
+    def close(self) -> None:
+        """Let go of sockets and memory. Idempotent."""

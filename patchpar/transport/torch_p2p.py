@@ -1,0 +1,77 @@
+"""Messages through torch.distributed: NCCL between GPUs, gloo between hosts."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from patchpar.errors import ExchangeError
+from patchpar.transport.message import Incoming, Outgoing
+
+
+class TorchTransport:
+    """One rank's place in torch.distributed's default group. Gloo carries CPU tensors only, so others are staged."""
+
+    def __init__(self, device: torch.device, deadline: float) -> None:
+        self.rank, self.device, self.deadline = dist.get_rank(), device, deadline
+        self.staged = dist.get_backend() == "gloo" and device.type != "cpu"
+        self._wire = torch.device("cpu") if self.staged else device
+
+    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "TorchPending":
+        """Start all messages of one exchange together, receives first."""
+        received = [[torch.empty(s.shape, dtype=s.dtype, device=self._wire) for s in m.specs] for m in incoming]
+        sent = [[x.to(self._wire).contiguous() for x in message.tensors] for message in outgoing]
+        ops = [
+            dist.P2POp(dist.irecv, x, message.peer)
+            for message, tensors in zip(incoming, received, strict=True)
+            for x in tensors
+        ]
+        ops += [
+            dist.P2POp(dist.isend, x, peer)
+            for message, tensors in zip(outgoing, sent, strict=True)
+            for peer in message.peers
+            for x in tensors
+        ]
+        works = dist.batch_isend_irecv(ops) if ops else []
+        return TorchPending(self, works, received, (sent, incoming, where))
+
+    def close(self) -> None:
+        """Nothing of our own to close: the group belongs to whoever made it."""
+
+
+class TorchPending:
+    """Works in flight, with their tensors: dropping the handle of a gloo send would hang the receiver."""
+
+    def __init__(
+        self,
+        transport: TorchTransport,
+        works: Sequence[dist.Work],
+        received: list[list[Tensor]],
+        context: tuple[list[list[Tensor]], Sequence[Incoming], str],
+    ) -> None:
+        self._transport, self._works, self._received = transport, list(works), received
+        self._sent, self._incoming, self._where = context
+
+    def wait_for(self, index: int) -> list[Tensor]:
+        """One message. Works of a batch may be coalesced, so this waits for the batch."""
+        return self.wait()[index]
+
+    def wait(self) -> list[list[Tensor]]:
+        """All messages, both ways."""
+        try:
+            while self._works:
+                self._works[0].wait(timedelta(seconds=self._transport.deadline))
+                self._works.pop(0)
+        except RuntimeError as error:
+            peers = sorted({message.peer for message in self._incoming})
+            shapes = [spec.shape for message in self._incoming for spec in message.specs]
+            raise ExchangeError(
+                f"rank {self._transport.rank} at {self._where}: no message from ranks {peers} of shapes {shapes} "
+                f"within {self._transport.deadline:g} s ({error})"
+            ) from error
+        self._sent.clear()
+        if self._transport.staged:
+            self._received = [[x.to(self._transport.device) for x in tensors] for tensors in self._received]
+        return self._received
