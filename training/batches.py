@@ -1,0 +1,88 @@
+"""Training batches, each a function of the seed and the step alone: stopping and going on changes nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import CLIPTokenizer
+
+from training.latents import CELL, object_mask, to_latent, to_tensor
+from training.render import picture
+from training.scenes import caption, flipped
+from training.stages import Bucket
+from training.tokenizer import token_ids
+
+CAPTION_DROPOUT = 0.1
+"""Share of empty captions, so that guidance has an unconditional prediction."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Clean latents (B, 4, H, W), object masks (B, 1, H, W), token ids (B, T), timesteps (B), noise as the latents."""
+
+    latent: Tensor
+    mask: Tensor
+    ids: Tensor
+    timestep: Tensor
+    noise: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch on that device."""
+        names = ("latent", "mask", "ids", "timestep", "noise")
+        return Batch(**{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One training picture: latent (4, H, W), object mask (1, H, W) and caption."""
+
+    latent: Tensor
+    mask: Tensor
+    caption: str
+
+
+def draw_sample(key: str, height: int, width: int) -> Sample:
+    """The training picture of a key, height and width in latent cells; half of them mirrored, caption and all."""
+    shown = picture(key, height=height * CELL, width=width * CELL)
+    latent, mask = to_latent(to_tensor(shown.pixels))[0], object_mask(shown)
+    rng = random.Random(f"mirror {key}")
+    if rng.random() < 0.5:
+        words = caption(flipped(shown.scene), right_first=rng.random() < 0.5)
+        return Sample(latent=latent.flip(-1), mask=mask.flip(-1), caption=words)
+    return Sample(latent=latent, mask=mask, caption=shown.caption)
+
+
+def draw_batch(key: str, bucket: Bucket, tokenizer: CLIPTokenizer, executor: Executor | None = None) -> Batch:
+    """The batch of a key. Pictures are drawn in the executor's processes where one is given."""
+    keys = [f"{key} {index}" for index in range(bucket.batch)]
+    spread: Callable = map if executor is None else executor.map
+    samples = list(spread(draw_sample, keys, [bucket.height] * bucket.batch, [bucket.width] * bucket.batch))
+    generator = torch.Generator().manual_seed(random.Random(f"noise {key}").getrandbits(62))
+    dropped = torch.rand(bucket.batch, generator=generator) < CAPTION_DROPOUT
+    words = ["" if drop else sample.caption for drop, sample in zip(dropped, samples, strict=True)]
+    latent = torch.stack([sample.latent for sample in samples])
+    return Batch(
+        latent=latent,
+        mask=torch.stack([sample.mask for sample in samples]),
+        ids=token_ids(tokenizer, words),
+        timestep=draw_timesteps(bucket.batch, generator),
+        noise=torch.randn(latent.shape, generator=generator),
+    )
+
+
+def draw_timesteps(count: int, generator: torch.Generator) -> Tensor:
+    """Stratified timesteps 0..999: a quarter uniform, the rest logit-normal around 690.
+
+    What an object is gets decided between the middle and the top of the noise levels; v-prediction with uniform
+    timesteps would spend a third of the work on the lowest ones, where the picture is all but finished.
+    """
+    order = torch.randperm(count, generator=generator)
+    quantile = ((order + torch.rand(count, generator=generator)) / count).clamp(1e-4, 1 - 1e-4)
+    uniform = torch.rand(count, generator=generator) < 0.25
+    shifted = torch.sigmoid(0.8 + 1.2 * torch.special.ndtri(quantile))
+    return (torch.where(uniform, quantile, shifted) * 1000).long().clamp(0, 999)

@@ -1,0 +1,58 @@
+"""What is trained when: stages of growing pictures, each a mixture of sizes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Pictures of one size that are trained together: height and width in latent cells."""
+
+    height: int
+    width: int
+    batch: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A mixture of sizes."""
+
+    name: str
+    buckets: tuple[Bucket, ...]
+
+    def draw(self, key: str) -> Bucket:
+        """The bucket of one training step, by its share; the same for the same key."""
+        shares = [bucket.share for bucket in self.buckets]
+        return random.Random(f"bucket {self.name} {key}").choices(self.buckets, shares)[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The learning rate over the steps of a stage: a short rise, a flat part, a straight line towards zero."""
+
+    steps: int
+    peak: float
+    rise: int = 60
+    decay_from: float = 0.6
+
+    def rate(self, step: int) -> float:
+        """The learning rate at a step counted from 0."""
+        start = self.decay_from * self.steps
+        falling = (self.steps - step) / max(1.0, self.steps - start)
+        return self.peak * min(1.0, (step + 1) / self.rise, max(falling, 0.02))
+
+
+def _bucket(height: int, width: int, batch: int, share: float) -> Bucket:
+    return Bucket(height=height, width=width, batch=batch, share=share)
+
+
+SMALL = Stage(name="small", buckets=(_bucket(32, 32, 24, 0.6), _bucket(48, 32, 16, 0.2), _bucket(32, 48, 16, 0.2)))
+MEDIUM = Stage(name="medium", buckets=(_bucket(64, 64, 8, 0.7), _bucket(96, 64, 6, 0.15), _bucket(64, 96, 6, 0.15)))
+LARGE = Stage(
+    name="large",
+    buckets=(_bucket(64, 64, 8, 0.6), _bucket(96, 64, 6, 0.1), _bucket(64, 96, 6, 0.1), _bucket(128, 128, 2, 0.2)),
+)
+STAGES = {stage.name: stage for stage in (SMALL, MEDIUM, LARGE)}
