@@ -1,0 +1,45 @@
+"""The command line: patchpar generate | compare | doctor. Nothing heavy is imported before a verb runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from patchpar.cli.compare import Compare, compare
+from patchpar.cli.doctor import Doctor, doctor
+from patchpar.cli.flags import takes
+from patchpar.cli.generate import Generate, generate
+
+app = typer.Typer(
+    name="patchpar",
+    help="Run one diffusion model on several devices.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(takes(Generate, generate))
+app.command()(takes(Compare, compare))
+app.command()(takes(Doctor, doctor))
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"patchpar {version('patchpar')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Run one diffusion model on several devices."""
+
+
+def main() -> None:
+    """Entry point of the `patchpar` command."""
+    app()

@@ -1,0 +1,115 @@
+"""`patchpar compare PROMPT`: the same picture under a plan and on one process, and how far they are apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+
+from patchpar.cli.flags import Request, devices_of, plan_of
+from patchpar.cli.generate import images_of
+from patchpar.cli.pictures import check_writable, names_for, save
+from patchpar.cli.speech import friendly_errors, print_json, progress, stdout_kept_clean
+
+if TYPE_CHECKING:
+    from patchpar import Plan
+
+WARM_UP_STEPS = 2  # first steps allocate and choose kernels; they are not what is compared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compare(Request):
+    """The flags of `compare`."""
+
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Stem of the three pictures: -plan, -single and -difference.")
+    ] = Path("compare.png")
+
+
+class Outcome(NamedTuple):
+    """One side of the comparison: what the run says of itself, and float pictures (H, W, C) in 0..1."""
+
+    run: Any
+    pictures: list[Any]
+
+
+def compare(request: Compare) -> None:
+    """Draw under a plan and on one process, same prompt and seed: PSNR, SSIM, difference, seconds, bytes."""
+    with friendly_errors(request.debug):
+        request.check()
+        paths = {
+            side: names_for(request.output.with_stem(f"{request.output.stem}-{side}"), request.pictures)
+            for side in ("plan", "single", "difference")
+        }
+        every = list(chain.from_iterable(paths.values()))
+        for path in every:
+            check_writable(path)
+        with stdout_kept_clean(request.json):
+            planned, single = _both(request)
+        figures = measure_pair(planned, single)
+        _save_all(planned, single, paths)
+        outputs = [str(path) for path in every]
+        _report({**planned.run.as_dict(), "outputs": outputs, **figures}, single, as_json=request.json)
+
+
+def _both(request: Compare) -> tuple[Outcome, Outcome]:
+    plan = plan_of(request.plan, request.strategy)
+    planned, device = _draw(request, devices_of(request.devices), plan, "under the plan")
+    single, _ = _draw(request, [device], "auto", "on one process")
+    return planned, single
+
+
+def _draw(request: Compare, devices: Any, plan: Plan | str, title: str) -> tuple[Outcome, str]:
+    from patchpar import ParallelPipeline
+
+    arguments = request.for_drawing() | {"output_type": "np"}  # not rounded to 8 bits: small errors show
+    with (
+        progress(title) as step,
+        ParallelPipeline.from_pretrained(request.model, devices=devices, plan=plan, **request.for_loading()) as pipe,
+    ):
+        pipe.set_progress_bar_config(disable=True)
+        seeded = arguments["generator"].get_state()
+        pipe(**arguments | {"num_inference_steps": WARM_UP_STEPS})
+        arguments["generator"].set_state(seeded)
+        pipe.on_step = step
+        output = pipe(**arguments)
+        return Outcome(pipe.last_run, images_of(output)), pipe.devices[0]
+
+
+def measure_pair(planned: Outcome, single: Outcome) -> dict[str, float]:
+    """The figures of `compare`: the worst picture counts. max_abs_diff is on the 0..1 scale."""
+    from patchpar.measure import max_abs_diff, psnr, ssim
+
+    pairs = list(zip(planned.pictures, single.pictures, strict=True))
+    return {
+        "psnr_db": min(psnr(a, b) for a, b in pairs),
+        "ssim": min(ssim(a, b) for a, b in pairs),
+        "max_abs_diff": max(max_abs_diff(a, b) for a, b in pairs),
+        "speedup": single.run.seconds / planned.run.seconds,
+    }
+
+
+def _save_all(planned: Outcome, single: Outcome, paths: dict[str, list[Path]]) -> None:
+    from patchpar.measure import as_picture, difference_map
+
+    for number, (a, b) in enumerate(zip(planned.pictures, single.pictures, strict=True)):
+        save(as_picture(a), paths["plan"][number])
+        save(as_picture(b), paths["single"][number])
+        save(difference_map(a, b).picture, paths["difference"][number])
+
+
+def _report(figures: dict[str, Any], single: Outcome, *, as_json: bool) -> None:
+    if as_json:
+        print_json(figures)
+        return
+    typer.echo(f"plan {figures['plan']}: {figures['seconds']:.2f} s; one process: {single.run.seconds:.2f} s")
+    typer.echo(f"speed-up {figures['speedup']:.2f}x, bytes sent per step and rank: {figures['bytes_per_step']}")
+    typer.echo(
+        f"PSNR {figures['psnr_db']:.1f} dB, SSIM {figures['ssim']:.6f}, "
+        f"largest difference {figures['max_abs_diff']:.2e} (of 1)"
+    )
+    for path in figures["outputs"]:
+        typer.echo(f"saved {path}")

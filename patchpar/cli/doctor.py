@@ -1,0 +1,138 @@
+"""`patchpar doctor`: what is here, does it work together, and what would be chosen."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import typer
+
+from patchpar.cli.flags import Debug, Devices, Json, Model, devices_of
+from patchpar.cli.speech import FAILURE, friendly_errors, print_json, stdout_kept_clean
+
+PACKAGES = ("patchpar", "torch", "diffusers", "transformers", "accelerate", "safetensors", "pillow")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doctor:
+    """The flags of `doctor`."""
+
+    devices: Devices = "auto"
+    model: Model = "embedded"
+    json: Json = False
+    debug: Debug = False
+
+
+def doctor(request: Doctor) -> None:
+    """Look at devices, links, versions and memory, run a collective, and say which plan would be chosen."""
+    with friendly_errors(request.debug):
+        with stdout_kept_clean(request.json):
+            findings = examine(request)
+        if request.json:
+            print_json(findings)
+        else:
+            _tell(findings)
+        if not findings["collective"]["ok"]:
+            raise typer.Exit(FAILURE)
+
+
+def examine(request: Doctor) -> dict[str, Any]:
+    """Everything doctor has to say, as JSON has it."""
+    return {
+        "versions": versions(),
+        "host": host(),
+        "devices": graphics_cards(),
+        "links": links(),
+        "collective": collective_test(),
+        "plan": choice(request),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that matter; 'missing' where one is not installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "missing"
+    return found
+
+
+def host() -> dict[str, Any]:
+    """The machine: system, cores that this process may use, free memory in bytes (None where unknown)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    names = getattr(os, "sysconf_names", {})
+    known = "SC_AVPHYS_PAGES" in names and "SC_PAGE_SIZE" in names
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
+    return {"system": platform.platform(), "cores": cores, "free_bytes": free}
+
+
+def graphics_cards() -> list[dict[str, Any]]:
+    """Each CUDA device with its name and memory in bytes."""
+    import torch
+
+    found = []
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        found.append({"device": f"cuda:{index}", "name": name, "free_bytes": free, "total_bytes": total})
+    return found
+
+
+def links() -> str | None:
+    """How the cards are connected, in the words of `nvidia-smi topo -m`; None without it."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    answer = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=30, check=False)
+    return answer.stdout.strip() or None
+
+
+def collective_test() -> dict[str, Any]:
+    """Start two CPU workers, add up one number from each, and stop them again."""
+    from patchpar.errors import PatchparError
+    from patchpar.launch.local import LocalExecutor
+
+    began = time.perf_counter()
+    try:
+        with LocalExecutor(["cpu", "cpu"], "patchpar.launch.probe:Probe") as workers:
+            sums = workers.call("sum_of_ranks")
+    except PatchparError as error:
+        return {"ok": False, "seconds": time.perf_counter() - began, "error": str(error)}
+    return {"ok": sums == [1, 1], "seconds": time.perf_counter() - began, "error": None}
+
+
+def choice(request: Doctor) -> dict[str, Any]:
+    """The plan that would be chosen for the model on these devices, and why; nothing is drawn."""
+    from patchpar import ParallelPipeline
+
+    with ParallelPipeline.from_pretrained(request.model, devices=devices_of(request.devices)) as pipe:
+        return {"model": request.model, "devices": list(pipe.devices), "chosen": str(pipe.plan), "why": pipe.explain()}
+
+
+def _tell(findings: dict[str, Any]) -> None:
+    typer.echo("versions  " + ", ".join(f"{name} {number}" for name, number in findings["versions"].items()))
+    machine = findings["host"]
+    typer.echo(f"host      {machine['system']}, {machine['cores']} cores, {_gib(machine['free_bytes'])} free")
+    for card in findings["devices"]:
+        memory = f"{_gib(card['free_bytes'])} of {_gib(card['total_bytes'])} free"
+        typer.echo(f"device    {card['device']} {card['name']}, {memory}")
+    if not findings["devices"]:
+        typer.echo("device    no CUDA device: workers run on the CPU")
+    if findings["links"]:
+        typer.echo(f"links     {findings['links']}")
+    test = findings["collective"]
+    verdict = "works" if test["ok"] else f"FAILS: {test['error'] or 'wrong sum'}"
+    typer.echo(f"workers   two CPU workers, one all-reduce: {verdict} ({test['seconds']:.1f} s)")
+    plan = findings["plan"]
+    typer.echo(f"plan      {plan['model']} on {', '.join(plan['devices'])}: {plan['chosen']}\n{plan['why']}")
+
+
+def _gib(size: int | None) -> str:
+    return "unknown memory" if size is None else f"{size / 2**30:.1f} GiB"

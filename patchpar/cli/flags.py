@@ -1,0 +1,141 @@
+"""One frozen dataclass per verb: its fields are the flags. Here are those that `generate` and `compare` share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from enum import Enum
+from functools import wraps
+from inspect import Parameter, Signature
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+from patchpar.errors import PlanError
+
+if TYPE_CHECKING:
+    from patchpar import Plan
+
+F = TypeVar("F")
+
+
+class Dtype(str, Enum):
+    """Number formats that a model can be loaded in."""
+
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Devices = Annotated[str, typer.Option(help="auto, a number (2), cpu:N, cuda, or names: cuda:0,cuda:2.")]
+Model = Annotated[str, typer.Option(help="A folder, a hub id, or 'embedded': the small model in the package.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to draw, with what, on which devices."""
+
+    prompt: Annotated[list[str], typer.Argument(help="What to draw. Several prompts make several pictures.")]
+    model: Model = "embedded"
+    devices: Devices = "auto"
+    plan: Annotated[str, typer.Option(help="auto, or degrees per axis: cfg=2,patch=2.")] = "auto"
+    strategy: Annotated[str, typer.Option(help="How patches travel: name, or name:key=value,key=value.")] = "exact"
+    height: Annotated[int | None, typer.Option(help="Pixels; by default the model's own size.")] = None
+    width: Annotated[int | None, typer.Option(help="Pixels; by default the model's own size.")] = None
+    steps: Annotated[int | None, typer.Option(help="Denoising steps; by default the pipeline's own.")] = None
+    guidance_scale: Annotated[float | None, typer.Option(help="By default the pipeline's own.")] = None
+    negative_prompt: Annotated[str | None, typer.Option(help="What the picture must not show.")] = None
+    seed: Annotated[int, typer.Option(help="Same seed, same picture, on any number of devices.")] = 0
+    num_images: Annotated[int, typer.Option(help="Pictures per prompt.")] = 1
+    dtype: Annotated[Dtype | None, typer.Option(help="Load the weights in this format.")] = None
+    variant: Annotated[str | None, typer.Option(help="Weight files to take, such as fp16.")] = None
+    json: Json = False
+    debug: Debug = False
+
+    def check(self) -> None:
+        """Raise PlanError for a count or a size below 1, before anything is started."""
+        for name in ("height", "width", "steps", "num_images"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PlanError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
+
+    def for_loading(self) -> dict[str, Any]:
+        """Keyword arguments of `ParallelPipeline.from_pretrained`, devices and plan aside."""
+        dtype = None if self.dtype is None else self.dtype.value
+        return _given(torch_dtype=dtype, variant=self.variant)
+
+    def for_drawing(self) -> dict[str, Any]:
+        """Keyword arguments of the pipeline's call, as diffusers names them."""
+        from torch import Generator
+
+        prompt = self.prompt[0] if len(self.prompt) == 1 else self.prompt
+        negative = self.negative_prompt
+        if negative is not None and len(self.prompt) > 1:
+            negative = [negative] * len(self.prompt)
+        return _given(
+            prompt=prompt,
+            negative_prompt=negative,
+            height=self.height,
+            width=self.width,
+            num_inference_steps=self.steps,
+            guidance_scale=self.guidance_scale,
+            num_images_per_prompt=self.num_images,
+            generator=Generator("cpu").manual_seed(self.seed),
+        )
+
+    @property
+    def pictures(self) -> int:
+        """How many pictures come out."""
+        return len(self.prompt) * self.num_images
+
+
+def devices_of(text: str) -> int | str | list[str]:
+    """`--devices` as `ParallelPipeline` takes it: a number, a list of names, or a word such as 'cpu:4'."""
+    if text.isdecimal():
+        return int(text)
+    names = [name.strip() for name in text.split(",")]
+    return names if len(names) > 1 or text.startswith("cuda:") else text
+
+
+def plan_of(plan: str, strategy: str) -> Plan | str:
+    """`--plan` and `--strategy` as `ParallelPipeline` takes them. Raises PlanError, naming what is valid."""
+    from patchpar import Plan
+
+    options: object = "exact"
+    if strategy != "exact":
+        from patchpar.strategies import parse_strategy
+
+        options = parse_strategy(strategy)
+    if plan != "auto":
+        return Plan.parse(plan, strategy=options)
+    if strategy != "exact":
+        raise PlanError(f"--strategy {strategy} needs a plan to go with: add, for example, --plan patch=2")
+    return "auto"
+
+
+def takes(flags: type[F], command: Callable[[F], None]) -> Callable[..., None]:
+    """The command as typer wants it: one parameter for each field of the dataclass that it takes."""
+    hints = get_type_hints(flags, include_extras=True)
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        command(flags(**values))
+
+    parameters = [
+        Parameter(
+            field.name,
+            Parameter.KEYWORD_ONLY,
+            default=Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(flags)  # type: ignore[arg-type]
+    ]
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = hints
+    return run
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,68 @@
+"""`patchpar generate PROMPT`: draw pictures and save them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from patchpar.cli.flags import Request, devices_of, plan_of
+from patchpar.cli.pictures import check_writable, names_for, save
+from patchpar.cli.speech import friendly_errors, print_json, progress, stdout_kept_clean
+from patchpar.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generate(Request):
+    """The flags of `generate`."""
+
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the picture goes.")] = Path("picture.png")
+
+
+def generate(request: Generate) -> None:
+    """Draw pictures from a prompt, on several devices, and save them."""
+    with friendly_errors(request.debug):
+        request.check()
+        paths = names_for(request.output, request.pictures)
+        for path in paths:
+            check_writable(path)
+        with stdout_kept_clean(request.json):
+            run, pictures = _draw(request)
+        for picture, path in zip(pictures, paths, strict=True):
+            save(picture, path)
+        _report(run, paths, as_json=request.json)
+
+
+def _draw(request: Generate) -> tuple[Any, list[Any]]:
+    from patchpar import ParallelPipeline
+
+    plan, devices = plan_of(request.plan, request.strategy), devices_of(request.devices)
+    with (
+        progress("starting") as step,
+        ParallelPipeline.from_pretrained(request.model, devices=devices, plan=plan, **request.for_loading()) as pipe,
+    ):
+        pipe.set_progress_bar_config(disable=True)
+        pipe.on_step = step
+        output = pipe(**request.for_drawing())
+        return pipe.last_run, images_of(output)
+
+
+def images_of(output: Any) -> list[Any]:
+    """The pictures of a pipeline's output. Raises PlanError for a pipeline that makes something else."""
+    if not hasattr(output, "images"):
+        raise PlanError(
+            f"this model returns {type(output).__name__}, which has no images; "
+            "the command line draws pictures only: use ParallelPipeline in Python for it"
+        )
+    return list(output.images)
+
+
+def _report(run: Any, paths: list[Path], *, as_json: bool) -> None:
+    if as_json:
+        print_json({**run.as_dict(), "outputs": [str(path) for path in paths]})
+        return
+    typer.echo(str(run))
+    for path in paths:
+        typer.echo(f"saved {path}")

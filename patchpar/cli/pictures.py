@@ -1,0 +1,55 @@
+"""Pictures on disk: is the path good, before the run; whole files or none, after it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from patchpar.errors import PlanError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+
+
+def names_for(path: Path, count: int) -> list[Path]:
+    """`out.png` for one picture; `out-1.png`, `out-2.png` ... for several."""
+    if count == 1:
+        return [path]
+    return [path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(1, count + 1)]
+
+
+def check_writable(path: Path) -> None:
+    """Raise PlanError if a picture cannot be written to `path`. To be called before the work is done."""
+    if path.suffix.lower() not in SUFFIXES:
+        known = ", ".join(SUFFIXES)
+        raise PlanError(f"cannot write {path}: the suffix {path.suffix!r} names no picture format; use one of {known}")
+    if path.is_dir():
+        raise PlanError(f"cannot write {path}: it is a folder; name a file, such as {path / 'picture.png'}")
+    folder = path.parent
+    if not folder.is_dir():
+        raise PlanError(f"cannot write {path}: there is no folder {folder}; make it first, or choose another")
+    if not os.access(folder, os.W_OK | os.X_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise PlanError(f"cannot write {path}: no permission; choose another place with --output")
+
+
+def save(picture: Image, path: Path) -> None:
+    """Write beside `path` first and rename, so that nobody ever finds half a picture."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    beside = Path(name)
+    try:
+        picture.save(beside)
+        beside.chmod(0o666 & ~_umask())  # mkstemp makes it private; a picture is an ordinary file
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,88 @@
+"""What the command line says and where: results on stdout, everything else on stderr, errors with an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from patchpar.errors import PatchparError, PlanError
+
+BAD_USE = 2
+FAILURE = 1
+
+
+@contextlib.contextmanager
+def friendly_errors(debug: bool) -> Iterator[None]:
+    """Say what went wrong on stderr and leave with 2 for bad use, 1 for failure; `debug` adds the traceback."""
+    try:
+        yield
+    except (typer.Exit, typer.Abort, typer.BadParameter):
+        raise
+    except Exception as error:  # noqa: BLE001 (the last stop before the shell: whatever it is, say it)
+        if debug:
+            traceback.print_exc()
+        typer.secho(f"error: {_text_of(error)}", fg="red", err=True)
+        raise typer.Exit(_exit_code(error)) from None
+
+
+@contextlib.contextmanager
+def stdout_kept_clean(wanted: bool) -> Iterator[None]:
+    """While inside, whatever this process or a worker writes to stdout goes to stderr: `--json` owns stdout."""
+    if not wanted:
+        yield
+        return
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextlib.contextmanager
+def progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr; the value is the hook to call with (step, number of steps). Until then it only spins."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=None)
+
+        def step(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield step
+
+
+def print_json(values: dict[str, Any]) -> None:
+    """One object on stdout. JSON has no infinity: such a figure becomes null."""
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
+    }
+    typer.echo(json.dumps(finite))
+
+
+def _text_of(error: Exception) -> str:
+    text = str(error) or "no message"
+    return text if isinstance(error, PatchparError) else f"{type(error).__name__}: {text} (--debug shows where)"
+
+
+def _exit_code(error: Exception) -> int:
+    return BAD_USE if isinstance(error, PlanError) else FAILURE

@@ -1,0 +1,48 @@
+"""The command itself: quick help, version, and flags that are a promise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+
+from patchpar.cli.compare import Compare
+from patchpar.cli.doctor import Doctor
+from patchpar.cli.generate import Generate
+
+SHARED = {
+    "prompt", "model", "devices", "plan", "strategy", "height", "width", "steps", "guidance_scale",
+    "negative_prompt", "seed", "num_images", "dtype", "variant", "json", "debug", "output",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"), [(Generate, SHARED), (Compare, SHARED), (Doctor, {"devices", "model", "json", "debug"})]
+)
+def test_flags_are_pinned(flags: type, names: set[str]) -> None:
+    """A flag once released stays: take one away only with a line in the changelog."""
+    assert {field.name for field in fields(flags)} == names
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    code = "import sys, patchpar.cli; print(sorted({'torch', 'diffusers', 'numpy', 'PIL'} & set(sys.modules)))"
+    began = time.perf_counter()
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stdout.strip() == "[]"
+    assert time.perf_counter() - began < 5  # 0.2 s on an idle machine; the import list above is the real guard
+
+
+def test_version(run: Any) -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"patchpar {version('patchpar')}\n")
+
+
+def test_verbs(run: Any) -> None:
+    text = run("--help").stdout
+    assert all(verb in text for verb in ("generate", "compare", "doctor"))
+    assert run("draw").exit_code == 2

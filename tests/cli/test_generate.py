@@ -1,0 +1,198 @@
+"""`patchpar generate` as a person sees it: what it passes on, where it writes, what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from patchpar.errors import PlanError, WorkerDied
+
+
+def test_writes_the_picture_and_says_so(fake: Any, run: Any, tmp_path: Path) -> None:
+    target = tmp_path / "fox.png"
+    result = run("generate", "a fox", "--devices", 2, "--output", target)
+    assert result.exit_code == 0, result.output
+    assert Image.open(target).size == (16, 16)
+    assert f"saved {target}" in result.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["fox.png"]
+    (pipe,) = fake.opened
+    assert (pipe.model, pipe.options["devices"], pipe.options["plan"], pipe.closed) == ("embedded", 2, "auto", True)
+
+
+def test_passes_every_argument_on(fake: Any, run: Any, tmp_path: Path) -> None:
+    flags = ["--steps", 4, "--height", 64, "--width", 96, "--guidance-scale", 3.5, "--seed", 7]
+    more = ["--negative-prompt", "fog", "--num-images", 2, "--dtype", "float16", "--variant", "fp16"]
+    result = run("generate", "a fox", *flags, *more, "-o", tmp_path / "x.png")
+    assert result.exit_code == 0, result.output
+    (pipe,) = fake.opened
+    (call,) = pipe.calls
+    assert call.pop("generator").initial_seed() == 7
+    assert call == {
+        "prompt": "a fox",
+        "negative_prompt": "fog",
+        "height": 64,
+        "width": 96,
+        "num_inference_steps": 4,
+        "guidance_scale": 3.5,
+        "num_images_per_prompt": 2,
+    }
+    assert pipe.options["torch_dtype"] == "float16"
+    assert pipe.options["variant"] == "fp16"
+
+
+def test_what_is_not_said_is_not_passed(fake: Any, run: Any, tmp_path: Path) -> None:
+    run("generate", "a fox", "-o", tmp_path / "x.png")
+    (pipe,) = fake.opened
+    assert set(pipe.calls[0]) == {"prompt", "generator", "num_images_per_prompt"}
+    assert set(pipe.options) == {"devices", "plan"}
+
+
+def test_several_pictures_are_numbered(fake: Any, run: Any, tmp_path: Path) -> None:
+    result = run("generate", "a fox", "a pine", "--negative-prompt", "fog", "--num-images", 2, "-o", tmp_path / "x.jpg")
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x-1.jpg", "x-2.jpg", "x-3.jpg", "x-4.jpg"]
+    assert fake.opened[0].calls[0]["negative_prompt"] == ["fog", "fog"]
+
+
+def test_a_plan_is_parsed(fake: Any, run: Any, tmp_path: Path) -> None:
+    run("generate", "a fox", "--plan", "cfg=2,patch=2", "-o", tmp_path / "x.png")
+    plan = fake.opened[0].options["plan"]
+    assert (plan.cfg, plan.patch, plan.strategy) == (2, 2, "exact")
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        ("rows=2", "unknown axis 'rows' in plan 'rows=2': use data, cfg, patch"),
+        ("patch=two", "patch=two: the degree of an axis is a whole number"),
+        ("patch=0", "the degree of an axis is a whole number of at least 1"),
+    ],
+)
+def test_a_plan_that_makes_no_sense(fake: Any, run: Any, tmp_path: Path, plan: str, text: str) -> None:
+    result = run("generate", "a fox", "--plan", plan, "-o", tmp_path / "x.png")
+    assert result.exit_code == 2
+    assert text in result.stderr
+    assert not fake.opened
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("auto", "auto"),
+        ("4", 4),
+        ("cpu:4", "cpu:4"),
+        ("cuda:0", ["cuda:0"]),
+        ("cuda:0, cuda:2", ["cuda:0", "cuda:2"]),
+        ("cpu,cpu", ["cpu", "cpu"]),
+    ],
+)
+def test_devices(fake: Any, run: Any, tmp_path: Path, text: str, value: object) -> None:
+    run("generate", "a fox", "--devices", text, "-o", tmp_path / "x.png")
+    assert fake.opened[0].options["devices"] == value
+
+
+def test_json_is_one_object_and_alone(fake: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake, "noisy", True)
+    result = run("generate", "a fox", "--devices", 2, "--json", "-o", tmp_path / "x.png")
+    found = json.loads(result.stdout)
+    assert set(found) == {"plan", "seconds", "steps", "bytes_per_step", "outputs"}
+    assert found["outputs"] == [str(tmp_path / "x.png")]
+    assert found["bytes_per_step"] == [10, 10]
+    assert "a library talks" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("missing/x.png", "there is no folder"),
+        ("x.txt", "'.txt' names no picture format; use one of .png"),
+        ("x", "names no picture format"),
+        ("folder.png", "it is a folder"),
+    ],
+)
+def test_a_path_that_cannot_be_written_stops_it_before_the_run(
+    fake: Any, run: Any, tmp_path: Path, name: str, reason: str
+) -> None:
+    (tmp_path / "folder.png").mkdir()
+    result = run("generate", "a fox", "-o", tmp_path / name)
+    assert result.exit_code == 2
+    assert reason in result.stderr
+    assert str(tmp_path / name) in result.stderr
+    assert result.stdout == ""
+    assert not fake.opened
+
+
+def test_no_permission_stops_it_before_the_run(
+    fake: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write anywhere, so chmod proves nothing
+    result = run("generate", "a fox", "-o", tmp_path / "x.png")
+    assert result.exit_code == 2
+    assert "no permission" in result.stderr
+    assert not fake.opened
+
+
+def test_no_half_written_file(fake: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(self: Image.Image, path: Path) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    target = tmp_path / "x.png"
+    target.write_bytes(b"the old picture")
+    monkeypatch.setattr(Image.Image, "save", breaks)
+    result = run("generate", "a fox", "-o", target)
+    assert result.exit_code == 1
+    assert "no space left" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
+    assert target.read_bytes() == b"the old picture"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (PlanError("axis 'patch' has 8 ranks: use at most 5"), 2, "error: axis 'patch' has 8 ranks: use at most 5\n"),
+        (WorkerDied("rank 1 died"), 1, "error: rank 1 died\n"),
+        (RuntimeError("boom"), 1, "error: RuntimeError: boom (--debug shows where)\n"),
+    ],
+)
+def test_errors_are_for_the_person(
+    fake: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, text: str
+) -> None:
+    monkeypatch.setattr(fake, "error", error)
+    result = run("generate", "a fox", "-o", tmp_path / "x.png")
+    assert result.exit_code == code
+    assert text in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    assert not list(tmp_path.iterdir())
+    assert fake.opened[0].closed
+    assert "Traceback" in run("generate", "a fox", "--debug", "-o", tmp_path / "x.png").stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--steps", "0"], "--steps 0: it must be at least 1"),
+        (["--steps", "-3"], "--steps -3: it must be at least 1"),
+        (["--num-images", "0"], "--num-images 0: it must be at least 1"),
+        (["--width", "-8"], "--width -8: it must be at least 1"),
+        (["--height", "tall"], "Invalid value for '--height'"),
+        (["--dtype", "int8"], "'float32', 'float16', 'bfloat16'"),
+        (["--colour", "red"], "No such option"),
+    ],
+)
+def test_flags_that_make_no_sense(fake: Any, run: Any, tmp_path: Path, flags: list[str], text: str) -> None:
+    result = run("generate", "a fox", *flags, "-o", tmp_path / "x.png")
+    assert result.exit_code == 2
+    assert text in " ".join(result.stderr.replace("│", " ").split())
+    assert not fake.opened
+
+
+def test_a_prompt_is_needed(fake: Any, run: Any) -> None:
+    result = run("generate")
+    assert result.exit_code == 2
+    assert "Missing argument" in result.stderr

@@ -1,0 +1,206 @@
+"""The rules that keep the package readable, as tests: who imports whom, one door to collectives, short files."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+PACKAGE = REPOSITORY / "patchpar"
+# A module may import modules of earlier lines, and of its own package.
+LINES = (
+    ("errors",),
+    ("plan", "patches", "clock", "measure"),
+    ("launch",),
+    ("mesh", "transport"),
+    ("exchange",),
+    ("layers",),
+    ("seam",),
+    ("shard", "models"),
+    ("strategies",),
+    ("planner",),
+    ("engine",),
+    ("pipeline",),
+    ("cli",),
+    ("__main__",),
+)
+LEVEL = {module: number for number, line in enumerate(LINES) for module in line}
+# Stricter than the order above: pure modules need nothing but the tree of errors, launch knows nothing of diffusion,
+# and the command line goes through the public names like everybody else.
+ONLY = {
+    "plan": {"errors"},
+    "patches": {"errors"},
+    "clock": {"errors"},
+    "measure": {"errors"},
+    "launch": {"errors"},
+    "transport": {"errors"},
+    "cli": {"errors", "measure", "launch", "strategies", "PUBLIC"},
+    "__main__": {"cli"},
+}
+FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "types", "base", "misc"}
+MAY_TALK_TO_RANKS = {"transport", "launch"}
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 50
+FILES = sorted(PACKAGE.rglob("*.py"))
+MODULES = sorted(path for path in FILES if path != PACKAGE / "__init__.py")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported(source: str, path: Path) -> Iterator[str]:
+    """Top-level modules of patchpar that a file imports; 'PUBLIC' for a name of the package itself."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{absolute(node, path)}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            package, _, rest = name.partition(".")
+            if package == "patchpar":
+                module = rest.split(".")[0]
+                yield module if module in LEVEL else "PUBLIC"
+
+
+def absolute(node: ast.ImportFrom, path: Path) -> str:
+    if not node.level:
+        return node.module or ""
+    folder = path.relative_to(REPOSITORY).parts[: -node.level]
+    return ".".join((*folder, *filter(None, [node.module])))
+
+
+def wrong_imports(source: str, path: Path) -> list[str]:
+    me = name_of(path)
+    allowed = ONLY.get(me, {module for module in LEVEL if LEVEL[module] < LEVEL[me]}) | {me}
+    return [module for module in imported(source, path) if module not in allowed]
+
+
+def mentions(source: str, dotted: str) -> bool:
+    """Whether code (not a comment or a docstring) imports or reads `dotted`, such as os.environ."""
+    package, _, name = dotted.rpartition(".")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import) and any(
+            alias.name == dotted or alias.name.startswith(f"{dotted}.") for alias in node.names
+        ):
+            return True
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if node.module == dotted or node.module.startswith(f"{dotted}."):
+                return True
+            if node.module == package and any(alias.name == name for alias in node.names):
+                return True
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == dotted:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_one_way(path: Path) -> None:
+    assert name_of(path) in LEVEL, f"{path.name} has no place in the order of imports: give it one in LINES"
+    assert not wrong_imports(path.read_text(), path), f"{path} imports what stands beside or above it"
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "wrong"),
+    [
+        ("layers.py", "from patchpar.pipeline import ParallelPipeline", ["pipeline"]),
+        ("layers.py", "from patchpar import pipeline", ["pipeline"]),
+        ("layers.py", "from . import pipeline", ["pipeline"]),
+        ("layers.py", "from patchpar import Plan", ["PUBLIC"]),
+        ("layers.py", "def f():\n    import patchpar.engine", ["engine"]),
+        ("strategies/exact.py", "from ..pipeline import x", ["pipeline"]),
+        ("launch/local.py", "from patchpar.plan import Plan", ["plan"]),
+        ("cli/generate.py", "from patchpar.pipeline import ParallelPipeline", ["pipeline"]),
+        ("cli/generate.py", "from patchpar import ParallelPipeline", []),
+        ("layers.py", "from patchpar.seam import Seam\nimport torch", []),
+    ],
+)
+def test_the_import_rule_sees(module: str, source: str, wrong: list[str]) -> None:
+    assert wrong_imports(source, PACKAGE / module) == wrong
+
+
+def test_strategies_stand_alone() -> None:
+    """A strategy imports no other, except a variant its parent: the file it names in its first line."""
+    folder = PACKAGE / "strategies"
+    names = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    for path in sorted(folder.glob("*.py")):
+        others = {
+            alias
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and absolute(node, path) == "patchpar.strategies"
+            for alias in (entry.name for entry in node.names)
+        } | {
+            absolute(node, path).removeprefix("patchpar.strategies.").split(".")[0]
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and absolute(node, path).startswith("patchpar.strategies.")
+        }
+        siblings = (others & names) - {path.stem, "strategy"}
+        first_line = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[:1]
+        if path.stem != "__init__":
+            assert all(name in "".join(first_line) for name in siblings), f"{path.name} imports {siblings}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_one_door_to_the_other_ranks(path: Path) -> None:
+    assert name_of(path) in MAY_TALK_TO_RANKS or not mentions(path.read_text(), "torch.distributed")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_hidden_state(path: Path) -> None:
+    source = path.read_text()
+    assert not [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Global)]
+    reads_environment = any(mentions(source, name) for name in ("os.environ", "os.getenv", "os.putenv"))
+    assert name_of(path) == "launch" or not reads_environment
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_the_command_line_prints(path: Path) -> None:
+    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    prints = [call for call in calls if isinstance(call, ast.Name) and call.id == "print"]
+    assert name_of(path) == "cli" or not prints
+
+
+@pytest.mark.parametrize(
+    ("source", "dotted", "seen"),
+    [
+        ("import torch.distributed as dist", "torch.distributed", True),
+        ("from torch import distributed", "torch.distributed", True),
+        ("from torch.distributed.nn import functional", "torch.distributed", True),
+        ("import torch\ntorch.distributed.barrier()", "torch.distributed", True),
+        ("from os import environ", "os.environ", True),
+        ("import os\nos.environ['A'] = '1'", "os.environ", True),
+        ('"""Not os.environ."""', "os.environ", False),
+        ("import torch.nn", "torch.distributed", False),
+    ],
+)
+def test_the_door_rule_sees(source: str, dotted: str, seen: bool) -> None:
+    assert mentions(source, dotted) == seen
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_files_and_functions_stay_short(path: Path) -> None:
+    source = path.read_text()
+    assert len(source.splitlines()) <= MAX_FILE_LINES
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, f"{path.name}: {node.name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_names_say_what_is_inside(path: Path) -> None:
+    assert not FORBIDDEN_NAMES & set(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+@pytest.mark.parametrize("folder", ["pipelines", "app"])
+def test_recipes_and_app_use_public_names(folder: str) -> None:
+    for path in sorted((REPOSITORY / folder).rglob("*.py")):
+        assert set(imported(path.read_text(), path)) <= {"PUBLIC"}, f"{path} reaches into the package"
+
+
+def test_recipes_are_short() -> None:
+    for path in sorted((REPOSITORY / "pipelines").glob("*.py")):
+        assert len(path.read_text().splitlines()) <= 60, path.name
