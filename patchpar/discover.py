@@ -1,0 +1,228 @@
+"""Find out which modules of a denoiser mix positions of the picture: by watching it run, not by its name.
+
+The denoiser runs twice on small inputs, the second twice as tall. What grows with the height is spatial:
+
+    group norm     same batch, more values per sample    -> its moments span all bands
+    attention      same batch, more tokens, self         -> its keys span all bands
+                   more samples, same tokens             -> temporal; every pixel by itself, nothing to do
+    convolution    kernel > 1 along the split dim        -> reads a halo
+
+A group norm whose output reaches a convolution through pointwise activations only is linked to it, so that both
+exchange in one round.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_with_path
+
+from patchpar.errors import UnsupportedModel
+
+POINTWISE = (nn.SiLU, nn.GELU, nn.ReLU, nn.Mish, nn.Dropout, nn.Identity, nn.Tanh, nn.Sigmoid)
+PROBE_SIZES = ((32, 32), (64, 32))  # latent rows and columns: enough for a total stride of 32
+
+
+@dataclass(frozen=True, slots=True)
+class NormSite:
+    """A group norm over the whole picture; `conv` is the convolution it feeds through `activations`, if any."""
+
+    path: str
+    conv: str | None
+    activations: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ConvSite:
+    """A convolution that may read beyond its share. `trailing`: zero rows the model pads on before it."""
+
+    path: str
+    reads_sample: bool
+    trailing: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sites:
+    """Every place where a denoiser needs other ranks' values, and how often it halves its maps."""
+
+    norms: tuple[NormSite, ...]
+    convs: tuple[ConvSite, ...]
+    attentions: tuple[str, ...]
+    total_stride: int
+
+    def describe(self) -> str:
+        """One line for `explain`."""
+        linked = sum(norm.conv is not None for norm in self.norms)
+        return (
+            f"{len(self.convs)} convolutions, {len(self.norms)} group norms ({linked} in one round with their "
+            f"convolution), {len(self.attentions)} self-attentions, total stride {self.total_stride}"
+        )
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What one probe saw, by module path."""
+
+    norms: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    convs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    attentions: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    links: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    reads_sample: set[str] = field(default_factory=set)
+    origins: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)  # id of a tensor -> norm, activations
+    kept: list[Tensor] = field(default_factory=list)  # keeps those ids from being used again
+
+
+def sample_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """The latent of a denoiser call: its first tensor of at least four dims. Raises UnsupportedModel."""
+    candidates = [args[0] if args else None, kwargs.get("sample"), kwargs.get("hidden_states")]
+    for value in candidates:
+        if isinstance(value, Tensor) and value.ndim >= 4:
+            return value
+    raise UnsupportedModel("this denoiser takes no picture-shaped latent, so it has no rows to split: use cfg or data")
+
+
+def with_sample_size(args: Any, kwargs: Any, size: tuple[int, int], *, seed: int = 0) -> tuple[Any, Any]:
+    """The same call at another latent size: picture-shaped arguments are replaced by noise, the rest stays."""
+    sample = sample_of(args, kwargs)
+    generator = torch.Generator().manual_seed(seed)
+
+    def resized(path: Any, x: Any) -> Any:
+        stride = stride_of(path, x, sample)
+        if stride is None:
+            return x
+        shape = (*x.shape[:-2], -(-size[0] // stride), -(-size[1] // stride))
+        return torch.randn(shape, generator=generator).to(x.device, x.dtype)
+
+    new_args, new_kwargs = tree_map_with_path(resized, (tuple(args), dict(kwargs)))
+    return new_args, new_kwargs
+
+
+def stride_of(path: Any, x: Any, sample: Tensor) -> int | None:
+    """The factor by which an argument is smaller than the sample, or None where it is not picture-shaped.
+
+    Only the sample and residuals (ControlNet, T2I adapters) are: other tensors may have such sizes by chance.
+    """
+    if not isinstance(x, Tensor) or x.ndim < 4:
+        return None
+    if x is sample:
+        return 1
+    if "residual" not in "".join(str(key) for key in path):
+        return None
+    height, width = sample.shape[-2:]
+    stride = 1
+    while stride <= max(height, width):
+        if tuple(x.shape[-2:]) == (-(-height // stride), -(-width // stride)):
+            return stride
+        stride *= 2
+    raise UnsupportedModel(
+        f"a residual of {tuple(x.shape[-2:])} rows and columns fits no level of a latent of {height} x {width}"
+    )
+
+
+def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Sites:
+    """Run `forward` at two small sizes and tell what is spatial. Raises UnsupportedModel."""
+    first, second = (_probe(denoiser, forward, *with_sample_size(args, kwargs, size)) for size in PROBE_SIZES)
+    norms = [path for path in first.norms if _grows_per_sample(first.norms[path], second.norms.get(path))]
+    convs = {path: shape for path, shape in first.convs.items() if _grows_in_rows(shape, second.convs[path])}
+    if not convs:
+        raise UnsupportedModel(
+            f"{type(denoiser).__name__} has no convolution over rows: bands of rows are for UNets. Use cfg or data"
+        )
+    rows = {path: shape[-2] for path, shape in convs.items()}
+    stride = PROBE_SIZES[0][0] // min(rows.values())
+    modules = dict(denoiser.named_modules())
+    convs = {path: shape for path, shape in convs.items() if max(modules[path].kernel_size[-2:]) > 1}
+    links = {path: first.links[path] for path in norms if path in first.links and first.links[path][0] in convs}
+    return Sites(
+        norms=tuple(NormSite(path, *links.get(path, (None, ()))) for path in norms),
+        convs=tuple(
+            ConvSite(path, path in first.reads_sample, rows[path] % 2 if _unpadded(modules[path]) else 0)
+            for path in convs
+        ),
+        attentions=tuple(p for p, s in first.attentions.items() if _grows_per_sample(s, second.attentions.get(p))),
+        total_stride=stride,
+    )
+
+
+def _unpadded(conv: nn.Module) -> bool:
+    return conv.stride[-1] > 1 and max(conv.padding[-2:]) == 0
+
+
+def _grows_per_sample(before: tuple[int, ...], after: tuple[int, ...] | None) -> bool:
+    return after is not None and before[0] == after[0] and before != after
+
+
+def _grows_in_rows(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    return before[:-2] == after[:-2] and before[-1] == after[-1] and before[-2] < after[-2]
+
+
+def _probe(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> _Seen:
+    seen = _Seen()
+    sample = sample_of(args, kwargs)
+    with _watched(denoiser, seen, sample), torch.no_grad():
+        forward(*args, **kwargs)
+    return seen
+
+
+@contextmanager
+def _watched(denoiser: nn.Module, seen: _Seen, sample: Tensor) -> Iterator[None]:
+    """Torch forward hooks on every module of interest, for as long as the block runs."""
+    handles = []
+    for path, module in denoiser.named_modules():
+        if hasattr(module, "processor"):
+            handles.append(module.register_forward_pre_hook(_watch_attention(seen, path), with_kwargs=True))
+        elif isinstance(module, nn.GroupNorm):
+            handles.append(module.register_forward_hook(_watch_norm(seen, path)))
+        elif isinstance(module, (nn.Conv2d, nn.Conv3d)):
+            handles.append(module.register_forward_hook(_watch_conv(seen, path, sample)))
+        elif isinstance(module, POINTWISE):
+            handles.append(module.register_forward_hook(_watch_pointwise(seen, path)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _watch_attention(seen: _Seen, path: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        context = args[1] if len(args) > 1 else kwargs.get("encoder_hidden_states")
+        if context is None or context is hidden:
+            seen.attentions[path] = tuple(hidden.shape)
+
+    return hook
+
+
+def _watch_norm(seen: _Seen, path: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        seen.norms[path] = tuple(args[0].shape)
+        seen.origins[id(output)] = (path, ())
+        seen.kept.append(output)
+
+    return hook
+
+
+def _watch_pointwise(seen: _Seen, path: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        origin = seen.origins.get(id(args[0]))
+        if origin is not None:
+            seen.origins[id(output)] = (origin[0], (*origin[1], path))
+            seen.kept.append(output)
+
+    return hook
+
+
+def _watch_conv(seen: _Seen, path: str, sample: Tensor) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        seen.convs[path] = tuple(args[0].shape)
+        if args[0].data_ptr() == sample.data_ptr() and args[0].numel() == sample.numel():
+            seen.reads_sample.add(path)
+        origin = seen.origins.get(id(args[0]))
+        if origin is not None:
+            seen.links[origin[0]] = (path, origin[1])
+
+    return hook

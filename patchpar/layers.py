@@ -1,0 +1,177 @@
+"""Convolution, group norm and attention over a share of the rows. They know nothing of time or ranks.
+
+Shape letters: B batch, C channels, H rows of the whole, h rows of this share, W columns, G groups, N heads,
+L tokens of the whole, l tokens of this share, D head width. Lower case is this rank's share. `dim` is the tensor
+dimension that is split; "rows" below means slices along it, so columns work alike.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from patchpar.patches import Stencil
+
+
+class Moments(NamedTuple):
+    """Count, mean and sum of squared deviations of each group, in fp32: what group norms merge exactly."""
+
+    count: Tensor  # [1]
+    mean_BG: Tensor
+    m2_BG: Tensor
+
+
+def moments_of(x: Tensor, num_groups: int) -> Moments:
+    """Moments of the share `x` [B, C, ...]. torch's own group norm kernel finds them in one sweep.
+
+    E[x^2] - E[x]^2 would cancel in half precision (std 1 at mean 30 is lost in bf16): fp32 and deviations do not.
+    """
+    batch, channels = x.shape[:2]
+    x = x.float().contiguous()
+    size = math.prod(x.shape[2:])
+    _, mean_BG, rstd_BG = torch.native_group_norm(x, None, None, batch, channels, size, num_groups, TINY)
+    count = size * channels // num_groups
+    m2_BG = (rstd_BG.pow(-2) - TINY).clamp_min(0).mul(count)
+    return Moments(torch.full((1,), float(count), device=x.device), mean_BG, m2_BG)
+
+
+TINY = 1e-12  # keeps 1/std finite on a constant map, and is far below any variance that matters
+
+
+def pack_moments(moments: Moments) -> Tensor:
+    """One small fp32 tensor to send: [1 + 2BG]."""
+    return torch.cat([moments.count, moments.mean_BG.flatten(), moments.m2_BG.flatten()])
+
+
+def merge_moments(packed: Sequence[Tensor], shape: tuple[int, int]) -> Moments:
+    """Moments of all shares together (Chan, Golub, LeVeque 1979): exact whatever the counts and means."""
+    all_P = torch.stack(list(packed))
+    count_P11 = all_P[:, 0, None, None]
+    mean_PBG, m2_PBG = all_P[:, 1:].unflatten(1, (2, *shape)).unbind(1)
+    count = count_P11.sum()
+    mean_BG = (mean_PBG * (count_P11 / count)).sum(0)
+    m2_BG = (m2_PBG + count_P11 * (mean_PBG - mean_BG).square()).sum(0)
+    return Moments(count, mean_BG, m2_BG)
+
+
+class Normalise:
+    """Group norm with given moments, to be applied to this share and to a neighbour's edge rows alike."""
+
+    def __init__(self, norm: nn.GroupNorm, moments: Moments) -> None:
+        batch, per_group = moments.mean_BG.shape[0], norm.num_channels // norm.num_groups
+        self._mean = moments.mean_BG.repeat_interleave(per_group, dim=1).flatten()
+        self._var = (moments.m2_BG / moments.count).repeat_interleave(per_group, dim=1).flatten()
+        self._weight = None if norm.weight is None else norm.weight.float().repeat(batch)
+        self._bias = None if norm.bias is None else norm.bias.float().repeat(batch)
+        self._eps = norm.eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise [B, C, ...] in one sweep: batch norm's inference kernel, each channel of each sample by itself."""
+        flat = x.float().reshape(1, x.shape[0] * x.shape[1], -1)
+        y = F.batch_norm(flat, self._mean, self._var, self._weight, self._bias, training=False, eps=self._eps)
+        return y.view(x.shape).to(x.dtype)
+
+
+def stencil_of(conv: nn.Module, dim: int) -> Stencil:
+    """What `conv` reads along `dim` (counted from the end)."""
+    return Stencil(
+        extent=conv.dilation[dim] * (conv.kernel_size[dim] - 1) + 1,
+        stride=conv.stride[dim],
+        padding=conv.padding[dim],
+    )
+
+
+def convolve(conv: nn.Module, x: Tensor, dim: int) -> Tensor:
+    """`conv` without its padding along `dim`: the rows outside are already in `x`."""
+    padding = list(conv.padding)
+    padding[dim] = 0
+    function = F.conv2d if isinstance(conv, nn.Conv2d) else F.conv3d
+    return function(x, conv.weight, conv.bias, conv.stride, tuple(padding), conv.dilation, conv.groups)
+
+
+def mend_borders(conv: nn.Module, x: Tensor, y: Tensor, dim: int, stencil: Stencil, halo: "Halo") -> Tensor:
+    """Compute again, in place, the rows of `y` = conv(x, zero padded) that read a neighbour's rows.
+
+    Only the few border rows are computed twice, so the bulk can be convolved while the halo is on its way, and no
+    padded copy of `x` is ever made.
+    """
+    size = x.shape[dim]
+    top, bottom = stencil.outputs_before(), stencil.outputs_after()
+    if halo.before is not None and top:
+        reach = (top - 1) * stencil.stride + stencil.extent - stencil.padding
+        rows = torch.cat([halo.before, x.narrow(dim, 0, reach)], dim)
+        y.narrow(dim, 0, top).copy_(convolve(conv, rows, dim))
+    if halo.after is not None and bottom:
+        start = (y.shape[dim] - bottom) * stencil.stride - stencil.padding
+        rows = torch.cat([x.narrow(dim, start, size - start), halo.after], dim)
+        y.narrow(dim, y.shape[dim] - bottom, bottom).copy_(convolve(conv, rows, dim))
+    return y
+
+
+class Halo(NamedTuple):
+    """Rows of the neighbours next to ours; None at an edge of the picture."""
+
+    before: Tensor | None
+    after: Tensor | None
+
+
+def is_thin(size: int, stencil: Stencil) -> bool:
+    """Whether a share is too thin for `mend_borders`: it has no rows that read only their own share."""
+    return size < 2 * stencil.extent
+
+
+def convolve_with_halo(conv: nn.Module, x: Tensor, dim: int, stencil: Stencil, halo: Halo) -> Tensor:
+    """The whole share at once, halo joined on, zeros at the picture's edges: for thin shares."""
+
+    def zeros(rows: int) -> list[Tensor]:
+        shape = list(x.shape)
+        shape[dim] = rows
+        return [x.new_zeros(shape)] if rows else []
+
+    before = zeros(stencil.before) if halo.before is None else [halo.before]
+    size = x.shape[dim]
+    outputs = -(-size // stencil.stride)
+    needed = (outputs - 1) * stencil.stride + stencil.extent - stencil.padding - size
+    after = zeros(max(0, needed)) if halo.after is None else [halo.after]
+    return convolve(conv, torch.cat([*before, x, *after], dim), dim)
+
+
+class Partial(NamedTuple):
+    """Attention over some of the keys: output and log-sum-exp of the logits, fp32 where it matters."""
+
+    out_BNlD: Tensor
+    lse_BNl: Tensor
+
+
+def attend(q_BNlD: Tensor, k_BNkD: Tensor, v_BNkD: Tensor, scale: float | None = None) -> Partial:
+    """Attention with its log-sum-exp, by the fused kernel of the device where there is one."""
+    if q_BNlD.device.type == "cpu":
+        return Partial(*torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BNlD, k_BNkD, v_BNkD, scale=scale))
+    if q_BNlD.device.type == "cuda":
+        length = q_BNlD.shape[2]
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q_BNlD, k_BNkD, v_BNkD, None, True, scale=scale
+        )
+        return Partial(out, lse[..., :length])  # this kernel pads the log-sum-exp to a multiple of 32 queries
+    logits_BNlk = (q_BNlD.float() @ k_BNkD.float().mT) * (scale or q_BNlD.shape[-1] ** -0.5)
+    out_BNlD = logits_BNlk.softmax(-1) @ v_BNkD.float()
+    return Partial(out_BNlD.to(q_BNlD.dtype), logits_BNlk.logsumexp(-1))
+
+
+def merge_partials(partials: Iterable[Partial]) -> Tensor:
+    """Attention over all keys from attention over parts of them, as they come, in fp32."""
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    dtype = torch.float32
+    for partial in partials:
+        if out is None or lse is None:
+            out, lse, dtype = partial.out_BNlD, partial.lse_BNl, partial.out_BNlD.dtype
+            continue
+        share_BNl1 = torch.sigmoid(partial.lse_BNl - lse).unsqueeze(-1)
+        out = torch.lerp(out.float(), partial.out_BNlD.float(), share_BNl1)
+        lse = torch.logaddexp(lse, partial.lse_BNl)
+    assert out is not None, "attention over no keys"
+    return out.to(dtype)

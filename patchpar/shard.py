@@ -1,0 +1,117 @@
+"""Put seams into a denoiser, take them out again exactly, and check that nothing has changed.
+
+install    a hook on every discovered module; types, names and state dict keys stay as they were
+restore    every hook out; outputs are bit-equal to the untouched denoiser
+verify     the split forward against the plain one, at two sizes, on all ranks
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers.hooks import HookRegistry, ModelHook
+from torch import Tensor, nn
+
+from patchpar.discover import Sites, with_sample_size
+from patchpar.errors import UnsupportedModel, VerificationError
+from patchpar.exchange import Gather
+from patchpar.layers import stencil_of
+from patchpar.seam import AttentionHook, ConvFed, ConvHook, NormHook, Share
+
+HOOK = "patchpar_seam"
+Denoise = Callable[..., Any]
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-9}
+
+
+class Sharded:
+    """A denoiser with seams. `restore()` leaves it as it was."""
+
+    def __init__(self, denoiser: nn.Module, sites: Sites, share: Share) -> None:
+        self._modules = dict(denoiser.named_modules())
+        self._hooked: list[tuple[nn.Module, bool]] = []
+        self.share = share
+        trailing = {site.path: site.trailing for site in sites.convs}
+        for norm in sites.norms:
+            self._hook(norm.path, NormHook(share, norm.path, self._fed_by(norm.conv, norm.activations, trailing)))
+        for conv in sites.convs:
+            if self._reaches(conv.path):
+                hook = ConvHook(share, conv.path, reads_sample=conv.reads_sample, trailing=conv.trailing)
+                self._hook(conv.path, hook)
+        for path in sites.attentions:
+            self._hook(path, AttentionHook(share, path))
+
+    def _fed_by(self, conv: str | None, activations: tuple[str, ...], trailing: dict[str, int]) -> ConvFed | None:
+        if conv is None or not self._reaches(conv) or trailing.get(conv):
+            return None
+        stencil = stencil_of(self._modules[conv], self.share.dim)
+        return ConvFed(conv, stencil.before, stencil.after, tuple(self._modules[path] for path in activations))
+
+    def _reaches(self, path: str) -> bool:
+        conv = self._modules[path]
+        if conv.kernel_size[self.share.dim] == 1:
+            return False
+        if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
+            raise UnsupportedModel(
+                f"{path} pads with {conv.padding_mode!r} ({conv.padding!r}), but bands need a number of zeros: use cfg"
+            )
+        return True
+
+    def _hook(self, path: str, hook: ModelHook) -> None:
+        module = self._modules[path]
+        fresh = not hasattr(module, "_diffusers_hook")
+        HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK)
+        self._hooked.append((module, fresh))
+
+    def restore(self) -> None:
+        """Take every seam out. Idempotent."""
+        while self._hooked:
+            module, fresh = self._hooked.pop()
+            module._diffusers_hook.remove_hook(HOOK, recurse=False)
+            if fresh:  # leave no trace: the registry and the instance's own forward were ours
+                del module._diffusers_hook
+                module.__dict__.pop("forward", None)
+
+
+def verification_sizes(total_stride: int, places: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Two small latent sizes: even bands, and uneven ones with a remainder of half a unit (or of nothing)."""
+    even = total_stride * places
+    return (even, even), (even + total_stride + total_stride // 2, even + total_stride)
+
+
+def verify(
+    split: Callable[..., Any], plain: Callable[..., Any], call: tuple[Any, Any], sites: Sites, share: Share
+) -> float:
+    """Largest relative error of `split` against `plain` over all ranks and both sizes, on inputs like `call`'s.
+
+    Raises VerificationError with the figures when it exceeds what the dtype's rounding explains.
+    """
+    errors = []
+    for seed, (long, short) in enumerate(verification_sizes(sites.total_stride, share.axis.size)):
+        size = (long, short) if share.dim == -2 else (short, long)
+        args, kwargs = with_sample_size(*call, size, seed=seed)
+        with torch.no_grad():
+            got, want = first_tensor(split(*args, **kwargs)), first_tensor(plain(*args, **kwargs))
+        errors.append(relative_error(got, want))
+        limit = TOLERANCE[want.dtype]
+    own = torch.tensor(errors, dtype=torch.float32, device=share.door.transport.device)
+    worst = torch.stack(Gather(share.door, share.axis, "verify", "verification").same(own)).amax(0).tolist()
+    if not all(error <= limit for error in worst):
+        figures = ", ".join(f"{error:.1e}" for error in worst)
+        raise VerificationError(
+            f"the denoiser split into {share.axis.size} bands differs from the plain one by {figures} at two sizes, "
+            f"more than the {limit:.0e} that rounding explains. This model mixes positions in a way patchpar does not "
+            "know: use plan cfg=2 or data=N, which do not split the picture"
+        )
+    return max(worst)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Norm of the difference over the norm of `want`; infinite where `got` is not finite."""
+    error = (got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-12)
+    return error.item() if math.isfinite(error.item()) else math.inf
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The prediction of a denoiser call, whether it returned a tuple or an output class."""
+    return output if isinstance(output, Tensor) else output[0]

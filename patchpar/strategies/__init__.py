@@ -1,0 +1,1 @@
+"""How a denoiser call is shared between ranks: one method per file."""
