@@ -46,6 +46,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 $(VENV)/torch:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "patchpar needs Python 3.10 or newer")'
 	$(PYTHON) -m venv $(VENV)
+	@echo "Installing torch and diffusers into $(VENV): a few minutes, the first time only."
 	if ! nvidia-smi -L 2>/dev/null | grep -q GPU; then \
 	  $(PIP) install "torch==$(TORCH)+cpu" 2>/dev/null \
 	  || $(PIP) install --retries 0 --timeout 10 --index-url $(CPU_INDEX) "torch==$(TORCH)" 2>/dev/null \

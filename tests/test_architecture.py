@@ -17,7 +17,8 @@ LINES = (
     ("exchange",),
     ("layers",),
     ("seam",),
-    ("shard", "models"),
+    ("models", "discover"),
+    ("shard",),
     ("strategies",),
     ("planner",),
     ("engine",),
@@ -115,7 +116,7 @@ def test_imports_point_one_way(path: Path) -> None:
         ("launch/local.py", "from patchpar.plan import Plan", ["plan"]),
         ("cli/generate.py", "from patchpar.pipeline import ParallelPipeline", ["pipeline"]),
         ("cli/generate.py", "from patchpar import ParallelPipeline", []),
-        ("layers.py", "from patchpar.seam import Seam\nimport torch", []),
+        ("layers.py", "from patchpar.patches import Bands\nimport torch", []),
     ],
 )
 def test_the_import_rule_sees(module: str, source: str, wrong: list[str]) -> None:
