@@ -1,0 +1,1 @@
+"""How ranks come to be, and how one call reaches all of them. Knows nothing of diffusion: it runs an engine."""

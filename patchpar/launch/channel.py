@@ -1,0 +1,118 @@
+"""Messages over a socket pair. No port listens anywhere: both ends are inherited or passed, so no stranger can write.
+
+    frame:  [kind u8][has block u8][request u32][spans u32][stream u64][block u64]  spans  stream
+
+A message's block does not travel: its descriptor does, with the first byte of the frame.
+"""
+
+from __future__ import annotations
+
+import enum
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from patchpar.launch.blocks import Block
+from patchpar.launch.wire import Message
+
+HEAD = struct.Struct("<BBIIQQ")
+SPAN = struct.Struct("<QQ")
+CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere only a later exec would inherit
+EMPTY = Message(stream=b"")
+
+
+class Kind(enum.IntEnum):
+    """What a frame is. The first line goes to a worker, the second comes from it."""
+
+    HELLO, FORM, CALL, REPLY, PING, STOP = range(6)
+    EVENT, ASK, PONG, RESULT, FAILED = range(10, 15)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message with its kind, and the number of the request that it belongs to."""
+
+    kind: Kind
+    request: int
+    message: Message = EMPTY
+
+
+class Closed(Exception):
+    """The other end has gone."""
+
+
+class Channel:
+    """One end of a socket pair."""
+
+    def __init__(self, sock: socket.socket, *, send_timeout: float | None = None) -> None:
+        self._sock = sock
+        self._sock.settimeout(send_timeout)
+        self._lock = threading.Lock()
+        self._bytes = bytearray()
+        self._descriptors: list[int] = []
+
+    def fileno(self) -> int:
+        """For select."""
+        return self._sock.fileno()
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame; may be called from several threads.
+
+        Raises Closed if the other end has gone, TimeoutError if it has not read for `send_timeout` seconds.
+        """
+        message, block = frame.message, frame.message.block
+        size = block.size if block is not None else 0
+        sizes = (len(message.spans), len(message.stream), size)
+        head = HEAD.pack(frame.kind, block is not None, frame.request, *sizes)
+        data = head + b"".join(SPAN.pack(*span) for span in message.spans) + message.stream
+        with self._lock:
+            try:
+                sent = socket.send_fds(self._sock, [data], [block.fd] if block is not None else [])
+                self._sock.sendall(memoryview(data)[sent:])
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise Closed(str(error)) from error
+
+    def receive(self) -> Frame:
+        """Wait for the next frame. Raises Closed."""
+        while True:
+            frame = self._take()
+            if frame is not None:
+                return frame
+            self._read()
+
+    def receive_ready(self) -> Iterator[Frame]:
+        """Read once and give what is complete by then. To be used after select. Raises Closed."""
+        self._read()
+        while (frame := self._take()) is not None:
+            yield frame
+
+    def _read(self) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._sock, 1 << 18, 64, CLOSE_ON_EXEC)
+        except OSError as error:
+            raise Closed(str(error)) from error
+        self._descriptors += descriptors
+        if not data:
+            raise Closed("end of file")
+        self._bytes += data
+
+    def _take(self) -> Frame | None:
+        if len(self._bytes) < HEAD.size:
+            return None
+        kind, has_block, request, num_spans, stream_length, block_size = HEAD.unpack_from(self._bytes)
+        start = HEAD.size + num_spans * SPAN.size
+        if len(self._bytes) < start + stream_length:
+            return None
+        spans = tuple(SPAN.iter_unpack(bytes(self._bytes[HEAD.size : start])))
+        stream = bytes(self._bytes[start : start + stream_length])
+        del self._bytes[: start + stream_length]
+        block = Block(self._descriptors.pop(0), block_size) if has_block else None
+        return Frame(Kind(kind), request, Message(stream=stream, spans=spans, block=block))
+
+    def close(self) -> None:
+        """Close this end."""
+        self._sock.close()
