@@ -1,0 +1,38 @@
+"""Fixtures of all tests. Starting workers takes seconds, so that one pool serves the whole session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pool import Pool
+
+POOL_SIZE = 4
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """The nets are so small that a second thread costs more than it brings."""
+    torch.set_num_threads(1)
+
+
+class RankPool:
+    """Runs test functions on CPU workers, see `tests.ranks`."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def run(self, function: str, world: int, *args: Any, through: str = "auto") -> list[Any]:
+        """What "module:function" returns on each of the first `world` ranks."""
+        if not 1 <= world <= POOL_SIZE:
+            raise ValueError(f"world={world}: the pool has 1 to {POOL_SIZE} ranks")
+        return self._pool.call("run", function, world, through, args)[:world]
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    with Pool(POOL_SIZE) as pool:
+        yield RankPool(pool)

@@ -1,0 +1,1 @@
+"""Tests of the guidance split and of splitting a list of prompts."""

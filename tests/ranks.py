@@ -1,0 +1,67 @@
+"""What runs on the ranks of the tests' worker pool: any test function, on the first so many ranks.
+
+A test writes `ranks.run("tests.guidance.on_ranks:prediction", 2, "sdxl")`; each of ranks 0 and 1 then calls
+`prediction(place, "sdxl")`, where `place` says who it is and opens the way to the others.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from patchpar.exchange import Door
+from patchpar.launch.context import RankContext
+from patchpar.mesh import Mesh
+from patchpar.transport import Transport, connect
+
+DEADLINE = 30.0
+"""Seconds for any wait of one rank for another. The slowest step of a tiny pipeline takes well under one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One rank of the `world` ranks that take part in a test."""
+
+    rank: int
+    world: int
+    context: RankContext
+    transport: Transport
+
+    def mesh(self, **degrees: int) -> Mesh:
+        """Named axes over all that take part, e.g. `mesh(cfg=2, patch=2)`."""
+        return Mesh(self.rank, range(self.world), **degrees)
+
+    def door(self) -> Door:
+        """A way out that counts from zero."""
+        return Door(self.transport)
+
+
+class Ranks:
+    """The engine of the test pool."""
+
+    def __init__(self, context: RankContext) -> None:
+        torch.set_num_threads(1)
+        self._context = context
+
+    def run(self, function: str, world: int, through: str, args: tuple[Any, ...]) -> Any:
+        """Call "module:function" on the first `world` ranks; the others return None.
+
+        Every call gets lines of its own, so that messages a failed test left unread cannot reach the next one.
+        """
+        transport = connect(self._context.device, deadline=DEADLINE, through=through)
+        try:
+            if self._context.rank >= world:
+                return None
+            place = Place(rank=self._context.rank, world=world, context=self._context, transport=transport)
+            return _resolve(function)(place, *args)
+        finally:
+            transport.close()
+
+
+def _resolve(function: str) -> Callable[..., Any]:
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)
