@@ -62,7 +62,7 @@ def imported(source: str, path: Path) -> Iterator[str]:
             continue
         for name in names:
             package, _, rest = name.partition(".")
-            if package == "patchpar":
+            if package == "patchpar" and rest:
                 module = rest.split(".")[0]
                 yield module if module in LEVEL else "PUBLIC"
 
@@ -116,6 +116,7 @@ def test_imports_point_one_way(path: Path) -> None:
         ("launch/local.py", "from patchpar.plan import Plan", ["plan"]),
         ("cli/generate.py", "from patchpar.pipeline import ParallelPipeline", ["pipeline"]),
         ("cli/generate.py", "from patchpar import ParallelPipeline", []),
+        ("launch/hello.py", "import patchpar", []),
         ("layers.py", "from patchpar.patches import Bands\nimport torch", []),
     ],
 )

@@ -1,0 +1,103 @@
+"""What the README and the pages of docs/ show, works: Python blocks run, command lines parse, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from patchpar.cli import app
+
+REPOSITORY = Path(__file__).parent.parent
+PAGES = [
+    *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
+    *sorted((REPOSITORY / "docs").rglob("*.md")),
+    *sorted((REPOSITORY / "pipelines").glob("*.md")),
+]
+BLOCK = re.compile(r"^```(?P<language>\w*)(?P<note>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(?<!`)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+def python_blocks(page: Path, *, runnable: bool) -> list[str]:
+    """Blocks to run, or those marked `no-run` because they need a download or GPUs."""
+    blocks = [match for match in BLOCK.finditer(page.read_text()) if match["language"] == "python"]
+    return [match["text"] for match in blocks if ("no-run" not in match["note"]) == runnable]
+
+
+def command_lines(page: Path) -> list[str]:
+    found = []
+    for match in BLOCK.finditer(page.read_text()):
+        if match["language"] in ("", "bash", "sh", "console"):
+            lines = match["text"].replace("\\\n", " ").splitlines()
+            found += [
+                line.removeprefix("$ ") for line in lines if re.match(r"(\$ )?patchpar (generate|compare|doctor)", line)
+            ]
+    return [line for line in found if "PROMPT..." not in line and not line.startswith("patchpar doctor  ")]
+
+
+def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(code)
+    return subprocess.run(
+        [sys.executable, str(script)], cwd=folder, capture_output=True, text=True, timeout=280, check=False
+    )
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page, runnable=True)], ids=name)
+def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
+    """All blocks of a page are one script, in order, run by a plain Python in an empty folder."""
+    answer = run("\n".join(python_blocks(page, runnable=True)), tmp_path)
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_a_broken_block_would_be_seen(tmp_path: Path) -> None:
+    assert run("from patchpar import Plan\nPlan(pach=2)", tmp_path).returncode != 0
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page, runnable=False)], ids=name)
+def test_blocks_that_need_gpus_at_least_compile_and_import(page: Path, tmp_path: Path) -> None:
+    for block in python_blocks(page, runnable=False):
+        compile(block, name(page), "exec")
+        imports = "\n".join(line for line in block.splitlines() if line.startswith(("import ", "from ")))
+        assert run(imports, tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize(("page", "line"), [(page, line) for page in PAGES for line in command_lines(page)])
+def test_command_lines_parse(page: Path, line: str) -> None:
+    verb, *words = shlex.split(line, comments=True)[1:]
+    get_command(app).commands[verb].make_context(verb, words)  # type: ignore[attr-defined]
+
+
+def test_there_are_command_lines_to_parse() -> None:
+    assert len([line for page in PAGES for line in command_lines(page)]) >= 2
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for match in LINK.finditer(BLOCK.sub("", page.read_text())):
+        target = match["target"].split("#")[0]
+        if target and "://" not in target:
+            assert (page.parent / target).exists(), f"{name(page)} links to {target}"
+
+
+def test_the_file_tree_of_the_readme_is_the_file_tree() -> None:
+    """Every module of the package is named in the README's tree, and nothing else is."""
+    tree = next(
+        match["text"]
+        for match in BLOCK.finditer((REPOSITORY / "README.md").read_text())
+        if "patchpar/" in match["text"] and "├" not in match["text"] and "plan.py" in match["text"]
+    )
+    package = REPOSITORY / "patchpar"
+    modules = {path.name for path in package.glob("*.py")} - {"__init__.py", "__main__.py"}
+    folders = {f"{path.name}/" for path in package.iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    named = {line.split()[0] for line in tree.splitlines() if line.startswith("  ") and line.split()}
+    assert named == modules | folders
