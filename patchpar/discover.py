@@ -133,7 +133,7 @@ def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs
         )
     rows = {path: shape[-2] for path, shape in convs.items()}
     stride = PROBE_SIZES[0][0] // min(rows.values())
-    modules = dict(denoiser.named_modules())
+    modules: dict[str, Any] = dict(denoiser.named_modules())
     convs = {path: shape for path, shape in convs.items() if max(modules[path].kernel_size[-2:]) > 1}
     links = {path: first.links[path] for path in norms if path in first.links and first.links[path][0] in convs}
     return Sites(
@@ -147,8 +147,8 @@ def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs
     )
 
 
-def _unpadded(conv: nn.Module) -> bool:
-    return conv.stride[-1] > 1 and max(conv.padding[-2:]) == 0
+def _unpadded(conv: Any) -> bool:
+    return bool(conv.stride[-1] > 1 and max(conv.padding[-2:]) == 0)
 
 
 def _grows_per_sample(before: tuple[int, ...], after: tuple[int, ...] | None) -> bool:

@@ -6,7 +6,7 @@ dimension that is split; "rows" below means slices along it, so columns work ali
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,11 +15,14 @@ from torch.nn import functional as F
 
 from patchpar.patches import Stencil
 
+Conv = nn.Conv2d | nn.Conv3d
+TINY = 1e-12  # keeps 1/std finite on a constant map, and is far below any variance that matters
+
 
 class Moments(NamedTuple):
     """Count, mean and sum of squared deviations of each group, in fp32: what group norms merge exactly."""
 
-    count: Tensor  # [1]
+    num: Tensor  # [1], values per group
     mean_BG: Tensor
     m2_BG: Tensor
 
@@ -38,19 +41,16 @@ def moments_of(x: Tensor, num_groups: int) -> Moments:
     return Moments(torch.full((1,), float(count), device=x.device), mean_BG, m2_BG)
 
 
-TINY = 1e-12  # keeps 1/std finite on a constant map, and is far below any variance that matters
-
-
 def pack_moments(moments: Moments) -> Tensor:
     """One small fp32 tensor to send: [1 + 2BG]."""
-    return torch.cat([moments.count, moments.mean_BG.flatten(), moments.m2_BG.flatten()])
+    return torch.cat([moments.num, moments.mean_BG.flatten(), moments.m2_BG.flatten()])
 
 
 def merge_moments(packed: Sequence[Tensor], shape: tuple[int, int]) -> Moments:
     """Moments of all shares together (Chan, Golub, LeVeque 1979): exact whatever the counts and means."""
     all_P = torch.stack(list(packed))
     count_P11 = all_P[:, 0, None, None]
-    mean_PBG, m2_PBG = all_P[:, 1:].unflatten(1, (2, *shape)).unbind(1)
+    mean_PBG, m2_PBG = all_P[:, 1:].view(len(packed), 2, *shape).unbind(1)
     count = count_P11.sum()
     mean_BG = (mean_PBG * (count_P11 / count)).sum(0)
     m2_BG = (m2_PBG + count_P11 * (mean_PBG - mean_BG).square()).sum(0)
@@ -63,7 +63,7 @@ class Normalise:
     def __init__(self, norm: nn.GroupNorm, moments: Moments) -> None:
         batch, per_group = moments.mean_BG.shape[0], norm.num_channels // norm.num_groups
         self._mean = moments.mean_BG.repeat_interleave(per_group, dim=1).flatten()
-        self._var = (moments.m2_BG / moments.count).repeat_interleave(per_group, dim=1).flatten()
+        self._var = (moments.m2_BG / moments.num).repeat_interleave(per_group, dim=1).flatten()
         self._weight = None if norm.weight is None else norm.weight.float().repeat(batch)
         self._bias = None if norm.bias is None else norm.bias.float().repeat(batch)
         self._eps = norm.eps
@@ -75,24 +75,24 @@ class Normalise:
         return y.view(x.shape).to(x.dtype)
 
 
-def stencil_of(conv: nn.Module, dim: int) -> Stencil:
+def stencil_of(conv: Conv, dim: int) -> Stencil:
     """What `conv` reads along `dim` (counted from the end)."""
     return Stencil(
         extent=conv.dilation[dim] * (conv.kernel_size[dim] - 1) + 1,
         stride=conv.stride[dim],
-        padding=conv.padding[dim],
+        padding=int(conv.padding[dim]),
     )
 
 
-def convolve(conv: nn.Module, x: Tensor, dim: int) -> Tensor:
+def convolve(conv: Conv, x: Tensor, dim: int) -> Tensor:
     """`conv` without its padding along `dim`: the rows outside are already in `x`."""
     padding = list(conv.padding)
     padding[dim] = 0
-    function = F.conv2d if isinstance(conv, nn.Conv2d) else F.conv3d
+    function: Callable[..., Tensor] = F.conv2d if isinstance(conv, nn.Conv2d) else F.conv3d
     return function(x, conv.weight, conv.bias, conv.stride, tuple(padding), conv.dilation, conv.groups)
 
 
-def mend_borders(conv: nn.Module, x: Tensor, y: Tensor, dim: int, stencil: Stencil, halo: "Halo") -> Tensor:
+def mend_borders(conv: Conv, x: Tensor, y: Tensor, dim: int, stencil: Stencil, halo: "Halo") -> Tensor:
     """Compute again, in place, the rows of `y` = conv(x, zero padded) that read a neighbour's rows.
 
     Only the few border rows are computed twice, so the bulk can be convolved while the halo is on its way, and no
@@ -123,7 +123,7 @@ def is_thin(size: int, stencil: Stencil) -> bool:
     return size < 2 * stencil.extent
 
 
-def convolve_with_halo(conv: nn.Module, x: Tensor, dim: int, stencil: Stencil, halo: Halo) -> Tensor:
+def convolve_with_halo(conv: Conv, x: Tensor, dim: int, stencil: Stencil, halo: Halo) -> Tensor:
     """The whole share at once, halo joined on, zeros at the picture's edges: for thin shares."""
 
     def zeros(rows: int) -> list[Tensor]:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from patchpar.exchange import Door, Gather, HaloSpecs, Round
 from patchpar.layers import (
+    Conv,
     Halo,
     Normalise,
     attend,
@@ -75,7 +76,7 @@ class Share:
         return first, last, HaloSpecs(spec(before) if up else None, spec(after) if down else None)
 
 
-class NormHook(ModelHook):
+class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """Group norm of the whole picture from per-share moments."""
 
     def __init__(self, share: Share, where: str, feeds: "ConvFed | None") -> None:
@@ -122,7 +123,7 @@ class ConvFed:
         return rows
 
 
-class ConvHook(ModelHook):
+class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """A convolution with a kernel larger than one along the split dim.
 
     `trailing` counts zero rows that the model itself has padded on at the end before an unpadded convolution.
@@ -132,7 +133,7 @@ class ConvHook(ModelHook):
         super().__init__()
         self.share, self.where, self.reads_sample, self.trailing = share, where, reads_sample, trailing
 
-    def new_forward(self, module: nn.Module, x: Tensor) -> Tensor:
+    def new_forward(self, module: Conv, x: Tensor) -> Tensor:
         """Replaces Conv2d.forward and Conv3d.forward."""
         share, dim = self.share, self.share.dim
         left = share.halos.pop(self.where, None)
@@ -172,7 +173,7 @@ def _halo_of_whole(share: Share, x: Tensor, before: int, after: int) -> Halo:
     return Halo(rows(start - before, before), rows(stop, after))
 
 
-class AttentionHook(ModelHook):
+class AttentionHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """Self-attention over the tokens of the whole picture: the processor runs as it is, its attention call does not."""
 
     def __init__(self, share: Share, where: str) -> None:

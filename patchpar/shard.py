@@ -28,8 +28,8 @@ class Sharded:
     """A denoiser with seams. `restore()` leaves it as it was."""
 
     def __init__(self, denoiser: nn.Module, sites: Sites, share: Share) -> None:
-        self._modules = dict(denoiser.named_modules())
-        self._hooked: list[tuple[nn.Module, bool]] = []
+        self._modules: dict[str, Any] = dict(denoiser.named_modules())
+        self._hooked: list[tuple[Any, bool]] = []
         self.share = share
         trailing = {site.path: site.trailing for site in sites.convs}
         for norm in sites.norms:

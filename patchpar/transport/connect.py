@@ -1,6 +1,5 @@
 """Choose a transport and connect it. Collective: every rank of the default group calls it once."""
 
-import os
 import socket
 import struct
 import tempfile
@@ -70,6 +69,6 @@ def _call(path: str, rank: int, deadline: float) -> socket.socket:
         except (FileNotFoundError, ConnectionRefusedError) as error:
             if time.monotonic() > give_up:
                 raise ExchangeError(
-                    f"rank {rank} cannot reach {path} within {deadline:g} s: {os.strerror(error.errno)}"
+                    f"rank {rank} cannot reach {path} within {deadline:g} s: {error.strerror}"
                 ) from error
             time.sleep(0.01)

@@ -125,7 +125,7 @@ class SharedMemoryTransport:
         if num_bytes != expected:
             shapes = ", ".join(str(spec.shape) for spec in message.specs)
             raise ExchangeError(
-                f"{self._at(where)}: rank {line.peer} sent {num_bytes} bytes where {expected} were expected for {shapes}"
+                f"{self._at(where)}: rank {line.peer} sent {num_bytes} bytes, but {expected} were expected for {shapes}"
             )
         received = []
         for spec in message.specs:
