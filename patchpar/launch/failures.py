@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
 
 from patchpar.errors import ExchangeError, WorkerError
 
@@ -40,10 +42,18 @@ def take_down(error: BaseException) -> Failure:
     return Failure(
         type_name=kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
         text=str(error),
-        trace="".join(traceback.format_exception(kind, error, error.__traceback__)).rstrip(),
+        trace="".join(traceback.format_exception(kind, error, _engine_part(error.__traceback__))).rstrip(),
         transport=is_transport_error(error),
         exception=_portable(error),
     )
+
+
+def _engine_part(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of this package's launching, which run before the engine's."""
+    whole = trace
+    while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
+        trace = trace.tb_next
+    return trace or whole
 
 
 def is_transport_error(error: BaseException | None) -> bool:

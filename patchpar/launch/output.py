@@ -57,7 +57,7 @@ class Output:
 
 def _pump(fd: int, rank: int, speakers: FirstSpeaker, tail: deque[str]) -> None:
     rest = ""
-    with open(fd, "rb", buffering=0) as pipe:  # noqa: PTH123  a descriptor, not a path
+    with open(fd, "rb", buffering=0) as pipe:
         while data := os.read(pipe.fileno(), 1 << 16):
             rest += data.decode(errors="replace")
             lines = LINE.findall(rest)

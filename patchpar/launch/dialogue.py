@@ -1,0 +1,172 @@
+"""One request to every rank, and all that is said until each of them has answered, died, or proved to be stuck.
+
+    caller                       ranks
+      | -- CALL ----------------> |            to all
+      | <------- EVENT ---------- |            any number, from any rank
+      | <-------- ASK ----------- |            from all; the question of rank 0 counts
+      | -- REPLY ---------------> |            to all
+      | -- PING -- / -- PONG ---- |            every second: who is there at all?
+      | <--- RESULT or FAILED --- |            one from each
+
+Progress is a mark (read from shared memory), an event, a question or an answer. Time passes only while this process
+runs and listens, so a suspended laptop or a slow callback makes nobody late.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from patchpar.launch.channel import Closed, Frame, Kind
+from patchpar.launch.context import Callbacks
+from patchpar.launch.failures import Failure
+from patchpar.launch.process import WorkerProcess
+from patchpar.launch.wire import Message, decode, encode
+
+TICK = 0.2  # s between looks at the beacons; what comes through a channel is heard at once
+PING_EVERY = 1.0  # s
+GRACE = 2.0  # s for the others to come to an end when one rank has failed
+LONGEST_STEP = 1.0  # s; more than this between two looks was not the workers' fault
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """How a dialogue ended. Ranks that neither answered nor died are stuck."""
+
+    results: dict[int, Message] = field(default_factory=dict)
+    failures: dict[int, Failure] = field(default_factory=dict)  # in order of arrival
+    died: list[int] = field(default_factory=list)
+    deaf: list[int] = field(default_factory=list)  # have stopped reading, so nothing can be said to them any more
+    silent: dict[int, float] = field(default_factory=dict)  # seconds since a rank last answered a ping
+    marks: dict[int, int] = field(default_factory=dict)  # made during the request
+    idle: float = 0.0
+    aborted: Exception | None = None  # what the caller's own on_ask raised
+
+    def is_over(self, rank: int) -> bool:
+        """Whether nothing more is to come from a rank."""
+        return rank in self.results or rank in self.failures or rank in self.died
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it cannot end well any more."""
+        return bool(self.failures or self.died or self.aborted)
+
+
+class Dialogue:
+    """One request. Made, then run, once."""
+
+    def __init__(
+        self, workers: Sequence[WorkerProcess], request: int, callbacks: Callbacks, *, patience: float
+    ) -> None:
+        self._workers, self._request, self._callbacks = workers, request, callbacks
+        self._patience = patience
+        self._outcome = Outcome(silent=dict.fromkeys(range(len(workers)), 0.0))
+        self._counts = [worker.beacon.count for worker in workers]
+        self._first_counts = tuple(self._counts)
+        self._until_ping = PING_EVERY
+        self._ended: set[int] = set()
+
+    def run(self, opening: Frame | None) -> Outcome:
+        """Send the opening, if there is one, and listen until all is said or nothing more can be expected.
+
+        Raises what the caller's `on_event` raises, at once; the ranks are then in the middle of something.
+        """
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers:
+                selector.register(worker.channel, selectors.EVENT_READ, worker)
+                if opening is not None:
+                    self._send(worker, opening)
+            last = time.monotonic()
+            while not self._is_finished():
+                for key, _ in selector.select(TICK):
+                    self._listen(selector, key.data)
+                now = time.monotonic()
+                self._pass_time(min(now - last, LONGEST_STEP))
+                last = time.monotonic()
+        self._outcome.marks = {
+            rank: worker.beacon.count - self._first_counts[rank] for rank, worker in enumerate(self._workers)
+        }
+        return self._outcome
+
+    def _is_finished(self) -> bool:
+        outcome = self._outcome
+        if outcome.died or outcome.deaf or all(outcome.is_over(worker.rank) for worker in self._workers):
+            return True
+        return outcome.idle > (GRACE if outcome.has_failed else self._patience)
+
+    def _listen(self, selector: selectors.BaseSelector, worker: WorkerProcess) -> None:
+        try:
+            for frame in worker.channel.receive_ready():
+                self._hear(worker, frame)
+        except Closed:
+            selector.unregister(worker.channel)
+            self._died(worker)
+
+    def _hear(self, worker: WorkerProcess, frame: Frame) -> None:
+        if frame.kind is Kind.PONG:
+            self._outcome.silent[worker.rank] = 0.0
+        if frame.request != self._request or frame.kind is Kind.PONG:
+            frame.message.close()  # of a request that was given up
+            return
+        self._outcome.idle = 0.0
+        if frame.kind is Kind.RESULT:
+            self._outcome.results[worker.rank] = frame.message
+            return
+        value = decode(frame.message)
+        frame.message.close()
+        if frame.kind is Kind.FAILED:
+            self._outcome.failures[worker.rank] = value
+        elif frame.kind is Kind.EVENT and not self._outcome.has_failed:
+            self._callbacks.event(worker.rank, value)
+        elif frame.kind is Kind.ASK and worker.rank == 0:
+            self._reply(value)
+
+    def _reply(self, question: object) -> None:
+        try:
+            reply = encode((True, self._callbacks.answer(question)))
+        except Exception as error:  # noqa: BLE001  the caller's own; it gets it back when the ranks have unwound
+            self._outcome.aborted = error
+            reply = encode((False, f"{type(error).__name__} in the caller's on_ask: {error}"))
+        for worker in self._workers:
+            self._send(worker, Frame(Kind.REPLY, self._request, reply))
+        reply.close()
+
+    def _pass_time(self, seconds: float) -> None:
+        outcome = self._outcome
+        outcome.idle += seconds
+        for rank in outcome.silent:
+            outcome.silent[rank] += seconds
+        for rank, worker in enumerate(self._workers):
+            count = worker.beacon.count
+            if count != self._counts[rank]:
+                self._counts[rank] = count
+                outcome.idle = 0.0
+        self._notice_the_dead()
+        self._until_ping -= seconds
+        if self._until_ping <= 0:
+            self._until_ping = PING_EVERY
+            for worker in self._workers:
+                if not outcome.is_over(worker.rank):
+                    self._send(worker, Frame(Kind.PING, self._request))
+
+    def _notice_the_dead(self) -> None:
+        """A channel normally closes with its process, but stays open if a worker had children of its own."""
+        for worker in self._workers:
+            if worker.rank in self._ended:  # found dead one look ago, and everything it had sent has been heard
+                self._died(worker)
+            elif not self._outcome.is_over(worker.rank) and not worker.is_alive():
+                self._ended.add(worker.rank)
+
+    def _died(self, worker: WorkerProcess) -> None:
+        if worker.rank not in self._outcome.died:
+            self._outcome.died.append(worker.rank)
+
+    def _send(self, worker: WorkerProcess, frame: Frame) -> None:
+        try:
+            worker.channel.send(frame)
+        except Closed:
+            self._died(worker)
+        except TimeoutError:
+            self._outcome.deaf.append(worker.rank)

@@ -1,0 +1,203 @@
+"""Worker processes of this process, one per device. This process drives them and is no rank itself.
+
+It imports neither torch nor anything else that is slow, and owns no device. If a worker dies or hangs, the call that
+suffered raises; the next call starts a new generation of workers and replays the calls marked so.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+from patchpar.errors import LaunchError, WorkerError
+from patchpar.launch.context import Callbacks, OnAsk, OnEvent, check_deadline
+from patchpar.launch.pool import Pool, PoolSpec
+from patchpar.launch.wire import Message, encode_call
+
+MAX_FAILED_STARTS = 3
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Replay:
+    """A call to be repeated on new workers."""
+
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    expected: float
+    sent: Message | None  # as it was, if it is small; large arguments are not kept twice
+
+    def message(self) -> Message:
+        return self.sent or encode_call(self.method, self.args, self.kwargs, self.expected)
+
+
+class LocalExecutor:
+    """An Executor whose ranks are worker processes on this machine.
+
+    `devices`: one torch device name per rank. `engine`: "package.module:Class". `deadline`: seconds that no rank may
+    make any progress during a call. `start_timeout`: seconds for the workers to import everything and find each other.
+    `preload`: modules that the workers import while they start. Raises LaunchError.
+    """
+
+    kind: Literal["local"] = "local"
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        engine: str,
+        *,
+        deadline: float = 60.0,
+        start_timeout: float = 600.0,
+        preload: Sequence[str] = (),
+    ) -> None:
+        if sys.platform == "win32":
+            raise LaunchError("worker processes need Linux or macOS; on Windows use one device")
+        if not devices:
+            raise LaunchError("at least one device is needed")
+        self._spec = PoolSpec(
+            devices=tuple(devices),
+            engine=engine,
+            deadline=check_deadline("deadline", deadline),
+            start_timeout=check_deadline("start_timeout", start_timeout),
+            preload=tuple(preload),
+        )
+        self._pool: Pool | None = None
+        self._is_ready = False
+        self._is_closed = False
+        self._failed_starts: list[str] = []
+        self._journal: list[_Replay] = []
+        self._lock = threading.RLock()
+        self._is_busy = False
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The torch device of each rank."""
+        return self._spec.devices
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return len(self._spec.devices)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process ids of the workers, by rank; empty if none are running."""
+        pool = self._pool
+        return pool.pids if pool is not None else ()
+
+    def start(self) -> None:
+        """Begin to start the workers; returns at once. `call` does it too. Raises LaunchError."""
+        with self._lock:
+            if self._is_closed:
+                raise LaunchError("this executor is closed; make a new one")
+            if self._pool is None:
+                self._pool = Pool(self._spec)
+                self._is_ready = False
+
+    def call(
+        self,
+        method: str,
+        *args: Any,
+        on_event: OnEvent | None = None,
+        on_ask: OnAsk | None = None,
+        replay: bool = False,
+        expected: float = 0.0,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """See Executor.call. Calls from several threads wait for one another."""
+        message = encode_call(method, args, kwargs, expected)
+        try:
+            with self._lock:
+                self._enter()
+                try:
+                    self._make_ready()
+                    result = self._run(message, Callbacks(on_event=on_event, on_ask=on_ask), expected)
+                finally:
+                    self._is_busy = False
+                if replay:
+                    sent = message if message.block is None else None
+                    entry = _Replay(method=method, args=args, kwargs=kwargs, expected=expected, sent=sent)
+                    self._journal.append(entry)
+                return result
+        finally:
+            message.close()
+
+    def _enter(self) -> None:
+        if self._is_busy:
+            raise LaunchError("a call cannot be made from within on_event or on_ask of another")
+        self._is_busy = True
+
+    def _run(self, message: Message, callbacks: Callbacks, expected: float) -> list[Any]:
+        pool = self._pool
+        if pool is None:
+            raise LaunchError("this executor was closed during the call")
+        try:
+            return pool.call(message, callbacks, expected)
+        except WorkerError as error:
+            if self._is_closed:
+                raise LaunchError("this executor was closed during the call") from error
+            raise
+        finally:
+            if not pool.is_usable:
+                self._drop_pool()
+
+    def _make_ready(self) -> None:
+        """Have workers that are ready and have seen the journal."""
+        if self._pool is not None and not self._pool.is_alive() and self._is_ready:
+            log.warning("a worker ended while it was idle; starting the workers anew")
+            self._drop_pool()
+        if self._pool is not None and self._is_ready:
+            return
+        if len(self._failed_starts) >= MAX_FAILED_STARTS:
+            raise LaunchError(
+                f"the workers could not be started {MAX_FAILED_STARTS} times in a row; make a new executor when the "
+                f"cause is gone. The last time: {self._failed_starts[-1]}"
+            )
+        try:
+            self.start()
+            assert self._pool is not None
+            self._pool.wait_until_ready()
+            self._replay()
+        except BaseException as error:
+            self._drop_pool()
+            if isinstance(error, LaunchError):
+                self._failed_starts.append(str(error))
+            raise
+        self._failed_starts.clear()
+        self._is_ready = True
+
+    def _replay(self) -> None:
+        for entry in self._journal:
+            message = entry.message()
+            try:
+                self._run(message, Callbacks(), entry.expected)
+            except Exception as error:
+                raise LaunchError(f"the workers were restarted, but {entry.method!r} failed now: {error}") from error
+            finally:
+                message.close()
+
+    def _drop_pool(self) -> None:
+        pool, self._pool, self._is_ready = self._pool, None, False
+        if pool is not None:
+            pool.kill()
+
+    def close(self) -> None:
+        """End the workers, politely if they are idle. Harmless when done twice, and from another thread."""
+        self._is_closed = True
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    def __enter__(self) -> LocalExecutor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

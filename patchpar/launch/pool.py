@@ -1,0 +1,180 @@
+"""One generation of workers: from the start of their processes to their end. A fault ends the generation."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from patchpar.errors import LaunchError
+from patchpar.launch.channel import EMPTY, Frame, Kind
+from patchpar.launch.context import Callbacks
+from patchpar.launch.devices import available_cores
+from patchpar.launch.dialogue import Dialogue, Outcome
+from patchpar.launch.hello import (
+    PACKAGE_ROOT,
+    Hello,
+    Rendezvous,
+    backend_for,
+    share_of_cores,
+    versions,
+    worker_environment,
+)
+from patchpar.launch.output import FirstSpeaker
+from patchpar.launch.process import WorkerProcess
+from patchpar.launch.verdict import is_reusable, verdict
+from patchpar.launch.wire import Message, decode, encode
+
+STOP_SECONDS = 2.0  # for a worker to leave when asked
+TERM_SECONDS = 1.0  # and when told
+KILL_SECONDS = 5.0  # only a process stuck in the kernel takes longer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSpec:
+    """What a pool is to be. Times in seconds."""
+
+    devices: tuple[str, ...]
+    engine: str
+    deadline: float
+    start_timeout: float
+    preload: tuple[str, ...]
+
+
+class Pool:
+    """Workers of one generation. Made starting: the processes run, `wait_until_ready` has to follow."""
+
+    def __init__(self, spec: PoolSpec) -> None:
+        self.spec = spec
+        self._workers: list[WorkerProcess] = []
+        self._rendezvous = Rendezvous()
+        # The workers end with us in any case (their channel closes); this ends them when the pool is dropped.
+        self._end = weakref.finalize(self, _end, self._workers, self._rendezvous, os.getpid())
+        self._request = 0
+        self.is_usable = True
+        self._spawn()
+
+    def _spawn(self) -> None:
+        spec, world = self.spec, len(self.spec.devices)
+        threads = share_of_cores(available_cores(), world)
+        environment, speakers = worker_environment(threads), FirstSpeaker()
+        path = tuple(sys.path) if PACKAGE_ROOT in sys.path else (*sys.path, PACKAGE_ROOT)
+        for rank, device in enumerate(spec.devices):
+            worker = WorkerProcess(
+                rank, device, environment=environment, speakers=speakers, inherit=self._rendezvous.inherit
+            )
+            self._workers.append(worker)
+            hello = Hello(
+                rank=rank,
+                world_size=world,
+                device=device,
+                backend=backend_for(spec.devices),
+                engine=spec.engine,
+                preload=spec.preload,
+                deadline=spec.deadline,
+                # Only we know how long a call may take and see which rank is late, so we judge first.
+                group_timeout=spec.deadline + spec.start_timeout,
+                threads=threads,
+                path=path,
+                store_path=self._rendezvous.path,
+                beacon=worker.beacon_fd,
+                lifeline=worker.lifeline_fd,
+            )
+            worker.greet(encode(hello))
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process ids, by rank."""
+        return tuple(worker.pid for worker in self._workers)
+
+    def wait_until_ready(self) -> None:
+        """Wait for all workers, compare their versions, and have them join and make their engines.
+
+        Raises LaunchError.
+        """
+        facts = self._start_up(None)  # the answers to the hello, which was said when they were started
+        for rank, found in enumerate(facts):
+            expected = {**facts[0], **versions()}
+            if found != expected:
+                raise LaunchError(f"rank {rank} differs: it has {found}, where {expected} was expected")
+        self._start_up(Kind.FORM)
+
+    def _start_up(self, kind: Kind | None) -> list[Any]:
+        try:
+            return self._request_all(kind, EMPTY, Callbacks(), self.spec.start_timeout)
+        except LaunchError:
+            raise
+        except Exception as error:
+            raise LaunchError(f"the workers could not be started: {error}") from error
+
+    def call(self, message: Message, callbacks: Callbacks, expected: float) -> list[Any]:
+        """Run one encoded call on all ranks. Raises what `Executor.call` raises; look at `is_usable` afterwards."""
+        return self._request_all(Kind.CALL, message, callbacks, self.spec.deadline + expected)
+
+    def _request_all(self, kind: Kind | None, message: Message, callbacks: Callbacks, patience: float) -> list[Any]:
+        self.is_usable = False  # until it has ended well: also if an interrupt ends it anywhere
+        dialogue = Dialogue(self._workers, self._request, callbacks, patience=patience)
+        opening = None if kind is None else Frame(kind, self._request, message)
+        self._request += 1
+        outcome = dialogue.run(opening)
+        error = verdict(outcome, self._workers, patience)
+        self.is_usable = is_reusable(outcome, self._workers)
+        if error is not None:
+            _drop(outcome)
+            raise error
+        return [_open(outcome.results[rank]) for rank in range(len(self._workers))]
+
+    def is_alive(self) -> bool:
+        """Whether no worker has ended."""
+        return all(worker.is_alive() for worker in self._workers)
+
+    def kill(self) -> None:
+        """End all workers at once."""
+        self.is_usable = False
+        self._end()
+
+    def close(self) -> None:
+        """Ask the workers to leave, insist, and clear up."""
+        if self.is_usable:
+            for worker in self._workers:
+                worker.ask_to_stop()
+            if not _wait(self._workers, STOP_SECONDS):
+                for worker in self._workers:
+                    worker.terminate()
+                _wait(self._workers, TERM_SECONDS)
+        self.kill()
+
+
+def _open(message: Message) -> Any:
+    try:
+        return decode(message)
+    finally:
+        message.close()
+
+
+def _drop(outcome: Outcome) -> None:
+    for message in outcome.results.values():
+        message.close()
+
+
+def _wait(workers: Sequence[WorkerProcess], seconds: float) -> bool:
+    give_up = time.monotonic() + seconds
+    return all([worker.wait(give_up) for worker in workers])
+
+
+def _end(workers: list[WorkerProcess], rendezvous: Rendezvous, owner: int) -> None:
+    """Kill and reap. Does nothing in a child that was forked from the owner."""
+    if os.getpid() != owner:
+        return
+    for worker in workers:
+        worker.kill()
+    _wait(workers, KILL_SECONDS)
+    for worker in workers:
+        with contextlib.suppress(OSError):
+            worker.release()
+    rendezvous.close()

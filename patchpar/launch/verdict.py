@@ -1,0 +1,83 @@
+"""What to tell the caller when a dialogue has not ended well, and whether the workers can be used again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from patchpar.errors import WorkerDied, WorkerHung
+from patchpar.launch.dialogue import PING_EVERY, Outcome
+from patchpar.launch.failures import Failure
+from patchpar.launch.process import SEND_TIMEOUT, WorkerProcess
+
+SILENT = 2.5 * PING_EVERY  # s without an answer to a ping: it is not merely busy
+STACK_SECONDS = 0.3  # for a hung worker to print where it is
+
+
+def verdict(outcome: Outcome, workers: Sequence[WorkerProcess], patience: float) -> Exception | None:
+    """The exception for the caller; None if every rank has returned a result.
+
+    The cause comes first: a dead worker before what its death did to others; what the caller's own function raised;
+    an exception of the engine before a lost connection; and a lost connection accuses the rank that is stuck.
+    """
+    if outcome.died:
+        return _died(outcome, workers)
+    if outcome.deaf:
+        worker = workers[outcome.deaf[0]]
+        return WorkerHung(f"{worker} has not read its messages for {SEND_TIMEOUT:g} s; {worker.last_seam()}.")
+    if outcome.aborted is not None:
+        return outcome.aborted
+    own = {rank: failure for rank, failure in outcome.failures.items() if not failure.transport}
+    if own:
+        return _raised(own, workers)
+    stuck = [worker for worker in workers if not outcome.is_over(worker.rank)]
+    if stuck:
+        return _hung(outcome, stuck, workers, patience)
+    return _raised(outcome.failures, workers) if outcome.failures else None
+
+
+def is_reusable(outcome: Outcome, workers: Sequence[WorkerProcess]) -> bool:
+    """Whether the workers can take another call: all have answered, and none left a message for another halfway.
+
+    The last is seen from the marks: ranks that failed alike have passed equally many seams.
+    """
+    answered = all(rank in outcome.results or rank in outcome.failures for rank in range(len(workers)))
+    if outcome.died or outcome.deaf or not answered:
+        return False
+    if not outcome.failures:
+        return True
+    in_step = len(set(outcome.marks.values())) == 1
+    return in_step and not any(failure.transport for failure in outcome.failures.values())
+
+
+def _died(outcome: Outcome, workers: Sequence[WorkerProcess]) -> WorkerDied:
+    worker = workers[outcome.died[0]]
+    end = worker.how_it_ended()
+    return WorkerDied(f"{worker} {end}; {worker.last_seam()}.{worker.last_output()}")
+
+
+def _raised(failures: dict[int, Failure], workers: Sequence[WorkerProcess]) -> Exception:
+    """All ranks alike: the exception itself, as a plain pipeline would raise it. Otherwise a WorkerError."""
+    rank, first = next(iter(failures.items()))
+    error = first.as_worker_error(str(workers[rank]))
+    alike = len(failures) == len(workers) and len({failure.type_name for failure in failures.values()}) == 1
+    lowest = failures[min(failures)]
+    if alike and lowest.exception is not None:
+        lowest.exception.__cause__ = lowest.as_worker_error(str(workers[min(failures)]))
+        return lowest.exception
+    return error
+
+
+def _hung(
+    outcome: Outcome, stuck: Sequence[WorkerProcess], workers: Sequence[WorkerProcess], patience: float
+) -> WorkerHung:
+    silent = [worker for worker in stuck if outcome.silent[worker.rank] > SILENT]
+    guilty = min(silent or stuck, key=lambda worker: outcome.marks[worker.rank])
+    guilty.dump_stack()
+    time.sleep(STACK_SECONDS)
+    answers = "does not answer" if silent else "answers, but does not get on"
+    others = "; ".join(f"rank {worker.rank}: {worker.last_seam()}" for worker in workers if worker is not guilty)
+    return WorkerHung(
+        f"{guilty} {answers}: no rank has made progress for {outcome.idle:.0f} s (limit {patience:g} s); "
+        f"{guilty.last_seam()}{f' ({others})' if others else ''}.{guilty.last_output()}"
+    )

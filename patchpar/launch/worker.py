@@ -1,0 +1,179 @@
+"""What runs in a worker process: reads calls from its channel, runs them on its engine, answers.
+
+    reader thread   frames from the channel: pings are answered here, also while a call runs; end of file ends all
+    main thread     calls, one after another
+
+A worker never outlives the process that started it: the reader thread ends it when the channel closes, and, where the
+interpreter itself is stuck, the kernel does (see `_die_with_parent`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import importlib
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from patchpar.errors import LaunchError
+from patchpar.launch.beacon import Beacon
+from patchpar.launch.channel import Channel, Closed, Frame, Kind
+from patchpar.launch.context import CallAborted, engine_method, load_engine
+from patchpar.launch.failures import take_down
+from patchpar.launch.hello import Hello, versions
+from patchpar.launch.wire import decode, encode
+
+
+def main(fd: int) -> None:
+    """Serve the channel at descriptor `fd` until told to stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started us gets it, and decides
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    channel = Channel(socket.socket(fileno=fd))
+    os.set_inheritable(fd, False)
+    try:
+        first = channel.receive()
+    except Closed:
+        return
+    hello: Hello = decode(first.message)
+    _die_with_parent(hello.lifeline)
+    sys.path[:] = hello.path
+    Worker(channel, hello).run(first.request)
+
+
+def _die_with_parent(lifeline: int) -> None:
+    """Have the kernel kill this process when the other end of the pipe closes, whatever this process is doing.
+
+    Not PR_SET_PDEATHSIG, which acts when the parent *thread* ends. Linux only; elsewhere the reader thread must do.
+    """
+    set_signal = getattr(fcntl, "F_SETSIG", None)
+    if set_signal is not None:
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(lifeline, set_signal, signal.SIGKILL)
+        flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
+
+
+class WorkerContext:
+    """The RankContext of a worker."""
+
+    def __init__(self, hello: Hello, channel: Channel) -> None:
+        self.rank, self.world_size, self.device = hello.rank, hello.world_size, hello.device
+        self.deadline = hello.deadline
+        self.mark: Callable[[str], None] = Beacon(hello.beacon).mark
+        self.request = 0
+        self.replies: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self._channel = channel
+
+    def emit(self, event: object) -> None:
+        """See RankContext."""
+        self._send(Kind.EVENT, event)
+
+    def ask(self, question: object) -> Any:
+        """See RankContext."""
+        self._send(Kind.ASK, question if self.rank == 0 else None)
+        while True:  # no deadline: the caller may think as long as it likes, and its end is ours
+            reply = self.replies.get()
+            if reply.request == self.request:
+                break
+        answered, value = decode(reply.message)
+        if not answered:
+            raise CallAborted(str(value))
+        return value
+
+    def _send(self, kind: Kind, value: object) -> None:
+        message = encode(value)
+        self._channel.send(Frame(kind, self.request, message))
+        message.close()
+
+
+class Worker:
+    """One rank."""
+
+    def __init__(self, channel: Channel, hello: Hello) -> None:
+        self._channel, self._hello = channel, hello
+        self._context = WorkerContext(hello, channel)
+        self._calls: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self._engine: Any = None
+
+    def run(self, first_request: int) -> None:
+        """Answer the hello, then every call."""
+        threading.Thread(target=self._read, name="patchpar-reader", daemon=True).start()
+        self._answer(first_request, self._prepare)
+        while True:
+            frame = self._calls.get()
+            work = self._form if frame.kind is Kind.FORM else lambda frame=frame: self._call(frame)
+            self._answer(frame.request, work)
+            del frame, work  # or the arguments of a call would stay in memory until the next
+
+    def _read(self) -> None:
+        try:
+            while True:
+                frame = self._channel.receive()
+                if frame.kind is Kind.PING:
+                    self._channel.send(Frame(Kind.PONG, frame.request))
+                elif frame.kind is Kind.REPLY:
+                    self._context.replies.put(frame)
+                elif frame.kind is Kind.STOP:
+                    break
+                else:
+                    self._calls.put(frame)
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(0)  # the main thread may be anywhere, and nothing of ours is worth waiting for
+
+    def _answer(self, request: int, work: Callable[[], object]) -> None:
+        self._context.request = request
+        try:
+            kind, message = Kind.RESULT, encode(work())
+        except BaseException as error:  # noqa: BLE001  also SystemExit: whatever it is, the caller must hear of it
+            kind, message = Kind.FAILED, encode(take_down(error))
+        self._channel.send(Frame(kind, request, message))
+        message.close()
+
+    def _prepare(self) -> dict[str, str]:
+        """Import everything that takes time. Returns what must be the same on all ranks."""
+        import torch
+
+        torch.set_num_threads(self._hello.threads)
+        for name in self._hello.preload:
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                raise LaunchError(f"cannot import {name!r}, which was to be preloaded: {error}") from error
+        load_engine(self._hello.engine)
+        return {**versions(), "torch": torch.__version__, "engine": self._hello.engine}
+
+    def _form(self) -> None:
+        """Join the group and make the engine."""
+        import torch
+        import torch.distributed as dist
+
+        hello = self._hello
+        if hello.device.startswith("cuda"):
+            torch.cuda.set_device(hello.device)
+        if hello.world_size > 1:
+            dist.init_process_group(
+                hello.backend,
+                store=dist.FileStore(hello.store_path, hello.world_size),  # type: ignore[attr-defined]  # it is documented
+                rank=hello.rank,
+                world_size=hello.world_size,
+                timeout=timedelta(seconds=hello.group_timeout),
+            )
+        self._engine = load_engine(hello.engine)(self._context)
+
+    def _call(self, frame: Frame) -> object:
+        method, args, kwargs, expected = decode(frame.message)
+        frame.message.close()
+        self._context.deadline = self._hello.deadline + expected
+        return engine_method(self._engine, method)(*args, **kwargs)
