@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from patchpar.cli.flags import Request, devices_of, plan_of
+from patchpar.cli.flags import Request, plan_of
 from patchpar.cli.generate import images_of
 from patchpar.cli.pictures import check_writable, names_for, save
 from patchpar.cli.speech import friendly_errors, print_json, progress, stdout_kept_clean
@@ -57,7 +57,7 @@ def compare(request: Compare) -> None:
 
 def _both(request: Compare) -> tuple[Outcome, Outcome]:
     plan = plan_of(request.plan, request.strategy)
-    planned, device = _draw(request, devices_of(request.devices), plan, "under the plan")
+    planned, device = _draw(request, request.devices, plan, "under the plan")
     single, _ = _draw(request, [device], "auto", "on one process")
     return planned, single
 

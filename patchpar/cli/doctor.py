@@ -7,14 +7,16 @@ import platform
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import typer
 
-from patchpar.cli.flags import Debug, Devices, Json, Model, devices_of
+from patchpar.cli.flags import Debug, Devices, Json, Model
 from patchpar.cli.speech import FAILURE, friendly_errors, print_json, stdout_kept_clean
+from patchpar.errors import PatchparError
 
 PACKAGES = ("patchpar", "torch", "diffusers", "transformers", "accelerate", "safetensors", "pillow")
 
@@ -44,12 +46,14 @@ def doctor(request: Doctor) -> None:
 
 def examine(request: Doctor) -> dict[str, Any]:
     """Everything doctor has to say, as JSON has it."""
+    from patchpar.launch.devices import resolve_devices
+
     return {
         "versions": versions(),
         "host": host(),
         "devices": graphics_cards(),
         "links": links(),
-        "collective": collective_test(),
+        "collective": collective_test(resolve_devices(request.devices).names),
         "plan": choice(request),
     }
 
@@ -94,25 +98,28 @@ def links() -> str | None:
     return answer.stdout.strip() or None
 
 
-def collective_test() -> dict[str, Any]:
-    """Start two CPU workers, add up one number from each, and stop them again."""
-    from patchpar.errors import PatchparError
+def collective_test(devices: Sequence[str]) -> dict[str, Any]:
+    """Start a worker on each device (two on the CPU if there is but one), add up their ranks, and stop them again."""
     from patchpar.launch.local import LocalExecutor
 
+    devices = devices if len(devices) > 1 else ("cpu", "cpu")
+    found: dict[str, Any] = {"devices": list(devices), "ok": False, "error": None}
     began = time.perf_counter()
     try:
-        with LocalExecutor(["cpu", "cpu"], "patchpar.launch.probe:Probe") as workers:
+        with LocalExecutor(devices, "patchpar.launch.probe:Probe") as workers:
             sums = workers.call("sum_of_ranks")
+        found["ok"] = sums == [sum(range(len(devices)))] * len(devices)
+        found["error"] = None if found["ok"] else f"the sum of all ranks came out as {sums}"
     except PatchparError as error:
-        return {"ok": False, "seconds": time.perf_counter() - began, "error": str(error)}
-    return {"ok": sums == [1, 1], "seconds": time.perf_counter() - began, "error": None}
+        found["error"] = str(error)
+    return {**found, "seconds": time.perf_counter() - began}
 
 
 def choice(request: Doctor) -> dict[str, Any]:
     """The plan that would be chosen for the model on these devices, and why; nothing is drawn."""
     from patchpar import ParallelPipeline
 
-    with ParallelPipeline.from_pretrained(request.model, devices=devices_of(request.devices)) as pipe:
+    with ParallelPipeline.from_pretrained(request.model, devices=request.devices) as pipe:
         return {"model": request.model, "devices": list(pipe.devices), "chosen": str(pipe.plan), "why": pipe.explain()}
 
 
@@ -128,8 +135,8 @@ def _tell(findings: dict[str, Any]) -> None:
     if findings["links"]:
         typer.echo(f"links     {findings['links']}")
     test = findings["collective"]
-    verdict = "works" if test["ok"] else f"FAILS: {test['error'] or 'wrong sum'}"
-    typer.echo(f"workers   two CPU workers, one all-reduce: {verdict} ({test['seconds']:.1f} s)")
+    verdict = "works" if test["ok"] else f"FAILS: {test['error']}"
+    typer.echo(f"workers   one all-reduce over {', '.join(test['devices'])}: {verdict} ({test['seconds']:.1f} s)")
     plan = findings["plan"]
     typer.echo(f"plan      {plan['model']} on {', '.join(plan['devices'])}: {plan['chosen']}\n{plan['why']}")
 

@@ -91,14 +91,6 @@ class Request:
         return len(self.prompt) * self.num_images
 
 
-def devices_of(text: str) -> int | str | list[str]:
-    """`--devices` as `ParallelPipeline` takes it: a number, a list of names, or a word such as 'cpu:4'."""
-    if text.isdecimal():
-        return int(text)
-    names = [name.strip() for name in text.split(",")]
-    return names if len(names) > 1 or text.startswith("cuda:") else text
-
-
 def plan_of(plan: str, strategy: str) -> Plan | str:
     """`--plan` and `--strategy` as `ParallelPipeline` takes them. Raises PlanError, naming what is valid."""
     from patchpar import Plan

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from patchpar.cli.flags import Request, devices_of, plan_of
+from patchpar.cli.flags import Request, plan_of
 from patchpar.cli.pictures import check_writable, names_for, save
 from patchpar.cli.speech import friendly_errors, print_json, progress, stdout_kept_clean
 from patchpar.errors import PlanError
@@ -38,11 +38,9 @@ def generate(request: Generate) -> None:
 def _draw(request: Generate) -> tuple[Any, list[Any]]:
     from patchpar import ParallelPipeline
 
-    plan, devices = plan_of(request.plan, request.strategy), devices_of(request.devices)
-    with (
-        progress("starting") as step,
-        ParallelPipeline.from_pretrained(request.model, devices=devices, plan=plan, **request.for_loading()) as pipe,
-    ):
+    plan = plan_of(request.plan, request.strategy)
+    opened = {"devices": request.devices, "plan": plan, **request.for_loading()}
+    with progress("starting") as step, ParallelPipeline.from_pretrained(request.model, **opened) as pipe:
         pipe.set_progress_bar_config(disable=True)
         pipe.on_step = step
         output = pipe(**request.for_drawing())

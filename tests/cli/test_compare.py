@@ -32,7 +32,7 @@ def test_json(fake: Any, run: Any, tmp_path: Path) -> None:
 def test_both_runs_start_from_the_same_noise_and_are_warm(fake: Any, run: Any, tmp_path: Path) -> None:
     run("compare", "a fox", "--devices", 2, "--steps", 3, "-o", tmp_path / "fox.png")
     planned, single = fake.opened
-    assert planned.options["devices"] == 2
+    assert planned.options["devices"] == "2"
     assert single.options["devices"] == ["cpu"]
     assert [call["num_inference_steps"] for call in planned.calls] == [2, 3]
     assert [call["num_inference_steps"] for call in single.calls] == [2, 3]

@@ -20,7 +20,7 @@ def test_writes_the_picture_and_says_so(fake: Any, run: Any, tmp_path: Path) -> 
     assert f"saved {target}" in result.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["fox.png"]
     (pipe,) = fake.opened
-    assert (pipe.model, pipe.options["devices"], pipe.options["plan"], pipe.closed) == ("embedded", 2, "auto", True)
+    assert (pipe.model, pipe.options["devices"], pipe.options["plan"], pipe.closed) == ("embedded", "2", "auto", True)
 
 
 def test_passes_every_argument_on(fake: Any, run: Any, tmp_path: Path) -> None:
@@ -79,20 +79,10 @@ def test_a_plan_that_makes_no_sense(fake: Any, run: Any, tmp_path: Path, plan: s
     assert not fake.opened
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("auto", "auto"),
-        ("4", 4),
-        ("cpu:4", "cpu:4"),
-        ("cuda:0", ["cuda:0"]),
-        ("cuda:0, cuda:2", ["cuda:0", "cuda:2"]),
-        ("cpu,cpu", ["cpu", "cpu"]),
-    ],
-)
-def test_devices(fake: Any, run: Any, tmp_path: Path, text: str, value: object) -> None:
+@pytest.mark.parametrize("text", ["auto", "4", "cpu:4", "cuda:0", "cuda:0,cuda:2"])
+def test_devices_are_the_business_of_the_pipeline(fake: Any, run: Any, tmp_path: Path, text: str) -> None:
     run("generate", "a fox", "--devices", text, "-o", tmp_path / "x.png")
-    assert fake.opened[0].options["devices"] == value
+    assert fake.opened[0].options["devices"] == text
 
 
 def test_json_is_one_object_and_alone(fake: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
