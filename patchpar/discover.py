@@ -226,3 +226,10 @@ def _watch_conv(seen: _Seen, path: str, sample: Tensor) -> Callable[..., None]:
             seen.links[origin[0]] = (path, origin[1])
 
     return hook
+
+
+def splits_into_bands(denoiser: nn.Module) -> bool:
+    """Whether a denoiser is made of what bands know: padded convolutions and group norms, as UNets are."""
+    modules = list(denoiser.modules())
+    padded = any(isinstance(m, (nn.Conv2d, nn.Conv3d)) and m.kernel_size[-1] > 1 and m.stride[-1] == 1 for m in modules)
+    return padded and any(isinstance(m, nn.GroupNorm) for m in modules)

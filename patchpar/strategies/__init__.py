@@ -1,1 +1,54 @@
-"""How a denoiser call is shared between ranks: one method per file."""
+"""How a denoiser call is shared between ranks: one method per file. This one only finds them by name."""
+
+from dataclasses import fields
+from typing import Any
+
+from patchpar.errors import PlanError
+
+
+def known() -> dict[str, Any]:
+    """Options class of every patch strategy, by name."""
+    from patchpar.strategies.exact import ExactPatch
+
+    return {strategy.name: strategy for strategy in (ExactPatch,)}
+
+
+def parse_strategy(text: str) -> Any:
+    """A strategy from a command line: "exact" or "name:key=value,key=value". Raises PlanError naming what is valid."""
+    name, _, rest = text.partition(":")
+    strategies = known()
+    if name not in strategies:
+        raise PlanError(f"unknown strategy {name!r}: use one of {', '.join(strategies)}")
+    options = {field.name: field.type for field in fields(strategies[name])}
+    given = {}
+    for part in filter(None, (piece.strip() for piece in rest.split(","))):
+        key, equals, value = part.partition("=")
+        if not equals or key not in options:
+            valid = f"its options are {', '.join(options)}" if options else "it has no options"
+            raise PlanError(f"strategy {name!r} does not know {part!r}: {valid}")
+        given[key] = _value(name, key, value)
+    return strategies[name](**given)
+
+
+def resolve_strategy(strategy: Any) -> Any:
+    """The options object that a plan's `strategy` means. Raises PlanError."""
+    if isinstance(strategy, str):
+        return parse_strategy(strategy)
+    if not any(isinstance(strategy, known_class) for known_class in known().values()):
+        raise PlanError(
+            f"strategy={strategy!r} is not a strategy: use a name ({', '.join(known())}) or its options object"
+        )
+    return strategy
+
+
+def _value(strategy: str, key: str, text: str) -> Any:
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    if text in ("true", "false"):
+        return text == "true"
+    if not text:
+        raise PlanError(f"strategy {strategy!r}: {key} has no value")
+    return text

@@ -1,0 +1,100 @@
+"""What the controlling process must know of a pipeline that lives in the workers: names and numbers, no weights."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+DENOISERS = ("unet", "transformer", "transformer_2")
+NAMED_FOR_GUIDANCE = ("guidance_scale", "true_cfg_scale", "max_guidance_scale")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """A pipeline in names and numbers. `parameters` are those of its call, with defaults (None where there is none)."""
+
+    pipeline: str
+    denoisers: tuple[str, ...]
+    splits_into_bands: bool
+    total_stride: int
+    vae_scale: int
+    size_unit: int
+    parameters: Mapping[str, Any]
+    takes_any: bool
+    default_size: tuple[int, int] | None
+    methods: frozenset[str]
+
+    def guided(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call with `kwargs` would use classifier-free guidance, as far as its arguments tell."""
+        if "true_cfg_scale" in self.parameters:
+            negative = any(kwargs.get(name) is not None for name in ("negative_prompt", "negative_prompt_embeds"))
+            return negative and _number(kwargs.get("true_cfg_scale", self.parameters["true_cfg_scale"])) > 1
+        names = [name for name in NAMED_FOR_GUIDANCE if name in self.parameters]
+        return any(_number(kwargs.get(name, self.parameters[name])) > 1 for name in names)
+
+    def size(self, kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
+        """Height and width in pixels that a call with `kwargs` asks for, where its arguments tell."""
+        height, width = kwargs.get("height"), kwargs.get("width")
+        default = self.default_size
+        if height is None and width is None:
+            return default if not any(kwargs.get(name) is not None for name in ("image", "latents", "video")) else None
+        return (height or (default or (width,))[0], width or (default or (height,))[-1])
+
+
+def describe(pipe: Any) -> Description:
+    """Describe a loaded pipeline."""
+    from patchpar.discover import splits_into_bands
+
+    signature = inspect.signature(type(pipe).__call__).parameters.values()
+    denoisers = {name: pipe.components[name] for name in DENOISERS if pipe.components.get(name) is not None}
+    first = next(iter(denoisers.values()), None)
+    config = getattr(first, "config", None) or {}
+    levels = config.get("block_out_channels") or (0,)
+    scale = _vae_scale(pipe)
+    bands = bool(denoisers) and all(splits_into_bands(module) for module in denoisers.values())
+    return Description(
+        pipeline=type(pipe).__name__,
+        denoisers=tuple(f"{name} ({type(module).__name__})" for name, module in denoisers.items()),
+        splits_into_bands=bands,
+        total_stride=2 ** (len(levels) - 1) if bands else 1,
+        vae_scale=scale,
+        size_unit=max(8, scale) if bands else scale,
+        parameters={p.name: _plain(p.default) for p in signature if p.name != "self" and p.kind not in _VARIADIC},
+        takes_any=any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature),
+        default_size=_default_size(pipe, config, scale),
+        methods=frozenset(name for name in dir(type(pipe)) if not name.startswith("_") and _is_method(pipe, name)),
+    )
+
+
+_VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+def _plain(default: Any) -> Any:
+    return default if isinstance(default, (int, float, str, bool)) else None
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _is_method(pipe: Any, name: str) -> bool:
+    return callable(inspect.getattr_static(type(pipe), name)) or isinstance(
+        inspect.getattr_static(type(pipe), name), (classmethod, staticmethod)
+    )
+
+
+def _vae_scale(pipe: Any) -> int:
+    for name in ("vae_scale_factor", "vae_scale_factor_spatial"):
+        scale = getattr(pipe, name, None)
+        if isinstance(scale, int):
+            return scale
+    return 8
+
+
+def _default_size(pipe: Any, config: Mapping[str, Any], scale: int) -> tuple[int, int] | None:
+    size = getattr(pipe, "default_sample_size", None) or config.get("sample_size")
+    if isinstance(size, int):
+        return size * scale, size * scale
+    if isinstance(size, (list, tuple)) and len(size) == 2:
+        return size[0] * scale, size[1] * scale
+    return None

@@ -1,0 +1,55 @@
+"""Remember which denoisers have been checked against their plain forward, so that each is checked once.
+
+A verdict holds for one denoiser class and config, strategy, number of bands, dtype, set of arguments and set of
+versions. One small JSON file each, under the user's cache folder.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """Verdicts kept in `folder`."""
+
+    folder: Path
+
+    @classmethod
+    def in_home(cls) -> "Verdicts":
+        """The ones of this user."""
+        return cls(Path.home() / ".cache" / "patchpar" / "verified")
+
+    def key(self, facts: Mapping[str, Any]) -> str:
+        """A name for a set of facts, with the versions that matter added."""
+        versions = {name: _version(name) for name in ("patchpar", "torch", "diffusers")}
+        text = json.dumps({**facts, "versions": versions}, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def find(self, key: str) -> float | None:
+        """The relative error measured then, or None if this was never checked."""
+        try:
+            return float(json.loads((self.folder / f"{key}.json").read_text())["relative_error"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def remember(self, key: str, facts: Mapping[str, Any], error: float) -> None:
+        """Write a verdict down. A folder that cannot be written only means checking again next time."""
+        with contextlib.suppress(OSError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = self.folder / f"{key}.json"
+            draft = file.with_suffix(".draft")
+            draft.write_text(json.dumps({**facts, "relative_error": error}, indent=1, default=str))
+            draft.replace(file)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
