@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -101,3 +102,13 @@ def test_the_file_tree_of_the_readme_is_the_file_tree() -> None:
     folders = {f"{path.name}/" for path in package.iterdir() if path.is_dir() and (path / "__init__.py").exists()}
     named = {line.split()[0] for line in tree.splitlines() if line.startswith("  ") and line.split()}
     assert named == modules | folders
+
+
+def test_make_demo_is_the_first_command_of_the_readme() -> None:
+    if shutil.which("make") is None:
+        pytest.skip("no make")
+    answer = subprocess.run(["make", "-n", "demo"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    line = answer.stdout.strip().splitlines()[-1]
+    verb, *words = shlex.split(line)[1:]
+    flags = get_command(app).commands[verb].make_context(verb, words).params  # type: ignore[attr-defined]
+    assert (verb, flags["devices"], str(flags["output"]), flags["model"]) == ("generate", "2", "demo.png", "embedded")

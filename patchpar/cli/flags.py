@@ -70,13 +70,11 @@ class Request:
         """Keyword arguments of the pipeline's call, as diffusers names them."""
         from torch import Generator
 
-        prompt = self.prompt[0] if len(self.prompt) == 1 else self.prompt
+        several = len(self.prompt) > 1
         negative = self.negative_prompt
-        if negative is not None and len(self.prompt) > 1:
-            negative = [negative] * len(self.prompt)
         return _given(
-            prompt=prompt,
-            negative_prompt=negative,
+            prompt=self.prompt if several else self.prompt[0],
+            negative_prompt=[negative] * len(self.prompt) if several and negative is not None else negative,
             height=self.height,
             width=self.width,
             num_inference_steps=self.steps,

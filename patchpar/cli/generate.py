@@ -40,7 +40,7 @@ def _draw(request: Generate) -> tuple[Any, list[Any]]:
 
     plan = plan_of(request.plan, request.strategy)
     opened = {"devices": request.devices, "plan": plan, **request.for_loading()}
-    with progress("starting") as step, ParallelPipeline.from_pretrained(request.model, **opened) as pipe:
+    with progress("drawing") as step, ParallelPipeline.from_pretrained(request.model, **opened) as pipe:
         pipe.set_progress_bar_config(disable=True)
         pipe.on_step = step
         output = pipe(**request.for_drawing())

@@ -53,8 +53,8 @@ def stdout_kept_clean(wanted: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr; the value is the hook to call with (step, number of steps). Until then it only spins."""
+def progress(title: str, first: str = "starting") -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr; the value is the hook to call with (step, number of steps). Until then it says `first`."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -63,10 +63,10 @@ def progress(title: str) -> Iterator[Callable[[int, int], None]]:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(title, total=None)
+        task = bar.add_task(first, total=None)
 
         def step(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
+            bar.update(task, description=title, completed=done, total=total)
 
         yield step
 

@@ -1,0 +1,24 @@
+"""The wheel has all that a user needs and nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def test_the_wheel(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"patchpar"}
+    assert {"patchpar/py.typed", "patchpar/cli/__init__.py"} <= names
+    assert "patchpar/assets/scenes-unet/model_index.json" in names
+    assert "patchpar/assets/scenes-unet/unet/diffusion_pytorch_model.fp16.safetensors" in names
+    assert not [name for name in names if name.endswith((".bin", ".pt", ".ckpt", ".pyc"))]
+    assert wheel.stat().st_size < 20 * 2**20
