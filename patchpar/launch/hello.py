@@ -17,10 +17,8 @@ from patchpar.launch.blocks import anonymous_file
 
 PACKAGE_ROOT = str(Path(patchpar.__file__).resolve().parent.parent)
 # What torchrun sets for its own ranks. A worker is nobody's rank but its pool's.
-TORCHRUN_VARIABLES = frozenset(
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-    + ("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT")
-)  # and all that begins with TORCHELASTIC_
+TORCHRUN_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+TORCHRUN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +83,7 @@ def worker_environment(threads: int) -> dict[str, str]:
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name not in TORCHRUN_VARIABLES and not name.startswith("TORCHELASTIC_")
+        if name not in TORCHRUN_VARIABLES and not name.startswith(TORCHRUN_PREFIXES)
     }
     environment["OMP_NUM_THREADS"] = str(threads)
     environment["PYTHONUNBUFFERED"] = "1"

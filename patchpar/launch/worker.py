@@ -152,7 +152,7 @@ class Worker:
             except ImportError as error:
                 raise LaunchError(f"cannot import {name!r}, which was to be preloaded: {error}") from error
         load_engine(self._hello.engine)
-        return {**versions(), "torch": torch.__version__, "engine": self._hello.engine}
+        return {**versions(), "torch": str(torch.__version__), "engine": self._hello.engine}
 
     def _form(self) -> None:
         """Join the group and make the engine."""

@@ -1,0 +1,169 @@
+"""How objects are taken apart for a journey to another process, and put together there.
+
+    tensors (any device), arrays, pictures   their bytes go to the block, the pickle holds the place
+    torch.Generator                          kind of device and state; comes to life on the receiver's own device
+    everything else                          as pickle does it
+
+A tensor arrives on the CPU. Tensors that share a whole storage (tied weights) share it again on arrival; a view of a
+part of a storage arrives as a tensor of its own. Neither torch, numpy nor Pillow is imported before it is needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+from patchpar.launch.blocks import BlockWriter
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+INLINE_BYTES = 64 * 1024  # what is smaller travels in the stream itself
+
+
+class BlockPickler(pickle.Pickler):
+    """Pickles by protocol 5; buffers of more than INLINE_BYTES go to the block."""
+
+    def __init__(self, sink: io.BytesIO, writer: BlockWriter) -> None:
+        super().__init__(sink, protocol=5, buffer_callback=self._take)
+        self.spans: list[tuple[int, int]] = []
+        self._writer = writer
+        self._storages: dict[tuple[str, int], _Storage] = {}
+        self._alive: list[object] = []  # the keys above are addresses: what they point at must stay
+        self._written: pickle.PickleBuffer | None = None
+
+    def _take(self, buffer: pickle.PickleBuffer) -> bool:
+        """Whether the buffer is to be kept in the stream."""
+        if self._written is not None:
+            self._written.release()  # or host copies of all of a GPU's weights would pile up until the end
+            self._written = None
+        with buffer.raw() as data:
+            if data.nbytes <= INLINE_BYTES:
+                return True
+            self.spans.append(self._writer.append(data))
+        self._written = buffer
+        return False
+
+    def reducer_override(self, value: Any) -> Any:
+        """How our own kinds are taken apart; NotImplemented for all others."""
+        if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__":
+            raise pickle.PicklingError(
+                f"{value.__qualname__} is defined in the script itself, which workers do not run: put it into a module"
+            )
+        if isinstance(value, _Storage):
+            return _storage, (value.data,)
+        if _is_a(value, "torch", "Generator"):
+            return _generator, (value.device.type, value.initial_seed(), value.get_state())
+        if _is_a(value, "torch", "Tensor") and _is_plain(value):
+            return self._reduce_tensor(value)
+        if _is_a(value, "PIL.Image", "Image"):
+            return _picture, _picture_parts(value)
+        if _is_a(value, "numpy", "ndarray") and not (value.flags.forc or value.dtype.hasobject):
+            return value.copy().__reduce_ex__(5)  # contiguous; numpy itself would put a copy into the stream
+        return NotImplemented
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        import torch
+
+        whole = tensor.detach()
+        if whole.numel() * whole.element_size() < whole.untyped_storage().nbytes():
+            whole = whole.clone(memory_format=torch.contiguous_format)
+        place = (whole.storage_offset(), tuple(whole.shape), whole.stride())
+        parameter = isinstance(tensor, torch.nn.Parameter)
+        return _tensor, (self._storage(whole), whole.dtype, place, parameter, tensor.requires_grad and tensor.is_leaf)
+
+    def _storage(self, tensor: torch.Tensor) -> _Storage:
+        storage = tensor.untyped_storage()
+        key = (str(tensor.device), storage.data_ptr())
+        if storage.nbytes() == 0:
+            return _Storage(pickle.PickleBuffer(bytearray()))
+        if key not in self._storages:
+            self._storages[key] = _Storage(_bytes_of(tensor.cpu().untyped_storage()))
+            self._alive.append(storage)
+        return self._storages[key]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Storage:
+    """The bytes under one or more tensors; as one object, so that pickle sees it a second time as the same."""
+
+    data: pickle.PickleBuffer
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> pickle.PickleBuffer:
+    """The bytes of a storage on the CPU, without a copy."""
+
+    class Bytes(ctypes.c_ubyte * storage.nbytes()):  # type: ignore[misc]  # a class, to have room for an attribute
+        pass
+
+    array = Bytes.from_address(storage.data_ptr())
+    array.owner = storage  # the array is only a view of its memory
+    return pickle.PickleBuffer(array)
+
+
+def _is_a(value: object, module: str, name: str) -> bool:
+    """Whether `value` is of a class of a module that may not be imported; if it is not, it cannot be."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether bytes, dtype, shape and strides are all there is to a tensor."""
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_meta)
+
+
+def _picture_parts(picture: Image) -> tuple[Any, ...]:
+    data = pickle.PickleBuffer(picture.tobytes())  # loads a picture that is still in its file
+    palette = picture.palette
+    colours = None if palette is None else (palette.mode, picture.getpalette(palette.mode))
+    return picture.mode, picture.size, picture.info, colours, data
+
+
+def _picture(mode: str, size: tuple[int, int], info: dict[Any, Any], colours: Any, data: Any) -> Image:
+    from PIL import Image
+
+    picture = Image.frombytes(mode, size, data)
+    if colours is not None:
+        picture.putpalette(colours[1], colours[0])
+    picture.info = info
+    return picture
+
+
+def _storage(data: Any) -> torch.UntypedStorage:
+    import torch
+
+    if memoryview(data).nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8).untyped_storage()
+    return torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
+
+
+def _tensor(
+    storage: torch.UntypedStorage, dtype: torch.dtype, place: tuple[Any, ...], parameter: bool, requires_grad: bool
+) -> torch.Tensor:
+    import torch
+
+    tensor = torch.empty(0, dtype=dtype).set_(storage, *place)
+    if parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+def _generator(device: str, seed: int, state: torch.Tensor) -> torch.Generator:
+    """A generator of the receiver's own device of that kind: a rank draws on its own card, not on the sender's."""
+    import torch
+
+    generator = torch.Generator(device)
+    generator.manual_seed(seed)
+    generator.set_state(state)
+    return generator
