@@ -15,7 +15,7 @@ LINES = (
     ("launch",),
     ("mesh", "transport", "batch"),
     ("exchange", "promise"),
-    ("layers", "discover"),
+    ("layers", "discover", "predictions"),
     ("seam", "models"),
     ("shard",),
     ("strategies",),
