@@ -2,6 +2,7 @@
 
     tensors (any device), arrays, pictures   their bytes go to the block, the pickle holds the place
     torch.Generator                          kind of device and state; comes to life on the receiver's own device
+    functions inside functions               code and what it holds on to: libraries hook such into their modules
     everything else                          as pickle does it
 
 A tensor arrives on the CPU. Tensors that share a whole storage (tied weights) share it again on arrival; a view of a
@@ -11,12 +12,14 @@ part of a storage arrives as a tensor of its own. Neither torch, numpy nor Pillo
 from __future__ import annotations
 
 import ctypes
+import importlib
 import io
+import marshal
 import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from patchpar.launch.blocks import BlockWriter
@@ -53,21 +56,20 @@ class BlockPickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """How our own kinds are taken apart; NotImplemented for all others."""
-        if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__":
-            raise pickle.PicklingError(
-                f"{value.__qualname__} is defined in the script itself, which workers do not run: put it into a module"
-            )
-        if isinstance(value, _Storage):
-            return _storage, (value.data,)
-        if _is_a(value, "torch", "Generator"):
-            return _generator, (value.device.type, value.initial_seed(), value.get_state())
-        if _is_a(value, "torch", "Tensor") and _is_plain(value):
-            return self._reduce_tensor(value)
-        if _is_a(value, "PIL.Image", "Image"):
-            return _picture, _picture_parts(value)
-        if _is_a(value, "numpy", "ndarray") and not (value.flags.forc or value.dtype.hasobject):
-            return value.copy().__reduce_ex__(5)  # contiguous; numpy itself would put a copy into the stream
-        return NotImplemented
+        parts: Any = NotImplemented
+        if isinstance(value, (type, FunctionType)):
+            parts = _code_parts(value)
+        elif isinstance(value, _Storage):
+            parts = _storage, (value.data,)
+        elif _is_a(value, "torch", "Generator"):
+            parts = _generator, (value.device.type, value.initial_seed(), value.get_state())
+        elif _is_a(value, "torch", "Tensor") and _is_plain(value):
+            parts = self._reduce_tensor(value)
+        elif _is_a(value, "PIL.Image", "Image"):
+            parts = _picture, _picture_parts(value)
+        elif _is_a(value, "numpy", "ndarray") and not (value.flags.forc or value.dtype.hasobject):
+            parts = value.copy().__reduce_ex__(5)  # contiguous; numpy itself would put a copy into the stream
+        return parts
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         import torch
@@ -106,6 +108,51 @@ def _bytes_of(storage: torch.UntypedStorage) -> pickle.PickleBuffer:
     array = Bytes.from_address(storage.data_ptr())
     array.owner = storage  # the array is only a view of its memory
     return pickle.PickleBuffer(array)
+
+
+def _code_parts(value: type | FunctionType) -> Any:
+    """Classes, and functions of a module, go by name; a function inside a function goes with all it needs."""
+    if value.__module__ == "__main__":
+        raise pickle.PicklingError(
+            f"{value.__qualname__} is defined in the script itself, which workers do not run: put it into a module"
+        )
+    if isinstance(value, type) or _is_found_by_name(value):
+        return NotImplemented
+    return _function, (marshal.dumps(value.__code__), value.__module__), _function_state(value), *_FILL
+
+
+def _is_found_by_name(function: FunctionType) -> bool:
+    """Whether pickle can send a function as a mere name."""
+    found: object = sys.modules.get(function.__module__)
+    for part in function.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is function
+
+
+def _function_state(function: FunctionType) -> tuple[Any, ...]:
+    cells = [() if cell == CellType() else (cell.cell_contents,) for cell in function.__closure__ or ()]
+    return function.__qualname__, function.__defaults__, function.__kwdefaults__, function.__dict__, cells
+
+
+def _function(code: bytes, module: str) -> FunctionType:
+    """A function of the same code in the same module. Filled later, since it may hold on to itself.
+
+    Caller and workers run the same version of Python, or `marshal` would not do; their handshake makes sure of it.
+    """
+    body = marshal.loads(code)
+    closure = tuple(CellType() for _ in body.co_freevars)
+    return FunctionType(body, importlib.import_module(module).__dict__, body.co_name, None, closure)
+
+
+def _fill_function(function: FunctionType, state: tuple[Any, ...]) -> None:
+    function.__qualname__, function.__defaults__, function.__kwdefaults__, attributes, cells = state
+    function.__dict__.update(attributes)
+    for cell, contents in zip(function.__closure__ or (), cells, strict=True):
+        if contents:
+            cell.cell_contents = contents[0]
+
+
+_FILL = (None, None, _fill_function)  # as pickle's reducers end: no list, no dict, and who sets the state
 
 
 def _is_a(value: object, module: str, name: str) -> bool:

@@ -1,0 +1,39 @@
+"""One pool of two CPU workers for all tests here; a test that breaks it leaves it to restart by itself."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+
+import pytest
+
+from patchpar.launch.local import LocalExecutor
+
+TOY = "tests.launch.toy:ToyEngine"
+DEADLINE = 3.0
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[LocalExecutor]:
+    with LocalExecutor(["cpu", "cpu"], TOY, deadline=DEADLINE) as executor:
+        executor.call("load", "the model", replay=True)
+        yield executor
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process runs or is stopped; one that only waits to be reaped is gone."""
+    found = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    state = found.stdout.strip()
+    return bool(state) and not state.startswith("Z")
+
+
+def all_gone(pids: Iterable[int], within: float = 3.0) -> bool:
+    give_up = time.monotonic() + within
+    pids = list(pids)
+    assert pids
+    while any(map(is_running, pids)):
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,119 @@
+"""What people may write for devices, and what they are told when it cannot be."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from patchpar.errors import PlanError
+from patchpar.launch import devices
+from patchpar.launch.devices import resolve_devices
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(devices, "gpu_count", lambda: 0)
+    monkeypatch.setattr(devices, "available_cores", lambda: 2)
+
+
+@pytest.fixture
+def three_gpus(monkeypatch):
+    monkeypatch.setattr(devices, "gpu_count", lambda: 3)
+
+
+@pytest.mark.parametrize(
+    ("asked", "names", "note"),
+    [
+        ("auto", ["cpu"], "no GPU found: using the CPU"),
+        (4, ["cpu"] * 4, "no GPU found: 4 CPU workers sharing 2 cores"),
+        ("4", ["cpu"] * 4, "no GPU found: 4 CPU workers sharing 2 cores"),
+        (1, ["cpu"], "no GPU found: the CPU (2 cores)"),
+        ("cpu", ["cpu"], "the CPU (2 cores)"),
+        ("cpu:3", ["cpu"] * 3, "3 CPU workers sharing 2 cores"),
+        (["cpu", "cpu"], ["cpu"] * 2, "2 CPU workers sharing 2 cores"),
+        ("cpu,cpu", ["cpu"] * 2, "2 CPU workers sharing 2 cores"),
+        (torch.device("cpu"), ["cpu"], "the CPU (2 cores)"),
+    ],
+    ids=str,
+)
+def test_without_a_gpu(no_gpu, asked, names, note):
+    found = resolve_devices(asked)
+    assert list(found.names) == names
+    assert found.note == note
+
+
+@pytest.mark.parametrize(
+    ("asked", "names", "note"),
+    [
+        ("auto", ["cuda:0", "cuda:1", "cuda:2"], "3 GPUs"),
+        ("cuda", ["cuda:0", "cuda:1", "cuda:2"], "3 GPUs"),
+        (2, ["cuda:0", "cuda:1"], "2 GPUs"),
+        (1, ["cuda:0"], "1 GPU"),
+        ("cuda:1", ["cuda:1"], "cuda:1"),
+        (("cuda:2", torch.device("cuda:0")), ["cuda:2", "cuda:0"], "cuda:2, cuda:0"),
+        ("cpu:2", ["cpu", "cpu"], None),
+    ],
+    ids=str,
+)
+def test_with_gpus(three_gpus, asked, names, note):
+    found = resolve_devices(asked)
+    assert list(found.names) == names
+    assert note is None or found.note == note
+
+
+def test_a_gpu_is_shared_only_on_request(three_gpus):
+    with pytest.raises(PlanError, match="cuda:0 repeats"):
+        resolve_devices(["cuda:0", "cuda:0"])
+    assert resolve_devices(["cuda:0", "cuda:0"], share=True).names == ("cuda:0", "cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (0, "at least 1"),
+        (-2, "at least 1"),
+        ("cpu:0", "between 1 and 16"),
+        ("cpu:x", "'cpu:4'"),
+        (1000, r"between 1 and 16 CPU workers can run on 2 cores"),
+        ("cuda", "no GPU here, only the CPU"),
+        ("cuda:0", "'cuda:0' does not exist: torch finds no GPU here"),
+        (["cpu", "cuda:1"], "'cuda:1' does not exist"),
+        ([], "empty list"),
+        ([0, 1], "write it as 'cuda:0'"),
+        (["cpu:2"], "not a device"),
+        ("gpu", "'gpu' is not a device; devices may be"),
+        ("", "not a device"),
+        (2.0, "a float"),
+        (True, "a bool"),
+        (None, "a NoneType"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_without_a_gpu(no_gpu, asked, says):
+    with pytest.raises(PlanError, match=says):
+        resolve_devices(asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (4, r"there are cuda:0, cuda:1, cuda:2; use at most 3, or 'cpu:4'"),
+        ("cuda:3", "'cuda:3' does not exist: there are cuda:0, cuda:1, cuda:2"),
+        (["cuda:0", "cpu"], "cannot work together"),
+        (["cuda"], "not a device"),
+        (["cuda:1", "cuda:1", "cuda:2"], "cuda:1 repeats"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_with_gpus(three_gpus, asked, says):
+    with pytest.raises(PlanError, match=says):
+        resolve_devices(asked)
+
+
+@pytest.mark.skipif(devices.gpu_count() > 0, reason="there is a GPU, so torch is needed to count")
+def test_choosing_devices_does_not_import_torch_where_there_is_no_gpu():
+    code = "import sys; from patchpar.launch.devices import resolve_devices; resolve_devices(2); print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "patchpar.launch.devices" in modules
+    assert "torch" not in modules

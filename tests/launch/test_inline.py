@@ -1,0 +1,73 @@
+"""One rank in this process: a call is a call."""
+
+import pytest
+
+from patchpar.errors import LaunchError
+from patchpar.launch.inline import InlineExecutor
+from tests.launch.conftest import TOY
+from tests.launch.toy import Strange
+
+
+@pytest.fixture
+def inline():
+    with InlineExecutor("cpu", TOY, deadline=7.0) as executor:
+        yield executor
+
+
+def test_a_call_runs_here(inline):
+    assert (inline.kind, inline.devices, inline.world_size) == ("inline", ("cpu",), 1)
+    unique = object()
+    [(args, kwargs)] = inline.call("echo", unique, key=unique)
+    assert args[0] is kwargs["key"] is unique
+    assert inline.call("facts")[0]["deadline"] == 7.0
+
+
+def test_exceptions_come_unchanged(inline):
+    with pytest.raises(Strange) as caught:
+        inline.call("fail", "Strange", "as it was")
+    assert caught.value.__cause__ is None
+    assert inline.call("rank") == [0]
+
+
+def test_events_and_questions(inline):
+    heard = []
+    inline.call("count", 3, on_event=lambda rank, event: heard.append((rank, event["index"])))
+    assert heard == [(0, 0), (0, 1), (0, 2)]
+    assert inline.call("converse", 2, on_ask=lambda question: question["value"] + 1) == [[3.0, 3.0]]
+    with pytest.raises(RuntimeError, match="without on_ask"):
+        inline.call("converse", 1)
+
+    def refuse(question):
+        raise Strange("the caller's own")
+
+    with pytest.raises(Strange, match="the caller's own"):
+        inline.call("converse", 1, on_ask=refuse)
+
+
+def test_expected_time_lengthens_the_deadline(inline):
+    inline.call("rank", expected=5.0)
+    assert inline.call("facts", expected=5.0)[0]["deadline"] == 12.0
+
+
+def test_unknown_names_are_said(inline):
+    with pytest.raises(AttributeError, match="no method 'paint'; it has add_up"):
+        inline.call("paint")
+    with pytest.raises(AttributeError, match="no method '_private'"):
+        inline.call("_private")
+    for name, says in [("toy", "package.module:Class"), ("no.such:Thing", "cannot import"), ("json:Toy", "no class")]:
+        with pytest.raises(LaunchError, match=says):
+            InlineExecutor("cpu", name).call("rank")
+
+
+def test_closed_is_closed(inline):
+    inline.call("rank")
+    inline.close()
+    inline.close()
+    with pytest.raises(LaunchError, match="closed"):
+        inline.call("rank")
+
+
+@pytest.mark.parametrize("deadline", [0, -1, float("inf"), float("nan"), "60", True])
+def test_deadlines_are_checked(deadline):
+    with pytest.raises(LaunchError, match="deadline="):
+        InlineExecutor("cpu", TOY, deadline=deadline)

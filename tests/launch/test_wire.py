@@ -1,0 +1,215 @@
+"""Objects travel whole, the large ones through shared memory that nobody has to clean up."""
+
+import os
+import sys
+import threading
+import types
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+from patchpar.errors import PlanError
+from patchpar.launch.wire import INLINE_BYTES, decode, encode, encode_call, pack, unpack
+
+MAPPED = "patchpar-block"
+
+
+def there_and_back(value):
+    message = encode(value)
+    arrived = decode(message)
+    message.close()
+    return arrived
+
+
+def mappings() -> int:
+    return sum(MAPPED in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.parametrize("size", [0, 3, 100_000], ids=["empty", "small", "large"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str)
+def test_tensors_arrive_equal(dtype, size):
+    x = torch.arange(size).to(dtype)
+    y = there_and_back(x)
+    assert y.dtype == x.dtype
+    assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (300, 500)], ids=str)
+def test_shapes_and_strides_arrive(shape):
+    x = torch.randn(shape)
+    assert torch.equal(there_and_back(x), x)
+    assert torch.equal(there_and_back(x.mT if x.ndim == 2 else x), x.mT if x.ndim == 2 else x)
+    assert torch.equal(there_and_back(x[..., None].expand(*shape, 3)), x[..., None].expand(*shape, 3))
+
+
+def test_a_part_of_a_tensor_does_not_drag_the_whole_along():
+    x = torch.randn(1000, 1000)
+    message = encode(x[::100, ::100])
+    assert message.block is None
+    assert len(message.stream) < 2000
+    assert torch.equal(decode(message), x[::100, ::100])
+
+
+def test_tied_weights_stay_tied():
+    model = torch.nn.Linear(300, 300)
+    model.tied = model.weight
+    model.view = model.weight.detach().T
+    again = there_and_back(model)
+    assert again.tied is again.weight
+    assert again.view.data_ptr() == again.weight.data_ptr()
+    assert isinstance(again.weight, torch.nn.Parameter)
+    assert again.weight.requires_grad
+    assert torch.equal(again.view, model.view)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(200_000.0).reshape(400, 500),
+        np.arange(200_000.0).reshape(400, 500).T,
+        np.arange(200_000.0).reshape(400, 500)[::3, ::2],
+        np.array([{"a": 1}], dtype=object),
+    ],
+    ids=["plain", "transposed", "strided", "objects"],
+)
+def test_arrays_arrive_equal(array):
+    assert np.array_equal(there_and_back(array), array)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "1", "F", "I;16", "CMYK"])
+def test_pictures_arrive_equal(mode):
+    noise = np.random.default_rng(0).integers(0, 255, (40, 30, 3), dtype=np.uint8)
+    picture = PIL.Image.fromarray(noise).convert("I" if mode == "I;16" else mode)
+    picture = picture.convert(mode)
+    picture.info["note"] = "kept"
+    again = there_and_back(picture)
+    assert (again.mode, again.size, again.info) == (picture.mode, picture.size, picture.info)
+    assert again.tobytes() == picture.tobytes()
+    assert again.getpalette() == picture.getpalette()
+
+
+def test_a_picture_still_in_its_file_arrives(tmp_path):
+    PIL.Image.new("RGB", (9, 5), (10, 20, 30)).save(tmp_path / "picture.png")
+    again = there_and_back(PIL.Image.open(tmp_path / "picture.png"))
+    assert again.getpixel((8, 4)) == (10, 20, 30)
+
+
+def test_a_generator_goes_on_where_it_was():
+    generator = torch.Generator().manual_seed(5)
+    torch.randn(3, generator=generator)
+    again = there_and_back(generator)
+    assert again.initial_seed() == 5
+    assert torch.equal(torch.randn(4, generator=again), torch.randn(4, generator=generator))
+
+
+def test_what_is_large_does_not_go_through_the_pipe():
+    big = PIL.Image.new("RGB", (4000, 4000))  # 48 MB
+    for value in (big, torch.zeros(1 << 22), np.zeros(1 << 22), b"x" * (1 << 22), {"deep": [{"er": big}]}):
+        message = encode(value)
+        assert len(message.stream) + 16 * len(message.spans) < INLINE_BYTES / 64
+        assert message.block is not None
+        message.close()
+
+
+def test_large_tensors_and_arrays_are_mapped_and_later_unmapped():
+    before = mappings()
+    value = there_and_back({"x": torch.ones(1 << 20), "y": np.ones(1 << 20)})
+    assert mappings() == before + 1
+    kept = value["y"][-5:]
+    del value
+    assert mappings() == before + 1
+    assert kept.sum() == 5
+    del kept
+    assert mappings() == before
+
+
+def test_receivers_may_write_and_do_not_see_one_another():
+    x = torch.zeros(1 << 20)
+    message = encode(x)
+    first, second = decode(message), decode(message)
+    message.close()
+    first += 1
+    assert second.sum() == 0
+    assert x.sum() == 0
+
+
+def test_no_descriptor_and_no_named_memory_is_kept():
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    names = set(os.listdir("/dev/shm"))  # noqa: PTH208
+    before = descriptors()
+    values = [there_and_back(torch.zeros(1 << 16)) for _ in range(20)]
+    assert descriptors() == before
+    assert set(os.listdir("/dev/shm")) == names  # noqa: PTH208
+    assert len(values) == 20
+
+
+def test_a_failed_encoding_keeps_nothing_either():
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(TypeError):
+        encode([torch.zeros(1 << 20), threading.Lock()])
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_without_memfd_a_file_without_a_name_does(monkeypatch):
+    def refuse(*_):
+        raise OSError("not here")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    assert there_and_back(torch.ones(1 << 20)).sum() == 1 << 20
+
+
+def test_no_room_is_said(monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(MemoryError, match=r"4,194,304 bytes of shared memory.*No space left"):
+        encode(torch.ones(1 << 20))
+
+
+def make_counter():
+    count = 0
+
+    def step(by=1, *, twice=False):
+        nonlocal count
+        count += by * (2 if twice else 1)
+        return count if count < 3 else step.__name__
+
+    return step
+
+
+def test_a_function_inside_a_function_travels_with_what_it_holds():
+    step = make_counter()
+    step()
+    again = there_and_back(step)
+    assert again() == 2
+    assert again(twice=True) == "step"
+    assert step() == 2, "the sender's own is another"
+
+
+def test_an_argument_that_cannot_be_sent_is_named():
+    with pytest.raises(PlanError, match=r"draw: argument 'lock' \(a lock\) cannot be sent.*pickle"):
+        encode_call("draw", [1, "x"], {"fine": 2, "lock": threading.Lock()}, 0.0)
+    with pytest.raises(PlanError, match=r"draw: argument 2 \(a list\)"):
+        encode_call("draw", [1, [threading.Lock()]], {}, 0.0)
+
+
+def test_what_the_script_defines_is_refused_with_the_way_out(monkeypatch):
+    Mine = types.new_class("Mine")
+    Mine.__module__ = "__main__"
+    monkeypatch.setattr(sys.modules["__main__"], "Mine", Mine, raising=False)
+    with pytest.raises(PlanError, match=r"Mine is defined in the script itself.*put it into a module"):
+        encode_call("draw", [Mine()], {}, 0.0)
+
+
+def test_packed_messages_need_no_descriptor():
+    value = {"x": torch.randn(1 << 16), "text": "y" * INLINE_BYTES * 2, "small": torch.ones(2)}
+    again = unpack(pack(encode(value)))
+    assert torch.equal(again["x"], value["x"])
+    assert again["text"] == value["text"]
+    again["x"] += 1
