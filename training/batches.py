@@ -70,19 +70,19 @@ def draw_batch(key: str, bucket: Bucket, tokenizer: CLIPTokenizer, executor: Exe
         latent=latent,
         mask=torch.stack([sample.mask for sample in samples]),
         ids=token_ids(tokenizer, words),
-        timestep=draw_timesteps(bucket.batch, generator),
+        timestep=draw_timesteps(bucket.batch, bucket.noise_shift, generator),
         noise=torch.randn(latent.shape, generator=generator),
     )
 
 
-def draw_timesteps(count: int, generator: torch.Generator) -> Tensor:
-    """Stratified timesteps 0..999: a quarter uniform, the rest logit-normal around 690.
+def draw_timesteps(count: int, shift: float, generator: torch.Generator) -> Tensor:
+    """Stratified timesteps 0..999: a quarter uniform, the rest logit-normal around the shift.
 
-    What an object is gets decided between the middle and the top of the noise levels; v-prediction with uniform
-    timesteps would spend a third of the work on the lowest ones, where the picture is all but finished.
+    What is where gets decided at the higher noise levels; v-prediction with uniform timesteps would spend a third of
+    the work on the lowest ones, where the picture is all but finished.
     """
     order = torch.randperm(count, generator=generator)
     quantile = ((order + torch.rand(count, generator=generator)) / count).clamp(1e-4, 1 - 1e-4)
     uniform = torch.rand(count, generator=generator) < 0.25
-    shifted = torch.sigmoid(0.8 + 1.2 * torch.special.ndtri(quantile))
+    shifted = torch.sigmoid(shift + 1.3 * torch.special.ndtri(quantile))
     return (torch.where(uniform, quantile, shifted) * 1000).long().clamp(0, 999)

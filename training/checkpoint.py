@@ -11,6 +11,7 @@ from diffusers import StableDiffusionXLPipeline
 from torch import Tensor
 
 from training.model import Networks
+from training.position import PositionHeads
 
 EMA_DECAY = 0.998
 
@@ -27,9 +28,10 @@ class Progress:
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """Networks, their moving average by parameter name, optimizer and progress."""
+    """Networks, the heads that only training has, the moving average by parameter name, optimizer and progress."""
 
     networks: Networks
+    heads: PositionHeads
     average: dict[str, Tensor]
     optimizer: torch.optim.Optimizer
     progress: Progress
@@ -45,9 +47,11 @@ class Run:
 def new_run(device: torch.device) -> Run:
     """A run with fresh weights."""
     networks = Networks().to(device).to(memory_format=torch.channels_last).train()
-    optimizer = torch.optim.AdamW(networks.parameters(), lr=0.0, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
+    heads = PositionHeads(networks.unet).to(device)
+    parameters = [*networks.parameters(), *heads.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
     average = {name: parameter.detach().clone() for name, parameter in networks.named_parameters()}
-    return Run(networks=networks, average=average, optimizer=optimizer, progress=Progress())
+    return Run(networks=networks, heads=heads, average=average, optimizer=optimizer, progress=Progress())
 
 
 def save(run: Run, path: Path) -> None:
@@ -55,6 +59,7 @@ def save(run: Run, path: Path) -> None:
     progress = {name: getattr(run.progress, name) for name in Progress.__slots__}
     state = {
         "networks": run.networks.state_dict(),
+        "heads": run.heads.state_dict(),
         "average": run.average,
         "optimizer": run.optimizer.state_dict(),
         "progress": progress,
@@ -74,6 +79,7 @@ def load(run: Run, path: Path) -> None:
     """Go on from a checkpoint file."""
     state = read(path)
     run.networks.load_state_dict(state["networks"])
+    run.heads.load_state_dict(state["heads"])
     run.optimizer.load_state_dict(state["optimizer"])
     for name, value in state["average"].items():
         run.average[name].copy_(value)

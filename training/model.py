@@ -73,7 +73,7 @@ class Networks(nn.Module):
         self.text_encoder_2 = CLIPTextModelWithProjection(text_config(POOLED_WIDTH))
 
     def encode(self, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Token ids (B, T) to hidden states (B, T, 192) and the pooled embedding (B, 128), as the pipeline reads them."""
+        """Token ids (B, T) to hidden states (B, T, 192) and pooled embedding (B, 128), as the pipeline reads them."""
         first = self.text_encoder(ids_BT, output_hidden_states=True)
         second = self.text_encoder_2(ids_BT, output_hidden_states=True)
         return torch.cat([first.hidden_states[-2], second.hidden_states[-2]], -1), second[0]

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Pictures of one size that are trained together: height and width in latent cells."""
+    """Pictures of one size that are trained together: height and width in latent cells.
+
+    noise_shift is the middle of the noise levels on the logit scale: 0 is timestep 500, 1.4 is timestep 800.
+    """
 
     height: int
     width: int
     batch: int
     share: float
+    noise_shift: float = 1.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +53,11 @@ def _bucket(height: int, width: int, batch: int, share: float) -> Bucket:
     return Bucket(height=height, width=width, batch=batch, share=share)
 
 
+TINY = Stage(name="tiny", buckets=(_bucket(16, 16, 64, 0.5), _bucket(32, 32, 24, 0.5)))
 SMALL = Stage(name="small", buckets=(_bucket(32, 32, 24, 0.6), _bucket(48, 32, 16, 0.2), _bucket(32, 48, 16, 0.2)))
 MEDIUM = Stage(name="medium", buckets=(_bucket(64, 64, 8, 0.7), _bucket(96, 64, 6, 0.15), _bucket(64, 96, 6, 0.15)))
 LARGE = Stage(
     name="large",
     buckets=(_bucket(64, 64, 8, 0.6), _bucket(96, 64, 6, 0.1), _bucket(64, 96, 6, 0.1), _bucket(128, 128, 2, 0.2)),
 )
-STAGES = {stage.name: stage for stage in (SMALL, MEDIUM, LARGE)}
+STAGES = {stage.name: stage for stage in (TINY, SMALL, MEDIUM, LARGE)}

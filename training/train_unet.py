@@ -13,15 +13,18 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from training.attention import use_plain_attention
 from training.batches import Batch, draw_batch
 from training.checkpoint import Run, load, new_run, save, start_from_pipeline
 from training.model import Networks, noise_scheduler
-from training.stages import STAGES, Bucket, Schedule, Stage
+from training.position import WEIGHT as POSITION_WEIGHT
+from training.stages import STAGES, Schedule, Stage
 from training.stop import StopSignal
 from training.tokenizer import build_tokenizer
 
@@ -42,20 +45,21 @@ def loss_of(networks: Networks, batch: Batch, alphas: Tensor) -> Tensor:
     return (weight * (predicted.float() - target) ** 2).mean() / weight.mean()
 
 
-def train_step(run: Run, batch: Batch, rate: float, alphas: Tensor) -> float:
-    """One step of the optimizer and of the moving average; returns the loss."""
+def train_step(run: Run, batch: Batch, rate: float, alphas: Tensor) -> tuple[float, float]:
+    """One step of the optimizer and of the moving average; returns the loss and the error of the position heads."""
     for group in run.optimizer.param_groups:
         group["lr"] = rate
     loss = loss_of(run.networks, batch, alphas)
+    place = run.heads.loss()
     run.optimizer.zero_grad(set_to_none=True)
-    loss.backward()
+    (loss + POSITION_WEIGHT * place).backward()
     nn.utils.clip_grad_norm_(run.networks.parameters(), 1.0)
     run.optimizer.step()
     run.average_step()
     run.progress.step += 1
     run.progress.stage_step += 1
     run.progress.samples += len(batch.latent)
-    return loss.item()
+    return loss.item(), place.item()
 
 
 def begin_stage(run: Run, stage: Stage) -> None:
@@ -71,8 +75,7 @@ def batches(run: Run, stage: Stage, arguments: argparse.Namespace, executor: Exe
         key = f"{arguments.seed} {stage.name} {step} {run.progress.step - run.progress.stage_step}"
         drawn = stage.draw(key)
         size = max(1, round(drawn.batch * arguments.batch_scale))
-        bucket = Bucket(height=drawn.height, width=drawn.width, batch=size, share=drawn.share)
-        yield draw_batch(key, bucket, tokenizer, executor)
+        yield draw_batch(key, replace(drawn, batch=size), tokenizer, executor)
 
 
 def train(run: Run, stage: Stage, arguments: argparse.Namespace) -> None:
@@ -84,8 +87,8 @@ def train(run: Run, stage: Stage, arguments: argparse.Namespace) -> None:
     saved, smooth = time.monotonic(), None
     with renderers(arguments.render_workers) as executor:
         for batch in batches(run, stage, arguments, executor):
-            loss = train_step(run, batch.to(device), schedule.rate(run.progress.stage_step), alphas)
-            smooth = loss if smooth is None else 0.98 * smooth + 0.02 * loss
+            losses = train_step(run, batch.to(device), schedule.rate(run.progress.stage_step), alphas)
+            smooth = [0.98 * old + 0.02 * new for old, new in zip(smooth or losses, losses, strict=True)]
             if run.progress.stage_step % REPORT_EVERY_STEPS == 0:
                 report(run, schedule, smooth)
             if stop.raised:
@@ -97,14 +100,12 @@ def train(run: Run, stage: Stage, arguments: argparse.Namespace) -> None:
     print("stopped" if stop.raised else "finished", run.progress, flush=True)
 
 
-def report(run: Run, schedule: Schedule, loss: float) -> None:
+def report(run: Run, schedule: Schedule, losses: list[float]) -> None:
     """One line on how far the run is."""
     progress = run.progress
     done = f"{progress.stage} {progress.stage_step}/{schedule.steps} samples {progress.samples}"
-    print(
-        f"{done} loss {loss:.4f} rate {schedule.rate(progress.stage_step):.1e} cpu {time.process_time():.0f}s",
-        flush=True,
-    )
+    rate, seconds = schedule.rate(progress.stage_step), time.process_time()
+    print(f"{done} loss {losses[0]:.4f} place {losses[1]:.4f} rate {rate:.1e} cpu {seconds:.0f}s", flush=True)
 
 
 @contextmanager
@@ -125,9 +126,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--resume-from", type=Path, help="packaged pipeline to start from where there is no state file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch-scale", type=float, default=1.0, help="factor on batch sizes; 16 suits a large GPU")
-    parser.add_argument(
-        "--render-workers", type=int, default=0, help="processes that draw pictures; 0 draws in this one"
-    )
+    parser.add_argument("--render-workers", type=int, default=0, help="processes that draw pictures; 0: this one")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(words)
@@ -139,6 +138,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     run = new_run(torch.device(arguments.device))
+    if arguments.device == "cpu":
+        use_plain_attention(run.networks)
     if arguments.state.exists():
         load(run, arguments.state)
     elif arguments.resume_from:

@@ -1,0 +1,177 @@
+"""What a picture shows: a small network that names the object on each side, the terrain and the time of day.
+
+    python -m training.classifier --steps 3000          # writes training/classifier.safetensors
+
+It is trained on renders alone, never on generated pictures, and has to name held-out renders before it may judge.
+Each half of a picture is looked at separately, the right one in a mirror, so "left" and "right" cannot be confused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from training.latents import to_tensor
+from training.render import picture
+from training.scenes import COLORLESS, COLORS, KINDS, SIDES, TERRAINS, TIMES, Item, Scene
+from training.stages import Schedule
+
+WEIGHTS = Path(__file__).with_name("classifier.safetensors")
+SIDE_PX = 128
+"""Pictures are looked at with their shorter side at this many pixels."""
+
+Look = tuple[str, str | None]
+LOOKS: tuple[Look | None, ...] = (
+    None,
+    *((kind, None) for kind in COLORLESS),
+    *((kind, color) for kind in KINDS if kind not in COLORLESS for color in COLORS),
+)
+"""Everything that can be on one side: nothing, or a kind in a colour."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the classifier sees."""
+
+    left: Look | None
+    right: Look | None
+    terrain: str
+    time: str
+
+    def on(self, side: str) -> Look | None:
+        """What is on that side."""
+        return self.left if side == "left" else self.right
+
+
+class Classifier(nn.Module):
+    """Pictures (B, 3, H, W) in -1..1 to logits: looks (B, 2, 21), terrain (B, 4), time (B, 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (3, 24, 48, 96, 128)
+        layers: list[nn.Module] = []
+        for before, after in itertools.pairwise(widths):
+            layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.GroupNorm(8, after), nn.SiLU()]
+        self.trunk = nn.Sequential(*layers, nn.Conv2d(128, 128, 3, padding=1), nn.SiLU())
+        self.look = nn.Linear(256, len(LOOKS))
+        self.terrain = nn.Linear(256, len(TERRAINS))
+        self.time = nn.Linear(256, len(TIMES))
+
+    def forward(self, picture_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits of the two sides, the terrain and the time."""
+        left, right = picture_BCHW.chunk(2, -1)
+        seen = self.trunk(torch.cat([left, right.flip(-1)]))
+        features = torch.cat([seen.mean((2, 3)), seen.amax((2, 3))], 1)
+        sides = torch.stack(features.chunk(2), 1)
+        whole = sides.mean(1)
+        return self.look(sides), self.terrain(whole), self.time(whole)
+
+
+def look_of(item: Item | None) -> Look | None:
+    """The look of an object of a scene, or None where there is none."""
+    return None if item is None else (item.kind, item.color)
+
+
+def targets(scenes: list[Scene]) -> tuple[Tensor, Tensor, Tensor]:
+    """Class indices of looks (B, 2), terrains (B) and times (B)."""
+    looks = [[LOOKS.index(look_of(scene.on(side))) for side in SIDES] for scene in scenes]
+    terrains = [TERRAINS.index(scene.terrain) for scene in scenes]
+    return torch.tensor(looks), torch.tensor(terrains), torch.tensor([TIMES.index(scene.time) for scene in scenes])
+
+
+def judge(classifier: Classifier, pictures_BCHW: Tensor) -> list[Verdict]:
+    """What the pictures (B, 3, H, W) in -1..1 show, whatever their size."""
+    with torch.no_grad():
+        look, terrain, time = (logits.argmax(-1).tolist() for logits in classifier(_seen(pictures_BCHW)))
+    rows = zip(look, terrain, time, strict=True)
+    return [Verdict(left=LOOKS[a], right=LOOKS[b], terrain=TERRAINS[c], time=TIMES[d]) for (a, b), c, d in rows]
+
+
+def load_classifier(path: Path = WEIGHTS) -> Classifier:
+    """The trained classifier."""
+    classifier = Classifier()
+    classifier.load_state_dict({name: value.float() for name, value in load_file(path).items()})
+    return classifier.eval()
+
+
+def accuracy(classifier: Classifier, count: int, *, height: int = 256, width: int = 256) -> dict[str, float]:
+    """Share of held-out renders of that size whose two looks, terrain and time are named rightly."""
+    right = {"objects": 0, "terrain": 0, "time": 0}
+    for seed in range(count):
+        shown = picture(f"judge {seed}", height=height, width=width, held_out=True)
+        verdict = judge(classifier, to_tensor(shown.pixels))[0]
+        right["objects"] += all(verdict.on(side) == look_of(shown.scene.on(side)) for side in SIDES)
+        right["terrain"] += verdict.terrain == shown.scene.terrain
+        right["time"] += verdict.time == shown.scene.time
+    return {name: hits / count for name, hits in right.items()}
+
+
+def train(steps: int, *, batch: int = 48, rate: float = 2e-3, seed: int = 0) -> Classifier:
+    """A classifier trained on fresh renders, made a little blurred and noisy so that it does not cling to edges."""
+    torch.manual_seed(seed)
+    classifier = Classifier().train()
+    optimizer = torch.optim.AdamW(classifier.parameters(), lr=rate, weight_decay=0.01, fused=True)
+    schedule = Schedule(steps=steps, peak=rate, decay_from=0.3)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.rate(step)
+        loss = _loss(classifier, f"{seed} {step}", batch)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        if step % 200 == 0:
+            print(f"step {step}/{steps} loss {loss.item():.4f}", flush=True)
+    return classifier.eval()
+
+
+def _loss(classifier: Classifier, key: str, batch: int) -> Tensor:
+    rng = random.Random(f"judge {key}")
+    height, width = rng.choice(((128, 128), (128, 128), (192, 128), (128, 192)))
+    shown = [picture(f"judge train {key} {index}", height=height, width=width) for index in range(batch)]
+    pictures = _worn(torch.cat([to_tensor(one.pixels) for one in shown]), rng)
+    wanted = targets([one.scene for one in shown])
+    look, terrain, time = classifier(pictures)
+    return (
+        functional.cross_entropy(look.flatten(0, 1), wanted[0].flatten())
+        + 0.3 * functional.cross_entropy(terrain, wanted[1])
+        + 0.3 * functional.cross_entropy(time, wanted[2])
+    )
+
+
+def _worn(pictures: Tensor, rng: random.Random) -> Tensor:
+    if rng.random() < 0.3:
+        pictures = functional.interpolate(functional.avg_pool2d(pictures, 2), scale_factor=2, mode="bilinear")
+    return pictures + rng.choice((0.0, 0.03, 0.08)) * torch.randn_like(pictures)
+
+
+def _seen(pictures: Tensor) -> Tensor:
+    scale = SIDE_PX / min(pictures.shape[-2:])
+    if scale == 1:
+        return pictures
+    return functional.interpolate(pictures, scale_factor=scale, mode="bilinear", antialias=True)
+
+
+def main() -> None:
+    """Train, print the accuracy on held-out renders, save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--output", type=Path, default=WEIGHTS)
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    classifier = train(arguments.steps)
+    for height, width in ((256, 256), (256, 384), (384, 256), (512, 512)):
+        print(f"{height}x{width}", accuracy(classifier, 200, height=height, width=width), flush=True)
+    save_file({name: value.half().contiguous() for name, value in classifier.state_dict().items()}, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""How well the packaged pipeline follows held-out captions, judged by the attribute classifier.
+
+    python -m training.evaluate                                  # 64 captions at 256x256
+    python -m training.evaluate --size 384x256 --count 16
+    python -m training.evaluate --sheet assets/figures/samples.png
+
+Figures go to assets/figures/embedded-model.json, one entry per size, and from there into docs/embedded-model.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+from torch import Tensor
+
+from training.classifier import Classifier, Look, Verdict, accuracy, judge, load_classifier, look_of
+from training.package import FOLDER
+from training.report import update_document, update_figures
+from training.scenes import COLORLESS, SIDES, Scene, held_out_captions
+
+ROOT = Path(__file__).parent.parent
+CLASSIFIER_BAR = 0.97
+SHEET = (
+    ("a red house on the left and a pine on the right, green hills at sunset", 256, 256),
+    ("a white tower on the right and a tree on the left, a calm lake at noon", 256, 256),
+    ("an orange balloon on the left and a blue house on the right, snowy mountains at noon", 256, 256),
+    ("a yellow house on the left and a pine on the right, desert dunes at night", 256, 256),
+    ("a purple balloon on the right, a calm lake at sunset", 256, 256),
+    ("a red tower on the left and a yellow balloon on the right, green hills at noon", 256, 256),
+    ("a red tower on the right and a white house on the left, snowy mountains at sunset", 256, 384),
+    ("a blue balloon on the left and a tree on the right, desert dunes at noon", 256, 384),
+    ("a pine on the left and an orange house on the right, green hills at noon", 384, 256),
+    ("a blue tower on the left and a red balloon on the right, a calm lake at sunset", 384, 256),
+    ("a purple house on the right and a tree on the left, green hills at sunset", 256, 256),
+    ("a yellow tower on the left and a pine on the right, desert dunes at sunset", 256, 256),
+    ("a white house on the left and a red balloon on the right, a calm lake at noon", 512, 512),
+)
+"""Captions of the sample sheet with height and width in pixels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How pictures are made: height and width in pixels, denoising steps, guidance scale, seed of the first one."""
+
+    height: int
+    width: int
+    steps: int
+    guidance: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Shares in 0..1. scene: both sides right in kind and colour, and nothing where nothing was asked for."""
+
+    captions: int
+    scene: float
+    kind: float
+    color: float
+    empty: float
+    terrain: float
+    time: float
+
+
+def generate(pipe: DiffusionPipeline, captions: Sequence[str], settings: Settings, *, batch: int = 8) -> Tensor:
+    """One picture (3, H, W) in -1..1 per caption; picture i has its own generator with seed settings.seed + i."""
+    made = []
+    for start in range(0, len(captions), batch):
+        words = list(captions[start : start + batch])
+        seeds = range(settings.seed + start, settings.seed + start + len(words))
+        pictures = pipe(
+            words,
+            height=settings.height,
+            width=settings.width,
+            num_inference_steps=settings.steps,
+            guidance_scale=settings.guidance,
+            generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+            output_type="pt",
+        ).images
+        made.append(pictures.float().cpu() * 2 - 1)
+    return torch.cat(made)
+
+
+def score(verdicts: Sequence[Verdict], scenes: Sequence[Scene]) -> Figures:
+    """Compare what is seen with what was asked for."""
+    judged = list(zip(verdicts, scenes, strict=True))
+    sides = [[(verdict.on(side), look_of(scene.on(side))) for side in SIDES] for verdict, scene in judged]
+    pairs = [pair for both in sides for pair in both]
+    objects = [(seen, asked) for seen, asked in pairs if asked is not None]
+    colored = [(seen, asked) for seen, asked in objects if asked[0] not in COLORLESS]
+    empty = [seen for seen, asked in pairs if asked is None]
+    return Figures(
+        captions=len(scenes),
+        scene=_share([all(seen == asked for seen, asked in both) for both in sides]),
+        kind=_share([_kind(seen) == asked[0] for seen, asked in objects]),
+        color=_share([seen is not None and seen[1] == asked[1] for seen, asked in colored]),
+        empty=_share([seen is None for seen in empty]),
+        terrain=_share([verdict.terrain == scene.terrain for verdict, scene in judged]),
+        time=_share([verdict.time == scene.time for verdict, scene in judged]),
+    )
+
+
+def to_image(picture_CHW: Tensor) -> Image.Image:
+    """A picture (3, H, W) in -1..1 as an image."""
+    pixels = ((picture_CHW.clamp(-1, 1) + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
+    return Image.fromarray(pixels)
+
+
+def sample_sheet(pipe: DiffusionPipeline, settings: Settings) -> Image.Image:
+    """The pictures of SHEET in rows: eight squares, both aspects, and one of twice the size."""
+    sheet = Image.new("RGB", (1536, 768), "white")
+    squares = [(256 * column, 256 * row) for row in range(2) for column in range(3)] + [(1024, 512), (1280, 512)]
+    places = {(256, 256): squares, (256, 384): [(0, 512), (384, 512)], (384, 256): [(768, 0), (768, 384)]}
+    places[512, 512] = [(1024, 0)]
+    for index, (caption, height, width) in enumerate(SHEET):
+        one = replace(settings, height=height, width=width, seed=settings.seed + index)
+        sheet.paste(to_image(generate(pipe, [caption], one)[0]), places[height, width].pop(0))
+    return sheet
+
+
+def _share(hits: Sequence[bool]) -> float:
+    return sum(hits) / len(hits) if hits else 1.0
+
+
+def _kind(look: Look | None) -> str | None:
+    return None if look is None else look[0]
+
+
+def check_judge(classifier: Classifier, settings: Settings) -> float:
+    """The classifier's own accuracy on held-out renders of this size. Raises RuntimeError below the bar."""
+    own = accuracy(classifier, 200, height=settings.height, width=settings.width)
+    if min(own.values()) < CLASSIFIER_BAR:
+        raise RuntimeError(
+            f"the classifier names held-out renders at {own}, the bar is {CLASSIFIER_BAR}: train it longer"
+        )
+    return min(own.values())
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=FOLDER, help="pipeline folder")
+    parser.add_argument("--count", type=int, default=64, help="held-out captions")
+    parser.add_argument("--size", default="256x256", help="height x width in pixels")
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--guidance", type=float, default=3.0)
+    parser.add_argument("--seed", type=int, default=1000)
+    parser.add_argument("--sheet", type=Path, help="draw the sample sheet there instead of measuring")
+    parser.add_argument("--pictures", type=Path, help="also write the judged pictures, side by side, to this file")
+    parser.add_argument("--dry", action="store_true", help="print only, leave figures and document as they are")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    return parser.parse_args()
+
+
+def contact_sheet(pictures_BCHW: Tensor, columns: int = 8) -> Image.Image:
+    """All pictures in rows."""
+    height, width = pictures_BCHW.shape[-2:]
+    sheet = Image.new("RGB", (columns * width, -(-len(pictures_BCHW) // columns) * height))
+    for index, one in enumerate(pictures_BCHW):
+        sheet.paste(to_image(one), (index % columns * width, index // columns * height))
+    return sheet
+
+
+def main() -> None:
+    """Measure, or draw the sample sheet."""
+    arguments = parse()
+    torch.set_num_threads(arguments.threads)
+    height, width = (int(side) for side in arguments.size.split("x"))
+    settings = Settings(
+        height=height, width=width, steps=arguments.steps, guidance=arguments.guidance, seed=arguments.seed
+    )
+    dtype = getattr(torch, arguments.dtype)
+    pipe = DiffusionPipeline.from_pretrained(arguments.model, variant="fp16", torch_dtype=dtype)
+    pipe.set_progress_bar_config(disable=True)
+    if arguments.sheet:
+        sample_sheet(pipe, settings).save(arguments.sheet)
+        return
+    classifier = load_classifier()
+    own = check_judge(classifier, settings)
+    captions, scenes = zip(*held_out_captions(arguments.count), strict=True)
+    pictures = generate(pipe, captions, settings)
+    if arguments.pictures:
+        contact_sheet(pictures).save(arguments.pictures)
+    figures = {**asdict(score(judge(classifier, pictures), scenes)), "classifier": own}
+    print(json.dumps({"settings": asdict(settings), **figures}), flush=True)
+    if not arguments.dry:
+        update_figures(arguments.size, {**asdict(settings), **figures})
+        update_document()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Write the trained networks as a diffusers pipeline folder.
+
+    python -m training.package --unet runs/unet.pt --vae runs/vae.pt --output assets/scenes-unet
+
+The folder is built beside its place and moved in file by file, so that whoever loads it meets whole files only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKL, StableDiffusionXLPipeline
+
+from training.checkpoint import read
+from training.model import Networks, noise_scheduler
+from training.tokenizer import build_tokenizer
+from training.vae import new_vae
+
+FOLDER = Path(__file__).parent.parent / "assets" / "scenes-unet"
+LIMIT_BYTES = 20_000_000
+
+
+def averaged_networks(checkpoint: Path) -> Networks:
+    """The moving average of a training run's weights."""
+    networks = Networks()
+    networks.load_state_dict(read(checkpoint)["average"], strict=False)
+    return networks.eval()
+
+
+def trained_vae(checkpoint: Path) -> AutoencoderKL:
+    """The autoencoder of a training run."""
+    vae = new_vae()
+    vae.load_state_dict(read(checkpoint)["vae"])
+    return vae.eval()
+
+
+def assemble(networks: Networks, vae: AutoencoderKL) -> StableDiffusionXLPipeline:
+    """The pipeline. An empty prompt is encoded like any other, because that is what caption dropout trained."""
+    tokenizer = build_tokenizer()
+    return StableDiffusionXLPipeline(
+        vae=vae,
+        text_encoder=networks.text_encoder,
+        text_encoder_2=networks.text_encoder_2,
+        tokenizer=tokenizer,
+        tokenizer_2=tokenizer,
+        unet=networks.unet,
+        scheduler=noise_scheduler(),
+        force_zeros_for_empty_prompt=False,
+        add_watermarker=False,
+    )
+
+
+def write(pipe: StableDiffusionXLPipeline, folder: Path) -> int:
+    """Save as fp16 safetensors with the variant in their names; returns the size in bytes.
+
+    Raises ValueError, and leaves the folder as it was, if the pipeline is larger than the limit.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    built = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        pipe.to(torch.float16).save_pretrained(built, variant="fp16")
+        size = sum(path.stat().st_size for path in built.rglob("*") if path.is_file())
+        if size > LIMIT_BYTES:
+            raise ValueError(f"the pipeline takes {size} bytes, the limit is {LIMIT_BYTES}: make the networks narrower")
+        _move_in(built, folder)
+    finally:
+        shutil.rmtree(built)
+    return size
+
+
+def _move_in(built: Path, folder: Path) -> None:
+    for path in sorted(built.rglob("*")):
+        if path.is_file():
+            place = folder / path.relative_to(built)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            path.chmod(0o644)
+            path.replace(place)
+
+
+def main() -> None:
+    """Package as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--unet", type=Path, required=True, help="state file of train_unet")
+    parser.add_argument("--vae", type=Path, required=True, help="state file of train_vae")
+    parser.add_argument("--output", type=Path, default=FOLDER)
+    arguments = parser.parse_args()
+    progress = read(arguments.unet)["progress"]
+    size = write(assemble(averaged_networks(arguments.unet), trained_vae(arguments.vae)), arguments.output)
+    print(f"{arguments.output}: {size / 1e6:.2f} MB after {progress['step']} steps, {progress['samples']} samples")
+
+
+if __name__ == "__main__":
+    main()
