@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -13,9 +13,6 @@ from patchpar.cli.flags import Request, plan_of
 from patchpar.cli.generate import images_of
 from patchpar.cli.pictures import check_writable, names_for, save
 from patchpar.cli.speech import friendly_errors, print_json, progress, stdout_kept_clean
-
-if TYPE_CHECKING:
-    from patchpar import Plan
 
 WARM_UP_STEPS = 2  # first steps allocate and choose kernels; they are not what is compared
 
@@ -56,27 +53,27 @@ def compare(request: Compare) -> None:
 
 
 def _both(request: Compare) -> tuple[Outcome, Outcome]:
+    from patchpar.launch.devices import resolve_devices
+
     plan = plan_of(request.plan, request.strategy)
-    planned, device = _draw(request, request.devices, plan, "under the plan")
-    single, _ = _draw(request, [device], "auto", "on one process")
-    return planned, single
+    alone = resolve_devices(request.devices).names[:1]
+    planned = _draw(request, {"devices": request.devices, "plan": plan}, "under the plan")
+    return planned, _draw(request, {"devices": alone, "plan": "auto"}, "on one process")
 
 
-def _draw(request: Compare, devices: Any, plan: Plan | str, title: str) -> tuple[Outcome, str]:
+def _draw(request: Compare, where: dict[str, Any], title: str) -> Outcome:
     from patchpar import ParallelPipeline
 
-    arguments = request.for_drawing() | {"output_type": "np"}  # not rounded to 8 bits: small errors show
-    with (
-        progress(title) as step,
-        ParallelPipeline.from_pretrained(request.model, devices=devices, plan=plan, **request.for_loading()) as pipe,
-    ):
-        pipe.set_progress_bar_config(disable=True)
+    opened = {**where, **request.for_loading()}
+    with progress(title) as step, ParallelPipeline.from_pretrained(request.model, **opened) as pipe:
+        arguments = request.for_drawing() | {"output_type": "np"}  # not rounded to 8 bits: small errors show
         seeded = arguments["generator"].get_state()
+        pipe.set_progress_bar_config(disable=True)
         pipe(**arguments | {"num_inference_steps": WARM_UP_STEPS})
         arguments["generator"].set_state(seeded)
         pipe.on_step = step
         output = pipe(**arguments)
-        return Outcome(pipe.last_run, images_of(output)), pipe.devices[0]
+        return Outcome(pipe.last_run, images_of(output))
 
 
 def measure_pair(planned: Outcome, single: Outcome) -> dict[str, float]:

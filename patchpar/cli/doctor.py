@@ -32,7 +32,7 @@ class Doctor:
 
 
 def doctor(request: Doctor) -> None:
-    """Look at devices, links, versions and memory, run a collective, and say which plan would be chosen."""
+    """Look at devices, links, versions and memory, run a collective, and draw one step with the plan chosen."""
     with friendly_errors(request.debug):
         with stdout_kept_clean(request.json):
             findings = examine(request)
@@ -116,11 +116,13 @@ def collective_test(devices: Sequence[str]) -> dict[str, Any]:
 
 
 def choice(request: Doctor) -> dict[str, Any]:
-    """The plan that would be chosen for the model on these devices, and why; nothing is drawn."""
+    """The plan that is chosen for one step of a picture of the model's own size, and why; that step is drawn."""
     from patchpar import ParallelPipeline
 
     with ParallelPipeline.from_pretrained(request.model, devices=request.devices) as pipe:
-        return {"model": request.model, "devices": list(pipe.devices), "chosen": str(pipe.plan), "why": pipe.explain()}
+        pipe.set_progress_bar_config(disable=True)
+        pipe("a test picture", num_inference_steps=1)
+        return {"model": request.model, "chosen": str(pipe.plan), "why": pipe.explain(), "ran": str(pipe.last_run)}
 
 
 def _tell(findings: dict[str, Any]) -> None:
@@ -138,7 +140,8 @@ def _tell(findings: dict[str, Any]) -> None:
     verdict = "works" if test["ok"] else f"FAILS: {test['error']}"
     typer.echo(f"workers   one all-reduce over {', '.join(test['devices'])}: {verdict} ({test['seconds']:.1f} s)")
     plan = findings["plan"]
-    typer.echo(f"plan      {plan['model']} on {', '.join(plan['devices'])}: {plan['chosen']}\n{plan['why']}")
+    typer.echo(f"plan      {plan['model']}: {plan['why']}")
+    typer.echo(f"picture   {plan['ran']}")
 
 
 def _gib(size: int | None) -> str:

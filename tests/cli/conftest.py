@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import patchpar
 from patchpar.cli import app
+from patchpar.launch.devices import resolve_devices
 from patchpar.plan import Plan
 
 
@@ -35,9 +36,7 @@ class FakePipeline:
 
     @classmethod
     def from_pretrained(cls, model: str, **options: Any) -> FakePipeline:
-        pipe = cls(model, options)
-        if isinstance(options["devices"], list):
-            pipe.devices = tuple(options["devices"])
+        pipe = cls(model, options, devices=resolve_devices(options["devices"]).names)
         cls.opened.append(pipe)
         return pipe
 
@@ -56,7 +55,8 @@ class FakePipeline:
     def explain(self) -> str:
         return "guidance is on and there are two devices"
 
-    def __call__(self, **arguments: Any) -> Any:
+    def __call__(self, prompt: Any, **arguments: Any) -> Any:
+        arguments["prompt"] = prompt
         self.calls.append(arguments)
         if self.noisy:
             sys.stdout.write("a library talks\n")
@@ -70,6 +70,8 @@ class FakePipeline:
             seconds=2.0 / workers,
             as_dict=lambda: {"plan": "cfg=2", "seconds": 2.0 / workers, "steps": 2, "bytes_per_step": [10] * workers},
         )
+        if "generator" not in arguments:
+            return None
         count = arguments["num_images_per_prompt"] * (
             len(arguments["prompt"]) if isinstance(arguments["prompt"], list) else 1
         )

@@ -33,7 +33,7 @@ def test_both_runs_start_from_the_same_noise_and_are_warm(fake: Any, run: Any, t
     run("compare", "a fox", "--devices", 2, "--steps", 3, "-o", tmp_path / "fox.png")
     planned, single = fake.opened
     assert planned.options["devices"] == "2"
-    assert single.options["devices"] == ["cpu"]
+    assert single.options["devices"] == ("cpu",)
     assert [call["num_inference_steps"] for call in planned.calls] == [2, 3]
     assert [call["num_inference_steps"] for call in single.calls] == [2, 3]
     states = [pipe.calls[-1]["generator"].get_state() for pipe in (planned, single)]

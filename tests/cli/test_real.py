@@ -1,0 +1,143 @@
+"""The command line on the embedded model with real workers; and everything that must be refused before they start."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from patchpar.models.folder import embedded_model
+
+PROMPT = "a red house on the left and a pine on the right, green hills at sunset"
+QUICK = ("--steps", "2", "--height", "128", "--width", "128")
+
+
+def patchpar(*words: object, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "patchpar", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def test_two_workers_draw_a_picture(tmp_path: Path) -> None:
+    target = tmp_path / "demo.png"
+    result = patchpar("generate", PROMPT, "--devices", 2, *QUICK, "--output", target)
+    assert result.returncode == 0, result.stderr
+    assert Image.open(target).size == (128, 128)
+    first, saved = result.stdout.strip().splitlines()
+    assert "cfg=2" in first
+    assert "bytes" in first
+    assert saved == f"saved {target}"
+    assert "Traceback" not in result.stderr
+
+
+def test_json_of_generate(tmp_path: Path) -> None:
+    target = tmp_path / "x.png"
+    result = patchpar("generate", PROMPT, "--devices", "cpu:2", "--plan", "patch=2", *QUICK, "--json", "-o", target)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert set(found) >= {"plan", "seconds", "steps", "bytes_per_step", "outputs"}
+    assert found["plan"] == "patch=2,strategy=exact"
+    assert found["steps"] == 2
+    assert len(found["bytes_per_step"]) == 2
+    assert min(found["bytes_per_step"]) > 0
+    assert found["outputs"] == [str(target)]
+
+
+def test_compare_sees_that_exact_is_exact(tmp_path: Path) -> None:
+    flags = ("--devices", 2, "--plan", "patch=2", *QUICK, "--json", "-o", tmp_path / "x.png")
+    result = patchpar("compare", PROMPT, *flags)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["psnr_db"] is None or found["psnr_db"] > 90
+    assert found["ssim"] > 0.9999
+    assert found["max_abs_diff"] < 1e-3
+    assert all(Path(path).is_file() for path in found["outputs"])
+
+
+def test_doctor() -> None:
+    result = patchpar("doctor", "--devices", 2, "--json")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["collective"]["ok"]
+    assert "cfg=2" in found["plan"]["chosen"]
+
+
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    words = ("generate", PROMPT, "--devices", "2", "--steps", "500", "--output", str(tmp_path / "x.png"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "patchpar", *words], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    time.sleep(8)
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode not in (0, None)
+    assert "Traceback" not in errors
+    assert not list(tmp_path.iterdir())
+    time.sleep(1)
+    with pytest.raises(ProcessLookupError):  # the workers were in its session
+        os.killpg(process.pid, 0)
+
+
+def copy_of_the_model(folder: Path) -> Path:
+    return Path(shutil.copytree(embedded_model(), folder / "model"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--height", "100"], ["100", "96", "104"]),
+        (["--height", "32", "--devices", "cpu:8", "--plan", "patch=8"], ["8", "patch", "larger"]),
+        (["--devices", "cpu:3", "--plan", "cfg=2,patch=2"], ["4 devices", "3"]),
+        (["--plan", "rows=2"], ["rows", "data, cfg, patch"]),
+        (["--devices", "cpu:2", "--plan", "patch=2", "--strategy", "psychic"], ["psychic", "exact"]),
+        (["--devices", "cpu:2", "--plan", "patch=2", "--strategy", "exact:speed=9"], ["speed", "exact"]),
+        (["--steps", "0"], ["--steps 0", "at least 1"]),
+        (["--steps", "-1"], ["--steps -1", "at least 1"]),
+        (["--model", "no/such/model"], ["no/such/model"]),
+        (["--devices", "cuda:0,cuda:0"], ["cuda:0"]),
+        (["--devices", "tpu"], ["tpu", "cpu:4"]),
+        (["--devices", "0"], ["0", "at least 1"]),
+    ],
+    ids=lambda value: " ".join(value) if value and value[0].startswith("--") else "",
+)
+def test_bad_use_is_refused_before_the_run(run: Any, tmp_path: Path, flags: list[str], words: list[str]) -> None:
+    result = run("generate", PROMPT, "--steps", "2", *flags, "-o", tmp_path / "x.png")
+    assert result.exit_code == 2, result.output
+    assert all(word in result.stderr for word in words), result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_a_folder_without_safetensors(run: Any, tmp_path: Path) -> None:
+    model = copy_of_the_model(tmp_path)
+    weights = model / "unet" / "diffusion_pytorch_model.fp16.safetensors"
+    weights.rename(weights.with_suffix(".bin"))
+    result = run("generate", PROMPT, "--model", model, "--variant", "fp16", "-o", tmp_path / "x.png")
+    assert result.exit_code == 2, result.output
+    assert str(model / "unet") in result.stderr
+    assert "safetensors" in result.stderr
+
+
+@pytest.mark.parametrize("keep", [100, 100_000])
+def test_a_corrupt_weight_file(run: Any, tmp_path: Path, keep: int) -> None:
+    model = copy_of_the_model(tmp_path)
+    weights = model / "unet" / "diffusion_pytorch_model.fp16.safetensors"
+    weights.write_bytes(weights.read_bytes()[:keep])
+    result = run("generate", PROMPT, "--model", model, "--variant", "fp16", "-o", tmp_path / "x.png")
+    assert result.exit_code == 2, result.output
+    assert str(weights) in result.stderr
+
+
+def test_not_enough_memory(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("patchpar.models.folder._free_memory", lambda: 10 * 2**20)
+    result = run("generate", PROMPT, "--devices", "cpu:2", "-o", tmp_path / "x.png")
+    assert result.exit_code == 2, result.output
+    assert "GiB" in result.stderr
