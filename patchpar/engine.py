@@ -13,58 +13,31 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
+import diffusers
 import torch
+import transformers
 from diffusers import DiffusionPipeline
 from diffusers.hooks import HookRegistry, ModelHook
+from packaging.version import Version
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
+from patchpar.call import Drawn, DrawOptions, generators_of
 from patchpar.clock import StepClock
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door
 from patchpar.launch.context import RankContext
 from patchpar.mesh import Mesh
 from patchpar.models.description import DENOISERS, Description, describe
+from patchpar.patched import PatchedDenoiser
 from patchpar.plan import Plan
 from patchpar.strategies import resolve_strategy
-from patchpar.strategies.data import split_call
-from patchpar.strategies.exact import PatchedDenoiser
-from patchpar.strategies.guidance import GuidanceSplit
+from patchpar.strategies.guidance import GuidanceSplit, guidance_of
 from patchpar.transport import Transport, connect
 from patchpar.verdicts import Verdicts
 
 HOOK = "patchpar_denoiser"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
-    """What one rank reports of one call: its output where it is the one to give it, and figures.
-
-    `random_state` holds the states of the generators that were passed, and torch's own, after the call: the caller's
-    generators must move on as if the call had been made there.
-    """
-
-    output: Any
-    steps: int
-    seconds: float
-    bytes_sent: int
-    traffic: Mapping[str, int]
-    waited: Mapping[str, float]
-    generators: tuple[Tensor, ...]
-    torch_state: Tensor | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawOptions:
-    """What a call needs beside the pipeline's own arguments."""
-
-    torch_state: Tensor | None = None
-    callback_inputs: tuple[str, ...] | None = None  # the caller has a callback_on_step_end and wants these tensors
-    same_everywhere: bool = False  # take rank 0's generators: under torchrun each process brings its own
-    quiet: bool = False  # no progress bar on this rank: the caller shows one
 
 
 class Engine:
@@ -82,15 +55,16 @@ class Engine:
         self._patched: list[PatchedDenoiser] = []
         self._guidance: list[GuidanceSplit] = []
         self._hooked: list[nn.Module] = []
+        self._arguments: dict[str, Any] = {}
 
     # --- the pipeline -------------------------------------------------------------------------------------------
 
     def load(self, model: str, options: Mapping[str, Any]) -> Description:
         """Load with diffusers, from safetensors only, onto this rank's device."""
-        options = {"use_safetensors": True, **options}
-        if isinstance(options.get("torch_dtype"), str):
-            options["torch_dtype"] = getattr(torch, options["torch_dtype"])
-        return self.adopt(DiffusionPipeline.from_pretrained(model, **options))
+        if self.context.world_size > 1:  # one bar per rank and component would only be noise
+            diffusers.utils.logging.disable_progress_bar()
+            transformers.utils.logging.disable_progress_bar()
+        return self.adopt(DiffusionPipeline.from_pretrained(model, use_safetensors=True, **_dtype_named(options)))
 
     def adopt(self, pipe: Any) -> Description:
         """Take a pipeline that is in memory."""
@@ -144,9 +118,12 @@ class Engine:
                 patched = strategy.install(module, self._door, self.mesh["patch"], split=plan.split, verdicts=verdicts)
                 self._patched.append(patched)
                 layers.append(patched)
-            hook = DenoiserHook(self.clock, layers, functools.partial(_guided, self.pipe))
+            hook = DenoiserHook(self.clock, layers, self._guided)
             HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK)
             self._hooked.append(module)
+
+    def _guided(self) -> bool | None:
+        return guidance_of(self.pipe, self._arguments)
 
     def _denoisers(self) -> list[nn.Module]:
         return [self.pipe.components[name] for name in DENOISERS if self.pipe.components.get(name) is not None]
@@ -171,11 +148,11 @@ class Engine:
 
     # --- a call -------------------------------------------------------------------------------------------------
 
-    def draw(self, args: Sequence[Any], kwargs: Mapping[str, Any], options: DrawOptions) -> Drawn | None:
+    def draw(self, kwargs: Mapping[str, Any], options: DrawOptions) -> Drawn | None:
         """One call of the pipeline. None from ranks that the plan leaves idle."""
         if self.context.rank >= self.plan.world_size:
             return None
-        kwargs, torch_state = self._own_arguments(kwargs, options)
+        self._arguments, random_state = self._own_arguments(kwargs, options)
         self.clock.reset()
         for guidance in self._guidance:
             guidance.reset()
@@ -186,27 +163,28 @@ class Engine:
             steps = stack.enter_context(self._stepping())
             if options.quiet:
                 stack.enter_context(_no_progress_bar(self.pipe))
-            if torch_state is not None:
-                torch.set_rng_state(torch_state)
-            output = self.pipe(*args, **kwargs)
+            _set_random_state(random_state)
+            output = self.pipe(**self._arguments)
         for guidance in self._guidance:
             guidance.finish()
         seconds = time.perf_counter() - start
-        return self._report(output, kwargs, steps=steps[0], seconds=seconds, shares_random=torch_state is not None)
+        return self._report(output, steps=steps[0], seconds=seconds, keep_random=isinstance(random_state, Tensor))
 
-    def _own_arguments(self, kwargs: Mapping[str, Any], options: DrawOptions) -> tuple[dict[str, Any], Tensor | None]:
-        kwargs, torch_state = dict(kwargs), options.torch_state
+    def _own_arguments(self, given: Mapping[str, Any], options: DrawOptions) -> tuple[dict[str, Any], Any]:
+        kwargs, random_state = dict(given), options.random_state
         if options.same_everywhere:
             generators = generators_of(kwargs)
             states = [generator.get_state() for generator in generators]
-            states, torch_state = self.context.ask(("same", (states, torch.get_rng_state())))
+            states, random_state = self.context.ask(("same", (states, torch.get_rng_state())))
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
-        if options.callback_inputs is not None:
+        if options.has_callback:
             kwargs["callback_on_step_end"] = self._ask_callback
         if self.mesh is not None and self.mesh["data"].size > 1:
+            from patchpar.strategies.data import split_call
+
             kwargs = split_call(kwargs, self.mesh["data"].rank, self.mesh["data"].size)
-        return kwargs, torch_state
+        return kwargs, random_state
 
     def _ask_callback(self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         """The caller's callback runs where the caller is; all ranks take its answer."""
@@ -241,9 +219,7 @@ class Engine:
         finally:
             del scheduler.step
 
-    def _report(
-        self, output: Any, kwargs: Mapping[str, Any], *, steps: int, seconds: float, shares_random: bool
-    ) -> Drawn:
+    def _report(self, output: Any, *, steps: int, seconds: float, keep_random: bool) -> Drawn:
         gives = self.mesh is None or (self.mesh["cfg"].rank == 0 and self.mesh["patch"].rank == 0)
         traffic = self._door.traffic if self._door is not None else None
         return Drawn(
@@ -253,8 +229,8 @@ class Engine:
             bytes_sent=traffic.total_bytes if traffic else 0,
             traffic=dict(traffic.bytes_sent) if traffic else {},
             waited=dict(traffic.seconds_waited) if traffic else {},
-            generators=tuple(generator.get_state() for generator in generators_of(kwargs)),
-            torch_state=torch.get_rng_state() if shares_random else None,
+            generators=tuple(generator.get_state() for generator in generators_of(self._arguments)),
+            random_state=torch.get_rng_state() if keep_random else None,
         )
 
 
@@ -275,22 +251,29 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         return forward(*args, **kwargs)
 
 
-def generators_of(kwargs: Mapping[str, Any]) -> list[torch.Generator]:
-    """Every generator among the arguments, in a fixed order."""
-    return [leaf for leaf in tree_flatten(dict(kwargs))[0] if isinstance(leaf, torch.Generator)]
-
-
-def _guided(pipe: Any) -> bool | None:
-    try:
-        return bool(pipe.do_classifier_free_guidance)
-    except AttributeError:
-        return None
-
-
 def _total_steps(pipe: Any, scheduler: Any) -> int:
     timesteps = getattr(scheduler, "timesteps", None)
     count = getattr(pipe, "_num_timesteps", None)
     return int(count) if isinstance(count, int) else (len(timesteps) if timesteps is not None else 0)
+
+
+def _dtype_named(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with the dtype as torch's, under the name that this version of diffusers takes."""
+    options = dict(options)
+    for name in ("torch_dtype", "dtype"):
+        dtype = options.pop(name, None)
+        if dtype is not None:
+            new = Version(diffusers.__version__) >= Version("0.42.0")
+            options["dtype" if new else "torch_dtype"] = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return options
+
+
+def _set_random_state(state: Any) -> None:
+    """The caller's CPU state, or a seed for all devices, or None: leave it."""
+    if isinstance(state, Tensor):
+        torch.set_rng_state(state)
+    elif state is not None:
+        torch.manual_seed(state)
 
 
 def _moved(value: Any, like: Any) -> Any:

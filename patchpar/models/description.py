@@ -14,6 +14,7 @@ class Description:
     """A pipeline in names and numbers. `parameters` are those of its call, with defaults (None where there is none)."""
 
     pipeline: str
+    module: str
     denoisers: tuple[str, ...]
     splits_into_bands: bool
     total_stride: int
@@ -35,10 +36,11 @@ class Description:
     def size(self, kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
         """Height and width in pixels that a call with `kwargs` asks for, where its arguments tell."""
         height, width = kwargs.get("height"), kwargs.get("width")
-        default = self.default_size
-        if height is None and width is None:
-            return default if not any(kwargs.get(name) is not None for name in ("image", "latents", "video")) else None
-        return (height or (default or (width,))[0], width or (default or (height,))[-1])
+        if isinstance(height, int) and isinstance(width, int):
+            return height, width
+        if self.default_size is None or any(kwargs.get(name) is not None for name in ("image", "latents", "video")):
+            return None
+        return height or self.default_size[0], width or self.default_size[1]
 
 
 def describe(pipe: Any) -> Description:
@@ -54,6 +56,7 @@ def describe(pipe: Any) -> Description:
     bands = bool(denoisers) and all(splits_into_bands(module) for module in denoisers.values())
     return Description(
         pipeline=type(pipe).__name__,
+        module=type(pipe).__module__,
         denoisers=tuple(f"{name} ({type(module).__name__})" for name, module in denoisers.items()),
         splits_into_bands=bands,
         total_stride=2 ** (len(levels) - 1) if bands else 1,

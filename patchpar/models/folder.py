@@ -52,9 +52,8 @@ def resolve_model(model: str | Path, options: Mapping[str, Any]) -> tuple[str, d
     if path.is_dir():
         return str(path), options, inspect_folder(path, options.get("variant"))
     if path.exists() or not HUB_NAME.fullmatch(str(model)):
-        raise PlanError(
-            f"{str(model)!r} is no model: give a folder with model_index.json, a hub name such as org/model, or 'embedded'"
-        )
+        ways = "a folder with model_index.json, a hub name such as org/model, or 'embedded'"
+        raise PlanError(f"{str(model)!r} is no model: give {ways}")
     return str(model), options, None
 
 
@@ -98,7 +97,7 @@ def _checked_size(file: Path) -> int:
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
-            header = json.loads(stream.read(length)) if length < size else None
+            header: Any = json.loads(stream.read(length)) if length < size else None
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     except (struct.error, ValueError, AttributeError, KeyError, TypeError, MemoryError) as error:
         raise PlanError(f"{file} is not a whole safetensors file: its header cannot be read. Fetch it again") from error

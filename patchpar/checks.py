@@ -1,0 +1,98 @@
+"""Refuse a call that cannot work before any worker does work: each message has the value, the limit, the way out."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.models.description import Description
+from patchpar.plan import Plan
+
+COUNTS = ("num_inference_steps", "num_images_per_prompt", "num_videos_per_prompt", "num_frames")
+PROMPTS = ("prompt", "prompt_2", "prompt_3", "negative_prompt", "negative_prompt_2", "negative_prompt_3")
+
+
+def bind(model: Description, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments by name. Raises TypeError as a call with wrong arguments does."""
+    names = list(model.parameters)
+    if len(args) > len(names):
+        raise TypeError(f"{model.pipeline} takes at most {len(names)} arguments, but {len(args)} were given")
+    bound = dict(zip(names, args, strict=False))
+    twice = sorted(set(bound) & set(kwargs))
+    if twice:
+        raise TypeError(f"{model.pipeline} got {', '.join(twice)} twice: by position and by name")
+    for name in kwargs:
+        if name not in model.parameters and not model.takes_any:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f". It takes {', '.join(names)}"
+            raise TypeError(f"{model.pipeline} takes no argument {name!r}{hint}")
+    return {**bound, **kwargs}
+
+
+def check_call(model: Description, kwargs: Mapping[str, Any]) -> None:
+    """Raise PlanError for values that no plan can work with."""
+    for name in PROMPTS:
+        if name in kwargs:
+            _check_prompt(name, kwargs[name])
+    for name in COUNTS:
+        value = kwargs.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise PlanError(f"{name}={value!r}: it is a whole number of at least 1")
+    for name in ("height", "width"):
+        if kwargs.get(name) is not None:
+            _check_side(name, kwargs[name], model.size_unit)
+
+
+def _check_prompt(name: str, value: Any) -> None:
+    if value is None or isinstance(value, str):
+        return
+    if not isinstance(value, list):
+        raise PlanError(f"{name} is a {type(value).__name__}: give a text or a list of texts")
+    if not value:
+        raise PlanError(f"{name} is an empty list: give at least one text")
+    wrong = next((item for item in value if not isinstance(item, str)), None)
+    if wrong is not None:
+        raise PlanError(f"{name} holds a {type(wrong).__name__}: give a text or a list of texts")
+
+
+def _check_side(name: str, value: Any, unit: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PlanError(f"{name}={value!r}: it is a whole number of pixels")
+    if value % unit:
+        below, above = value // unit * unit, -(-value // unit) * unit
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise PlanError(f"{name}={value} is no multiple of {unit}, the model's grid: use {nearest}")
+
+
+def check_plan(model: Description, plan: Plan, kwargs: Mapping[str, Any]) -> None:
+    """Raise PlanError when this plan cannot do this call."""
+    if plan.patch > 1 and not model.splits_into_bands:
+        raise UnsupportedModel(
+            f"{', '.join(model.denoisers) or model.pipeline} cannot be cut into bands (axis 'patch'), which takes a "
+            "network of convolutions and group norms. Use cfg=2 (guidance branches) or data=N (prompts)"
+        )
+    size = model.size(kwargs)
+    if plan.patch > 1 and size is not None:
+        _check_bands(model, plan, size)
+    if plan.cfg > 1 and not model.guided(kwargs):
+        raise PlanError(
+            f"plan {plan} splits guidance over axis 'cfg', but this call uses none: pass guidance_scale > 1 (with a "
+            "negative prompt where the pipeline wants one), or use cfg=1"
+        )
+    prompts = kwargs.get("prompt")
+    count = len(prompts) if isinstance(prompts, list) else 1
+    if plan.data > count:
+        raise PlanError(f"axis 'data' has {plan.data} ranks for {count} prompts: use data={count}, or more prompts")
+
+
+def _check_bands(model: Description, plan: Plan, size: tuple[int, int]) -> None:
+    side = {"rows": size[0], "columns": size[1], "auto": max(size)}[plan.split]
+    name = "width" if plan.split == "columns" or (plan.split == "auto" and size[1] > size[0]) else "height"
+    rows, unit = side // model.vae_scale, model.total_stride
+    if rows // unit < plan.patch:
+        needed = plan.patch * unit * model.vae_scale
+        lines = "columns" if name == "width" else "rows"
+        raise PlanError(
+            f"{rows} latent {lines} make {rows // unit} bands of {unit} {lines}, but axis 'patch' has {plan.patch} "
+            f"ranks: use at most {max(1, rows // unit)}, or a {name} of at least {needed} pixels"
+        )
