@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pool import Pool
+from patchpar.launch.local import LocalExecutor
 
 POOL_SIZE = 4
+DEADLINE = 150.0
+"""Seconds for one test on the pool. Only ranks that stopped for good take so long: their own waits end earlier."""
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -34,5 +36,5 @@ class RankPool:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    with Pool(POOL_SIZE) as pool:
+    with LocalExecutor(["cpu"] * POOL_SIZE, "tests.ranks:Ranks", deadline=DEADLINE, preload=["tests.tiny"]) as pool:
         yield RankPool(pool)

@@ -1,0 +1,151 @@
+"""The batch of a denoiser call: which of its arguments carry it, and how to take a share of them and join results.
+
+    guidance in one call, 2 prompts     sample [n1 n2 | n1 n2]   text [u1 u2 | c1 c2]   timestep t   rotary (L, D)
+    share 0 of 2                        sample [n1 n2]           text [u1 u2]           timestep t   rotary (L, D)
+
+A tensor carries the batch if its first dim is the batch size, or, for a sample with frames and a tensor of three dims
+or more, batch size x frames (the text of AnimateDiff, the residuals of a video ControlNet). All else is shared.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.errors import UnsupportedModel
+
+SAMPLE_NAMES = ("sample", "hidden_states", "x")
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with `function` applied to all that is not a list, a tuple or a dict (diffusers' outputs are dicts)."""
+    if isinstance(tree, dict):
+        mapped = {key: map_leaves(function, value) for key, value in tree.items()}
+        return mapped if type(tree) is dict else type(tree)(**mapped)
+    if isinstance(tree, (list, tuple)):
+        items = [map_leaves(function, item) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return function(tree)
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Everything in `tree` that is not a list, a tuple or a dict, in the order of `map_leaves`."""
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (list, tuple)):
+        yield tree
+        return
+    for item in tree:
+        yield from leaves(item)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors among the leaves."""
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    """`tree` with its tensors replaced, in the order of `tensors_in`."""
+    replacements = iter(tensors)
+    return map_leaves(lambda leaf: next(replacements) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def sample_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a denoiser call denoises: a tensor, or a list of one tensor for each picture."""
+    if args:
+        return args[0]
+    for name in SAMPLE_NAMES:
+        if name in kwargs:
+            return kwargs[name]
+    raise UnsupportedModel(
+        f"the denoiser was called with {', '.join(kwargs) or 'nothing'}: none of these is known to be its sample "
+        f"({', '.join(SAMPLE_NAMES)}). Run it without guidance split: cfg=1."
+    )
+
+
+def count_branches(sample: Any) -> int:
+    """How many times a batch repeats the same latents: 2 for [a b a b], 1 if it does not repeat.
+
+    Guidance in one call repeats the latents for each branch; the channels or tokens of a conditioning picture, which
+    come after those of the latents, may differ.
+    """
+    if isinstance(sample, list):
+        if len({x.shape for x in sample}) > 1:
+            return 1
+        sample = torch.stack(sample)
+    for branches in range(2, len(sample) + 1):
+        if len(sample) % branches == 0 and _repeats(sample, branches):
+            return branches
+    return 1
+
+
+def _repeats(sample: Tensor, branches: int) -> bool:
+    """Whether the first channel, frame or token is the same in all branches, and not just zero."""
+    for dim in range(1, min(sample.ndim, 3)):
+        first, *others = sample.select(dim, 0).chunk(branches)
+        if first.any() and all(torch.equal(first, other) for other in others):
+            return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The batch of one denoiser call. `frames` holds what a sample of five dims may have been multiplied by."""
+
+    size: int
+    frames: tuple[int, ...] = ()
+    by_item: bool = False  # lists hold one entry for each picture
+
+    @classmethod
+    def of(cls, sample: Any) -> "Batch":
+        """The batch of a sample."""
+        if isinstance(sample, list):
+            return cls(len(sample), by_item=True)
+        return cls(sample.shape[0], tuple(sample.shape[1:3]) if sample.ndim == 5 else ())
+
+    def carries(self, x: Tensor) -> bool:
+        """Whether the first dim of `x` is the batch, or the frames of all pictures of the batch."""
+        if x.ndim == 0:
+            return False
+        return x.shape[0] == self.size or (x.ndim > 2 and x.shape[0] in [self.size * count for count in self.frames])
+
+    def share(self, tree: Any, rank: int, parts: int) -> Any:
+        """Share `rank` of `parts` equal ones. `size` is a multiple of `parts`."""
+        if isinstance(tree, Tensor):
+            return tree.chunk(parts)[rank] if self.carries(tree) else tree
+        if isinstance(tree, list) and self._is_per_item(tree):
+            per_part = self.size // parts
+            return tree[rank * per_part : (rank + 1) * per_part]
+        if isinstance(tree, dict) and type(tree) is dict:
+            return {key: self.share(value, rank, parts) for key, value in tree.items()}
+        if type(tree) in (list, tuple):
+            return type(tree)(self.share(item, rank, parts) for item in tree)
+        return tree
+
+    def _is_per_item(self, items: list[Any]) -> bool:
+        if len(items) != self.size or self.by_item:
+            return len(items) == self.size
+        tensors_carry = all(isinstance(item, Tensor) and self.carries(item) for item in items)
+        return not tensors_carry and not any(isinstance(item, (bool, int, float)) for item in items)
+
+    def join(self, trees: Sequence[Any]) -> Any:
+        """The result for the whole batch from those of its shares, in order."""
+        first = trees[0]
+        if isinstance(first, Tensor):
+            whole = torch.cat(list(trees))
+            if not self.carries(whole):
+                raise UnsupportedModel(
+                    f"the denoiser returned a tensor of shape {tuple(first.shape)} for {self.size // len(trees)} of a "
+                    f"batch of {self.size}: its first dim is not the batch. Run it without guidance split: cfg=1."
+                )
+            return whole
+        if isinstance(first, dict):
+            joined = {key: self.join([tree[key] for tree in trees]) for key in first}
+            return joined if type(first) is dict else type(first)(**joined)
+        if isinstance(first, list) and self.by_item and len(first) * len(trees) == self.size:
+            return [item for tree in trees for item in tree]
+        if isinstance(first, (list, tuple)):
+            return type(first)([self.join(items) for items in zip(*trees, strict=True)])
+        return first

@@ -1,0 +1,124 @@
+"""A tensor whose values are still on their way: an ordinary tensor to whoever holds it, waited for at its first use.
+
+p = Delivery(specs, device, fetch).tensors[0]
+p.shape, p.dtype           known: no wait
+p[:, :64], p.float()       a part or a copy in another dtype: promised as well, no wait
+p - q                      fetches, then computes on plain tensors
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.batch import map_leaves
+
+# Names of torch's functions and methods: what needs no values, what gives parts of the same memory, what copies.
+_ASKS = {"size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "element_size", "get_device"}
+_ASKS |= {"storage_offset", "is_contiguous", "is_floating_point", "is_complex", "is_inference"}
+_PARTS = {"__get__", "__getitem__", "chunk", "split", "unbind", "narrow", "select", "unsqueeze", "squeeze", "expand"}
+_PARTS |= {"view", "view_as", "reshape", "flatten", "unflatten", "permute", "transpose", "movedim", "swapaxes"}
+_PARTS |= {"detach", "contiguous"}
+_COPIES = {"float", "half", "bfloat16", "double", "to", "type", "clone"}
+
+
+class Delivery:
+    """Tensors of one message. `fetch` blocks until it is here and returns their values."""
+
+    def __init__(
+        self,
+        specs: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        device: torch.device,
+        fetch: Callable[[], Sequence[Tensor]],
+    ) -> None:
+        self._fetch: Callable[[], Sequence[Tensor]] | None = fetch
+        self._buffers = [_void(shape, dtype, device) for shape, dtype in specs]
+        self._later: list[Callable[[], object]] = []
+        self.tensors: list[Tensor] = [Promise.on(buffer, self) for buffer in self._buffers]
+
+    @property
+    def pending(self) -> bool:
+        """Whether the values are still to be fetched."""
+        return self._fetch is not None
+
+    def settle(self) -> None:
+        """Fetch the values, unless that has been done. Whatever `fetch` raises is raised at every further use."""
+        if self._fetch is None:
+            return
+        for buffer, value in zip(self._buffers, self._fetch(), strict=True):
+            buffer.copy_(value)
+        for fill in self._later:
+            fill()
+        self._fetch = None
+        self._later.clear()
+
+    def copied(self, copy: Callable[[], Tensor]) -> Tensor:
+        """A promise of what `copy` makes of the values once they are here."""
+        result = copy()
+        self._later.append(lambda: result.copy_(copy()))
+        return Promise.on(result, self)
+
+
+def _void(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Not-a-number where there is one, so that a use that escapes us cannot pass for a result."""
+    return torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+
+
+class Promise(Tensor):
+    """See the head of this file. Made by `Delivery` only."""
+
+    _delivery: Delivery
+
+    @classmethod
+    def on(cls, buffer: Tensor, delivery: Delivery) -> "Promise":
+        """The promise that `delivery` will fill `buffer`."""
+        promise = buffer.as_subclass(cls)
+        promise._delivery = delivery
+        return promise
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Called by torch in place of every operation that has a promise among its arguments."""
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        first = args[0] if args and isinstance(args[0], Promise) else None
+        plain_args, plain_kwargs = map_leaves(_plain, args), map_leaves(_plain, kwargs)
+
+        def run() -> Any:
+            return func(*plain_args, **plain_kwargs)
+
+        if first is not None and first._delivery.pending and not _promises_in((args[1:], kwargs)):
+            if name in _ASKS:
+                return run()
+            if name in _PARTS or name in _COPIES:
+                result = run()
+                if _are_parts(result, plain_args[0]):
+                    return map_leaves(lambda x: Promise.on(x, first._delivery) if isinstance(x, Tensor) else x, result)
+                if name in _COPIES and isinstance(result, Tensor):
+                    return first._delivery.copied(run)
+        for promise in _promises_in((args, kwargs)):
+            promise._delivery.settle()
+        return run()
+
+
+def _promises_in(tree: Any) -> list[Promise]:
+    found: list[Promise] = []
+    map_leaves(lambda x: found.append(x) if isinstance(x, Promise) else None, tree)
+    return found
+
+
+def _plain(x: Any) -> Any:
+    if not isinstance(x, Promise):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(Tensor)
+
+
+def _are_parts(result: Any, whole: Tensor) -> bool:
+    """Whether all tensors of `result` lie in the memory of `whole`; true where there is none."""
+    found: list[Tensor] = []
+    map_leaves(lambda x: found.append(x) if isinstance(x, Tensor) else None, result)
+    address = whole.untyped_storage().data_ptr()
+    return all(x.untyped_storage().data_ptr() == address for x in found)
