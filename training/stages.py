@@ -55,9 +55,15 @@ def _bucket(height: int, width: int, batch: int, share: float) -> Bucket:
 
 TINY = Stage(name="tiny", buckets=(_bucket(16, 16, 64, 0.5), _bucket(32, 32, 24, 0.5)))
 SMALL = Stage(name="small", buckets=(_bucket(32, 32, 24, 0.6), _bucket(48, 32, 16, 0.2), _bucket(32, 48, 16, 0.2)))
-MEDIUM = Stage(name="medium", buckets=(_bucket(64, 64, 8, 0.7), _bucket(96, 64, 6, 0.15), _bucket(64, 96, 6, 0.15)))
+MIXED = Stage(
+    name="mixed",
+    buckets=(
+        *(_bucket(32, 32, 24, 0.3), _bucket(48, 32, 16, 0.06), _bucket(32, 48, 16, 0.06)),
+        *(_bucket(64, 64, 8, 0.44), _bucket(96, 64, 6, 0.07), _bucket(64, 96, 6, 0.07)),
+    ),
+)
 LARGE = Stage(
     name="large",
-    buckets=(_bucket(64, 64, 8, 0.6), _bucket(96, 64, 6, 0.1), _bucket(64, 96, 6, 0.1), _bucket(128, 128, 2, 0.2)),
+    buckets=(_bucket(64, 64, 8, 0.64), _bucket(96, 64, 6, 0.1), _bucket(64, 96, 6, 0.1), _bucket(128, 128, 2, 0.16)),
 )
-STAGES = {stage.name: stage for stage in (TINY, SMALL, MEDIUM, LARGE)}
+STAGES = {stage.name: stage for stage in (TINY, SMALL, MIXED, LARGE)}

@@ -1,0 +1,87 @@
+import pytest
+import torch
+
+from training import package
+from training.attention import attend
+from training.batches import draw_batch
+from training.checkpoint import load, new_run, save, start_from_pipeline
+from training.model import noise_scheduler
+from training.stages import Bucket
+from training.tokenizer import build_tokenizer
+from training.train_unet import train_step
+from training.vae import new_vae
+
+BUCKET = Bucket(height=8, width=8, batch=2, share=1)
+
+
+def steps(run, keys):
+    alphas = noise_scheduler().alphas_cumprod
+    return [train_step(run, draw_batch(key, BUCKET, build_tokenizer()), 1e-3, alphas) for key in keys]
+
+
+def fresh_run():
+    torch.manual_seed(0)
+    return new_run(torch.device("cpu"))
+
+
+def test_training_goes_on_from_its_state_as_if_it_had_not_stopped(tmp_path):
+    straight, stopped = fresh_run(), fresh_run()
+    steps(straight, "ab")
+    steps(stopped, "a")
+    save(stopped, tmp_path / "state.pt")
+    resumed = new_run(torch.device("cpu"))
+    load(resumed, tmp_path / "state.pt")
+    steps(resumed, "b")
+    assert resumed.progress == straight.progress
+    for name, value in straight.networks.named_parameters():
+        assert torch.equal(value, resumed.networks.get_parameter(name)), name
+        assert torch.equal(straight.average[name], resumed.average[name]), name
+    steps(stopped, "c")
+    assert not torch.equal(stopped.networks.unet.conv_in.weight, resumed.networks.unet.conv_in.weight)
+
+
+def test_training_lowers_the_loss_of_a_batch_it_sees_again_and_again():
+    run = fresh_run()
+    first, *_, last = steps(run, ["same"] * 8)
+    assert last[0] < 0.9 * first[0]
+
+
+def test_the_average_holds_every_weight():
+    run = fresh_run()
+    assert set(run.average) == set(run.networks.state_dict())
+
+
+def test_training_can_start_from_the_packaged_model():
+    run = fresh_run()
+    start_from_pipeline(run, package.FOLDER)
+    packaged = package.averaged_networks  # the names agree with what packaging reads
+    assert callable(packaged)
+    alphas = noise_scheduler().alphas_cumprod
+    batch = draw_batch("packaged", Bucket(height=32, width=32, batch=4, share=1), build_tokenizer())
+    trained, _ = train_step(run, batch, 0.0, alphas)
+    untrained, _ = train_step(fresh_run(), batch, 0.0, alphas)
+    assert trained < 0.5 * untrained
+
+
+def test_position_heads_that_know_nothing_cost_a_third():
+    run = fresh_run()
+    for head in run.heads.heads:
+        torch.nn.init.zeros_(head.bias)
+    batch = draw_batch("place", Bucket(height=64, width=64, batch=1, share=1), build_tokenizer())
+    with torch.no_grad():
+        run.networks(batch.latent, batch.timestep, batch.ids)
+        assert run.heads.loss().item() == pytest.approx(1 / 3, rel=0.2)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(64, 28), (64, 64), (300, 300)])
+def test_plain_attention_is_attention(queries, keys):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 3, count, 8) for count in (queries, keys, keys))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+    assert torch.allclose(attend(query, key, value), expected, atol=1e-5)
+
+
+def test_the_middle_attention_of_a_fresh_autoencoder_changes_nothing():
+    attention = new_vae().decoder.mid_block.attentions[0]
+    tokens = torch.randn(1, 64, 4, 4)
+    assert torch.allclose(attention(tokens), tokens)
