@@ -26,7 +26,8 @@ from patchpar.launch.process import WorkerProcess
 from patchpar.launch.wire import Message, decode, encode
 
 TICK = 0.2  # s between looks at the beacons; what comes through a channel is heard at once
-PING_EVERY = 1.0  # s
+PING_EVERY = 1.0  # s, or a fifth of the patience if that is less
+MISSED_PINGS = 2.5  # without an answer to so many, a rank is not merely busy
 GRACE = 2.0  # s for the others to come to an end when one rank has failed
 LONGEST_STEP = 1.0  # s; more than this between two looks was not the workers' fault
 
@@ -39,7 +40,7 @@ class Outcome:
     failures: dict[int, Failure] = field(default_factory=dict)  # in order of arrival
     died: list[int] = field(default_factory=list)
     deaf: list[int] = field(default_factory=list)  # have stopped reading, so nothing can be said to them any more
-    silent: dict[int, float] = field(default_factory=dict)  # seconds since a rank last answered a ping
+    silent: list[int] = field(default_factory=list)  # have not answered the last pings
     marks: dict[int, int] = field(default_factory=dict)  # made during the request
     idle: float = 0.0
     aborted: Exception | None = None  # what the caller's own on_ask raised
@@ -62,10 +63,11 @@ class Dialogue:
     ) -> None:
         self._workers, self._request, self._callbacks = workers, request, callbacks
         self._patience = patience
-        self._outcome = Outcome(silent=dict.fromkeys(range(len(workers)), 0.0))
+        self._outcome = Outcome()
+        self._unanswered = [0.0] * len(workers)  # seconds since the last answer to a ping
         self._counts = [worker.beacon.count for worker in workers]
         self._first_counts = tuple(self._counts)
-        self._until_ping = PING_EVERY
+        self._ping_every = self._until_ping = min(PING_EVERY, patience / 5)
         self._ended: set[int] = set()
 
     def run(self, opening: Frame | None) -> Outcome:
@@ -85,6 +87,8 @@ class Dialogue:
                 now = time.monotonic()
                 self._pass_time(min(now - last, LONGEST_STEP))
                 last = time.monotonic()
+        limit = MISSED_PINGS * self._ping_every
+        self._outcome.silent = [rank for rank, seconds in enumerate(self._unanswered) if seconds > limit]
         self._outcome.marks = {
             rank: worker.beacon.count - self._first_counts[rank] for rank, worker in enumerate(self._workers)
         }
@@ -106,7 +110,7 @@ class Dialogue:
 
     def _hear(self, worker: WorkerProcess, frame: Frame) -> None:
         if frame.kind is Kind.PONG:
-            self._outcome.silent[worker.rank] = 0.0
+            self._unanswered[worker.rank] = 0.0
         if frame.request != self._request or frame.kind is Kind.PONG:
             frame.message.close()  # of a request that was given up
             return
@@ -136,9 +140,8 @@ class Dialogue:
     def _pass_time(self, seconds: float) -> None:
         outcome = self._outcome
         outcome.idle += seconds
-        for rank in outcome.silent:
-            outcome.silent[rank] += seconds
         for rank, worker in enumerate(self._workers):
+            self._unanswered[rank] += seconds
             count = worker.beacon.count
             if count != self._counts[rank]:
                 self._counts[rank] = count
@@ -146,7 +149,7 @@ class Dialogue:
         self._notice_the_dead()
         self._until_ping -= seconds
         if self._until_ping <= 0:
-            self._until_ping = PING_EVERY
+            self._until_ping = self._ping_every
             for worker in self._workers:
                 if not outcome.is_over(worker.rank):
                     self._send(worker, Frame(Kind.PING, self._request))

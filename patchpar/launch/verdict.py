@@ -6,11 +6,10 @@ import time
 from collections.abc import Sequence
 
 from patchpar.errors import WorkerDied, WorkerHung
-from patchpar.launch.dialogue import PING_EVERY, Outcome
+from patchpar.launch.dialogue import Outcome
 from patchpar.launch.failures import Failure
 from patchpar.launch.process import SEND_TIMEOUT, WorkerProcess
 
-SILENT = 2.5 * PING_EVERY  # s without an answer to a ping: it is not merely busy
 STACK_SECONDS = 0.3  # for a hung worker to print where it is
 
 
@@ -71,7 +70,7 @@ def _raised(failures: dict[int, Failure], workers: Sequence[WorkerProcess]) -> E
 def _hung(
     outcome: Outcome, stuck: Sequence[WorkerProcess], workers: Sequence[WorkerProcess], patience: float
 ) -> WorkerHung:
-    silent = [worker for worker in stuck if outcome.silent[worker.rank] > SILENT]
+    silent = [worker for worker in stuck if worker.rank in outcome.silent]
     guilty = min(silent or stuck, key=lambda worker: outcome.marks[worker.rank])
     guilty.dump_stack()
     time.sleep(STACK_SECONDS)

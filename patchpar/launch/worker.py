@@ -29,7 +29,7 @@ from patchpar.launch.channel import Channel, Closed, Frame, Kind
 from patchpar.launch.context import CallAborted, engine_method, load_engine
 from patchpar.launch.failures import take_down
 from patchpar.launch.hello import Hello, versions
-from patchpar.launch.wire import decode, encode
+from patchpar.launch.wire import Message, decode, encode
 
 
 def main(fd: int) -> None:
@@ -90,9 +90,19 @@ class WorkerContext:
         return value
 
     def _send(self, kind: Kind, value: object) -> None:
-        message = encode(value)
+        message = _encode("an event" if kind is Kind.EVENT else "a question", value)
         self._channel.send(Frame(kind, self.request, message))
         message.close()
+
+
+def _encode(what: str, value: object) -> Message:
+    """A message for the caller. Raises TypeError that says what cannot be sent."""
+    try:
+        return encode(value)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise TypeError(f"{what} (a {type(value).__name__}) cannot be sent to the caller: {error}") from error
 
 
 class Worker:
@@ -135,7 +145,7 @@ class Worker:
     def _answer(self, request: int, work: Callable[[], object]) -> None:
         self._context.request = request
         try:
-            kind, message = Kind.RESULT, encode(work())
+            kind, message = Kind.RESULT, _encode("what it returned", work())
         except BaseException as error:  # noqa: BLE001  also SystemExit: whatever it is, the caller must hear of it
             kind, message = Kind.FAILED, encode(take_down(error))
         self._channel.send(Frame(kind, request, message))
@@ -143,37 +153,45 @@ class Worker:
 
     def _prepare(self) -> dict[str, str]:
         """Import everything that takes time. Returns what must be the same on all ranks."""
-        import torch
-
-        torch.set_num_threads(self._hello.threads)
+        load_engine(self._hello.engine)
         for name in self._hello.preload:
             try:
                 importlib.import_module(name)
             except ImportError as error:
                 raise LaunchError(f"cannot import {name!r}, which was to be preloaded: {error}") from error
-        load_engine(self._hello.engine)
-        return {**versions(), "torch": str(torch.__version__), "engine": self._hello.engine}
+        facts = {**versions(), "engine": self._hello.engine}
+        if self._hello.world_size > 1 or "torch" in sys.modules:  # an engine alone may do without
+            import torch
+
+            torch.set_num_threads(self._hello.threads)
+            facts["torch"] = str(torch.__version__)
+        return facts
 
     def _form(self) -> None:
         """Join the group and make the engine."""
-        import torch
-        import torch.distributed as dist
+        if self._hello.device.startswith("cuda"):
+            import torch
 
-        hello = self._hello
-        if hello.device.startswith("cuda"):
-            torch.cuda.set_device(hello.device)
-        if hello.world_size > 1:
-            dist.init_process_group(
-                hello.backend,
-                store=dist.FileStore(hello.store_path, hello.world_size),  # type: ignore[attr-defined]  # it is documented
-                rank=hello.rank,
-                world_size=hello.world_size,
-                timeout=timedelta(seconds=hello.group_timeout),
-            )
-        self._engine = load_engine(hello.engine)(self._context)
+            torch.cuda.set_device(self._hello.device)
+        if self._hello.world_size > 1:
+            _join_group(self._hello)
+        self._engine = load_engine(self._hello.engine)(self._context)
 
     def _call(self, frame: Frame) -> object:
         method, args, kwargs, expected = decode(frame.message)
         frame.message.close()
         self._context.deadline = self._hello.deadline + expected
         return engine_method(self._engine, method)(*args, **kwargs)
+
+
+def _join_group(hello: Hello) -> None:
+    import torch.distributed as dist
+
+    store = dist.FileStore(hello.store_path, hello.world_size)  # type: ignore[attr-defined]  # it is documented
+    dist.init_process_group(
+        hello.backend,
+        store=store,
+        rank=hello.rank,
+        world_size=hello.world_size,
+        timeout=timedelta(seconds=hello.group_timeout),
+    )

@@ -11,7 +11,8 @@ import pytest
 from patchpar.launch.local import LocalExecutor
 
 TOY = "tests.launch.toy:ToyEngine"
-DEADLINE = 3.0
+PLAIN = "tests.launch.plain:PlainEngine"
+DEADLINE = 2.0
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import pytest
 from patchpar.errors import LaunchError
 from patchpar.launch.inline import InlineExecutor
 from tests.launch.conftest import TOY
-from tests.launch.toy import Strange
+from tests.launch.plain import Strange
 
 
 @pytest.fixture

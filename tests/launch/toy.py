@@ -1,7 +1,6 @@
 """A small engine to launch: no diffusion, every kind of behaviour."""
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -9,17 +8,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from patchpar.errors import PlanError
+from tests.launch.plain import PlainEngine
 
 
-class ToyEngine:
-    def __init__(self, context):
-        self.context = context
-        self.loaded = []
-
-    def rank(self):
-        return self.context.rank
-
+class ToyEngine(PlainEngine):
     def facts(self):
         return {
             "rank": self.context.rank,
@@ -33,25 +25,11 @@ class ToyEngine:
             "cwd": str(Path.cwd()),
         }
 
-    def echo(self, *args, **kwargs):
-        return args, kwargs
-
     def add_up(self, value):
         total = torch.tensor([float(value + self.context.rank)])
         self.context.mark("all-reduce")
         dist.all_reduce(total)
         return total.item()
-
-    def load(self, name):
-        self.loaded.append(name)
-
-    def what_is_loaded(self):
-        return self.loaded
-
-    def fail(self, kind, text, ranks=None):
-        if ranks is None or self.context.rank in ranks:
-            raise {"ValueError": ValueError, "PlanError": PlanError, "Strange": Strange, "Key": StrangeKey}[kind](text)
-        return "fine"
 
     def fail_before_collective(self, rank):
         self.context.mark("before")
@@ -59,23 +37,9 @@ class ToyEngine:
             raise KeyError("missing")
         return self.add_up(1)
 
-    def out_of_step(self):
-        """All answer, but one rank is a seam ahead."""
-        if self.context.rank == 0:
-            self.context.mark("ahead")
-            raise ValueError("late")
-        raise ValueError("early")
-
     def die(self, rank, how):
         """Rank `rank` dies while the others wait for it."""
-        self.context.mark("before the end")
-        if self.context.rank == rank:
-            sys.stderr.write("these are my last words\n")
-            sys.stderr.flush()
-            if how == "exit":
-                os._exit(7)
-            os.kill(os.getpid(), getattr(signal, how))
-            time.sleep(60)
+        self.crash(rank, how)
         return self.add_up(1)
 
     def stall(self, rank, seconds=600):
@@ -84,29 +48,10 @@ class ToyEngine:
             time.sleep(seconds)
         return self.add_up(1)
 
-    def hold_interpreter(self, rank, seconds):
-        """Sleep without letting other threads of the process run."""
-        import ctypes
-
-        if self.context.rank == rank:
-            ctypes.PyDLL(None).usleep(int(seconds * 1e6))
-
-    def work(self, steps, seconds):
-        for step in range(steps):
+    def wait_for_rank_0(self, seconds):
+        if self.context.rank == 0:
             time.sleep(seconds)
-            self.context.mark(f"step {step}")
-        return steps
-
-    def sleep(self, seconds):
-        time.sleep(seconds)
-
-    def count(self, number):
-        for index in range(number):
-            self.context.emit({"index": index})
-        return number
-
-    def emit_unsendable(self):
-        self.context.emit(lambda: 0)
+        return self.add_up(1)
 
     def converse(self, steps):
         """Every rank takes the caller's word for the value."""
@@ -133,33 +78,3 @@ class ToyEngine:
             if self.context.world_size > 1:
                 dist.barrier()
             return module(x)
-
-    def unsendable(self):
-        return lambda: 0
-
-    def leave(self):
-        sys.exit(3)
-
-    def talk(self, words):
-        sys.stdout.write(f"{words}\n")
-        sys.stderr.write(f"{words} from {self.context.rank}\n")
-
-
-class Strange(Exception):
-    pass
-
-
-class StrangeKey(KeyError):
-    pass
-
-
-class BadEngine:
-    def __init__(self, context):
-        raise ValueError("this engine cannot be built")
-
-
-class HalfBadEngine(ToyEngine):
-    def __init__(self, context):
-        super().__init__(context)
-        if context.rank == 1:
-            os._exit(9)

@@ -1,0 +1,111 @@
+"""A small engine to launch, which needs no torch and so starts at once."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from patchpar.errors import PlanError
+
+
+class PlainEngine:
+    def __init__(self, context):
+        self.context = context
+        self.loaded = []
+
+    def rank(self):
+        return self.context.rank
+
+    def echo(self, *args, **kwargs):
+        return args, kwargs
+
+    def load(self, name):
+        self.loaded.append(name)
+
+    def what_is_loaded(self):
+        return self.loaded
+
+    def fail(self, kind, text, ranks=None):
+        if ranks is None or self.context.rank in ranks:
+            raise {"ValueError": ValueError, "PlanError": PlanError, "Strange": Strange, "Key": StrangeKey}[kind](text)
+        return "fine"
+
+    def out_of_step(self):
+        """All answer, but one rank is a seam ahead."""
+        if self.context.rank == 0:
+            self.context.mark("ahead")
+            raise ValueError("late")
+        raise ValueError("early")
+
+    def crash(self, rank, how):
+        self.context.mark("before the end")
+        if self.context.rank == rank:
+            sys.stderr.write("these are my last words\n")
+            sys.stderr.flush()
+            if how == "exit":
+                os._exit(7)
+            os.kill(os.getpid(), getattr(signal, how))
+
+    def load_once(self, name):
+        """Fails in every process but the first that loads."""
+        path = Path(os.environ["TMPDIR"]) / name
+        if path.exists():
+            raise ValueError("loaded a second time")
+        path.touch()
+
+    def hold_interpreter(self, rank, seconds):
+        """Sleep without letting other threads of the process run."""
+        if self.context.rank == rank:
+            ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+    def work(self, steps, seconds):
+        for step in range(steps):
+            time.sleep(seconds)
+            self.context.mark(f"step {step}")
+        return steps
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+    def count(self, number):
+        for index in range(number):
+            self.context.emit({"index": index})
+        return number
+
+    def emit_unsendable(self):
+        self.context.emit(threading.Lock())
+
+    def emit_then_sleep(self, seconds):
+        self.context.emit("going to sleep")
+        time.sleep(seconds)
+
+    def unsendable(self):
+        return threading.Lock()
+
+    def leave(self):
+        sys.exit(3)
+
+    def talk(self, words):
+        sys.stdout.write(f"{words}\n")
+        sys.stderr.write(f"{words} from {self.context.rank}\n")
+
+
+class Strange(Exception):
+    pass
+
+
+class StrangeKey(KeyError):
+    pass
+
+
+class BadEngine:
+    def __init__(self, context):
+        raise ValueError("this engine cannot be built")
+
+
+class DyingEngine:
+    def __init__(self, context):
+        os._exit(9)

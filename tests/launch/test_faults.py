@@ -1,0 +1,279 @@
+"""Workers that raise, die or hang: what the caller is told, how soon, and that the next call works."""
+
+import gc
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from patchpar.errors import LaunchError, PlanError, WorkerDied, WorkerError, WorkerHung
+from patchpar.launch.local import LocalExecutor
+from tests.launch.conftest import DEADLINE, PLAIN, all_gone
+from tests.launch.plain import Strange
+
+
+@pytest.fixture(scope="module")
+def single() -> Iterator[LocalExecutor]:
+    """One worker that needs no torch, so that it is soon there again."""
+    with LocalExecutor(["cpu"], PLAIN, deadline=DEADLINE) as executor:
+        executor.call("load", "the model", replay=True)
+        yield executor
+
+
+@pytest.fixture
+def restarts(request):
+    """Checks that the workers are new after the test, and have loaded what the old ones had."""
+    pool = request.getfixturevalue("single" if "single" in request.fixturenames else "pool")
+    before = set(pool.call("rank") and pool.pids)
+    yield
+    assert pool.call("what_is_loaded") == [["the model"]] * pool.world_size
+    assert not before & set(pool.pids)
+    assert all_gone(before)
+    if pool.world_size > 1:
+        assert pool.call("add_up", 1) == [3.0, 3.0]
+
+
+@pytest.fixture
+def survives(pool):
+    """Checks that the workers are the same after the test."""
+    before = pool.call("facts") and pool.pids
+    yield
+    assert pool.call("add_up", 1) == [3.0, 3.0]
+    assert pool.pids == before
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("ValueError", ValueError), ("PlanError", PlanError)])
+def test_what_all_ranks_raise_comes_as_it_is(pool, survives, kind, expected):
+    with pytest.raises(expected, match=r"^height 7 is odd$") as caught:
+        pool.call("fail", kind, "height 7 is odd")
+    assert type(caught.value) is expected
+    cause = caught.value.__cause__
+    assert isinstance(cause, WorkerError)
+    assert "rank 0 (cpu, pid" in str(cause)
+    assert "in fail" in str(cause), "the traceback of the worker"
+
+
+def test_an_exception_of_a_class_of_its_own(pool, survives):
+    with pytest.raises(WorkerError, match=r"(?s)raised tests.launch.plain.Strange: odd.*Traceback.*in fail"):
+        pool.call("fail", "Strange", "odd")
+    with pytest.raises(KeyError, match=r"StrangeKey.*odd"):
+        pool.call("fail", "Key", "odd")
+
+
+def test_an_exception_of_one_rank_while_the_others_return(pool, survives):
+    with pytest.raises(WorkerError, match=r"rank 1 \(cpu, pid \d+\) raised ValueError: only here"):
+        pool.call("fail", "ValueError", "only here", [1])
+
+
+def test_an_exception_of_one_rank_while_the_others_wait_for_it(pool, restarts):
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"(?s)rank 1 \(cpu, pid \d+\) raised KeyError: 'missing'.*Traceback"):
+        pool.call("fail_before_collective", 1)
+    assert time.monotonic() - start < DEADLINE + 1.5
+
+
+def test_ranks_that_failed_at_different_seams_are_not_used_again(pool, restarts):
+    """A message of one may still be on its way to the other."""
+    with pytest.raises(ValueError, match=r"late|early"):
+        pool.call("out_of_step")
+
+
+def test_leaving_is_an_exception_too(pool, survives):
+    with pytest.raises(WorkerError, match="SystemExit: 3"):
+        pool.call("leave")
+
+
+def test_results_and_events_that_cannot_be_sent(pool, survives):
+    with pytest.raises(TypeError, match=r"what it returned \(a lock\) cannot be sent to the caller"):
+        pool.call("unsendable")
+    with pytest.raises(TypeError, match=r"an event \(a lock\) cannot be sent to the caller"):
+        pool.call("emit_unsendable")
+
+
+def test_unknown_methods(pool, survives):
+    with pytest.raises(AttributeError, match="no method 'paint'; it has add_up"):
+        pool.call("paint")
+
+
+def test_a_worker_that_dies_is_named_at_once(single, restarts):
+    start = time.monotonic()
+    with pytest.raises(WorkerDied) as caught:
+        single.call("crash", 0, "exit")
+    assert time.monotonic() - start < 1.5
+    text = str(caught.value)
+    assert "rank 0 (cpu, pid" in text
+    assert "exit code 7" in text
+    assert "last seam 'before the end'" in text
+    assert "these are my last words" in text
+
+
+def test_a_worker_killed_from_outside_in_a_collective(pool, restarts):
+    victim = pool.call("facts") and pool.pids[1]
+    timer = threading.Timer(0.5, os.kill, (victim, signal.SIGKILL))
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(WorkerDied, match=r"rank 1 .*SIGKILL.*last seam 'all-reduce'"):
+        pool.call("wait_for_rank_0", 30)
+    assert time.monotonic() - start < 2.5
+
+
+def test_a_worker_that_died_while_idle_is_replaced(single, restarts):
+    os.kill(single.pids[0], signal.SIGKILL)
+    assert all_gone(single.pids)
+
+
+def test_a_worker_that_hangs_is_named_within_the_deadline(pool, restarts):
+    start = time.monotonic()
+    with pytest.raises(WorkerHung) as caught:
+        pool.call("stall", 1)
+    assert DEADLINE <= time.monotonic() - start < DEADLINE + 2.5
+    text = str(caught.value)
+    assert "rank 1 (cpu, pid" in text
+    assert "last seam 'the last good place' (rank 0: last seam 'all-reduce')" in text
+    assert f"(limit {DEADLINE:g} s)" in text
+    assert "in stall" in text, "where its Python stands"
+
+
+def test_a_stopped_worker_is_named(pool, restarts):
+    victim = pool.call("facts") and pool.pids[0]
+    os.kill(victim, signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(WorkerHung, match=rf"rank 0 \(cpu, pid {victim}\) does not answer"):
+        pool.call("add_up", 1)
+    assert time.monotonic() - start < DEADLINE + 2.5
+
+
+def test_an_exception_in_on_ask_is_the_callers_own(pool, survives):
+    def refuse(question):
+        raise Strange(f"no at step {question['step']}")
+
+    with pytest.raises(Strange, match=r"^no at step 0$") as caught:
+        pool.call("converse", 3, on_ask=refuse)
+    assert caught.value.__traceback__ is not None
+
+
+def test_asking_a_caller_that_does_not_answer(pool, survives):
+    with pytest.raises(RuntimeError, match="without on_ask"):
+        pool.call("converse", 1)
+
+
+def test_an_exception_in_on_event_ends_the_call(single, restarts):
+    def refuse(rank, event):
+        raise Strange("the caller's own")
+
+    start = time.monotonic()
+    with pytest.raises(Strange, match="the caller's own"):
+        single.call("emit_then_sleep", 30, on_event=refuse)
+    assert time.monotonic() - start < 2.0
+
+
+def test_a_call_within_a_call_is_refused(pool):
+    with pytest.raises(LaunchError, match="from within on_event or on_ask"):
+        pool.call("converse", 1, on_ask=lambda question: pool.call("rank"))
+    assert pool.call("rank") == [0, 1]
+
+
+def test_interrupting_a_call_ends_its_work_at_once(pool, restarts):
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.5, signal.pthread_kill, (main, signal.SIGINT))
+    timer.start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        pool.call("stall", 1)
+    assert time.monotonic() - start < 2.0
+
+
+def test_closing_from_another_thread_ends_a_call():
+    executor = LocalExecutor(["cpu"], PLAIN)
+    pids = executor.call("rank") and executor.pids
+    threading.Timer(0.3, executor.close).start()
+    start = time.monotonic()
+    with pytest.raises(LaunchError, match="closed during the call"):
+        executor.call("sleep", 30)
+    assert time.monotonic() - start < 2.0
+    assert all_gone(pids)
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ("no_such_module:Engine", r"cannot import the engine 'no_such_module:Engine': No module named"),
+        ("tests.launch.plain:Missing", r"has no class 'Missing'"),
+        ("tests.launch.plain:BadEngine", r"this engine cannot be built"),
+    ],
+)
+def test_an_engine_that_cannot_start_is_said_and_not_tried_for_ever(engine, says):
+    with LocalExecutor(["cpu"], engine) as executor:
+        for _ in range(3):
+            with pytest.raises(LaunchError, match=says):
+                executor.call("rank")
+            assert executor.pids == ()
+        start = time.monotonic()
+        with pytest.raises(LaunchError, match=rf"(?s)3 times in a row.*{says}"):
+            executor.call("rank")
+        assert time.monotonic() - start < 0.1, "not tried again"
+
+
+def test_a_worker_that_dies_while_it_starts():
+    with (
+        LocalExecutor(["cpu"], "tests.launch.plain:DyingEngine") as executor,
+        pytest.raises(LaunchError, match=r"could not be started: rank 0 .* ended with exit code 9"),
+    ):
+        executor.call("rank")
+
+
+def test_workers_of_another_version_are_refused(monkeypatch):
+    monkeypatch.setattr("patchpar.launch.pool.versions", lambda: {"python": "3.99", "patchpar": "0"})
+    with (
+        LocalExecutor(["cpu"], PLAIN) as executor,
+        pytest.raises(LaunchError, match=r"rank 0 differs: it has .*where .*3\.99.* was expected"),
+    ):
+        executor.call("rank")
+
+
+def test_a_start_that_takes_too_long():
+    with (
+        LocalExecutor(["cpu"], PLAIN, start_timeout=0.3, preload=["tests.launch.slow_module"]) as executor,
+        pytest.raises(LaunchError, match=r"could not be started: rank 0 .*limit 0.3 s"),
+    ):
+        executor.call("rank")
+
+
+def test_a_replay_that_fails_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with LocalExecutor(["cpu"], PLAIN) as executor:
+        executor.call("load_once", "marker", replay=True)
+        with pytest.raises(WorkerDied):
+            executor.call("crash", 0, "exit")
+        with pytest.raises(LaunchError, match=r"restarted, but 'load_once' failed now: .*second time"):
+            executor.call("rank")
+
+
+def test_five_restarts_leave_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    def traces():
+        descriptors = len(list(Path("/proc/self/fd").iterdir()))
+        shared = sorted(path.name for path in Path("/dev/shm").iterdir())
+        children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "pid="], capture_output=True, check=False)
+        return descriptors, shared, len(children.stdout.split()), threading.active_count()
+
+    gc.collect()
+    before = traces()
+    with LocalExecutor(["cpu"], PLAIN) as executor:
+        pids = set()
+        for _ in range(5):
+            executor.call("load", "the model")
+            pids |= set(executor.pids)
+            with pytest.raises(WorkerDied):
+                executor.call("crash", 0, "SIGKILL")
+        assert len(pids) == 5
+    assert all_gone(pids)
+    gc.collect()
+    assert traces() == before
+    assert list(tmp_path.iterdir()) == []
