@@ -13,6 +13,7 @@ from patchpar.cli.flags import Request, plan_of
 from patchpar.cli.generate import images_of
 from patchpar.cli.pictures import check_writable, names_for, save
 from patchpar.cli.speech import friendly_errors, print_json, progress, stdout_kept_clean
+from patchpar.errors import PlanError
 
 WARM_UP_STEPS = 2  # first steps allocate and choose kernels; they are not what is compared
 
@@ -54,7 +55,10 @@ def compare(request: Compare) -> None:
 
 def _both(request: Compare) -> tuple[Outcome, Outcome]:
     from patchpar.launch.devices import resolve_devices
+    from patchpar.launch.torchrun import torchrun_world
 
+    if torchrun_world() is not None:
+        raise PlanError("compare runs one process beside the plan's, which torchrun cannot: start it without torchrun")
     plan = plan_of(request.plan, request.strategy)
     alone = resolve_devices(request.devices).names[:1]
     planned = _draw(request, {"devices": request.devices, "plan": plan}, "under the plan")
@@ -66,13 +70,11 @@ def _draw(request: Compare, where: dict[str, Any], title: str) -> Outcome:
 
     opened = {**where, **request.for_loading()}
     with progress(title) as step, ParallelPipeline.from_pretrained(request.model, **opened) as pipe:
-        arguments = request.for_drawing() | {"output_type": "np"}  # not rounded to 8 bits: small errors show
-        seeded = arguments["generator"].get_state()
         pipe.set_progress_bar_config(disable=True)
-        pipe(**arguments | {"num_inference_steps": WARM_UP_STEPS})
-        arguments["generator"].set_state(seeded)
+        exact = {"output_type": "np"}  # not rounded to 8 bits: small errors show
+        pipe(**request.for_drawing() | exact | {"num_inference_steps": WARM_UP_STEPS})
         pipe.on_step = step
-        output = pipe(**arguments)
+        output = pipe(**request.for_drawing() | exact)
         return Outcome(pipe.last_run, images_of(output))
 
 

@@ -47,7 +47,9 @@ class Request:
     steps: Annotated[int | None, typer.Option(help="Denoising steps; by default the pipeline's own.")] = None
     guidance_scale: Annotated[float | None, typer.Option(help="By default the pipeline's own.")] = None
     negative_prompt: Annotated[str | None, typer.Option(help="What the picture must not show.")] = None
-    seed: Annotated[int, typer.Option(help="Same seed, same picture, on any number of devices.")] = 0
+    seed: Annotated[
+        int, typer.Option(help="Same seed, same picture, on any devices; the next picture has the next seed.")
+    ] = 0
     num_images: Annotated[int, typer.Option(help="Pictures per prompt.")] = 1
     dtype: Annotated[Dtype | None, typer.Option(help="Load the weights in this format.")] = None
     variant: Annotated[str | None, typer.Option(help="Weight files to take, such as fp16.")] = None
@@ -67,9 +69,13 @@ class Request:
         return _given(torch_dtype=dtype, variant=self.variant)
 
     def for_drawing(self) -> dict[str, Any]:
-        """Keyword arguments of the pipeline's call, as diffusers names them."""
+        """Keyword arguments of the pipeline's call, as diffusers names them.
+
+        Each picture has a generator of its own, so that it is the same alone as among others.
+        """
         from torch import Generator
 
+        generators = [Generator("cpu").manual_seed(self.seed + number) for number in range(self.pictures)]
         several = len(self.prompt) > 1
         negative = self.negative_prompt
         return _given(
@@ -80,7 +86,7 @@ class Request:
             num_inference_steps=self.steps,
             guidance_scale=self.guidance_scale,
             num_images_per_prompt=self.num_images,
-            generator=Generator("cpu").manual_seed(self.seed),
+            generator=generators if len(generators) > 1 else generators[0],
         )
 
     @property

@@ -30,12 +30,14 @@ def generate(request: Generate) -> None:
             check_writable(path)
         with stdout_kept_clean(request.json):
             run, pictures = _draw(request)
+        if pictures is None:
+            return  # under torchrun, a rank that has no result: rank 0 saves and reports
         for picture, path in zip(pictures, paths, strict=True):
             save(picture, path)
         _report(run, paths, as_json=request.json)
 
 
-def _draw(request: Generate) -> tuple[Any, list[Any]]:
+def _draw(request: Generate) -> tuple[Any, list[Any] | None]:
     from patchpar import ParallelPipeline
 
     plan = plan_of(request.plan, request.strategy)
@@ -44,7 +46,7 @@ def _draw(request: Generate) -> tuple[Any, list[Any]]:
         pipe.set_progress_bar_config(disable=True)
         pipe.on_step = step
         output = pipe(**request.for_drawing())
-        return pipe.last_run, images_of(output)
+        return pipe.last_run, None if output is None else images_of(output)
 
 
 def images_of(output: Any) -> list[Any]:

@@ -75,7 +75,8 @@ class FakePipeline:
         count = arguments["num_images_per_prompt"] * (
             len(arguments["prompt"]) if isinstance(arguments["prompt"], list) else 1
         )
-        values = np.random.default_rng(arguments["generator"].initial_seed()).random((count, 16, 16, 3))
+        generators = arguments["generator"] if count > 1 else [arguments["generator"]]
+        values = np.stack([np.random.default_rng(each.initial_seed()).random((16, 16, 3)) for each in generators])
         values = values * 0.9 + 0.01 * (workers == 1)
         as_array = arguments.get("output_type") == "np"
         pictures = values if as_array else [Image.fromarray((v * 255).astype(np.uint8)) for v in values]

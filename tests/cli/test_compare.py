@@ -67,3 +67,12 @@ def test_an_output_that_cannot_be_written(fake: Any, run: Any, tmp_path: Path) -
     result = run("compare", "a fox", "-o", tmp_path / "missing" / "fox.png")
     assert result.exit_code == 2
     assert not fake.opened
+
+
+def test_not_under_torchrun(fake: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    result = run("compare", "a fox", "-o", tmp_path / "fox.png")
+    assert result.exit_code == 2
+    assert "start it without torchrun" in result.stderr
+    assert not fake.opened

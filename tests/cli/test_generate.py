@@ -30,7 +30,7 @@ def test_passes_every_argument_on(fake: Any, run: Any, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     (pipe,) = fake.opened
     (call,) = pipe.calls
-    assert call.pop("generator").initial_seed() == 7
+    assert [generator.initial_seed() for generator in call.pop("generator")] == [7, 8]
     assert call == {
         "prompt": "a fox",
         "negative_prompt": "fog",
@@ -186,3 +186,12 @@ def test_a_prompt_is_needed(fake: Any, run: Any) -> None:
     result = run("generate")
     assert result.exit_code == 2
     assert "Missing argument" in result.stderr
+
+
+def test_a_rank_without_a_result_says_and_writes_nothing(
+    fake: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "__call__", lambda *_, **__: None)
+    result = run("generate", "a fox", "-o", tmp_path / "x.png")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert not list(tmp_path.iterdir())

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from patchpar.models.folder import embedded_model
+from tests.tiny import build
 
 PROMPT = "a red house on the left and a pine on the right, green hills at sunset"
 QUICK = ("--steps", "2", "--height", "128", "--width", "128")
@@ -33,7 +34,7 @@ def test_two_workers_draw_a_picture(tmp_path: Path) -> None:
     assert Image.open(target).size == (128, 128)
     first, saved = result.stdout.strip().splitlines()
     assert "cfg=2" in first
-    assert "bytes" in first
+    assert "sent per step and rank" in first
     assert saved == f"saved {target}"
     assert "Traceback" not in result.stderr
 
@@ -94,7 +95,10 @@ def copy_of_the_model(folder: Path) -> Path:
     ("flags", "words"),
     [
         (["--height", "100"], ["100", "96", "104"]),
-        (["--height", "32", "--devices", "cpu:8", "--plan", "patch=8"], ["8", "patch", "larger"]),
+        (
+            ["--height", "32", "--width", "32", "--devices", "cpu:3", "--plan", "patch=3"],
+            ["3 ranks", "at most 2", "48 pixels"],
+        ),
         (["--devices", "cpu:3", "--plan", "cfg=2,patch=2"], ["4 devices", "3"]),
         (["--plan", "rows=2"], ["rows", "data, cfg, patch"]),
         (["--devices", "cpu:2", "--plan", "patch=2", "--strategy", "psychic"], ["psychic", "exact"]),
@@ -124,6 +128,15 @@ def test_a_folder_without_safetensors(run: Any, tmp_path: Path) -> None:
     assert result.exit_code == 2, result.output
     assert str(model / "unet") in result.stderr
     assert "safetensors" in result.stderr
+
+
+def test_a_denoiser_without_rows(run: Any, tmp_path: Path) -> None:
+    build("pixart").pipe.save_pretrained(tmp_path / "model")
+    flags = ("--devices", "cpu:2", "--plan", "patch=2")
+    result = run("generate", PROMPT, "--model", tmp_path / "model", *flags, "-o", tmp_path / "x.png")
+    assert result.exit_code == 2, result.output
+    assert "axis 'patch'" in result.stderr
+    assert "cfg=2" in result.stderr
 
 
 @pytest.mark.parametrize("keep", [100, 100_000])
