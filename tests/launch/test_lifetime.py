@@ -1,0 +1,244 @@
+"""However a program ends, its workers end: each case is a script of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.conftest import PLAIN, TOY, all_gone
+
+ROOT = Path(__file__).parents[2]
+START = f"""
+import os, signal, sys, threading, time
+sys.path.insert(0, {str(ROOT)!r})
+from patchpar.launch.local import LocalExecutor
+
+def tell(*words):
+    os.write(1, (" ".join(map(str, words)) + chr(10)).encode())
+
+pool = LocalExecutor(["cpu"], {PLAIN!r})
+"""
+
+
+class Script:
+    """A running script, in a session of its own as if it had a terminal of its own."""
+
+    def __init__(self, source: str, path: Path | None = None) -> None:
+        source = START + textwrap.dedent(source)
+        command = [sys.executable, "-"] if path is None else [sys.executable, str(path)]
+        if path is not None:
+            path.write_text(source)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        assert self.process.stdin is not None
+        if path is None:
+            self.process.stdin.write(source.encode())
+        self.process.stdin.close()
+
+    def hears(self) -> list[str]:
+        """The next line that the script tells."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().decode().split()
+
+    def pids(self) -> list[int]:
+        words = self.hears()
+        assert words[:1] == ["pids"], (words, self.error())
+        return [int(word) for word in words[1:]]
+
+    def error(self) -> str:
+        assert self.process.stderr is not None
+        return self.process.stderr.read().decode()
+
+    def ends(self, within: float = 10.0) -> int:
+        return self.process.wait(within)
+
+
+WAY = ["from a file", "from stdin"]
+
+
+@pytest.mark.parametrize("way", WAY)
+def test_a_script_without_a_main_guard(tmp_path, way):
+    script = Script(
+        """
+        tell(*pool.call("rank"))
+        tell("pids", *pool.pids)
+        """,
+        tmp_path / "script.py" if way == "from a file" else None,
+    )
+    assert script.hears() == ["0"]
+    pids = script.pids()
+    assert script.ends() == 0
+    assert script.error() == ""
+    assert all_gone(pids)
+
+
+def test_started_in_a_thread_that_has_ended():
+    script = Script(
+        """
+        thread = threading.Thread(target=pool.start)
+        thread.start()
+        thread.join()
+        time.sleep(0.5)
+        tell(*pool.call("rank"))
+        tell("pids", *pool.pids)
+        """
+    )
+    assert script.hears() == ["0"]
+    assert all_gone(script.pids())
+    assert script.ends() == 0
+
+
+def test_a_script_that_fails():
+    script = Script(
+        """
+        pool.call("rank")
+        tell("pids", *pool.pids)
+        raise ValueError("in the script")
+        """
+    )
+    pids = script.pids()
+    assert script.ends() == 1
+    assert all_gone(pids)
+    assert script.error().strip().endswith("ValueError: in the script")
+
+
+def test_a_script_that_ends_before_its_workers_have_started():
+    script = Script('pool.start(); tell("pids", *pool.pids)')
+    assert all_gone(script.pids())
+    assert script.ends() == 0
+
+
+@pytest.mark.parametrize("times", [1, 2], ids=["ctrl-C", "ctrl-C twice"])
+def test_ctrl_c(times):
+    script = Script(
+        """
+        pool.call("rank")
+        tell("pids", *pool.pids)
+        pool.call("sleep", 30)
+        """
+    )
+    pids = script.pids()
+    time.sleep(0.3)
+    start = time.monotonic()
+    for _ in range(times):
+        os.killpg(script.process.pid, signal.SIGINT)  # as a terminal does: to all of the script's group
+        time.sleep(0.02)
+    script.ends()
+    assert time.monotonic() - start < 2.0
+    assert all_gone(pids)
+    assert "KeyboardInterrupt" in script.error()
+
+
+def test_ctrl_c_is_survived_by_a_script_that_catches_it():
+    script = Script(
+        """
+        pool.call("load", "the model", replay=True)
+        tell("pids", *pool.pids)
+        try:
+            pool.call("sleep", 30)
+        except KeyboardInterrupt:
+            tell(*pool.call("what_is_loaded"))
+        tell("pids", *pool.pids)
+        """
+    )
+    before = script.pids()
+    time.sleep(0.3)
+    os.killpg(script.process.pid, signal.SIGINT)
+    assert script.hears() == ["['the", "model']"]
+    after = script.pids()
+    assert set(before).isdisjoint(after)
+    assert all_gone(before + after)
+    assert script.ends() == 0
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP], ids=lambda end: end.name)
+def test_killing_the_script(end):
+    script = Script(
+        """
+        pool.call("rank")
+        tell("pids", *pool.pids)
+        pool.call("sleep", 30)
+        """
+    )
+    pids = script.pids()
+    time.sleep(0.2)
+    script.process.send_signal(end)
+    assert all_gone(pids)
+    assert script.ends() == -end
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the kernel's help, which only Linux gives")
+def test_killing_the_script_of_workers_that_cannot_notice():
+    """One worker is stopped, one holds its interpreter: no thread of theirs can see that their script is gone."""
+    script = Script(
+        """
+        others = [LocalExecutor(["cpu"], "tests.launch.plain:PlainEngine") for _ in range(2)]
+        for other in others:
+            other.call("rank")
+        tell("pids", *others[0].pids, *others[1].pids)
+        threading.Thread(target=others[0].call, args=("hold_interpreter", 0, 30)).start()
+        time.sleep(0.3)
+        os.kill(others[1].pids[0], signal.SIGSTOP)
+        tell("ready")
+        time.sleep(30)
+        """
+    )
+    pids = script.pids()
+    assert script.hears() == ["ready"]
+    script.process.kill()
+    assert all_gone(pids)
+    script.ends()
+
+
+def test_killing_the_script_in_the_middle_of_a_collective():
+    script = Script(
+        f"""
+        pool = LocalExecutor(["cpu", "cpu"], {TOY!r})
+        pool.call("rank")
+        tell("pids", *pool.pids)
+        pool.call("wait_for_rank_0", 30)
+        """
+    )
+    pids = script.pids()
+    time.sleep(0.3)
+    script.process.kill()
+    assert all_gone(pids)
+    script.ends()
+
+
+def test_a_forked_child_leaves_the_workers_alone():
+    script = Script(
+        """
+        pool.call("rank")
+        tell("pids", *pool.pids)
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        os.waitpid(child, 0)
+        tell(*pool.call("rank"))
+        """
+    )
+    pids = script.pids()
+    assert script.hears() == ["0"], script.error()
+    assert script.ends() == 0
+    assert all_gone(pids)
+
+
+def test_dropping_the_executor_ends_its_workers():
+    script = Script(
+        """
+        pool.call("rank")
+        tell("pids", *pool.pids)
+        del pool
+        time.sleep(30)
+        """
+    )
+    assert all_gone(script.pids())
+    script.process.kill()
+    script.ends()

@@ -1,0 +1,69 @@
+"""The same script under torchrun: every process is a rank."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from patchpar.errors import LaunchError
+from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
+from tests.launch.conftest import TOY
+
+
+@pytest.fixture(scope="module", params=["own group", "adopt"])
+def seen(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("torchrun")
+    script = Path(__file__).with_name("torchrun_script.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [*command, "-m", f"tests.launch.{script.stem}", str(folder), request.param],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_every_process_is_a_rank(seen):
+    for rank, saw in enumerate(seen):
+        assert (saw["world"], saw["kind"], saw["devices"]) == (2, "torchrun", ["cpu", "cpu"])
+        assert saw["rank"] == [rank if place == rank else None for place in range(2)]
+        assert saw["add_up"][rank] == 7.0
+        assert saw["group left"]
+
+
+def test_rank_0_is_called_back_and_answers_for_all(seen):
+    assert seen[0]["events"] == [[0, {"index": index}] for index in range(3)]
+    assert seen[1]["events"] == []
+    assert seen[0]["questions"] == [0, 1]
+    assert seen[1]["questions"] == []
+    assert seen[0]["converse"][0] == seen[1]["converse"][1] == [4.0, 4.0]
+
+
+def test_an_exception_anywhere_is_one_everywhere(seen):
+    assert [saw["all raise"] for saw in seen] == [["ValueError", "alike"]] * 2
+    assert seen[0]["rank 1 raises"] == ["WorkerError", "fail: rank 1 (cpu) raised ValueError: only one"]
+    assert seen[1]["rank 1 raises"] == ["ValueError", "only one"]
+    assert seen[0]["caller raises"] == ["Strange", "the caller's own"]
+    assert seen[1]["caller raises"][0] == "WorkerError"
+    assert "Strange: the caller's own" in seen[1]["caller raises"][1]
+    assert [saw["again"][rank] for rank, saw in enumerate(seen)] == [9.0, 9.0]
+
+
+def test_outside_torchrun(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert torchrun_world() is None
+    with pytest.raises(LaunchError, match="was not started by torchrun"):
+        TorchrunExecutor(TOY)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert torchrun_world() is None
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert torchrun_world() == 3

@@ -1,0 +1,57 @@
+"""Run under torchrun by test_torchrun: writes what it saw to a file per rank."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from patchpar.errors import WorkerError
+from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
+from tests.launch.conftest import TOY
+from tests.launch.plain import Strange
+
+
+def outcome(work):
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001
+        return [type(error).__name__, str(error).partition("\n")[0]]
+
+
+def refuse(question):
+    raise Strange("the caller's own")
+
+
+def main(folder):
+    adopt = "adopt" in sys.argv
+    if adopt:
+        dist.init_process_group("gloo")
+    events, questions = [], []
+
+    def double(question):
+        questions.append(question["step"])
+        return question["value"] * 2
+
+    with TorchrunExecutor(TOY, deadline=20.0, device="cpu") as executor:
+        seen = {
+            "world": torchrun_world(),
+            "kind": executor.kind,
+            "devices": executor.devices,
+            "rank": executor.call("rank"),
+            "add_up": executor.call("add_up", 3),
+            "events": (executor.call("count", 3, on_event=lambda *event: events.append(event)), events)[1],
+            "converse": executor.call("converse", 2, on_ask=double),
+            "questions": questions,
+            "all raise": outcome(lambda: executor.call("fail", "ValueError", "alike")),
+            "rank 1 raises": outcome(lambda: executor.call("fail", "ValueError", "only one", [1])),
+            "caller raises": outcome(lambda: executor.call("converse", 1, on_ask=refuse)),
+            "again": executor.call("add_up", 4),
+            "error is known": issubclass(WorkerError, RuntimeError),
+        }
+        rank = executor.rank
+    seen["group left"] = dist.is_initialized() == adopt
+    Path(folder, f"{rank}.json").write_text(json.dumps(seen))
+
+
+main(sys.argv[1])
