@@ -1,0 +1,69 @@
+"""Bands cover every row once, start at multiples of the unit, and keep their borders on coarser and finer maps."""
+
+from __future__ import annotations
+
+import pytest
+
+from patchpar.patches import Bands, Stencil, split_bands
+
+SPLITS = [(t, p, u) for t in (8, 16, 33, 40, 61, 128, 135) for p in range(1, 6) for u in (1, 2, 8) if t // u >= p]
+
+
+@pytest.mark.parametrize(("total", "places", "unit"), SPLITS)
+def test_every_row_belongs_to_one_place(total: int, places: int, unit: int) -> None:
+    bands = split_bands(total, places, unit)
+    assert len(bands) == places
+    assert bands.starts[0] == 0
+    assert bands.total == total
+    assert sum(bands.size(place) for place in range(places)) == total
+    assert all(start % unit == 0 for start in bands.starts[:-1])
+    assert min(bands.size(place) for place in range(places)) >= unit
+
+
+def test_bands_differ_by_one_unit_at_most_and_the_last_takes_the_remainder() -> None:
+    assert split_bands(40, 3, 8).starts == (0, 16, 32, 40)
+    assert split_bands(43, 3, 8).starts == (0, 16, 32, 43)
+
+
+def test_too_few_units_are_refused_with_the_figures() -> None:
+    with pytest.raises(ValueError, match="40 latent rows make 5 bands of 8 rows, too few for 6 ranks"):
+        split_bands(40, 6, 8)
+
+
+@pytest.mark.parametrize("total", [32, 33, 35, 36, 39, 41])
+@pytest.mark.parametrize("stride", [1, 2, 4, 8])
+def test_levels_of_a_unet_halve_the_bands_rounding_up(total: int, stride: int) -> None:
+    bands = split_bands(total, 2, 8)
+    expected = tuple(-(-start // stride) for start in bands.starts)
+    for place in range(2):
+        own = expected[place + 1] - expected[place]
+        assert bands.at_level(place, own, total).starts == expected
+
+
+def test_an_enlarged_map() -> None:
+    assert Bands((0, 16, 40)).at_level(1, 48, 40).starts == (0, 32, 80)
+
+
+def test_a_map_that_belongs_to_no_level_is_refused() -> None:
+    with pytest.raises(ValueError, match="7 rows of this rank"):
+        Bands((0, 16, 40)).at_level(0, 7, 40)
+
+
+@pytest.mark.parametrize(
+    ("extent", "stride", "padding", "before", "after", "outputs"),
+    [
+        (3, 1, 1, 1, 1, (1, 1)),  # the common convolution
+        (3, 2, 1, 1, 0, (1, 0)),  # down-sampling
+        (3, 2, 0, 0, 1, (0, 1)),  # down-sampling, padded at the end by the model
+        (5, 1, 2, 2, 2, (2, 2)),  # also kernel 3 with dilation 2
+        (5, 2, 2, 2, 1, (1, 1)),
+        (7, 2, 3, 3, 2, (2, 1)),
+        (2, 2, 0, 0, 0, (0, 0)),  # blocks that do not overlap
+    ],
+)
+def test_what_a_convolution_reads_of_its_neighbours(
+    extent: int, stride: int, padding: int, before: int, after: int, outputs: tuple[int, int]
+) -> None:
+    stencil = Stencil(extent, stride, padding)
+    assert (stencil.before, stencil.after) == (before, after)
+    assert (stencil.outputs_before(), stencil.outputs_after()) == outputs

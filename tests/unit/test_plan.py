@@ -1,0 +1,63 @@
+"""Plans are read, printed and refused with the ways out."""
+
+from __future__ import annotations
+
+import pytest
+
+from patchpar.errors import PlanError
+from patchpar.plan import Plan
+
+
+@pytest.mark.parametrize(
+    ("text", "plan", "printed"),
+    [
+        ("cfg=2,patch=2", Plan(cfg=2, patch=2), "cfg=2,patch=2,strategy=exact"),
+        (" patch = 3 , split=columns ", Plan(patch=3, split="columns"), "patch=3,split=columns,strategy=exact"),
+        ("data=4", Plan(data=4), "data=4"),
+        ("", Plan(), "single"),
+    ],
+)
+def test_a_plan_is_read_and_printed(text: str, plan: Plan, printed: str) -> None:
+    assert Plan.parse(text) == plan
+    assert str(plan) == printed
+
+
+@pytest.mark.parametrize("plan", [Plan(cfg=2, patch=2), Plan(data=2, patch=3, split="rows"), Plan(cfg=2)])
+def test_what_is_printed_can_be_read(plan: Plan) -> None:
+    assert Plan.parse(str(plan)) == plan
+
+
+def test_degrees_multiply_to_the_devices() -> None:
+    plan = Plan(data=2, cfg=2, patch=3)
+    assert plan.world_size == 12
+    plan.check_devices(12)
+    with pytest.raises(PlanError, match=r"data=2 x cfg=2 x patch=3 takes 12 devices, but there are 8.*devices=12"):
+        plan.check_devices(8)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("patches=2", "unknown axis 'patches'.*data, cfg, patch"),
+        ("cfg", "'cfg'.*axis=degree"),
+        ("cfg=two", "cfg=two: .*whole number"),
+        ("patch=0", "patch=0: .*at least 1"),
+        ("patch=-2", "patch=-2: .*at least 1"),
+        ("patch=2,split=diagonal", "split='diagonal': use one of auto, rows, columns"),
+    ],
+)
+def test_what_is_wrong_is_named_with_what_is_right(text: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        Plan.parse(text)
+
+
+@pytest.mark.parametrize("degree", [True, 2.0, "2", None])
+def test_a_degree_is_a_whole_number(degree: object) -> None:
+    with pytest.raises(PlanError, match="whole number"):
+        Plan(patch=degree)  # type: ignore[arg-type]
+
+
+def test_a_plan_is_frozen_and_comparable() -> None:
+    assert len({Plan(cfg=2), Plan(cfg=2), Plan(cfg=3)}) == 2
+    with pytest.raises(AttributeError):
+        Plan().cfg = 2  # type: ignore[misc]
