@@ -18,6 +18,7 @@ LINES = (
     ("layers", "discover", "predictions"),
     ("seam", "models"),
     ("shard",),
+    ("patched",),
     ("strategies",),
     ("planner", "checks", "outcome"),
     ("engine",),

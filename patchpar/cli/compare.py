@@ -50,7 +50,7 @@ def compare(request: Compare) -> None:
         figures = measure_pair(planned, single)
         _save_all(planned, single, paths)
         outputs = [str(path) for path in every]
-        _report({**planned.run.as_dict(), "outputs": outputs, **figures}, single, as_json=request.json)
+        _report({**planned.run.as_dict(), "outputs": outputs, **figures}, planned, single, as_json=request.json)
 
 
 def _both(request: Compare) -> tuple[Outcome, Outcome]:
@@ -100,12 +100,12 @@ def _save_all(planned: Outcome, single: Outcome, paths: dict[str, list[Path]]) -
         save(difference_map(a, b).picture, paths["difference"][number])
 
 
-def _report(figures: dict[str, Any], single: Outcome, *, as_json: bool) -> None:
+def _report(figures: dict[str, Any], planned: Outcome, single: Outcome, *, as_json: bool) -> None:
     if as_json:
         print_json(figures)
         return
-    typer.echo(f"plan {figures['plan']}: {figures['seconds']:.2f} s; one process: {single.run.seconds:.2f} s")
-    typer.echo(f"speed-up {figures['speedup']:.2f}x, bytes sent per step and rank: {figures['bytes_per_step']}")
+    typer.echo(str(planned.run))
+    typer.echo(f"one process: {single.run.seconds:.1f} s, so {figures['speedup']:.2f} times as fast")
     typer.echo(
         f"PSNR {figures['psnr_db']:.1f} dB, SSIM {figures['ssim']:.6f}, "
         f"largest difference {figures['max_abs_diff']:.2e} (of 1)"
