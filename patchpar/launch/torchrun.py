@@ -6,6 +6,7 @@ tell one another how it went, so an exception on one rank is an exception on all
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -95,8 +96,9 @@ class TorchrunContext:
 class TorchrunExecutor:
     """An Executor of which this process is one rank. To be made by all ranks together.
 
-    Takes the default group of torch.distributed if there is one, else makes it: nccl where every rank has a GPU of its
-    own, gloo otherwise. `device` overrides this rank's device, for example "cpu" on a machine with GPUs.
+    Takes the default group of torch.distributed if there is one, else makes it, for the rest of this process: nccl
+    where every rank has a GPU of its own, gloo otherwise. `device` overrides this rank's device, for example "cpu" on a
+    machine with GPUs.
     Raises LaunchError outside torchrun, or where the ranks differ in versions or engine.
     """
 
@@ -106,12 +108,13 @@ class TorchrunExecutor:
         import torch.distributed as dist
 
         self._deadline = check_deadline("deadline", deadline)
-        self._owns_group = not dist.is_initialized()
-        if self._owns_group and torchrun_world() is None:
+        if not dist.is_initialized() and torchrun_world() is None:
             raise LaunchError(f"this process was not started by torchrun: {', '.join(RANK_VARIABLES)} are not set")
         own, backend = _own_device(device)
-        if self._owns_group:
+        if not dist.is_initialized():
             dist.init_process_group(backend, timeout=timedelta(seconds=self._deadline))
+            # Not at `close`: torchrun's store keeps the old addresses, so a second group in this process would hang.
+            atexit.register(_leave_default_group)
         self.world_size = dist.get_world_size()
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=CALLBACK_SECONDS))
         facts = [{**fact} for fact in self._gather({**versions(), "engine": engine, "device": own})]
@@ -207,7 +210,7 @@ class TorchrunExecutor:
         return values
 
     def close(self) -> None:
-        """Leave the groups that were made here. Harmless when done twice."""
+        """Let go of the engine. The default group stays, for the next executor. Harmless when done twice."""
         import torch.distributed as dist
 
         if self._is_closed:
@@ -215,8 +218,6 @@ class TorchrunExecutor:
         self._is_closed, self._engine = True, None
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group(self._control)
-            if self._owns_group:
-                dist.destroy_process_group()
 
     def __enter__(self) -> TorchrunExecutor:
         return self
@@ -230,6 +231,13 @@ class TorchrunExecutor:
 def _is_cause(failure: Failure | None) -> bool:
     """Whether an exception arose by itself, and did not follow from another rank's."""
     return failure is not None and not failure.transport and not failure.type_name.endswith(CallAborted.__name__)
+
+
+def _leave_default_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _own_device(device: str | None) -> tuple[str, str]:

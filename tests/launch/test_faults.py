@@ -244,6 +244,20 @@ def test_a_start_that_takes_too_long():
         executor.call("rank")
 
 
+def test_a_replay_repeats_small_calls_as_they_were_and_large_ones_anew():
+    with LocalExecutor(["cpu"], PLAIN) as executor:
+        small, large = ["model"], b"weights" * 100_000
+        executor.call("load", small, replay=True)
+        executor.call("load", large, replay=True)
+        executor.call("load", "not to be replayed")
+        with pytest.raises(ValueError, match="bad"):
+            executor.call("fail", "ValueError", "bad", replay=True)
+        small.append("changed since")
+        with pytest.raises(WorkerDied):
+            executor.call("crash", 0, "SIGKILL")
+        assert executor.call("what_is_loaded") == [[["model"], large]]
+
+
 def test_a_replay_that_fails_is_said(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with LocalExecutor(["cpu"], PLAIN) as executor:

@@ -12,15 +12,13 @@ from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
 from tests.launch.conftest import TOY
 
 
-@pytest.fixture(scope="module", params=["own group", "adopt"])
-def seen(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("torchrun")
-    script = Path(__file__).with_name("torchrun_script.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    root = Path(__file__).parents[2]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, "-m", f"tests.launch.{script.stem}", str(folder), request.param],
-        cwd=root,
+        [*torchrun, "-m", "tests.launch.torchrun_script", str(folder)],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=120,
@@ -30,12 +28,17 @@ def seen(request, tmp_path_factory):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
+@pytest.fixture(params=[0, 1], ids=["first executor", "second executor, same group"])
+def seen(request, results):
+    """What each rank saw."""
+    return [of_rank[request.param] for of_rank in results]
+
+
 def test_every_process_is_a_rank(seen):
     for rank, saw in enumerate(seen):
         assert (saw["world"], saw["kind"], saw["devices"]) == (2, "torchrun", ["cpu", "cpu"])
         assert saw["rank"] == [rank if place == rank else None for place in range(2)]
         assert saw["add_up"][rank] == 7.0
-        assert saw["group left"]
 
 
 def test_rank_0_is_called_back_and_answers_for_all(seen):
