@@ -28,10 +28,13 @@ PROBE_SIZES = ((32, 32), (64, 32))  # latent rows and columns: enough for a tota
 
 @dataclass(frozen=True, slots=True)
 class NormSite:
-    """A group norm over the whole picture; `conv` is the convolution it feeds through `activations`, if any."""
+    """A group norm over the whole picture, and the convolutions it feeds through `activations`, if any.
+
+    Several, where an adapter convolves beside the layer it adapts.
+    """
 
     path: str
-    conv: str | None
+    convs: tuple[str, ...]
     activations: tuple[str, ...]
 
 
@@ -55,7 +58,7 @@ class Sites:
 
     def describe(self) -> str:
         """One line for `explain`."""
-        linked = sum(norm.conv is not None for norm in self.norms)
+        linked = sum(bool(norm.convs) for norm in self.norms)
         return (
             f"{len(self.convs)} convolutions, {len(self.norms)} group norms ({linked} in one round with their "
             f"convolution), {len(self.attentions)} self-attentions, total stride {self.total_stride}"
@@ -69,7 +72,7 @@ class _Seen:
     norms: dict[str, tuple[int, ...]] = field(default_factory=dict)
     convs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     attentions: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    links: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
+    links: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)  # norm -> convolution -> activations
     reads_sample: set[str] = field(default_factory=set)
     origins: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)  # id of a tensor -> norm, activations
     kept: list[Tensor] = field(default_factory=list)  # keeps those ids from being used again
@@ -135,9 +138,8 @@ def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs
     stride = PROBE_SIZES[0][0] // min(rows.values())
     modules: dict[str, Any] = dict(denoiser.named_modules())
     convs = {path: shape for path, shape in convs.items() if max(modules[path].kernel_size[-2:]) > 1}
-    links = {path: first.links[path] for path in norms if path in first.links and first.links[path][0] in convs}
     return Sites(
-        norms=tuple(NormSite(path, *links.get(path, (None, ()))) for path in norms),
+        norms=tuple(_norm_site(path, first.links.get(path, {}), convs) for path in norms),
         convs=tuple(
             ConvSite(path, path in first.reads_sample, rows[path] % 2 if _unpadded(modules[path]) else 0)
             for path in convs
@@ -145,6 +147,12 @@ def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs
         attentions=tuple(p for p, s in first.attentions.items() if _grows_per_sample(s, second.attentions.get(p))),
         total_stride=stride,
     )
+
+
+def _norm_site(path: str, links: dict[str, tuple[str, ...]], convs: Mapping[str, Any]) -> NormSite:
+    links = {conv: activations for conv, activations in links.items() if conv in convs}
+    activations = next(iter(links.values()), ())
+    return NormSite(path, tuple(conv for conv, own in links.items() if own == activations), activations)
 
 
 def _unpadded(conv: Any) -> bool:
@@ -223,7 +231,7 @@ def _watch_conv(seen: _Seen, path: str, sample: Tensor) -> Callable[..., None]:
             seen.reads_sample.add(path)
         origin = seen.origins.get(id(args[0]))
         if origin is not None:
-            seen.links[origin[0]] = (path, origin[1])
+            seen.links.setdefault(origin[0], {})[path] = origin[1]
 
     return hook
 

@@ -100,15 +100,16 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         shape = (x.shape[0], module.num_groups)
         normalise = Normalise(module, merge_moments(everyone, shape))
         if self.feeds is not None:
-            share.halos[self.feeds.conv] = Halo(*(self.feeds.activate(normalise, rows) for rows in (before, after)))
+            halo = Halo(*(self.feeds.activate(normalise, rows) for rows in (before, after)))
+            share.halos.update(dict.fromkeys(self.feeds.convs, halo))
         return normalise(x)
 
 
 @dataclass(frozen=True, slots=True)
 class ConvFed:
-    """The convolution a norm feeds through pointwise activations: its path, its reach, and those activations."""
+    """The convolutions a norm feeds through pointwise activations: paths, reach, and those activations."""
 
-    conv: str
+    convs: tuple[str, ...]
     before: int
     after: int
     activations: tuple[nn.Module, ...]

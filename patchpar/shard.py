@@ -13,7 +13,7 @@ import torch
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import Tensor, nn
 
-from patchpar.discover import Sites, with_sample_size
+from patchpar.discover import NormSite, Sites, with_sample_size
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.exchange import Gather
 from patchpar.layers import stencil_of
@@ -33,7 +33,7 @@ class Sharded:
         self.share = share
         trailing = {site.path: site.trailing for site in sites.convs}
         for norm in sites.norms:
-            self._hook(norm.path, NormHook(share, norm.path, self._fed_by(norm.conv, norm.activations, trailing)))
+            self._hook(norm.path, NormHook(share, norm.path, self._fed_by(norm, trailing)))
         for conv in sites.convs:
             if self._reaches(conv.path):
                 hook = ConvHook(share, conv.path, reads_sample=conv.reads_sample, trailing=conv.trailing)
@@ -41,11 +41,17 @@ class Sharded:
         for path in sites.attentions:
             self._hook(path, AttentionHook(share, path))
 
-    def _fed_by(self, conv: str | None, activations: tuple[str, ...], trailing: dict[str, int]) -> ConvFed | None:
-        if conv is None or not self._reaches(conv) or trailing.get(conv):
+    def _fed_by(self, norm: NormSite, trailing: dict[str, int]) -> ConvFed | None:
+        stencils = {
+            conv: stencil_of(self._modules[conv], self.share.dim)
+            for conv in norm.convs
+            if self._reaches(conv) and not trailing.get(conv)
+        }
+        if not stencils:
             return None
-        stencil = stencil_of(self._modules[conv], self.share.dim)
-        return ConvFed(conv, stencil.before, stencil.after, tuple(self._modules[path] for path in activations))
+        stencil = next(iter(stencils.values()))
+        convs = tuple(conv for conv, own in stencils.items() if own == stencil)
+        return ConvFed(convs, stencil.before, stencil.after, tuple(self._modules[path] for path in norm.activations))
 
     def _reaches(self, path: str) -> bool:
         conv = self._modules[path]
