@@ -8,7 +8,7 @@ or more, batch size x frames (the text of AnimateDiff, the residuals of a video 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -19,10 +19,15 @@ from patchpar.errors import UnsupportedModel
 SAMPLE_NAMES = ("sample", "hidden_states", "x")
 
 
+def entries(tree: dict[str, Any]) -> dict[str, Any]:
+    """What a dict holds; of an output of diffusers, which leaves out what is None, all fields."""
+    return {field.name: getattr(tree, field.name) for field in fields(tree)} if is_dataclass(tree) else tree
+
+
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """`tree` with `function` applied to all that is not a list, a tuple or a dict (diffusers' outputs are dicts)."""
     if isinstance(tree, dict):
-        mapped = {key: map_leaves(function, value) for key, value in tree.items()}
+        mapped = {key: map_leaves(function, value) for key, value in entries(tree).items()}
         return mapped if type(tree) is dict else type(tree)(**mapped)
     if isinstance(tree, (list, tuple)):
         items = [map_leaves(function, item) for item in tree]
@@ -33,7 +38,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 def leaves(tree: Any) -> Iterator[Any]:
     """Everything in `tree` that is not a list, a tuple or a dict, in the order of `map_leaves`."""
     if isinstance(tree, dict):
-        tree = tree.values()
+        tree = entries(tree).values()
     elif not isinstance(tree, (list, tuple)):
         yield tree
         return
@@ -142,7 +147,8 @@ class Batch:
                 )
             return whole
         if isinstance(first, dict):
-            joined = {key: self.join([tree[key] for tree in trees]) for key in first}
+            held = [entries(tree) for tree in trees]
+            joined = {key: self.join([values[key] for values in held]) for key in held[0]}
             return joined if type(first) is dict else type(first)(**joined)
         if isinstance(first, list) and self.by_item and len(first) * len(trees) == self.size:
             return [item for tree in trees for item in tree]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.batch import map_leaves
+from patchpar.batch import leaves, map_leaves
 
 # Names of torch's functions and methods: what needs no values, what gives parts of the same memory, what copies.
 _ASKS = {"size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "element_size", "get_device"}
@@ -104,9 +104,7 @@ class Promise(Tensor):
 
 
 def _promises_in(tree: Any) -> list[Promise]:
-    found: list[Promise] = []
-    map_leaves(lambda x: found.append(x) if isinstance(x, Promise) else None, tree)
-    return found
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Promise)]
 
 
 def _plain(x: Any) -> Any:
@@ -118,7 +116,5 @@ def _plain(x: Any) -> Any:
 
 def _are_parts(result: Any, whole: Tensor) -> bool:
     """Whether all tensors of `result` lie in the memory of `whole`; true where there is none."""
-    found: list[Tensor] = []
-    map_leaves(lambda x: found.append(x) if isinstance(x, Tensor) else None, result)
     address = whole.untyped_storage().data_ptr()
-    return all(x.untyped_storage().data_ptr() == address for x in found)
+    return all(x.untyped_storage().data_ptr() == address for x in leaves(result) if isinstance(x, Tensor))

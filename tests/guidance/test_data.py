@@ -1,0 +1,212 @@
+"""A list of prompts on several ranks gives the pictures of one call for all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers.pipelines.stable_diffusion.pipeline_output import StableDiffusionPipelineOutput
+
+from patchpar.errors import PlanError
+from patchpar.strategies.data import Share, as_one_call, merge_outputs, split_call
+from tests import tiny
+from tests.tiny import pictures
+
+PROMPTS = ["a red house", "a blue boat", "three tall pines"]
+
+
+def generators(count: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(10 + i) for i in range(count)]
+
+
+def on_all(name: str, size: int, call: dict[str, Any]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """What `size` ranks give together, one after another in this process, and the states of their generators."""
+    outputs, states = [], []
+    for rank in range(size):
+        pipe = tiny.build(name)
+        given = call | {"generator": fresh(call["generator"])}
+        if given["generator"] is None:
+            torch.manual_seed(5)
+        with as_one_call(pipe.pipe, pipe.call_kwargs | given, rank, size) as own:
+            outputs.append(pipe.pipe(**own, output_type="latent"))
+        states.append(torch.get_rng_state() if given["generator"] is None else states_of(given["generator"]))
+    merged = merge_outputs(outputs)
+    return (merged.images if hasattr(merged, "images") else merged.frames), states
+
+
+def fresh(generator: Any) -> Any:
+    if isinstance(generator, list):
+        return [g.clone_state() for g in generator]
+    return generator and generator.clone_state()
+
+
+def states_of(generator: Any) -> torch.Tensor:
+    return torch.cat([g.get_state() for g in (generator if isinstance(generator, list) else [generator])])
+
+
+def alone(name: str, call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    pipe, given = tiny.build(name), call | {"generator": fresh(call["generator"])}
+    if given["generator"] is None:
+        torch.manual_seed(5)
+    output = pipe.pipe(**pipe.call_kwargs | given, output_type="latent")
+    state = torch.get_rng_state() if given["generator"] is None else states_of(given["generator"])
+    return (output.images if hasattr(output, "images") else output.frames), state
+
+
+def error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    assert result.shape == expected.shape
+    return float((result - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("generator", ["one for all", "one each", "none"])
+@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_same_pictures_as_one_call(size: int, images: int, generator: str) -> None:
+    given = {"one for all": generators(1)[0], "one each": generators(3 * images), "none": None}[generator]
+    call = {"prompt": PROMPTS, "num_images_per_prompt": images, "num_inference_steps": 2, "generator": given}
+    expected, state = alone("sdxl", call)
+    result, states = on_all("sdxl", size, call)
+    assert error(result, expected) <= 1e-5
+    if generator != "one each":
+        assert all(torch.equal(state, after) for after in states)
+
+
+@pytest.mark.parametrize("scheduler", ["EulerAncestralDiscreteScheduler", "DDPMScheduler", "LCMScheduler"])
+def test_noise_drawn_between_steps(scheduler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import diffusers
+
+    plain = tiny.build
+
+    def build(name: str) -> tiny.Tiny:
+        pipe = plain(name)
+        pipe.pipe.scheduler = getattr(diffusers, scheduler).from_config(pipe.pipe.scheduler.config)
+        return pipe
+
+    monkeypatch.setattr(tiny, "build", build)
+    call = {"prompt": PROMPTS, "num_inference_steps": 3, "generator": generators(1)[0]}
+    assert error(on_all("sd", 2, call)[0], alone("sd", call)[0]) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["sd_img2img", "sdxl_inpaint", "sd_controlnet", "animatediff", "wan", "flux", "svd"])
+def test_other_kinds(name: str) -> None:
+    call = {"prompt": PROMPTS[:2], "num_inference_steps": 2, "generator": generators(1)[0]}
+    if name in ("sd_img2img", "sdxl_inpaint", "svd"):
+        call["image"] = [pictures.scene(), pictures.scene().transpose(0)]
+    if name == "sdxl_inpaint":
+        call["mask_image"] = [pictures.mask()] * 2
+    if name == "flux":
+        call["negative_prompt"] = ["fog", "rain"]
+    if name == "svd":
+        del call["prompt"]
+    assert error(on_all(name, 2, call)[0], alone(name, call)[0]) <= 1e-5
+
+
+def test_noise_of_its_own_would_give_other_pictures() -> None:
+    """The control: without the draw for all, rank 1 starts from rank 0's noise."""
+    call = {"prompt": PROMPTS[:2], "num_inference_steps": 2, "generator": generators(1)[0]}
+    expected, _ = alone("sdxl", call)
+    pipe = tiny.build("sdxl")
+    own = split_call(pipe.call_kwargs | call | {"generator": fresh(call["generator"])}, 1, 2)
+    assert error(pipe.pipe(**own, output_type="latent").images, expected[1:]) > 0.1
+
+
+def test_afterwards_diffusers_draws_as_before() -> None:
+    pipe = tiny.build("sdxl")
+    before = tiny.latents(pipe, steps=1)
+    with pytest.raises(ZeroDivisionError), as_one_call(pipe.pipe, {"prompt": PROMPTS}, 0, 2):
+        raise ZeroDivisionError
+    assert torch.equal(before, tiny.latents(pipe, steps=1))
+
+
+def test_shares_are_even_and_in_order() -> None:
+    for total in range(1, 9):
+        for size in range(1, total + 1):
+            shares = [Share.of({"prompt": ["p"] * total}, rank, size) for rank in range(size)]
+            assert [share.start for share in shares[1:]] == [share.stop for share in shares[:-1]]
+            assert shares[0].start == 0
+            assert shares[-1].stop == total
+            assert max(s.stop - s.start for s in shares) - min(s.stop - s.start for s in shares) <= 1
+
+
+def test_what_belongs_to_a_prompt_goes_with_it() -> None:
+    embeds, seeds = torch.arange(3.0).view(3, 1, 1), generators(6)
+    call = {
+        "prompt": PROMPTS,
+        "prompt_2": ["x", "y", "z"],
+        "negative_prompt": "fog",
+        "negative_prompt_embeds": embeds,
+        "num_images_per_prompt": 2,
+        "generator": seeds,
+        "latents": torch.arange(6.0).view(6, 1, 1, 1),
+        "image": torch.zeros(3, 8, 8),
+        "original_size": (512, 512, 3),
+        "timesteps": [999, 500, 1],
+        "guidance_scale": 5.0,
+    }
+    own = split_call(call, 1, 2)
+    assert own["prompt"] == PROMPTS[2:]
+    assert own["prompt_2"] == ["z"]
+    assert own["generator"] == seeds[4:]
+    assert own["negative_prompt_embeds"].tolist() == [[[2.0]]]
+    assert own["latents"].flatten().tolist() == [4.0, 5.0]
+    for name in ("negative_prompt", "image", "original_size", "timesteps", "guidance_scale", "num_images_per_prompt"):
+        assert own[name] is call[name], name
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ({"prompt": "a house"}, "data=2, but this call has 1 prompt:"),
+        ({"prompt": ["a house"]}, "give a list of at least 2 prompts"),
+        ({"prompt_embeds": torch.ones(1, 2, 3)}, "1 prompt"),
+        ({"prompt": PROMPTS, "generator": generators(2)}, "generator has 2 entries for 3 prompts"),
+        ({"prompt": PROMPTS, "negative_prompt": ["fog", "rain"]}, "negative_prompt has 2 entries for 3 prompts"),
+        ({"prompt": PROMPTS, "colours": ["red", "green", "blue"]}, "colours is a list of 3 for 3 prompts"),
+    ],
+)
+def test_what_cannot_be_divided_is_told(call: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        split_call(call, 0, 2)
+
+
+def test_one_picture_for_all_prompts_needs_a_generator_for_each() -> None:
+    pipe = tiny.build("sd_img2img")
+    call = pipe.call_kwargs | {"prompt": PROMPTS[:2], "num_inference_steps": 2}
+    with pytest.raises(PlanError, match="one image for 2 prompts"), as_one_call(pipe.pipe, call, 0, 2):
+        pass
+    each = {"prompt": PROMPTS[:2], "num_inference_steps": 2, "generator": generators(2)}
+    assert error(on_all("sd_img2img", 2, each)[0], alone("sd_img2img", each)[0]) <= 1e-5
+
+
+def test_a_scheduler_with_a_seed_of_its_own_is_refused() -> None:
+    pipe = tiny.build("sd")
+
+    class DPMSolverSDEScheduler: ...
+
+    fake = type("Pipe", (), {"scheduler": DPMSolverSDEScheduler()})()
+    with (
+        pytest.raises(PlanError, match="another scheduler"),
+        as_one_call(fake, pipe.call_kwargs | {"prompt": PROMPTS}, 0, 2),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("parts", "check"),
+    [
+        ([["a"], ["b", "c"]], lambda x: x == ["a", "b", "c"]),
+        ([np.zeros((2, 3)), np.ones((1, 3))], lambda x: x.shape == (3, 3)),
+        ([torch.zeros(2, 3), torch.ones(1, 3)], lambda x: x.shape == (3, 3) and x[2, 0] == 1),
+    ],
+)
+def test_outputs_become_one(parts: list[Any], check: Any) -> None:
+    outputs = [StableDiffusionPipelineOutput(images=part, nsfw_content_detected=None) for part in parts]
+    merged = merge_outputs(outputs)
+    assert type(merged) is StableDiffusionPipelineOutput
+    assert merged.nsfw_content_detected is None
+    assert check(merged.images)
+    tuples = merge_outputs([(part, None) for part in parts])
+    assert check(tuples[0])
+    assert tuples[1] is None
