@@ -1,6 +1,7 @@
 # make demo     a picture by two workers on this machine, from a fresh clone
 # make test     the whole test suite
 # make check    lint, types, direction of imports
+# make figures  measure again what the docs state
 # Each makes what it needs in .venv first; the second time that costs nothing.
 
 PYTHON ?= python3
@@ -34,6 +35,12 @@ types: $(VENV)/installed-dev
 
 imports: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+# Every figure of the docs, measured again; takes the better part of an hour, and an otherwise idle machine.
+figures: $(VENV)/installed-dev
+	$(BIN)/python -m benchmarks.scaling --write docs/figures/scaling.md
+	$(BIN)/python -m benchmarks.sensitivity
+	$(BIN)/python -m training.evaluate --sheet assets/figures/samples.png
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache
