@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import platform
+import re
 import shutil
 import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -71,11 +72,16 @@ def versions() -> dict[str, str]:
 
 def host() -> dict[str, Any]:
     """The machine: system, cores that this process may use, free memory in bytes (None where unknown)."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    names = getattr(os, "sysconf_names", {})
-    known = "SC_AVPHYS_PAGES" in names and "SC_PAGE_SIZE" in names
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None
-    return {"system": platform.platform(), "cores": cores, "free_bytes": free}
+    from patchpar.launch.devices import available_cores
+
+    return {"system": platform.platform(), "cores": available_cores(), "free_bytes": free_memory()}
+
+
+def free_memory() -> int | None:
+    """Bytes that a new process can have without anything being swapped out; None where the system does not tell."""
+    table = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", table.read_text()) if table.exists() else None
+    return int(found[1]) * 1024 if found else None
 
 
 def graphics_cards() -> list[dict[str, Any]]:
