@@ -227,13 +227,22 @@ def _watch_pointwise(seen: _Seen, path: str) -> Callable[..., None]:
 def _watch_conv(seen: _Seen, path: str, sample: Tensor) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
         seen.convs[path] = tuple(args[0].shape)
-        if args[0].data_ptr() == sample.data_ptr() and args[0].numel() == sample.numel():
+        if _is_sample(args[0], sample):
             seen.reads_sample.add(path)
         origin = seen.origins.get(id(args[0]))
         if origin is not None:
             seen.links.setdefault(origin[0], {})[path] = origin[1]
 
     return hook
+
+
+def _is_sample(x: Tensor, sample: Tensor) -> bool:
+    """Whether `x` is the sample, at most with its leading dims joined.
+
+    Frames moved before channels may share its memory too, but are another order of the same numbers.
+    """
+    same_numbers = x.data_ptr() == sample.data_ptr() and x.numel() == sample.numel()
+    return same_numbers and x.is_contiguous() and x.shape[-3:] == sample.shape[-3:]
 
 
 def splits_into_bands(denoiser: nn.Module) -> bool:
