@@ -54,7 +54,8 @@ class Pool:
         self._workers: list[WorkerProcess] = []
         self._rendezvous = Rendezvous()
         # The workers end with us in any case (their channel closes); this ends them when the pool is dropped.
-        self._end = weakref.finalize(self, _end, self._workers, self._rendezvous, os.getpid())
+        self._owner = os.getpid()
+        self._end = weakref.finalize(self, _end, self._workers, self._rendezvous, self._owner)
         self._request = 0
         self.is_usable = True
         self._spawn()
@@ -140,6 +141,8 @@ class Pool:
 
     def close(self) -> None:
         """Ask the workers to leave, insist, and clear up."""
+        if os.getpid() != self._owner:
+            return  # in a child that was forked: they are not its workers
         if self.is_usable:
             for worker in self._workers:
                 worker.ask_to_stop()

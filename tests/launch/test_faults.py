@@ -139,12 +139,12 @@ def test_a_worker_that_hangs_is_named_within_the_deadline(pool, restarts):
     assert "in stall" in text, "where its Python stands"
 
 
-def test_a_stopped_worker_is_named(pool, restarts):
-    victim = pool.call("facts") and pool.pids[0]
+def test_a_stopped_worker_is_named(single, restarts):
+    [victim] = single.pids
     os.kill(victim, signal.SIGSTOP)
     start = time.monotonic()
     with pytest.raises(WorkerHung, match=rf"rank 0 \(cpu, pid {victim}\) does not answer"):
-        pool.call("add_up", 1)
+        single.call("rank")
     assert time.monotonic() - start < DEADLINE + 2.5
 
 

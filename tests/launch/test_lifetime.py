@@ -219,13 +219,16 @@ def test_a_forked_child_leaves_the_workers_alone():
         tell("pids", *pool.pids)
         child = os.fork()
         if child == 0:
+            pool.close()
             sys.exit(0)
         os.waitpid(child, 0)
         tell(*pool.call("rank"))
+        tell("pids", *pool.pids)
         """
     )
     pids = script.pids()
     assert script.hears() == ["0"], script.error()
+    assert script.pids() == pids
     assert script.ends() == 0
     assert all_gone(pids)
 

@@ -1,6 +1,7 @@
 """Two workers that are well: calls, results, events, questions, and what is shared."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -57,6 +58,13 @@ def test_workers_do_not_take_themselves_for_ranks_of_torchrun(monkeypatch):
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & set(environment)
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["PATH"] == os.environ["PATH"]
+
+
+@pytest.mark.parametrize(("interfaces", "chosen"), [("eth0 lo", "lo"), ("en0 lo0", "lo0"), ("eth0", None)])
+def test_workers_talk_over_loopback_where_there_is_one(monkeypatch, interfaces, chosen):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(interfaces.split())))
+    assert worker_environment(1).get("GLOO_SOCKET_IFNAME") == chosen
 
 
 def test_values_of_every_kind_go_there_and_back(pool):
