@@ -1,20 +1,39 @@
 """What travels between a caller and the ranks for one pipeline call. No torch, so that a caller need not import it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from patchpar.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomState:
+    """Where the caller's default random numbers stand: what a call without a generator draws from.
+
+    `cpu` and `cuda` are states of torch's generators, `cuda` where the caller has used CUDA. A caller that has not
+    imported torch cannot have seeded it; then `seed` is a fresh one for all ranks.
+    """
+
+    cpu: Any = None
+    cuda: Any = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawOptions:
     """What a call needs beside the pipeline's own arguments.
 
-    `random_state`: the caller's CPU random state, or a seed, for calls without a generator. `has_callback`: the caller
-    has a callback_on_step_end. `same_everywhere`: take rank 0's random state, since under torchrun each process has its
-    own. `quiet`: no progress bar on the ranks, the caller shows one.
+    `plan` and `verify`: how the call is shared between the ranks, and whether a split denoiser is checked first, with
+    the folder of verdicts if not the user's own. `random`: None leaves the ranks' own. `has_callback`: the caller has
+    a callback_on_step_end. `same_everywhere`: take rank 0's random state, since under torchrun each process has its
+    own, and end together. `quiet`: no progress bar on the ranks, the caller shows one.
     """
 
-    random_state: Any = None
+    plan: Plan
+    verify: bool | Path = True
+    random: RandomState | None = None
     has_callback: bool = False
     same_everywhere: bool = False
     quiet: bool = False
@@ -24,25 +43,63 @@ class DrawOptions:
 class Drawn:
     """What one rank reports of one call: its output where it is the one to give it, and figures.
 
-    `generators` and `random_state` are the states after the call of the generators that were passed, and of torch:
-    the caller's must move on as if the call had been made there.
+    `generators` and `random` are the states after the call of the generators that were passed, and of torch: the
+    caller's must move on as if the call had been made there.
     """
 
     output: Any
     steps: int
-    seconds: float
-    bytes_sent: int
-    traffic: Mapping[str, int]
-    waited: Mapping[str, float]
     generators: tuple[Any, ...]
-    random_state: Any
+    random: RandomState | None = None
+    bytes_sent: int = 0
+    traffic: Mapping[str, int] = field(default_factory=dict)
+    waited: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepEnd:
+    """The end of a step, as the caller's callback_on_step_end sees it. `facts`: plain attributes of the pipeline."""
+
+    step: int
+    timestep: Any
+    tensors: dict[str, Any]
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepAnswer:
+    """What a callback changed: tensors by name, and attributes that it set on the pipeline."""
+
+    tensors: dict[str, Any]
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """What a method of the pipeline returned; `pipeline` if that was the pipeline itself."""
+
+    value: Any = None
+    pipeline: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LastWord:
+    """Ends a call under torchrun: what the ranks other than 0 return."""
+
+    output: Any
 
 
 def generators_of(kwargs: Mapping[str, Any]) -> list[Any]:
     """Every torch.Generator among the arguments, in order, also those in lists."""
-    found = []
-    for value in kwargs.values():
-        for item in value if isinstance(value, (list, tuple)) else (value,):
-            if type(item).__module__.startswith("torch") and type(item).__name__ == "Generator":
-                found.append(item)
-    return found
+    return [item for value in kwargs.values() for item in _items(value) if _is_generator(item)]
+
+
+def _items(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        yield from value
+    else:
+        yield value
+
+
+def _is_generator(value: Any) -> bool:
+    return type(value).__module__.startswith("torch") and type(value).__name__ == "Generator"

@@ -7,7 +7,9 @@ from typing import Any
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.description import Description
 from patchpar.plan import Plan
+from patchpar.strategies.data import Share
 
+OLD = ("callback", "callback_steps")  # taken by name only, and said to be deprecated when it is used
 COUNTS = ("num_inference_steps", "num_images_per_prompt", "num_videos_per_prompt", "num_frames")
 PROMPTS = ("prompt", "prompt_2", "prompt_3", "negative_prompt", "negative_prompt_2", "negative_prompt_3")
 
@@ -22,8 +24,10 @@ def bind(model: Description, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if twice:
         raise TypeError(f"{model.pipeline} got {', '.join(twice)} twice: by position and by name")
     for name in kwargs:
-        if name not in model.parameters and not model.takes_any:
-            near = difflib.get_close_matches(name, names, n=1)
+        if name not in model.parameters and name not in OLD:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.8 if model.takes_any else 0.6)
+            if model.takes_any and not near:
+                continue  # diffusers ignores it, or knows why it takes it
             hint = f"; did you mean {near[0]!r}?" if near else f". It takes {', '.join(names)}"
             raise TypeError(f"{model.pipeline} takes no argument {name!r}{hint}")
     return {**bound, **kwargs}
@@ -64,13 +68,18 @@ def _check_side(name: str, value: Any, unit: int) -> None:
         raise PlanError(f"{name}={value} is no multiple of {unit}, the model's grid: use {nearest}")
 
 
-def check_plan(model: Description, plan: Plan, kwargs: Mapping[str, Any]) -> None:
-    """Raise PlanError when this plan cannot do this call."""
+def check_plan(model: Description, plan: Plan) -> None:
+    """Raise UnsupportedModel when a plan can do no call of this model at all."""
     if plan.patch > 1 and not model.splits_into_bands:
         raise UnsupportedModel(
             f"{', '.join(model.denoisers) or model.pipeline} cannot be cut into bands (axis 'patch'), which takes a "
             "network of convolutions and group norms. Use cfg=2 (guidance branches) or data=N (prompts)"
         )
+
+
+def check_plan_for(model: Description, plan: Plan, kwargs: Mapping[str, Any]) -> None:
+    """Raise PlanError when this plan cannot do this call."""
+    check_plan(model, plan)
     size = model.size(kwargs)
     if plan.patch > 1 and size is not None:
         _check_bands(model, plan, size)
@@ -79,10 +88,8 @@ def check_plan(model: Description, plan: Plan, kwargs: Mapping[str, Any]) -> Non
             f"plan {plan} splits guidance over axis 'cfg', but this call uses none: pass guidance_scale > 1 (with a "
             "negative prompt where the pipeline wants one), or use cfg=1"
         )
-    prompts = kwargs.get("prompt")
-    count = len(prompts) if isinstance(prompts, list) else 1
-    if plan.data > count:
-        raise PlanError(f"axis 'data' has {plan.data} ranks for {count} prompts: use data={count}, or more prompts")
+    if plan.data > 1:
+        Share.of(kwargs, 0, plan.data)
 
 
 def _check_bands(model: Description, plan: Plan, size: tuple[int, int]) -> None:

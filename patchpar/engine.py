@@ -10,9 +10,9 @@ The cut is at the denoiser call, so schedulers, callbacks, LoRA and post-process
 """
 
 import functools
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -21,10 +21,19 @@ import transformers
 from diffusers import DiffusionPipeline
 from diffusers.hooks import HookRegistry, ModelHook
 from packaging.version import Version
-from torch import Tensor, nn
+from torch import nn
 
-from patchpar.call import Drawn, DrawOptions, generators_of
+from patchpar.batch import leaves
+from patchpar.call import Drawn, DrawOptions, LastWord, Returned, generators_of
 from patchpar.clock import StepClock
+from patchpar.drawing import (
+    Drawing,
+    agree_on_random_state,
+    emptied,
+    gather_objects,
+    random_state,
+    take_random_state,
+)
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door
 from patchpar.launch.context import RankContext
@@ -33,6 +42,7 @@ from patchpar.models.description import DENOISERS, Description, describe
 from patchpar.patched import PatchedDenoiser
 from patchpar.plan import Plan
 from patchpar.strategies import resolve_strategy
+from patchpar.strategies.data import as_one_call, merge_outputs
 from patchpar.strategies.guidance import GuidanceSplit, guidance_of
 from patchpar.transport import Transport, connect
 from patchpar.verdicts import Verdicts
@@ -49,7 +59,7 @@ class Engine:
         self.clock = StepClock()
         self.pipe: Any = None
         self.mesh: Mesh | None = None
-        self.plan = Plan()
+        self._installed: tuple[Plan, bool | Path] = (Plan(), True)
         self._transport: Transport | None = None
         self._door: Door | None = None
         self._patched: list[PatchedDenoiser] = []
@@ -59,52 +69,82 @@ class Engine:
 
     # --- the pipeline -------------------------------------------------------------------------------------------
 
-    def load(self, model: str, options: Mapping[str, Any]) -> Description:
-        """Load with diffusers, from safetensors only, onto this rank's device."""
+    def load(self, model: str, options: Mapping[str, Any], weight_bytes: int = 0) -> Description:
+        """Load with diffusers, from safetensors only, onto this rank's device.
+
+        Raises PlanError, before loading, if the device has less memory free than the weights take.
+        """
+        self._check_memory(weight_bytes)
         if self.context.world_size > 1:  # one bar per rank and component would only be noise
             diffusers.utils.logging.disable_progress_bar()
             transformers.utils.logging.disable_progress_bar()
-        return self.adopt(DiffusionPipeline.from_pretrained(model, use_safetensors=True, **_dtype_named(options)))
+        pipe = DiffusionPipeline.from_pretrained(model, use_safetensors=True, **_dtype_named(options))
+        return self.adopt(pipe.to(self.device))
+
+    def _check_memory(self, weight_bytes: int) -> None:
+        if self.device.type != "cuda":
+            return  # the caller has looked at the memory of all CPU ranks together
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if weight_bytes > free:
+            raise PlanError(
+                f"the weights take {weight_bytes / 2**30:.1f} GiB, but {self.device} has only {free / 2**30:.1f} GiB "
+                "free: load them in a smaller dtype (torch_dtype=torch.float16), or free some of it"
+            )
 
     def adopt(self, pipe: Any) -> Description:
         """Take a pipeline that is in memory."""
         if getattr(pipe, "hf_device_map", None):
             raise UnsupportedModel("the pipeline is spread over devices by device_map: load it without device_map")
-        self.pipe = pipe if self.context.world_size == 1 else pipe.to(self.device)
+        offloaded = getattr(pipe, "_offload_device", None) is not None or getattr(pipe, "_all_hooks", None)
+        if offloaded and self.context.world_size > 1:
+            raise UnsupportedModel("the pipeline is offloaded to the CPU: hand it over without offloading")
+        self.restore()
+        self.pipe = pipe if offloaded or pipe.device == self.device else pipe.to(self.device)
         return describe(self.pipe)
 
-    def apply(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a method of the pipeline with the seams out, since it may exchange modules. None stands for itself."""
+    def apply(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, everywhere: bool = False) -> Returned:
+        """Call a method of the pipeline with the seams out, since it may exchange modules.
+
+        What it returned comes from rank 0, or from `everywhere`, where every rank has its own caller.
+        """
         for patched in self._patched:
             patched.forget()
         result = getattr(self.pipe, name)(*args, **kwargs)
-        return None if result is self.pipe else result
+        if result is self.pipe:
+            return Returned(pipeline=True)
+        return Returned(result if everywhere else self._sent(f"what {name}() returned", result))
 
     def set(self, name: str, value: Any) -> None:
         """Set an attribute of the pipeline."""
         setattr(self.pipe, name, value)
 
-    def get(self, name: str) -> Any:
-        """An attribute of the pipeline, from rank 0. Modules stay where they are."""
+    def get(self, name: str, *, everywhere: bool = False) -> Any:
+        """An attribute of the pipeline, from rank 0 or from `everywhere`. Networks do not leave their worker."""
         value = getattr(self.pipe, name)
-        if isinstance(value, nn.Module) and self.context.world_size > 1:
-            raise PlanError(
-                f"pipe.{name} is a module that lives in the workers; methods of the pipeline reach it, such as "
-                "load_lora_weights or set_adapters. For anything else change it before ParallelPipeline(pipe)"
+        return value if everywhere else self._sent(f"pipe.{name}", value)
+
+    def _sent(self, what: str, value: Any) -> Any:
+        """`value` on rank 0, to go to the caller. Raises UnsupportedModel for a network, or what holds one."""
+        if any(_holds_network(leaf) for leaf in leaves(value)):
+            raise UnsupportedModel(
+                f"{what} is a {type(value).__name__} that lives in the workers; methods of the pipeline reach it, "
+                "such as load_lora_weights or set_adapters. For anything else change it before ParallelPipeline(pipe)"
             )
         return value if self.context.rank == 0 else None
 
     # --- the plan -----------------------------------------------------------------------------------------------
 
-    def install(self, plan: Plan, *, verify: bool = True) -> None:
-        """Make the denoisers parallel. Ranks beyond the plan's stay idle."""
+    def install(self, plan: Plan, *, verify: bool | Path = True) -> None:
+        """Make the denoisers parallel. Ranks beyond the plan's stay idle. `verify`: a folder keeps the verdicts."""
         self.restore()
         strategy = resolve_strategy(plan.strategy)
-        self.plan = plan
         if self.context.world_size > 1 and self._transport is None:
             self._transport = connect(self.device, deadline=self.context.deadline)
-        if self.context.rank >= plan.world_size or plan.world_size == 1:
-            return
+        if self.context.rank < plan.world_size > 1:
+            self._hook(plan, strategy, _verdicts(verify))
+        self._installed = (plan, verify)
+
+    def _hook(self, plan: Plan, strategy: Any, verdicts: Verdicts | None) -> None:
         self.mesh = Mesh(self.context.rank, range(plan.world_size), **plan.degrees())
         assert self._transport is not None
         self._door = Door(self._transport, self.context.mark)
@@ -114,7 +154,6 @@ class Engine:
                 self._guidance.append(GuidanceSplit(self._door, self.mesh["cfg"], self.clock))
                 layers.append(self._guidance[-1])
             if plan.patch > 1:
-                verdicts = Verdicts.in_home() if verify else None
                 patched = strategy.install(module, self._door, self.mesh["patch"], split=plan.split, verdicts=verdicts)
                 self._patched.append(patched)
                 layers.append(patched)
@@ -139,7 +178,7 @@ class Engine:
                 del module._diffusers_hook
                 module.__dict__.pop("forward", None)
         self._patched, self._guidance, self._hooked = [], [], []
-        self.mesh, self._door, self.plan = None, None, Plan()
+        self.mesh, self._door, self._installed = None, None, (Plan(), True)
 
     def control(self, *, exchanging: bool) -> None:
         """Switch the exchange between bands off: every band alone, wrong on purpose. For negative controls."""
@@ -149,89 +188,66 @@ class Engine:
     # --- a call -------------------------------------------------------------------------------------------------
 
     def draw(self, kwargs: Mapping[str, Any], options: DrawOptions) -> Drawn | None:
-        """One call of the pipeline. None from ranks that the plan leaves idle."""
-        if self.context.rank >= self.plan.world_size:
-            return None
-        self._arguments, random_state = self._own_arguments(kwargs, options)
+        """One call of the pipeline, under `options.plan`. Ranks that the plan leaves idle give None, or wait."""
+        if self._installed != (options.plan, options.verify):
+            self.install(options.plan, verify=options.verify)
+        kwargs = dict(kwargs)
+        if options.same_everywhere:
+            agree_on_random_state(kwargs, self.context, self.device)
+        elif options.random is not None:
+            take_random_state(options.random, self.device)
+        if self.context.rank >= options.plan.world_size:
+            return self._stand_by() if options.same_everywhere else None
+        self._reset()
+        drawing = Drawing(self.pipe, self.context, self.clock, options)
+        with self._own_share(kwargs) as self._arguments:
+            output = drawing.run(self._arguments)
+        for guidance in self._guidance:
+            guidance.finish()
+        return self._report(output, drawing.steps, options)
+
+    def _own_share(self, kwargs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
+        """Our prompts' arguments, while open."""
+        if self.mesh is None or self.mesh["data"].size == 1:
+            return nullcontext(kwargs)
+        return as_one_call(self.pipe, kwargs, self.mesh["data"].rank, self.mesh["data"].size)
+
+    def _reset(self) -> None:
         self.clock.reset()
         for guidance in self._guidance:
             guidance.reset()
         if self._door is not None:
             self._door.traffic.clear()
-        start = time.perf_counter()
-        with ExitStack() as stack:
-            steps = stack.enter_context(self._stepping())
-            if options.quiet:
-                stack.enter_context(_no_progress_bar(self.pipe))
-            _set_random_state(random_state)
-            output = self.pipe(**self._arguments)
-        for guidance in self._guidance:
-            guidance.finish()
-        seconds = time.perf_counter() - start
-        return self._report(output, steps=steps[0], seconds=seconds, keep_random=isinstance(random_state, Tensor))
 
-    def _own_arguments(self, given: Mapping[str, Any], options: DrawOptions) -> tuple[dict[str, Any], Any]:
-        kwargs, random_state = dict(given), options.random_state
+    def _report(self, output: Any, steps: int, options: DrawOptions) -> Drawn:
         if options.same_everywhere:
-            generators = generators_of(kwargs)
-            states = [generator.get_state() for generator in generators]
-            states, random_state = self.context.ask(("same", (states, torch.get_rng_state())))
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
-        if options.has_callback:
-            kwargs["callback_on_step_end"] = self._ask_callback
-        if self.mesh is not None and self.mesh["data"].size > 1:
-            from patchpar.strategies.data import split_call
-
-            kwargs = split_call(kwargs, self.mesh["data"].rank, self.mesh["data"].size)
-        return kwargs, random_state
-
-    def _ask_callback(self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        """The caller's callback runs where the caller is; all ranks take its answer."""
-        question = ("callback", step, timestep, tensors) if self.context.rank == 0 else None
-        changed, interrupt = self.context.ask(question)
-        if interrupt:
-            pipe._interrupt = True
-        return {name: _moved(value, tensors.get(name)) for name, value in changed.items()}
-
-    @contextmanager
-    def _stepping(self) -> Iterator[list[int]]:
-        """Tick the clock whenever the scheduler steps; rank 0 tells the caller."""
-        scheduler, steps = getattr(self.pipe, "scheduler", None), [0]
-        if scheduler is None:
-            yield steps
-            return
-        original = scheduler.step
-
-        @functools.wraps(original)  # diffusers reads the signature of scheduler.step
-        def step(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            self.clock.tick()
-            steps[0] += 1
-            self.context.mark(f"step {steps[0]}")
-            if self.context.rank == 0:
-                self.context.emit(("step", steps[0], _total_steps(self.pipe, scheduler)))
-            return result
-
-        scheduler.step = step
-        try:
-            yield steps
-        finally:
-            del scheduler.step
-
-    def _report(self, output: Any, *, steps: int, seconds: float, keep_random: bool) -> Drawn:
-        gives = self.mesh is None or (self.mesh["cfg"].rank == 0 and self.mesh["patch"].rank == 0)
+            output = self._output_of_rank_0(output)
+        elif self.mesh is not None and (self.mesh["cfg"].rank or self.mesh["patch"].rank):
+            output = None  # the same as another rank's
         traffic = self._door.traffic if self._door is not None else None
+        follows = options.random is not None and options.random.cpu is not None
         return Drawn(
-            output=output if gives else None,
+            output=output,
             steps=steps,
-            seconds=seconds,
+            generators=tuple(generator.get_state() for generator in generators_of(self._arguments)),
+            random=random_state(self.device) if follows else None,
             bytes_sent=traffic.total_bytes if traffic else 0,
             traffic=dict(traffic.bytes_sent) if traffic else {},
             waited=dict(traffic.seconds_waited) if traffic else {},
-            generators=tuple(generator.get_state() for generator in generators_of(self._arguments)),
-            random_state=torch.get_rng_state() if keep_random else None,
         )
+
+    def _output_of_rank_0(self, output: Any) -> Any:
+        """Under torchrun: the whole output on rank 0, on the others one of the same class that holds nothing."""
+        if self.mesh is not None and self._door is not None and self.mesh["data"].size > 1:
+            output = merge_outputs(gather_objects(self._door, self.mesh["data"], output))
+        last: LastWord = self.context.ask(LastWord(emptied(output)))
+        return output if self.context.rank == 0 else last.output
+
+    def _stand_by(self) -> Drawn:
+        """Under torchrun all ranks take part in every question, also those that the plan leaves idle."""
+        while not isinstance(answer := self.context.ask(None), LastWord):
+            pass
+        return Drawn(output=answer.output, steps=0, generators=())
 
 
 class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
@@ -251,12 +267,6 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         return forward(*args, **kwargs)
 
 
-def _total_steps(pipe: Any, scheduler: Any) -> int:
-    timesteps = getattr(scheduler, "timesteps", None)
-    count = getattr(pipe, "_num_timesteps", None)
-    return int(count) if isinstance(count, int) else (len(timesteps) if timesteps is not None else 0)
-
-
 def _dtype_named(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options with the dtype as torch's, under the name that this version of diffusers takes."""
     options = dict(options)
@@ -268,23 +278,13 @@ def _dtype_named(options: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _set_random_state(state: Any) -> None:
-    """The caller's CPU state, or a seed for all devices, or None: leave it."""
-    if isinstance(state, Tensor):
-        torch.set_rng_state(state)
-    elif state is not None:
-        torch.manual_seed(state)
+def _verdicts(verify: bool | Path) -> Verdicts | None:
+    if isinstance(verify, Path):
+        return Verdicts(verify)
+    return Verdicts.in_home() if verify else None
 
 
-def _moved(value: Any, like: Any) -> Any:
-    return value.to(like.device) if isinstance(value, Tensor) and isinstance(like, Tensor) else value
-
-
-@contextmanager
-def _no_progress_bar(pipe: Any) -> Iterator[None]:
-    before = dict(getattr(pipe, "_progress_bar_config", {}))
-    pipe.set_progress_bar_config(**{**before, "disable": True})
-    try:
-        yield
-    finally:
-        pipe._progress_bar_config = before
+def _holds_network(value: Any) -> bool:
+    """Whether a value is a network, a pipeline, or a method of one."""
+    owner = getattr(value, "__self__", value)
+    return isinstance(owner, (nn.Module, DiffusionPipeline))

@@ -5,52 +5,68 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from patchpar.call import DrawOptions, generators_of
+from patchpar.call import Drawn, DrawOptions, RandomState, StepAnswer, StepEnd, generators_of
+from patchpar.errors import PlanError
+from patchpar.plan import Plan
+from patchpar.run import Run
+from patchpar.strategies.data import merge_outputs
 
-IN_WORKER_CALLBACKS = ("PipelineCallback", "MultiPipelineCallbacks")
+DATA_CALLBACKS = (
+    "PipelineCallback",
+    "MultiPipelineCallbacks",
+)  # of diffusers: they say which tensors they take
 
 
 class Caller:
-    """One call as its caller sees it: takes the callback out, shows progress, answers the ranks."""
+    """One call as its caller sees it: takes the callback out, shows progress, answers the ranks.
 
-    def __init__(
-        self,
-        owner: Any,
-        kwargs: Mapping[str, Any],
-        *,
-        kind: str,
-        progress: Mapping[str, Any],
-        on_step: Callable[[int, int], object] | None,
-    ) -> None:
+    `owner` is what the callback gets for the pipeline. `kind`: where the ranks live, see `Executor`.
+    """
+
+    def __init__(self, owner: Any, kwargs: Mapping[str, Any], *, kind: str, output_module: str) -> None:
         self.kwargs = dict(kwargs)
-        self._owner, self._kind, self._progress, self._on_step = owner, kind, dict(progress), on_step
+        self._owner, self._kind, self._output_module = owner, kind, output_module
         self._bar: Any = None
-        self._output_module = owner._state.model.module
+        self._on_step: Callable[[int, int], object] | None = None
+        self._progress: Mapping[str, Any] = {}
         self._callback = self._take_callback()
-        self.options = DrawOptions(
-            random_state=_random_state() if kind == "local" else None,
-            has_callback=self._callback is not None,
-            same_everywhere=kind == "torchrun",
-            quiet=kind == "local" or on_step is not None,
-        )
+        self._thread: int | None = None
+        self._facts: dict[str, Any] = {}
+        self._set: dict[str, Any] = {}
 
     def _take_callback(self) -> Callable[..., Any] | None:
         callback = self.kwargs.get("callback_on_step_end")
         if callback is None or self._kind == "inline":
             return None
-        if any(base.__name__ in IN_WORKER_CALLBACKS for base in type(callback).__mro__):
-            return None  # diffusers' own callbacks are data: every rank runs them itself
+        if any(base.__name__ in DATA_CALLBACKS for base in type(callback).__mro__):
+            if _is_importable(callback):
+                return None  # every rank runs it itself
+            self.kwargs["callback_on_step_end_tensor_inputs"] = callback.tensor_inputs
         del self.kwargs["callback_on_step_end"]
         return callback
 
+    def options(self, plan: Plan, verify: bool | Path) -> DrawOptions:
+        """What the ranks must know beside the arguments."""
+        return DrawOptions(
+            plan=plan,
+            verify=verify,
+            random=_random_state() if self._kind == "local" else None,
+            has_callback=self._callback is not None,
+            same_everywhere=self._kind == "torchrun",
+            quiet=self._kind == "local" or self._on_step is not None,
+        )
+
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Show a progress bar while the ranks work, as diffusers would."""
-        self._owner._interrupt = False
+    def listening(
+        self, on_step: Callable[[int, int], object] | None, progress: Mapping[str, Any]
+    ) -> Iterator["Caller"]:
+        """Report steps to `on_step`, or show a progress bar with the options `progress`, as diffusers would."""
+        self._on_step, self._progress = on_step, progress
         try:
-            yield
+            yield self
         finally:
             if self._bar is not None:
                 self._bar.close()
@@ -61,45 +77,76 @@ class Caller:
         if self._on_step is not None:
             self._on_step(step, total)
         elif self._kind == "local":
-            if self._bar is None:
-                from tqdm.auto import tqdm  # type: ignore[import-untyped]
-
-                self._bar = tqdm(**{"total": total, **self._progress})
-            self._bar.update(1)
+            self._show(total)
         if step == 1 and self._kind == "local":
             self._prepare_for_output()
+
+    def _show(self, total: int) -> None:
+        if self._bar is None:
+            from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+            self._bar = tqdm(**{"total": total, **self._progress})
+        self._bar.update(1)
 
     def _prepare_for_output(self) -> None:
         """Import what the output's class needs while the ranks work, rather than when it has come."""
         threading.Thread(target=importlib.import_module, args=(self._output_module,), daemon=True).start()
 
-    def on_ask(self, question: tuple[Any, ...]) -> Any:
-        """The ranks want rank 0's random state, or the callback's answer: changed tensors and whether to stop."""
-        if question[0] == "same":
-            return question[1]
-        _, step, timestep, tensors = question
+    def on_ask(self, question: Any) -> Any:
+        """The end of a step: the callback's answer. Anything else ranks only want to hear from rank 0."""
+        return self._call_back(question) if isinstance(question, StepEnd) else question
+
+    def _call_back(self, end: StepEnd) -> StepAnswer:
         assert self._callback is not None
-        versions = {name: getattr(value, "_version", 0) for name, value in tensors.items()}
-        before = dict(tensors)
-        answer = self._callback(self._owner, step, timestep, tensors) or {}
-        changed = {
+        versions = {name: getattr(value, "_version", 0) for name, value in end.tensors.items()}
+        before = dict(end.tensors)
+        self._facts, self._set = dict(end.facts), {}
+        self._thread = threading.get_ident()
+        try:
+            answer = self._callback(self._owner, end.step, end.timestep, end.tensors) or {}
+        finally:
+            self._thread = None
+        tensors = {
             name: value
             for name, value in answer.items()
             if value is not before.get(name) or getattr(value, "_version", 0) != versions.get(name)
         }
-        return changed, self._owner._state.interrupt
+        return StepAnswer(tensors=tensors, attributes=self._set)
 
-    def merge(self, outputs: Sequence[Any]) -> Any:
-        """One output from those of the data ranks."""
-        if len(outputs) == 1:
-            return outputs[0]
-        from patchpar.strategies.data import merge_outputs
+    @property
+    def in_callback(self) -> bool:
+        """Whether the caller's callback is running, in this thread."""
+        return self._thread == threading.get_ident()
 
-        return merge_outputs(outputs)
+    def attribute(self, name: str) -> Any:
+        """An attribute of the pipeline, for the callback. Raises AttributeError where only the ranks have it."""
+        for found in (name, f"_{name}"):
+            if found in self._facts:
+                return self._facts[found]
+        raise AttributeError(
+            f"pipe.{name} cannot be had inside callback_on_step_end, because the ranks are busy; what can be had: "
+            f"{', '.join(sorted(fact for fact in self._facts if not fact.startswith('_')))}"
+        )
+
+    def set_attribute(self, name: str, value: Any) -> None:
+        """The callback sets an attribute of the pipeline: all ranks do so when it has returned."""
+        self._facts[name] = self._set[name] = value
 
 
-def _random_state() -> Any:
-    """This process's CPU random state, so that torch.manual_seed here means what it means in plain diffusers.
+def _is_importable(callback: Any) -> bool:
+    parts = getattr(callback, "callbacks", None) or [callback]
+    return all(type(part).__module__ != "__main__" and "<locals>" not in type(part).__qualname__ for part in parts)
+
+
+def refuse_old_callback(kwargs: Mapping[str, Any]) -> None:
+    """Raise PlanError for diffusers' deprecated way to pass a callback."""
+    for name in ("callback", "callback_steps"):
+        if kwargs.get(name) is not None:
+            raise PlanError(f"{name}= is diffusers' old way and not passed on to workers: use callback_on_step_end=")
+
+
+def _random_state() -> RandomState:
+    """Where this process's random numbers stand, so that torch.manual_seed here means what it means in plain diffusers.
 
     Without torch in this process nobody can have seeded it; then the ranks agree on a fresh seed.
     """
@@ -107,17 +154,39 @@ def _random_state() -> Any:
     if torch is None:
         import random
 
-        return random.SystemRandom().getrandbits(63)
-    return torch.get_rng_state()
+        return RandomState(seed=random.SystemRandom().getrandbits(63))
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return RandomState(cpu=torch.get_rng_state(), cuda=cuda)
 
 
-def restore_generators(kind: str, kwargs: Mapping[str, Any], drawn: Sequence[Any]) -> None:
-    """Move the caller's generators on, as if the call had been made in this process."""
-    if kind != "local":
-        return
+def move_generators_on(kwargs: Mapping[str, Any], drawn: Sequence[Drawn]) -> None:
+    """Leave the caller's generators and torch's own as if the call had been made in this process."""
     states = [state for result in drawn if result.output is not None for state in result.generators]
-    generators = generators_of(kwargs)
-    for generator, state in zip(generators, states[: len(generators)], strict=False):
+    for generator, state in zip(generators_of(kwargs), states, strict=False):
         generator.set_state(state)
-    if drawn[0].random_state is not None and not generators:
-        sys.modules["torch"].set_rng_state(drawn[0].random_state)
+    after = drawn[0].random
+    if after is None:
+        return
+    torch = sys.modules["torch"]
+    torch.set_rng_state(after.cpu)
+    if after.cuda is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(after.cuda)
+
+
+def output_of(drawn: Sequence[Drawn]) -> Any:
+    """One output from those of the ranks that gave one."""
+    outputs = [result.output for result in drawn if result.output is not None]
+    return merge_outputs(outputs) if len(outputs) > 1 else next(iter(outputs), None)
+
+
+def run_of(plan: Plan, drawn: Sequence[Drawn], seconds: float) -> Run:
+    """The figures of a call."""
+    steps = max(result.steps for result in drawn)
+    return Run(
+        plan=plan,
+        seconds=seconds,
+        steps=steps,
+        bytes_per_step=tuple(result.bytes_sent // max(1, steps) for result in drawn),
+        bytes_by_kind=drawn[0].traffic,
+        seconds_waited=drawn[0].waited,
+    )

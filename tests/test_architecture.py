@@ -11,8 +11,8 @@ PACKAGE = REPOSITORY / "patchpar"
 # A module may import modules of earlier lines, and of its own package.
 LINES = (
     ("errors",),
-    ("plan", "patches", "clock", "measure", "verdicts", "call"),
-    ("launch", "run"),
+    ("plan", "patches", "clock", "measure", "verdicts"),
+    ("launch", "run", "call"),
     ("mesh", "transport", "batch"),
     ("exchange", "promise"),
     ("layers", "discover", "predictions"),
@@ -20,7 +20,7 @@ LINES = (
     ("shard",),
     ("patched",),
     ("strategies",),
-    ("planner", "checks", "outcome"),
+    ("planner", "checks", "outcome", "attributes", "start", "drawing"),
     ("engine",),
     ("pipeline",),
     ("cli",),
@@ -35,7 +35,7 @@ ONLY = {
     "clock": {"errors"},
     "measure": {"errors"},
     "verdicts": {"errors"},
-    "call": {"errors"},
+    "call": {"errors", "plan"},
     "launch": {"errors"},
     "transport": {"errors"},
     "cli": {"errors", "measure", "launch", "strategies", "PUBLIC"},

@@ -22,22 +22,30 @@ class Description:
     size_unit: int
     parameters: Mapping[str, Any]
     takes_any: bool
+    distilled: bool
     default_size: tuple[int, int] | None
     methods: frozenset[str]
 
     def guided(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call with `kwargs` would use classifier-free guidance, as far as its arguments tell."""
+        """Whether a call with `kwargs` would use classifier-free guidance, as far as its arguments tell.
+
+        A distilled denoiser takes the scale as an input; only `true_cfg_scale` makes it run twice.
+        """
         if "true_cfg_scale" in self.parameters:
             negative = any(kwargs.get(name) is not None for name in ("negative_prompt", "negative_prompt_embeds"))
             return negative and _number(kwargs.get("true_cfg_scale", self.parameters["true_cfg_scale"])) > 1
+        if self.distilled:
+            return False
         names = [name for name in NAMED_FOR_GUIDANCE if name in self.parameters]
         return any(_number(kwargs.get(name, self.parameters[name])) > 1 for name in names)
 
     def size(self, kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
         """Height and width in pixels that a call with `kwargs` asks for, where its arguments tell."""
-        height, width = kwargs.get("height"), kwargs.get("width")
+        height, width = (kwargs.get(name) or self.parameters.get(name) for name in ("height", "width"))
         if isinstance(height, int) and isinstance(width, int):
             return height, width
+        if "height" not in self.parameters and hasattr(kwargs.get("image"), "size"):
+            return _size_of_picture(kwargs["image"])
         if self.default_size is None or any(kwargs.get(name) is not None for name in ("image", "latents", "video")):
             return None
         return height or self.default_size[0], width or self.default_size[1]
@@ -61,15 +69,22 @@ def describe(pipe: Any) -> Description:
         splits_into_bands=bands,
         total_stride=2 ** (len(levels) - 1) if bands else 1,
         vae_scale=scale,
-        size_unit=max(8, scale) if bands else scale,
+        size_unit=_size_unit(pipe, config, scale),
         parameters={p.name: _plain(p.default) for p in signature if p.name != "self" and p.kind not in _VARIADIC},
         takes_any=any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature),
+        distilled=bool(config.get("guidance_embeds")) or config.get("time_cond_proj_dim") is not None,
         default_size=_default_size(pipe, config, scale),
         methods=frozenset(name for name in dir(type(pipe)) if not name.startswith("_") and _is_method(pipe, name)),
     )
 
 
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+def _size_of_picture(picture: Any) -> tuple[int, int] | None:
+    """Height and width of a PIL picture."""
+    size = picture.size
+    return (size[1], size[0]) if isinstance(size, tuple) and len(size) == 2 else None
 
 
 def _plain(default: Any) -> Any:
@@ -92,6 +107,14 @@ def _vae_scale(pipe: Any) -> int:
         if isinstance(scale, int):
             return scale
     return 8
+
+
+def _size_unit(pipe: Any, config: Mapping[str, Any], scale: int) -> int:
+    """What height and width must be multiples of: the VAE's factor times the patches of a transformer."""
+    patch = config.get("patch_size") or 1
+    processor = getattr(getattr(pipe, "image_processor", None), "config", None) or {}
+    packed = processor.get("vae_scale_factor") or 1  # pipelines that pack 2 x 2 latents say so here
+    return max(8, scale * (patch if isinstance(patch, int) else patch[-1]), packed)
 
 
 def _default_size(pipe: Any, config: Mapping[str, Any], scale: int) -> tuple[int, int] | None:

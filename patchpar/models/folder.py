@@ -4,6 +4,7 @@ No torch and no diffusers, so that a bad path is refused before any worker is st
 """
 
 import json
+import math
 import re
 import struct
 from collections.abc import Mapping
@@ -15,16 +16,18 @@ from patchpar.errors import PlanError
 
 EMBEDDED = "embedded"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+BYTES_PER_WEIGHT = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
-    """A checked model folder. `weight_bytes` is what its chosen safetensors files weigh."""
+    """A checked model folder. `weight_bytes` is what its chosen safetensors files weigh, `num_weights` how many."""
 
     path: Path
     pipeline: str
     weight_bytes: int
+    num_weights: int
 
 
 def embedded_model() -> Path:
@@ -66,11 +69,16 @@ def inspect_folder(path: Path, variant: str | None = None) -> ModelFolder:
         entries = json.loads(index.read_text())
     except ValueError as error:
         raise PlanError(f"{index} is not valid JSON: {error}") from error
-    total = 0
-    for name, entry in entries.items():
-        if isinstance(entry, list) and entry[0] is not None:
-            total += sum(_checked_size(file) for file in _weights(path / name, variant))
-    return ModelFolder(path=path, pipeline=str(entries.get("_class_name")), weight_bytes=total)
+    if not isinstance(entries, dict):
+        raise PlanError(f"{index} holds no JSON object, so it is no index of a diffusers model")
+    parts = [name for name, entry in entries.items() if isinstance(entry, list) and entry[0] is not None]
+    sizes = [_checked_sizes(file) for name in parts for file in _weights(path / name, variant)]
+    return ModelFolder(
+        path=path,
+        pipeline=str(entries.get("_class_name")),
+        weight_bytes=sum(size for size, _ in sizes),
+        num_weights=sum(count for _, count in sizes),
+    )
 
 
 def _weights(folder: Path, variant: str | None) -> list[Path]:
@@ -92,35 +100,61 @@ def _has_weights(folder: Path) -> bool:
     return "_class_name" in config or "architectures" in config
 
 
-def _checked_size(file: Path) -> int:
+def _checked_sizes(file: Path) -> tuple[int, int]:
+    """(bytes, number of weights) of a safetensors file. Raises PlanError if it is not whole."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             header: Any = json.loads(stream.read(length)) if length < size else None
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+        end = 8 + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
+        count = sum(math.prod(entry["shape"]) for entry in tensors)
     except (struct.error, ValueError, AttributeError, KeyError, TypeError, MemoryError) as error:
         raise PlanError(f"{file} is not a whole safetensors file: its header cannot be read. Fetch it again") from error
-    if 8 + length + max(ends, default=0) != size:
-        raise PlanError(f"{file} should have {8 + length + max(ends, default=0)} bytes but has {size}: fetch it again")
-    return size
+    if end != size:
+        raise PlanError(f"{file} should have {end} bytes but has {size}: fetch it again")
+    return size, count
 
 
-def check_memory(folder: ModelFolder | None, devices: tuple[str, ...], load_bytes_factor: float = 1.0) -> None:
-    """Raise PlanError when the weights of all CPU workers exceed the memory that is free."""
-    workers = sum(device == "cpu" for device in devices)
-    free = _free_memory()
-    if folder is None or not workers or free is None:
-        return
-    need = int(folder.weight_bytes * load_bytes_factor * workers)
-    if need > free:
+def needed_bytes(folder: ModelFolder | None, options: Mapping[str, Any]) -> int:
+    """What the weights take when they are loaded with `options`; 0 where nothing is known of the model."""
+    if folder is None:
+        return 0
+    dtype = str(options.get("dtype") or options.get("torch_dtype") or "float32").removeprefix("torch.")
+    return folder.num_weights * BYTES_PER_WEIGHT[dtype] if dtype in BYTES_PER_WEIGHT else folder.weight_bytes
+
+
+def check_memory(model: str, need: int, devices: tuple[str, ...]) -> None:
+    """Raise PlanError when the weights of all CPU ranks, `need` bytes each, exceed the memory that is free."""
+    ranks = sum(device == "cpu" for device in devices)
+    free = free_memory()
+    if free is not None and need * ranks > free:
+        fitting = free // need
+        way_out = f"use at most {fitting} of them or a smaller dtype" if fitting else "use a smaller dtype"
         raise PlanError(
-            f"{workers} CPU workers need about {need / 2**30:.1f} GiB for the weights of {folder.path}, but only "
-            f"{free / 2**30:.1f} GiB are free: use at most {int(free * workers / need)} devices or a smaller dtype"
+            f"{ranks} CPU {'rank needs' if ranks == 1 else 'ranks need'} about {need * ranks / 2**30:.2f} GiB for the "
+            f"weights of {model}, but only {free / 2**30:.2f} GiB are free: {way_out}"
         )
 
 
-def _free_memory() -> int | None:
+def free_memory() -> int | None:
+    """Bytes that processes here may still take: what the system has, within what a container allows."""
+    limits = [_free_in_system(), _free_in_container()]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _free_in_container() -> int | None:
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        cache = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit) - int(used) + (int(cache.group(1)) if cache else 0)
+
+
+def _free_in_system() -> int | None:
     info = Path("/proc/meminfo")
     if not info.exists():
         return None

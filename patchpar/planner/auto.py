@@ -1,15 +1,19 @@
 """The rule behind plan="auto", until the planner measures: stated, so that a user can argue with it.
 
 1. Guidance on and an even number of devices: cfg=2. Exact, one prediction exchanged per step, half the work each.
+   With an odd number too, if the devices cannot all have a band: two that help are better than one.
 2. The rest cuts the picture into bands, where the denoiser is a UNet, as far as every band keeps two units of rows.
 3. Several prompts and nothing else to split: data.
 4. A device that would not help stays idle, and the reason says so.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from patchpar.models.description import Description
 from patchpar.plan import Plan
+from patchpar.strategies.data import PICTURES
 
 UNITS_PER_BAND = 2  # below that, halos and waiting cost more than a further rank computes
 
@@ -22,30 +26,41 @@ class Choice:
     reason: str
 
 
-def choose(model: Description, devices: int, *, guided: bool, size: tuple[int, int] | None, prompts: int = 1) -> Choice:
-    """The plan for one call on `devices` devices; `size` is height and width in pixels."""
+def choose(model: Description, devices: int, kwargs: Mapping[str, Any]) -> Choice:
+    """The plan for a call with `kwargs` on `devices` devices."""
     if devices == 1:
         return Choice(Plan(), "one device: the plain pipeline")
+    guided, size, prompts = model.guided(kwargs), model.size(kwargs), _spreadable(kwargs)
+    cfg = 2 if guided and (devices % 2 == 0 or _bands(model, devices, size) < devices) else 1
+    patch = _bands(model, devices // cfg, size)
+    data = max(1, min(prompts, devices // (cfg * patch)))
+    plan = Plan(data=data, cfg=cfg, patch=patch)
     reasons = []
-    cfg = 2 if guided and devices % 2 == 0 else 1
     if cfg == 2:
-        reasons.append("guidance is on: one branch per device pair")
+        reasons.append("guidance is on: a branch for each half of the devices")
     elif guided:
         reasons.append(f"guidance stays whole, because {devices} devices are odd")
-    patch = _bands(model, devices // cfg, size)
     if patch > 1:
         reasons.append(f"the picture in {patch} bands")
-    data = min(prompts, devices // (cfg * patch))
     if data > 1:
         reasons.append(f"{prompts} prompts over {data} groups")
-    plan = Plan(data=data, cfg=cfg, patch=patch)
-    idle = devices - plan.world_size
-    if idle:
-        why = (
-            "no more bands fit" if model.splits_into_bands else f"{', '.join(model.denoisers)} cannot be cut into bands"
-        )
-        reasons.append(f"{idle} of {devices} devices idle: {why}")
-    return Choice(plan, "; ".join(reasons) or "nothing to split")
+    if plan.world_size < devices:
+        reasons.append(f"{devices - plan.world_size} of {devices} devices idle: {_why_no_more(model, guided, devices)}")
+    return Choice(plan, "; ".join(reasons))
+
+
+def _spreadable(kwargs: Mapping[str, Any]) -> int:
+    """How many prompts may be spread over ranks; pictures as input may belong to all of them."""
+    prompts = kwargs.get("prompt")
+    alone = isinstance(prompts, list) and all(kwargs.get(name) is None for name in PICTURES)
+    return len(prompts) if isinstance(prompts, list) and alone else 1
+
+
+def _why_no_more(model: Description, guided: bool, devices: int) -> str:
+    if model.splits_into_bands:
+        return "no more bands fit into the picture"
+    why = f"{', '.join(model.denoisers)} cannot be cut into bands"
+    return why if guided else f"{why}, and there is no guidance to split"
 
 
 def _bands(model: Description, devices: int, size: tuple[int, int] | None) -> int:

@@ -1,0 +1,34 @@
+"""The pipeline's own methods and attributes: which act on all ranks, and which are refused, by name."""
+
+from patchpar.errors import UnsupportedModel
+
+ONE_COPY = "each worker holds a whole pipeline on its own device"
+NOT_SAVED = "the workers' copies are not meant to be saved; save the pipeline before parallelising it"
+NEW_PIPELINE = "it makes another pipeline; make that in this process and hand it to ParallelPipeline(pipe)"
+NOT_IN_WORKERS = {
+    "to": "devices= says where the pipeline runs, torch_dtype= in what",
+    "enable_model_cpu_offload": ONE_COPY,
+    "enable_sequential_cpu_offload": ONE_COPY,
+    "enable_group_offload": ONE_COPY,
+    "reset_device_map": ONE_COPY,
+    "save_pretrained": NOT_SAVED,
+    "save_lora_weights": NOT_SAVED,
+    "push_to_hub": NOT_SAVED,
+    "from_pipe": NEW_PIPELINE,
+    "from_single_file": NEW_PIPELINE,
+    "download": "it fetches a model and needs no ranks; call it on the pipeline's class",
+}
+NOT_IN_BANDS = {
+    "enable_freeu": "FreeU filters the frequencies of the whole map",
+    "enable_attention_slicing": "sliced attention does not call scaled_dot_product_attention",
+    "enable_xformers_memory_efficient_attention": "xformers does not call scaled_dot_product_attention",
+}
+QUESTIONS = ("_repr_", "_ipython_", "_mime")  # of notebooks: methods that no pipeline has
+
+
+def refuse_method(name: str, *, world_size: int, bands: int) -> None:
+    """Raise UnsupportedModel for a method that cannot act on all ranks, or not on a denoiser in bands."""
+    if world_size > 1 and name in NOT_IN_WORKERS:
+        raise UnsupportedModel(f"{name} is not for several devices: {NOT_IN_WORKERS[name]}")
+    if bands > 1 and name in NOT_IN_BANDS:
+        raise UnsupportedModel(f"{name} does not go with axis 'patch': {NOT_IN_BANDS[name]}. Use plan cfg=2")

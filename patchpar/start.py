@@ -1,0 +1,105 @@
+"""From what a user asks for to ranks that are starting: plan, devices, executor. Nothing runs before all fits."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from patchpar.errors import PlanError
+from patchpar.launch.context import Executor
+from patchpar.launch.devices import Devices, resolve_devices
+from patchpar.launch.inline import InlineExecutor
+from patchpar.launch.local import LocalExecutor
+from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
+from patchpar.plan import Plan
+from patchpar.strategies import resolve_strategy
+
+ENGINE = "patchpar.engine:Engine"
+PRELOAD = ("patchpar.engine",)
+REFUSED_OPTIONS = {
+    "device_map": "every rank holds the whole pipeline; plan= says how they share the work",
+    "use_safetensors": "weights are always read from safetensors, because pickles can run code",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a user asks for, checked. `plan` is None for "auto"; times in seconds."""
+
+    plan: Plan | None
+    devices: Devices
+    deadline: float
+    start_timeout: float
+    verify: bool | Path
+
+    def executor(self) -> Executor:
+        """Ranks for it, starting: in this process, in workers, or those of torchrun."""
+        found: Executor
+        if torchrun_world() is not None:
+            found = TorchrunExecutor(ENGINE, deadline=self.deadline)
+        elif len(self.devices.names) == 1:
+            found = InlineExecutor(self.devices.names[0], ENGINE, deadline=self.deadline)
+        else:
+            found = LocalExecutor(
+                self.devices.names,
+                ENGINE,
+                deadline=self.deadline,
+                start_timeout=self.start_timeout,
+                preload=PRELOAD,
+            )
+        found.start()
+        return found
+
+
+def check_request(devices: object, plan: object, *, deadline: object, start_timeout: object, verify: object) -> Request:
+    """Raise PlanError for a plan, devices or limits that cannot be."""
+    wanted = plan_of(plan)
+    if isinstance(verify, str):
+        verify = Path(verify)
+    if not isinstance(verify, (bool, Path)):
+        raise PlanError(f"verify={verify!r}: True, False, or a folder that keeps the verdicts")
+    return Request(
+        plan=wanted,
+        devices=_devices_of(devices, wanted),
+        deadline=_seconds("deadline", deadline),
+        start_timeout=_seconds("start_timeout", start_timeout),
+        verify=verify,
+    )
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise PlanError for options of from_pretrained that contradict how ranks load."""
+    for name, reason in REFUSED_OPTIONS.items():
+        if options.get(name) is not None:
+            raise PlanError(f"{name}={options[name]!r} cannot be passed on: {reason}")
+
+
+def plan_of(plan: object) -> Plan | None:
+    """A plan from "auto" (None), a text or a Plan. Raises PlanError."""
+    if plan is None or plan == "auto":
+        return None
+    if isinstance(plan, str):
+        plan = Plan.parse(plan) if plan != "single" else Plan()
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan={plan!r}: use 'auto', a Plan, or a text such as 'cfg=2,patch=2'")
+    resolve_strategy(plan.strategy)
+    return plan
+
+
+def _devices_of(devices: object, plan: Plan | None) -> Devices:
+    world = torchrun_world()
+    if world is not None:
+        found = Devices(names=("torchrun",) * world, note=f"{world} ranks started by torchrun")
+    elif plan is not None and devices == "auto":
+        found = resolve_devices(plan.world_size)
+    else:
+        found = resolve_devices(devices)
+    if plan is not None:
+        plan.check_devices(len(found.names))
+    return found
+
+
+def _seconds(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise PlanError(f"{name}={value!r}: it is a number of seconds above 0")
+    return float(value)
