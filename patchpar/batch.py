@@ -117,8 +117,14 @@ class Batch:
         return x.shape[0] == self.size or (x.ndim > 2 and x.shape[0] in [self.size * count for count in self.frames])
 
     def share(self, tree: Any, rank: int, parts: int) -> Any:
-        """Share `rank` of `parts` equal ones. `size` is a multiple of `parts`."""
+        """Share `rank` of `parts` equal ones. `size` is a multiple of `parts`.
+
+        A promise of a whole batch may bring the share that this rank has already, as `own_share`.
+        """
         if isinstance(tree, Tensor):
+            own_share: Tensor | None = getattr(tree, "own_share", None)
+            if own_share is not None:
+                return own_share
             return tree.chunk(parts)[rank] if self.carries(tree) else tree
         if isinstance(tree, list) and self._is_per_item(tree):
             per_part = self.size // parts

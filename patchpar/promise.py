@@ -24,18 +24,23 @@ _COPIES = {"float", "half", "bfloat16", "double", "to", "type", "clone"}
 
 
 class Delivery:
-    """Tensors of one message. `fetch` blocks until it is here and returns their values."""
+    """Tensors of one message. `fetch` blocks until it is here and returns their values.
+
+    `own_shares`: what this rank has already of each, where the tensors are whole batches; see `Batch.share`.
+    """
 
     def __init__(
         self,
         specs: Sequence[tuple[tuple[int, ...], torch.dtype]],
         device: torch.device,
         fetch: Callable[[], Sequence[Tensor]],
+        own_shares: Sequence[Tensor] = (),
     ) -> None:
         self._fetch: Callable[[], Sequence[Tensor]] | None = fetch
         self._buffers = [_void(shape, dtype, device) for shape, dtype in specs]
         self._later: list[Callable[[], object]] = []
         self.tensors: list[Tensor] = [Promise.on(buffer, self) for buffer in self._buffers]
+        self._own_shares = dict(zip(map(id, self.tensors), own_shares, strict=False))
 
     @property
     def pending(self) -> bool:
@@ -52,6 +57,10 @@ class Delivery:
             fill()
         self._fetch = None
         self._later.clear()
+
+    def own_share(self, promise: Tensor) -> Tensor | None:
+        """What this rank has of a promised whole, as long as nobody had need of the rest, who may have changed it."""
+        return self._own_shares.get(id(promise)) if self.pending else None
 
     def copied(self, copy: Callable[[], Tensor]) -> Tensor:
         """A promise of what `copy` makes of the values once they are here."""
@@ -76,6 +85,11 @@ class Promise(Tensor):
         promise = buffer.as_subclass(cls)
         promise._delivery = delivery
         return promise
+
+    @property
+    def own_share(self) -> Tensor | None:
+        """See `Delivery.own_share`."""
+        return self._delivery.own_share(self)
 
     @classmethod
     def __torch_function__(

@@ -19,12 +19,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from patchpar.batch import Batch, count_branches, sample_of, tensors_in, with_tensors
 from patchpar.clock import StepClock
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door
 from patchpar.mesh import Axis
 from patchpar.predictions import Form, Moment, Post
+from patchpar.promise import Delivery
 from patchpar.transport import Spec
 
 WITHOUT = "run it with cfg=1 and give the devices to another axis, e.g. patch"
@@ -115,6 +118,26 @@ class GuidanceSplit:
             raise PlanError(self._no_guidance())
         return self._own_call_or_promise(forward, sample, args, kwargs)
 
+    def condition(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """What `forward(*args, **kwargs)` returns, for a network that the denoiser listens to, such as a ControlNet.
+
+        Each rank computes its share of the batch. The outputs are promises of the whole: `denoise` takes our share out
+        of them and nothing is sent; whoever else uses them fetches the rest, on all ranks alike.
+        """
+        axis, moment = self._axis, self._moment
+        sample = sample_of(args, kwargs)
+        batch = Batch.of(sample)
+        if axis.size == 1 or self._branches(sample) == 1 or batch.size % axis.size:
+            return forward(*args, **kwargs)
+        output = forward(*batch.share(args, axis.rank, axis.size), **batch.share(kwargs, axis.rank, axis.size))
+        own = [x.contiguous() for x in tensors_in(output)]
+        specs = [((axis.size * x.shape[0], *x.shape[1:]), x.dtype) for x in own]
+
+        def fetch() -> list[Tensor]:
+            return tensors_in(batch.join(self._post.exchange(output, moment)))
+
+        return with_tensors(output, Delivery(specs, own[0].device, fetch, own).tensors)
+
     def _branches(self, sample: Any) -> int:
         specs, known = tuple(Spec.of(x) for x in tensors_in(sample)), self._progress.branches
         if specs not in known:
@@ -131,9 +154,7 @@ class GuidanceSplit:
                 f"guidance here has {branches} branches in one batch of {batch.size}, which cfg={axis.size} ranks "
                 f"cannot share evenly: use cfg={branches}, or {WITHOUT}"
             )
-        own_args = batch.share(args, axis.rank, axis.size)
-        own_kwargs = batch.share(kwargs, axis.rank, axis.size)
-        output = forward(*own_args, **own_kwargs)
+        output = forward(*batch.share(args, axis.rank, axis.size), **batch.share(kwargs, axis.rank, axis.size))
         return batch.join(self._post.exchange(output, self._moment))
 
     def _own_call_or_promise(

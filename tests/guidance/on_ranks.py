@@ -66,6 +66,22 @@ class Splitter:
             if getattr(pipe, name, None) is not None:
                 self._wrap(getattr(pipe, name))
 
+    def split_controlnet(self, touch: bool = False) -> list[int]:
+        """Split the ControlNet as well; the batch sizes it was called with. `touch`: use its outputs on the way."""
+        module, batches = self.pipe.controlnet, []
+        plain = module.forward
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            batches.append(len(args[0]))
+            return plain(*args, **kwargs)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            down, middle = self.split.condition(counted, *args, **kwargs)
+            return ([x * 1 for x in down] if touch else down), middle
+
+        module.forward = forward
+        return batches
+
     def _wrap(self, module: Any) -> None:
         plain = module.forward
 
@@ -122,6 +138,14 @@ def runs(place: Place, name: str, calls: Sequence[dict[str, Any]], exchanging: b
     if not exchanging:
         splitter.split._post.check = lambda *_: None  # or it would notice
     return [splitter.run(pipe, **call) for call in calls]
+
+
+def with_controlnet(place: Place, name: str, touch: bool) -> tuple[Ran, list[int]]:
+    """The ControlNet is split beside the denoiser."""
+    pipe = tiny.build(name)
+    splitter = Splitter(pipe.pipe, place.door(), place.mesh(cfg=place.world))
+    batches = splitter.split_controlnet(touch)
+    return splitter.run(pipe, steps=2, num_images_per_prompt=2), batches
 
 
 def scale_set_later(place: Place, name: str, scale: float, ranks: Sequence[int]) -> Ran:

@@ -48,6 +48,17 @@ def test_without_the_exchange_the_result_is_wrong(ranks: Any, name: str) -> None
         assert error(ran[0].latents, alone(name, steps=3)) > 1e-2
 
 
+@pytest.mark.parametrize("touch", [False, True], ids=["straight to the denoiser", "used on the way"])
+@pytest.mark.parametrize("name", ["sd_controlnet", "sdxl_controlnet"])
+def test_a_controlnet_is_shared_too(ranks: Any, name: str, touch: bool) -> None:
+    expected = alone(name, steps=2, num_images_per_prompt=2)
+    sent = [ran[0].bytes_sent for ran in ranks.run(f"{ON_RANKS}:runs", 2, name, [{"steps": 2}])]
+    for (ran, batches), unshared in zip(ranks.run(f"{ON_RANKS}:with_controlnet", 2, name, touch), sent, strict=True):
+        assert error(ran.latents, expected) <= TOLERANCE
+        assert batches == ran.batches == [2, 2]  # of 4
+        assert (ran.bytes_sent > 2 * unshared) == touch  # the residuals stay where they are needed
+
+
 def test_three_branches_on_three_ranks(ranks: Any) -> None:
     expected = alone("instruct_pix2pix", steps=2)
     for ran in ranks.run(f"{ON_RANKS}:runs", 3, "instruct_pix2pix", [{"steps": 2}]):
