@@ -75,8 +75,10 @@ def _hung(
     guilty.dump_stack()
     time.sleep(STACK_SECONDS)
     answers = "does not answer" if silent else "answers, but does not get on"
+    why = f"no rank has made progress for {outcome.idle:.0f} s (limit {patience:g} s)"
+    for rank, failure in outcome.failures.items():
+        why = f"rank {rank} has given up on it: {failure.headline()}"
     others = "; ".join(f"rank {worker.rank}: {worker.last_seam()}" for worker in workers if worker is not guilty)
     return WorkerHung(
-        f"{guilty} {answers}: no rank has made progress for {outcome.idle:.0f} s (limit {patience:g} s); "
-        f"{guilty.last_seam()}{f' ({others})' if others else ''}.{guilty.last_output()}"
+        f"{guilty} {answers}: {why}; {guilty.last_seam()}{f' ({others})' if others else ''}.{guilty.last_output()}"
     )

@@ -1,0 +1,129 @@
+"""Who is to blame: the cause is told, not what followed from it."""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from patchpar.errors import ExchangeError, WorkerDied, WorkerError, WorkerHung
+from patchpar.launch.dialogue import Outcome
+from patchpar.launch.failures import take_down
+from patchpar.launch.verdict import is_reusable, verdict
+
+
+@dataclass
+class Worker:
+    """What a verdict asks of a worker."""
+
+    rank: int
+    asked: list[str] = field(default_factory=list)
+
+    def __str__(self):
+        return f"rank {self.rank}"
+
+    def last_seam(self):
+        return f"last seam 'seam {self.rank}'"
+
+    def last_output(self):
+        return ""
+
+    def how_it_ended(self):
+        return "was killed by SIGKILL"
+
+    def dump_stack(self):
+        self.asked.append("stack")
+
+
+WORKERS = [Worker(0), Worker(1), Worker(2)]
+GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9")
+LATE = ExchangeError("rank 0 at up.1: rank 1 has not answered for 60 s")
+ODD = ValueError("odd")
+
+
+def outcome(*, failed=None, returned=(), marks=(5, 5, 5), **rest):
+    failures = {rank: take_down(error) for rank, error in (failed or {}).items()}
+    results = dict.fromkeys(returned, None)
+    return Outcome(failures=failures, results=results, marks=dict(enumerate(marks)), **rest)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "says"),
+    [
+        (
+            outcome(died=[1], failed={0: GLOO, 2: LATE}),
+            WorkerDied,
+            r"^rank 1 was killed by SIGKILL; last seam 'seam 1'",
+        ),
+        (outcome(failed={0: GLOO, 2: LATE}), WorkerHung, r"^rank 1 answers, .*rank 2 has given up on it.*has not answ"),
+        (outcome(failed={0: GLOO}, marks=(9, 8, 7)), WorkerHung, r"^rank 2 answers, but does not get on"),
+        (outcome(failed={0: GLOO}, marks=(9, 8, 7), silent=[1]), WorkerHung, r"^rank 1 does not answer"),
+        (outcome(marks=(4, 3, 9), idle=61), WorkerHung, r"^rank 1 .*no progress|^rank 1 .*for 61 s \(limit 60 s\)"),
+        (outcome(failed={0: GLOO, 1: ODD}), WorkerError, r"^rank 1 raised ValueError: odd"),
+        (outcome(failed={0: GLOO, 1: ODD, 2: GLOO}), WorkerError, r"^rank 1 raised ValueError: odd"),
+        (outcome(failed={0: ODD, 1: KeyError("k"), 2: ODD}), WorkerError, r"^rank 0 raised ValueError: odd"),
+        (outcome(failed={0: LATE, 1: LATE, 2: LATE}), ExchangeError, r"has not answered for 60 s"),
+        (outcome(failed={0: ODD, 1: ODD, 2: ODD}), ValueError, r"^odd$"),
+        (outcome(failed={0: ODD}, aborted=KeyError("mine"), returned=[1, 2]), KeyError, "mine"),
+        (outcome(deaf=[2]), WorkerHung, r"^rank 2 has not read its messages for 10 s"),
+    ],
+)
+def test_the_cause_is_told(how, kind, says):
+    error = verdict(how, WORKERS, 60.0)
+    assert type(error) is kind
+    with pytest.raises(kind, match=says):
+        raise error
+
+
+def test_all_is_well():
+    assert verdict(outcome(returned=[0, 1, 2]), WORKERS, 60.0) is None
+
+
+@pytest.mark.parametrize(
+    ("how", "reusable"),
+    [
+        (outcome(returned=[0, 1, 2], marks=(1, 2, 3)), True),
+        (outcome(failed={0: ODD, 1: ODD, 2: ODD}), True),
+        (outcome(failed={1: ODD}, returned=[0, 2]), True),
+        (outcome(failed={1: ODD}, returned=[0, 2], marks=(5, 4, 5)), False),
+        (outcome(failed={0: ODD, 1: GLOO, 2: ODD}), False),
+        (outcome(failed={0: ODD}, returned=[1]), False),
+        (outcome(died=[1], returned=[0, 1, 2]), False),
+        (outcome(), False),
+    ],
+)
+def test_who_can_be_used_again(how, reusable):
+    assert is_reusable(how, WORKERS) is reusable
+
+
+def test_a_consequence_is_recognised_behind_other_exceptions():
+    def wrapped():
+        try:
+            raise GLOO
+        except RuntimeError as error:
+            raise ValueError("the step failed") from error
+
+    with pytest.raises(ValueError, match="the step failed") as caught:
+        wrapped()
+    assert take_down(caught.value).transport
+    assert not take_down(ValueError("the step failed")).transport
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (ValueError("a", 1), ValueError, "('a', 1)"),
+        (KeyError("key"), KeyError, "'key'"),
+        (FileNotFoundError(2, "No such file", "x.png"), FileNotFoundError, "[Errno 2] No such file: 'x.png'"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), UnicodeDecodeError, None),
+        (type("Special", (OSError,), {})("gone"), OSError, "Special: gone"),
+        (type("Special", (RuntimeError,), {})("gone"), None, None),
+        (type("Special", (Exception,), {})("gone"), None, None),
+        (SystemExit(3), None, None),
+        (ValueError(lambda: 0), None, None),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_survives_of_an_exception(error, kind, text):
+    failure = take_down(error)
+    assert type(failure.exception) is (kind or type(None))
+    assert text is None or str(failure.exception) == text
+    assert failure.headline().endswith(str(error))
