@@ -39,8 +39,12 @@ class Delivery:
         self._fetch: Callable[[], Sequence[Tensor]] | None = fetch
         self._buffers = [_void(shape, dtype, device) for shape, dtype in specs]
         self._later: list[Callable[[], object]] = []
-        self.tensors: list[Tensor] = [Promise.on(buffer, self) for buffer in self._buffers]
-        self._own_shares = dict(zip(map(id, self.tensors), own_shares, strict=False))
+        self._own_shares = list(own_shares)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The promises. Not kept here: who drops them frees their memory."""
+        return [Promise.on(buffer, self, index) for index, buffer in enumerate(self._buffers)]
 
     @property
     def pending(self) -> bool:
@@ -58,9 +62,9 @@ class Delivery:
         self._fetch = None
         self._later.clear()
 
-    def own_share(self, promise: Tensor) -> Tensor | None:
+    def own_share(self, index: int | None) -> Tensor | None:
         """What this rank has of a promised whole, as long as nobody had need of the rest, who may have changed it."""
-        return self._own_shares.get(id(promise)) if self.pending else None
+        return self._own_shares[index] if self.pending and self._own_shares and index is not None else None
 
     def copied(self, copy: Callable[[], Tensor]) -> Tensor:
         """A promise of what `copy` makes of the values once they are here."""
@@ -78,18 +82,19 @@ class Promise(Tensor):
     """See the head of this file. Made by `Delivery` only."""
 
     _delivery: Delivery
+    _index: int | None
 
     @classmethod
-    def on(cls, buffer: Tensor, delivery: Delivery) -> "Promise":
-        """The promise that `delivery` will fill `buffer`."""
+    def on(cls, buffer: Tensor, delivery: Delivery, index: int | None = None) -> "Promise":
+        """The promise that `delivery` will fill `buffer`, which is its tensor `index` or a part or copy of one."""
         promise = buffer.as_subclass(cls)
-        promise._delivery = delivery
+        promise._delivery, promise._index = delivery, index
         return promise
 
     @property
     def own_share(self) -> Tensor | None:
         """See `Delivery.own_share`."""
-        return self._delivery.own_share(self)
+        return self._delivery.own_share(self._index)
 
     @classmethod
     def __torch_function__(

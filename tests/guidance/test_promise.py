@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -155,6 +157,19 @@ def test_a_failure_is_raised_at_every_use() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match="rank 1 is gone"):
             delivery.tensors[0] + 1
+
+
+def test_memory_goes_with_the_last_who_holds_it() -> None:
+    gc.disable()
+    try:
+        delivery = Delivery([((2, 3, 4), torch.float32)], torch.device("cpu"), lambda: [VALUES])
+        memory, part = weakref.ref(delivery), delivery.tensors[0][0]
+        del delivery
+        assert memory() is not None
+        del part
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_nothing_looks_like_a_result_before_it_is_here() -> None:
