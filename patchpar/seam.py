@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from patchpar.errors import UnsupportedModel
 from patchpar.exchange import Door, Gather, HaloSpecs, Round
 from patchpar.layers import (
     Conv,
@@ -59,8 +60,11 @@ class Share:
         return self.axis.rank
 
     def level(self, own_rows: int) -> Bands:
-        """The bands on a map of which we hold `own_rows`."""
-        return self.bands.at_level(self.place, own_rows, self.bands.total)
+        """The bands on a map of which we hold `own_rows`. Raises UnsupportedModel."""
+        try:
+            return self.bands.at_level(self.place, own_rows, self.bands.total)
+        except ValueError as error:
+            raise UnsupportedModel(f"{error}: this denoiser cannot be split, use plan cfg=2 or data=N") from error
 
     def edges(self, x: Tensor, before: int, after: int) -> tuple[Tensor | None, Tensor | None, HaloSpecs]:
         """Rows to send to the places before and after, and what comes back, for a reach of `before` and `after`."""
@@ -189,7 +193,7 @@ class AttentionHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             result = self.fn_ref.original_forward(*args, **kwargs)
         if mode.calls == 0:
             processor = type(getattr(module, "processor", module)).__name__
-            raise NotImplementedError(
+            raise UnsupportedModel(
                 f"{self.where}: the attention processor {processor} does not call scaled_dot_product_attention, so its "
                 "keys cannot be shared. Use the default processor: pipe.unet.set_default_attn_processor()"
             )
@@ -224,7 +228,9 @@ def attend_over_shares(  # noqa: PLR0913 - the signature is torch's
 ) -> Tensor:
     """Own queries against everybody's keys: ours while the others' travel, merged by log-sum-exp."""
     if attn_mask is not None or is_causal or dropout_p or enable_gqa:
-        raise NotImplementedError(f"{where}: spatial self-attention with a mask, causality or dropout cannot be split")
+        raise UnsupportedModel(
+            f"{where}: spatial self-attention with a mask, causality or dropout cannot be split: use cfg=2 or data=N"
+        )
     own = [key.transpose(1, 2), value.transpose(1, 2)]  # [B, l, N, D], as the projections lie in memory
     batch, tokens, heads = own[0].shape[:3]
     sizes = _tokens_per_place(share, tokens)
@@ -253,4 +259,7 @@ def _tokens_per_place(share: Share, own_tokens: int) -> list[int]:
             bands = share.level(rows)
             return [bands.size(place) * columns for place in range(len(bands))]
         stride *= 2
-    raise ValueError(f"{own_tokens} tokens of this rank fit no level of a band of {own} rows, {across} across")
+    raise UnsupportedModel(
+        f"{own_tokens} tokens of this rank fit no level of a band of {own} rows, {across} across: this attention "
+        "cannot be split, use plan cfg=2 or data=N"
+    )

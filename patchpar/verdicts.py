@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ class Verdicts:
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             file = self.folder / f"{key}.json"
-            draft = file.with_suffix(".draft")
+            draft = file.with_suffix(f".{os.getpid()}")  # ranks may write the same verdict at once
             draft.write_text(json.dumps({**facts, "relative_error": error}, indent=1, default=str))
             draft.replace(file)
 

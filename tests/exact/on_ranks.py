@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor, nn
 
+from patchpar.errors import PatchparError
 from patchpar.patched import PatchedDenoiser
 from patchpar.strategies.exact import ExactPatch
+from patchpar.verdicts import Verdicts
 from tests.exact import denoisers
 from tests.ranks import Place
 
@@ -31,8 +35,11 @@ def first(output: Any) -> Tensor:
     return output[0]
 
 
-def patched(place: Place, denoiser: nn.Module, split: str = "auto") -> PatchedDenoiser:
-    return ExactPatch().install(denoiser, place.door(), place.mesh(patch=place.world)["patch"], split=split)
+def patched(
+    place: Place, denoiser: nn.Module, split: str = "auto", verdicts: Verdicts | None = None
+) -> PatchedDenoiser:
+    axis = place.mesh(patch=place.world)["patch"]
+    return ExactPatch().install(denoiser, place.door(), axis, split=split, verdicts=verdicts)
 
 
 @torch.no_grad()
@@ -42,6 +49,7 @@ def parity(place: Place, name: str, sizes: Sequence[tuple[int, int]], split: str
     found = []
     for height, width in sizes:
         call = denoisers.call(name, height, width)
+        bands.restore()
         whole = first(denoiser(**call))
         errors = []
         for bands.exchanging in (True, False):
@@ -49,3 +57,126 @@ def parity(place: Place, name: str, sizes: Sequence[tuple[int, int]], split: str
         found.append(Errors(split=errors[0], alone=errors[1]))
         bands.exchanging = True
     return found
+
+
+@torch.no_grad()
+def verified(place: Place, name: str, folder: str, change: str = "") -> list[float | str]:
+    """Install twice with verdicts kept in `folder`; what each found, and how many forwards each took."""
+    found: list[Any] = []
+    for _ in range(2):
+        denoiser = denoisers.build(name)
+        if change:
+            CHANGES[change](denoiser)
+        bands = patched(place, denoiser, verdicts=Verdicts(Path(folder) / str(place.rank % 2)))
+        count = Counted(denoiser)
+        try:
+            bands.denoise(count, **denoisers.call(name, 8 * place.world, 8))
+            found.append((bands.error, count.calls))
+        except PatchparError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+class Counted:
+    """A denoiser's forward that counts its calls."""
+
+    def __init__(self, denoiser: nn.Module) -> None:
+        self.denoiser, self.calls = denoiser, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.denoiser.forward(*args, **kwargs)
+
+
+class Centred(nn.Module):
+    """Takes the mean over the picture away: it mixes positions in a way that nobody told patchpar of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean((-2, -1), keepdim=True)
+
+
+class Pooled(nn.Module):
+    """Adds what the whole picture looks like on average, as squeeze-and-excitation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = nn.AdaptiveAvgPool2d(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + self.pool(x))
+
+
+def _centre(denoiser: Any) -> None:
+    denoiser.conv_in = nn.Sequential(denoiser.conv_in, Centred())
+
+
+def _pool(denoiser: Any) -> None:
+    denoiser.mid_block.resnets[0].nonlinearity = nn.Sequential(nn.SiLU(), Pooled())
+
+
+def _replicate(denoiser: Any) -> None:
+    denoiser.conv_out.padding_mode = "replicate"
+
+
+def _old_processor(denoiser: Any) -> None:
+    denoiser.set_attn_processor(AttnProcessor())
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "centred": _centre,
+    "pooled": _pool,
+    "replicate": _replicate,
+    "old processor": _old_processor,
+}
+
+
+@torch.no_grad()
+def restored(place: Place, name: str) -> dict[str, bool]:
+    """What of the denoiser is as before while it is in bands, and after."""
+    denoiser = denoisers.build(name)
+    call = denoisers.call(name, 16, 8)
+    before, keys, types = first(denoiser(**call)), list(denoiser.state_dict()), module_types(denoiser)
+    traces = attributes(denoiser)
+    bands = patched(place, denoiser)
+    bands.denoise(denoiser.forward, **call)
+    during = {"keys": list(denoiser.state_dict()) == keys, "types": module_types(denoiser) == types}
+    hooked = attributes(denoiser) != traces
+    bands.restore()
+    bands.restore()
+    return during | {
+        "hooked meanwhile": hooked,
+        "bit-equal": torch.equal(first(denoiser(**call)), before),
+        "no trace": attributes(denoiser) == traces,
+        "in bands again": relative(first(bands.denoise(denoiser.forward, **call)), before) < 1e-5,
+    }
+
+
+def module_types(model: nn.Module) -> dict[str, type]:
+    return {path: type(module) for path, module in model.named_modules()}
+
+
+def attributes(model: nn.Module) -> dict[str, list[str]]:
+    return {path: sorted(vars(module)) for path, module in model.named_modules()}
+
+
+@torch.no_grad()
+def loaded_meanwhile(place: Place) -> float:
+    """Other weights, loaded by their usual keys while the seams are in."""
+    denoiser, call = denoisers.build("sd"), denoisers.call("sd", 16, 8)
+    bands = patched(place, denoiser)
+    bands.denoise(denoiser.forward, **call)
+    other = denoisers.build("sd")
+    for parameter in other.parameters():
+        parameter.mul_(1.1)
+    denoiser.load_state_dict(other.state_dict())
+    return relative(first(bands.denoise(denoiser.forward, **call)), first(other(**call)))
+
+
+@torch.no_grad()
+def refused(place: Place, name: str, height: int, width: int, arguments: dict[str, Any]) -> str:
+    denoiser = denoisers.build(name)
+    try:
+        patched(place, denoiser).denoise(denoiser.forward, **denoisers.call(name, height, width), **arguments)
+    except PatchparError as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"

@@ -12,26 +12,48 @@ ON_RANKS = "tests.exact.on_ranks"
 LIMIT, CONTROL = 1e-5, 1e-2
 
 
-def sizes_for(name: str, world: int) -> list[tuple[int, int]]:
-    """Even bands; bands of different size; and, where the denoiser takes them, sizes that are no multiple of anything.
+def odd_size(name: str, world: int) -> tuple[int, int]:
+    """Bands of different size, and where the denoiser takes it a size that is no multiple of anything.
 
     The total stride of all of them is 4 or less.
     """
-    even, uneven = (4 * world, 8), (4 * world + 4, 12)
-    return [even, uneven, (4 * world + 3, 9)] if denoisers.KINDS[name].odd else [even, uneven]
+    return (4 * world + 3, 9) if denoisers.KINDS[name].odd else (4 * world + 4, 12)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("name", denoisers.KINDS)
-def test_in_bands_of_rows(ranks: Any, name: str, world: int) -> None:
-    for found in ranks.run(f"{ON_RANKS}:parity", world, name, sizes_for(name, world)):
-        assert max(errors.split for errors in found) <= LIMIT, found
-        assert min(errors.alone for errors in found) >= CONTROL, found
+def check(found: list[Any]) -> None:
+    assert max(errors.split for errors in found) <= LIMIT, found
+    assert min(errors.alone for errors in found) >= CONTROL, found
 
 
 @pytest.mark.parametrize("name", denoisers.KINDS)
-def test_in_bands_of_columns(ranks: Any, name: str) -> None:
-    sizes = [(width, height) for height, width in sizes_for(name, 3)]
-    for found in ranks.run(f"{ON_RANKS}:parity", 3, name, sizes):
-        assert max(errors.split for errors in found) <= LIMIT, found
-        assert min(errors.alone for errors in found) >= CONTROL, found
+def test_two_bands_of_rows(ranks: Any, name: str) -> None:
+    for found in ranks.run(f"{ON_RANKS}:parity", 2, name, [(8, 8), (12, 8), odd_size(name, 2)]):
+        check(found)
+
+
+@pytest.mark.parametrize("name", denoisers.KINDS)
+def test_three_bands_of_columns(ranks: Any, name: str) -> None:
+    for found in ranks.run(f"{ON_RANKS}:parity", 3, name, [odd_size(name, 3)[::-1]]):
+        check(found)
+
+
+@pytest.mark.parametrize("name", denoisers.KINDS)
+def test_four_bands_of_rows(ranks: Any, name: str) -> None:
+    for found in ranks.run(f"{ON_RANKS}:parity", 4, name, [odd_size(name, 4)]):
+        check(found)
+
+
+def test_bands_of_the_shorter_side_when_asked(ranks: Any) -> None:
+    for found in ranks.run(f"{ON_RANKS}:parity", 2, "sd", [(16, 8)], "columns"):
+        check(found)
+
+
+def test_rows_and_columns_by_turns(ranks: Any) -> None:
+    """The longer side is split, so that the seams change with the size."""
+    for found in ranks.run(f"{ON_RANKS}:parity", 2, "sdxl", [(16, 8), (8, 16), (16, 12)]):
+        check(found)
+
+
+def test_through_torch_distributed(ranks: Any) -> None:
+    for found in ranks.run(f"{ON_RANKS}:parity", 3, "sdxl", [(15, 9)], through="torch"):
+        check(found)
