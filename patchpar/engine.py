@@ -10,6 +10,7 @@ The cut is at the denoiser call, so schedulers, callbacks, LoRA and post-process
 """
 
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -63,7 +64,7 @@ class Engine:
         self._transport: Transport | None = None
         self._door: Door | None = None
         self._patched: list[PatchedDenoiser] = []
-        self._guidance: list[GuidanceSplit] = []
+        self._guidance: GuidanceSplit | None = None
         self._hooked: list[nn.Module] = []
         self._arguments: dict[str, Any] = {}
 
@@ -148,18 +149,26 @@ class Engine:
         self.mesh = Mesh(self.context.rank, range(plan.world_size), **plan.degrees())
         assert self._transport is not None
         self._door = Door(self._transport, self.context.mark)
+        if plan.cfg > 1:  # one for all networks, since several may serve one step
+            self._guidance = GuidanceSplit(self._door, self.mesh["cfg"], self.clock)
+            for module in self._conditioners():
+                self._register(module, ConditionerHook(self._guidance))
         for module in self._denoisers():
-            layers: list[Any] = []
-            if plan.cfg > 1:
-                self._guidance.append(GuidanceSplit(self._door, self.mesh["cfg"], self.clock))
-                layers.append(self._guidance[-1])
+            layers: list[Any] = [] if self._guidance is None else [self._guidance]
             if plan.patch > 1:
                 patched = strategy.install(module, self._door, self.mesh["patch"], split=plan.split, verdicts=verdicts)
                 self._patched.append(patched)
                 layers.append(patched)
-            hook = DenoiserHook(self.clock, layers, self._guided)
-            HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK)
-            self._hooked.append(module)
+            self._register(module, DenoiserHook(self.clock, layers, self._guided, self._transport))
+
+    def _register(self, module: nn.Module, hook: ModelHook) -> None:
+        HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK)
+        self._hooked.append(module)
+
+    def _conditioners(self) -> list[nn.Module]:
+        """A ControlNet that sees the same batch as the denoiser. Several in one run whole on every rank."""
+        found = self.pipe.components.get("controlnet")
+        return [found] if isinstance(found, nn.Module) and not hasattr(found, "nets") else []
 
     def _guided(self) -> bool | None:
         return guidance_of(self.pipe, self._arguments)
@@ -177,7 +186,7 @@ class Engine:
             if not registry.hooks:
                 del module._diffusers_hook
                 module.__dict__.pop("forward", None)
-        self._patched, self._guidance, self._hooked = [], [], []
+        self._patched, self._guidance, self._hooked = [], None, []
         self.mesh, self._door, self._installed = None, None, (Plan(), True)
 
     def control(self, *, exchanging: bool) -> None:
@@ -202,8 +211,8 @@ class Engine:
         drawing = Drawing(self.pipe, self.context, self.clock, options)
         with self._own_share(kwargs) as self._arguments:
             output = drawing.run(self._arguments)
-        for guidance in self._guidance:
-            guidance.finish()
+        if self._guidance is not None:
+            self._guidance.finish()
         return self._report(output, drawing.steps, options)
 
     def _own_share(self, kwargs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
@@ -214,8 +223,8 @@ class Engine:
 
     def _reset(self) -> None:
         self.clock.reset()
-        for guidance in self._guidance:
-            guidance.reset()
+        if self._guidance is not None:
+            self._guidance.reset()
         if self._door is not None:
             self._door.traffic.clear()
 
@@ -253,9 +262,12 @@ class Engine:
 class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """Stands before a denoiser's forward and passes the call through the plan's layers, outermost first."""
 
-    def __init__(self, clock: StepClock, layers: Sequence[Any], guided: Callable[[], bool | None]) -> None:
+    def __init__(
+        self, clock: StepClock, layers: Sequence[Any], guided: Callable[[], bool | None], transport: Transport
+    ) -> None:
         super().__init__()
         self.clock, self.layers, self.guided = clock, tuple(layers), guided
+        self.transport, self.deadline = transport, transport.deadline
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces the denoiser's forward."""
@@ -264,7 +276,23 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         forward = self.fn_ref.original_forward
         for layer in reversed(self.layers):
             forward = functools.partial(layer.denoise, forward)
-        return forward(*args, **kwargs)
+        start = time.monotonic()
+        result = forward(*args, **kwargs)
+        # A rank may have to wait for as long as another one computes, and that is only known once it has.
+        self.transport.deadline = max(self.transport.deadline, self.deadline + 2 * (time.monotonic() - start))
+        return result
+
+
+class ConditionerHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+    """Lets each guidance rank run its share of a network that the denoiser listens to."""
+
+    def __init__(self, guidance: GuidanceSplit) -> None:
+        super().__init__()
+        self.guidance = guidance
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Replaces the network's forward."""
+        return self.guidance.condition(self.fn_ref.original_forward, *args, **kwargs)
 
 
 def _dtype_named(options: Mapping[str, Any]) -> dict[str, Any]:

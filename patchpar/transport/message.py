@@ -62,6 +62,7 @@ class Transport(Protocol):
 
     rank: int
     device: torch.device
+    deadline: float  # seconds that one wait may take; the engine raises it for slow models
 
     def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Pending:
         """Start sending and receiving; `where` names the seam in errors. Returns at once."""
