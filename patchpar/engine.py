@@ -42,6 +42,7 @@ from patchpar.mesh import Mesh
 from patchpar.models.description import DENOISERS, Description, describe
 from patchpar.patched import PatchedDenoiser
 from patchpar.plan import Plan
+from patchpar.pulse import Pulse
 from patchpar.strategies import resolve_strategy
 from patchpar.strategies.data import as_one_call, merge_outputs
 from patchpar.strategies.guidance import GuidanceSplit, guidance_of
@@ -66,6 +67,7 @@ class Engine:
         self._patched: list[PatchedDenoiser] = []
         self._guidance: GuidanceSplit | None = None
         self._hooked: list[nn.Module] = []
+        self._pulse: Pulse | None = None
         self._arguments: dict[str, Any] = {}
 
     # --- the pipeline -------------------------------------------------------------------------------------------
@@ -149,6 +151,7 @@ class Engine:
         self.mesh = Mesh(self.context.rank, range(plan.world_size), **plan.degrees())
         assert self._transport is not None
         self._door = Door(self._transport, self.context.mark)
+        self._pulse = Pulse(self.pipe, self.context.mark)
         if plan.cfg > 1:  # one for all networks, since several may serve one step
             self._guidance = GuidanceSplit(self._door, self.mesh["cfg"], self.clock)
             for module in self._conditioners():
@@ -178,6 +181,8 @@ class Engine:
 
     def restore(self) -> None:
         """Take every hook out: the pipeline is as it was."""
+        if self._pulse is not None:
+            self._pulse.stop()
         for patched in self._patched:
             patched.restore()
         for module in self._hooked:

@@ -11,7 +11,7 @@ PACKAGE = REPOSITORY / "patchpar"
 # A module may import modules of earlier lines, and of its own package.
 LINES = (
     ("errors",),
-    ("plan", "patches", "clock", "measure", "verdicts"),
+    ("plan", "patches", "clock", "measure", "verdicts", "pulse"),
     ("launch", "run", "call"),
     ("mesh", "transport", "batch"),
     ("exchange", "promise"),
