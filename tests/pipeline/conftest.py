@@ -1,0 +1,99 @@
+"""One pool of two workers with a tiny pipeline for all tests here, the same pipeline plain, and ways to compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from patchpar import ParallelPipeline
+from tests.tiny import build
+
+QUICK = {"prompt": "a small red house", "height": 128, "width": 128, "num_inference_steps": 2}
+EXACT = 1e-5
+"""Relative error of exact strategies in fp32."""
+
+Hold = Callable[[Any], AbstractContextManager[ParallelPipeline]]
+
+
+@pytest.fixture(scope="session")
+def sdxl_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved model folder; never write into it."""
+    folder = tmp_path_factory.mktemp("sdxl")
+    build("sdxl").pipe.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def plain() -> Any:
+    """The pipeline of `sdxl_folder`, without us."""
+    return build("sdxl").pipe
+
+
+@pytest.fixture(scope="session")
+def pool(sdxl_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelPipeline]:
+    verdicts = tmp_path_factory.mktemp("verdicts")
+    with ParallelPipeline.from_pretrained(sdxl_folder, devices="cpu:2", verify=verdicts) as pipe:
+        pipe.set_progress_bar_config(disable=True)
+        yield pipe
+
+
+@pytest.fixture
+def parallel(pool: ParallelPipeline) -> Iterator[ParallelPipeline]:
+    """The pool, as it was at first."""
+    pool.plan = "auto"
+    yield pool
+    pool.plan, pool.on_step = "auto", None
+    pool.set_progress_bar_config(disable=True)
+
+
+@pytest.fixture
+def hold(parallel: ParallelPipeline, sdxl_folder: Path) -> Hold:
+    """Lets the workers of the pool hold another pipeline for a while: a fifth of the time that new workers take."""
+    state = parallel._state
+
+    @contextmanager
+    def held(pipe: Any) -> Iterator[ParallelPipeline]:
+        before = state.model
+        state.model = state.executor.call("adopt", pipe)[0]
+        try:
+            yield parallel
+        finally:
+            state.executor.call("load", str(sdxl_folder), {})
+            state.model = before
+
+    return held
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def tensor_of(output: Any) -> torch.Tensor:
+    """Pictures, arrays or latents of an output as one tensor; pictures in 0 to 1."""
+    first = output[0] if isinstance(output, tuple) else next(iter(output.values()))
+    if isinstance(first, torch.Tensor):
+        return first
+    if isinstance(first, list):
+        items = [tensor_of((item,)) if isinstance(item, list) else torch.tensor(_array(item)) for item in first]
+        return torch.stack(items)
+    return torch.tensor(first)
+
+
+def _array(picture: Any) -> Any:
+    return np.asarray(picture, dtype=np.float32) / 255 if isinstance(picture, Image.Image) else np.asarray(picture)
+
+
+def relative_error(got: Any, want: Any) -> float:
+    """Norm of the difference over the norm of `want`, which must be of the same class and shape."""
+    assert type(got) is type(want)
+    x, y = tensor_of(got), tensor_of(want)
+    assert x.shape == y.shape
+    assert x.dtype == y.dtype
+    return ((x - y).norm() / y.norm()).item()

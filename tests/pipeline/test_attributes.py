@@ -1,0 +1,180 @@
+"""What people set on a pipeline acts on all ranks; what cannot is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestralDiscreteScheduler
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+
+from patchpar import ParallelPipeline, PlanError, UnsupportedModel
+from tests.tiny import build
+
+from .conftest import EXACT, QUICK, generator, relative_error
+
+CALL = {**QUICK, "output_type": "latent"}
+PLANS = ("cfg=2", "patch=2")
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_schedulers(parallel: ParallelPipeline, plain: Any, plan: str) -> None:
+    parallel.plan = plan
+    before = plain.scheduler
+    want_before = plain(**CALL, generator=generator())
+    try:
+        for kind in (DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestralDiscreteScheduler):
+            for pipe in (parallel, plain):
+                pipe.scheduler = kind.from_config(pipe.scheduler.config)
+            assert type(parallel.scheduler) is kind
+            want = plain(**CALL, generator=generator())
+            assert relative_error(parallel(**CALL, generator=generator()), want) <= EXACT
+            assert relative_error(want_before, want) > 100 * EXACT
+    finally:
+        plain.scheduler = parallel.scheduler = before
+
+
+@pytest.fixture(scope="module")
+def loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two adapters as files."""
+    folder = tmp_path_factory.mktemp("loras")
+    for seed, name in enumerate(("ink", "snow")):
+        pipe = build("sdxl").pipe
+        torch.manual_seed(seed)
+        targets = ["to_q", "to_k", "to_v", "to_out.0"]
+        pipe.unet.add_adapter(LoraConfig(r=4, lora_alpha=4, init_lora_weights=False, target_modules=targets))
+        layers = get_peft_model_state_dict(pipe.unet)
+        pipe.save_lora_weights(folder, unet_lora_layers=layers, weight_name=f"{name}.safetensors")
+    return folder
+
+
+@pytest.fixture
+def own_plain() -> Iterator[Any]:
+    """A plain pipeline that a test may change."""
+    return build("sdxl").pipe
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_loras(parallel: ParallelPipeline, own_plain: Any, loras: Path, plan: str) -> None:
+    parallel.plan = plan
+    pipes = (parallel, own_plain)
+
+    def both() -> tuple[Any, float]:
+        want = own_plain(**CALL, generator=generator())
+        return want, relative_error(parallel(**CALL, generator=generator()), want)
+
+    untouched, error = both()
+    assert error <= EXACT
+    try:
+        for pipe in pipes:
+            for name in ("ink", "snow"):
+                assert pipe.load_lora_weights(loras, weight_name=f"{name}.safetensors", adapter_name=name) is None
+            pipe.set_adapters(["ink", "snow"], [0.7, 0.4])
+        assert parallel.get_active_adapters() == ["ink", "snow"]
+        mixed, error = both()
+        assert error <= EXACT
+        assert relative_error(untouched, mixed) > 100 * EXACT
+        for pipe in pipes:
+            pipe.set_adapters("snow")
+            pipe.fuse_lora()
+        fused, error = both()
+        assert error <= EXACT
+        assert relative_error(mixed, fused) > 100 * EXACT
+        for pipe in pipes:
+            pipe.unfuse_lora()
+    finally:
+        for pipe in pipes:
+            pipe.unload_lora_weights()
+    again, error = both()
+    assert error <= EXACT
+    assert relative_error(again, untouched) <= EXACT
+    assert parallel.get_active_adapters() == []
+
+
+def test_freeu_with_guidance_split_only(parallel: ParallelPipeline, own_plain: Any) -> None:
+    numbers = {"s1": 0.9, "s2": 0.2, "b1": 1.5, "b2": 1.6}
+    parallel.plan = "patch=2"
+    with pytest.raises(UnsupportedModel, match=r"enable_freeu.*'patch'.*cfg=2"):
+        parallel.enable_freeu(**numbers)
+    parallel.plan = "cfg=2"
+    for pipe in (parallel, own_plain):
+        pipe.enable_freeu(**numbers)
+    try:
+        want = own_plain(**CALL, generator=generator())
+        assert relative_error(parallel(**CALL, generator=generator()), want) <= EXACT
+    finally:
+        parallel.disable_freeu()
+    assert relative_error(parallel(**CALL, generator=generator()), want) > 100 * EXACT
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("to", ("cuda",), "devices="),
+        ("enable_model_cpu_offload", (), "its own device"),
+        ("enable_sequential_cpu_offload", (), "its own device"),
+        ("save_pretrained", ("/nowhere",), "before parallelising"),
+        ("push_to_hub", ("x/y",), "before parallelising"),
+        ("from_pipe", (None,), "another pipeline"),
+    ],
+)
+def test_methods_that_are_refused(parallel: ParallelPipeline, name: str, arguments: Any, words: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{name} is not for several devices.*{words}"):
+        getattr(parallel, name)(*arguments)
+
+
+@pytest.mark.parametrize("name", ["unet", "vae", "text_encoder", "components", "_get_add_time_ids"])
+def test_networks_stay_in_the_workers(parallel: ParallelPipeline, name: str) -> None:
+    with pytest.raises(UnsupportedModel, match=rf"pipe\.{name} .*lives in the workers.*load_lora_weights"):
+        getattr(parallel, name)
+
+
+def test_attributes_that_can_be_read(parallel: ParallelPipeline, plain: Any) -> None:
+    assert parallel.vae_scale_factor == plain.vae_scale_factor == 8
+    assert parallel.scheduler.config == plain.scheduler.config
+    assert parallel.config["unet"] == plain.config["unet"] == ("diffusers", "UNet2DConditionModel")
+    assert parallel.tokenizer("a red house").input_ids == plain.tokenizer("a red house").input_ids
+    assert parallel.device == torch.device("cpu")
+    embeddings = parallel.encode_prompt("a red house", device="cpu")
+    assert all(
+        torch.equal(a, b) for a, b in zip(embeddings, plain.encode_prompt("a red house", device="cpu"), strict=True)
+    )
+
+
+def test_attributes_behave_as_in_python(parallel: ParallelPipeline) -> None:
+    with pytest.raises(AttributeError, match="no attribute 'schedular'"):
+        parallel.schedular  # noqa: B018
+    assert not hasattr(parallel, "schedular")
+    assert not hasattr(parallel, "_repr_html_")
+    assert hasattr(parallel, "load_lora_weights")
+    assert hasattr(parallel, "vae_scale_factor")
+    parallel.my_own = 3
+    assert parallel.my_own == 3
+    names = dir(parallel)
+    assert {"load_lora_weights", "set_adapters", "encode_prompt", "restore", "close", "plan"} <= set(names)
+
+
+def test_repr(parallel: ParallelPipeline) -> None:
+    parallel.plan = "patch=2"
+    assert repr(parallel) == (
+        "<ParallelPipeline of StableDiffusionXLPipeline on 2 CPU workers sharing "
+        f"{parallel.explain().split('sharing ')[1]}>"
+    )
+    assert "plan patch=2" in parallel.explain()
+
+
+def test_a_method_that_fails_raises_as_it_does_in_diffusers(parallel: ParallelPipeline, plain: Any) -> None:
+    with pytest.raises(ValueError, match="ink"):
+        plain.set_adapters("ink")
+    with pytest.raises(ValueError, match="ink"):
+        parallel.set_adapters("ink")
+    assert relative_error(parallel(**CALL, generator=generator()), plain(**CALL, generator=generator())) <= EXACT
+
+
+def test_a_value_that_cannot_travel(parallel: ParallelPipeline) -> None:
+    with pytest.raises(PlanError, match="cannot be sent to worker processes"):
+        parallel.scheduler = (item for item in ())

@@ -1,0 +1,169 @@
+"""Progress and callback_on_step_end reach the caller, who may change latents, attributes, and stop the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback, SDXLCFGCutoffCallback
+
+from patchpar import ParallelPipeline
+
+from .callbacks import Darken
+from .conftest import EXACT, QUICK, generator, relative_error
+
+CALL = {**QUICK, "num_inference_steps": 4, "output_type": "latent"}
+
+
+def compare(parallel: ParallelPipeline, plain: Any, callback: Callable[[], Any], **more: Any) -> float:
+    """Relative error of a call with a fresh callback each, and that the callback matters."""
+    got = parallel(**CALL, **more, generator=generator(), callback_on_step_end=callback())
+    want = plain(**CALL, **more, generator=generator(), callback_on_step_end=callback())
+    untouched = plain(**CALL, **more, generator=generator())
+    assert relative_error(untouched, want) > 10 * EXACT
+    return relative_error(got, want)
+
+
+@pytest.mark.parametrize("plan", ["cfg=2", "patch=2"])
+def test_a_callback_changes_latents(parallel: ParallelPipeline, plain: Any, plan: str) -> None:
+    def callback() -> Any:
+        def darken(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            return {"latents": tensors["latents"] * 0.8} if step % 2 else tensors
+
+        return darken
+
+    parallel.plan = plan
+    assert compare(parallel, plain, callback) <= EXACT
+
+
+def test_a_callback_changes_latents_in_place(parallel: ParallelPipeline, plain: Any) -> None:
+    def callback() -> Any:
+        def darken(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            tensors["latents"].mul_(0.8)
+            return tensors
+
+        return darken
+
+    assert compare(parallel, plain, callback) <= EXACT
+
+
+def test_what_a_callback_sees(parallel: ParallelPipeline, plain: Any) -> None:
+    wanted = ["latents", "prompt_embeds", "add_time_ids"]
+    found = []
+    for pipe in (parallel, plain):
+        seen: list[Any] = []
+
+        def look(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any], seen: list[Any] = seen) -> Any:
+            facts = (pipe.num_timesteps, pipe.guidance_scale, pipe.do_classifier_free_guidance, pipe.interrupt)
+            seen.append((step, float(timestep), sorted(tensors), facts, tensors["latents"].clone()))
+            return tensors
+
+        pipe(
+            **CALL,
+            generator=generator(),
+            callback_on_step_end=look,
+            callback_on_step_end_tensor_inputs=wanted,
+        )
+        found.append(seen)
+    ours, theirs = found
+    assert [entry[:4] for entry in ours] == [entry[:4] for entry in theirs]
+    assert all(torch.allclose(a[4], b[4], atol=1e-3) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("plan", ["cfg=2", "patch=2"])
+def test_a_callback_stops_the_run(parallel: ParallelPipeline, plain: Any, plan: str) -> None:
+    steps: list[int] = []
+
+    def callback() -> Any:
+        def stop(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            steps.append(step)
+            pipe._interrupt = step == 1
+            return tensors
+
+        return stop
+
+    parallel.plan = plan
+    assert compare(parallel, plain, callback) <= EXACT
+    assert steps == [0, 1] * 2
+    assert parallel.last_run is not None
+    assert parallel.last_run.steps == 2
+    want = plain(**CALL, generator=generator())
+    assert relative_error(parallel(**CALL, generator=generator()), want) <= EXACT  # and the next one runs through
+
+
+def test_a_callback_turns_guidance_off(parallel: ParallelPipeline, plain: Any) -> None:
+    """The way diffusers documents: it sets an attribute of the pipeline and passes half of the embeddings."""
+    names = ["prompt_embeds", "add_text_embeds", "add_time_ids"]
+
+    def callback() -> Any:
+        def cut_off(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            if step == int(pipe.num_timesteps * 0.5):
+                pipe._guidance_scale = 0.0
+                return {name: tensor.chunk(2)[-1] for name, tensor in tensors.items()}
+            return tensors
+
+        return cut_off
+
+    parallel.plan = "cfg=2"
+    assert compare(parallel, plain, callback, callback_on_step_end_tensor_inputs=names) <= EXACT
+
+
+def test_diffusers_own_callbacks(parallel: ParallelPipeline, plain: Any) -> None:
+    assert compare(parallel, plain, lambda: SDXLCFGCutoffCallback(cutoff_step_ratio=0.5)) <= EXACT
+    both = [Darken(), SDXLCFGCutoffCallback(cutoff_step_ratio=0.25)]
+    assert compare(parallel, plain, lambda: MultiPipelineCallbacks(both)) <= EXACT
+
+
+def test_a_callback_class_that_workers_cannot_import(parallel: ParallelPipeline, plain: Any) -> None:
+    class Brighten(PipelineCallback):
+        tensor_inputs = ["latents"]  # noqa: RUF012
+
+        def callback_fn(self, pipeline: Any, step_index: int, timesteps: Any, callback_kwargs: Any) -> Any:
+            return {**callback_kwargs, "latents": callback_kwargs["latents"] * 1.2}
+
+    assert compare(parallel, plain, Brighten) <= EXACT
+
+
+def test_an_exception_in_a_callback_is_the_callers_own(parallel: ParallelPipeline, plain: Any) -> None:
+    class Enough(Exception):
+        pass
+
+    def callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        raise Enough(f"after step {step}")
+
+    pids = parallel._executor.pids
+    with pytest.raises(Enough, match="after step 0"):
+        parallel(**CALL, generator=generator(), callback_on_step_end=callback)
+    got, want = parallel(**CALL, generator=generator()), plain(**CALL, generator=generator())
+    assert relative_error(got, want) <= EXACT
+    assert parallel._executor.pids == pids
+
+
+def test_what_a_callback_cannot_have(parallel: ParallelPipeline) -> None:
+    def callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        assert not hasattr(pipe, "unet")
+        return pipe.scheduler
+
+    with pytest.raises(AttributeError, match=r"pipe\.scheduler cannot be had inside callback_on_step_end.*num_times"):
+        parallel(**CALL, generator=generator(), callback_on_step_end=callback)
+
+
+def test_steps_are_reported(parallel: ParallelPipeline, capfd: pytest.CaptureFixture[str]) -> None:
+    seen: list[tuple[int, int]] = []
+    parallel.on_step = lambda step, total: seen.append((step, total))
+    parallel(**CALL, generator=generator())
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert "it/s" not in capfd.readouterr().err
+
+
+def test_the_progress_bar(parallel: ParallelPipeline, capfd: pytest.CaptureFixture[str]) -> None:
+    parallel.set_progress_bar_config(desc="drawing")
+    parallel(**CALL, generator=generator())
+    shown = capfd.readouterr().err
+    assert "drawing" in shown
+    assert "4/4" in shown
+    parallel.set_progress_bar_config(disable=True)
+    parallel(**CALL, generator=generator())
+    assert capfd.readouterr().err == ""

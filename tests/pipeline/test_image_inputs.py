@@ -1,0 +1,40 @@
+"""Pipelines that take pictures, and video: their arguments reach all ranks, their results are those of one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from tests.tiny import build
+
+from .conftest import EXACT, Hold, generator, relative_error
+
+
+@pytest.mark.parametrize("plan", ["cfg=2", "patch=2"])
+@pytest.mark.parametrize("name", ["sd_img2img", "sdxl_inpaint", "sdxl_controlnet", "svd"])
+def test_pictures_as_input(hold: Hold, name: str, plan: str) -> None:
+    tiny = build(name)
+    call = {**tiny.call_kwargs, "num_inference_steps": 3, "output_type": "latent"}
+    given = copy.deepcopy(call)
+    want = tiny.pipe(**call, generator=generator())
+    with hold(tiny.pipe) as parallel:
+        parallel.plan = plan
+        got = parallel(**call, generator=generator())
+    assert relative_error(got, want) <= EXACT
+    assert _pixels(call) == _pixels(given)
+
+
+def test_frames_of_a_video(hold: Hold) -> None:
+    tiny = build("svd")
+    call = {**tiny.call_kwargs, "num_inference_steps": 2, "output_type": "np"}
+    want = tiny.pipe(**call, generator=generator())
+    with hold(tiny.pipe) as parallel:
+        got = parallel(**call, generator=generator())
+    assert got.frames.shape == (1, 3, 128, 128, 3)
+    assert relative_error(got, want) <= EXACT
+
+
+def _pixels(call: dict[str, Any]) -> dict[str, bytes]:
+    return {name: value.tobytes() for name, value in call.items() if hasattr(value, "tobytes")}
