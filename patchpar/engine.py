@@ -9,9 +9,7 @@
 The cut is at the denoiser call, so schedulers, callbacks, LoRA and post-processing are diffusers' own.
 """
 
-import functools
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from torch import nn
 from patchpar.batch import leaves
 from patchpar.call import Drawn, DrawOptions, LastWord, Returned, generators_of
 from patchpar.clock import StepClock
+from patchpar.denoiser import ConditionerHook, DenoiserHook
 from patchpar.drawing import (
     Drawing,
     agree_on_random_state,
@@ -262,42 +261,6 @@ class Engine:
         while not isinstance(answer := self.context.ask(None), LastWord):
             pass
         return Drawn(output=answer.output, steps=0, generators=())
-
-
-class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
-    """Stands before a denoiser's forward and passes the call through the plan's layers, outermost first."""
-
-    def __init__(
-        self, clock: StepClock, layers: Sequence[Any], guided: Callable[[], bool | None], transport: Transport
-    ) -> None:
-        super().__init__()
-        self.clock, self.layers, self.guided = clock, tuple(layers), guided
-        self.transport, self.deadline = transport, transport.deadline
-
-    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Replaces the denoiser's forward."""
-        self.clock.guided = self.guided()
-        self.clock.next_call()
-        forward = self.fn_ref.original_forward
-        for layer in reversed(self.layers):
-            forward = functools.partial(layer.denoise, forward)
-        start = time.monotonic()
-        result = forward(*args, **kwargs)
-        # A rank may have to wait for as long as another one computes, and that is only known once it has.
-        self.transport.deadline = max(self.transport.deadline, self.deadline + 2 * (time.monotonic() - start))
-        return result
-
-
-class ConditionerHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
-    """Lets each guidance rank run its share of a network that the denoiser listens to."""
-
-    def __init__(self, guidance: GuidanceSplit) -> None:
-        super().__init__()
-        self.guidance = guidance
-
-    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Replaces the network's forward."""
-        return self.guidance.condition(self.fn_ref.original_forward, *args, **kwargs)
 
 
 def _dtype_named(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ LINES = (
     ("shard",),
     ("patched",),
     ("strategies",),
-    ("planner", "checks", "outcome", "attributes", "start", "drawing"),
+    ("planner", "checks", "outcome", "attributes", "start", "drawing", "denoiser"),
     ("engine",),
     ("pipeline",),
     ("cli",),

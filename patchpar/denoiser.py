@@ -1,0 +1,49 @@
+"""Where the cut is: hooks that stand before the forward of a denoiser, and of a network that it listens to."""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from diffusers.hooks import ModelHook
+from torch import nn
+
+from patchpar.clock import StepClock
+from patchpar.strategies.guidance import GuidanceSplit
+from patchpar.transport import Transport
+
+
+class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+    """Stands before a denoiser's forward and passes the call through the plan's layers, outermost first."""
+
+    def __init__(
+        self, clock: StepClock, layers: Sequence[Any], guided: Callable[[], bool | None], transport: Transport
+    ) -> None:
+        super().__init__()
+        self.clock, self.layers, self.guided = clock, tuple(layers), guided
+        self.transport, self.deadline = transport, transport.deadline
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Replaces the denoiser's forward."""
+        self.clock.guided = self.guided()
+        self.clock.next_call()
+        forward = self.fn_ref.original_forward
+        for layer in reversed(self.layers):
+            forward = functools.partial(layer.denoise, forward)
+        start = time.monotonic()
+        result = forward(*args, **kwargs)
+        # A rank may have to wait for as long as another one computes, and that is only known once it has.
+        self.transport.deadline = max(self.transport.deadline, self.deadline + 2 * (time.monotonic() - start))
+        return result
+
+
+class ConditionerHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+    """Lets each guidance rank run its share of a network that the denoiser listens to."""
+
+    def __init__(self, guidance: GuidanceSplit) -> None:
+        super().__init__()
+        self.guidance = guidance
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Replaces the network's forward."""
+        return self.guidance.condition(self.fn_ref.original_forward, *args, **kwargs)
