@@ -75,7 +75,7 @@ def _draw(request: Compare, where: dict[str, Any], title: str) -> Outcome:
         pipe(**request.for_drawing() | exact | {"num_inference_steps": WARM_UP_STEPS})
         pipe.on_step = step
         output = pipe(**request.for_drawing() | exact)
-        return Outcome(pipe.last_run, images_of(output))
+        return Outcome(pipe.last_run, images_of(output) or [])
 
 
 def measure_pair(planned: Outcome, single: Outcome) -> dict[str, float]:

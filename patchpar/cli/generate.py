@@ -46,17 +46,20 @@ def _draw(request: Generate) -> tuple[Any, list[Any] | None]:
         pipe.set_progress_bar_config(disable=True)
         pipe.on_step = step
         output = pipe(**request.for_drawing())
-        return pipe.last_run, None if output is None else images_of(output)
+        return pipe.last_run, images_of(output)
 
 
-def images_of(output: Any) -> list[Any]:
-    """The pictures of a pipeline's output. Raises PlanError for a pipeline that makes something else."""
+def images_of(output: Any) -> list[Any] | None:
+    """The pictures of a pipeline's output, None on a rank that has none.
+
+    Raises PlanError for a pipeline that makes something else.
+    """
     if not hasattr(output, "images"):
         raise PlanError(
             f"this model returns {type(output).__name__}, which has no images; "
             "the command line draws pictures only: use ParallelPipeline in Python for it"
         )
-    return list(output.images)
+    return None if output.images is None else list(output.images)
 
 
 def _report(run: Any, paths: list[Path], *, as_json: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,10 +189,19 @@ def test_a_prompt_is_needed(fake: Any, run: Any) -> None:
     assert "Missing argument" in result.stderr
 
 
+def test_a_model_that_makes_something_else(
+    fake: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "__call__", lambda *_, **__: SimpleNamespace(frames=[]))
+    result = run("generate", "a fox", "-o", tmp_path / "x.png")
+    assert result.exit_code == 2
+    assert "has no images" in result.stderr
+
+
 def test_a_rank_without_a_result_says_and_writes_nothing(
     fake: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fake, "__call__", lambda *_, **__: None)
+    monkeypatch.setattr(fake, "__call__", lambda *_, **__: SimpleNamespace(images=None))
     result = run("generate", "a fox", "-o", tmp_path / "x.png")
     assert (result.exit_code, result.stdout) == (0, "")
     assert not list(tmp_path.iterdir())

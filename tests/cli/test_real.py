@@ -154,3 +154,13 @@ def test_not_enough_memory(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     result = run("generate", PROMPT, "--devices", "cpu:2", "-o", tmp_path / "x.png")
     assert result.exit_code == 2, result.output
     assert "GiB" in result.stderr
+
+
+def test_under_torchrun_each_process_is_a_rank(tmp_path: Path) -> None:
+    target = tmp_path / "x.png"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "patchpar"]
+    words = ["generate", PROMPT, *QUICK, "--json", "-o", str(target)]
+    result = subprocess.run([*launcher, *words], capture_output=True, text=True, timeout=200, check=False)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["plan"] == "cfg=2"
+    assert Image.open(target).size == (128, 128)
