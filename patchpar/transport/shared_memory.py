@@ -76,7 +76,7 @@ class SharedMemoryTransport:
         self.rank, self.device, self.deadline = rank, device, deadline
         self._lines = {peer: _Line(peer, link) for peer, link in links.items()}
         self._arena = Arena()
-        self._spin = SPIN_SECONDS if len(links) < (os.cpu_count() or 1) else 0.0
+        self._spin = SPIN_SECONDS if len(links) < _own_cores() else 0.0
 
     def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "SharedMemoryPending":
         """Copy outgoing tensors into shared memory and ring; what is expected is fetched when waited for."""
@@ -193,3 +193,8 @@ class SharedMemoryPending:
     def wait(self) -> list[list[Tensor]]:
         """Fetch all messages."""
         return [self.wait_for(index) for index in range(len(self._incoming))]
+
+
+def _own_cores() -> int:
+    """Cores that this process may use: with more ranks than that, waiting must not take a core from one that works."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
