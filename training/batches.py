@@ -13,7 +13,7 @@ from transformers import CLIPTokenizer
 
 from training.latents import CELL, object_mask, to_latent, to_tensor
 from training.render import picture
-from training.scenes import caption, flipped
+from training.scenes import Scene, caption, flipped, look_indices
 from training.stages import Bucket
 from training.tokenizer import token_ids
 
@@ -23,26 +23,31 @@ CAPTION_DROPOUT = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Clean latents (B, 4, H, W), object masks (B, 1, H, W), token ids (B, T), timesteps (B), noise as the latents."""
+    """Clean latents (B, 4, H, W), object masks (B, 1, H, W), token ids (B, T), timesteps (B), noise as the latents.
+
+    looks (B, 2) are the indices of what the caption puts left and right, -1 where the caption was dropped.
+    """
 
     latent: Tensor
     mask: Tensor
     ids: Tensor
+    looks: Tensor
     timestep: Tensor
     noise: Tensor
 
     def to(self, device: torch.device) -> Batch:
         """The batch on that device."""
-        names = ("latent", "mask", "ids", "timestep", "noise")
+        names = ("latent", "mask", "ids", "looks", "timestep", "noise")
         return Batch(**{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One training picture: latent (4, H, W), object mask (1, H, W) and caption."""
+    """One training picture: latent (4, H, W), object mask (1, H, W), what it shows, in words too."""
 
     latent: Tensor
     mask: Tensor
+    scene: Scene
     caption: str
 
 
@@ -52,9 +57,10 @@ def draw_sample(key: str, height: int, width: int) -> Sample:
     latent, mask = to_latent(to_tensor(shown.pixels))[0], object_mask(shown)
     rng = random.Random(f"mirror {key}")
     if rng.random() < 0.5:
-        words = caption(flipped(shown.scene), right_first=rng.random() < 0.5)
-        return Sample(latent=latent.flip(-1), mask=mask.flip(-1), caption=words)
-    return Sample(latent=latent, mask=mask, caption=shown.caption)
+        scene = flipped(shown.scene)
+        words = caption(scene, right_first=rng.random() < 0.5)
+        return Sample(latent=latent.flip(-1), mask=mask.flip(-1), scene=scene, caption=words)
+    return Sample(latent=latent, mask=mask, scene=shown.scene, caption=shown.caption)
 
 
 def draw_batch(key: str, bucket: Bucket, tokenizer: CLIPTokenizer, executor: Executor | None = None) -> Batch:
@@ -70,6 +76,7 @@ def draw_batch(key: str, bucket: Bucket, tokenizer: CLIPTokenizer, executor: Exe
         latent=latent,
         mask=torch.stack([sample.mask for sample in samples]),
         ids=token_ids(tokenizer, words),
+        looks=torch.tensor([look_indices(sample.scene) for sample in samples]).masked_fill(dropped[:, None], -1),
         timestep=draw_timesteps(bucket.batch, bucket.noise_shift, generator),
         noise=torch.randn(latent.shape, generator=generator),
     )

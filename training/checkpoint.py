@@ -10,8 +10,8 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 from torch import Tensor
 
+from training.heads import GuideHeads
 from training.model import Networks
-from training.position import PositionHeads
 
 EMA_DECAY = 0.998
 
@@ -31,7 +31,7 @@ class Run:
     """Networks, the heads that only training has, the moving average by parameter name, optimizer and progress."""
 
     networks: Networks
-    heads: PositionHeads
+    heads: GuideHeads
     average: dict[str, Tensor]
     optimizer: torch.optim.Optimizer
     progress: Progress
@@ -47,7 +47,7 @@ class Run:
 def new_run(device: torch.device) -> Run:
     """A run with fresh weights."""
     networks = Networks().to(device).to(memory_format=torch.channels_last).train()
-    heads = PositionHeads(networks.unet).to(device)
+    heads = GuideHeads(networks.unet).to(device)
     parameters = [*networks.parameters(), *heads.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
     average = {name: parameter.detach().clone() for name, parameter in networks.named_parameters()}

@@ -21,20 +21,12 @@ from torch.nn import functional
 
 from training.latents import to_tensor
 from training.render import picture
-from training.scenes import COLORLESS, COLORS, KINDS, SIDES, TERRAINS, TIMES, Item, Scene
+from training.scenes import LOOKS, SIDES, TERRAINS, TIMES, Look, Scene, look_indices, look_of
 from training.stages import Schedule
 
 WEIGHTS = Path(__file__).with_name("classifier.safetensors")
 SIDE_PX = 128
 """Pictures are looked at with their shorter side at this many pixels."""
-
-Look = tuple[str, str | None]
-LOOKS: tuple[Look | None, ...] = (
-    None,
-    *((kind, None) for kind in COLORLESS),
-    *((kind, color) for kind in KINDS if kind not in COLORLESS for color in COLORS),
-)
-"""Everything that can be on one side: nothing, or a kind in a colour."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +67,9 @@ class Classifier(nn.Module):
         return self.look(sides), self.terrain(whole), self.time(whole)
 
 
-def look_of(item: Item | None) -> Look | None:
-    """The look of an object of a scene, or None where there is none."""
-    return None if item is None else (item.kind, item.color)
-
-
 def targets(scenes: list[Scene]) -> tuple[Tensor, Tensor, Tensor]:
     """Class indices of looks (B, 2), terrains (B) and times (B)."""
-    looks = [[LOOKS.index(look_of(scene.on(side))) for side in SIDES] for scene in scenes]
+    looks = [look_indices(scene) for scene in scenes]
     terrains = [TERRAINS.index(scene.terrain) for scene in scenes]
     return torch.tensor(looks), torch.tensor(terrains), torch.tensor([TIMES.index(scene.time) for scene in scenes])
 

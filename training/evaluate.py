@@ -20,10 +20,10 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from torch import Tensor
 
-from training.classifier import Classifier, Look, Verdict, accuracy, judge, load_classifier, look_of
+from training.classifier import Classifier, Verdict, accuracy, judge, load_classifier
 from training.package import FOLDER
 from training.report import update_document, update_figures
-from training.scenes import COLORLESS, SIDES, Scene, held_out_captions
+from training.scenes import COLORLESS, SIDES, Look, Scene, held_out_captions, look_of
 
 ROOT = Path(__file__).parent.parent
 CLASSIFIER_BAR = 0.97

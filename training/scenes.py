@@ -19,7 +19,17 @@ SIDES = ("left", "right")
 COLORLESS = ("tree", "pine")
 """Kinds that are always green: their caption names no colour."""
 
+Look = tuple[str, str | None]
+LOOKS: tuple[Look | None, ...] = (
+    None,
+    *((kind, None) for kind in COLORLESS),
+    *((kind, color) for kind in KINDS if kind not in COLORLESS for color in COLORS),
+)
+"""Everything that can be on one side: nothing, or a kind in a colour."""
+
 _HELD_OUT_ONE_IN = 12
+_MOST_HELD_OUT = 256
+"""Of some 700 held-out captions; beyond this the search for new ones gets slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +58,16 @@ class Scene:
     def on(self, side: str) -> Item | None:
         """The object on that side, or None."""
         return next((item for item in self.items if item.side == side), None)
+
+
+def look_of(item: Item | None) -> Look | None:
+    """The look of an object of a scene, or None where there is none."""
+    return None if item is None else (item.kind, item.color)
+
+
+def look_indices(scene: Scene) -> list[int]:
+    """Which of LOOKS is on the left and which on the right."""
+    return [LOOKS.index(look_of(scene.on(side))) for side in SIDES]
 
 
 def flipped(scene: Scene) -> Scene:
@@ -82,16 +102,16 @@ def draw_scene(rng: random.Random, *, held_out: bool = False) -> Scene:
 def held_out_captions(count: int, *, seed: int = 0) -> list[tuple[str, Scene]]:
     """That many different held-out captions with their scenes, always the same for a seed.
 
-    Raises ValueError if there are not that many.
+    Raises ValueError if there are too few.
     """
+    if count > _MOST_HELD_OUT:
+        raise ValueError(f"{count} held-out captions asked for, the limit is {_MOST_HELD_OUT}: ask for fewer")
     rng = random.Random(f"held-out {seed}")
     found: dict[str, Scene] = {}
-    for _ in range(200 * count):
+    while len(found) < count:
         scene = draw_scene(rng, held_out=True)
         found.setdefault(caption(scene, right_first=rng.random() < 0.5), scene)
-        if len(found) == count:
-            return list(found.items())
-    raise ValueError(f"{count} held-out captions asked for, but only {len(found)} were found: ask for fewer")
+    return list(found.items())
 
 
 def vocabulary() -> list[str]:

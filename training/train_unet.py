@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from training.attention import use_plain_attention
 from training.batches import Batch, draw_batch
 from training.checkpoint import Run, load, new_run, save, start_from_pipeline
+from training.heads import LOOK_WEIGHT, PLACE_WEIGHT
 from training.model import Networks, noise_scheduler
-from training.position import WEIGHT as POSITION_WEIGHT
 from training.stages import STAGES, Schedule, Stage
 from training.stop import StopSignal
 from training.tokenizer import build_tokenizer
@@ -45,21 +45,21 @@ def loss_of(networks: Networks, batch: Batch, alphas: Tensor) -> Tensor:
     return (weight * (predicted.float() - target) ** 2).mean() / weight.mean()
 
 
-def train_step(run: Run, batch: Batch, rate: float, alphas: Tensor) -> tuple[float, float]:
-    """One step of the optimizer and of the moving average; returns the loss and the error of the position heads."""
+def train_step(run: Run, batch: Batch, rate: float, alphas: Tensor) -> tuple[float, float, float]:
+    """One step of the optimizer and of the moving average; returns its loss and the heads' errors of place and look."""
     for group in run.optimizer.param_groups:
         group["lr"] = rate
     loss = loss_of(run.networks, batch, alphas)
-    place = run.heads.loss()
+    place, look = run.heads.loss(batch.looks, batch.timestep)
     run.optimizer.zero_grad(set_to_none=True)
-    (loss + POSITION_WEIGHT * place).backward()
+    (loss + PLACE_WEIGHT * place + LOOK_WEIGHT * look).backward()
     nn.utils.clip_grad_norm_(run.networks.parameters(), 1.0)
     run.optimizer.step()
     run.average_step()
     run.progress.step += 1
     run.progress.stage_step += 1
     run.progress.samples += len(batch.latent)
-    return loss.item(), place.item()
+    return loss.item(), place.item(), look.item()
 
 
 def begin_stage(run: Run, stage: Stage) -> None:
@@ -105,7 +105,10 @@ def report(run: Run, schedule: Schedule, losses: list[float]) -> None:
     progress = run.progress
     done = f"{progress.stage} {progress.stage_step}/{schedule.steps} samples {progress.samples}"
     rate, seconds = schedule.rate(progress.stage_step), time.process_time()
-    print(f"{done} loss {losses[0]:.4f} place {losses[1]:.4f} rate {rate:.1e} cpu {seconds:.0f}s", flush=True)
+    print(
+        f"{done} loss {losses[0]:.4f} place {losses[1]:.4f} look {losses[2]:.3f} rate {rate:.1e} cpu {seconds:.0f}s",
+        flush=True,
+    )
 
 
 @contextmanager

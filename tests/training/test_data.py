@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from training.batches import draw_batch, draw_sample
-from training.classifier import judge, load_classifier, look_of
+from training.classifier import judge, load_classifier
 from training.latents import object_mask, to_latent, to_preview, to_tensor
 from training.render import picture, render
 from training.scenes import (
@@ -18,6 +18,7 @@ from training.scenes import (
     flipped,
     held_out_captions,
     is_held_out,
+    look_of,
     vocabulary,
 )
 from training.stages import Bucket, Schedule

@@ -19,14 +19,14 @@ MODEL = package.FOLDER
 
 @pytest.fixture(scope="module")
 def pipe():
-    loaded = DiffusionPipeline.from_pretrained(MODEL, variant="fp16", local_files_only=True)
-    loaded.to(torch.float32).set_progress_bar_config(disable=True)
+    loaded = DiffusionPipeline.from_pretrained(MODEL, variant="fp16", local_files_only=True, torch_dtype=torch.float32)
+    loaded.set_progress_bar_config(disable=True)
     return loaded
 
 
 def draw(pipe, words, seed=0, size=64):
     generator = torch.Generator().manual_seed(seed)
-    options = {"num_inference_steps": 3, "guidance_scale": 3.0, "output_type": "pt"}
+    options = {"num_inference_steps": 6, "guidance_scale": 3.0, "output_type": "pt"}
     return pipe(words, height=size, width=size, generator=generator, **options).images
 
 
@@ -86,7 +86,7 @@ def test_a_written_pipeline_loads_again(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_cutting_matters_only_where_there_is_more_than_one_strip(pipe, kind):
     exact = draw(pipe, "a pine on the left, green hills at noon")
-    cutting = {"captions": 1, "side": 64, "steps": 3, "guidance": 3.0, "warmup": 1}
+    cutting = {"captions": 1, "side": 64, "steps": 6, "guidance": 3.0, "warmup": 1}
     whole, halves = Settings(**cutting, strips=1), Settings(**cutting, strips=2)
     for stale in (True, False):
         with cut(pipe.unet, [kind], whole, stale=stale):

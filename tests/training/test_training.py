@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -6,6 +8,7 @@ from training.attention import attend
 from training.batches import draw_batch
 from training.checkpoint import load, new_run, save, start_from_pipeline
 from training.model import noise_scheduler
+from training.scenes import LOOKS
 from training.stages import Bucket
 from training.tokenizer import build_tokenizer
 from training.train_unet import train_step
@@ -54,23 +57,26 @@ def test_the_average_holds_every_weight():
 def test_training_can_start_from_the_packaged_model():
     run = fresh_run()
     start_from_pipeline(run, package.FOLDER)
-    packaged = package.averaged_networks  # the names agree with what packaging reads
-    assert callable(packaged)
     alphas = noise_scheduler().alphas_cumprod
     batch = draw_batch("packaged", Bucket(height=32, width=32, batch=4, share=1), build_tokenizer())
-    trained, _ = train_step(run, batch, 0.0, alphas)
-    untrained, _ = train_step(fresh_run(), batch, 0.0, alphas)
+    trained, *_ = train_step(run, batch, 0.0, alphas)
+    untrained, *_ = train_step(fresh_run(), batch, 0.0, alphas)
     assert trained < 0.5 * untrained
 
 
-def test_position_heads_that_know_nothing_cost_a_third():
+def test_heads_that_know_nothing_cost_what_chance_costs():
     run = fresh_run()
-    for head in run.heads.heads:
+    for head in (*run.heads.places, *run.heads.looks):
         torch.nn.init.zeros_(head.bias)
-    batch = draw_batch("place", Bucket(height=64, width=64, batch=1, share=1), build_tokenizer())
+    batch = draw_batch("place", Bucket(height=64, width=64, batch=2, share=1), build_tokenizer())
     with torch.no_grad():
         run.networks(batch.latent, batch.timestep, batch.ids)
-        assert run.heads.loss().item() == pytest.approx(1 / 3, rel=0.2)
+        place, look = run.heads.loss(torch.tensor([[3, 0], [1, 2]]), torch.tensor([900, 900]))
+        assert place.item() == pytest.approx(1 / 3, rel=0.2)
+        assert look.item() == pytest.approx(math.log(len(LOOKS)), rel=0.01)
+        run.networks(batch.latent, batch.timestep, batch.ids)
+        _, low_noise = run.heads.loss(torch.tensor([[3, 0], [1, 2]]), torch.tensor([10, 10]))
+        assert low_noise.item() == 0
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(64, 28), (64, 64), (300, 300)])
