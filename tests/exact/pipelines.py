@@ -1,0 +1,121 @@
+"""Whole pipelines in bands against the same pipelines alone: final latents, on the ranks of a pool."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor
+
+from patchpar.call import DrawOptions, RandomState
+from patchpar.engine import Engine
+from patchpar.models.folder import embedded_model
+from patchpar.plan import Plan
+from tests import tiny
+from tests.ranks import Place
+from tests.tiny import pictures
+
+SCHEDULERS = {
+    "DDIM": diffusers.DDIMScheduler,
+    "Euler ancestral": diffusers.EulerAncestralDiscreteScheduler,
+    "DPM++ 2M": diffusers.DPMSolverMultistepScheduler,
+    "Euler": diffusers.EulerDiscreteScheduler,
+}
+UNGUIDED = {"svd": {"min_guidance_scale": 1.0, "max_guidance_scale": 1.0}}
+SEED = 7
+CAPTION = "a red house on the left and a tree on the right, green hills at noon"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One call of a pipeline. `size` in pixels; `control`: also run it with every band alone."""
+
+    plan: str
+    scheduler: str
+    guided: bool = True
+    size: tuple[int, int] = (128, 128)
+    steps: int = 3
+    control: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """How far the final latents are from those of one process."""
+
+    relative_error: float
+    psnr_db: float
+    control_error: float | None
+
+
+def compared(place: Place, name: str, cases: Sequence[Case], verdicts: str) -> list[Compared | None]:
+    """Each case on as many of the ranks as its plan takes. Rank 0 knows; it also runs the plain pipeline."""
+    pipe, arguments = _pipeline(name)
+    engine = Engine(place.context)
+    engine.adopt(pipe)
+    original = pipe.scheduler
+    found = []
+    for case in cases:
+        plan, random = Plan.parse(case.plan), RandomState(seed=SEED)
+        options = DrawOptions(plan=plan, verify=Path(verdicts), random=random, quiet=True)
+        kwargs = arguments | _changes(name, case)
+        engine.restore()
+        pipe.scheduler = SCHEDULERS[case.scheduler].from_config(original.config)
+        torch.manual_seed(SEED)  # some pipelines do not hand their generator to the scheduler
+        plain = _latents(pipe(**_seeded(kwargs))) if place.rank == 0 else None
+        drawn = [engine.draw(_seeded(kwargs), options)]
+        if case.control:
+            engine.control(exchanging=False)
+            drawn.append(engine.draw(_seeded(kwargs), options))
+        if plain is not None:
+            error, *control = [relative(_latents(each.output), plain) for each in drawn]
+            psnr = psnr_db(_latents(drawn[0].output), plain)
+            found.append(Compared(relative_error=error, psnr_db=psnr, control_error=next(iter(control), None)))
+    return found
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def psnr_db(got: Tensor, want: Tensor) -> float:
+    """Peak signal-to-noise ratio; the peak is the range of the latents of one process."""
+    mse = float((got.double() - want.double()).square().mean())
+    return 10 * math.log10(float(want.max() - want.min()) ** 2 / mse) if mse else math.inf
+
+
+def _pipeline(name: str) -> tuple[Any, dict[str, Any]]:
+    if name != "embedded":
+        built = tiny.build(name)
+        return built.pipe, built.call_kwargs
+    pipe = diffusers.DiffusionPipeline.from_pretrained(
+        embedded_model(), variant="fp16", torch_dtype=torch.float32, use_safetensors=True
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe, {"prompt": CAPTION}
+
+
+def _changes(name: str, case: Case) -> dict[str, Any]:
+    height, width = case.size
+    changes: dict[str, Any] = {"num_inference_steps": case.steps, "output_type": "latent"}
+    if not case.guided:
+        changes |= UNGUIDED.get(name, {"guidance_scale": 1.0})
+    if "img2img" not in name:
+        changes |= {"height": height, "width": width}
+    if name == "svd" or any(part in name for part in ("img2img", "inpaint", "controlnet")):
+        changes["image"] = pictures.scene().resize((width, height))
+    if "inpaint" in name:
+        changes["mask_image"] = pictures.mask().resize((width, height))
+    return changes
+
+
+def _seeded(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return kwargs | {"generator": torch.Generator().manual_seed(SEED)}
+
+
+def _latents(output: Any) -> Tensor:
+    return output.images if hasattr(output, "images") else output.frames
