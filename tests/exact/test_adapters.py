@@ -1,0 +1,27 @@
+"""Adapters work in bands as they do whole."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+ADAPTERS = "tests.exact.adapters"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft, which the extra dev installs")
+@pytest.mark.parametrize("name", ["sd", "sdxl"])
+def test_lora_of_peft(ranks: Any, name: str) -> None:
+    for found in ranks.run(f"{ADAPTERS}:with_peft", 2, name):
+        assert found["adapted"] <= 1e-5, found
+        assert found["scaled"] <= 1e-5, found
+        assert found["disabled"] <= 1e-5, found
+        assert found["weight"] >= 1e-2, found
+
+
+@pytest.mark.parametrize("name", ["sdxl", "asymmetric"])
+def test_lora_by_hand(ranks: Any, name: str) -> None:
+    for found in ranks.run(f"{ADAPTERS}:by_hand", 2, name):
+        assert found["adapted"] <= 1e-5, found
+        assert found["weight"] >= 1e-2, found
