@@ -90,6 +90,13 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{name(page)} links to {target}"
 
 
+@pytest.mark.parametrize("folder", ["docs", "docs/decisions"])
+def test_every_page_is_in_the_index(folder: str) -> None:
+    index = (REPOSITORY / folder / "README.md").read_text()
+    pages = {page.name for page in (REPOSITORY / folder).glob("*.md")} - {"README.md"}
+    assert {page for page in pages if f"({page})" not in index} == set()
+
+
 def test_the_file_tree_of_the_readme_is_the_file_tree() -> None:
     """Every module of the package is named in the README's tree, and nothing else is."""
     tree = next(
