@@ -36,8 +36,9 @@ from patchpar.drawing import (
 )
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door
-from patchpar.launch.context import RankContext
+from patchpar.launch.context import Bystander, RankContext
 from patchpar.mesh import Mesh
+from patchpar.models.arrival import settle_in
 from patchpar.models.description import DENOISERS, Description, describe
 from patchpar.patched import PatchedDenoiser
 from patchpar.plan import Plan
@@ -101,6 +102,7 @@ class Engine:
         if offloaded and self.context.world_size > 1:
             raise UnsupportedModel("the pipeline is offloaded to the CPU: hand it over without offloading")
         self.restore()
+        settle_in(pipe)
         self.pipe = pipe if offloaded or pipe.device == self.device else pipe.to(self.device)
         return describe(self.pipe)
 
@@ -200,8 +202,8 @@ class Engine:
 
     # --- a call -------------------------------------------------------------------------------------------------
 
-    def draw(self, kwargs: Mapping[str, Any], options: DrawOptions) -> Drawn | None:
-        """One call of the pipeline, under `options.plan`. Ranks that the plan leaves idle give None, or wait."""
+    def draw(self, kwargs: Mapping[str, Any], options: DrawOptions) -> Drawn | Bystander:
+        """One call of the pipeline, under `options.plan`. Ranks that the plan leaves idle stand by."""
         if self._installed != (options.plan, options.verify):
             self.install(options.plan, verify=options.verify)
         kwargs = dict(kwargs)
@@ -210,7 +212,7 @@ class Engine:
         elif options.random is not None:
             take_random_state(options.random, self.device)
         if self.context.rank >= options.plan.world_size:
-            return self._stand_by() if options.same_everywhere else None
+            return self._stand_by() if options.same_everywhere else Bystander()
         self._reset()
         drawing = Drawing(self.pipe, self.context, self.clock, options)
         with self._own_share(kwargs) as self._arguments:

@@ -3,7 +3,9 @@
 What every patch strategy shares; a strategy decides what its seams exchange and when.
 """
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_pa
 
 from patchpar.discover import Sites, discover, sample_of, stride_of
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.exchange import Door, Gather
+from patchpar.exchange import Door, Gather, Traffic
 from patchpar.mesh import Axis
 from patchpar.patches import Bands, split_bands
 from patchpar.seam import Share
@@ -53,7 +55,12 @@ class PatchedDenoiser:
         self.share.dim = dim
         self._sharded = Sharded(self.denoiser, self.sites, self.share)
         if self.verdicts is not None:
-            self.error = self._verified(self.verdicts, self.sites, forward, call)
+            try:
+                with _uncounted(self.share.door):
+                    self.error = self._verified(self.verdicts, self.sites, forward, call)
+            except BaseException:
+                self.restore()  # or the next call would find seams, and go ahead
+                raise
 
     def _verified(self, verdicts: Verdicts, sites: Sites, forward: Callable[..., Any], call: tuple[Any, Any]) -> float:
         facts = self._facts(sites, call)
@@ -76,6 +83,7 @@ class PatchedDenoiser:
             "denoiser": type(self.denoiser).__name__,
             "config": dict(getattr(self.denoiser, "config", {})),
             "modules": sites.describe(),
+            "layers": _layers(self.denoiser),
             "strategy": "exact",
             "bands": self.share.axis.size,
             "dim": self.share.dim,
@@ -130,6 +138,24 @@ class PatchedDenoiser:
         if self._sharded is not None:
             self._sharded.restore()
             self._sharded = None
+
+
+@contextmanager
+def _uncounted(door: Door) -> Iterator[None]:
+    """Exchanges that are no part of a call's figures."""
+    counted, door.traffic = door.traffic, Traffic()
+    try:
+        yield
+    finally:
+        door.traffic = counted
+
+
+def _layers(denoiser: nn.Module) -> str:
+    """A fingerprint of what a denoiser is made of, which need not be what its configuration says."""
+    names = [
+        f"{path} {type(module).__module__}.{type(module).__qualname__}" for path, module in denoiser.named_modules()
+    ]
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 
 def bands_of(total: int, places: int, unit: int) -> Bands:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.attributes import QUESTIONS, refuse_method
-from patchpar.call import Returned
+from patchpar.call import Drawn, Returned
 from patchpar.checks import bind, check_call, check_plan, check_plan_for
 from patchpar.errors import PlanError
 from patchpar.launch.context import Executor
@@ -126,10 +126,10 @@ class ParallelPipeline:
             state.plan, state.last_run = plan, run_of(plan, drawn, time.perf_counter() - start)
         return output
 
-    def _draw(self, executor: Executor, caller: Caller, plan: Plan) -> list[Any]:
+    def _draw(self, executor: Executor, caller: Caller, plan: Plan) -> list[Drawn]:
         options = caller.options(plan, self._state.request.verify)
         results = executor.call("draw", caller.kwargs, options, on_event=caller.on_event, on_ask=caller.on_ask)
-        return [result for result in results if result is not None]
+        return [result for result in results if isinstance(result, Drawn)]
 
     def _plan_for(self, kwargs: Mapping[str, Any]) -> Plan:
         state = self._state

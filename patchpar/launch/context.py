@@ -124,6 +124,11 @@ class Callbacks:
         return self.on_ask(question)
 
 
+@dataclass(frozen=True, slots=True)
+class Bystander:
+    """What a method returns on a rank that takes no part in a call, so that what the others raise counts as alike."""
+
+
 class CallAborted(PatchparError):
     """Raised on the ranks by `ask` when the caller's own function raised. The caller sees its own exception."""
 

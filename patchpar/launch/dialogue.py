@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from patchpar.launch.channel import Closed, Frame, Kind
-from patchpar.launch.context import Callbacks
+from patchpar.launch.context import Bystander, Callbacks
 from patchpar.launch.failures import Failure
 from patchpar.launch.process import WorkerProcess
 from patchpar.launch.wire import Message, decode, encode
@@ -42,6 +42,7 @@ class Outcome:
     deaf: list[int] = field(default_factory=list)  # have stopped reading, so nothing can be said to them any more
     silent: list[int] = field(default_factory=list)  # have not answered the last pings
     marks: dict[int, int] = field(default_factory=dict)  # made during the request
+    bystanders: list[int] = field(default_factory=list)  # returned without taking part
     idle: float = 0.0
     aborted: Exception | None = None  # what the caller's own on_ask raised
 
@@ -117,6 +118,8 @@ class Dialogue:
         self._outcome.idle = 0.0
         if frame.kind is Kind.RESULT:
             self._outcome.results[worker.rank] = frame.message
+            if frame.message.block is None and isinstance(decode(frame.message), Bystander):
+                self._outcome.bystanders.append(worker.rank)
             return
         value = decode(frame.message)
         frame.message.close()

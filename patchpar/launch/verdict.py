@@ -28,11 +28,11 @@ def verdict(outcome: Outcome, workers: Sequence[WorkerProcess], patience: float)
         return outcome.aborted
     own = {rank: failure for rank, failure in outcome.failures.items() if not failure.transport}
     if own:
-        return _raised(own, workers)
+        return _raised(own, outcome, workers)
     stuck = [worker for worker in workers if not outcome.is_over(worker.rank)]
     if stuck:
         return _hung(outcome, stuck, workers, patience)
-    return _raised(outcome.failures, workers) if outcome.failures else None
+    return _raised(outcome.failures, outcome, workers) if outcome.failures else None
 
 
 def is_reusable(outcome: Outcome, workers: Sequence[WorkerProcess]) -> bool:
@@ -45,7 +45,7 @@ def is_reusable(outcome: Outcome, workers: Sequence[WorkerProcess]) -> bool:
         return False
     if not outcome.failures:
         return True
-    in_step = len(set(outcome.marks.values())) == 1
+    in_step = len({count for rank, count in outcome.marks.items() if rank not in outcome.bystanders}) == 1
     return in_step and not any(failure.transport for failure in outcome.failures.values())
 
 
@@ -55,11 +55,12 @@ def _died(outcome: Outcome, workers: Sequence[WorkerProcess]) -> WorkerDied:
     return WorkerDied(f"{worker} {end}; {worker.last_seam()}.{worker.last_output()}")
 
 
-def _raised(failures: dict[int, Failure], workers: Sequence[WorkerProcess]) -> Exception:
-    """All ranks alike: the exception itself, as a plain pipeline would raise it. Otherwise a WorkerError."""
+def _raised(failures: dict[int, Failure], outcome: Outcome, workers: Sequence[WorkerProcess]) -> Exception:
+    """All who take part alike: the exception itself, as a plain pipeline would raise it. Otherwise a WorkerError."""
     rank, first = next(iter(failures.items()))
     error = first.as_worker_error(str(workers[rank]))
-    alike = len(failures) == len(workers) and len({failure.type_name for failure in failures.values()}) == 1
+    took_part = len(workers) - len(outcome.bystanders)
+    alike = len(failures) == took_part and len({failure.type_name for failure in failures.values()}) == 1
     lowest = failures[min(failures)]
     if alike and lowest.exception is not None:
         lowest.exception.__cause__ = lowest.as_worker_error(str(workers[min(failures)]))

@@ -1,4 +1,4 @@
-"""One pool of two workers with a tiny pipeline for all tests here, the same pipeline plain, and ways to compare them."""
+"""One pool of two workers with a tiny pipeline for all tests here, the same pipeline plain, ways to compare them."""
 
 from __future__ import annotations
 

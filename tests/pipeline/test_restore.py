@@ -43,8 +43,8 @@ def test_restore_leaves_the_plain_pipeline(parallel: ParallelPipeline, plain: An
 
 
 def test_one_device_is_the_pipeline_itself(plain: Any) -> None:
-    before = traces(plain)
     want = plain(**CALL, generator=generator())
+    before = traces(plain)
     with ParallelPipeline(plain, devices=1) as pipe:
         pipe.set_progress_bar_config(disable=True)
         got = pipe(**CALL, generator=generator())
@@ -70,8 +70,8 @@ def test_one_device_is_the_pipeline_itself(plain: Any) -> None:
 def test_a_pipeline_in_memory_on_three_devices(hold: Hold) -> None:
     """Workers have copies: the user's own object stays what it was, also when they are gone."""
     own = build("sdxl").pipe
-    before = traces(own)
     want = own(**CALL, generator=generator())
+    before = traces(own)
     with ParallelPipeline(own, devices=["cpu"] * 3) as pipe:
         pipe.set_progress_bar_config(disable=True)
         tall = {**CALL, "height": 192}  # six bands of two rows: three ranks help
@@ -85,7 +85,7 @@ def test_a_pipeline_in_memory_on_three_devices(hold: Hold) -> None:
         assert relative_error(got, want) <= EXACT
         assert pipe.last_run is not None
         assert len(pipe.last_run.bytes_per_step) == 2
-        with pytest.raises(ValueError, match="num_images_per_prompt|generator"):  # also where a rank is idle
+        with pytest.raises(ValueError, match=r"num_images_per_prompt|generator"):  # also where a rank is idle
             pipe(**CALL, generator=[generator()] * 3)
         pipe.scheduler = own.scheduler  # idle ranks follow too
         pipe.plan = "patch=3"

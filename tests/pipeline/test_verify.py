@@ -32,9 +32,8 @@ def test_a_model_that_cannot_be_cut(hold: Hold, plain: Any) -> None:
         assert parallel._executor.pids == pids
 
 
-def test_verdicts_are_kept_where_one_says(parallel: ParallelPipeline, tmp_path: Path) -> None:
+def test_verdicts_are_kept_where_one_says(parallel: ParallelPipeline) -> None:
     parallel.plan = "patch=2"
-    call = {**CALL, "cross_attention_kwargs": {"scale": 1.0}}  # a call of its own kind
     folder = parallel._state.request.verify
     assert isinstance(folder, Path)
     parallel(**CALL, generator=generator())
@@ -43,8 +42,6 @@ def test_verdicts_are_kept_where_one_says(parallel: ParallelPipeline, tmp_path: 
     facts = json.loads(next(iter(kept.values())))
     assert facts["denoiser"] == "UNet2DConditionModel"
     assert 0 <= facts["relative_error"] < 1e-4
-    parallel(**call, generator=generator())
-    assert set(kept) < set(folder.glob("*.json"))
 
 
 def test_a_kept_verdict_is_believed_by_new_ranks(hold: Hold) -> None:
