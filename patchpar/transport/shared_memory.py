@@ -85,15 +85,15 @@ class SharedMemoryTransport:
         return SharedMemoryPending(self, incoming, where)
 
     def _send(self, message: Outgoing, where: str) -> None:
-        total = sum(aligned(x.numel() * x.element_size()) for x in message.tensors)
+        room = sum(aligned(x.numel() * x.element_size()) for x in message.tensors)
         for line in self._lines.values():
             line.read(self._arena)  # what has been read by now is room to write
-        segment, offset = self._arena.take(total)
-        at = offset
+        segment, offset = self._arena.take(room)
+        at, total = offset, 0
         for x in message.tensors:
             num_bytes = x.numel() * x.element_size()
-            segment.memory[at : at + num_bytes].view(x.dtype).view(x.shape).copy_(x)
-            at += aligned(num_bytes)
+            segment.memory[at : at + num_bytes].view(x.dtype).view(x.shape).copy_(x.detach())
+            at, total = at + aligned(num_bytes), total + num_bytes
         for peer in message.peers:
             segment.unread += 1
             line = self._lines[peer]
@@ -120,12 +120,15 @@ class SharedMemoryTransport:
     def fetch(self, message: Incoming, where: str) -> list[Tensor]:
         """Wait for the next message of `message.peer` and copy it out."""
         line = self._lines[message.peer]
-        segment, offset, num_bytes = self._next_ring(line, where)
-        expected = sum(aligned(spec.num_bytes) for spec in message.specs)
+        try:
+            segment, offset, num_bytes = self._next_ring(line, where)
+        except ExchangeError as error:
+            raise ExchangeError(f"{error}; expected from it: {_shapes(message)}") from error.__cause__
+        expected = sum(spec.num_bytes for spec in message.specs)
         if num_bytes != expected:
-            shapes = ", ".join(str(spec.shape) for spec in message.specs)
             raise ExchangeError(
-                f"{self._at(where)}: rank {line.peer} sent {num_bytes} bytes, but {expected} were expected for {shapes}"
+                f"{self._at(where)}: rank {line.peer} sent {num_bytes} bytes, but {expected} were expected for "
+                f"{_shapes(message)}: the ranks do not run the same exchanges"
             )
         received = []
         for spec in message.specs:
@@ -193,6 +196,10 @@ class SharedMemoryPending:
     def wait(self) -> list[list[Tensor]]:
         """Fetch all messages."""
         return [self.wait_for(index) for index in range(len(self._incoming))]
+
+
+def _shapes(message: Incoming) -> str:
+    return ", ".join(f"{spec.shape} {spec.dtype}" for spec in message.specs) or "nothing"
 
 
 def _own_cores() -> int:

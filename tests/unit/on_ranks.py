@@ -1,0 +1,111 @@
+"""What the ranks of the transport tests run."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.transport import Incoming, Outgoing, Spec, Transport
+from tests.ranks import Place
+
+LARGE = 72 << 20
+
+
+def tensors_of(rank: int) -> dict[str, Tensor]:
+    """What rank `rank` sends: other values and other shapes on every rank, the same wherever this is called."""
+    generator = torch.Generator().manual_seed(rank)
+    normal = torch.randn(5 + rank, 7, generator=generator)
+    whole = torch.randint(0, 200, (3, 4 + rank), generator=generator)
+    return {
+        "float32": normal,
+        "float16": normal.half(),
+        "bfloat16": normal.bfloat16(),
+        "float64": normal.double(),
+        "int64": whole,
+        "uint8": whole.to(torch.uint8),
+        "bool": whole > 100,
+        "transposed": normal.T,
+        "every second column": normal[:, ::2],
+        "expanded": normal[:1].expand(6, 7),
+        "channels last": torch.randn(1, 4, 3, 2 + rank, generator=generator).to(memory_format=torch.channels_last),
+        "scalar": normal[0, 0],
+        "no rows": normal[:0],
+        "requires grad": normal.clone().requires_grad_(),
+    }
+
+
+def specs_of(tensors: Any) -> tuple[Spec, ...]:
+    return tuple(Spec.of(x) for x in tensors)
+
+
+def others(transport: Transport, world: int) -> list[int]:
+    return [peer for peer in range(world) if peer != transport.rank]
+
+
+def kinds(place: Place) -> list[str]:
+    """Every rank sends tensors of every kind to every other; the kinds that came wrong."""
+    own, peers = tensors_of(place.rank), others(place.transport, place.world)
+    wrong = []
+    for name, x in own.items():
+        incoming = [Incoming(peer, specs_of([tensors_of(peer)[name]])) for peer in peers]
+        received = place.transport.swap([Outgoing(tuple(peers), (x,))], incoming, name).wait()
+        for peer, (got,) in zip(peers, received, strict=True):
+            sent = tensors_of(peer)[name]
+            if got.dtype != sent.dtype or not torch.equal(got, sent.detach()):
+                wrong.append(name)
+    several = [Incoming(peer, specs_of(tensors_of(peer).values())) for peer in peers]
+    received = place.transport.swap([Outgoing(tuple(peers), tuple(own.values()))], several, "together").wait()
+    for peer, together in zip(peers, received, strict=True):
+        if not all(torch.equal(x, y) for x, y in zip(together, tensors_of(peer).values(), strict=True)):
+            wrong.append("together")
+    return wrong
+
+
+def many_unread(place: Place, count: int, rows: int) -> bool:
+    """Everybody sends `count` messages before anybody reads one; whether they came in order."""
+    peers = others(place.transport, place.world)
+    pending = []
+    for number in range(count):
+        x = torch.full((1 + number % rows, 256), float(number))
+        incoming = [Incoming(peer, (Spec.of(x),)) for peer in peers]
+        pending.append(place.transport.swap([Outgoing(tuple(peers), (x,))], incoming, f"message {number}"))
+    found = [message.wait() for message in pending]
+    return all(
+        bool((x == number).all()) and len(x) == 1 + number % rows
+        for number, received in enumerate(found)
+        for (x,) in received
+    )
+
+
+def large(place: Place) -> bool:
+    """A message larger than any segment so far, each way."""
+    peer = 1 - place.rank
+    x = torch.arange(LARGE // 4, dtype=torch.int32) + place.rank
+    ((got,),) = place.transport.swap([Outgoing((peer,), (x,))], [Incoming(peer, (Spec.of(x),))], "large").wait()
+    return torch.equal(got, x - place.rank + peer)
+
+
+def grown(place: Place, count: int) -> dict[str, int]:
+    """By how many descriptors and bytes a rank has grown after `count` messages, having warmed up with a quarter."""
+    peer = 1 - place.rank
+
+    def exchange(times: int) -> None:
+        for number in range(times):
+            x = torch.zeros(1 + number % 7, 4096)
+            place.transport.swap([Outgoing((peer,), (x,))], [Incoming(peer, (Spec.of(x),))], "again").wait()
+
+    exchange(count // 4)
+    before = _held()
+    exchange(count)
+    return {name: value - before[name] for name, value in _held().items()}
+
+
+def _held() -> dict[str, int]:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {"descriptors": len(list(Path("/proc/self/fd").iterdir())), "bytes": pages * os.sysconf("SC_PAGE_SIZE")}

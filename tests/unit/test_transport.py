@@ -1,0 +1,163 @@
+"""Messages between ranks: all kinds of tensors, in order, however many; and what is said when they do not come."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from patchpar.errors import ExchangeError
+from patchpar.transport import Incoming, Outgoing, Spec
+from patchpar.transport.shared_memory import SharedMemoryTransport
+from tests.unit.threads import connected, on_threads
+
+ON_RANKS = "tests.unit.on_ranks"
+BOTH = pytest.mark.parametrize("through", ["shared_memory", "torch"])
+
+
+@BOTH
+def test_every_kind_of_tensor(ranks: Any, through: str) -> None:
+    assert ranks.run(f"{ON_RANKS}:kinds", 3, through=through) == [[]] * 3
+
+
+@BOTH
+def test_a_hundred_messages_before_anybody_reads(ranks: Any, through: str) -> None:
+    assert ranks.run(f"{ON_RANKS}:many_unread", 3, 100, 40, through=through) == [True] * 3
+
+
+def test_more_doorbells_than_a_socket_holds(ranks: Any) -> None:
+    """Both sides are stuck in sending, and each must read to let the other go on."""
+    assert ranks.run(f"{ON_RANKS}:many_unread", 2, 2000, 1, through="shared_memory") == [True] * 2
+
+
+@BOTH
+def test_a_large_message(ranks: Any, through: str) -> None:
+    assert ranks.run(f"{ON_RANKS}:large", 2, through=through) == [True] * 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
+@BOTH
+def test_two_thousand_messages_leave_nothing_behind(ranks: Any, through: str) -> None:
+    for grown in ranks.run(f"{ON_RANKS}:grown", 2, 2000, through=through):
+        assert grown["descriptors"] <= 0, grown
+        assert grown["bytes"] < 8 << 20, grown
+
+
+def swap(transport: SharedMemoryTransport, rows: int, expected: int) -> Any:
+    peer = 1 - transport.rank
+    spec = Spec((expected, 3), torch.float32)
+    message = Outgoing((peer,), (torch.zeros(rows, 3),))
+    return transport.swap([message], [Incoming(peer, (spec,))], "conv_in").wait()
+
+
+def test_a_message_of_another_size_names_rank_peer_seam_and_shapes() -> None:
+    first, second = on_threads(2, lambda transport: swap(transport, 4 + transport.rank, 4))
+    assert isinstance(first, ExchangeError)
+    assert re.match(
+        r"rank 0 at conv_in: rank 1 sent 60 bytes, but 48 were expected for \(4, 3\) torch.float32", str(first)
+    )
+    assert second[0][0].shape == (4, 3)
+
+
+def test_a_late_peer_is_named_after_the_deadline() -> None:
+    def run(transport: SharedMemoryTransport) -> float:
+        if transport.rank:
+            return 0.0
+        start = time.monotonic()
+        with pytest.raises(
+            ExchangeError, match=r"rank 0 at conv_in: rank 1 has not answered rank 0 for 0.3 s.*\(4, 3\)"
+        ):
+            swap(transport, 4, 4)
+        return time.monotonic() - start
+
+    waited, _ = on_threads(2, run, deadline=0.3)
+    assert 0.3 <= waited < 3
+
+
+def test_a_peer_that_never_reads_is_named_after_the_deadline() -> None:
+    def run(transport: SharedMemoryTransport) -> str:
+        message = Outgoing((1,), (torch.zeros(1),))
+        try:
+            while transport.rank == 0:
+                transport.swap([message], [], "conv_in")
+        except ExchangeError as error:
+            return str(error)
+        time.sleep(1)
+        return ""
+
+    said, _ = on_threads(2, run, deadline=0.3)
+    assert "rank 0 at conv_in: rank 1 has not read from rank 0 for 0.3 s" in said
+
+
+def test_a_killed_peer_is_named_at_once() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    transport = SharedMemoryTransport(0, {1: ours}, torch.device("cpu"), deadline=60.0)
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as peer:
+        theirs.close()
+        pending = transport.swap([], [Incoming(1, (Spec((4, 3), torch.float32),))], "conv_in")
+        peer.kill()
+        start = time.monotonic()
+        with pytest.raises(ExchangeError, match=r"rank 0 at conv_in: rank 1 is gone.*\(4, 3\)"):
+            pending.wait()
+        with pytest.raises(ExchangeError, match="rank 1 is gone"):
+            transport.swap([Outgoing((1,), (torch.zeros(1),))], [], "conv_out")
+        assert time.monotonic() - start < 2
+    transport.close()
+
+
+def test_what_a_peer_sent_before_it_left_still_arrives() -> None:
+    def run(transport: SharedMemoryTransport) -> Any:
+        if transport.rank:
+            transport.swap([Outgoing((0,), (torch.ones(4, 3),))], [], "conv_in")
+            transport.close()
+            return None
+        time.sleep(0.2)
+        return transport.swap([], [Incoming(1, (Spec((4, 3), torch.float32),))], "conv_in").wait()
+
+    ((received,),), _ = on_threads(2, run)
+    assert torch.equal(received, torch.ones(4, 3))
+
+
+def test_messages_of_one_peer_come_in_order_even_if_the_later_is_awaited_first() -> None:
+    def run(transport: SharedMemoryTransport) -> Any:
+        peer, spec = 1 - transport.rank, Spec((1,), torch.float32)
+        messages = [Outgoing((peer,), (torch.full((1,), float(i)),)) for i in range(3)]
+        pending = transport.swap(messages, [Incoming(peer, (spec,))] * 3, "here")
+        return [pending.wait_for(index)[0].item() for index in (2, 0, 1)]
+
+    assert on_threads(2, run) == [[2.0, 0.0, 1.0]] * 2
+
+
+def test_what_is_received_is_not_overwritten_by_what_comes_later() -> None:
+    def run(transport: SharedMemoryTransport) -> Any:
+        peer, spec = 1 - transport.rank, Spec((1000,), torch.float32)
+        kept = []
+        for number in range(20):
+            message = Outgoing((peer,), (torch.full((1000,), float(number)),))
+            kept.append(transport.swap([message], [Incoming(peer, (spec,))], "here").wait()[0][0])
+        return [x.unique().tolist() for x in kept]
+
+    assert on_threads(2, run) == [[[float(number)] for number in range(20)]] * 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
+def test_closing_lets_go_of_everything() -> None:
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = descriptors()
+    for _ in range(3):
+        transports = connected(3)
+        transports[0].swap([Outgoing((1, 2), (torch.zeros(8 << 20),))], [], "here")  # nobody reads it
+        for transport in transports:
+            transport.close()
+            transport.close()
+    assert descriptors() == before
