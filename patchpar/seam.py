@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from patchpar.errors import UnsupportedModel
+from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door, Gather, HaloSpecs, Round
 from patchpar.layers import (
     Conv,
@@ -69,6 +69,9 @@ class Share:
     def edges(self, x: Tensor, before: int, after: int) -> tuple[Tensor | None, Tensor | None, HaloSpecs]:
         """Rows to send to the places before and after, and what comes back, for a reach of `before` and `after`."""
         size, shape = x.shape[self.dim], list(x.shape)
+        reach = max(before, after)
+        if reach > 1:  # every band has a row
+            self._refuse_thin(size, reach)
 
         def spec(rows: int) -> Spec | None:
             shape[self.dim] = rows
@@ -78,6 +81,16 @@ class Share:
         first = x.narrow(self.dim, 0, after) if up and after else None
         last = x.narrow(self.dim, size - before, before) if down and before else None
         return first, last, HaloSpecs(spec(before) if up else None, spec(after) if down else None)
+
+    def _refuse_thin(self, own_rows: int, reach: int) -> None:
+        """All ranks look at all bands, so that all refuse together."""
+        bands = self.level(own_rows)
+        thinnest = min(bands.size(place) for place in range(len(bands)))
+        if reach > thinnest:
+            raise PlanError(
+                f"a convolution reads {reach} rows of its neighbours, but a band has only {thinnest} there: use fewer "
+                f"than {len(bands)} ranks on axis 'patch', or a larger picture"
+            )
 
 
 class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed

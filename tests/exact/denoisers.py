@@ -173,6 +173,7 @@ KINDS: dict[str, Kind] = {
     "sdxl": Kind(build=_sdxl, arguments=_text_time, odd=True),
     "controlnet": Kind(build=_sd(), arguments=_with_controlnet, odd=True),
     "scale_shift": Kind(build=_sd(resnet_time_scale_shift="scale_shift"), arguments=_text, odd=True),
+    "wide": Kind(build=_sd(conv_in_kernel=7, conv_out_kernel=5), arguments=_text, odd=True),
     "svd": Kind(build=_svd, arguments=_frames_first, odd=True),
     "motion": Kind(build=_motion, arguments=_motion_call, odd=True),
     "unet3d": Kind(build=_unet3d, arguments=_video, odd=True),

@@ -122,11 +122,17 @@ def _old_processor(denoiser: Any) -> None:
     denoiser.set_attn_processor(AttnProcessor())
 
 
+def _widen(denoiser: Any) -> None:
+    resnet = denoiser.mid_block.resnets[0]
+    resnet.conv1 = nn.Conv2d(resnet.in_channels, resnet.out_channels, 5, padding=2)
+
+
 CHANGES: dict[str, Callable[[Any], None]] = {
     "centred": _centre,
     "pooled": _pool,
     "replicate": _replicate,
     "old processor": _old_processor,
+    "widened": _widen,
 }
 
 

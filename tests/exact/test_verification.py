@@ -40,6 +40,7 @@ def test_a_model_that_mixes_positions_in_an_unknown_way_is_refused_with_the_figu
     ("change", "says"),
     [
         ("replicate", "UnsupportedModel: conv_out pads with 'replicate'"),
+        ("widened", "PlanError: a convolution reads 2 rows of its neighbours, but a band has only 1 there: use fewer"),
         ("old processor", "UnsupportedModel: .*attn1.*AttnProcessor.*set_default_attn_processor"),
     ],
 )

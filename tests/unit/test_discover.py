@@ -1,0 +1,108 @@
+"""What is found in a denoiser by watching it run, and which of its arguments are pictures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from patchpar.discover import Sites, discover, sample_of, splits_into_bands, stride_of, with_sample_size
+from patchpar.errors import UnsupportedModel
+from tests.exact import denoisers
+
+Key = torch.utils._pytree.MappingKey
+
+
+def sites_of(name: str) -> tuple[nn.Module, Sites]:
+    denoiser = denoisers.build(name)
+    return denoiser, discover(denoiser, denoiser.forward, (), denoisers.call(name, 16, 8))
+
+
+@pytest.mark.parametrize("name", ["sd", "sdxl", "svd", "motion", "unet3d", "asymmetric"])
+def test_what_is_spatial_in_a_unet(name: str) -> None:
+    denoiser, sites = sites_of(name)
+    modules: dict[str, Any] = dict(denoiser.named_modules())
+    kernels = {
+        path for path, m in modules.items() if isinstance(m, nn.Conv2d | nn.Conv3d) and max(m.kernel_size[-2:]) > 1
+    }
+    assert {site.path for site in sites.convs} == kernels
+    assert [site.path for site in sites.convs if site.reads_sample] == (
+        [] if name in ("motion", "unet3d") else ["conv_in"]  # they move the frames before the channels first
+    )
+    assert {site.path for site in sites.norms} == {p for p, m in modules.items() if isinstance(m, nn.GroupNorm)}
+    assert sites.total_stride == (2 if name in ("svd", "unet3d") else 4)
+    cross_or_temporal = ("attn2", "temporal", "temp_", "motion", "transformer_in")
+    assert all(not any(word in path for word in cross_or_temporal) for path in sites.attentions)
+    assert len(sites.attentions) == {"sd": 7, "sdxl": 11, "svd": 4, "motion": 7, "unet3d": 4, "asymmetric": 4}[name]
+
+
+def test_norms_are_joined_with_the_convolutions_they_feed() -> None:
+    _, sites = sites_of("sdxl")
+    fed = {norm.path: (norm.convs, norm.activations) for norm in sites.norms}
+    for path in fed:
+        block, _, last = path.rpartition(".")
+        if last in ("norm1", "norm2"):
+            activations = fed[path][1]
+            assert fed[path][0] == (f"{block}.conv{last[-1]}",)
+            assert activations[0] == f"{block}.nonlinearity"
+        elif last == "norm":  # of a transformer: a projection per pixel follows
+            assert fed[path] == ((), ())
+    assert fed["conv_norm_out"] == (("conv_out",), ("conv_act",))
+
+
+def test_a_model_that_pads_by_itself() -> None:
+    _, sites = sites_of("asymmetric")
+    assert [site.path for site in sites.convs if site.trailing] == [
+        f"down_blocks.{i}.downsamplers.0.conv" for i in range(2)
+    ]
+
+
+def test_a_denoiser_without_convolutions_is_refused() -> None:
+    class Tokens(nn.Module):
+        def forward(self, sample: torch.Tensor) -> torch.Tensor:
+            return sample
+
+    with pytest.raises(UnsupportedModel, match=r"Tokens has no convolution over rows.*cfg or data"):
+        discover(Tokens(), Tokens().forward, (torch.zeros(1, 4, 8, 8),), {})
+    assert not splits_into_bands(Tokens())
+    assert splits_into_bands(denoisers.build("sd"))
+
+
+def test_the_sample_of_a_call() -> None:
+    x = torch.zeros(1, 4, 8, 8)
+    assert sample_of((x, 3), {}) is x
+    assert sample_of((), {"sample": x}) is x
+    assert sample_of((), {"hidden_states": x}) is x
+    with pytest.raises(UnsupportedModel, match="no picture-shaped latent"):
+        sample_of((torch.zeros(1, 64, 4),), {})
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 24), (33, 25), (35, 21)])
+@pytest.mark.parametrize("stride", [1, 2, 4, 8])
+def test_residuals_are_cut_at_their_own_level(height: int, width: int, stride: int) -> None:
+    sample = torch.zeros(1, 4, height, width)
+    residual = torch.zeros(1, 4, -(-height // stride), -(-width // stride))
+    assert stride_of((Key("mid_block_additional_residual"),), residual, sample) == stride
+
+
+def test_what_is_no_picture_stays_whole() -> None:
+    sample = torch.zeros(1, 4, 32, 32)
+    assert stride_of((Key("sample"),), sample, sample) == 1
+    assert stride_of((Key("encoder_hidden_states"),), torch.zeros(1, 32, 32), sample) is None
+    assert stride_of((Key("image_embeds"),), torch.zeros(1, 4, 32, 32), sample) is None  # as large by chance
+    assert stride_of((Key("timestep"),), 3, sample) is None
+    with pytest.raises(UnsupportedModel, match=r"residual of .*7.* fits no level of a latent of 32 x 32"):
+        stride_of((Key("residual"),), torch.zeros(1, 4, 7, 32), sample)
+
+
+def test_the_same_call_at_another_size() -> None:
+    call = denoisers.call("controlnet", 16, 8)
+    _, other = with_sample_size((), call, (33, 21))
+    assert other["sample"].shape == (2, 4, 33, 21)
+    assert other["encoder_hidden_states"] is call["encoder_hidden_states"]
+    shapes = [tuple(x.shape) for x in other["down_block_additional_residuals"]]
+    assert shapes == [(2, 16, 33, 21)] * 2 + [(2, 16, 17, 11), (2, 32, 17, 11)] + [(2, 32, 9, 6)] * 2
+    _, again = with_sample_size((), call, (33, 21))
+    assert torch.equal(again["sample"], other["sample"])  # the same noise on every rank

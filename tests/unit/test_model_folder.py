@@ -1,0 +1,111 @@
+"""A model folder is looked through before anything is started: whole safetensors only."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from patchpar.errors import PlanError
+from patchpar.models.folder import inspect_folder, resolve_model
+
+WEIGHTS = {"weight": torch.zeros(16, 16), "bias": torch.zeros(16)}
+
+
+def folder(path: Path, *, name: str = "diffusion_pytorch_model.safetensors") -> Path:
+    """A pipeline of a UNet with weights, a scheduler without, and nothing for the safety checker."""
+    entries = {
+        "_class_name": "StableDiffusionPipeline",
+        "unet": ["diffusers", "UNet2DConditionModel"],
+        "scheduler": ["diffusers", "DDIMScheduler"],
+        "safety_checker": [None, None],
+    }
+    for part, config in (("unet", {"_class_name": "UNet2DConditionModel"}), ("scheduler", {})):
+        (path / part).mkdir(parents=True)
+        (path / part / "config.json").write_text(json.dumps(config))
+    (path / "model_index.json").write_text(json.dumps(entries))
+    save_file(WEIGHTS, path / "unet" / name)
+    return path
+
+
+def test_a_whole_folder(tmp_path: Path) -> None:
+    found = inspect_folder(folder(tmp_path))
+    assert found.pipeline == "StableDiffusionPipeline"
+    assert found.weight_bytes == (tmp_path / "unet" / "diffusion_pytorch_model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda data: data[:-1], r"should have \d+ bytes but has \d+: fetch it again"),
+        (lambda data: data + b"x", r"should have \d+ bytes but has \d+: fetch it again"),
+        (lambda data: data[:4], "not a whole safetensors file"),
+        (lambda data: b"", "not a whole safetensors file"),
+        (lambda data: struct.pack("<Q", 2**60) + data[8:], "not a whole safetensors file"),
+        (lambda data: data[:8] + b"x" + data[9:], "not a whole safetensors file"),
+        (lambda data: struct.pack("<Q", 2) + b"[]" + data[8:], "not a whole safetensors file"),
+        (lambda data: struct.pack("<Q", 12) + b'{"a": "bcd"}' + data[8:], "not a whole safetensors file"),
+    ],
+    ids=["cut short", "too long", "stump", "empty", "huge header", "no JSON", "a list", "no offsets"],
+)
+def test_a_damaged_weight_file_is_named(tmp_path: Path, damage: object, says: str) -> None:
+    file = folder(tmp_path) / "unet" / "diffusion_pytorch_model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))  # type: ignore[operator]
+    with pytest.raises(PlanError, match=says) as raised:
+        inspect_folder(tmp_path)
+    assert str(file) in str(raised.value)
+
+
+@pytest.mark.parametrize("pickle", ["diffusion_pytorch_model.bin", "model.ckpt", "model.pt", "model.pth"])
+def test_pickles_alone_are_refused(tmp_path: Path, pickle: str) -> None:
+    (folder(tmp_path) / "unet" / "diffusion_pytorch_model.safetensors").rename(tmp_path / "unet" / pickle)
+    with pytest.raises(PlanError, match="only as pickles, which can run code"):
+        inspect_folder(tmp_path)
+
+
+def test_no_weights_at_all(tmp_path: Path) -> None:
+    (folder(tmp_path) / "unet" / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(PlanError, match=r"unet.* has a config.json but no safetensors weights"):
+        inspect_folder(tmp_path)
+
+
+def test_variants(tmp_path: Path) -> None:
+    folder(tmp_path, name="diffusion_pytorch_model.fp16.safetensors")
+    assert inspect_folder(tmp_path, "fp16").weight_bytes > 0
+    with pytest.raises(PlanError, match="pass variant=, such as 'fp16'"):
+        inspect_folder(tmp_path)
+
+
+def test_a_variant_is_preferred_and_may_be_missing_for_some_parts(tmp_path: Path) -> None:
+    """diffusers takes the plain file where a part has no variant."""
+    folder(tmp_path)
+    small = {name: x.half() for name, x in WEIGHTS.items()}
+    plain = inspect_folder(tmp_path, "fp16").weight_bytes
+    save_file(small, tmp_path / "unet" / "diffusion_pytorch_model.fp16.safetensors")
+    assert inspect_folder(tmp_path, "fp16").weight_bytes < plain == inspect_folder(tmp_path).weight_bytes
+
+
+@pytest.mark.parametrize("text", ["", "{", "no JSON"])
+def test_a_broken_index(tmp_path: Path, text: str) -> None:
+    (folder(tmp_path) / "model_index.json").write_text(text)
+    with pytest.raises(PlanError, match=r"model_index.json is not valid JSON"):
+        inspect_folder(tmp_path)
+
+
+def test_what_is_no_model_is_refused_with_what_would_be(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"has no model_index.json"):
+        resolve_model(tmp_path, {})
+    with pytest.raises(PlanError, match=r"is no model: give a folder.*hub name.*'embedded'"):
+        resolve_model(tmp_path / "missing" / "folder", {})
+
+
+def test_hub_names_are_left_to_the_hub() -> None:
+    assert resolve_model("some-org/some-model", {"variant": "fp16"}) == (
+        "some-org/some-model",
+        {"variant": "fp16"},
+        None,
+    )

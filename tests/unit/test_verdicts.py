@@ -1,0 +1,53 @@
+"""Verdicts are kept by what they depend on, and a broken or missing file only means checking again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from patchpar import verdicts as module
+from patchpar.verdicts import Verdicts
+
+FACTS = {"denoiser": "UNet2DConditionModel", "config": {"layers": 1}, "bands": 2, "dtype": "torch.float32"}
+
+
+def test_a_verdict_is_found_again(tmp_path: Path) -> None:
+    verdicts = Verdicts(tmp_path / "not" / "yet")
+    key = verdicts.key(FACTS)
+    assert verdicts.find(key) is None
+    verdicts.remember(key, FACTS, 1.5e-6)
+    assert verdicts.find(key) == 1.5e-6
+    (file,) = (tmp_path / "not" / "yet").iterdir()  # no draft is left beside it
+    assert json.loads(file.read_text())["denoiser"] == "UNet2DConditionModel"
+
+
+@pytest.mark.parametrize("change", [{"bands": 3}, {"config": {"layers": 2}}, {"dtype": "torch.float16"}, {"dim": -1}])
+def test_other_facts_are_another_verdict(tmp_path: Path, change: dict[str, object]) -> None:
+    verdicts = Verdicts(tmp_path)
+    assert verdicts.key(FACTS | change) != verdicts.key(FACTS)
+    assert verdicts.key(dict(reversed(FACTS.items()))) == verdicts.key(FACTS)
+
+
+def test_other_versions_are_another_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Verdicts(tmp_path).key(FACTS)
+    monkeypatch.setattr(module.importlib.metadata, "version", lambda package: "99")
+    assert Verdicts(tmp_path).key(FACTS) != before
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"relative_error": "much"}', '{"relative_error": null}'])
+def test_a_broken_file_means_checking_again(tmp_path: Path, text: str) -> None:
+    verdicts = Verdicts(tmp_path)
+    key = verdicts.key(FACTS)
+    (tmp_path / f"{key}.json").write_text(text)
+    assert verdicts.find(key) is None
+    verdicts.remember(key, FACTS, 2e-6)
+    assert verdicts.find(key) == 2e-6
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    verdicts = Verdicts(tmp_path / "file" / "folder")
+    verdicts.remember(verdicts.key(FACTS), FACTS, 1e-6)
+    assert verdicts.find(verdicts.key(FACTS)) is None
