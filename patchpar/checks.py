@@ -54,9 +54,9 @@ def _check_prompt(name: str, value: Any) -> None:
         raise PlanError(f"{name} is a {type(value).__name__}: give a text or a list of texts")
     if not value:
         raise PlanError(f"{name} is an empty list: give at least one text")
-    wrong = next((item for item in value if not isinstance(item, str)), None)
-    if wrong is not None:
-        raise PlanError(f"{name} holds a {type(wrong).__name__}: give a text or a list of texts")
+    wrong = [item for item in value if not isinstance(item, str)]
+    if wrong:
+        raise PlanError(f"{name} holds a {type(wrong[0]).__name__}: give a text or a list of texts")
 
 
 def _check_side(name: str, value: Any, unit: int) -> None:

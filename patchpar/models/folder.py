@@ -52,7 +52,7 @@ def resolve_model(model: str | Path, options: Mapping[str, Any]) -> tuple[str, d
         options.setdefault("torch_dtype", "float32")
         model = embedded_model()
     path = Path(model).expanduser()
-    if path.is_dir():
+    if str(model) and path.is_dir():
         return str(path), options, inspect_folder(path, options.get("variant"))
     if path.exists() or not HUB_NAME.fullmatch(str(model)):
         ways = "a folder with model_index.json, a hub name such as org/model, or 'embedded'"

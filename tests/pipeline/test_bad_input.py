@@ -1,0 +1,277 @@
+"""Bad input is refused with value, limit and way out, before any worker is started or does any work."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import patchpar.launch.process
+from patchpar import ParallelPipeline, Plan, PlanError, UnsupportedModel
+from tests.tiny import build
+
+from .conftest import EXACT, QUICK, Hold, generator, relative_error
+
+
+@pytest.fixture
+def no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting a worker or loading anything fails the test."""
+
+    def started(*_: Any, **__: Any) -> None:
+        pytest.fail("a worker was started")
+
+    monkeypatch.setattr(patchpar.launch.process.subprocess, "Popen", started)
+    monkeypatch.setattr("patchpar.start.InlineExecutor.call", started)
+
+
+@pytest.fixture
+def no_work(parallel: ParallelPipeline, monkeypatch: pytest.MonkeyPatch) -> ParallelPipeline:
+    """A running pool that may not be asked anything."""
+    monkeypatch.setattr(parallel._executor, "call", lambda *_, **__: pytest.fail("the workers were asked"))
+    return parallel
+
+
+def says(*words: str) -> str:
+    """A pattern for a message that holds all words, in any order."""
+    return "".join(f"(?=.*{word})" for word in words)
+
+
+# --- before anything is started ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_start")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"devices": "cpu:3", "plan": "cfg=2,patch=2"}, ["cfg=2 x patch=2", "4 devices", "there are 3", "devices=4"]),
+        ({"devices": 2, "plan": Plan(patch=3)}, ["takes 3", "there are 2"]),
+        ({"plan": "rows=2"}, ["'rows'", "data, cfg, patch"]),
+        ({"plan": "cfg"}, ["'cfg'", "axis=degree"]),
+        ({"plan": "cfg=two"}, ["cfg=two", "whole number"]),
+        ({"plan": "cfg=0"}, ["cfg=0", "at least 1"]),
+        ({"plan": 2}, ["plan=2", "'auto'"]),
+        ({"plan": "patch=2,split=diagonal"}, ["diagonal", "auto, rows, columns"]),
+        ({"plan": "patch=2,strategy=psychic"}, ["'psychic'", "exact"]),
+        ({"plan": "patch=2,strategy=exact:speed=9"}, ["'exact'", "speed=9", "no options"]),
+        ({"plan": Plan(patch=2, strategy=3)}, ["strategy=3", "exact"]),
+        ({"devices": 0}, ["devices=0", "at least 1"]),
+        ({"devices": -2}, ["-2", "at least 1"]),
+        ({"devices": []}, ["empty list", "cpu:4"]),
+        ({"devices": "tpu"}, ["'tpu'", "cpu:4"]),
+        ({"devices": 2.5}, ["2.5", "float"]),
+        ({"devices": ["cuda:97"]}, ["cuda:97", "does not exist"]),
+        ({"devices": "cpu:100000"}, ["100000", "between 1 and"]),
+        ({"deadline": 0}, ["deadline=0", "seconds above 0"]),
+        ({"start_timeout": "soon"}, ["start_timeout='soon'", "seconds"]),
+        ({"verify": 3}, ["verify=3", "folder"]),
+        ({"device_map": "balanced"}, ["device_map='balanced'", "every rank holds"]),
+        ({"use_safetensors": False}, ["use_safetensors=False", "pickles"]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_plans_devices_and_options(sdxl_folder: Path, options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(PlanError, match=says(*words)) as caught:
+        ParallelPipeline.from_pretrained(sdxl_folder, **options)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.usefixtures("no_start")
+def test_gpus_that_repeat(sdxl_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("patchpar.launch.devices.gpu_count", lambda: 2)
+    with pytest.raises(PlanError, match=says("cuda:0 repeats", "once")):
+        ParallelPipeline.from_pretrained(sdxl_folder, devices=["cuda:0", "cuda:0"])
+    with pytest.raises(PlanError, match=says("'cuda:2' does not exist", "cuda:0, cuda:1")):
+        ParallelPipeline.from_pretrained(sdxl_folder, devices=["cuda:0", "cuda:2"])
+    with pytest.raises(PlanError, match=says("devices=4", "use at most 2", "cpu:4")):
+        ParallelPipeline.from_pretrained(sdxl_folder, devices=4)
+
+
+@pytest.mark.usefixtures("no_start")
+@pytest.mark.parametrize("model", ["no such model", "/no/such/folder", "", "a/b/c"])
+def test_paths_that_are_no_model(model: str) -> None:
+    with pytest.raises(PlanError, match=says(f"'{model}'", "model_index.json", "embedded")):
+        ParallelPipeline.from_pretrained(model, devices=2)
+
+
+@pytest.mark.usefixtures("no_start")
+def test_a_folder_without_an_index(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=says(str(tmp_path), "no model_index.json")):
+        ParallelPipeline.from_pretrained(tmp_path, devices=2)
+    (tmp_path / "model_index.json").write_text("{half of it")
+    with pytest.raises(PlanError, match=says("model_index.json", "not valid JSON")):
+        ParallelPipeline.from_pretrained(tmp_path, devices=2)
+    (tmp_path / "model_index.json").write_text("[]")
+    with pytest.raises(PlanError, match=says("model_index.json", "no JSON object")):
+        ParallelPipeline.from_pretrained(tmp_path, devices=2)
+
+
+UNET = Path("unet") / "diffusion_pytorch_model.safetensors"
+
+
+def as_pickle(weights: Path) -> None:
+    weights.rename(weights.with_suffix(".bin"))
+
+
+def cut_in_the_header(weights: Path) -> None:
+    weights.write_bytes(weights.read_bytes()[:100])
+
+
+def cut_in_the_weights(weights: Path) -> None:
+    weights.write_bytes(weights.read_bytes()[:-10])
+
+
+def of_a_huge_header(weights: Path) -> None:
+    weights.write_bytes(b"\xff" * 7 + b"\x0f" + weights.read_bytes()[8:])
+
+
+def of_another_kind(weights: Path) -> None:
+    header = json.dumps({"a": 3}).encode()
+    weights.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+@pytest.mark.usefixtures("no_start")
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (as_pickle, ["unet has weights only as pickles", "safetensors"]),
+        (Path.unlink, ["unet has a config.json but no safetensors"]),
+        (cut_in_the_header, [str(UNET), "not a whole safetensors file"]),
+        (cut_in_the_weights, [str(UNET), "should have", "bytes but has", "fetch it again"]),
+        (of_a_huge_header, [str(UNET), "not a whole safetensors file"]),
+        (of_another_kind, [str(UNET), "not a whole safetensors file"]),
+    ],
+)
+def test_weight_files(sdxl_folder: Path, tmp_path: Path, harm: Callable[[Path], object], words: list[str]) -> None:
+    model = Path(shutil.copytree(sdxl_folder, tmp_path / "model"))
+    harm(model / UNET)
+    with pytest.raises(PlanError, match=says(*words)):
+        ParallelPipeline.from_pretrained(model, devices=2)
+
+
+@pytest.mark.usefixtures("no_start")
+def test_a_variant_that_is_not_named() -> None:
+    from patchpar.models.folder import embedded_model
+
+    with pytest.raises(PlanError, match=says("fp16.safetensors", "variant=")):
+        ParallelPipeline.from_pretrained(embedded_model(), devices=2)
+
+
+@pytest.mark.usefixtures("no_start")
+def test_not_enough_memory(sdxl_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = sum(file.stat().st_size for file in sdxl_folder.rglob("*.safetensors"))
+    monkeypatch.setattr("patchpar.models.folder.free_memory", lambda: int(2.5 * weights))
+    with pytest.raises(PlanError, match=says("3 CPU ranks need about", "GiB are free", "at most 2", "smaller dtype")):
+        ParallelPipeline.from_pretrained(sdxl_folder, devices="cpu:3")
+    monkeypatch.setattr("patchpar.models.folder.free_memory", lambda: weights // 2)
+    with pytest.raises(PlanError, match=says("1 CPU rank needs", "use a smaller dtype")):
+        ParallelPipeline.from_pretrained(sdxl_folder, devices="cpu")
+
+
+def test_half_precision_needs_half_the_memory(sdxl_folder: Path) -> None:
+    from patchpar.models.folder import inspect_folder, needed_bytes
+
+    folder = inspect_folder(sdxl_folder)
+    full = needed_bytes(folder, {})
+    assert full == pytest.approx(folder.weight_bytes, rel=0.2)
+    assert needed_bytes(folder, {"torch_dtype": torch.float16}) * 2 == full
+    assert needed_bytes(folder, {"torch_dtype": "bfloat16"}) * 2 == full
+    assert needed_bytes(None, {}) == 0
+
+
+@pytest.mark.usefixtures("no_start")
+@pytest.mark.parametrize("thing", ["stabilityai/sdxl", torch.nn.Linear(2, 2), None, 3])
+def test_what_is_no_pipeline(thing: Any) -> None:
+    with pytest.raises(PlanError, match=says("is no diffusers pipeline", "from_pretrained")):
+        ParallelPipeline(thing, devices=2)
+
+
+# --- before a call ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "arguments", "words"),
+    [
+        ("auto", {"height": 100}, ["height=100", "multiple of 8", "96 or 104"]),
+        ("auto", {"width": 4}, ["width=4", "multiple of 8", "use 8"]),
+        ("auto", {"width": -8}, ["width=-8", "pixels"]),
+        ("auto", {"height": 96.0}, ["height=96.0", "whole number"]),
+        ("auto", {"num_inference_steps": 0}, ["num_inference_steps=0", "at least 1"]),
+        ("auto", {"num_inference_steps": -1}, ["num_inference_steps=-1", "at least 1"]),
+        ("auto", {"num_inference_steps": 1.5}, ["num_inference_steps=1.5", "whole number"]),
+        ("auto", {"num_images_per_prompt": 0}, ["num_images_per_prompt=0", "at least 1"]),
+        ("auto", {"prompt": []}, ["prompt is an empty list", "at least one"]),
+        ("auto", {"prompt": 3}, ["prompt is a int", "a text or a list"]),
+        ("auto", {"prompt": ["a", None]}, ["prompt holds a NoneType", "a text or a list"]),
+        ("auto", {"negative_prompt": {"a"}}, ["negative_prompt is a set", "a text or a list"]),
+        ("auto", {"callback": print}, ["callback=", "callback_on_step_end="]),
+        ("patch=2", {"height": 32, "width": 32}, ["4 latent rows make 1 band", "2 ranks", "at most 1", "64 pixels"]),
+        ("patch=2", {"height": 16, "width": 48}, ["6 latent columns make 1 band", "width of at least 64"]),
+        ("patch=2,split=rows", {"height": 32, "width": 512}, ["4 latent rows", "height of at least 64 pixels"]),
+        ("cfg=2", {"guidance_scale": 1.0}, ["cfg=2", "guidance_scale > 1", "cfg=1"]),
+        ("data=2", {}, ["data=2", "1 prompt", "list of at least 2"]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_values_of_a_call(no_work: ParallelPipeline, plan: str, arguments: dict[str, Any], words: list[str]) -> None:
+    no_work.plan = plan
+    with pytest.raises(PlanError, match=says(*words)) as caught:
+        no_work(**{**QUICK, **arguments})
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "words"),
+    [
+        ((), {"num_inference_step": 3}, ["num_inference_step", "did you mean 'num_inference_steps'"]),
+        (("a",), {"prompt": "b"}, ["prompt twice"]),
+        (("a",) * 60, {}, ["at most", "60 were given"]),
+    ],
+)
+def test_arguments_that_do_not_fit(no_work: ParallelPipeline, args: Any, kwargs: Any, words: list[str]) -> None:
+    with pytest.raises(TypeError, match=says(*words)):
+        no_work(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ("cfg=2,patch=2", ["takes 4 devices", "there are 2"]),
+        ("depth=2", ["'depth'", "data, cfg, patch"]),
+        ("patch=2,strategy=psychic", ["psychic", "exact"]),
+    ],
+)
+def test_a_plan_that_is_set_later(no_work: ParallelPipeline, plan: str, words: list[str]) -> None:
+    with pytest.raises(PlanError, match=says(*words)):
+        no_work.plan = plan
+    assert no_work.plan is None
+
+
+def test_a_transformer_cannot_be_cut_into_bands(hold: Hold) -> None:
+    with hold(build("qwen").pipe) as parallel:
+        words = ["transformer .QwenImageTransformer2DModel. cannot be cut", "cfg=2", "data=N"]
+        with pytest.raises(UnsupportedModel, match=says(*words)):
+            parallel.plan = "patch=2"
+        with pytest.raises(PlanError, match=says("height=136", "multiple of 16", "128 or 144")):
+            parallel(prompt="a", height=136, width=128, num_inference_steps=2)
+
+
+def test_a_wrong_call_leaves_the_pool_usable(parallel: ParallelPipeline, plain: Any) -> None:
+    pids = parallel._executor.pids
+    for wrong in ({"height": 100}, {"guidance_scale": "strong"}, {"latents": torch.zeros(1, 4, 3, 3)}):
+        with pytest.raises((ValueError, TypeError, RuntimeError)):
+            parallel(**{**QUICK, **wrong})
+    call = {**QUICK, "output_type": "latent"}
+    assert relative_error(parallel(**call, generator=generator()), plain(**call, generator=generator())) <= EXACT
+    assert parallel._executor.pids == pids
+
+
+def test_what_diffusers_refuses_itself(parallel: ParallelPipeline, plain: Any) -> None:
+    wrong = {**QUICK, "generator": [generator()] * 3}
+    for pipe in (plain, parallel):
+        with pytest.raises(ValueError, match="list of generators of length 3"):
+            pipe(**wrong)

@@ -1,0 +1,139 @@
+"""A worker that dies, hangs or raises: the caller hears which, and the next call draws the right picture."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from patchpar import ParallelPipeline, PlanError, WorkerDied, WorkerError, WorkerHung
+
+from .conftest import EXACT, QUICK, generator, relative_error
+from .odd import NeverSteps, RaisesOnOneRank
+
+CALL = {**QUICK, "num_inference_steps": 6, "output_type": "latent"}
+DEADLINE = 3.0
+
+
+@pytest.fixture(scope="module")
+def impatient(sdxl_folder: Path) -> Iterator[ParallelPipeline]:
+    """Two workers with a short deadline."""
+    with ParallelPipeline.from_pretrained(sdxl_folder, devices="cpu:2", deadline=DEADLINE) as pipe:
+        pipe.set_progress_bar_config(disable=True)
+        yield pipe
+
+
+def strike(pipe: ParallelPipeline, rank: int, number: signal.Signals) -> None:
+    """Send a signal to a worker when the second step is done."""
+
+    def on_step(step: int, total: int) -> None:
+        if step == 2:
+            os.kill(pipe._executor.pids[rank], number)
+
+    pipe.on_step = on_step
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, or only waits to be asked how."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return True
+    return state == "Z"
+
+
+def draws_as_ever(pipe: ParallelPipeline, plain: Any) -> bool:
+    pipe.on_step = None
+    want = plain(**CALL, generator=generator())
+    return relative_error(pipe(**CALL, generator=generator()), want) <= EXACT
+
+
+def test_a_worker_is_killed(impatient: ParallelPipeline, plain: Any) -> None:
+    impatient.plan = "patch=2"
+    impatient.scheduler = impatient.scheduler.from_config(impatient.scheduler.config)  # to be replayed
+    assert draws_as_ever(impatient, plain)
+    before = impatient._executor.pids
+    strike(impatient, 1, signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(WorkerDied, match=r"rank 1 \(cpu, pid \d+\) was killed by SIGKILL.*; last seam '.+'"):
+        impatient(**CALL, generator=generator())
+    assert time.monotonic() - start < DEADLINE + 2
+    assert all(is_gone(pid) for pid in before)
+    assert draws_as_ever(impatient, plain)
+    assert set(impatient._executor.pids).isdisjoint(before)
+
+
+def test_a_worker_stands_still(impatient: ParallelPipeline, plain: Any) -> None:
+    impatient.plan = "cfg=2"
+    before = impatient._executor.pids
+    strike(impatient, 1, signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(WorkerHung, match=r"rank 1 \(cpu, pid \d+\) does not answer.*last seam '.+'"):
+        impatient(**CALL, generator=generator())
+    assert DEADLINE * 0.8 < time.monotonic() - start < 3 * DEADLINE + 3
+    assert all(is_gone(pid) for pid in before)
+    assert draws_as_ever(impatient, plain)
+
+
+def test_one_worker_raises(parallel: ParallelPipeline, plain: Any) -> None:
+    parallel.plan = "patch=2"
+    callback = RaisesOnOneRank(parallel._executor.pids[1])
+    with pytest.raises(WorkerError, match=r"(?s)rank 1.*ZeroDivisionError: this rank had enough.*odd\.py.*callback_fn"):
+        parallel(**CALL, generator=generator(), callback_on_step_end=callback)
+    assert draws_as_ever(parallel, plain)
+
+
+def test_all_workers_raise_alike(parallel: ParallelPipeline, plain: Any) -> None:
+    """The exception is of the class that the pipeline raised, with the worker's traceback behind it."""
+    pids, before = parallel._executor.pids, parallel.scheduler
+    parallel.scheduler = NeverSteps.from_config(before.config)
+    with pytest.raises(ArithmeticError, match="no step is small enough") as caught:
+        parallel(**CALL, generator=generator())
+    assert "odd.py" in str(caught.value.__cause__)
+    parallel.scheduler = before
+    assert draws_as_ever(parallel, plain)
+    assert parallel._executor.pids == pids
+
+
+def test_a_listener_raises(parallel: ParallelPipeline, plain: Any) -> None:
+    def on_step(step: int, total: int) -> None:
+        raise KeyboardInterrupt  # as ctrl-C does, wherever this process then is
+
+    parallel.on_step = on_step
+    with pytest.raises(KeyboardInterrupt):
+        parallel(**CALL, generator=generator())
+    assert draws_as_ever(parallel, plain)
+
+
+def test_calls_from_threads_take_turns(parallel: ParallelPipeline, plain: Any) -> None:
+    want = [plain(**CALL, generator=generator(seed)) for seed in range(3)]
+    got: dict[int, Any] = {}
+
+    def draw(seed: int) -> None:
+        got[seed] = parallel(**CALL, generator=generator(seed))
+
+    threads = [threading.Thread(target=draw, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert all(relative_error(got[seed], want[seed]) <= EXACT for seed in range(3))
+
+
+def test_after_close(sdxl_folder: Path) -> None:
+    pipe = ParallelPipeline.from_pretrained(sdxl_folder, devices="cpu:2")
+    pids = pipe._executor.pids
+    pipe.close()
+    pipe.close()
+    assert all(is_gone(pid) for pid in pids)
+    for use in (lambda: pipe(**QUICK), lambda: pipe.scheduler, lambda: pipe.restore(), lambda: pipe.load_lora_weights):
+        with pytest.raises(PlanError, match="closed; make a new one"):
+            use()
+    assert repr(pipe) == "<ParallelPipeline, closed>"
+    assert "encode_prompt" in dir(pipe)
