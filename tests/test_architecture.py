@@ -21,6 +21,8 @@ LINES = (
     ("patched",),
     ("strategies",),
     ("planner", "checks", "outcome", "attributes", "start", "drawing", "denoiser"),
+    ("together",),
+    ("together",),
     ("engine",),
     ("pipeline",),
     ("cli",),

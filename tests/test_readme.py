@@ -115,7 +115,7 @@ def test_make_demo_is_the_first_command_of_the_readme() -> None:
     if shutil.which("make") is None:
         pytest.skip("no make")
     answer = subprocess.run(["make", "-n", "demo"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    line = answer.stdout.strip().splitlines()[-1]
+    (line,) = [line for line in answer.stdout.splitlines() if "patchpar generate" in line]
     verb, *words = shlex.split(line)[1:]
     flags = get_command(app).commands[verb].make_context(verb, words).params  # type: ignore[attr-defined]
     assert (verb, flags["devices"], str(flags["output"]), flags["model"]) == ("generate", "2", "demo.png", "embedded")
