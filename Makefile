@@ -39,6 +39,8 @@ imports: $(VENV)/installed-dev
 # Every figure of the docs, measured again; takes the better part of an hour, and an otherwise idle machine.
 figures: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.scaling --write docs/figures/scaling.md
+	$(BIN)/python -m benchmarks.parity --write docs/figures/parity.md
+	$(BIN)/python -m benchmarks.transport --write docs/figures/transport.md
 	$(BIN)/python -m benchmarks.volumes --write docs/figures/volumes.md
 	$(BIN)/python -m benchmarks.sensitivity
 	$(BIN)/python -m training.evaluate --sheet assets/figures/samples.png
