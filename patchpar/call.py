@@ -84,9 +84,11 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class LastWord:
-    """Ends a call under torchrun: what the ranks other than 0 return."""
+    """Ends a call under torchrun: what ranks other than 0 return, and where all generators stand then."""
 
     output: Any
+    generators: list[Any]
+    random: RandomState
 
 
 def generators_of(kwargs: Mapping[str, Any]) -> list[Any]:

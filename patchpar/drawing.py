@@ -7,19 +7,17 @@ caller                       rank
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from patchpar.call import DrawOptions, RandomState, StepAnswer, StepEnd, generators_of
+from patchpar.call import DrawOptions, RandomState, StepAnswer, StepEnd
 from patchpar.clock import StepClock
-from patchpar.exchange import Door, Gather
 from patchpar.launch.context import RankContext
-from patchpar.launch.wire import encode, pack, unpack
-from patchpar.mesh import Axis
+from patchpar.pulse import Pulse
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -38,7 +36,8 @@ class Drawing:
             arguments["callback_on_step_end"] = self._ask_callback
         with ExitStack() as stack:
             stack.enter_context(self._stepping())
-            stack.enter_context(_marking(self.pipe, self.context))
+            if self.context.world_size > 1:  # somebody watches
+                stack.callback(Pulse(self.pipe, self.context.mark).stop)
             if self.options.quiet or self.context.rank > 0:
                 stack.enter_context(_no_progress_bar(self.pipe))
             return self.pipe(**arguments)
@@ -119,37 +118,6 @@ def _no_progress_bar(pipe: Any) -> Iterator[None]:
             pipe._progress_bar_config = before
 
 
-@contextmanager
-def _marking(pipe: Any, context: RankContext) -> Iterator[None]:
-    """Mark whenever a block of a network begins, so that slow is not taken for hung. Only where somebody watches."""
-    if context.world_size == 1:
-        yield
-        return
-    networks = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
-    handles = [
-        block.register_forward_pre_hook(_marker(context.mark, f"{name}.{path}"))
-        for name, network in networks.items()
-        for path, block in blocks_of(network)
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def blocks_of(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(path, block) of every item of a ModuleList in `network`, at any depth: what it repeats."""
-    for path, module in network.named_modules():
-        if isinstance(module, nn.ModuleList):
-            for name, block in module.named_children():
-                yield f"{path}.{name}", block
-
-
-def _marker(mark: Callable[[str], None], where: str) -> Callable[[nn.Module, Any], None]:
-    return lambda module, args: mark(where)
-
-
 def take_random_state(state: RandomState, device: torch.device) -> None:
     """Stand where the caller stands, so that no generator means what it means in plain diffusers.
 
@@ -171,30 +139,3 @@ def random_state(device: torch.device) -> RandomState:
     """Where this rank's default random numbers stand."""
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return RandomState(cpu=torch.get_rng_state(), cuda=cuda)
-
-
-def agree_on_random_state(kwargs: Mapping[str, Any], context: RankContext, device: torch.device) -> None:
-    """Under torchrun every process has generators of its own: all take the states of rank 0's."""
-    generators = generators_of(kwargs)
-    states, default = context.ask(([generator.get_state() for generator in generators], random_state(device)))
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
-    take_random_state(default, device)
-
-
-def emptied(output: Any) -> Any:
-    """An output of the same class that holds nothing: what ranks other than 0 return under torchrun."""
-    if isinstance(output, tuple):
-        return (None,) * len(output)
-    if isinstance(output, Mapping):
-        return type(output)(**dict.fromkeys(output))
-    return None
-
-
-def gather_objects(door: Door, axis: Axis, own: Any) -> list[Any]:
-    """Any picklable object from every place of `axis`, in order."""
-    data = pack(encode(own))
-    packed = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(door.transport.device)
-    gather = Gather(door, axis, "output", "output")
-    sizes = [int(size) for size in gather.same(torch.tensor([len(packed)], device=packed.device))]
-    return [unpack(part.cpu().numpy().tobytes()) for part in gather.shares(packed, 0, sizes)]

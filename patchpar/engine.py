@@ -23,17 +23,10 @@ from packaging.version import Version
 from torch import nn
 
 from patchpar.batch import leaves
-from patchpar.call import Drawn, DrawOptions, LastWord, Returned, generators_of
+from patchpar.call import Drawn, DrawOptions, Returned, generators_of
 from patchpar.clock import StepClock
 from patchpar.denoiser import ConditionerHook, DenoiserHook
-from patchpar.drawing import (
-    Drawing,
-    agree_on_random_state,
-    emptied,
-    gather_objects,
-    random_state,
-    take_random_state,
-)
+from patchpar.drawing import Drawing, random_state, take_random_state
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door
 from patchpar.launch.context import Bystander, RankContext
@@ -42,10 +35,10 @@ from patchpar.models.arrival import settle_in
 from patchpar.models.description import DENOISERS, Description, describe
 from patchpar.patched import PatchedDenoiser
 from patchpar.plan import Plan
-from patchpar.pulse import Pulse
 from patchpar.strategies import resolve_strategy
-from patchpar.strategies.data import as_one_call, merge_outputs
+from patchpar.strategies.data import as_one_call
 from patchpar.strategies.guidance import GuidanceSplit, guidance_of
+from patchpar.together import Together
 from patchpar.transport import Transport, connect
 from patchpar.verdicts import Verdicts
 
@@ -67,7 +60,6 @@ class Engine:
         self._patched: list[PatchedDenoiser] = []
         self._guidance: GuidanceSplit | None = None
         self._hooked: list[nn.Module] = []
-        self._pulse: Pulse | None = None
         self._arguments: dict[str, Any] = {}
 
     # --- the pipeline -------------------------------------------------------------------------------------------
@@ -152,7 +144,6 @@ class Engine:
         self.mesh = Mesh(self.context.rank, range(plan.world_size), **plan.degrees())
         assert self._transport is not None
         self._door = Door(self._transport, self.context.mark)
-        self._pulse = Pulse(self.pipe, self.context.mark)
         if plan.cfg > 1:  # one for all networks, since several may serve one step
             self._guidance = GuidanceSplit(self._door, self.mesh["cfg"], self.clock)
             for module in self._conditioners():
@@ -182,8 +173,6 @@ class Engine:
 
     def restore(self) -> None:
         """Take every hook out: the pipeline is as it was."""
-        if self._pulse is not None:
-            self._pulse.stop()
         for patched in self._patched:
             patched.restore()
         for module in self._hooked:
@@ -206,19 +195,23 @@ class Engine:
         """One call of the pipeline, under `options.plan`. Ranks that the plan leaves idle stand by."""
         if self._installed != (options.plan, options.verify):
             self.install(options.plan, verify=options.verify)
-        kwargs = dict(kwargs)
-        if options.same_everywhere:
-            agree_on_random_state(kwargs, self.context, self.device)
+        together = Together(self.context, self.device, kwargs) if options.same_everywhere else None
+        if together is not None:
+            together.begin()
         elif options.random is not None:
             take_random_state(options.random, self.device)
         if self.context.rank >= options.plan.world_size:
-            return self._stand_by() if options.same_everywhere else Bystander()
+            return together.stand_by() if together is not None else Bystander()
         self._reset()
         drawing = Drawing(self.pipe, self.context, self.clock, options)
-        with self._own_share(kwargs) as self._arguments:
+        with self._own_share(dict(kwargs)) as self._arguments:
             output = drawing.run(self._arguments)
         if self._guidance is not None:
             self._guidance.finish()
+        if together is not None:
+            output = together.end(output, self.mesh["data"] if self.mesh else None, self._door)
+        elif self.mesh is not None and (self.mesh["cfg"].rank or self.mesh["patch"].rank):
+            output = None  # the same as another rank's
         return self._report(output, drawing.steps, options)
 
     def _own_share(self, kwargs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
@@ -235,10 +228,6 @@ class Engine:
             self._door.traffic.clear()
 
     def _report(self, output: Any, steps: int, options: DrawOptions) -> Drawn:
-        if options.same_everywhere:
-            output = self._output_of_rank_0(output)
-        elif self.mesh is not None and (self.mesh["cfg"].rank or self.mesh["patch"].rank):
-            output = None  # the same as another rank's
         traffic = self._door.traffic if self._door is not None else None
         follows = options.random is not None and options.random.cpu is not None
         return Drawn(
@@ -250,19 +239,6 @@ class Engine:
             traffic=dict(traffic.bytes_sent) if traffic else {},
             waited=dict(traffic.seconds_waited) if traffic else {},
         )
-
-    def _output_of_rank_0(self, output: Any) -> Any:
-        """Under torchrun: the whole output on rank 0, on the others one of the same class that holds nothing."""
-        if self.mesh is not None and self._door is not None and self.mesh["data"].size > 1:
-            output = merge_outputs(gather_objects(self._door, self.mesh["data"], output))
-        last: LastWord = self.context.ask(LastWord(emptied(output)))
-        return output if self.context.rank == 0 else last.output
-
-    def _stand_by(self) -> Drawn:
-        """Under torchrun all ranks take part in every question, also those that the plan leaves idle."""
-        while not isinstance(answer := self.context.ask(None), LastWord):
-            pass
-        return Drawn(output=answer.output, steps=0, generators=())
 
 
 def _dtype_named(options: Mapping[str, Any]) -> dict[str, Any]:
