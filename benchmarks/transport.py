@@ -1,0 +1,91 @@
+"""What the bare transports can do: two ranks of this machine swap messages of one size, through either in turn.
+
+    python -m benchmarks.transport --write docs/figures/transport.md
+
+Both ranks send and then wait, as a seam does. A measurement is the time from before sending until the other's message
+is here; the two transports take turns, so that whatever else the machine does meets both. The median says what a swap
+usually costs; the mean also shows the rare long waits, and it is the mean that a denoiser with 120 swaps pays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+SIZES = (256, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
+TRANSPORTS = ("shared_memory", "torch")
+DEADLINE = 60.0
+Found = dict[str, dict[int, tuple[float, float]]]
+
+
+def measured(place: object, sizes: Sequence[int], rounds: int) -> Found:
+    """On a rank: median and mean seconds of one swap by transport and message size in bytes."""
+    import torch
+
+    from patchpar.transport import Incoming, Outgoing, Spec, Transport, connect
+
+    rank = torch.distributed.get_rank()
+    lines = {name: connect("cpu", deadline=DEADLINE, through=name) for name in TRANSPORTS}
+    if rank > 1:
+        return {}
+
+    def swap(line: Transport, x: torch.Tensor) -> float:
+        start = time.perf_counter()
+        line.swap([Outgoing((1 - rank,), (x,))], [Incoming(1 - rank, (Spec.of(x),))], "benchmark").wait()
+        return time.perf_counter() - start
+
+    seconds: dict[str, dict[int, list[float]]] = {name: {size: [] for size in sizes} for name in TRANSPORTS}
+    for size in sizes:
+        x = torch.zeros(size, dtype=torch.uint8)
+        repeats = max(3, min(20, (4 << 20) // size))
+        for number in range(rounds + 1):
+            for name, line in lines.items():
+                taken = [swap(line, x) for _ in range(repeats)]
+                seconds[name][size] += taken if number else []  # the first round warms up
+    for line in lines.values():
+        line.close()
+    return {name: {size: _summary(taken) for size, taken in by.items()} for name, by in seconds.items()}
+
+
+def _summary(taken: Sequence[float]) -> tuple[float, float]:
+    return statistics.median(taken), statistics.mean(taken)
+
+
+def table(found: Found) -> list[str]:
+    """Microseconds per swap, and bytes each way over that time."""
+    lines = [
+        "| bytes each way | shared memory, median (mean) | torch (gloo), median (mean) | shared memory | torch (gloo) |",
+        "|---|---|---|---|---|",
+    ]
+    for size in found["shared_memory"]:
+        both = [found[name][size] for name in TRANSPORTS]
+        times = " | ".join(f"{median * 1e6:,.0f} ({mean * 1e6:,.0f}) µs" for median, mean in both)
+        rates = " | ".join(f"{size / median / 1e6:,.0f} MB/s" for median, _ in both)
+        lines.append(f"| {size:,} | {times} | {rates} |")
+    return lines
+
+
+def main() -> None:
+    """Print the table."""
+    from patchpar.launch.local import LocalExecutor
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each transport per size")
+    parser.add_argument("--write", type=Path, help="also write the table to this file")
+    options = parser.parse_args()
+    with LocalExecutor(["cpu", "cpu"], "tests.ranks:Ranks") as pool:
+        first, second = pool.call("run", "benchmarks.transport:measured", 2, "auto", (SIZES, options.rounds))
+    slower: Found = {name: {size: max(by[size], second[name][size]) for size in by} for name, by in first.items()}
+    lead = "Two ranks on one machine, one thread each; the slower rank's figures. Rates are those of the medians."
+    text = "\n".join(["# The bare transports", "", lead, "", *table(slower), ""])
+    print(text)
+    if options.write:
+        options.write.parent.mkdir(parents=True, exist_ok=True)
+        options.write.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
