@@ -5,7 +5,8 @@
 
 Tiny pipelines with random weights under which every exchange matters, and the embedded model, fp32, CPU. Every cell is
 the norm of the difference over the norm of one process's latents, worst over the sizes; "alone" is the negative
-control, patch=2 with the exchange switched off. Exit code 1 if a cell is above 1e-5 or below 100 dB, or a control is not wrong.
+control, patch=2 with the exchange switched off. Exit code 1 if a cell is above 1e-5 or below 100 dB, or a control is
+not wrong.
 """
 
 from __future__ import annotations

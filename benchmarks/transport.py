@@ -57,7 +57,7 @@ def _summary(taken: Sequence[float]) -> tuple[float, float]:
 def table(found: Found) -> list[str]:
     """Microseconds per swap, and bytes each way over that time."""
     lines = [
-        "| bytes each way | shared memory, median (mean) | torch (gloo), median (mean) | shared memory | torch (gloo) |",
+        "| bytes each way | shared memory, median (mean) | gloo, median (mean) | shared memory | gloo |",
         "|---|---|---|---|---|",
     ]
     for size in found["shared_memory"]:
