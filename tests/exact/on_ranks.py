@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from patchpar.errors import PatchparError
 from patchpar.patched import PatchedDenoiser
@@ -57,6 +58,18 @@ def parity(place: Place, name: str, sizes: Sequence[tuple[int, int]], split: str
         found.append(Errors(split=errors[0], alone=errors[1]))
         bands.exchanging = True
     return found
+
+
+@torch.no_grad()
+def in_half_precision(place: Place, name: str, dtype: torch.dtype) -> Errors:
+    """Errors against the same half-precision weights computed in fp64: in bands, and (as `alone`) whole."""
+    denoiser = denoisers.build(name).to(dtype)
+    call = tree_map_only(Tensor, lambda x: x.to(dtype), denoisers.call(name, 20, 8))
+    whole = first(denoiser(**call))
+    bands = first(patched(place, denoiser).denoise(denoiser.forward, **call))
+    oracle_call = tree_map_only(Tensor, lambda x: x.double(), call)
+    oracle = first(denoisers.build(name).to(dtype).double()(**oracle_call))
+    return Errors(split=relative(bands, oracle), alone=relative(whole, oracle))
 
 
 @torch.no_grad()

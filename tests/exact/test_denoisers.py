@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.exact import denoisers
 
@@ -57,3 +58,10 @@ def test_rows_and_columns_by_turns(ranks: Any) -> None:
 def test_through_torch_distributed(ranks: Any) -> None:
     for found in ranks.run(f"{ON_RANKS}:parity", 3, "sdxl", [(15, 9)], through="torch"):
         check(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["sdxl", "svd"])
+def test_in_half_precision_bands_add_no_error_of_their_own(ranks: Any, name: str, dtype: torch.dtype) -> None:
+    for errors in ranks.run(f"{ON_RANKS}:in_half_precision", 3, name, dtype):
+        assert errors.split <= 1.2 * errors.alone, errors
