@@ -195,24 +195,41 @@ class Engine:
         """One call of the pipeline, under `options.plan`. Ranks that the plan leaves idle stand by."""
         if self._installed != (options.plan, options.verify):
             self.install(options.plan, verify=options.verify)
-        together = Together(self.context, self.device, kwargs) if options.same_everywhere else None
-        if together is not None:
-            together.begin()
-        elif options.random is not None:
+        if options.same_everywhere:
+            return self._draw_together(kwargs, options)
+        if options.random is not None:
             take_random_state(options.random, self.device)
         if self.context.rank >= options.plan.world_size:
-            return together.stand_by() if together is not None else Bystander()
+            return Bystander()
+        output, steps = self._run(kwargs, options)
+        if self.mesh is not None and (self.mesh["cfg"].rank or self.mesh["patch"].rank):
+            output = None  # the same as another rank's
+        return self._report(output, steps, options)
+
+    def _draw_together(self, kwargs: Mapping[str, Any], options: DrawOptions) -> Drawn:
+        """Where every process has a caller of its own."""
+        together = Together(self.context, self.device, kwargs)
+        together.begin()
+        if self.context.rank >= options.plan.world_size:
+            return together.stand_by()
+        try:
+            output, steps = self._run(kwargs, options)
+        except Exception:
+            if options.plan.world_size < self.context.world_size:
+                together.release()
+            raise
+        output = together.end(output, self.mesh["data"] if self.mesh else None, self._door)
+        return self._report(output, steps, options)
+
+    def _run(self, kwargs: Mapping[str, Any], options: DrawOptions) -> tuple[Any, int]:
+        """This rank's output, and the number of steps."""
         self._reset()
         drawing = Drawing(self.pipe, self.context, self.clock, options)
         with self._own_share(dict(kwargs)) as self._arguments:
             output = drawing.run(self._arguments)
         if self._guidance is not None:
             self._guidance.finish()
-        if together is not None:
-            output = together.end(output, self.mesh["data"] if self.mesh else None, self._door)
-        elif self.mesh is not None and (self.mesh["cfg"].rank or self.mesh["patch"].rank):
-            output = None  # the same as another rank's
-        return self._report(output, drawing.steps, options)
+        return output, drawing.steps
 
     def _own_share(self, kwargs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
         """Our prompts' arguments, while open."""

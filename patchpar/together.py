@@ -6,6 +6,7 @@ draw              draw                answers every question of the others with 
 last word   ----> end with it         ends with it
 """
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from patchpar.call import Drawn, LastWord, generators_of
 from patchpar.drawing import random_state, take_random_state
 from patchpar.exchange import Door, Gather
-from patchpar.launch.context import RankContext
+from patchpar.launch.context import CallAborted, RankContext
 from patchpar.launch.wire import encode, pack, unpack
 from patchpar.mesh import Axis
 from patchpar.strategies.data import merge_outputs
@@ -43,9 +44,15 @@ class Together:
 
     def stand_by(self) -> Drawn:
         """Take part in every question, also where there is nothing to do."""
-        while not isinstance(answer := self._context.ask(None), LastWord):
-            pass
+        answer = None
+        while not isinstance(answer, LastWord):
+            with contextlib.suppress(CallAborted):  # the callback raised: the last word follows all the same
+                answer = self._context.ask(None)
         return Drawn(output=self._obey(answer), steps=0, generators=())
+
+    def release(self) -> None:
+        """Let ranks that stand by go, because this call ends in an exception, on all who take part."""
+        self._context.ask(LastWord(None, self._states(), random_state(self._device)))
 
     def _of_all(self, output: Any, data: Axis, door: Door) -> tuple[Any, list[Any]]:
         """The outputs of all data ranks in one; of each generator in a list the state at the rank that drew from it."""

@@ -86,6 +86,9 @@ def test_torchrun(sdxl_folder: Path, plain: Any, tmp_path: Path, environment: di
     assert result.returncode == 0, result.stderr
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(3)]
     check_first_rank(found[0], plain)
+    wrong = [rank["error beside an idle rank"] for rank in found]
+    assert [kind for kind, _ in wrong] == ["ValueError", "ValueError", "WorkerError"]
+    assert all("list of generators of length 2" in text for _, text in wrong)
     for other in found[1:]:
         for name in ("idle", "bands", "without generator", "data"):
             kind, _, plan = found[0][name]

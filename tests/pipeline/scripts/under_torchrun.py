@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from patchpar import ParallelPipeline
+from patchpar import ParallelPipeline, WorkerError
 
 MODEL, RESULTS = Path(sys.argv[1]), Path(sys.argv[2])
 RANK = int(os.environ["RANK"])
@@ -35,6 +35,10 @@ with ParallelPipeline.from_pretrained(MODEL) as pipe:
     generator = seeded()
     keep("idle", pipe(**CALL, generator=generator, callback_on_step_end=darken))  # one rank has no part in cfg=2
     found["state"] = generator.get_state()
+    try:
+        pipe(**CALL, generator=[seeded()] * 2)
+    except (ValueError, WorkerError) as error:
+        found["error beside an idle rank"] = (type(error).__name__, str(error))
     keep("bands", pipe(**{**CALL, "height": 192}, generator=seeded()))
     torch.manual_seed(20 + RANK)
     keep("without generator", pipe(**CALL))

@@ -1,0 +1,146 @@
+"""How long a user waits for the first step, and what a call costs beyond the pipeline's own.
+
+    python -m benchmarks.startup --runs 5
+
+Start-up: from the start of a Python process to the end of the first denoising step, of plain diffusers in one process
+and of a ParallelPipeline with two CPU workers, in turns. Overhead: one device, so this process; the same pipeline
+called by itself and through ParallelPipeline, in turns. Medians, and the ratio of medians: only what was measured in
+turns can be compared. Also the processor time that both kinds of start take, which a busy machine does not change much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CALL = {"num_inference_steps": 2, "height": 128, "width": 128}
+PLAIN = """
+import os, sys, time
+import torch
+from diffusers import StableDiffusionXLPipeline
+pipe = StableDiffusionXLPipeline.from_pretrained(sys.argv[1], variant="fp16", torch_dtype=torch.float32)
+pipe.set_progress_bar_config(disable=True)
+def first(pipe, step, timestep, tensors):
+    os.write(1, str(time.monotonic()).encode())
+    os._exit(0)
+pipe("a red house", num_inference_steps=2, height=128, width=128, callback_on_step_end=first)
+"""
+PARALLEL = """
+import os, sys, time
+from patchpar import ParallelPipeline
+pipe = ParallelPipeline.from_pretrained(sys.argv[1], variant="fp16", torch_dtype="float32", devices="cpu:2")
+def first(step, total):
+    os.write(1, str(time.monotonic()).encode())
+    pipe.close()
+    os._exit(0)
+pipe.on_step = first
+pipe("a red house", num_inference_steps=2, height=128, width=128)
+"""
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5, help="starts of each kind")
+    parser.add_argument("--calls", type=int, default=30, help="calls of each kind")
+    parser.add_argument("--model", type=Path, default=Path(__file__).parents[1] / "assets" / "scenes-unet")
+    parser.add_argument("--json", action="store_true", help="print one object")
+    options = parser.parse_args()
+    found = {"startup": startup(options.model, options.runs), "call": call_overhead(options.model, options.calls)}
+    if options.json:
+        print(json.dumps(found))
+        return
+    start, call = found["startup"], found["call"]
+    print(f"first step: plain {start['plain_s']:.2f} s, two workers {start['parallel_s']:.2f} s, ", end="")
+    print(f"ratio {start['ratio']:.2f} (limit 1.30), medians of {options.runs} in turns")
+    print(f"  processor time: plain {start['plain_cpu_s']:.2f} s, two workers {start['parallel_cpu_s']:.2f} s")
+    print(
+        f"one device: plain {call['plain_s'] * 1e3:.1f} ms, through ParallelPipeline {call['inline_s'] * 1e3:.1f} ms, ",
+        end="",
+    )
+    print(f"overhead {call['overhead']:+.1%} (limit 5 %), medians of {options.calls} in turns")
+
+
+def startup(model: Path, runs: int) -> dict[str, float]:
+    """Seconds to the first step, and of processor time, by kind of start."""
+    programs = {"plain": PLAIN, "parallel": PARALLEL}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in programs}
+    for run in range(-1, runs):  # the first only warms the file cache
+        for name, program in programs.items():
+            figures = _to_first_step(program, model)
+            if run >= 0:
+                found[name].append(figures)
+    seconds = {name: statistics.median(wall for wall, _ in figures) for name, figures in found.items()}
+    processor = {name: statistics.median(cpu for _, cpu in figures) for name, figures in found.items()}
+    return {
+        "plain_s": seconds["plain"],
+        "parallel_s": seconds["parallel"],
+        "ratio": seconds["parallel"] / seconds["plain"],
+        "plain_cpu_s": processor["plain"],
+        "parallel_cpu_s": processor["parallel"],
+    }
+
+
+def _to_first_step(program: str, model: Path) -> tuple[float, float]:
+    """Wall and processor seconds from the start of a process to its first step."""
+    before = _children_seconds()
+    start = time.monotonic()
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(model)],
+        capture_output=True,
+        env=environment,
+        check=True,
+        timeout=300,
+    )
+    return float(done.stdout) - start, _children_seconds() - before
+
+
+def _children_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def call_overhead(model: Path, calls: int) -> dict[str, float]:
+    """Median seconds of a call on one device, plain and through ParallelPipeline."""
+    import torch
+    from diffusers import StableDiffusionXLPipeline
+
+    from patchpar import ParallelPipeline
+
+    torch.set_num_threads(1)
+    plain = StableDiffusionXLPipeline.from_pretrained(model, variant="fp16", torch_dtype=torch.float32)
+    plain.set_progress_bar_config(disable=True)
+    inline = ParallelPipeline(plain, devices=1)
+    seconds: dict[str, list[float]] = {"plain": [], "inline": []}
+    for call in range(-2, calls):
+        for name, pipe in (("plain", plain), ("inline", inline))[:: 1 if call % 2 else -1]:
+            taken = _seconds_of(pipe)
+            if call >= 0:
+                seconds[name].append(taken)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    ratios = [b / a for a, b in zip(seconds["plain"], seconds["inline"], strict=True)]
+    return {
+        "plain_s": medians["plain"],
+        "inline_s": medians["inline"],
+        "overhead": statistics.median(ratios) - 1,
+    }
+
+
+def _seconds_of(pipe: Callable[..., Any]) -> float:
+    start = time.perf_counter()
+    pipe("a red house", output_type="latent", **CALL)
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()
