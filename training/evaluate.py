@@ -189,10 +189,11 @@ def main() -> None:
     pictures = generate(pipe, captions, settings)
     if arguments.pictures:
         contact_sheet(pictures).save(arguments.pictures)
-    figures = {**asdict(score(judge(classifier, pictures), scenes)), "classifier": own}
-    print(json.dumps({"settings": asdict(settings), **figures}), flush=True)
+    shares = asdict(score(judge(classifier, pictures), scenes))
+    figures = {**asdict(settings), "dtype": arguments.dtype, **shares, "classifier": own}
+    print(json.dumps(figures), flush=True)
     if not arguments.dry:
-        update_figures(arguments.size, {**asdict(settings), **figures})
+        update_figures(arguments.size, figures)
         update_document()
 
 

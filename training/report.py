@@ -31,11 +31,11 @@ def update_figures(size: str, figures: dict, path: Path = FIGURES) -> None:
 
 def table(figures: dict) -> str:
     """The figures as a Markdown table, one row per size."""
-    rows = [["size", "steps", "guidance", *COLUMNS.values()]]
+    rows = [["size", "steps", "guidance", "precision", *COLUMNS.values()]]
     rows.append(["---"] * len(rows[0]))
     for size, entry in figures.items():
         shares = [str(entry[name]) if name == "captions" else f"{100 * entry[name]:.0f} %" for name in COLUMNS]
-        rows.append([size, str(entry["steps"]), str(entry["guidance"]), *shares])
+        rows.append([size, str(entry["steps"]), str(entry["guidance"]), entry["dtype"], *shares])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

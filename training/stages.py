@@ -64,6 +64,6 @@ MIXED = Stage(
 )
 LARGE = Stage(
     name="large",
-    buckets=(_bucket(64, 64, 8, 0.64), _bucket(96, 64, 6, 0.1), _bucket(64, 96, 6, 0.1), _bucket(128, 128, 2, 0.16)),
+    buckets=(_bucket(64, 64, 8, 0.64), _bucket(96, 64, 6, 0.12), _bucket(64, 96, 6, 0.12), _bucket(128, 128, 2, 0.12)),
 )
 STAGES = {stage.name: stage for stage in (TINY, SMALL, MIXED, LARGE)}

@@ -82,7 +82,9 @@ def train(run: Run, stage: Stage, arguments: argparse.Namespace) -> None:
     """Run a stage to its end, or until a stop signal."""
     begin_stage(run, stage)
     stop, device = StopSignal().listen(), next(run.networks.parameters()).device
-    schedule = Schedule(steps=arguments.steps, peak=arguments.rate, decay_from=arguments.decay_from)
+    first = run.progress.step == run.progress.stage_step  # later stages have an optimizer that knows its way
+    rise = 60 if first else 1
+    schedule = Schedule(steps=arguments.steps, peak=arguments.rate, rise=rise, decay_from=arguments.decay_from)
     alphas = noise_scheduler().alphas_cumprod.to(device)
     saved, smooth = time.monotonic(), None
     with renderers(arguments.render_workers) as executor:

@@ -114,13 +114,13 @@ def test_scores_count_sides_kinds_and_colors():
 def test_figures_reach_the_document(tmp_path):
     document, figures = tmp_path / "doc.md", tmp_path / "figures.json"
     entry = dict.fromkeys(("scene", "kind", "color", "empty", "terrain", "time", "classifier"), 0.5)
-    update_figures("256x256", {**entry, "captions": 64, "steps": 20, "guidance": 3.0}, figures)
+    update_figures("256x256", {**entry, "captions": 64, "steps": 20, "guidance": 3.0, "dtype": "float32"}, figures)
     document.write_text("no place")
     with pytest.raises(ValueError, match="no place for figures"):
         update_document(document, figures)
     document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter")
     update_document(document, figures)
     text = document.read_text()
-    assert "| 256x256 | 20 | 3.0 | 64 | 50 % |" in text
+    assert "| 256x256 | 20 | 3.0 | float32 | 64 | 50 % |" in text
     assert "old" not in text
     assert text.endswith("after")
