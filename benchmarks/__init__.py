@@ -1,0 +1,1 @@
+"""Every figure that the docs state, as a script."""
