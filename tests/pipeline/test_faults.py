@@ -126,8 +126,8 @@ def test_calls_from_threads_take_turns(parallel: ParallelPipeline, plain: Any) -
     assert all(relative_error(got[seed], want[seed]) <= EXACT for seed in range(3))
 
 
-def test_after_close(sdxl_folder: Path) -> None:
-    pipe = ParallelPipeline.from_pretrained(sdxl_folder, devices="cpu:2")
+def test_after_close(impatient: ParallelPipeline) -> None:
+    pipe = impatient
     pids = pipe._executor.pids
     pipe.close()
     pipe.close()
