@@ -1,7 +1,7 @@
 """One process with one thread against two ranks with one thread each, step by step in turn, in one run.
 
-    python benchmarks/scaling.py                      both models, cfg=2 and patch=2
-    python benchmarks/scaling.py --model embedded --repeats 15 --write docs/figures/scaling.md
+    python -m benchmarks.scaling                      both models, cfg=2 and patch=2
+    python -m benchmarks.scaling --model embedded --repeats 15 --write docs/figures/scaling.md
 
 A step is one denoiser call with guidance on (batch 2). `large` is an SDXL-type UNet with random weights whose step
 takes a second or more on one core; `embedded` is the trained model at 512 x 512. Rank 0 runs the plain step while
@@ -173,7 +173,7 @@ def main() -> None:
         "error",
     ]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    with LocalExecutor(["cpu", "cpu"], "scaling:Bench", preload=("patchpar.engine",)) as ranks:
+    with LocalExecutor(["cpu", "cpu"], "benchmarks.scaling:Bench", preload=("patchpar.engine",)) as ranks:
         link = ranks.call("transport")[0]
         for model in options.model or MODELS:
             for plan in options.plan or PLANS:
@@ -182,7 +182,8 @@ def main() -> None:
     foot = (
         f"Bare transport beside it: {link['latency_us']:.0f} us per exchange, {link['rate_mib_s']:.0f} MiB/s each way."
     )
-    text = "\n".join([*lines, "", foot])
+    intro = "Seconds per denoising step with guidance, one process of one thread and two ranks of one thread in turn:"
+    text = "\n".join(["# Two ranks against one process", "", intro, "", *lines, "", foot])
     print(text)
     if options.write:
         options.write.write_text(text + "\n")

@@ -9,6 +9,7 @@
 The cut is at the denoiser call, so schedulers, callbacks, LoRA and post-processing are diffusers' own.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -73,6 +74,8 @@ class Engine:
         if self.context.world_size > 1:  # one bar per rank and component would only be noise
             diffusers.utils.logging.disable_progress_bar()
             transformers.utils.logging.disable_progress_bar()
+            # Every rank would say, each time, that image processors use PIL where torchvision is not installed.
+            logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
         pipe = DiffusionPipeline.from_pretrained(model, use_safetensors=True, **_dtype_named(options))
         return self.adopt(pipe.to(self.device))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated
 
 import typer
@@ -42,4 +43,6 @@ def options(
 
 def main() -> None:
     """Entry point of the `patchpar` command."""
+    # Which library reads images is no news to somebody who wants a picture.
+    logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
     app()
