@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,3 +39,8 @@ class RankPool:
 def ranks() -> Iterator[RankPool]:
     with LocalExecutor(["cpu"] * POOL_SIZE, "tests.ranks:Ranks", deadline=DEADLINE, preload=["tests.tiny"]) as pool:
         yield RankPool(pool)
+
+
+def pytest_configure() -> None:
+    """Take ctrl-C even where we were started in the background, which ignores it and hands that on to every child."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
