@@ -11,11 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import Tensor
 
 from patchpar.mesh import Axis
 from patchpar.transport import Incoming, Outgoing, Pending, Spec, Transport
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -46,16 +49,15 @@ class Arriving:
 
     def wait_for(self, index: int) -> list[Tensor]:
         """Tensors of the `index`-th incoming message. Raises ExchangeError after the deadline."""
-        start = time.perf_counter()
-        received = self._pending.wait_for(index)
-        waited = self._traffic.seconds_waited
-        waited[self._kind] = waited.get(self._kind, 0.0) + time.perf_counter() - start
-        return received
+        return self._booked(lambda: self._pending.wait_for(index))
 
     def wait(self) -> list[list[Tensor]]:
         """Tensors of all incoming messages. Raises ExchangeError after the deadline."""
+        return self._booked(self._pending.wait)
+
+    def _booked(self, wait: Callable[[], T]) -> T:
         start = time.perf_counter()
-        received = self._pending.wait()
+        received = wait()
         waited = self._traffic.seconds_waited
         waited[self._kind] = waited.get(self._kind, 0.0) + time.perf_counter() - start
         return received
@@ -109,12 +111,12 @@ class Gather:
         """Tensors whose size along `dim` differs by place, in order, now."""
         if self.axis.size == 1:
             return [own]
-        shape = list(own.shape)
+        dim %= own.ndim
+        before, after = own.shape[:dim], own.shape[dim + 1 :]
 
         def specs(place: int) -> list[Spec]:
-            return [Spec((*shape[:dim], sizes[place], *shape[dim:][1:]), own.dtype)]
+            return [Spec((*before, sizes[place], *after), own.dtype)]
 
-        dim %= own.ndim
         return [tensors[0] for tensors in self.start([own], specs).wait()]
 
 
