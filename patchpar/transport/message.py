@@ -41,10 +41,19 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """One message expected from one rank."""
+    """One message expected from one rank. `into`: tensors of these specs that take the values, else new ones do.
+
+    Values are put there when the message is waited for, not before.
+    """
 
     peer: int
     specs: tuple[Spec, ...]
+    into: tuple[Tensor, ...] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that come in."""
+        return sum(spec.num_bytes for spec in self.specs)
 
 
 class Pending(Protocol):

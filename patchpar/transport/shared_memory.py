@@ -14,7 +14,6 @@ import select
 import socket
 import struct
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -35,7 +34,9 @@ class _Line:
     def __init__(self, peer: int, link: socket.socket) -> None:
         self.peer, self.link = peer, link
         link.setblocking(False)
-        self.rings: deque[tuple[int, int, int]] = deque()
+        self.rings: dict[int, tuple[int, int, int]] = {}  # by number, until fetched
+        self.rung = 0  # rings so far
+        self.expected = 0  # messages that somebody has a number for
         self.known: set[int] = set()  # our segments that the peer has mapped
         self.mapped: dict[int, Tensor] = {}  # the peer's segments here
         self.closed = False
@@ -65,8 +66,14 @@ class _Line:
                 descriptor = self._descriptors.pop(0)
                 self.mapped[segment] = map_segment(descriptor)
                 os.close(descriptor)
-            self.rings.append((segment, offset, num_bytes))
+            self.rings[self.rung] = (segment, offset, num_bytes)
+            self.rung += 1
         return True
+
+    def number(self) -> int:
+        """The number of the next message that is expected here: both sides count in the order of their exchanges."""
+        self.expected += 1
+        return self.expected - 1
 
 
 class SharedMemoryTransport:
@@ -82,7 +89,8 @@ class SharedMemoryTransport:
         """Copy outgoing tensors into shared memory and ring; what is expected is fetched when waited for."""
         for message in outgoing:
             self._send(message, where)
-        return SharedMemoryPending(self, incoming, where)
+        numbered = [(message, self._lines[message.peer].number()) for message in incoming]
+        return SharedMemoryPending(self, numbered, where)
 
     def _send(self, message: Outgoing, where: str) -> None:
         room = sum(aligned(x.numel() * x.element_size()) for x in message.tensors)
@@ -117,31 +125,31 @@ class SharedMemoryTransport:
             except OSError as error:
                 raise ExchangeError(f"{self._at(where)}: rank {line.peer} is gone ({error.strerror})") from error
 
-    def fetch(self, message: Incoming, where: str) -> list[Tensor]:
-        """Wait for the next message of `message.peer` and copy it out."""
+    def fetch(self, message: Incoming, number: int, where: str) -> list[Tensor]:
+        """Wait for message `number` of `message.peer` and copy it out, whether or not earlier ones were fetched."""
         line = self._lines[message.peer]
         try:
-            segment, offset, num_bytes = self._next_ring(line, where)
+            segment, offset, num_bytes = self._ring_of(line, number, where)
         except ExchangeError as error:
             raise ExchangeError(f"{error}; expected from it: {_shapes(message)}") from error.__cause__
-        expected = sum(spec.num_bytes for spec in message.specs)
-        if num_bytes != expected:
+        if num_bytes != message.num_bytes:
             raise ExchangeError(
-                f"{self._at(where)}: rank {line.peer} sent {num_bytes} bytes, but {expected} were expected for "
-                f"{_shapes(message)}: the ranks do not run the same exchanges"
+                f"{self._at(where)}: rank {line.peer} sent {num_bytes} bytes, but {message.num_bytes} were expected "
+                f"for {_shapes(message)}: the ranks do not run the same exchanges"
             )
         received = []
-        for spec in message.specs:
+        for index, spec in enumerate(message.specs):
             view = line.mapped[segment][offset : offset + spec.num_bytes].view(spec.dtype).view(spec.shape)
-            received.append(view.to(self.device, copy=True))
+            into = None if message.into is None else message.into[index]
+            received.append(view.to(self.device, copy=True) if into is None else into.copy_(view))
             offset += aligned(spec.num_bytes)
         with contextlib.suppress(ExchangeError):  # a peer that has left needs no room
             self._ring(line, FRAME.pack(DONE, segment, 0, 0), where)
         return received
 
-    def _next_ring(self, line: _Line, where: str) -> tuple[int, int, int]:
+    def _ring_of(self, line: _Line, number: int, where: str) -> tuple[int, int, int]:
         start = time.monotonic()
-        while not line.rings:
+        while number not in line.rings:
             if line.read(self._arena):
                 continue
             if line.closed:
@@ -150,7 +158,7 @@ class SharedMemoryTransport:
                 os.sched_yield()
             else:
                 self._sleep(start + self.deadline, where, line)
-        return line.rings.popleft()
+        return line.rings.pop(number)
 
     def _sleep(self, give_up: float, where: str, line: _Line, *, writing: bool = False) -> None:
         """Until anything comes from anyone (or `line` can be written); reads it, so that nobody's doorbell jams."""
@@ -181,16 +189,15 @@ class SharedMemoryTransport:
 class SharedMemoryPending:
     """Messages that are fetched when they are waited for; what we sent has already left."""
 
-    def __init__(self, transport: SharedMemoryTransport, incoming: Sequence[Incoming], where: str) -> None:
+    def __init__(self, transport: SharedMemoryTransport, incoming: Sequence[tuple[Incoming, int]], where: str) -> None:
         self._transport, self._incoming, self._where = transport, incoming, where
         self._received: dict[int, list[Tensor]] = {}
 
     def wait_for(self, index: int) -> list[Tensor]:
-        """Fetch one message. Messages of one peer come in order, so earlier ones of the same peer come first."""
-        peer = self._incoming[index].peer
-        for earlier in range(index + 1):
-            if self._incoming[earlier].peer == peer and earlier not in self._received:
-                self._received[earlier] = self._transport.fetch(self._incoming[earlier], self._where)
+        """Fetch one message. Any order will do."""
+        if index not in self._received:
+            message, number = self._incoming[index]
+            self._received[index] = self._transport.fetch(message, number, self._where)
         return self._received[index]
 
     def wait(self) -> list[list[Tensor]]:

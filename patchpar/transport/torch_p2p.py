@@ -53,6 +53,7 @@ class TorchPending:
     ) -> None:
         self._transport, self._works, self._received = transport, list(works), received
         self._sent, self._incoming, self._where = context
+        self._placed = False
 
     def wait_for(self, index: int) -> list[Tensor]:
         """One message. Works of a batch may be coalesced, so this waits for the batch."""
@@ -72,6 +73,13 @@ class TorchPending:
                 f"within {self._transport.deadline:g} s ({error})"
             ) from error
         self._sent.clear()
-        if self._transport.staged:
-            self._received = [[x.to(self._transport.device) for x in tensors] for tensors in self._received]
+        if not self._placed:
+            pairs = zip(self._incoming, self._received, strict=True)
+            self._received, self._placed = [self._place(message, tensors) for message, tensors in pairs], True
         return self._received
+
+    def _place(self, message: Incoming, tensors: list[Tensor]) -> list[Tensor]:
+        """Off the wire, and to where the message wants them."""
+        if message.into is None:
+            return [x.to(self._transport.device) for x in tensors]
+        return [own.copy_(x) for own, x in zip(message.into, tensors, strict=True)]
