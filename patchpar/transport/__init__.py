@@ -2,12 +2,14 @@
 
     shared_memory    ranks of one host: one copy into shared memory, a doorbell through a socket, one copy out
     torch_p2p        NCCL between GPUs, gloo between hosts: torch.distributed point-to-point messages
+    delayed          either of them behind a slower link than it has, for measuring
 
 Messages between two ranks arrive in the order they were sent. Every rank runs the same exchanges in the same order,
 so messages need no tags.
 """
 
 from patchpar.transport.connect import connect
+from patchpar.transport.delayed import DelayedTransport
 from patchpar.transport.message import Incoming, Outgoing, Pending, Spec, Transport
 
-__all__ = ["Incoming", "Outgoing", "Pending", "Spec", "Transport", "connect"]
+__all__ = ["DelayedTransport", "Incoming", "Outgoing", "Pending", "Spec", "Transport", "connect"]
