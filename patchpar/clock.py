@@ -3,8 +3,10 @@
 Pure Python: no tensors, no processes. One clock per rank, shared by reference; layers never count.
 
 scheduler.step()         |           |           |
-denoiser calls       0   |   0   1   |   0   1   |     (one per step, or two with sequential guidance)
-step                 0   |     1     |     2     |
+denoiser calls       0   |   0   1   |   0   1   |     (one per evaluation, or two with sequential guidance)
+evaluation           0   |     1     |     2     |
+step, order 1        0   |     1     |     2     |
+step, order 2        0   |     0     |     1     |     (Heun and its kind evaluate the denoiser twice per step)
 """
 
 from dataclasses import dataclass
@@ -14,25 +16,31 @@ from dataclasses import dataclass
 class StepClock:
     """The one mutable fact that all strategies share: where we are in the denoising loop.
 
-    `step` counts scheduler steps from 0; `call` is the index of the latest denoiser call within the step (-1 before
-    the first). `guided` says whether the pipeline applies classifier-free guidance in this run; None when it does
-    not tell.
+    `evaluation` counts calls of scheduler.step from 0; `order` is how many of them make a denoising step; `call` is the
+    index of the latest denoiser call within the evaluation (-1 before the first). `guided` says whether the pipeline
+    applies classifier-free guidance in this run; None when it does not tell.
     """
 
-    step: int = 0
+    evaluation: int = 0
     call: int = -1
     guided: bool | None = None
+    order: int = 1
 
-    def reset(self, guided: bool | None = None) -> None:
+    @property
+    def step(self) -> int:
+        """Denoising steps that are done."""
+        return self.evaluation // self.order
+
+    def reset(self, guided: bool | None = None, *, order: int = 1) -> None:
         """Back to the first step: called once at the start of every pipeline call."""
-        self.step, self.call, self.guided = 0, -1, guided
+        self.evaluation, self.call, self.guided, self.order = 0, -1, guided, order
 
     def next_call(self) -> int:
-        """Count one denoiser call and return its index within the step."""
+        """Count one denoiser call and return its index within the evaluation."""
         self.call += 1
         return self.call
 
     def tick(self) -> None:
-        """One scheduler step is done."""
-        self.step += 1
+        """The scheduler has used one evaluation."""
+        self.evaluation += 1
         self.call = -1

@@ -154,7 +154,9 @@ class Engine:
         for module in self._denoisers():
             layers: list[Any] = [] if self._guidance is None else [self._guidance]
             if plan.patch > 1:
-                patched = strategy.install(module, self._door, self.mesh["patch"], split=plan.split, verdicts=verdicts)
+                patched = strategy.install(
+                    module, self._door, self.mesh["patch"], clock=self.clock, split=plan.split, verdicts=verdicts
+                )
                 self._patched.append(patched)
                 layers.append(patched)
             self._register(module, DenoiserHook(self.clock, layers, self._guided, self._transport))
@@ -187,10 +189,10 @@ class Engine:
         self._patched, self._guidance, self._hooked = [], None, []
         self.mesh, self._door, self._installed = None, None, (Plan(), True)
 
-    def control(self, *, exchanging: bool) -> None:
-        """Switch the exchange between bands off: every band alone, wrong on purpose. For negative controls."""
+    def control(self, *, exchange: str) -> None:
+        """Switch the exchange between bands "off" or let it be "frozen", wrong on purpose, for negative controls."""
         for patched in self._patched:
-            patched.exchanging = exchanging
+            patched.exchange = exchange
 
     # --- a call -------------------------------------------------------------------------------------------------
 
@@ -232,6 +234,8 @@ class Engine:
             output = drawing.run(self._arguments)
         if self._guidance is not None:
             self._guidance.finish()
+        for patched in self._patched:
+            patched.finish()
         return output, drawing.steps
 
     def _own_share(self, kwargs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
@@ -241,9 +245,11 @@ class Engine:
         return as_one_call(self.pipe, kwargs, self.mesh["data"].rank, self.mesh["data"].size)
 
     def _reset(self) -> None:
-        self.clock.reset()
+        self.clock.reset(order=getattr(getattr(self.pipe, "scheduler", None), "order", 1))
         if self._guidance is not None:
             self._guidance.reset()
+        for patched in self._patched:
+            patched.reset()
         if self._door is not None:
             self._door.traffic.clear()
 

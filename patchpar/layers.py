@@ -57,6 +57,27 @@ def merge_moments(packed: Sequence[Tensor], shape: tuple[int, int]) -> Moments:
     return Moments(count, mean_BG, m2_BG)
 
 
+def unpack_moments(packed: Tensor, shape: tuple[int, int]) -> Moments:
+    """What `pack_moments` packed."""
+    mean_BG, m2_BG = packed[1:].view(2, *shape).unbind(0)
+    return Moments(packed[:1], mean_BG, m2_BG)
+
+
+def correct_moments(whole: Moments, own: Moments, now: Moments) -> Moments:
+    """Moments of the whole of the last step, moved by all that our own have changed since.
+
+    DistriFusion's corrected asynchronous group norm (arXiv:2402.19481, section 4): mean' = mean + (own now - own), and
+    the same for E[x^2], so var' = E'[x^2] - mean'^2, and our own variance where that is negative. Written out, the
+    squares of the means cancel, which keeps fp32 exact enough where means are large. The variance is biased, as
+    nn.GroupNorm has it.
+    """
+    moved_BG = now.mean_BG - own.mean_BG
+    var_BG, own_var_BG, now_var_BG = (moments.m2_BG / moments.num for moments in (whole, own, now))
+    corrected_BG = var_BG + (now_var_BG - own_var_BG) + 2 * moved_BG * (own.mean_BG - whole.mean_BG)
+    corrected_BG = torch.where(corrected_BG < 0, now_var_BG, corrected_BG)
+    return Moments(whole.num, whole.mean_BG + moved_BG, corrected_BG * whole.num)
+
+
 class Normalise:
     """Group norm with given moments, to be applied to this share and to a neighbour's edge rows alike."""
 
@@ -161,17 +182,17 @@ def attend(q_BNlD: Tensor, k_BNkD: Tensor, v_BNkD: Tensor, scale: float | None =
     return Partial(out_BNlD.to(q_BNlD.dtype), logits_BNlk.logsumexp(-1))
 
 
-def merge_partials(partials: Iterable[Partial]) -> Tensor:
+def merge_partials(partials: Iterable[Partial]) -> Partial:
     """Attention over all keys from attention over parts of them, as they come, in fp32."""
     out: Tensor | None = None
     lse: Tensor | None = None
-    dtype = torch.float32
     for partial in partials:
         if out is None or lse is None:
-            out, lse, dtype = partial.out_BNlD, partial.lse_BNl, partial.out_BNlD.dtype
+            out, lse = partial
             continue
         share_BNl1 = torch.sigmoid(partial.lse_BNl - lse).unsqueeze(-1)
         out = torch.lerp(out.float(), partial.out_BNlD.float(), share_BNl1)
         lse = torch.logaddexp(lse, partial.lse_BNl)
     assert out is not None, "attention over no keys"
-    return out.to(dtype)
+    assert lse is not None
+    return Partial(out, lse)

@@ -4,7 +4,7 @@ What every patch strategy shares; a strategy decides what its seams exchange and
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,30 +13,45 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
+from patchpar.clock import StepClock
 from patchpar.discover import Sites, discover, sample_of, stride_of
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door, Gather, Traffic
+from patchpar.history import History
 from patchpar.mesh import Axis
 from patchpar.patches import Bands, split_bands
-from patchpar.seam import Share
 from patchpar.shard import Sharded, first_tensor, verify
+from patchpar.share import Share
+from patchpar.transport import Spec
+from patchpar.treatment import Treatment
 from patchpar.verdicts import Verdicts
 
 
 class PatchedDenoiser:
     """A denoiser whose calls are computed in bands. Every rank passes and gets whole tensors.
 
-    `exchanging` off computes every band alone, which is wrong on purpose: the negative control of tests and figures.
+    `treatment` says what its seams exchange and when; one that uses values of the last step needs the `clock`. `reset`
+    belongs before every picture, `finish` after it. `exchange` is "on", or wrong on purpose, as the negative control of
+    tests and figures: "off" computes every band alone, "frozen" sends nothing after the exact steps.
     """
 
     def __init__(
-        self, denoiser: nn.Module, door: Door, axis: Axis, *, split: str, verdicts: Verdicts | None = None
+        self,
+        denoiser: nn.Module,
+        mesh: tuple[Door, Axis],
+        treatment: Treatment,
+        *,
+        clock: StepClock | None = None,
+        split: str = "auto",
+        verdicts: Verdicts | None = None,
     ) -> None:
+        door, axis = mesh
         self.denoiser, self.split, self.verdicts = denoiser, split, verdicts
-        self.share = Share(door, axis)
+        self.share = Share(door, axis, treatment)
         self.sites: Sites | None = None
         self.error: float | None = None
-        self.exchanging = True
+        self.exchange = "on"
+        self.history = History(door, treatment, clock) if treatment.remembers else None
         self._sharded: Sharded | None = None
         self._gather = Gather(door, axis, "prediction", "prediction")
 
@@ -46,7 +61,9 @@ class PatchedDenoiser:
         dim = self._dim(sample_of(args, kwargs))
         if self._sharded is None or self.share.dim != dim:
             self._install(forward, dim, (args, kwargs))
-        return self._in_bands(forward, *args, **kwargs)
+        if self.history is None:
+            return self._exactly(forward, *args, **kwargs)
+        return self._with_history(self.history, forward, *args, **kwargs)
 
     def _install(self, forward: Callable[..., Any], dim: int, call: tuple[Any, Any]) -> None:
         self.restore()
@@ -70,7 +87,7 @@ class PatchedDenoiser:
         everyone = all(flag.item() for flag in self._gather.same(own))  # decided together, or somebody would wait
         if known is not None and everyone:
             return known
-        split, plain = partial(self._in_bands, forward), partial(self._plain, forward)
+        split, plain = partial(self._exactly, forward), partial(self._plain, forward)
         error = verify(split, plain, call, sites, self.share)
         verdicts.remember(key, facts, error)  # on every rank: they need not share a home
         return error
@@ -84,7 +101,7 @@ class PatchedDenoiser:
             "config": dict(getattr(self.denoiser, "config", {})),
             "modules": sites.describe(),
             "layers": _layers(self.denoiser),
-            "strategy": "exact",
+            "strategy": self.share.treatment.name,
             "bands": self.share.axis.size,
             "dim": self.share.dim,
             "dtype": str(sample.dtype),
@@ -96,14 +113,30 @@ class PatchedDenoiser:
         self.share.active = False
         return forward(*args, **kwargs)
 
+    def _exactly(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """With this step's values everywhere."""
+        self.share.fresh, self.share.memory = True, None
+        whole, _ = self._join(self._in_bands(forward, *args, **kwargs))
+        return whole
+
+    def _with_history(self, history: History, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """With values of the last step, where it is known and the treatment wants them."""
+        share, sample = self.share, sample_of(args, kwargs)
+        share.fresh = history.begin((sample.shape, sample.dtype, share.dim))
+        share.memory, share.frozen = history.memory, self.exchange == "frozen"
+        output = self._in_bands(forward, *args, **kwargs)
+        history.memory.end()
+        whole, told = self._join(output, history.tell())
+        history.heard(told, fresh=share.fresh)
+        return whole
+
     def _in_bands(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self.sites is not None
         share, sample = self.share, sample_of(args, kwargs)
         share.bands = bands_of(sample.shape[share.dim], share.axis.size, self.sites.total_stride)
-        share.whole, share.active = sample, self.exchanging
+        share.whole, share.active = sample, self.exchange != "off"
         own_args, own_kwargs = tree_map_with_path(partial(self._cut, sample), (args, kwargs))
-        output = forward(*own_args, **own_kwargs)
-        return self._join(output)
+        return forward(*own_args, **own_kwargs)
 
     def _cut(self, sample: Tensor, path: Any, x: Any) -> Any:
         stride = stride_of(path, x, sample)
@@ -113,25 +146,44 @@ class PatchedDenoiser:
         bands = share.bands if stride == 1 else share.level(-(-share.bands.size(share.place) // stride))
         return x.narrow(share.dim, bands.starts[share.place], bands.size(share.place)).contiguous()
 
-    def _join(self, output: Any) -> Any:
-        own = first_tensor(output)
-        bands = self.share.level(own.shape[self.share.dim])
-        sizes = [bands.size(place) for place in range(len(bands))]
-        whole = torch.cat(self._gather.shares(own, self.share.dim, sizes), self.share.dim)
+    def _join(self, output: Any, told: Sequence[Tensor] = ()) -> tuple[Any, list[list[Tensor]]]:
+        """The whole prediction from everybody's, and what every place tells beside it."""
+        own, dim = first_tensor(output), self.share.dim
+        bands, shape = self.share.level(own.shape[dim]), list(own.shape)
+
+        def specs(place: int) -> list[Spec]:
+            shape[dim] = bands.size(place)
+            return [Spec(tuple(shape), own.dtype), *map(Spec.of, told)]
+
+        received = self._gather.start([own, *told], specs).wait()
+        whole = torch.cat([tensors[0] for tensors in received], dim)
+        heard = [tensors[1:] for tensors in received]
         if isinstance(output, tuple):
-            return (whole, *output[1:])
+            return (whole, *output[1:]), heard
         first = next(iter(output))
-        return type(output)(**{**output, first: whole})
+        return type(output)(**{**output, first: whole}), heard
 
     def _dim(self, sample: Tensor) -> int:
         if self.split == "auto":
             return -2 if sample.shape[-2] >= sample.shape[-1] else -1
         return -2 if self.split == "rows" else -1
 
+    def reset(self) -> None:
+        """Begin a picture: nothing of the last one is used. Raises ExchangeError."""
+        if self.history is not None:
+            self.history.reset()
+
+    def finish(self) -> None:
+        """End a picture: take in what is still under way. Raises ExchangeError."""
+        if self.history is not None:
+            self.history.memory.settle()
+
     def forget(self) -> None:
         """Take the seams out and find them anew at the next call: the denoiser's modules may change."""
         self.restore()
         self.sites = None
+        if self.history is not None:
+            self.history = self.history.anew()
 
     def restore(self) -> None:
         """Take the seams out."""

@@ -13,11 +13,13 @@ import torch
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import Tensor, nn
 
+from patchpar.attention import AttentionHook
 from patchpar.discover import NormSite, Sites, with_sample_size
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.exchange import Gather
 from patchpar.layers import stencil_of
-from patchpar.seam import AttentionHook, ConvFed, ConvHook, NormHook, Share
+from patchpar.seam import ConvFed, ConvHook, NormHook
+from patchpar.share import Share
 
 HOOK = "patchpar_seam"
 Denoise = Callable[..., Any]

@@ -8,9 +8,12 @@ from patchpar.errors import PlanError
 
 def known() -> dict[str, Any]:
     """Options class of every patch strategy, by name."""
+    from patchpar.strategies.displaced import DisplacedPatch
     from patchpar.strategies.exact import ExactPatch
+    from patchpar.strategies.fresh_edges import FreshEdges
+    from patchpar.strategies.pcpp import PartiallyConditioned
 
-    return {strategy.name: strategy for strategy in (ExactPatch,)}
+    return {found.name: found for found in (ExactPatch, FreshEdges, DisplacedPatch, PartiallyConditioned)}
 
 
 def parse_strategy(text: str) -> Any:
@@ -21,7 +24,7 @@ def parse_strategy(text: str) -> Any:
         raise PlanError(f"unknown strategy {name!r}: use one of {', '.join(strategies)}")
     options = {field.name: field.type for field in fields(strategies[name])}
     given = {}
-    for part in filter(None, (piece.strip() for piece in rest.split(","))):
+    for part in filter(None, (piece.strip() for piece in rest.replace(":", ",").split(","))):
         key, equals, value = part.partition("=")
         if not equals or key not in options:
             valid = f"its options are {', '.join(options)}" if options else "it has no options"

@@ -12,30 +12,19 @@ when        this step's values
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from patchpar.exchange import Door
-    from patchpar.mesh import Axis
-    from patchpar.patched import PatchedDenoiser
-    from patchpar.verdicts import Verdicts
+from patchpar.strategies.bands import PatchStrategy
+from patchpar.treatment import Treatment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExactPatch:
+class ExactPatch(PatchStrategy):
     """Bands with this step's values everywhere: within rounding of one device. No options."""
 
     name: ClassVar[str] = "exact"
 
-    def install(
-        self, denoiser: nn.Module, door: Door, axis: Axis, *, split: str = "auto", verdicts: Verdicts | None = None
-    ) -> PatchedDenoiser:
-        """Make `denoiser` parallel over `axis`, from its first call on. Without `verdicts` it is not verified."""
-        from patchpar.patched import PatchedDenoiser  # a caller that only names a strategy need not import torch
-
-        return PatchedDenoiser(denoiser, door, axis, split=split, verdicts=verdicts)
-
-    def __str__(self) -> str:
-        return self.name
+    @property
+    def treatment(self) -> Treatment:
+        """Everything of this step."""
+        return Treatment()

@@ -108,9 +108,9 @@ class GuidanceSplit:
         if self._axis.size == 1:
             return forward(*args, **kwargs)
         progress, sample = self._progress, sample_of(args, kwargs)
-        if self._clock.step != progress.step:
+        if self._clock.evaluation != progress.step:
             self._post.settle()
-            progress.turn_to(self._clock.step)
+            progress.turn_to(self._clock.evaluation)
         progress.calls += 1
         if self._branches(sample) > 1:
             return self._share_of_batch(forward, sample, args, kwargs)
@@ -183,7 +183,7 @@ class GuidanceSplit:
 
     @property
     def _moment(self) -> Moment:
-        return Moment(self._clock.step, self._clock.call)
+        return Moment(self._clock.evaluation, self._clock.call)
 
     def _no_guidance(self) -> str:
         return (

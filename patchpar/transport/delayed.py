@@ -56,7 +56,7 @@ class DelayedTransport:
             for message in outgoing
             for peer in message.peers
         ]
-        expected = [self._with_stamp(message) for message in incoming]
+        expected = [_with_stamp(message) for message in incoming]
         return DelayedPending(self, self.inner.swap(stamped, expected, where), incoming, where)
 
     def _stamp(self, message: Outgoing) -> Tensor:
@@ -67,12 +67,6 @@ class DelayedTransport:
         if num_bytes <= self.overtake:
             self._lane_free = left = max(now, self._lane_free) + taken
         return torch.tensor([math.ceil((left + self.latency) * NANO)], dtype=STAMP.dtype, device=self.device)
-
-    def _with_stamp(self, message: Incoming) -> Incoming:
-        into = message.into
-        if into is not None:
-            into = (torch.empty(STAMP.shape, dtype=STAMP.dtype, device=self.device), *into)
-        return Incoming(message.peer, (STAMP, *message.specs), into)
 
     def close(self) -> None:
         """Close what is inside. Idempotent."""
@@ -114,3 +108,7 @@ class DelayedPending:
                 f"the message of rank {message.peer} ({shapes}) {there - now:.3g} s after the deadline of "
                 f"{line.deadline:g} s: raise the deadline or the rate"
             )
+
+
+def _with_stamp(message: Incoming) -> Incoming:
+    return Incoming(message.peer, (STAMP, *message.specs), message.into and (None, *message.into))

@@ -41,14 +41,14 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """One message expected from one rank. `into`: tensors of these specs that take the values, else new ones do.
+    """One message expected from one rank. `into`: tensors that take the values; new ones do where None.
 
     Values are put there when the message is waited for, not before.
     """
 
     peer: int
     specs: tuple[Spec, ...]
-    into: tuple[Tensor, ...] | None = None
+    into: tuple[Tensor | None, ...] | None = None
 
     @property
     def num_bytes(self) -> int:

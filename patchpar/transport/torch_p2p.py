@@ -80,6 +80,6 @@ class TorchPending:
 
     def _place(self, message: Incoming, tensors: list[Tensor]) -> list[Tensor]:
         """Off the wire, and to where the message wants them."""
-        if message.into is None:
-            return [x.to(self._transport.device) for x in tensors]
-        return [own.copy_(x) for own, x in zip(message.into, tensors, strict=True)]
+        into = message.into or [None] * len(tensors)
+        device = self._transport.device
+        return [x.to(device) if own is None else own.copy_(x) for own, x in zip(into, tensors, strict=True)]

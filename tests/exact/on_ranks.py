@@ -53,10 +53,10 @@ def parity(place: Place, name: str, sizes: Sequence[tuple[int, int]], split: str
         bands.restore()
         whole = first(denoiser(**call))
         errors = []
-        for bands.exchanging in (True, False):
+        for bands.exchange in ("on", "off"):
             errors.append(relative(first(bands.denoise(denoiser.forward, **call)), whole))
         found.append(Errors(split=errors[0], alone=errors[1]))
-        bands.exchanging = True
+        bands.exchange = "on"
     return found
 
 

@@ -69,7 +69,7 @@ def compared(place: Place, name: str, cases: Sequence[Case], verdicts: str) -> l
         plain = _latents(pipe(**_seeded(kwargs))) if place.rank == 0 else None
         drawn = [engine.draw(_seeded(kwargs), options)]
         if case.control:
-            engine.control(exchanging=False)
+            engine.control(exchange="off")
             drawn.append(engine.draw(_seeded(kwargs), options))
         if plain is not None:
             error, *control = [relative(_latents(each.output), plain) for each in drawn]

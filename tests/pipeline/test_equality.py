@@ -126,9 +126,9 @@ def test_without_exchange_the_comparison_fails(parallel: ParallelPipeline, plain
     call = {**QUICK, "output_type": "latent"}
     want = plain(**call, generator=generator())
     assert relative_error(parallel(**call, generator=generator()), want) <= EXACT
-    parallel._executor.call("control", exchanging=False)
+    parallel._executor.call("control", exchange="off")
     try:
         assert relative_error(parallel(**call, generator=generator()), want) > 100 * EXACT
     finally:
-        parallel._executor.call("control", exchanging=True)
+        parallel._executor.call("control", exchange="on")
     assert relative_error(parallel(**call, generator=generator(9)), want) > 100 * EXACT

@@ -1,0 +1,192 @@
+"""Own queries against own keys of this step and other places' keys of the last one.
+
+    RemoteTokens      a selection of everybody's tokens beside ours in one buffer, one attention over all of it
+    RemotePartials    attention to other places' tokens, kept as output and log-sum-exp, computed anew now and then
+
+Each belongs to one attention seam in one guidance call.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchpar.exchange import Part
+from patchpar.layers import Partial, attend, merge_partials
+from patchpar.mesh import Axis
+from patchpar.residual import Residual
+from patchpar.selection import Everything, Piece
+from patchpar.tokens import Grid, log_weights, take
+from patchpar.transport import Spec
+from patchpar.treatment import Context
+
+
+class KeysValues(NamedTuple):
+    """Keys and values of some tokens, [B, l, N, D] each, as the projections lie in memory."""
+
+    k_BlND: Tensor
+    v_BlND: Tensor
+
+
+class RemoteTokens:
+    """Everybody's selected tokens of the last step beside our own in one buffer, allocated once.
+
+    `joined_anew`: copy keys and values together for each attention, as DistriFusion's code does.
+    """
+
+    def __init__(self, options: Context, axis: Axis, grid: Grid, own: KeysValues, *, joined_anew: bool) -> None:
+        self.options, self.axis, self.grid, self.joined_anew = options, axis, grid, joined_anew
+        sizes = [self._num_tokens(place, axis.rank) for place in range(axis.size)]
+        sizes[axis.rank] = own.k_BlND.shape[1]
+        order = (axis.rank, *axis.others)  # ours first; attention does not mind the order
+        batch, _, heads, _ = own.k_BlND.shape
+        self._buffers = tuple(x.new_empty(batch, sum(sizes), heads, x.shape[-1]) for x in own)
+        ends = torch.tensor([sizes[place] for place in order]).cumsum(0).tolist()
+        self._range = {place: (end - sizes[place], sizes[place]) for place, end in zip(order, ends, strict=True)}
+        self._residuals: dict[tuple[Piece, ...], list[Residual]] = {}  # what others hold of ours, by what they get
+        self._copies: dict[int, list[Residual]] = {}  # what we hold of others
+        self._bias = self._make_bias(order)
+
+    def _pieces(self, sender: int, receiver: int) -> tuple[Piece, ...]:
+        return self.options.selection.pieces(sender, receiver, self.grid.rows(sender))
+
+    def _num_tokens(self, sender: int, receiver: int) -> int:
+        return sum(piece.num_tokens(self.grid.across) for piece in self._pieces(sender, receiver))
+
+    def _make_bias(self, order: Sequence[int]) -> Tensor | None:
+        """The logit bias of every token in the buffer; None where all count once."""
+        mine = self.axis.rank
+        pieces = [(Piece(0, self.grid.rows(mine)),) if p == mine else self._pieces(p, mine) for p in order]
+        bias = torch.cat([log_weights(each, self.grid.across) for each in pieces])
+        buffer = self._buffers[0]
+        return bias.to(buffer.device, buffer.dtype) if bias.any() else None
+
+    def _held(self, place: int) -> list[Tensor]:
+        """Where the tokens of a place lie."""
+        start, count = self._range[place]
+        return [buffer.narrow(1, start, count) for buffer in self._buffers]
+
+    def remember(self, own: KeysValues, others: Mapping[int, KeysValues]) -> None:
+        """Take what was exchanged whole in this step."""
+        for place, whole in others.items():
+            if not self._range[place][1]:
+                continue
+            for held, x in zip(self._held(place), whole, strict=True):
+                held.copy_(take(x, self._pieces(place, self.axis.rank), self.grid))
+        if self.options.bits < 16:
+            for pieces in self._receivers():
+                self._residuals[pieces] = [Residual(take(x, pieces, self.grid).clone(), self.options.bits) for x in own]
+            self._copies = {place: [Residual(x, self.options.bits) for x in self._held(place)] for place in others}
+
+    def _receivers(self) -> dict[tuple[Piece, ...], tuple[int, ...]]:
+        """Who gets the same pieces of ours: global ranks by pieces."""
+        found: dict[tuple[Piece, ...], tuple[int, ...]] = {}
+        for place in self.axis.others:
+            pieces = self._pieces(self.axis.rank, place)
+            if pieces:
+                found[pieces] = (*found.get(pieces, ()), self.axis.ranks[place])
+        return found
+
+    def part(self, own: KeysValues) -> Part:
+        """What leaves and comes for the next step."""
+        senders = [place for place in self.axis.others if self._range[place][1]]
+        if self.options.bits < 16:
+            outgoing = [(peers, self._encoded(own, pieces)) for pieces, peers in self._receivers().items()]
+            specs = {self.axis.ranks[p]: tuple(s for r in self._copies[p] for s in r.specs()) for p in senders}
+            return Part("kv", outgoing, specs)
+        outgoing = [
+            (peers, tuple(take(x, pieces, self.grid) for x in own)) for pieces, peers in self._receivers().items()
+        ]
+        into = {self.axis.ranks[place]: tuple(self._held(place)) for place in senders}
+        return Part("kv", outgoing, {rank: tuple(Spec.of(x) for x in held) for rank, held in into.items()}, into)
+
+    def _encoded(self, own: KeysValues, pieces: tuple[Piece, ...]) -> tuple[Tensor, ...]:
+        tokens = [take(x, pieces, self.grid) for x in own]
+        return tuple(t for x, r in zip(tokens, self._residuals[pieces], strict=True) for t in r.encode(x))
+
+    def arrived(self, received: Mapping[int, list[Tensor]]) -> None:
+        """Take what has come: whole values lie in the buffer already."""
+        for place, residuals in self._copies.items():
+            found = received.get(self.axis.ranks[place], [])
+            for index, residual in enumerate(residuals if found else []):
+                residual.decode(found[2 * index : 2 * index + 2])
+
+    def attend(self, query: Tensor, own: KeysValues, scale: float | None) -> Tensor:
+        """Own queries [B, N, l, D] against all that is in the buffer, and our own of this step."""
+        if self.options.narrow_to is not None or self.joined_anew:
+            keys, values = self._joined(own)
+        else:
+            for held, x in zip(self._held(self.axis.rank), own, strict=True):
+                held.copy_(x)
+            keys, values = self._buffers
+        mask = None if self._bias is None else self._bias.expand(1, 1, query.shape[2], -1)
+        return F.scaled_dot_product_attention(
+            query, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, scale=scale
+        )
+
+    def _joined(self, own: KeysValues) -> tuple[Tensor, ...]:
+        """Keys and values of all places, of those only the selection that is attended to."""
+        narrow = self.options.narrow_to or Everything()
+        mine, joined = self.axis.rank, []
+        for index, x in enumerate(own):
+            found = [x]
+            for place in self.axis.others:
+                pieces = narrow.pieces(place, mine, self.grid.rows(place)) if self._range[place][1] else ()
+                if pieces:
+                    found.append(take(self._held(place)[index], pieces, self.grid))
+            joined.append(torch.cat(found, dim=1))
+        return tuple(joined)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything held for the next step."""
+        yield from self._buffers
+        yield from (residual.copy for residuals in self._residuals.values() for residual in residuals)
+        if self._bias is not None:
+            yield self._bias
+
+
+class RemotePartials:
+    """Attention of our queries to all other places' tokens, as it was at the last refresh.
+
+    Attention over parts of the keys merges exactly by log-sum-exp (ring attention, arXiv:2310.01889); here the remote
+    part may be several steps old. DiTFastAttn (NeurIPS 2024) keeps what a window leaves out like this, on one GPU.
+    """
+
+    def __init__(self, refresh: int, axis: Axis, grid: Grid) -> None:
+        self.refresh, self.axis, self.grid = refresh, axis, grid
+        self._cached: Partial | None = None
+        self._fresh: list[KeysValues] | None = None  # keys that came and have not been attended to
+
+    def is_due(self, evaluation: int, layer: int) -> bool:
+        """Whether this layer's turn comes in this evaluation."""
+        return (evaluation + layer) % self.refresh == 0
+
+    def cache(self, query: Tensor, others: Sequence[KeysValues], scale: float | None) -> Partial:
+        """Attend to other places' tokens and keep the result."""
+        found = (attend(query, k.transpose(1, 2), v.transpose(1, 2), scale) for k, v in others)
+        self._cached = merge_partials(found)
+        return self._cached
+
+    def part(self, own: KeysValues) -> Part:
+        """What leaves and comes for a refresh in the next step."""
+        ranks = self.axis.ranks
+        batch, _, heads, _ = own.k_BlND.shape
+
+        def specs(place: int) -> tuple[Spec, ...]:
+            return tuple(Spec((batch, self.grid.num_tokens(place), heads, x.shape[-1]), x.dtype) for x in own)
+
+        peers = tuple(ranks[place] for place in self.axis.others)
+        return Part("kv", [(peers, tuple(own))], {ranks[place]: specs(place) for place in self.axis.others})
+
+    def attend(self, query: Tensor, own: KeysValues, scale: float | None) -> Tensor:
+        """Own queries against own keys of this step, and what is kept of the others."""
+        assert self._cached is not None, "a layer is refreshed in the first, synchronous step"
+        local = attend(query, own.k_BlND.transpose(1, 2), own.v_BlND.transpose(1, 2), scale)
+        return merge_partials([local, self._cached]).out_BNlD.to(query.dtype)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything held for the next step."""
+        if self._cached is not None:
+            yield from self._cached

@@ -1,0 +1,54 @@
+"""What every strategy of axis `patch` is: frozen options that make a denoiser parallel in bands.
+
+A strategy is its treatment of the seams; this makes a denoiser of it, and reads options back as text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar
+
+from patchpar.treatment import Treatment
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from patchpar.clock import StepClock
+    from patchpar.exchange import Door
+    from patchpar.mesh import Axis
+    from patchpar.patched import PatchedDenoiser
+    from patchpar.verdicts import Verdicts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchStrategy:
+    """Options of a strategy. A subclass has a `name` and a `treatment`."""
+
+    name: ClassVar[str]
+
+    @property
+    def treatment(self) -> Treatment:
+        """What its seams do."""
+        raise NotImplementedError
+
+    def install(
+        self,
+        denoiser: nn.Module,
+        door: Door,
+        axis: Axis,
+        *,
+        clock: StepClock | None = None,
+        split: str = "auto",
+        verdicts: Verdicts | None = None,
+    ) -> PatchedDenoiser:
+        """Make `denoiser` parallel over `axis`, from its first call on. Without `verdicts` it is not verified."""
+        from patchpar.patched import PatchedDenoiser  # a caller that only names a strategy need not import torch
+
+        return PatchedDenoiser(denoiser, (door, axis), self.treatment, clock=clock, split=split, verdicts=verdicts)
+
+    def __str__(self) -> str:
+        given = [f"{field.name}={getattr(self, field.name)}" for field in fields(self) if self._is_set(field.name)]
+        return self.name + (":" + ":".join(given) if given else "")
+
+    def _is_set(self, option: str) -> bool:
+        return bool(getattr(self, option) != getattr(type(self)(), option))

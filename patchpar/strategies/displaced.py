@@ -1,0 +1,55 @@
+"""Displaced patch parallelism (DistriFusion, Li et al., CVPR 2024, arXiv:2402.19481).
+
+Neighbouring denoising steps look alike, so a rank uses the others' values of the last step, which have had a whole step
+to arrive. The first steps are exact.
+
+axis        patch: each rank owns a band of rows, or of columns where the picture is wider than tall
+exchanged   halo rows (to the neighbours), moments, keys and values (to everyone)
+when        last step's values, sent as soon as they exist
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from patchpar.strategies.bands import PatchStrategy
+from patchpar.treatment import Context, Moments, Treatment, check_choice, check_warmup
+
+GROUP_NORMS: dict[str, Moments] = {"corrected": "corrected", "stale": "stale", "separate": "separate", "sync": "fresh"}
+"""The four treatments of group norm that the paper compares (section 4 and figure 9), as moments are treated here."""
+PAPER_BUCKET = 60  # tensors that its code sends together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DisplacedPatch(PatchStrategy):
+    """Bands with the last step's halo, moments, keys and values.
+
+    `warmup_steps`: exact steps at the beginning, the first included; the paper's default of 4 after the first is 5.
+    `group_norm`: "corrected" moves the last step's moments of the whole by all that ours have changed; "stale" merges
+    ours with the others' old ones; "separate" takes ours alone; "sync" takes this step's of all.
+    `preset`: "paper" also sends what the paper's code sends (halos to everyone) and joins keys by copying, so that the
+    difference can be measured. Raises PlanError.
+    """
+
+    name: ClassVar[str] = "displaced"
+    warmup_steps: int = 5
+    group_norm: Literal["corrected", "stale", "separate", "sync"] = "corrected"
+    preset: Literal["paper"] | None = None
+
+    def __post_init__(self) -> None:
+        check_warmup(self.name, self.warmup_steps)
+        check_choice(self.name, "group_norm", self.group_norm, tuple(GROUP_NORMS))
+        check_choice(self.name, "preset", self.preset, (None, "paper"))
+
+    @property
+    def treatment(self) -> Treatment:
+        """Everything of the last step."""
+        found = Treatment(
+            name=self.name,
+            warmup_steps=self.warmup_steps,
+            halo="stale",
+            moments=GROUP_NORMS[self.group_norm],
+            context=Context(),
+        )
+        return replace(found, published=True, bucket=PAPER_BUCKET) if self.preset else found

@@ -1,0 +1,78 @@
+"""Fresh edges, stale context: synchronise the kilobytes, delay the megabytes (ours, after arXiv:2402.19481).
+
+Halo rows and moments weigh a fiftieth of what displaced patches send, and nearly all of their error comes from those
+being old. Here they are of this step, in one round per norm and convolution; keys and values, which weigh the rest, are
+one step old and have a whole step to arrive.
+
+axis        patch
+exchanged   halo rows, moments; keys and values of all, or near ones as they are and far ones averaged, or now and then
+when        halo and moments this step's, keys and values last step's
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from patchpar.resync import Resync, check_resync
+from patchpar.selection import BandAndPooled, Everything
+from patchpar.strategies.bands import PatchStrategy
+from patchpar.treatment import (
+    BITS,
+    CachedPartials,
+    Context,
+    Treatment,
+    check_choice,
+    check_count,
+    check_share,
+    check_warmup,
+)
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreshEdges(PatchStrategy):
+    """Bands with this step's halo and moments, and the last step's keys and values.
+
+    `context`: "all" keys and values; "pooled": the nearest `band` of each neighbour's rows, and everything farther as
+    averages over `pool` x `pool` tokens that count as many as they stand for; "partials": attention to other places is
+    kept, and renewed for every layer in every `refresh`-th step.
+    `bits`: 8 or 4 send the quantised difference to what the receiver holds.
+    `quality`: make a step exact where old keys would cost more than this PSNR in dB allows; `budget`: MiB that a rank
+    may send per step on average, spent on exact steps where they help most. `warmup_steps`: exact steps at the
+    beginning, the first included. Raises PlanError.
+    """
+
+    name: ClassVar[str] = "fresh-edges"
+    warmup_steps: int = 1
+    context: Literal["all", "pooled", "partials"] = "all"
+    band: float = 0.1
+    pool: int = 4
+    refresh: int = 4
+    bits: int = 16
+    quality: float | None = None
+    budget: float | None = None
+
+    def __post_init__(self) -> None:
+        check_warmup(self.name, self.warmup_steps)
+        check_choice(self.name, "context", self.context, ("all", "pooled", "partials"))
+        check_choice(self.name, "bits", self.bits, BITS if self.context != "partials" else (16,))
+        check_share(self.name, "band", self.band)
+        check_count(self.name, "pool", self.pool)
+        check_count(self.name, "refresh", self.refresh)
+        check_resync(self.name, self.quality, self.budget)
+
+    @property
+    def treatment(self) -> Treatment:
+        """Edges of this step, keys of the last."""
+        selection = BandAndPooled(self.band, self.pool) if self.context == "pooled" else Everything()
+        context = Context(selection=selection, bits=self.bits)
+        budget = None if self.budget is None else self.budget * MIB
+        wanted = None if self.quality is None and budget is None else Resync(quality=self.quality, budget=budget)
+        return Treatment(
+            name=self.name,
+            warmup_steps=self.warmup_steps,
+            context=CachedPartials(refresh=self.refresh) if self.context == "partials" else context,
+            resync=wanted,
+        )

@@ -1,0 +1,48 @@
+"""Partially conditioned patch parallelism (PCPP, Dec 2024, arXiv:2412.02962).
+
+As displaced patches, but attention sees only a band of each neighbour. The paper's abstract promises less traffic for
+it; its code sends the whole neighbour and slices. Here only the band is sent.
+
+axis        patch
+exchanged   halo rows, moments; keys and values of a band of each neighbour
+when        last step's values, after a warm-up with everything of this step
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from patchpar.selection import NearBand
+from patchpar.strategies.bands import PatchStrategy
+from patchpar.strategies.displaced import GROUP_NORMS
+from patchpar.treatment import Context, Treatment, check_choice, check_share, check_warmup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartiallyConditioned(PatchStrategy):
+    """Displaced bands that see only the nearest `fraction` of each neighbour's rows.
+
+    `context`: "band" sends those rows; "paper" sends whole neighbours and looks at the same rows, as the paper's code
+    does. `warmup_steps` and `group_norm` as in DisplacedPatch. Raises PlanError.
+    """
+
+    name: ClassVar[str] = "pcpp"
+    fraction: float = 0.3
+    warmup_steps: int = 5
+    context: Literal["band", "paper"] = "band"
+    group_norm: Literal["corrected", "stale", "separate", "sync"] = "corrected"
+
+    def __post_init__(self) -> None:
+        check_share(self.name, "fraction", self.fraction)
+        check_warmup(self.name, self.warmup_steps)
+        check_choice(self.name, "context", self.context, ("band", "paper"))
+        check_choice(self.name, "group_norm", self.group_norm, tuple(GROUP_NORMS))
+
+    @property
+    def treatment(self) -> Treatment:
+        """Everything of the last step, keys of a band only."""
+        band = NearBand(self.fraction)
+        sent = Context(selection=band) if self.context == "band" else Context(selection=NearBand(1.0), narrow_to=band)
+        moments = GROUP_NORMS[self.group_norm]
+        return Treatment(name=self.name, warmup_steps=self.warmup_steps, halo="stale", moments=moments, context=sent)

@@ -1,0 +1,75 @@
+"""What each rank did when, as a file that chrome://tracing and Perfetto open.
+
+    process 0  rank 0   steps     | denoiser call            | denoiser call            |
+                        seams     |compute|send|wait|compute ...
+
+Pure Python: a caller that only names a file need not import torch.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Event(NamedTuple):
+    """Something a rank did: `what` is call, send or wait; `start` on the rank's monotonic clock; seconds."""
+
+    what: str
+    kind: str
+    where: str
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """Events of one rank in the order they ended. `epoch`: wall-clock time at zero of its monotonic clock."""
+
+    rank: int
+    device: str
+    epoch: float
+    events: tuple[Event, ...]
+
+
+def write_trace(path: Path, ranks: Sequence[RankTrace]) -> None:
+    """Write the events of all ranks in Chrome's trace format, times in microseconds from the first event."""
+    starts = [rank.epoch + event.start for rank in ranks for event in rank.events]
+    zero = min(starts, default=0.0)
+    found = [entry for rank in ranks for entry in _entries(rank, zero)]
+    path.write_text(json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}))
+
+
+def _entries(trace: RankTrace, zero: float) -> Iterator[dict[str, Any]]:
+    yield _name(trace.rank, "process_name", f"rank {trace.rank} on {trace.device}")
+    for thread, name in enumerate(("steps", "seams")):
+        yield _name(trace.rank, "thread_name", name, thread)
+    for event in (*trace.events, *_computing(trace.events)):
+        yield {
+            "ph": "X",
+            "pid": trace.rank,
+            "tid": 0 if event.what == "call" else 1,
+            "name": f"{event.what} {event.kind}".strip(),
+            "cat": event.what,
+            "ts": 1e6 * (trace.epoch + event.start - zero),
+            "dur": 1e6 * event.seconds,
+            "args": {"seam": event.where},
+        }
+
+
+def _name(rank: int, what: str, name: str, thread: int = 0) -> dict[str, Any]:
+    return {"ph": "M", "pid": rank, "tid": thread, "name": what, "args": {"name": name}}
+
+
+def _computing(events: Sequence[Event]) -> Iterator[Event]:
+    """The time inside denoiser calls that no seam took: computation up to the seam that follows it."""
+    seams = sorted((event for event in events if event.what != "call"), key=lambda event: event.start)
+    for call in (event for event in events if event.what == "call"):
+        now, end = call.start, call.start + call.seconds
+        for seam in (seam for seam in seams if call.start <= seam.start <= end):
+            if seam.start > now:
+                yield Event("compute", "", seam.where, now, seam.start - now)
+            now = max(now, seam.start + seam.seconds)
+        if end > now:
+            yield Event("compute", "", call.where, now, end - now)

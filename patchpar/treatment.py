@@ -1,0 +1,87 @@
+"""What a patch strategy does at each kind of seam, as data. No torch, so that naming a strategy does not import it.
+
+          this step's            last step's                       this rank's own only
+halo      "fresh"                "stale"
+moments   "fresh"                "stale", "corrected"              "separate"
+context   None                   a selection of keys and values
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from patchpar.errors import PlanError
+from patchpar.resync import Resync
+from patchpar.selection import Everything, Selection
+
+Moments = Literal["fresh", "corrected", "stale", "separate"]
+BITS = (16, 8, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """Which keys and values of the last step are attended to, and how they travel.
+
+    `bits` below 16: the difference to what the receiver holds is sent, quantised. `narrow_to`: after it has come, only
+    this selection of it is attended to.
+    """
+
+    selection: Selection = field(default_factory=Everything)
+    bits: int = 16
+    narrow_to: Selection | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedPartials:
+    """Attention to other places' tokens is kept, and computed anew in every `refresh`-th step of each layer."""
+
+    refresh: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Treatment:
+    """A strategy, as the seams see it. `name` is what it was verified under and what reports call it.
+
+    The first `warmup_steps` denoising steps are exact; None: all. `published`: halos and moments go to everyone, and
+    keys and values are joined by copying, as in DistriFusion's code. `bucket`: how many small messages leave together.
+    """
+
+    name: str = "exact"
+    warmup_steps: int | None = None
+    halo: Literal["fresh", "stale"] = "fresh"
+    moments: Moments = "fresh"
+    context: Context | CachedPartials | None = None
+    published: bool = False
+    bucket: int = 16
+    resync: Resync | None = None
+
+    @property
+    def remembers(self) -> bool:
+        """Whether anything of the last step is ever used."""
+        return self.warmup_steps is not None
+
+
+def check_warmup(name: str, steps: object) -> None:
+    """Raise PlanError unless `steps` is a number of steps that may be exact at the beginning."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise PlanError(
+            f"{name}: warmup_steps={steps!r}: the first step has no earlier values to use, so at least 1 step is "
+            "exact; with as many as there are steps, all are"
+        )
+
+
+def check_share(name: str, option: str, value: object) -> None:
+    """Raise PlanError unless `value` is a share of a neighbour's rows."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise PlanError(f"{name}: {option}={value!r}: it is a share of a neighbour's rows, above 0 and at most 1")
+
+
+def check_count(name: str, option: str, value: object) -> None:
+    """Raise PlanError unless `value` is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PlanError(f"{name}: {option}={value!r}: it is a whole number of at least 1")
+
+
+def check_choice(name: str, option: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise PlanError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise PlanError(f"{name}: {option}={value!r}: use {', '.join(map(str, choices))}")
