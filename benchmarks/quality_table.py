@@ -1,0 +1,117 @@
+"""The records of `benchmarks.quality` as a table in Markdown, one row per method and number of ranks."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.quality_records import MOST_DB, ONE_PROCESS, Method, Record, Setting
+
+CONTROLS = {"off": "negative control: no exchange", "frozen": "negative control: exchange frozen"}
+INTRO = f"""# Quality against bytes
+
+Real ranks against plain diffusers in one process: the embedded model in fp32 on CPUs, held-out captions, same seeds.
+Pictures are compared before rounding to 8 bits; all latents are decoded by one process. Means over the captions;
+`worst` is the caption with the least PSNR. Equal pictures are booked with {MOST_DB:g} dB. `captions right`: a
+classifier sees on both sides what the caption says. `sent`: MB (10⁶ bytes) in a step, both guidance branches, fp32, for
+one picture, by the rank that sends most, averaged over all steps, warm-up included. `waited`: rank 0, in a step of a
+whole batch; a star where there were more ranks than cores, so that most of it is waiting for a core.
+Measured by `python -m benchmarks.quality`, written by `python -m benchmarks.quality --table`.
+"""
+HEAD = (
+    "| method | ranks | captions | PSNR, dB | worst | SSIM | LPIPS | captions right | sent, MB | waited, ms |",
+    "|" + "---|" * 10,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One method in one setting: means over the captions. `lpips`: None unless measured for all of them."""
+
+    setting: Setting
+    method: Method
+    label: str
+    ranks: int
+    captions: int
+    psnr_db: float
+    worst_db: float
+    ssim: float
+    lpips: float | None
+    right: float
+    bytes_per_step: float
+    seconds_waited: float
+    crowded: bool
+
+    def __str__(self) -> str:
+        one = self.method == ONE_PROCESS
+        control = CONTROLS.get(self.method.exchange)
+        lpips = "not measured" if self.lpips is None else f"{self.lpips:.4f}"
+        cells = [
+            f"{self.label} ({control})" if control else self.label,
+            self.ranks,
+            self.captions,
+            "" if one else f"{self.psnr_db:.1f}",
+            "" if one else f"{self.worst_db:.1f}",
+            "" if one else f"{self.ssim:.4f}",
+            "" if one else lpips,
+            f"{100 * self.right:.0f} %",
+            "" if one else f"{self.bytes_per_step / 1e6:.3f}",
+            "" if one else f"{1e3 * self.seconds_waited:.0f}{'*' * self.crowded}",
+        ]
+        return f"| {' | '.join(map(str, cells))} |"
+
+
+def rows_of(records: Iterable[Record]) -> list[Row]:
+    """Rows, by setting, ranks, and the best first."""
+    cells: dict[tuple[Setting, Method, int], list[Record]] = defaultdict(list)
+    for record in records:
+        cells[record.setting, record.method, record.ranks].append(record)
+    return sorted(map(_row, cells.values()), key=lambda row: (_place(row.setting), row.ranks, -row.psnr_db, row.label))
+
+
+def _place(setting: Setting) -> tuple[object, ...]:
+    """Where a setting stands in the document."""
+    pixels = setting.height * setting.width
+    return pixels, setting.height, setting.scheduler, setting.steps, setting.guidance, setting.seed, setting.model
+
+
+def _row(records: Sequence[Record]) -> Row:
+    last, lpips = records[-1], [record.lpips for record in records]
+    return Row(
+        setting=last.setting,
+        method=last.method,
+        label=last.label,
+        ranks=last.ranks,
+        captions=len(records),
+        psnr_db=statistics.fmean(record.psnr_db for record in records),
+        worst_db=min(record.psnr_db for record in records),
+        ssim=statistics.fmean(record.ssim for record in records),
+        lpips=None if None in lpips else statistics.fmean(value for value in lpips if value is not None),
+        right=statistics.fmean(record.right for record in records),
+        bytes_per_step=statistics.fmean(record.bytes_per_step for record in records),
+        seconds_waited=statistics.fmean(record.seconds_waited for record in records),
+        crowded=any(record.ranks > record.cores for record in records),
+    )
+
+
+def table(records: Iterable[Record]) -> str:
+    """The whole document. Raises ValueError if there is nothing to say."""
+    rows = rows_of(records)
+    if not rows:
+        raise ValueError("no picture of this selection has been measured: leave flags out, or measure first")
+    lines = [INTRO]
+    for setting in dict.fromkeys(row.setting for row in rows):
+        same = [str(row) for row in rows if row.setting == setting]
+        details = f"Guidance {setting.guidance:g}, seeds from {setting.seed}, model `{setting.model}`."
+        lines += [f"## {setting}", "", details, "", *HEAD, *same, ""]
+    return "\n".join(lines)
+
+
+def write_table(path: Path, records: Iterable[Record]) -> None:
+    """Write the document. Raises ValueError if there is nothing to say."""
+    text = table(records)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
