@@ -1,0 +1,243 @@
+"""The emulation: forwards of a UNet's convolutions, group norms and self-attentions, computed place by place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from benchmarks.emulation.sight import (
+    Conv,
+    Cut,
+    KeyValues,
+    Moments,
+    Partial,
+    as_tokens,
+    attend,
+    context_of,
+    convolve,
+    corrected,
+    merge,
+    merged,
+    moments_of,
+    narrow,
+    normalise,
+)
+from benchmarks.emulation.treatment import Treatment
+from patchpar.discover import Sites, discover, sample_of
+from patchpar.patches import split_bands
+
+DIMS = {"rows": -2, "columns": -1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """One call of torch's attention: [B, N, L, D] each, L the tokens of the whole map."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+
+
+class Intercept(TorchFunctionMode):
+    """While open, `attend(plain, call)` takes the place of torch's attention."""
+
+    def __init__(self, attend: Callable[[Callable[[], Tensor], AttentionCall], Tensor]) -> None:
+        super().__init__()
+        self.attend, self.calls = attend, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Torch's own protocol."""
+        plain = functools.partial(func, *args, **(kwargs or {}))
+        if func is not F.scaled_dot_product_attention:
+            return plain()
+        self.calls += 1
+        return self.attend(plain, _attention_call(*args, **(kwargs or {})))
+
+
+def _attention_call(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, **rest: Any
+) -> AttentionCall:
+    if any(given is not None and given not in (False, 0.0) for given in rest.values()):
+        raise ValueError(f"only plain self-attention can be emulated, not with {', '.join(rest)}")
+    return AttentionCall(query=query, key=key, value=value, scale=query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+class Emulation:
+    """While open, calls of `unet` are computed as `places` ranks with this treatment would.
+
+    One call is one evaluation: both branches of the guidance belong in one batch. `reset()` before every picture.
+    `total_stride` is the unit of the bands, found by probing the UNet where it is not given. Raises ValueError for
+    fewer than two places, for an unknown split, and for another shape of the latent without a reset.
+    """
+
+    def __init__(
+        self,
+        unet: nn.Module,
+        places: int,
+        treatment: Treatment,
+        *,
+        total_stride: int | None = None,
+        split: str = "rows",
+    ) -> None:
+        if places < 2:
+            raise ValueError(f"places={places}: one place exchanges nothing, use at least 2")
+        if split not in DIMS:
+            raise ValueError(f"split={split!r} is neither rows nor columns")
+        self.unet, self.places, self.treatment = unet, places, treatment
+        self.evaluation = 0
+        self.memory: dict[str, Any] = {}  # by layer: what was exchanged last, of all places
+        self.partials: dict[str, list[Partial]] = {}  # by layer and place: attention to all remote tokens
+        self._total_stride, self._dim = total_stride, DIMS[split]
+        self._cut: Cut | None = None
+        self._shape: torch.Size | None = None
+        self._sites: Sites | None = None
+        self._replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+
+    def __enter__(self) -> Emulation:
+        self.reset()
+        self._replace(self.unet, self._call)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the UNet as it was, and keep nothing."""
+        while self._replaced:
+            module, before = self._replaced.pop()
+            if before is None:
+                del module.__dict__["forward"]
+            else:
+                module.forward = before
+        self._sites = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a picture: forget every earlier step."""
+        self.evaluation, self._shape = 0, None
+        self.memory.clear()
+        self.partials.clear()
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether this evaluation is exact."""
+        return self.evaluation < self.treatment.warmup_steps
+
+    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """`forward(original, *args, **kwargs)` from now on."""
+        original = module.forward
+        self._replaced.append((module, module.__dict__.get("forward")))
+        module.forward = functools.wraps(original)(functools.partial(forward, original))
+
+    def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._sites is None:
+            self._sites = discover(self.unet, original, args, kwargs)
+            self._install(self._sites)
+        sample = sample_of(args, kwargs)
+        if self._shape not in (None, sample.shape):
+            raise ValueError(f"a latent of {tuple(sample.shape)} after {tuple(self._shape)}: reset() between pictures")
+        self._shape = sample.shape
+        size = (sample.shape[-2], sample.shape[-1])
+        bands = split_bands(size[self._dim], self.places, self._total_stride or self._sites.total_stride)
+        self._cut = Cut(bands=bands, size=size, dim=self._dim)
+        output = original(*args, **kwargs)
+        self.evaluation += 1
+        return output
+
+    def _install(self, sites: Sites) -> None:
+        modules: dict[str, Any] = dict(self.unet.named_modules())
+        for norm in sites.norms:
+            self._replace(modules[norm.path], functools.partial(self._norm, norm.path, modules[norm.path]))
+        for conv in sites.convs:
+            if conv.reads_sample and self.treatment.halo != "none":
+                continue  # every place holds the whole latent
+            layer = functools.partial(self._conv, conv.path, modules[conv.path], conv.trailing)
+            self._replace(modules[conv.path], layer)
+        for number, path in enumerate(sites.attentions):  # in the order of execution
+            self._replace(modules[path], functools.partial(self._attention, path, number))
+
+    def _exchange(self, path: str, now: Any, *, fresh: bool) -> Any:
+        """What a place has of the others, where `now` is everyone's of this step. Keeps it for the next evaluation."""
+        if not self.treatment.needs_past:
+            return now
+        before = self.memory.get(path)
+        frozen = self.treatment.frozen and not self.synchronous
+        if not frozen:
+            self.memory[path] = now
+        return now if self.synchronous or (fresh and not frozen) else before
+
+    def _conv(self, path: str, conv: Conv, trailing: int, original: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """`trailing` counts zero rows that the model itself has padded on at the end."""
+        if self.treatment.halo == "none":
+            others = torch.zeros_like(x)
+        else:
+            others = self._exchange(path, x.clone(), fresh=self.treatment.halo == "fresh")
+        if self.synchronous:
+            return original(x)
+        spans = self._cut.spans(x.shape[self._dim] - trailing)
+        return torch.cat([convolve(conv, original, x, others, span, self._dim) for span in spans], self._dim)
+
+    def _norm(self, path: str, norm: nn.GroupNorm, original: Callable[..., Tensor], x: Tensor) -> Tensor:
+        grid = self._cut.grid(x.shape[-1]) if x.dim() == 3 else x.shape[-2:]  # tokens [B, C, L], or a map
+        maps = x.unflatten(-1, grid) if x.dim() == 3 else x
+        pieces = [narrow(maps, self._dim, span) for span in self._cut.spans(grid[self._dim])]
+        now = [moments_of(piece, norm.num_groups) for piece in pieces]
+        then = self.memory.get(path)
+        shown = self._exchange(path, now, fresh=self.treatment.moments == "fresh")
+        if self.synchronous:
+            return original(x)
+        normalised = [
+            normalise(norm, piece, *self._moments(place, now, then, shown)) for place, piece in enumerate(pieces)
+        ]
+        return torch.cat(normalised, self._dim).view(x.shape)
+
+    def _moments(
+        self, place: int, now: Sequence[Moments], then: Sequence[Moments] | None, shown: Sequence[Moments]
+    ) -> tuple[Tensor, Tensor]:
+        """Mean and variance that `place` normalises with. Everyone's moments of this step, of the last, as shown."""
+        if self.treatment.moments == "corrected":
+            return corrected(merged(then), then[place], now[place])
+        others = [each for other, each in enumerate(shown) if other != place]
+        seen = now[place] if self.treatment.moments == "separate" else merged([now[place], *others])
+        return seen.mean_BG, seen.variance_BG
+
+    def _attention(self, path: str, number: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with Intercept(functools.partial(self._attend, path, number)) as intercept:
+            result = original(*args, **kwargs)
+        if not intercept.calls:
+            raise ValueError(f"{path} does not call scaled_dot_product_attention")
+        return result
+
+    def _refreshes(self, number: int) -> bool:
+        """Whether the attention layer of this number looks at the others' keys anew."""
+        due = (self.evaluation + number) % self.treatment.refresh == 0
+        return self.synchronous or (due and not self.treatment.frozen)
+
+    def _attend(self, path: str, number: int, plain: Callable[[], Tensor], call: AttentionCall) -> Tensor:
+        """`number` is the layer's place in the order of execution."""
+        grid, dim = self._cut.grid(call.key.shape[2]), self._dim
+        spans = self._cut.spans(grid[dim])
+        now = KeyValues(call.key.mT.unflatten(-1, grid), call.value.mT.unflatten(-1, grid))
+        shown = self._exchange(path, now, fresh=self.treatment.context == "fresh")
+        query = call.query.mT.unflatten(-1, grid)
+        queries = [narrow(query, dim, span).flatten(-2).mT for span in spans]
+        remote = [list(context_of(place, shown, spans, dim, self.treatment)) for place in range(self.places)]
+        cached = self.treatment.context == "partials"
+        if cached and self._refreshes(number):
+            self.partials[path] = [attend(*each, call.scale) for each in zip(queries, remote, strict=True)]
+        if self.synchronous:
+            return plain()
+        outputs = []
+        for place, span in enumerate(spans):
+            own = as_tokens(now.piece(dim, span))
+            if cached:
+                out = merge(attend(queries[place], [own], call.scale), self.partials[path][place])
+            else:
+                out = attend(queries[place], [own, *remote[place]], call.scale).out
+            outputs.append(out.mT.unflatten(-1, narrow(query, dim, span).shape[-2:]))
+        return torch.cat(outputs, dim).flatten(-2).mT.to(call.query.dtype)

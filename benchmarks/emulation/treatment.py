@@ -1,0 +1,56 @@
+"""Which of the others' values a place has, and how old they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HALOS = ("fresh", "stale", "none")
+MOMENTS = ("fresh", "corrected", "stale", "separate")
+CONTEXTS = ("fresh", "all", "band", "pooled", "partials", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Treatment:
+    """A kind of exchange for each kind of layer; the first `warmup_steps` evaluations are synchronous and exact.
+
+    halo      the neighbours' rows that a convolution reads: this step's, the last step's, or zeros
+    moments   of a group norm. fresh: all places' of this step. stale: own of this step, others' of the last.
+              corrected: all places' of the last step, moved by the change of the own. separate: own only
+    context   the others' keys and values. fresh: all of this step. Of the last step, `all`; `band`: of the two
+              neighbours the nearest `fraction` of their rows; `pooled`: of the neighbours the nearest `band` of their
+              rows, everything else averaged over `pool` x `pool` tokens; `partials`: all, but looked at only at every
+              `refresh`-th evaluation. none: own only
+    frozen    after the synchronous evaluations nothing is sent any more, whatever is said above: a control. The last
+              step is then the last synchronous one for ever, and partials are not looked at anew
+
+    Raises ValueError for a name or number outside these.
+    """
+
+    halo: str = "fresh"
+    moments: str = "fresh"
+    context: str = "fresh"
+    fraction: float = 0.3
+    band: float = 0.1
+    pool: int = 4
+    refresh: int = 4
+    warmup_steps: int = 1
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("halo", HALOS), ("moments", MOMENTS), ("context", CONTEXTS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(known)}")
+        for name in ("fraction", "band"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not in (0, 1]")
+        for name in ("pool", "refresh"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is less than 1")
+        if self.warmup_steps < int(self.needs_past):
+            raise ValueError(f"warmup_steps={self.warmup_steps}: the first evaluation has no past, so at least 1")
+
+    @property
+    def needs_past(self) -> bool:
+        """Whether anything of the last step is used."""
+        own_step_only = self.halo != "stale" and self.moments in ("fresh", "separate")
+        return self.frozen or not (own_step_only and self.context in ("fresh", "none"))

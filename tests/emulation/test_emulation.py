@@ -1,0 +1,223 @@
+"""The oracle of stale and partial exchange: exact where all is fresh, itself where the definitions say so.
+
+All in double precision, so that "equal" leaves no room for an approximation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from benchmarks.emulation import Emulation, Treatment
+from tests.exact import denoisers
+
+SAME, DIFFERS = 1e-10, 1e-4
+EVEN, UNEVEN, WIDE = (16, 8), (19, 9), (9, 19)
+STALE = (
+    Treatment(halo="stale"),
+    Treatment(moments="stale"),
+    Treatment(moments="corrected"),
+    Treatment(context="all"),
+    Treatment(context="band"),
+    Treatment(context="pooled"),
+    Treatment(context="partials"),
+    Treatment(halo="stale", moments="corrected", context="all"),
+)
+EVERYTHING = Treatment(halo="stale", moments="corrected", context="all")
+
+
+def title(treatment: Treatment) -> str:
+    return f"{treatment.halo}-{treatment.moments}-{treatment.context}{'-frozen' * treatment.frozen}"
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+def build(name: str) -> nn.Module:
+    return denoisers.build(name).double()
+
+
+def at_step(name: str, size: tuple[int, int], step: int) -> dict[str, Any]:
+    """The latent changes from step to step, as it does while denoising."""
+    call = tree_map_only(Tensor, lambda x: x.double(), denoisers.call(name, *size))
+    noise = torch.randn(call["sample"].shape, generator=torch.Generator().manual_seed(step))
+    return call | {"sample": call["sample"] + 0.2 * step * noise}
+
+
+@torch.no_grad()
+def predictions(denoiser: nn.Module, name: str, size: tuple[int, int], steps: Sequence[int]) -> list[Tensor]:
+    return [denoiser(**at_step(name, size, step))[0] for step in steps]
+
+
+def plain(name: str, size: tuple[int, int], steps: Sequence[int]) -> list[Tensor]:
+    return predictions(build(name), name, size, steps)
+
+
+def emulated(
+    treatment: Treatment, name: str, size: tuple[int, int], steps: Sequence[int], *, places: int = 3
+) -> list[Tensor]:
+    denoiser = build(name)
+    with Emulation(denoiser, places, treatment, split="rows" if size[0] >= size[1] else "columns"):
+        return predictions(denoiser, name, size, steps)
+
+
+@pytest.mark.parametrize("name", denoisers.KINDS)
+@pytest.mark.parametrize(("size", "places"), [(EVEN, 2), (UNEVEN, 3), (WIDE, 3)])
+def test_all_fresh_is_the_plain_unet(name: str, size: tuple[int, int], places: int) -> None:
+    if not denoisers.KINDS[name].odd:
+        size = (size[0] // 4 * 4, size[1] // 4 * 4)
+    got = emulated(Treatment(warmup_steps=0), name, size, (0, 1), places=places)
+    assert max(map(error, got, plain(name, size, (0, 1)))) <= SAME
+
+
+@pytest.mark.parametrize("size", [UNEVEN, WIDE])
+@pytest.mark.parametrize(
+    "treatment",
+    [
+        *STALE,
+        Treatment(halo="none"),
+        Treatment(moments="separate"),
+        Treatment(context="none"),
+        Treatment(frozen=True),
+    ],
+    ids=title,
+)
+def test_exact_in_the_warm_up_and_not_after(treatment: Treatment, size: tuple[int, int]) -> None:
+    want = plain("sdxl", size, (0, 1, 2))
+    got = emulated(replace(treatment, warmup_steps=2), "sdxl", size, (0, 1, 2))
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+    assert error(got[2], want[2]) >= DIFFERS
+
+
+@pytest.mark.parametrize("name", ["svd", "motion", "unet3d", "asymmetric", "resizing_resnets", "wide"])
+def test_stale_matters_in_every_kind(name: str) -> None:
+    size = (16, 12)
+    got = emulated(EVERYTHING, name, size, (0, 1))
+    assert error(got[1], plain(name, size, (1,))[0]) >= DIFFERS
+
+
+@pytest.mark.parametrize("treatment", STALE, ids=title)
+def test_frozen_is_stale_at_first_and_older_then(treatment: Treatment) -> None:
+    """What a treatment has fresh is not sent either, so that only where everything is stale the first step is alike."""
+    stale = emulated(treatment, "sd", UNEVEN, (0, 1, 2))
+    frozen = emulated(replace(treatment, frozen=True), "sd", UNEVEN, (0, 1, 2))
+    assert error(frozen[2], stale[2]) >= DIFFERS
+    if treatment == EVERYTHING:
+        assert torch.equal(frozen[1], stale[1])
+    else:
+        assert error(frozen[1], stale[1]) >= DIFFERS
+
+
+@pytest.mark.parametrize(
+    ("treatment", "places"),
+    [
+        (Treatment(context="band", fraction=1), 2),
+        (Treatment(context="pooled", pool=1), 3),
+        (Treatment(context="partials", refresh=1), 3),
+    ],
+    ids=["band of whole neighbours", "windows of one token", "refreshed at every step"],
+)
+@pytest.mark.parametrize("size", [UNEVEN, WIDE])
+def test_contexts_that_leave_nothing_out(treatment: Treatment, places: int, size: tuple[int, int]) -> None:
+    got = emulated(treatment, "sdxl", size, (0, 1, 2), places=places)
+    want = emulated(Treatment(context="all"), "sdxl", size, (0, 1, 2), places=places)
+    assert max(map(error, got, want)) <= SAME
+
+
+@pytest.mark.parametrize(
+    "treatment",
+    [
+        Treatment(context="band", fraction=1),
+        Treatment(context="pooled", pool=2),
+        Treatment(context="partials", refresh=2),
+    ],
+    ids=title,
+)
+def test_contexts_that_leave_something_out(treatment: Treatment) -> None:
+    got = emulated(treatment, "sdxl", UNEVEN, (0, 1, 2))
+    want = emulated(Treatment(context="all"), "sdxl", UNEVEN, (0, 1, 2))
+    assert error(got[2], want[2]) >= DIFFERS
+
+
+def test_layers_take_turns_at_refreshing() -> None:
+    """Layer k at evaluations with (evaluation + k) % refresh == 0, so at each evaluation other layers."""
+    denoiser, renewed = build("sdxl"), []
+    with Emulation(denoiser, 2, Treatment(context="partials", refresh=3)) as emulation:
+        before: dict[str, Any] = {}
+        for step in range(4):
+            predictions(denoiser, "sdxl", EVEN, (step,))
+            kept = emulation.partials
+            renewed.append([number for number, path in enumerate(kept) if kept[path] is not before.get(path)])
+            before = dict(kept)
+    layers = len(before)
+    assert layers > 3
+    assert renewed[0] == list(range(layers))
+    assert renewed[1:] == [[k for k in range(layers) if (step + k) % 3 == 0] for step in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("treatment", [t for t in STALE if t.context in ("fresh", "all", "partials")], ids=title)
+def test_where_nothing_changes_stale_is_fresh(treatment: Treatment) -> None:
+    got = emulated(treatment, "sdxl", UNEVEN, (1, 1, 1))
+    assert error(got[2], plain("sdxl", UNEVEN, (1,))[0]) <= SAME
+
+
+def test_a_picture_begins_with_nothing_of_the_last() -> None:
+    denoiser = build("sd")
+    with Emulation(denoiser, 2, EVERYTHING) as emulation:
+        first = predictions(denoiser, "sd", EVEN, (0, 1))
+        on = predictions(denoiser, "sd", EVEN, (0, 1))
+        emulation.reset()
+        again = predictions(denoiser, "sd", EVEN, (0, 1))
+        with pytest.raises(ValueError, match="reset"):
+            predictions(denoiser, "sd", UNEVEN, (0,))
+        emulation.reset()
+        predictions(denoiser, "sd", UNEVEN, (0,))
+    assert all(map(torch.equal, first, again))
+    assert error(on[0], first[0]) >= DIFFERS
+
+
+def test_leaves_the_unet_as_it_was() -> None:
+    denoiser = build("unconditional")
+    attributes = {path: sorted(vars(module)) for path, module in denoiser.named_modules()}
+    before = predictions(denoiser, "unconditional", EVEN, (0,))
+    emulation = Emulation(denoiser, 2, Treatment(halo="stale", context="partials"))
+    with emulation:
+        predictions(denoiser, "unconditional", EVEN, (0, 1))
+        assert emulation.memory
+        assert emulation.partials
+    assert not emulation.memory
+    assert not emulation.partials
+    assert {path: sorted(vars(module)) for path, module in denoiser.named_modules()} == attributes
+    assert torch.equal(predictions(denoiser, "unconditional", EVEN, (0,))[0], before[0])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"halo": "corrected"},
+        {"moments": "none"},
+        {"context": "stale"},
+        {"fraction": 0},
+        {"band": 1.5},
+        {"pool": 0},
+        {"refresh": 0},
+        {"halo": "stale", "warmup_steps": 0},
+    ],
+    ids=str,
+)
+def test_refuses_what_is_no_treatment(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong)) if "warmup_steps" not in wrong else "warmup_steps"):
+        Treatment(**wrong)
+
+
+def test_refuses_too_few_places() -> None:
+    with pytest.raises(ValueError, match="at least 2"):
+        Emulation(build("sd"), 1, Treatment())
