@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
-from patchpar.exchange import Edges, Part, Round, moments_part
+from patchpar.exchange import Part, Round, moments_part
 from patchpar.layers import (
     Conv,
     Halo,
@@ -157,26 +157,30 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         halo = Halo(*edges.received(share.axis, found))
         if share.memory is not None and not share.frozen:
             if share.treatment.published:
-                slot.coming = _send_to_everyone(share, x, edges, self.where)
+                slot.coming = _send_to_everyone(share, x, before, after, self.where)
             else:
                 slot.coming = share.memory.send(edges.kept().part(share.axis), self.where)
         return lambda: halo
 
 
-def _send_to_everyone(share: Share, x: Tensor, edges: Edges, where: str) -> Callable[[], Received]:
+def _send_to_everyone(share: Share, x: Tensor, before: int, after: int, where: str) -> Callable[[], Received]:
     """Edge rows as DistriFusion sends them: both to everyone. What comes back keeps the neighbours' only."""
     assert share.memory is not None
-    axis = share.axis
+    axis, dim, reach = share.axis, share.dim, max(before, after)
     ranks = tuple(axis.ranks[place] for place in axis.others)
-    rows = max(spec.shape[share.dim] for spec in (edges.before, edges.after) if spec is not None)
-    both = (x.narrow(share.dim, 0, rows).clone(), x.narrow(share.dim, x.shape[share.dim] - rows, rows).clone())
-    specs = tuple(Spec.of(part) for part in both)
+    both = (x.narrow(dim, 0, reach).clone(), x.narrow(dim, x.shape[dim] - reach, reach).clone())
+    specs = tuple(Spec.of(rows) for rows in both)
     come = share.memory.send(Part("halo", [(ranks, both)], dict.fromkeys(ranks, specs)), where)
 
     def received() -> Received:
-        found = come()
-        nearest = {place: index for index, place in ((1, axis.rank - 1), (0, axis.rank + 1)) if place in axis.others}
-        return {axis.ranks[place]: [found[axis.ranks[place]][index]] for place, index in nearest.items()}
+        found, nearest = come(), {}
+        if axis.rank > 0:
+            rows = found[axis.ranks[axis.rank - 1]][1]
+            nearest[axis.ranks[axis.rank - 1]] = [rows.narrow(dim, reach - before, before)]
+        if axis.rank + 1 < axis.size:
+            rows = found[axis.ranks[axis.rank + 1]][0]
+            nearest[axis.ranks[axis.rank + 1]] = [rows.narrow(dim, 0, after)]
+        return nearest
 
     return received
 

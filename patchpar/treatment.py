@@ -15,6 +15,8 @@ from patchpar.selection import Everything, Selection
 
 Moments = Literal["fresh", "corrected", "stale", "separate"]
 BITS = (16, 8, 4)
+GROUP_NORMS: dict[str, Moments] = {"corrected": "corrected", "stale": "stale", "separate": "separate", "sync": "fresh"}
+"""The four treatments of group norm that DistriFusion compares (arXiv:2402.19481, figure 9), as moments are treated here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

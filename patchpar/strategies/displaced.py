@@ -13,11 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from patchpar.strategies.bands import PatchStrategy
-from patchpar.treatment import Context, Moments, Treatment, check_choice, check_warmup
+from patchpar.strategies.strategy import PatchStrategy
+from patchpar.treatment import GROUP_NORMS, Context, Treatment, check_choice, check_warmup
 
-GROUP_NORMS: dict[str, Moments] = {"corrected": "corrected", "stale": "stale", "separate": "separate", "sync": "fresh"}
-"""The four treatments of group norm that the paper compares (section 4 and figure 9), as moments are treated here."""
 PAPER_BUCKET = 60  # tensors that its code sends together
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from patchpar.strategies.bands import PatchStrategy
+from patchpar.strategies.strategy import PatchStrategy
 from patchpar.treatment import Treatment
 
 

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 
 from patchpar.resync import Resync, check_resync
 from patchpar.selection import BandAndPooled, Everything
-from patchpar.strategies.bands import PatchStrategy
+from patchpar.strategies.strategy import PatchStrategy
 from patchpar.treatment import (
     BITS,
     CachedPartials,

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from patchpar.selection import NearBand
-from patchpar.strategies.bands import PatchStrategy
-from patchpar.strategies.displaced import GROUP_NORMS
-from patchpar.treatment import Context, Treatment, check_choice, check_share, check_warmup
+from patchpar.strategies.strategy import PatchStrategy
+from patchpar.treatment import GROUP_NORMS, Context, Treatment, check_choice, check_share, check_warmup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.exchange import Door, Gather, HaloSpecs, Round
+from patchpar.exchange import Door, Edges, Gather, Round
 from patchpar.mesh import Axis, Mesh
 from patchpar.transport import Spec
 from tests.unit.threads import on_threads
@@ -71,7 +71,7 @@ def test_a_round_brings_moments_of_all_and_rows_of_neighbours(world: int, before
         last = x[:, 4 - before :] if axis.rank + 1 < world and before else None
         above = Spec((1, before, 5), x.dtype) if axis.rank > 0 and before else None
         below = Spec((1, after, 5), x.dtype) if axis.rank + 1 < world and after else None
-        pending = Round(door, axis, "moments+halo", "norm1").start([moments], first, last, HaloSpecs(above, below))
+        pending = Round(door, axis, "norm1").start([moments], Edges(first, last, above, below))
         return pending.wait(), door.traffic.total_bytes
 
     for place, ((shared, above, below), num_bytes) in enumerate(along(world, run)):
@@ -94,7 +94,7 @@ def test_a_round_of_rows_alone_leaves_the_others_in_peace() -> None:
         spec = Spec((1, 1, 5), x.dtype)
         first, above = (x[:, :1], spec) if axis.rank > 0 else (None, None)
         last, below = (x[:, 1:], spec) if axis.rank < 3 else (None, None)
-        pending = Round(door, axis, "halo", "conv").start([], first, last, HaloSpecs(above, below))
+        pending = Round(door, axis, "conv").start([], Edges(first, last, above, below))
         return pending.wait()[1:], door.traffic.total_bytes
 
     for place, ((above, below), num_bytes) in enumerate(along(4, run)):
