@@ -1,0 +1,392 @@
+"""The quality benchmark without ranks: what is written down, what is not drawn twice, table, plot, figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import quality, quality_bench
+from benchmarks.quality_bench import Bench
+from benchmarks.quality_drawing import Caption, Figures, Meter, OneProcess, arguments, hash_of
+from benchmarks.quality_plot import Box, _box, plot, write_plot
+from benchmarks.quality_records import MOST_DB, ONE_PROCESS, Method, Named, Record, Records, Setting
+from benchmarks.quality_table import rows_of, table
+from patchpar.errors import PlanError, WorkerDied
+from patchpar.models.folder import embedded_model
+from training.classifier import load_classifier
+from training.latents import to_tensor
+from training.render import picture
+from training.scenes import flipped, held_out_captions
+
+SETTING = Setting(model="abc", height=256, width=384, steps=20, scheduler="DDIM", guidance=3.5, seed=1000)
+EXACT, NAIVE, FROZEN = Named.parse("exact"), Named.parse("naive"), Named.parse("frozen:warmup_steps=2")
+STALE, FRESH = Named.parse("displaced"), Named.parse("fresh-edges:context=pooled,pool=2")
+CAPTIONS = [Caption(index=index, text=text, scene=scene) for index, (text, scene) in enumerate(held_out_captions(5))]
+
+
+def record(named: Named = STALE, **changes: Any) -> Record:
+    plain = Record(
+        setting=SETTING,
+        method=named.method,
+        label=named.label,
+        ranks=4,
+        caption=0,
+        psnr_db=30.0,
+        ssim=0.95,
+        lpips=0.05,
+        right=True,
+        bytes_per_step=2e6,
+        seconds_waited=0.012,
+        batch=8,
+        cores=8,
+    )
+    return replace(plain, **changes)
+
+
+# --- methods ------------------------------------------------------------------------------------------------------
+
+
+def test_a_method_is_known_by_all_its_options() -> None:
+    assert Named.parse("displaced").method == Named.parse("displaced:warmup_steps=5").method
+    assert Named.parse("displaced").method != Named.parse("displaced:warmup_steps=4").method
+    assert Named.parse("displaced:warmup_steps=4").label == "displaced:warmup_steps=4"
+
+
+def test_controls_are_no_methods() -> None:
+    assert (NAIVE.text, NAIVE.method.exchange) == ("exact", "off")
+    assert (FROZEN.text, FROZEN.method.exchange) == ("displaced:warmup_steps=2", "frozen")
+    assert len({named.method for named in (EXACT, NAIVE, FROZEN, Named.parse("displaced:warmup_steps=2"))}) == 4
+
+
+def test_defaults_exist() -> None:
+    for defaults in (quality.FULL, quality.QUICK):
+        methods = {Named.parse(label).method for label in defaults.strategy}
+        assert len(methods) == len(defaults.strategy)
+        assert {"off", "frozen"} <= {method.exchange for method in methods}
+    assert quality.FULL.captions >= 32
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--strategy", "displaced:warmup=3"], "does not know 'warmup=3'"),
+        (["--strategy", "magic"], "unknown strategy 'magic'"),
+        (["--size", "512"], "no height x width"),
+        (["--captions", "0"], "at least 1"),
+    ],
+)
+def test_bad_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        quality.parse(flags)
+    assert message in capsys.readouterr().err
+
+
+def test_flags_select() -> None:
+    options = quality.with_defaults(quality.parse(["--quick", "--size", "512x768", "--steps", "8", "--steps", "10"]))
+    settings = list(quality.settings_of(options, "abc"))
+    assert [(each.height, each.width, each.steps) for each in settings] == [(512, 768, 8), (512, 768, 10)]
+    assert options.captions == quality.QUICK.captions
+    one = record(label="one process", method=ONE_PROCESS, ranks=1)
+    known = [one, record(), record(ranks=8), record(FRESH), record(setting=replace(SETTING, model="older"))]
+    options = quality.parse(["--ranks", "4", "--strategy", "displaced", "--size", "256x384"])
+    assert quality.selected(known, options, "abc") == known[:2]
+    assert quality.selected(known, quality.parse([]), "abc") == known[:4]
+    assert quality.selected(known, quality.parse(["--size", "256x256"]), "abc") == []
+
+
+# --- the file -----------------------------------------------------------------------------------------------------
+
+
+def test_records_come_back(tmp_path: Path) -> None:
+    written = [record(), record(FRESH, lpips=None), record(FROZEN, caption=7)]
+    Records(tmp_path / "new" / "file").add(written)
+    assert Records(tmp_path / "new" / "file").all() == written
+
+
+def test_the_newest_line_counts(tmp_path: Path) -> None:
+    Records(tmp_path / "file").add([record(), record(caption=1)])
+    Records(tmp_path / "file").add([record(psnr_db=31.0)])
+    read = Records(tmp_path / "file")
+    assert [each.psnr_db for each in read.all()] == [31.0, 30.0]
+    assert read.find(record().key) == record(psnr_db=31.0)
+    assert read.find(record(ranks=2).key) is None
+
+
+def test_half_a_line_of_a_run_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    Records(path).add([record(), record(caption=1)])
+    path.write_bytes(path.read_bytes()[:-20])
+    read = Records(path)
+    assert read.all() == [record()]
+    read.add([record(caption=2)])
+    assert Records(path).all() == [record(), record(caption=2)]
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"setting": {}}', '{"method": 3}'])
+def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
+    Records(tmp_path / "file").add([record()])
+    with (tmp_path / "file").open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(ValueError, match=r"line 2 of .*file is no record"):
+        Records(tmp_path / "file")
+
+
+# --- nothing is drawn twice ---------------------------------------------------------------------------------------
+
+
+class FakeRanks:
+    """Ranks that write down what they were asked. `fail`: what happens instead of the first draw of that method."""
+
+    drawn: list[tuple[int, str, list[int]]]
+    fail: dict[str, BaseException]
+
+    def __init__(self, model: Path, count: int) -> None:
+        self.count, self.label = count, ""
+
+    def __enter__(self) -> FakeRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    @contextmanager
+    def under(self, named: Named, setting: Setting, scheduler: object, caption: Caption) -> Iterator[None]:
+        self.label = named.label
+        yield
+
+    def draw(self, setting: Setting, captions: Sequence[Caption]) -> tuple[Tensor, Any]:
+        if self.label in self.fail:
+            raise self.fail.pop(self.label)
+        self.drawn.append((self.count, self.label, [caption.index for caption in captions]))
+        run = SimpleNamespace(bytes_per_step=(10, 30), seconds_waited={"halo": 1.0, "keys": 3.0}, steps=20)
+        return torch.full((len(captions), 1), 0.5), run
+
+
+class FakeProcess:
+    def scheduler(self, name: str) -> object:
+        return name
+
+    def exact(self, setting: Setting, captions: Sequence[Caption]) -> Tensor:
+        return torch.ones(len(captions), 1)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return latents
+
+
+class FakeMeter:
+    def __init__(self, lpips: float | None) -> None:
+        self.lpips = lpips
+
+    def compare(self, made: Tensor, exact: Tensor, captions: Sequence[Caption]) -> list[Figures]:
+        return [Figures(psnr_db=30.0, ssim=0.9, lpips=self.lpips, right=True) for _ in captions]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> type[FakeRanks]:
+    FakeRanks.drawn, FakeRanks.fail = [], {}
+    monkeypatch.setattr(quality_bench, "Ranks", FakeRanks)
+    return FakeRanks
+
+
+def measure(path: Path, *, captions: int = 5, methods: Sequence[Named] = (STALE,), **changes: Any) -> int:
+    bench = Bench(
+        model=Path("model"),
+        one=FakeProcess(),  # type: ignore[arg-type]
+        meter=FakeMeter(changes.pop("lpips", 0.1)),  # type: ignore[arg-type]
+        records=Records(path),
+        captions=CAPTIONS[:captions],
+        batch=2,
+        again=changes.pop("again", False),
+    )
+    return bench.measure([SETTING], methods, changes.pop("ranks", [4]))
+
+
+def test_figures_are_of_one_picture(tmp_path: Path, ranks: type[FakeRanks]) -> None:
+    measure(tmp_path / "file", captions=2)
+    one, _, stale, _ = Records(tmp_path / "file").all()
+    assert (one.method, one.ranks, one.bytes_per_step) == (ONE_PROCESS, 1, 0.0)
+    assert (stale.method, stale.ranks, stale.bytes_per_step, stale.seconds_waited) == (STALE.method, 4, 15.0, 0.2)
+
+
+def test_what_is_known_is_not_drawn(tmp_path: Path, ranks: type[FakeRanks]) -> None:
+    measure(tmp_path / "file", captions=3)
+    assert ranks.drawn == [(4, "displaced", [0, 1]), (4, "displaced", [2])]
+    ranks.drawn.clear()
+    measure(tmp_path / "file", captions=3)
+    assert ranks.drawn == []
+    measure(tmp_path / "file", captions=5, methods=[STALE, FRESH], ranks=[4, 2])
+    assert ranks.drawn[0] == (4, "displaced", [3, 4])
+    assert [each for each in ranks.drawn if each[:2] == (4, FRESH.label)] == [
+        (4, FRESH.label, [0, 1]),
+        (4, FRESH.label, [2, 3]),
+        (4, FRESH.label, [4]),
+    ]
+    assert len(Records(tmp_path / "file")) == 5 + 4 * 5
+
+
+def test_asked_again_it_is_drawn_again(tmp_path: Path, ranks: type[FakeRanks]) -> None:
+    measure(tmp_path / "file")
+    measure(tmp_path / "file", again=True)
+    assert len(ranks.drawn) == 6
+    assert len(Records(tmp_path / "file")) == 10
+
+
+def test_lpips_can_come_later(tmp_path: Path, ranks: type[FakeRanks]) -> None:
+    measure(tmp_path / "file", lpips=None)
+    measure(tmp_path / "file", lpips=None)
+    assert len(ranks.drawn) == 3
+    measure(tmp_path / "file", lpips=0.2)
+    assert len(ranks.drawn) == 6
+    measure(tmp_path / "file", lpips=None)
+    assert {each.lpips for each in Records(tmp_path / "file").all()} == {0.2}
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path, ranks: type[FakeRanks]) -> None:
+    ranks.fail[FRESH.label] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        measure(tmp_path / "file", captions=2, methods=[STALE, FRESH])
+    measure(tmp_path / "file", captions=2, methods=[STALE, FRESH])
+    assert ranks.drawn == [(4, "displaced", [0, 1]), (4, FRESH.label, [0, 1])]
+
+
+def test_a_cell_that_cannot_be_drawn(tmp_path: Path, ranks: type[FakeRanks], capsys: Any) -> None:
+    ranks.fail["displaced"] = WorkerDied("rank 3 is gone")
+    assert measure(tmp_path / "file", captions=2, methods=[STALE, FRESH]) == 1
+    assert "displaced: rank 3 is gone" in capsys.readouterr().err
+    assert ranks.drawn == [(4, FRESH.label, [0, 1])]
+
+
+# --- table and plot -----------------------------------------------------------------------------------------------
+
+
+def test_rows_are_means() -> None:
+    (row,) = rows_of([record(), record(caption=1, psnr_db=20.0, right=False, lpips=0.15)])
+    assert (row.captions, row.psnr_db, row.worst_db, row.right) == (2, 25.0, 20.0, 0.5)
+    assert row.lpips == pytest.approx(0.1)
+    (row,) = rows_of([record(), record(caption=1, lpips=None)])
+    assert row.lpips is None
+
+
+def test_the_table() -> None:
+    other = replace(SETTING, steps=8)
+    found = table(
+        [
+            record(NAIVE, psnr_db=11.0, lpips=None),
+            record(FRESH, psnr_db=45.0, ranks=4, cores=2),
+            record(setting=other, caption=3),
+            record(label="one process", method=ONE_PROCESS, ranks=1, psnr_db=MOST_DB, bytes_per_step=0.0),
+        ]
+    )
+    first, second = (found.index(f"256 x 384 pixels, {steps} steps, DDIM") for steps in (8, 20))
+    assert first < second
+    assert found[second:].splitlines()[6:] == [
+        "| one process | 1 | 1 |  |  |  |  | 100 % |  |  |",
+        "| fresh-edges:context=pooled,pool=2 | 4 | 1 | 45.0 | 45.0 | 0.9500 | 0.0500 | 100 % | 2.000 | 12* |",
+        "| naive (negative control: no exchange) | 4 | 1 | 11.0 | 11.0 | 0.9500 | not measured | 100 % | 2.000 | 12 |",
+    ]
+
+
+def test_nothing_measured() -> None:
+    for write in (table, plot):
+        with pytest.raises(ValueError, match="leave flags out, or measure first"):
+            write([])
+
+
+def circles(svg: str) -> list[dict[str, str]]:
+    return [each.attrib for each in ElementTree.fromstring(svg) if each.tag.endswith("circle")]
+
+
+def texts(svg: str) -> list[str]:
+    return [each.text or "" for each in ElementTree.fromstring(svg).iter() if each.tag.endswith("text")]
+
+
+def test_the_plot(tmp_path: Path) -> None:
+    cheap, dear = record(FRESH, psnr_db=45.0, bytes_per_step=1e5), record(STALE, psnr_db=30.0, bytes_per_step=1e6)
+    control = record(NAIVE, psnr_db=11.0, bytes_per_step=1e4)
+    few = record(EXACT, setting=replace(SETTING, steps=50))
+    exact = record(EXACT, psnr_db=140.0, bytes_per_step=1e6)
+    write_plot(tmp_path / "new" / "it.svg", [cheap, dear, control, few, exact])
+    svg = (tmp_path / "new" / "it.svg").read_text()
+    exactly, one, two, three = circles(svg)
+    assert float(three["cx"]) < float(one["cx"]) < float(two["cx"])
+    assert float(one["cx"]) - float(three["cx"]) == pytest.approx(float(two["cx"]) - float(one["cx"]), abs=0.2)
+    assert float(exactly["cy"]) < float(one["cy"]) < float(two["cy"]) < float(three["cy"])
+    assert (three["fill"], one["fill"]) == ("white", one["stroke"])
+    assert {"exact (140 dB)", FRESH.label, "displaced", "naive (control)"} <= set(texts(svg))
+    assert any("20 steps" in text and "4 ranks" in text and "1 captions" in text for text in texts(svg))
+    with pytest.raises(ValueError, match=r"\.svg"):
+        write_plot(tmp_path / "it.jpg", [cheap])
+
+
+def test_labels_of_close_points_do_not_cover_each_other() -> None:
+    close = [record(STALE), record(FRESH, psnr_db=30.2), record(FROZEN, psnr_db=29.8), record(EXACT, psnr_db=29.5)]
+    labels = {named.label for named in (STALE, FRESH, EXACT)} | {f"{FROZEN.label} (control)"}
+    boxes: list[Box] = []
+    for each in ElementTree.fromstring(plot([*close, record(NAIVE, psnr_db=9.0, bytes_per_step=1e4)])).iter():
+        if each.tag.endswith("text") and each.text in labels:
+            side = 1 if each.attrib["text-anchor"] == "start" else -1
+            boxes.append(_box(each.text, float(each.attrib["x"]), float(each.attrib["y"]), side))
+    assert len(boxes) == 4
+    assert sum(one.overlap(other) for one in boxes for other in boxes if one is not other) == 0
+
+
+# --- figures and pictures -----------------------------------------------------------------------------------------
+
+
+def test_the_meter() -> None:
+    scene = picture("judge 3", height=128, width=128, held_out=True)
+    good = Caption(index=0, text="", scene=scene.scene)
+    exact = (to_tensor(scene.pixels) + 1) / 2
+    noisy = (exact + 0.1 * torch.randn(exact.shape, generator=torch.Generator().manual_seed(0))).clamp(0, 1)
+    mirrored = replace(good, scene=flipped(scene.scene))
+    assert mirrored.scene != good.scene
+    meter = Meter(load_classifier(), None)
+    same, worse = meter.compare(torch.cat([exact, noisy]), torch.cat([exact, exact]), [good, good])
+    assert (same.psnr_db, same.ssim, same.lpips, same.right) == (MOST_DB, pytest.approx(1.0), None, True)
+    assert 15 < worse.psnr_db < 25
+    assert worse.ssim < 0.9
+    assert not meter.compare(exact, exact, [mirrored])[0].right
+
+
+def test_every_caption_has_its_own_seed() -> None:
+    one, both = arguments(SETTING, CAPTIONS[1:2]), arguments(SETTING, CAPTIONS[:2])
+    first, second = (torch.randn(3, generator=generator) for generator in both["generator"])
+    assert torch.equal(torch.randn(3, generator=one["generator"][0]), second)
+    assert not torch.equal(first, second)
+
+
+def test_the_hash_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x")
+    before = hash_of(tmp_path)
+    assert hash_of(tmp_path) == before
+    (tmp_path / "a").write_text("y")
+    assert hash_of(tmp_path) != before
+
+
+def test_exact_pictures_are_the_pipelines_own_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = OneProcess(embedded_model(), tmp_path)
+    setting = replace(SETTING, height=64, width=96, steps=2, scheduler="DPM++ 2M")
+    found = one.exact(setting, CAPTIONS[:2])
+    one.pipe.scheduler = one.scheduler("DPM++ 2M")
+    plain = one.pipe(**arguments(setting, CAPTIONS[:2]) | {"output_type": "pt"}).images
+    assert torch.allclose(found, plain, atol=1e-5)
+    monkeypatch.setattr(one, "pipe", None)
+    assert torch.equal(one.exact(setting, CAPTIONS[:2]), found)
+    assert torch.equal(one.exact(setting, CAPTIONS[1:2]), found[1:])
+    with pytest.raises(AttributeError):
+        one.exact(replace(setting, scheduler="DDIM"), CAPTIONS[:1])
+
+
+def test_an_unknown_method() -> None:
+    with pytest.raises(PlanError, match="unknown strategy"):
+        Named.parse("naively")
+    assert Method(strategy="x") != Method(strategy="x", exchange="off")
