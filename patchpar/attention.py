@@ -110,7 +110,7 @@ def _attend_now(share: Share, where: str, grid: Grid, asked: Asked, others: dict
             others[place] = KeysValues(*tensors)
             yield attend(asked.query, *_by_head(others[place]), asked.scale)
 
-    return merge_partials(partials()).out_BNlD.to(asked.query.dtype)
+    return merge_partials(partials()).out_BNlD
 
 
 def _gather(share: Share, where: str, grid: Grid, own: KeysValues) -> Gathering:

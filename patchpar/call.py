@@ -1,10 +1,11 @@
 """What travels between a caller and the ranks for one pipeline call. No torch, so that a caller need not import it."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from patchpar.figures import RankFigures
 from patchpar.plan import Plan
 
 
@@ -28,7 +29,7 @@ class DrawOptions:
     `plan` and `verify`: how the call is shared between the ranks, and whether a split denoiser is checked first, with
     the folder of verdicts if not the user's own. `random`: None leaves the ranks' own. `has_callback`: the caller has
     a callback_on_step_end. `same_everywhere`: take rank 0's random state, since under torchrun each process has its
-    own, and end together. `quiet`: no progress bar on the ranks, the caller shows one.
+    own, and end together. `quiet`: no progress bar on the ranks, the caller shows one. `tracing`: keep every event.
     """
 
     plan: Plan
@@ -37,23 +38,22 @@ class DrawOptions:
     has_callback: bool = False
     same_everywhere: bool = False
     quiet: bool = False
+    tracing: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
     """What one rank reports of one call: its output where it is the one to give it, and figures.
 
+    `figures` are its own, or under torchrun those of every rank that took part, in order.
     `generators` and `random` are the states after the call of the generators that were passed, and of torch: the
     caller's must move on as if the call had been made there.
     """
 
     output: Any
-    steps: int
     generators: tuple[Any, ...]
     random: RandomState | None = None
-    bytes_sent: int = 0
-    traffic: Mapping[str, int] = field(default_factory=dict)
-    waited: Mapping[str, float] = field(default_factory=dict)
+    figures: tuple[RankFigures, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

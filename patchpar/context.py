@@ -184,7 +184,7 @@ class RemotePartials:
         """Own queries against own keys of this step, and what is kept of the others."""
         assert self._cached is not None, "a layer is refreshed in the first, synchronous step"
         local = attend(query, own.k_BlND.transpose(1, 2), own.v_BlND.transpose(1, 2), scale)
-        return merge_partials([local, self._cached]).out_BNlD.to(query.dtype)
+        return merge_partials([local, self._cached]).out_BNlD
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything held for the next step."""

@@ -9,19 +9,18 @@ from diffusers.hooks import ModelHook
 from torch import nn
 
 from patchpar.clock import StepClock
+from patchpar.exchange import Door
+from patchpar.patched import PatchedDenoiser
 from patchpar.strategies.guidance import GuidanceSplit
-from patchpar.transport import Transport
 
 
 class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """Stands before a denoiser's forward and passes the call through the plan's layers, outermost first."""
 
-    def __init__(
-        self, clock: StepClock, layers: Sequence[Any], guided: Callable[[], bool | None], transport: Transport
-    ) -> None:
+    def __init__(self, clock: StepClock, layers: Sequence[Any], guided: Callable[[], bool | None], door: Door) -> None:
         super().__init__()
         self.clock, self.layers, self.guided = clock, tuple(layers), guided
-        self.transport, self.deadline = transport, transport.deadline
+        self.door, self.deadline = door, door.transport.deadline
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces the denoiser's forward."""
@@ -30,11 +29,18 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         forward = self.fn_ref.original_forward
         for layer in reversed(self.layers):
             forward = functools.partial(layer.denoise, forward)
-        start = time.monotonic()
+        stale_before, start = self._stale_calls(), time.perf_counter()
         result = forward(*args, **kwargs)
+        age = "stale" if self._stale_calls() > stale_before else "exact"
+        self.door.traffic.note("call", "", f"step {self.clock.evaluation}, call {self.clock.call} ({age})", start)
         # A rank may have to wait for as long as another one computes, and that is only known once it has.
-        self.transport.deadline = max(self.transport.deadline, self.deadline + 2 * (time.monotonic() - start))
+        transport, seconds = self.door.transport, time.perf_counter() - start
+        transport.deadline = max(transport.deadline, self.deadline + 2 * seconds)
         return result
+
+    def _stale_calls(self) -> int:
+        bands = [layer for layer in self.layers if isinstance(layer, PatchedDenoiser)]
+        return sum(layer.history.stale_calls for layer in bands if layer.history is not None)
 
 
 class ConditionerHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed

@@ -17,17 +17,18 @@ from torch import Tensor
 from patchpar.call import DrawOptions, RandomState, StepAnswer, StepEnd
 from patchpar.clock import StepClock
 from patchpar.launch.context import RankContext
+from patchpar.ledger import Ledger
 from patchpar.pulse import Pulse
 
 PLAIN = (bool, int, float, str, type(None))
 
 
 class Drawing:
-    """One call. `steps` counts those of the scheduler."""
+    """One call. `steps` counts those of the scheduler; the `ledger` hears of each."""
 
-    def __init__(self, pipe: Any, context: RankContext, clock: StepClock, options: DrawOptions) -> None:
+    def __init__(self, pipe: Any, context: RankContext, clock: StepClock, options: DrawOptions, ledger: Ledger) -> None:
         self.pipe, self.context, self.clock, self.options = pipe, context, clock, options
-        self.steps = 0
+        self.ledger, self.steps = ledger, 0
 
     def run(self, kwargs: Mapping[str, Any]) -> Any:
         """Call the pipeline."""
@@ -74,6 +75,7 @@ class Drawing:
 
     def _stepped(self, scheduler: Any) -> None:
         self.clock.tick()
+        self.ledger.end_step()
         self.steps += 1
         self.context.mark(f"step {self.steps}")
         if self.context.rank == 0:

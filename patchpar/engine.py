@@ -29,8 +29,10 @@ from patchpar.clock import StepClock
 from patchpar.denoiser import ConditionerHook, DenoiserHook
 from patchpar.drawing import Drawing, random_state, take_random_state
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.exchange import Door
+from patchpar.exchange import Door, Traffic
+from patchpar.figures import RankFigures
 from patchpar.launch.context import Bystander, RankContext
+from patchpar.ledger import Ledger
 from patchpar.mesh import Mesh
 from patchpar.models.arrival import settle_in
 from patchpar.models.description import DENOISERS, Description, describe
@@ -159,7 +161,7 @@ class Engine:
                 )
                 self._patched.append(patched)
                 layers.append(patched)
-            self._register(module, DenoiserHook(self.clock, layers, self._guided, self._transport))
+            self._register(module, DenoiserHook(self.clock, layers, self._guided, self._door))
 
     def _register(self, module: nn.Module, hook: ModelHook) -> None:
         HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK)
@@ -206,10 +208,10 @@ class Engine:
             take_random_state(options.random, self.device)
         if self.context.rank >= options.plan.world_size:
             return Bystander()
-        output, steps = self._run(kwargs, options)
+        output, figures = self._run(kwargs, options)
         if self.mesh is not None and (self.mesh["cfg"].rank or self.mesh["patch"].rank):
             output = None  # the same as another rank's
-        return self._report(output, steps, options)
+        return self._report(output, (figures,), options)
 
     def _draw_together(self, kwargs: Mapping[str, Any], options: DrawOptions) -> Drawn:
         """Where every process has a caller of its own."""
@@ -218,25 +220,27 @@ class Engine:
         if self.context.rank >= options.plan.world_size:
             return together.stand_by()
         try:
-            output, steps = self._run(kwargs, options)
+            output, own = self._run(kwargs, options)
         except Exception:
             if options.plan.world_size < self.context.world_size:
                 together.release()
             raise
+        figures = together.figures(own, self.mesh, self._door)
         output = together.end(output, self.mesh["data"] if self.mesh else None, self._door)
-        return self._report(output, steps, options)
+        return self._report(output, figures, options)
 
-    def _run(self, kwargs: Mapping[str, Any], options: DrawOptions) -> tuple[Any, int]:
-        """This rank's output, and the number of steps."""
-        self._reset()
-        drawing = Drawing(self.pipe, self.context, self.clock, options)
+    def _run(self, kwargs: Mapping[str, Any], options: DrawOptions) -> tuple[Any, RankFigures]:
+        """This rank's output and figures."""
+        ledger = self._begin(options)
+        drawing = Drawing(self.pipe, self.context, self.clock, options, ledger)
         with self._own_share(dict(kwargs)) as self._arguments:
             output = drawing.run(self._arguments)
+        ledger.end_picture()
         if self._guidance is not None:
             self._guidance.finish()
         for patched in self._patched:
             patched.finish()
-        return output, drawing.steps
+        return output, ledger.figures(self.context.rank, self.context.device)
 
     def _own_share(self, kwargs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
         """Our prompts' arguments, while open."""
@@ -244,26 +248,24 @@ class Engine:
             return nullcontext(kwargs)
         return as_one_call(self.pipe, kwargs, self.mesh["data"].rank, self.mesh["data"].size)
 
-    def _reset(self) -> None:
+    def _begin(self, options: DrawOptions) -> Ledger:
         self.clock.reset(order=getattr(getattr(self.pipe, "scheduler", None), "order", 1))
         if self._guidance is not None:
             self._guidance.reset()
         for patched in self._patched:
             patched.reset()
-        if self._door is not None:
-            self._door.traffic.clear()
+        traffic = Traffic() if self._door is None else self._door.traffic
+        traffic.clear()
+        histories = [patched.history for patched in self._patched if patched.history is not None]
+        return Ledger(traffic, histories, tracing=options.tracing)
 
-    def _report(self, output: Any, steps: int, options: DrawOptions) -> Drawn:
-        traffic = self._door.traffic if self._door is not None else None
+    def _report(self, output: Any, figures: tuple[RankFigures, ...], options: DrawOptions) -> Drawn:
         follows = options.random is not None and options.random.cpu is not None
         return Drawn(
             output=output,
-            steps=steps,
             generators=tuple(generator.get_state() for generator in generators_of(self._arguments)),
             random=random_state(self.device) if follows else None,
-            bytes_sent=traffic.total_bytes if traffic else 0,
-            traffic=dict(traffic.bytes_sent) if traffic else {},
-            waited=dict(traffic.seconds_waited) if traffic else {},
+            figures=figures,
         )
 
 

@@ -186,13 +186,14 @@ def merge_partials(partials: Iterable[Partial]) -> Partial:
     """Attention over all keys from attention over parts of them, as they come, in fp32."""
     out: Tensor | None = None
     lse: Tensor | None = None
+    dtype = torch.float32
     for partial in partials:
         if out is None or lse is None:
-            out, lse = partial
+            (out, lse), dtype = partial, partial.out_BNlD.dtype
             continue
         share_BNl1 = torch.sigmoid(partial.lse_BNl - lse).unsqueeze(-1)
         out = torch.lerp(out.float(), partial.out_BNlD.float(), share_BNl1)
         lse = torch.logaddexp(lse, partial.lse_BNl)
     assert out is not None, "attention over no keys"
     assert lse is not None
-    return Partial(out, lse)
+    return Partial(out.to(dtype), lse)

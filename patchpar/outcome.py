@@ -48,7 +48,7 @@ class Caller:
         del self.kwargs["callback_on_step_end"]
         return callback
 
-    def options(self, plan: Plan, verify: bool | Path) -> DrawOptions:
+    def options(self, plan: Plan, verify: bool | Path, *, tracing: bool) -> DrawOptions:
         """What the ranks must know beside the arguments."""
         return DrawOptions(
             plan=plan,
@@ -57,6 +57,7 @@ class Caller:
             has_callback=self._callback is not None,
             same_everywhere=self._kind == "torchrun",
             quiet=self._kind == "local" or self._on_step is not None,
+            tracing=tracing,
         )
 
     @contextmanager
@@ -181,12 +182,4 @@ def output_of(drawn: Sequence[Drawn]) -> Any:
 
 def run_of(plan: Plan, drawn: Sequence[Drawn], seconds: float) -> Run:
     """The figures of a call."""
-    steps = max(result.steps for result in drawn)
-    return Run(
-        plan=plan,
-        seconds=seconds,
-        steps=steps,
-        bytes_per_step=tuple(result.bytes_sent // max(1, steps) for result in drawn),
-        bytes_by_kind=drawn[0].traffic,
-        seconds_waited=drawn[0].waited,
-    )
+    return Run(plan=plan, seconds=seconds, ranks=tuple(figures for result in drawn for figures in result.figures))

@@ -4,6 +4,7 @@ What every patch strategy shares; a strategy decides what its seams exchange and
 """
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -72,12 +73,14 @@ class PatchedDenoiser:
         self.share.dim = dim
         self._sharded = Sharded(self.denoiser, self.sites, self.share)
         if self.verdicts is not None:
+            start = time.perf_counter()
             try:
                 with _uncounted(self.share.door):
                     self.error = self._verified(self.verdicts, self.sites, forward, call)
             except BaseException:
                 self.restore()  # or the next call would find seams, and go ahead
                 raise
+            self.share.door.traffic.note("check", "", "first use", start)
 
     def _verified(self, verdicts: Verdicts, sites: Sites, forward: Callable[..., Any], call: tuple[Any, Any]) -> float:
         facts = self._facts(sites, call)
@@ -124,6 +127,7 @@ class PatchedDenoiser:
         share, sample = self.share, sample_of(args, kwargs)
         share.fresh = history.begin((sample.shape, sample.dtype, share.dim))
         share.memory, share.frozen = history.memory, self.exchange == "frozen"
+        share.treatment = history.treatment.frozen() if share.frozen else history.treatment
         output = self._in_bands(forward, *args, **kwargs)
         history.memory.end()
         whole, told = self._join(output, history.tell())

@@ -127,7 +127,7 @@ class ParallelPipeline:
         return output
 
     def _draw(self, executor: Executor, caller: Caller, plan: Plan) -> list[Drawn]:
-        options = caller.options(plan, self._state.request.verify)
+        options = caller.options(plan, self._state.request.verify, tracing=self._state.tracing)
         results = executor.call("draw", caller.kwargs, options, on_event=caller.on_event, on_ask=caller.on_ask)
         return [result for result in results if isinstance(result, Drawn)]
 
@@ -168,6 +168,15 @@ class ParallelPipeline:
     @on_step.setter
     def on_step(self, function: Callable[[int, int], object] | None) -> None:
         self._state.on_step = function
+
+    @property
+    def tracing(self) -> bool:
+        """Whether calls record every exchange, for `last_run.save_trace(path)`."""
+        return self._state.tracing
+
+    @tracing.setter
+    def tracing(self, wanted: bool) -> None:
+        self._state.tracing = bool(wanted)
 
     def explain(self) -> str:
         """Devices, plan, and why this plan."""
@@ -278,5 +287,6 @@ class _State:
         self.last_run: Run | None = None
         self.on_step: Callable[[int, int], object] | None = None
         self.progress: dict[str, Any] = {}
+        self.tracing = False
         self.caller: Caller | None = None
         self.lock = threading.RLock()

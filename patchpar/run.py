@@ -1,26 +1,66 @@
-"""What happened in a call: the plan, the time, and what each rank sent."""
+"""What happened in a call: the plan, the time, what each rank sent, waited for and held."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from patchpar.errors import PlanError
+from patchpar.figures import RankFigures
 from patchpar.plan import Plan
+from patchpar.trace import write_trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Figures of one call. Bytes are those that left each rank per denoising step, in rank order.
+    """Figures of one call. `seconds` are the caller's own, from the call to the picture; `ranks` those that took part.
 
-    `bytes_by_kind` and `seconds_waited` are rank 0's, for the whole call, by kind of exchange. `seconds` are the
-    caller's own, from the call to the picture.
+    A step is one that the scheduler takes: a scheduler of second order takes two for each denoising step but one.
     """
 
     plan: Plan
     seconds: float
-    steps: int
-    bytes_per_step: tuple[int, ...]
-    bytes_by_kind: Mapping[str, int] = field(default_factory=dict)
-    seconds_waited: Mapping[str, float] = field(default_factory=dict)
+    ranks: tuple[RankFigures, ...]
+
+    @property
+    def steps(self) -> int:
+        """How many steps were taken."""
+        return max((len(rank.steps) for rank in self.ranks), default=0)
+
+    @property
+    def exact_steps(self) -> int | None:
+        """Steps in which no rank used values of the step before; None where the strategy never does."""
+        if not any(rank.exact_calls or rank.stale_calls for rank in self.ranks):
+            return None
+        stale = {number for rank in self.ranks for number, step in enumerate(rank.steps) if step.stale_calls}
+        return self.steps - len(stale)
+
+    @property
+    def bytes_per_step(self) -> tuple[int, ...]:
+        """Bytes that left each rank, per step on average, in rank order."""
+        return tuple(sum(rank.bytes_sent.values()) // max(1, self.steps) for rank in self.ranks)
+
+    @property
+    def bytes_by_kind(self) -> Mapping[str, int]:
+        """Bytes that left the first rank in the whole call, by kind of exchange."""
+        return self.ranks[0].bytes_sent
+
+    @property
+    def seconds_waited(self) -> Mapping[str, float]:
+        """For how long the first rank waited for others in the whole call, by kind of exchange."""
+        return self.ranks[0].seconds_waited
+
+    @property
+    def stale_bytes(self) -> int:
+        """The most that any rank held of the last step."""
+        return max((rank.stale_bytes for rank in self.ranks), default=0)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write what each rank did when, for chrome://tracing or Perfetto. Raises PlanError if it was not recorded."""
+        traces = [rank.trace for rank in self.ranks if rank.trace is not None]
+        if not traces:
+            raise PlanError("this call was not traced: set pipe.tracing = True before the call")
+        write_trace(Path(path), traces)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -28,16 +68,30 @@ class Run:
             "plan": str(self.plan),
             "seconds": round(self.seconds, 4),
             "steps": self.steps,
+            "exact_steps": self.exact_steps,
             "bytes_per_step": list(self.bytes_per_step),
             "bytes_by_kind": dict(self.bytes_by_kind),
             "seconds_waited": {kind: round(seconds, 4) for kind, seconds in self.seconds_waited.items()},
+            "stale_bytes": self.stale_bytes,
+            "ranks": [rank.as_dict() for rank in self.ranks],
         }
 
     def __str__(self) -> str:
-        sent = (
-            f", {readable_bytes(max(self.bytes_per_step))} sent per step and rank" if any(self.bytes_per_step) else ""
-        )
-        return f"plan {self.plan}: {self.steps} steps in {self.seconds:.1f} s{sent}"
+        return f"plan {self.plan}: {self._steps_taken()} in {self.seconds:.1f} s{self._cost()}"
+
+    def _steps_taken(self) -> str:
+        exact = self.exact_steps
+        if exact is None:
+            return f"{self.steps} steps"
+        return f"{self.steps} steps, {'all' if exact == self.steps else exact} exact,"
+
+    def _cost(self) -> str:
+        """What the plan costs: traffic, waiting, memory; of each the rank that has most of it."""
+        if not any(self.bytes_per_step):
+            return ""
+        waited = max(sum(rank.seconds_waited.values()) for rank in self.ranks)
+        held = f", {readable_bytes(self.stale_bytes)} held of the last step" if self.stale_bytes else ""
+        return f", {readable_bytes(max(self.bytes_per_step))} sent per step and rank, {waited:.2f} s waited{held}"
 
 
 def readable_bytes(count: float) -> str:

@@ -15,9 +15,10 @@ import torch
 from patchpar.call import Drawn, LastWord, generators_of
 from patchpar.drawing import random_state, take_random_state
 from patchpar.exchange import Door, Gather
+from patchpar.figures import RankFigures
 from patchpar.launch.context import CallAborted, RankContext
 from patchpar.launch.wire import encode, pack, unpack
-from patchpar.mesh import Axis
+from patchpar.mesh import Axis, Mesh
 from patchpar.strategies.data import merge_outputs
 
 
@@ -42,13 +43,20 @@ class Together:
         empty = self._hear(LastWord(emptied(output), states, random_state(self._device)))
         return output if self._context.rank == 0 else empty
 
+    def figures(self, own: RankFigures, mesh: Mesh | None, door: Door | None) -> tuple[RankFigures, ...]:
+        """Those of every rank that takes part, in order."""
+        if mesh is None or door is None:
+            return (own,)
+        everyone = Axis("all", mesh.ranks.index(self._context.rank), len(mesh.ranks), mesh.ranks)
+        return tuple(gather_objects(door, everyone, own))
+
     def stand_by(self) -> Drawn:
         """Take part in every question, also where there is nothing to do."""
         answer = None
         while not isinstance(answer, LastWord):
             with contextlib.suppress(CallAborted):  # the callback raised: the last word follows all the same
                 answer = self._context.ask(None)
-        return Drawn(output=self._obey(answer), steps=0, generators=())
+        return Drawn(output=self._obey(answer), generators=())
 
     def release(self) -> None:
         """Let ranks that stand by go, because this call ends in an exception, on all who take part."""

@@ -1,7 +1,10 @@
 """What each rank did when, as a file that chrome://tracing and Perfetto open.
 
-    process 0  rank 0   steps     | denoiser call            | denoiser call            |
-                        seams     |compute|send|wait|compute ...
+    process 0  rank 0   steps     | step 0                     | step 1
+                                  | step 0, call 0 (exact)   | | step 1, call 0 (stale)
+                        seams     |compute|send|wait|compute|| |compute|send|compute ...
+
+All times are the host's: on a GPU a send returns at once and a wait may only order the stream.
 
 Pure Python: a caller that only names a file need not import torch.
 """
@@ -12,9 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+STEPS = ("step", "call")  # a step of the scheduler, a call of the denoiser
+SEAMS = ("send", "wait", "check")  # inside or between them; check: the comparison with the plain denoiser at first use
+
 
 class Event(NamedTuple):
-    """Something a rank did: `what` is call, send or wait; `start` on the rank's monotonic clock; seconds."""
+    """Something a rank did: `what` is one of STEPS or SEAMS; `start` on the rank's monotonic clock; seconds."""
 
     what: str
     kind: str
@@ -34,7 +40,10 @@ class RankTrace:
 
 
 def write_trace(path: Path, ranks: Sequence[RankTrace]) -> None:
-    """Write the events of all ranks in Chrome's trace format, times in microseconds from the first event."""
+    """Write the events of all ranks in Chrome's trace format, times in microseconds from the first event.
+
+    Ranks on one machine share a clock; between machines it is as good as their wall clocks agree.
+    """
     starts = [rank.epoch + event.start for rank in ranks for event in rank.events]
     zero = min(starts, default=0.0)
     found = [entry for rank in ranks for entry in _entries(rank, zero)]
@@ -49,8 +58,8 @@ def _entries(trace: RankTrace, zero: float) -> Iterator[dict[str, Any]]:
         yield {
             "ph": "X",
             "pid": trace.rank,
-            "tid": 0 if event.what == "call" else 1,
-            "name": f"{event.what} {event.kind}".strip(),
+            "tid": 0 if event.what in STEPS else 1,
+            "name": event.where if event.what in STEPS else f"{event.what} {event.kind}".strip(),
             "cat": event.what,
             "ts": 1e6 * (trace.epoch + event.start - zero),
             "dur": 1e6 * event.seconds,
@@ -64,7 +73,7 @@ def _name(rank: int, what: str, name: str, thread: int = 0) -> dict[str, Any]:
 
 def _computing(events: Sequence[Event]) -> Iterator[Event]:
     """The time inside denoiser calls that no seam took: computation up to the seam that follows it."""
-    seams = sorted((event for event in events if event.what != "call"), key=lambda event: event.start)
+    seams = sorted((event for event in events if event.what in SEAMS), key=lambda event: event.start)
     for call in (event for event in events if event.what == "call"):
         now, end = call.start, call.start + call.seconds
         for seam in (seam for seam in seams if call.start <= seam.start <= end):

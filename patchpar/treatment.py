@@ -6,7 +6,7 @@ moments   "fresh"                "stale", "corrected"              "separate"
 context   None                   a selection of keys and values
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from patchpar.errors import PlanError
@@ -16,7 +16,7 @@ from patchpar.selection import Everything, Selection
 Moments = Literal["fresh", "corrected", "stale", "separate"]
 BITS = (16, 8, 4)
 GROUP_NORMS: dict[str, Moments] = {"corrected": "corrected", "stale": "stale", "separate": "separate", "sync": "fresh"}
-"""The four treatments of group norm that DistriFusion compares (arXiv:2402.19481, figure 9), as moments are treated here."""
+"""The four treatments of group norm that DistriFusion compares (arXiv:2402.19481, figure 9), as they are called here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +60,11 @@ class Treatment:
     def remembers(self) -> bool:
         """Whether anything of the last step is ever used."""
         return self.warmup_steps is not None
+
+    def frozen(self) -> "Treatment":
+        """The same without anything of this step, so that after the exact steps nothing needs to be sent."""
+        moments: Moments = "stale" if self.moments == "fresh" else self.moments
+        return replace(self, halo="stale", moments=moments)
 
 
 def check_warmup(name: str, steps: object) -> None:

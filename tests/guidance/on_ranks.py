@@ -230,7 +230,7 @@ def outputs_of(place: Place, as_tuple: bool, sequential: bool) -> list[Any]:
 
 def stray(place: Place) -> str:
     """Rank 1 is a step ahead of rank 0. What either says of it."""
-    clock = StepClock(guided=True, step=place.rank)
+    clock = StepClock(guided=True, evaluation=place.rank)
     split = GuidanceSplit(place.door(), place.mesh(cfg=2)["cfg"], clock)
     clock.next_call()
     sample = torch.ones(2, 4, 8, 8)

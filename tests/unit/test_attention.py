@@ -24,14 +24,16 @@ def test_merged_partials(starts: tuple[int, ...], gain: float, scale: float | No
     torch.manual_seed(0)
     q, k, v = heads(9, gain=gain), heads(40), heads(40)
     parts = (attend(q, k[:, :, a:b], v[:, :, a:b], scale) for a, b in pairwise(starts))
-    torch.testing.assert_close(merge_partials(parts), attention(q, k, v, scale=scale), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(merge_partials(parts).out_BNlD, attention(q, k, v, scale=scale), atol=1e-5, rtol=1e-5)
 
 
 def test_the_order_of_arrival_does_not_matter() -> None:
     torch.manual_seed(0)
     q, k, v = heads(9, gain=3.0), heads(40), heads(40)
     parts = [attend(q, k[:, :, i : i + 10], v[:, :, i : i + 10]) for i in range(0, 40, 10)]
-    torch.testing.assert_close(merge_partials(parts[::-1]), merge_partials(parts), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        merge_partials(parts[::-1]).out_BNlD, merge_partials(parts).out_BNlD, atol=1e-6, rtol=1e-6
+    )
 
 
 def test_without_the_others_keys_it_is_wrong() -> None:
@@ -46,8 +48,8 @@ def test_in_half_precision_merging_adds_less_than_rounding(dtype: torch.dtype) -
     q, k, v = (heads(tokens, gain=gain, dtype=dtype) for tokens, gain in ((64, 3.0), (256, 1.0), (256, 1.0)))
     oracle = attention(q.double(), k.double(), v.double())
     merged = merge_partials(attend(q, k[:, :, i : i + 64], v[:, :, i : i + 64]) for i in range(0, 256, 64))
-    assert merged.dtype == dtype
-    ours, torchs = ((x.double() - oracle).norm() for x in (merged, attention(q, k, v)))
+    assert merged.out_BNlD.dtype == dtype
+    ours, torchs = ((x.double() - oracle).norm() for x in (merged.out_BNlD, attention(q, k, v)))
     assert ours < 2 * torchs
 
 
@@ -62,5 +64,5 @@ def test_the_log_sum_exp_of_the_kernel() -> None:
 def test_a_part_far_below_the_others_leaves_no_trace() -> None:
     out = torch.ones(1, 1, 2, 4)
     near, far = Partial(out, torch.zeros(1, 1, 2)), Partial(9 * out, torch.full((1, 1, 2), -1e4))
-    assert torch.equal(merge_partials([near, far]), out)
-    assert torch.equal(merge_partials([far, near]), out)
+    assert torch.equal(merge_partials([near, far]).out_BNlD, out)
+    assert torch.equal(merge_partials([far, near]).out_BNlD, out)

@@ -19,4 +19,15 @@ def test_reset_goes_back_to_before_the_first_call() -> None:
     clock.next_call()
     clock.tick()
     clock.reset(guided=True)
-    assert clock == StepClock(step=0, call=-1, guided=True)
+    assert clock == StepClock(evaluation=0, call=-1, guided=True)
+
+
+def test_two_evaluations_make_a_step_of_a_scheduler_of_order_two() -> None:
+    clock, seen = StepClock(), []
+    clock.reset(order=2)
+    for _ in range(5):
+        seen.append((clock.evaluation, clock.step))
+        clock.tick()
+    assert seen == [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2)]
+    clock.reset()
+    assert (clock.order, clock.step) == (1, 0)
