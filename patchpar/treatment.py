@@ -16,7 +16,7 @@ from patchpar.selection import Everything, Selection
 Moments = Literal["fresh", "corrected", "stale", "separate"]
 BITS = (16, 8, 4)
 GROUP_NORMS: dict[str, Moments] = {"corrected": "corrected", "stale": "stale", "separate": "separate", "sync": "fresh"}
-"""The four treatments of group norm that DistriFusion compares (arXiv:2402.19481, figure 9), as they are called here."""
+"""The four treatments of group norm that DistriFusion compares (arXiv:2402.19481, figure 9)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
