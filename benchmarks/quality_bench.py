@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.quality_drawing import Caption, Figures, Meter, OneProcess, Ranks
+from benchmarks.quality_drawing import Caption, Comparison, Meter, OneProcess, Ranks
 from benchmarks.quality_records import ONE_PROCESS, Named, Record, Records, Setting
 from patchpar import Run
 from patchpar.errors import PatchparError
 from patchpar.launch.devices import available_cores
 
 PLAIN = Named(label="one process", text="", method=ONE_PROCESS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What drawing took, for one picture of those drawn together. See `Record`."""
+
+    bytes_per_step: float
+    stale_step_bytes: float | None
+    seconds_waited: float
+    exact_steps: int
+
+
+def cost_of(run: Run, pictures: int) -> Cost:
+    """The cost of one call that drew so many pictures."""
+    stale = [
+        statistics.fmean(sum(step.bytes_sent.values()) for step in rank.steps if step.stale_calls)
+        for rank in run.ranks
+        if rank.stale_calls
+    ]
+    return Cost(
+        bytes_per_step=max(run.bytes_per_step) / pictures,
+        stale_step_bytes=max(stale) / pictures if stale else None,
+        seconds_waited=max(sum(rank.seconds_waited.values()) for rank in run.ranks) / run.steps,
+        exact_steps=run.steps if run.exact_steps is None else run.exact_steps,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +55,8 @@ class Cell:
     def __str__(self) -> str:
         return f"{self.setting}, {self.ranks} ranks, {self.named.label}"
 
-    def records(self, batch: Sequence[Caption], figures: Sequence[Figures], run: Run | None = None) -> list[Record]:
-        """What a batch came to. Without a `run` nothing was sent."""
+    def records(self, batch: Sequence[Caption], comparisons: Sequence[Comparison], cost: Cost) -> list[Record]:
+        """What a batch came to."""
         return [
             Record(
                 setting=self.setting,
@@ -38,13 +64,12 @@ class Cell:
                 label=self.named.label,
                 ranks=self.ranks,
                 caption=caption.index,
-                bytes_per_step=max(run.bytes_per_step) / len(batch) if run else 0.0,
-                seconds_waited=sum(run.seconds_waited.values()) / run.steps if run else 0.0,
                 batch=len(batch),
                 cores=available_cores(),
-                **asdict(figure),
+                **asdict(comparison),
+                **asdict(cost),
             )
-            for caption, figure in zip(batch, figures, strict=True)
+            for caption, comparison in zip(batch, comparisons, strict=True)
         ]
 
 
@@ -84,9 +109,10 @@ class Bench:
 
     def _write_exact(self, cell: Cell) -> None:
         """The row of one process: what the classifier says of the exact pictures."""
+        nothing = Cost(bytes_per_step=0.0, stale_step_bytes=None, seconds_waited=0.0, exact_steps=cell.setting.steps)
         for batch in self._missing(cell):
             exact = self.one.exact(cell.setting, batch)
-            self.records.add(cell.records(batch, self.meter.compare(exact, exact, batch)))
+            self.records.add(cell.records(batch, self.meter.compare(exact, exact, batch), nothing))
 
     def _write_cells(self, cells: Sequence[Cell], count: int) -> int:
         failed = 0
@@ -105,8 +131,8 @@ class Bench:
             for batch in batches:
                 exact, start = self.one.exact(cell.setting, batch), time.perf_counter()
                 latents, run = ranks.draw(cell.setting, batch)
-                figures = self.meter.compare(self.one.decode(latents), exact, batch)
-                self.records.add(cell.records(batch, figures, run))
-                mean = sum(figure.psnr_db for figure in figures) / len(figures)
+                comparisons = self.meter.compare(self.one.decode(latents), exact, batch)
+                self.records.add(cell.records(batch, comparisons, cost_of(run, len(batch))))
+                mean = statistics.fmean(comparison.psnr_db for comparison in comparisons)
                 seconds = time.perf_counter() - start
                 print(f"{cell}, {len(batch)} captions: {mean:.1f} dB, {seconds:.0f} s", flush=True)

@@ -42,8 +42,8 @@ class Caption:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
-    """One picture (or the mean of several) beside the exact one. See `Record`."""
+class Comparison:
+    """One picture beside the exact one. See `Record`."""
 
     psnr_db: float
     ssim: float
@@ -158,15 +158,15 @@ class Meter:
     def __init__(self, classifier: Classifier, lpips: Lpips | None) -> None:
         self._classifier, self.lpips = classifier, lpips
 
-    def compare(self, pictures_BCHW: Tensor, exact_BCHW: Tensor, captions: Sequence[Caption]) -> list[Figures]:
+    def compare(self, pictures_BCHW: Tensor, exact_BCHW: Tensor, captions: Sequence[Caption]) -> list[Comparison]:
         """Figures of each picture, in 0..1, beside its exact one."""
         pairs = zip(pictures_BCHW[:, None], exact_BCHW[:, None], captions, strict=True)
         return [self._compared(made, exact, caption) for made, exact, caption in pairs]
 
-    def _compared(self, made_1CHW: Tensor, exact_1CHW: Tensor, caption: Caption) -> Figures:
+    def _compared(self, made_1CHW: Tensor, exact_1CHW: Tensor, caption: Caption) -> Comparison:
         made, exact = (picture[0].permute(1, 2, 0).numpy() for picture in (made_1CHW, exact_1CHW))
         seen = judge(self._classifier, made_1CHW * 2 - 1)[0]
-        return Figures(
+        return Comparison(
             psnr_db=min(psnr(made, exact), MOST_DB),
             ssim=ssim(made, exact),
             lpips=self.lpips(made_1CHW * 2 - 1, exact_1CHW * 2 - 1).item() if self.lpips else None,

@@ -70,9 +70,10 @@ class Named:
 class Record:
     """One picture against that of one process.
 
+    `lpips`: None where it was not measured. `right`: both sides of the picture show what its caption says.
     `bytes_per_step`: the most that a rank sent in a step, on average over the steps, for this one of the `batch`
-    pictures drawn together. `seconds_waited`: in a step, for all of them. `lpips`: None where it was not measured.
-    `right`: both sides of the picture show what its caption says.
+    pictures drawn together; `stale_step_bytes`: the same of steps that used values of the last one, None without any.
+    `seconds_waited`: by the rank that waited most, in a step of the batch. `exact_steps`: steps without old values.
     """
 
     setting: Setting
@@ -85,7 +86,9 @@ class Record:
     lpips: float | None
     right: bool
     bytes_per_step: float
+    stale_step_bytes: float | None
     seconds_waited: float
+    exact_steps: int
     batch: int
     cores: int
 

@@ -17,13 +17,15 @@ Real ranks against plain diffusers in one process: the embedded model in fp32 on
 Pictures are compared before rounding to 8 bits; all latents are decoded by one process. Means over the captions;
 `worst` is the caption with the least PSNR. Equal pictures are booked with {MOST_DB:g} dB. `captions right`: a
 classifier sees on both sides what the caption says. `sent`: MB (10⁶ bytes) in a step, both guidance branches, fp32, for
-one picture, by the rank that sends most, averaged over all steps, warm-up included. `waited`: rank 0, in a step of a
-whole batch; a star where there were more ranks than cores, so that most of it is waiting for a core.
+one picture, by the rank that sends most: the mean of all steps, warm-up included, and of the `stale` ones alone, which
+use values of the step before. `waited`: by the rank that waits most, in a step of a whole batch; a star where there
+were more ranks than cores, so that most of it is waiting for a core.
 Measured by `python -m benchmarks.quality`, written by `python -m benchmarks.quality --table`.
 """
 HEAD = (
-    "| method | ranks | captions | PSNR, dB | worst | SSIM | LPIPS | captions right | sent, MB | waited, ms |",
-    "|" + "---|" * 10,
+    "| method | ranks | captions | PSNR, dB | worst | SSIM | LPIPS | captions right "
+    "| exact steps | sent, MB | stale | waited, ms |",
+    "|" + "---|" * 12,
 )
 
 
@@ -41,7 +43,9 @@ class Row:
     ssim: float
     lpips: float | None
     right: float
+    exact_steps: float
     bytes_per_step: float
+    stale_step_bytes: float | None
     seconds_waited: float
     crowded: bool
 
@@ -49,6 +53,7 @@ class Row:
         one = self.method == ONE_PROCESS
         control = CONTROLS.get(self.method.exchange)
         lpips = "not measured" if self.lpips is None else f"{self.lpips:.4f}"
+        stale = "" if self.stale_step_bytes is None else f"{self.stale_step_bytes / 1e6:.3f}"
         cells = [
             f"{self.label} ({control})" if control else self.label,
             self.ranks,
@@ -58,7 +63,9 @@ class Row:
             "" if one else f"{self.ssim:.4f}",
             "" if one else lpips,
             f"{100 * self.right:.0f} %",
+            "0" if self.method.exchange == "off" else f"{self.exact_steps:.3g}",
             "" if one else f"{self.bytes_per_step / 1e6:.3f}",
+            stale,
             "" if one else f"{1e3 * self.seconds_waited:.0f}{'*' * self.crowded}",
         ]
         return f"| {' | '.join(map(str, cells))} |"
@@ -79,7 +86,7 @@ def _place(setting: Setting) -> tuple[object, ...]:
 
 
 def _row(records: Sequence[Record]) -> Row:
-    last, lpips = records[-1], [record.lpips for record in records]
+    last = records[-1]
     return Row(
         setting=last.setting,
         method=last.method,
@@ -89,12 +96,19 @@ def _row(records: Sequence[Record]) -> Row:
         psnr_db=statistics.fmean(record.psnr_db for record in records),
         worst_db=min(record.psnr_db for record in records),
         ssim=statistics.fmean(record.ssim for record in records),
-        lpips=None if None in lpips else statistics.fmean(value for value in lpips if value is not None),
+        lpips=_mean_if_all([record.lpips for record in records]),
         right=statistics.fmean(record.right for record in records),
+        exact_steps=statistics.fmean(record.exact_steps for record in records),
         bytes_per_step=statistics.fmean(record.bytes_per_step for record in records),
+        stale_step_bytes=_mean_if_all([record.stale_step_bytes for record in records]),
         seconds_waited=statistics.fmean(record.seconds_waited for record in records),
         crowded=any(record.ranks > record.cores for record in records),
     )
+
+
+def _mean_if_all(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if len(known) == len(values) else None
 
 
 def table(records: Iterable[Record]) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -15,12 +14,14 @@ import torch
 from torch import Tensor
 
 from benchmarks import quality, quality_bench
-from benchmarks.quality_bench import Bench
-from benchmarks.quality_drawing import Caption, Figures, Meter, OneProcess, arguments, hash_of
+from benchmarks.quality_bench import Bench, cost_of
+from benchmarks.quality_drawing import Caption, Comparison, Meter, OneProcess, arguments, hash_of
 from benchmarks.quality_plot import Box, _box, plot, write_plot
 from benchmarks.quality_records import MOST_DB, ONE_PROCESS, Method, Named, Record, Records, Setting
 from benchmarks.quality_table import rows_of, table
+from patchpar import Plan, Run
 from patchpar.errors import PlanError, WorkerDied
+from patchpar.figures import RankFigures, StepFigures
 from patchpar.models.folder import embedded_model
 from training.classifier import load_classifier
 from training.latents import to_tensor
@@ -30,6 +31,32 @@ from training.scenes import flipped, held_out_captions
 SETTING = Setting(model="abc", height=256, width=384, steps=20, scheduler="DDIM", guidance=3.5, seed=1000)
 EXACT, NAIVE, FROZEN = Named.parse("exact"), Named.parse("naive"), Named.parse("frozen:warmup_steps=2")
 STALE, FRESH = Named.parse("displaced"), Named.parse("fresh-edges:context=pooled,pool=2")
+PLAN = Plan(patch=2, strategy="displaced")
+
+
+def rank_of(number: int, sent: Sequence[int], waited: float) -> RankFigures:
+    """Two exact steps and two stale ones; so many bytes in each."""
+    steps = [
+        StepFigures(
+            bytes_sent={"halo": 1, "keys": count - 1},
+            bytes_received={},
+            seconds_waited={},
+            exact_calls=int(index < 2),
+            stale_calls=int(index >= 2),
+        )
+        for index, count in enumerate(sent)
+    ]
+    return RankFigures(
+        rank=number,
+        device="cpu",
+        bytes_sent={"halo": len(sent), "keys": sum(sent) - len(sent)},
+        bytes_received={},
+        seconds_waited={"halo": waited / 4, "keys": 3 * waited / 4},
+        steps=tuple(steps),
+    )
+
+
+RUN = Run(plan=PLAN, seconds=1.0, ranks=(rank_of(0, (10, 10, 4, 4), 1.0), rank_of(1, (40, 30, 20, 30), 0.5)))
 CAPTIONS = [Caption(index=index, text=text, scene=scene) for index, (text, scene) in enumerate(held_out_captions(5))]
 
 
@@ -45,7 +72,9 @@ def record(named: Named = STALE, **changes: Any) -> Record:
         lpips=0.05,
         right=True,
         bytes_per_step=2e6,
+        stale_step_bytes=1.5e6,
         seconds_waited=0.012,
+        exact_steps=5,
         batch=8,
         cores=8,
     )
@@ -167,8 +196,7 @@ class FakeRanks:
         if self.label in self.fail:
             raise self.fail.pop(self.label)
         self.drawn.append((self.count, self.label, [caption.index for caption in captions]))
-        run = SimpleNamespace(bytes_per_step=(10, 30), seconds_waited={"halo": 1.0, "keys": 3.0}, steps=20)
-        return torch.full((len(captions), 1), 0.5), run
+        return torch.full((len(captions), 1), 0.5), RUN
 
 
 class FakeProcess:
@@ -186,8 +214,8 @@ class FakeMeter:
     def __init__(self, lpips: float | None) -> None:
         self.lpips = lpips
 
-    def compare(self, made: Tensor, exact: Tensor, captions: Sequence[Caption]) -> list[Figures]:
-        return [Figures(psnr_db=30.0, ssim=0.9, lpips=self.lpips, right=True) for _ in captions]
+    def compare(self, made: Tensor, exact: Tensor, captions: Sequence[Caption]) -> list[Comparison]:
+        return [Comparison(psnr_db=30.0, ssim=0.9, lpips=self.lpips, right=True) for _ in captions]
 
 
 @pytest.fixture
@@ -214,7 +242,15 @@ def test_figures_are_of_one_picture(tmp_path: Path, ranks: type[FakeRanks]) -> N
     measure(tmp_path / "file", captions=2)
     one, _, stale, _ = Records(tmp_path / "file").all()
     assert (one.method, one.ranks, one.bytes_per_step) == (ONE_PROCESS, 1, 0.0)
-    assert (stale.method, stale.ranks, stale.bytes_per_step, stale.seconds_waited) == (STALE.method, 4, 15.0, 0.2)
+    assert (stale.method, stale.ranks, stale.batch) == (STALE.method, 4, 2)
+    assert (stale.bytes_per_step, stale.stale_step_bytes, stale.seconds_waited) == (15.0, 12.5, 0.25)
+    assert (one.exact_steps, stale.exact_steps) == (20, 2)
+
+
+def test_a_method_without_old_values_has_no_stale_steps() -> None:
+    ranks = [replace(rank, steps=tuple(replace(step, stale_calls=0) for step in rank.steps)) for rank in RUN.ranks]
+    found = cost_of(replace(RUN, ranks=tuple(ranks)), 1)
+    assert (found.stale_step_bytes, found.exact_steps) == (None, 4)
 
 
 def test_what_is_known_is_not_drawn(tmp_path: Path, ranks: type[FakeRanks]) -> None:
@@ -280,19 +316,28 @@ def test_the_table() -> None:
     other = replace(SETTING, steps=8)
     found = table(
         [
-            record(NAIVE, psnr_db=11.0, lpips=None),
+            record(NAIVE, psnr_db=11.0, lpips=None, stale_step_bytes=None, exact_steps=20),
             record(FRESH, psnr_db=45.0, ranks=4, cores=2),
             record(setting=other, caption=3),
-            record(label="one process", method=ONE_PROCESS, ranks=1, psnr_db=MOST_DB, bytes_per_step=0.0),
+            record(
+                label="one process",
+                method=ONE_PROCESS,
+                ranks=1,
+                psnr_db=MOST_DB,
+                bytes_per_step=0.0,
+                stale_step_bytes=None,
+                exact_steps=20,
+            ),
         ]
     )
     first, second = (found.index(f"256 x 384 pixels, {steps} steps, DDIM") for steps in (8, 20))
     assert first < second
-    assert found[second:].splitlines()[6:] == [
-        "| one process | 1 | 1 |  |  |  |  | 100 % |  |  |",
-        "| fresh-edges:context=pooled,pool=2 | 4 | 1 | 45.0 | 45.0 | 0.9500 | 0.0500 | 100 % | 2.000 | 12* |",
-        "| naive (negative control: no exchange) | 4 | 1 | 11.0 | 11.0 | 0.9500 | not measured | 100 % | 2.000 | 12 |",
-    ]
+    one, fresh, naive = (line.split(" | ") for line in found[second:].splitlines()[6:])
+    assert one == ["| one process", "1", "1", "", "", "", "", "100 %", "20", "", "", " |"]
+    assert fresh[:3] == ["| fresh-edges:context=pooled,pool=2", "4", "1"]
+    assert fresh[3:] == ["45.0", "45.0", "0.9500", "0.0500", "100 %", "5", "2.000", "1.500", "12* |"]
+    assert naive[0] == "| naive (negative control: no exchange)"
+    assert naive[3:] == ["11.0", "11.0", "0.9500", "not measured", "100 %", "0", "2.000", "", "12 |"]
 
 
 def test_nothing_measured() -> None:
