@@ -1,0 +1,84 @@
+"""When a step is made exact again: by the drift against a quality, or by what a budget has left."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from patchpar.errors import PlanError
+from patchpar.resync import DB_AT_FULL_DRIFT, Decider, Resync, check_resync
+
+
+def test_six_decibels_are_half_the_drift() -> None:
+    assert Resync(quality=DB_AT_FULL_DRIFT).limit() == pytest.approx(1.0)
+    ratio = Resync(quality=40.0).limit() / Resync(quality=40.0 + 20 * math.log10(2)).limit()
+    assert ratio == pytest.approx(2.0)
+    assert Resync(budget=1e6).limit() == math.inf
+
+
+def test_a_quality_asks_for_a_fresh_step_above_its_drift() -> None:
+    decider = Decider(Resync(quality=DB_AT_FULL_DRIFT + 20))
+    drifts = [0.05, 0.2, 0.09, 0.11]
+    assert [decider.next_is_fresh(drift, 10.0, fresh=False) for drift in drifts] == [False, True, False, True]
+
+
+def spend(budget: float, drifts: list[float], *, full: float = 100.0, stale: float = 10.0) -> tuple[list[bool], float]:
+    """Which of the steps are fresh, and bytes per step: a fresh step sends `full`, another `stale`."""
+    decider, fresh, steps, spent = Decider(Resync(budget=budget)), True, [], 0.0
+    for drift in drifts:
+        steps.append(fresh)
+        sent = full if fresh else stale
+        spent += sent
+        fresh = decider.next_is_fresh(drift, sent, fresh=fresh)
+    return steps, spent / len(drifts)
+
+
+@pytest.mark.parametrize("budget", [20.0, 40.0, 70.0])
+def test_a_budget_is_kept_on_average_and_used(budget: float) -> None:
+    steps, mean = spend(budget, [0.3] * 60)
+    assert mean <= budget + 100 / 60  # the first step cannot be had for less
+    assert mean >= budget - 10
+    assert 1 < sum(steps) < 60
+
+
+def test_a_budget_below_a_stale_step_buys_nothing() -> None:
+    steps, _ = spend(5.0, [0.3] * 30)
+    assert steps == [True] + [False] * 29
+
+
+def test_a_budget_above_a_fresh_step_buys_all() -> None:
+    steps, _ = spend(100.0, [0.3] * 30)
+    assert all(steps)
+
+
+def test_a_budget_goes_where_the_drift_is() -> None:
+    """Small drift is not worth an exact step while large ones are in mind."""
+    quiet, wild = [0.01] * 10, [0.5] * 10
+    steps, _ = spend(55.0, [*wild, *quiet, *wild])
+    assert sum(steps[11:15]) == 0
+    assert sum(steps[21:]) >= 4
+
+
+@pytest.mark.parametrize(
+    ("quality", "budget", "said"),
+    [
+        (30, 5, r"quality=30 and budget=5: give one of them"),
+        (0, None, r"quality=0: it is a PSNR in dB, a number above 0"),
+        (-3.0, None, "quality=-3.0"),
+        (math.nan, None, "quality=nan"),
+        (math.inf, None, "quality=inf"),
+        (True, None, "quality=True"),
+        ("high", None, "quality='high'"),
+        (None, 0, r"budget=0: it is MiB per step, a number above 0"),
+        (None, "all", "budget='all'"),
+    ],
+)
+def test_refuses_what_is_no_wish(quality: object, budget: object, said: str) -> None:
+    with pytest.raises(PlanError, match=f"here: {said}"):
+        check_resync("here", quality, budget)
+
+
+@pytest.mark.parametrize(("quality", "budget"), [(None, None), (35, None), (42.5, None), (None, 0.5)])
+def test_one_wish_or_none(quality: object, budget: object) -> None:
+    check_resync("here", quality, budget)

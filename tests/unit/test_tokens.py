@@ -1,0 +1,106 @@
+"""Tokens of a place as a grid: rows of it, averages over windows, and what these count."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchpar.patches import Bands
+from patchpar.selection import Piece
+from patchpar.tokens import Grid, log_weights, take
+
+ROWS, ACROSS = 5, 7
+
+
+def grid_of(dim: int) -> Grid:
+    return Grid(Bands((0, ROWS, ROWS + 3)), ACROSS, dim)
+
+
+def numbered(dim: int) -> Tensor:
+    """Tokens [1, l, 1, 2] in the order they lie in: value `100 * row + column` along and across the split."""
+    ij = product(range(ROWS), range(ACROSS)) if dim == -2 else ((i, j) for j in range(ACROSS) for i in range(ROWS))
+    values = torch.tensor([[100.0 * i + j, 0.5] for i, j in ij])
+    return values.view(1, ROWS * ACROSS, 1, 2)
+
+
+def found(x: Tensor) -> list[float]:
+    return x[0, :, 0, 0].tolist()
+
+
+@pytest.mark.parametrize("dim", [-2, -1])
+def test_rows_lie_along_the_split(dim: int) -> None:
+    taken = take(numbered(dim), [Piece(3, 5)], grid_of(dim))
+    assert found(taken) == [100.0 * row + column for row in (3, 4) for column in range(ACROSS)]
+
+
+@pytest.mark.parametrize("dim", [-2, -1])
+def test_all_rows_are_the_tokens_as_they_are(dim: int) -> None:
+    x = numbered(dim)
+    assert take(x, (Piece(0, ROWS),), grid_of(dim)) is x
+
+
+@pytest.mark.parametrize("dim", [-2, -1])
+@pytest.mark.parametrize(("start", "stop", "pool"), [(0, 5, 2), (1, 5, 3), (0, 5, 8), (4, 5, 2)])
+def test_windows_average_what_they_have(dim: int, start: int, stop: int, pool: int) -> None:
+    taken = take(numbered(dim), [Piece(start, stop, pool)], grid_of(dim))
+    want = []
+    for top, left in product(range(start, stop, pool), range(0, ACROSS, pool)):
+        rows, columns = range(top, min(stop, top + pool)), range(left, min(ACROSS, left + pool))
+        values = [100.0 * i + j for i, j in product(rows, columns)]
+        want.append(sum(values) / len(values))
+    assert found(taken) == pytest.approx(want)
+    assert taken[0, :, 0, 1].unique().tolist() == [0.5]
+
+
+def test_pieces_follow_each_other() -> None:
+    taken = take(numbered(-2), [Piece(4, 5), Piece(0, 4, 4)], grid_of(-2))
+    assert found(taken) == pytest.approx([*(400.0 + j for j in range(7)), 151.5, 155.0])
+
+
+@pytest.mark.parametrize("dim", [-2, -1])
+def test_heads_and_batch_stay_apart(dim: int) -> None:
+    x = torch.randn(2, ROWS * ACROSS, 3, 4, generator=torch.Generator().manual_seed(0))
+    taken = take(x, [Piece(0, 5, 2), Piece(1, 2)], grid_of(dim))
+    assert taken.shape == (2, 3 * 4 + ACROSS, 3, 4)
+    for batch, head in product(range(2), range(3)):
+        one = x[batch : batch + 1, :, head : head + 1]
+        torch.testing.assert_close(
+            taken[batch : batch + 1, :, head : head + 1], take(one, [Piece(0, 5, 2), Piece(1, 2)], grid_of(dim))
+        )
+
+
+@pytest.mark.parametrize("pool", [2, 3])
+def test_averages_of_equal_tokens_weigh_what_the_tokens_did(pool: int) -> None:
+    """With the bias, attention to windows of equal keys is attention to all of the keys."""
+    generator = torch.Generator().manual_seed(1)
+    windows = torch.randn(1, 4, 4, 8, generator=generator)
+    keys = windows.repeat_interleave(pool, 1).repeat_interleave(pool, 2)[:, :ROWS, :ACROSS].reshape(1, -1, 1, 8)
+    rows = min(ROWS, 4 * pool)
+    across = min(ACROSS, 4 * pool)
+    grid, pieces = Grid(Bands((0, rows)), across, -2), [Piece(0, rows, pool)]
+    query = torch.randn(1, 1, 6, 8, generator=generator)
+    pooled = take(keys, pieces, grid).transpose(1, 2)
+    bias = log_weights(pieces, across)
+    whole = keys.transpose(1, 2)
+    want = F.scaled_dot_product_attention(query, whole, whole)
+    got = F.scaled_dot_product_attention(query, pooled, pooled, attn_mask=bias.expand(6, -1))
+    torch.testing.assert_close(got, want)
+    unweighted = F.scaled_dot_product_attention(query, pooled, pooled)
+    assert (unweighted - want).norm() > 1e-2 * want.norm()
+
+
+def test_logarithms_of_weights() -> None:
+    weights = log_weights([Piece(4, 5), Piece(0, 4, 3)], 4)
+    torch.testing.assert_close(weights.exp(), torch.tensor([1.0, 1, 1, 1, 9, 3, 3, 1]))
+    assert weights.dtype == torch.float32
+    assert not log_weights([Piece(0, 5)], 4).any()
+
+
+def test_a_grid_knows_the_tokens_of_every_place() -> None:
+    grid = grid_of(-1)
+    assert [grid.rows(place) for place in (0, 1)] == [5, 3]
+    assert [grid.num_tokens(place) for place in (0, 1)] == [35, 21]

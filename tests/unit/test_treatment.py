@@ -1,0 +1,156 @@
+"""Strategies as data: their options, what they refuse, their text, and what they ask of the seams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from patchpar.clock import StepClock
+from patchpar.errors import PlanError
+from patchpar.history import History
+from patchpar.plan import Plan
+from patchpar.selection import BandAndPooled, Everything, NearBand
+from patchpar.strategies import known, parse_strategy, resolve_strategy
+from patchpar.strategies.displaced import DisplacedPatch
+from patchpar.strategies.exact import ExactPatch
+from patchpar.strategies.fresh_edges import FreshEdges
+from patchpar.strategies.pcpp import PartiallyConditioned
+from patchpar.treatment import CachedPartials, Context, Treatment
+
+STRATEGIES: tuple[Any, ...] = (
+    ExactPatch(),
+    DisplacedPatch(),
+    DisplacedPatch(warmup_steps=1, group_norm="sync", preset="paper"),
+    PartiallyConditioned(),
+    PartiallyConditioned(fraction=0.125, context="paper", group_norm="separate"),
+    PartiallyConditioned(fraction=1),
+    FreshEdges(),
+    FreshEdges(context="pooled", band=1e-05, pool=2, bits=4),
+    FreshEdges(context="partials", refresh=8, warmup_steps=3),
+    FreshEdges(quality=42.5),
+    FreshEdges(quality=40, bits=8),
+    FreshEdges(budget=0.25),
+)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_text_and_back(strategy: Any) -> None:
+    assert parse_strategy(str(strategy)) == strategy
+    assert parse_strategy(str(strategy).replace(":", ",").replace(",", ":", 1)) == strategy
+    assert resolve_strategy(strategy) is strategy
+    assert Plan.parse(f"patch=2,strategy={strategy}").strategy in (strategy, str(strategy))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("disp", "unknown strategy 'disp': use one of exact, fresh-edges, displaced, pcpp"),
+        ("", "unknown strategy ''"),
+        ("exact:warmup_steps=2", "strategy 'exact' does not know 'warmup_steps=2': it has no options"),
+        ("displaced:fraction=0.3", "does not know 'fraction=0.3': its options are warmup_steps, group_norm, preset"),
+        ("pcpp:warmup=3", "its options are fraction, warmup_steps, context, group_norm"),
+        ("fresh-edges:pooled", "does not know 'pooled'"),
+        ("fresh-edges:context=", "context has no value"),
+    ],
+)
+def test_text_that_means_nothing(text: str, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        parse_strategy(text)
+
+
+@pytest.mark.parametrize("name", ["displaced", "pcpp", "fresh-edges"])
+@pytest.mark.parametrize("steps", ["0", "-1", "1.5", "true", "many"])
+def test_at_least_one_step_is_exact(name: str, steps: str) -> None:
+    with pytest.raises(PlanError, match=rf"{name}: warmup_steps=.*: the first step has no earlier values"):
+        parse_strategy(f"{name}:warmup_steps={steps}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"pcpp:fraction={value}" for value in ("0", "-0.1", "1.01", "nan", "inf", "true", "half")),
+        *(f"fresh-edges:band={value}" for value in ("0", "2", "nan")),
+        *(f"fresh-edges:pool={value}" for value in ("0", "-4", "2.5", "true")),
+        *(f"fresh-edges:refresh={value}" for value in ("0", "1.5")),
+        *(f"fresh-edges:bits={value}" for value in ("2", "32", "4.5", "few")),
+        "fresh-edges:context=partials,bits=8",
+        "fresh-edges:context=band",
+        "fresh-edges:quality=30,budget=10",
+        "fresh-edges:quality=-1",
+        "fresh-edges:budget=0",
+        "displaced:group_norm=async",
+        "displaced:preset=distrifusion",
+        "pcpp:context=all",
+    ],
+)
+def test_options_out_of_bounds_are_named(text: str) -> None:
+    name, _, options = text.partition(":")
+    option = options.rpartition(",")[2].partition("=")[0]
+    with pytest.raises(PlanError, match=rf"{name}: .*{option}="):
+        parse_strategy(text)
+
+
+def test_every_name_is_known() -> None:
+    assert {name: found.name for name, found in known().items()} == {name: name for name in known()}
+    assert set(known()) == {strategy.name for strategy in STRATEGIES}
+
+
+@pytest.mark.parametrize("wrong", [None, 3, Treatment(), "nothing"])
+def test_what_is_no_strategy(wrong: Any) -> None:
+    with pytest.raises(PlanError, match="exact, fresh-edges, displaced, pcpp"):
+        resolve_strategy(wrong)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_treatments(strategy: Any) -> None:
+    treatment = strategy.treatment
+    assert treatment.name == strategy.name
+    assert treatment.remembers == (strategy != ExactPatch())
+    assert treatment.warmup_steps == getattr(strategy, "warmup_steps", None)
+    edges = "fresh" if strategy.name in ("exact", "fresh-edges") else "stale"
+    assert treatment.halo == edges
+    assert treatment.published == (getattr(strategy, "preset", None) == "paper")
+
+
+@pytest.mark.parametrize(
+    ("given", "moments"),
+    [("corrected", "corrected"), ("stale", "stale"), ("separate", "separate"), ("sync", "fresh")],
+)
+def test_group_norms(given: Any, moments: str) -> None:
+    assert DisplacedPatch(group_norm=given).treatment.moments == moments
+    assert PartiallyConditioned(group_norm=given).treatment.moments == moments
+
+
+def test_contexts() -> None:
+    found = [FreshEdges(bits=8), FreshEdges(context="pooled", band=0.2, pool=3), FreshEdges(context="partials")]
+    assert [strategy.treatment.context for strategy in found] == [
+        Context(selection=Everything(), bits=8),
+        Context(selection=BandAndPooled(0.2, 3)),
+        CachedPartials(refresh=4),
+    ]
+    paper, ours = (PartiallyConditioned(context=context).treatment.context for context in ("paper", "band"))
+    assert ours == Context(selection=NearBand(0.3))
+    assert paper == Context(selection=NearBand(1.0), narrow_to=NearBand(0.3))
+
+
+def test_a_budget_is_in_mebibytes() -> None:
+    resync = FreshEdges(budget=1.5).treatment.resync
+    assert resync is not None
+    assert resync.budget == 1.5 * 2**20
+
+
+def test_frozen_uses_nothing_of_this_step() -> None:
+    for strategy in STRATEGIES[1:]:
+        frozen = strategy.treatment.frozen()
+        assert frozen.halo == "stale"
+        assert frozen.moments != "fresh"
+        assert frozen.context == strategy.treatment.context
+
+
+def test_without_a_clock_nobody_knows_what_the_last_step_is() -> None:
+    door: Any = None  # it is not looked at
+    with pytest.raises(PlanError, match="'pcpp' uses values of the last step, so it needs the step clock"):
+        History(door, PartiallyConditioned().treatment, None)
+    assert ExactPatch().treatment.remembers is False
+    assert StepClock().step == 0
