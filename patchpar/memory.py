@@ -172,11 +172,13 @@ class Memory:
         self.settle()
         for call in self._calls.values():
             call.evaluation = -2
+            for slot in call.slots.values():
+                slot.own = None  # or the first step would seem to have drifted from the last picture
 
     def num_bytes(self) -> int:
-        """Bytes held for the next step."""
-        held = {x.data_ptr(): x for c in self._calls.values() for slot in c.slots.values() for x in slot.tensors()}
-        return sum(x.numel() * x.element_size() for x in held.values())
+        """Bytes held for the next step: each piece of memory once, however many tensors lie in it."""
+        tensors = (x for call in self._calls.values() for slot in call.slots.values() for x in slot.tensors())
+        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 def _settle(call: _Call) -> None:
