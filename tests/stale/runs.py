@@ -1,0 +1,93 @@
+"""Runs of a tiny denoiser under a strategy, evaluation by evaluation, and what the emulation says they predict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from benchmarks.emulation import Emulation, Treatment
+from patchpar.discover import Sites, discover
+from patchpar.strategies import parse_strategy
+from tests.exact import denoisers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """So many evaluations of one denoiser, whose input changes from one to the next. `exchange` as in the engine."""
+
+    strategy: str
+    denoiser: str = "sd"
+    size: tuple[int, int] = (27, 9)
+    evaluations: int = 4
+    exchange: str = "on"
+
+
+def title(run: Run) -> str:
+    """Short name of a run for the list of tests."""
+    return f"{run.denoiser}-{run.strategy}"
+
+
+def arguments(run: Run, evaluation: int) -> dict[str, Any]:
+    """What the denoiser is called with, the same on every rank."""
+    call = denoisers.call(run.denoiser, *run.size)
+    noise = torch.randn(call["sample"].shape, generator=torch.Generator().manual_seed(evaluation))
+    return call | {"sample": call["sample"] + 0.2 * evaluation * noise}
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """Norm of the difference over the norm of what is wanted."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def errors(got: Sequence[Tensor], want: Sequence[Tensor]) -> list[float]:
+    """Relative difference of every evaluation."""
+    return [relative(one, other) for one, other in zip(got, want, strict=True)]
+
+
+@torch.no_grad()
+def plain(run: Run) -> list[Tensor]:
+    """What one process predicts."""
+    denoiser = denoisers.build(run.denoiser)
+    return [denoiser(**arguments(run, evaluation))[0] for evaluation in range(run.evaluations)]
+
+
+@torch.no_grad()
+def emulated(run: Run, places: int) -> list[Tensor]:
+    """What so many ranks are to predict."""
+    denoiser = denoisers.build(run.denoiser)
+    split = "rows" if run.size[0] >= run.size[1] else "columns"
+    known = patch("benchmarks.emulation.oracle.discover", lambda *_: sites_of(run.denoiser))
+    with known, Emulation(denoiser, places, treatment_of(run), split=split):
+        return [denoiser(**arguments(run, evaluation))[0] for evaluation in range(run.evaluations)]
+
+
+@cache
+def sites_of(name: str) -> Sites:
+    """Probing a denoiser takes longer than a run, so that it is done once."""
+    denoiser = denoisers.build(name)
+    return discover(denoiser, denoiser.forward, (), arguments(Run(strategy="exact", denoiser=name, size=(16, 12)), 0))
+
+
+ALONE = Treatment(halo="none", moments="separate", context="none", warmup_steps=0)
+CONTEXTS = {"displaced": "all", "pcpp": "band"}
+MOMENTS = {"sync": "fresh"}
+
+
+def treatment_of(run: Run) -> Treatment:
+    """A strategy in the words of the emulation."""
+    if run.exchange == "off":
+        return ALONE
+    strategy: Any = parse_strategy(run.strategy)
+    if strategy.name == "fresh-edges":
+        found = Treatment(context=strategy.context, band=strategy.band, pool=strategy.pool, refresh=strategy.refresh)
+    else:
+        moments = MOMENTS.get(strategy.group_norm, strategy.group_norm)
+        found = Treatment(halo="stale", moments=moments, context=CONTEXTS[strategy.name])
+        found = replace(found, fraction=getattr(strategy, "fraction", 1.0))
+    return replace(found, warmup_steps=strategy.warmup_steps, frozen=run.exchange == "frozen")
