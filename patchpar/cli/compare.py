@@ -49,8 +49,10 @@ def compare(request: Compare) -> None:
             planned, single = _both(request)
         figures = measure_pair(planned, single)
         _save_all(planned, single, paths)
-        outputs = [str(path) for path in every]
-        _report({**planned.run.as_dict(), "outputs": outputs, **figures}, planned, single, as_json=request.json)
+        if request.trace is not None:
+            planned.run.save_trace(request.trace)
+        found = {"outputs": [str(path) for path in every], **request.traced(), **figures}
+        _report({**planned.run.as_dict(), **found}, planned, single, as_json=request.json)
 
 
 def _both(request: Compare) -> tuple[Outcome, Outcome]:
@@ -73,7 +75,7 @@ def _draw(request: Compare, where: dict[str, Any], title: str) -> Outcome:
         pipe.set_progress_bar_config(disable=True)
         exact = {"output_type": "np"}  # not rounded to 8 bits: small errors show
         pipe(**request.for_drawing() | exact | {"num_inference_steps": WARM_UP_STEPS})
-        pipe.on_step = step
+        pipe.on_step, pipe.tracing = step, request.trace is not None
         output = pipe(**request.for_drawing() | exact)
         return Outcome(pipe.last_run, images_of(output) or [])
 
@@ -110,5 +112,5 @@ def _report(figures: dict[str, Any], planned: Outcome, single: Outcome, *, as_js
         f"PSNR {figures['psnr_db']:.1f} dB, SSIM {figures['ssim']:.6f}, "
         f"largest difference {figures['max_abs_diff']:.2e} (of 1)"
     )
-    for path in figures["outputs"]:
+    for path in (*figures["outputs"], *filter(None, [figures.get("trace")])):
         typer.echo(f"saved {path}")

@@ -7,10 +7,12 @@ from dataclasses import MISSING, dataclass, fields
 from enum import Enum
 from functools import wraps
 from inspect import Parameter, Signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from patchpar.cli.files import check_place
 from patchpar.errors import PlanError
 
 if TYPE_CHECKING:
@@ -53,15 +55,20 @@ class Request:
     num_images: Annotated[int, typer.Option(help="Pictures per prompt.")] = 1
     dtype: Annotated[Dtype | None, typer.Option(help="Load the weights in this format.")] = None
     variant: Annotated[str | None, typer.Option(help="Weight files to take, such as fp16.")] = None
+    trace: Annotated[
+        Path | None, typer.Option(help="Write what each rank did when to this file, for chrome://tracing or Perfetto.")
+    ] = None
     json: Json = False
     debug: Debug = False
 
     def check(self) -> None:
-        """Raise PlanError for a count or a size below 1, before anything is started."""
+        """Raise PlanError for a count or a size below 1 or a trace that has no place, before anything is started."""
         for name in ("height", "width", "steps", "num_images"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
+        if self.trace is not None:
+            check_place(self.trace, "--trace", "trace.json")
 
     def for_loading(self) -> dict[str, Any]:
         """Keyword arguments of `ParallelPipeline.from_pretrained`, devices and plan aside."""
@@ -88,6 +95,10 @@ class Request:
             num_images_per_prompt=self.num_images,
             generator=generators if len(generators) > 1 else generators[0],
         )
+
+    def traced(self) -> dict[str, str]:
+        """Where the trace is, for the report; empty where none was asked for."""
+        return {} if self.trace is None else {"trace": str(self.trace)}
 
     @property
     def pictures(self) -> int:

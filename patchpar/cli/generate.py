@@ -34,7 +34,9 @@ def generate(request: Generate) -> None:
             return  # under torchrun, a rank that has no result: rank 0 saves and reports
         for picture, path in zip(pictures, paths, strict=True):
             save(picture, path)
-        _report(run, paths, as_json=request.json)
+        if request.trace is not None:
+            run.save_trace(request.trace)
+        _report(run, paths, request)
 
 
 def _draw(request: Generate) -> tuple[Any, list[Any] | None]:
@@ -44,7 +46,7 @@ def _draw(request: Generate) -> tuple[Any, list[Any] | None]:
     opened = {"devices": request.devices, "plan": plan, **request.for_loading()}
     with progress("drawing") as step, ParallelPipeline.from_pretrained(request.model, **opened) as pipe:
         pipe.set_progress_bar_config(disable=True)
-        pipe.on_step = step
+        pipe.on_step, pipe.tracing = step, request.trace is not None
         output = pipe(**request.for_drawing())
         return pipe.last_run, images_of(output)
 
@@ -62,10 +64,10 @@ def images_of(output: Any) -> list[Any] | None:
     return None if output.images is None else list(output.images)
 
 
-def _report(run: Any, paths: list[Path], *, as_json: bool) -> None:
-    if as_json:
-        print_json({**run.as_dict(), "outputs": [str(path) for path in paths]})
+def _report(run: Any, paths: list[Path], request: Generate) -> None:
+    if request.json:
+        print_json({**run.as_dict(), "outputs": [str(path) for path in paths], **request.traced()})
         return
     typer.echo(str(run))
-    for path in paths:
+    for path in (*paths, *request.traced().values()):
         typer.echo(f"saved {path}")

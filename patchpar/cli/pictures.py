@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from patchpar.cli.files import check_place
 from patchpar.errors import PlanError
 
 if TYPE_CHECKING:
@@ -27,13 +28,7 @@ def check_writable(path: Path) -> None:
     if path.suffix.lower() not in SUFFIXES:
         known = ", ".join(SUFFIXES)
         raise PlanError(f"cannot write {path}: the suffix {path.suffix!r} names no picture format; use one of {known}")
-    if path.is_dir():
-        raise PlanError(f"cannot write {path}: it is a folder; name a file, such as {path / 'picture.png'}")
-    folder = path.parent
-    if not folder.is_dir():
-        raise PlanError(f"cannot write {path}: there is no folder {folder}; make it first, or choose another")
-    if not os.access(folder, os.W_OK | os.X_OK) or (path.exists() and not os.access(path, os.W_OK)):
-        raise PlanError(f"cannot write {path}: no permission; choose another place with --output")
+    check_place(path, "--output", "picture.png")
 
 
 def save(picture: Image, path: Path) -> None:

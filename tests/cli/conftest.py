@@ -28,6 +28,7 @@ class FakePipeline:
     calls: list[dict[str, Any]] = field(default_factory=list)
     closed: bool = False
     on_step: Any = None
+    tracing: bool = False
     last_run: Any = None
 
     opened: ClassVar[list[FakePipeline]] = []
@@ -67,6 +68,7 @@ class FakePipeline:
             self.on_step(2, 2)
         workers = len(self.devices)
         self.last_run = SimpleNamespace(
+            save_trace=lambda path: path.write_text(f"{workers} workers, traced: {self.tracing}"),
             seconds=2.0 / workers,
             as_dict=lambda: {"plan": "cfg=2", "seconds": 2.0 / workers, "steps": 2, "bytes_per_step": [10] * workers},
         )

@@ -1,0 +1,19 @@
+"""Files that the command line writes: is the path good, before the work is done."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from patchpar.errors import PlanError
+
+
+def check_place(path: Path, flag: str, example: str) -> None:
+    """Raise PlanError if no file can be written to `path`, which came with `flag`; `example` is a file's name."""
+    if path.is_dir():
+        raise PlanError(f"cannot write {path}: it is a folder; name a file, such as {path / example}")
+    folder = path.parent
+    if not folder.is_dir():
+        raise PlanError(f"cannot write {path}: there is no folder {folder}; make it first, or choose another")
+    if not os.access(folder, os.W_OK | os.X_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise PlanError(f"cannot write {path}: no permission; choose another place with {flag}")

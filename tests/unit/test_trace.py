@@ -1,0 +1,106 @@
+"""Traces and ledgers: the file says what happened, waiting is booked to the step and the kind that cost it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from patchpar.exchange import Door, Gather
+from patchpar.figures import RankFigures
+from patchpar.ledger import Ledger
+from patchpar.mesh import Mesh
+from patchpar.trace import Event, RankTrace, write_trace
+from tests.unit.threads import on_threads
+
+LATE = 0.2
+"""Seconds that one rank comes late in these tests."""
+
+EVENTS = (
+    Event("send", "halo", "conv", 11.0, 0.5),
+    Event("wait", "halo", "conv", 12.0, 2.0),
+    Event("call", "", "step 0, call 0 (exact)", 10.0, 5.0),
+    Event("step", "", "step 0", 10.0, 5.5),
+    Event("wait", "guidance", "guidance, step 0, call 0", 15.2, 0.1),  # outside the call
+)
+
+
+def written(tmp_path: Path, *ranks: RankTrace) -> list[dict[str, Any]]:
+    path = tmp_path / "out.json"
+    write_trace(path, ranks)
+    found = json.loads(path.read_text())
+    assert found["displayTimeUnit"] == "ms"
+    return [entry for entry in found["traceEvents"] if entry["ph"] == "X"]
+
+
+def test_every_event_is_there_with_its_time_in_microseconds(tmp_path: Path) -> None:
+    entries = written(tmp_path, RankTrace(3, "cpu", 100.0, EVENTS))
+    wait = next(entry for entry in entries if entry["name"] == "wait halo")
+    assert (wait["pid"], wait["tid"], wait["args"]) == (3, 1, {"seam": "conv"})
+    assert (wait["ts"], wait["dur"]) == (pytest.approx(2e6), pytest.approx(2e6))  # from the first event, the call
+    call = next(entry for entry in entries if entry["cat"] == "call")
+    assert (call["tid"], call["name"], call["ts"]) == (0, "step 0, call 0 (exact)", 0.0)
+
+
+def test_what_no_seam_takes_of_a_call_is_computing(tmp_path: Path) -> None:
+    entries = written(tmp_path, RankTrace(0, "cpu", 0.0, EVENTS))
+    computing = [(entry["ts"] / 1e6, entry["dur"] / 1e6) for entry in entries if entry["cat"] == "compute"]
+    assert computing == [pytest.approx(pair) for pair in ((0.0, 1.0), (1.5, 0.5), (4.0, 1.0))]
+
+
+def test_clocks_of_ranks_are_brought_together(tmp_path: Path) -> None:
+    """Each rank's own clock began when it liked."""
+    call = Event("call", "", "step 0, call 0 (exact)", 5.0, 1.0)
+    entries = written(tmp_path, RankTrace(0, "cpu", 1000.0, (call,)), RankTrace(1, "cpu", 1004.0, (call,)))
+    assert {entry["pid"]: entry["ts"] for entry in entries if entry["cat"] == "call"} == {0: 0.0, 1: 4e6}
+
+
+def test_a_trace_of_nothing_is_a_file_all_the_same(tmp_path: Path) -> None:
+    assert written(tmp_path, RankTrace(0, "cpu", 0.0, ())) == []
+
+
+def two_steps(transport: Any, tracing: bool = True) -> RankFigures:
+    """Two steps of one gather each; in the second one rank 1 comes late."""
+    door, axis = Door(transport), Mesh(transport.rank, range(2), patch=2)["patch"]
+    own = torch.zeros(8)
+    Gather(door, axis, "kv", "before").same(own)  # the ranks are there
+    door.traffic.clear()
+    ledger = Ledger(door.traffic, [], tracing=tracing)
+    for step, kind in enumerate(("kv", "prediction")):
+        if step == 1 and transport.rank == 1:
+            time.sleep(LATE)
+        Gather(door, axis, kind, f"seam {step}").same(own)
+        ledger.end_step()
+    Gather(door, axis, "output", "output").same(own)
+    ledger.end_picture()
+    return ledger.figures(transport.rank, "cpu")
+
+
+def test_bytes_and_waiting_are_booked_to_their_step_and_kind() -> None:
+    early, late = on_threads(2, two_steps)
+    for found in (early, late):
+        assert [step.bytes_sent for step in found.steps] == [{"kv": 32}, {"prediction": 32}]
+        assert [step.bytes_received for step in found.steps] == [{"kv": 32}, {"prediction": 32}]
+        assert found.bytes_sent == {"kv": 32, "prediction": 32, "output": 32}  # the last after all steps
+    assert early.steps[1].seconds_waited["prediction"] == pytest.approx(LATE, abs=0.1)
+    assert early.steps[0].seconds_waited["kv"] < LATE / 2
+    assert late.steps[1].seconds_waited["prediction"] < LATE / 2
+    assert early.seconds_waited["prediction"] == pytest.approx(early.steps[1].seconds_waited["prediction"])
+
+
+def test_the_trace_has_what_was_booked() -> None:
+    early, _ = on_threads(2, two_steps)
+    assert early.trace is not None
+    waits = {event.kind: event.seconds for event in early.trace.events if event.what == "wait"}
+    assert waits == pytest.approx(dict(early.seconds_waited), abs=0.01)
+    steps = [event.where for event in early.trace.events if event.what == "step"]
+    assert steps == ["step 0", "step 1"]
+
+
+def test_nothing_is_kept_unless_wanted() -> None:
+    found = on_threads(2, two_steps, False)
+    assert [rank.trace for rank in found] == [None, None]
