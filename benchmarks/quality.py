@@ -192,22 +192,34 @@ def bench_of(options: argparse.Namespace, records: Records) -> Bench:
     )
 
 
+def write_documents(options: argparse.Namespace, records: Sequence[Record]) -> int:
+    """Table and plot, as far as they were asked for. Returns the exit code."""
+    try:
+        if options.table:
+            write_table(options.table, records)
+        if options.plot:
+            write_plot(options.plot, records)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
 def main() -> int:
     """Measure, or write down what is known."""
     options = parse()
     records, model = Records(options.records), hash_of(options.model)
     if options.table or options.plot:
-        found = selected(records.all(), options, model)
-        if options.table:
-            write_table(options.table, found)
-        if options.plot:
-            write_plot(options.plot, found)
-        return 0
+        return write_documents(options, selected(records.all(), options, model))
     options = with_defaults(options)
     torch.set_num_threads(options.threads)
     methods = [Named.parse(label) for label in options.strategy]
     bench = bench_of(options, records)
-    return 1 if bench.measure(list(settings_of(options, model)), methods, options.ranks) else 0
+    try:
+        return 1 if bench.measure(list(settings_of(options, model)), methods, options.ranks) else 0
+    except KeyboardInterrupt:
+        print(f"stopped; the same command goes on with what {options.records} lacks", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

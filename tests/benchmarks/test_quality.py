@@ -346,6 +346,15 @@ def test_nothing_measured() -> None:
             write([])
 
 
+def test_documents_are_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = quality.parse(["--table", str(tmp_path / "it.md")])
+    assert quality.write_documents(options, [record()]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["it.md"]
+    options = quality.parse(["--plot", str(tmp_path / "it.svg")])
+    assert quality.write_documents(options, []) == 2
+    assert "measure first" in capsys.readouterr().err
+
+
 def circles(svg: str) -> list[dict[str, str]]:
     return [each.attrib for each in ElementTree.fromstring(svg) if each.tag.endswith("circle")]
 
