@@ -162,5 +162,8 @@ def test_under_torchrun_each_process_is_a_rank(tmp_path: Path) -> None:
     words = ["generate", PROMPT, *QUICK, "--json", "-o", str(target)]
     result = subprocess.run([*launcher, *words], capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["plan"] == "cfg=2"
+    found = json.loads(result.stdout)
+    assert found["plan"] == "cfg=2"
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    assert all(rank["bytes_sent"]["guidance"] > 0 for rank in found["ranks"])
     assert Image.open(target).size == (128, 128)
