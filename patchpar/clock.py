@@ -18,13 +18,15 @@ class StepClock:
 
     `evaluation` counts calls of scheduler.step from 0; `order` is how many of them make a denoising step; `call` is the
     index of the latest denoiser call within the evaluation (-1 before the first). `guided` says whether the pipeline
-    applies classifier-free guidance in this run; None when it does not tell.
+    applies classifier-free guidance in this run; None when it does not tell. `branches`: how many branches of guidance
+    the latest call held before axis `cfg` took its share, where there is that axis.
     """
 
     evaluation: int = 0
     call: int = -1
     guided: bool | None = None
     order: int = 1
+    branches: int = 1
 
     @property
     def step(self) -> int:
@@ -34,6 +36,7 @@ class StepClock:
     def reset(self, guided: bool | None = None, *, order: int = 1) -> None:
         """Back to the first step: called once at the start of every pipeline call."""
         self.evaluation, self.call, self.guided, self.order = 0, -1, guided, order
+        self.branches = 1
 
     def next_call(self) -> int:
         """Count one denoiser call and return its index within the evaluation."""

@@ -125,7 +125,8 @@ class PatchedDenoiser:
     def _with_history(self, history: History, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """With values of the last step, where it is known and the treatment wants them."""
         share, sample = self.share, sample_of(args, kwargs)
-        share.fresh = history.begin((sample.shape, sample.dtype, share.dim))
+        form = (sample.shape, sample.dtype, share.dim, history.clock.branches)  # a share of two branches is another one
+        share.fresh = history.begin(form)
         share.memory, share.frozen = history.memory, self.exchange == "frozen"
         share.treatment = history.treatment.frozen() if share.frozen else history.treatment
         output = self._in_bands(forward, *args, **kwargs)

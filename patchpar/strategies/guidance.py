@@ -112,7 +112,8 @@ class GuidanceSplit:
             self._post.settle()
             progress.turn_to(self._clock.evaluation)
         progress.calls += 1
-        if self._branches(sample) > 1:
+        self._clock.branches = self._branches(sample)
+        if self._clock.branches > 1:
             return self._share_of_batch(forward, sample, args, kwargs)
         if not progress.guided and (self._clock.guided is False or progress.finished):
             raise PlanError(self._no_guidance())
