@@ -28,6 +28,7 @@ from typing import Literal, NamedTuple
 from patchpar.errors import PlanError
 
 EXPOSED_SHARE = 0.1  # of a step that fresh edges may wait for
+COVERED_SHARE = 0.55  # of a UNet's step: computed between sending keys and values and the next round of edges
 SETTLED = 8  # steps after which the length is taken, as the mean of the second half of them
 
 
@@ -120,25 +121,33 @@ class EdgeChoice(NamedTuple):
 
 
 def edges_for(
-    link: Link, *, rounds: int, edge_bytes: float, step_seconds: float, queued_bytes: float = 0.0
+    link: Link,
+    *,
+    rounds: int,
+    edge_bytes: float,
+    step_seconds: float,
+    queued_bytes: float = 0.0,
+    covered: float = COVERED_SHARE,
 ) -> EdgeChoice:
     """Fresh edges while waiting for them takes at most 10 % of a step, else stale ones.
 
-    A step has `rounds` rounds of edges, of together `edge_bytes` for each neighbour, and computes for `step_seconds`.
-    The rounds come one after the other with little to compute meanwhile, so that their time on the link is exposed:
+    A step has `rounds` rounds of edges, of together `edge_bytes` from each rank, and computes for `step_seconds`. The
+    rounds come one after the other with little to compute meanwhile, so that their time on the link is exposed, and on
+    a link with one queue also what is left of the `queued_bytes` of stale keys and values in front of them, after the
+    share `covered` of the step that is computed between their leaving and the next round:
 
-        rounds * latency + (edge_bytes + queued_bytes) / rate <= 0.1 * step_seconds
+        rounds * latency + edge_bytes / rate + max(0, queued_bytes / rate - covered * step) <= 0.1 * step
 
-    `queued_bytes`: keys and values in front of them, on a link with one queue; 0 where small messages overtake. Fresh
-    edges are worth their 10 %: they are most of what staleness costs in quality. Bytes of stale keys and values are
-    the same either way and decide nothing here. Raises PlanError.
+    Give no `queued_bytes` where small messages overtake large ones: keys and values cost the same either way then.
+    Fresh edges are worth their 10 %: they are most of what staleness costs in quality. Raises PlanError.
     """
-    if not step_seconds > 0 or rounds < 0 or edge_bytes < 0 or queued_bytes < 0:
+    if not step_seconds > 0 or rounds < 0 or edge_bytes < 0 or queued_bytes < 0 or not 0 <= covered <= 1:
         raise PlanError(
-            f"{rounds} rounds of {edge_bytes:g} bytes behind {queued_bytes:g} in a step of {step_seconds:g} s: use a "
-            "positive time, and no negative numbers"
+            f"{rounds} rounds of {edge_bytes:g} bytes behind {queued_bytes:g}, {covered:g} of a step of "
+            f"{step_seconds:g} s between: use a positive time, a share of at most 1, and no negative numbers"
         )
-    exposed = link.seconds(rounds, edge_bytes + queued_bytes)
+    queue = max(0.0, queued_bytes / link.rate - covered * step_seconds)
+    exposed = link.seconds(rounds, edge_bytes) + queue
     edges: Literal["fresh", "stale"] = "fresh" if exposed <= EXPOSED_SHARE * step_seconds else "stale"
     why = "at most" if edges == "fresh" else "more than"
     return EdgeChoice(

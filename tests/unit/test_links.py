@@ -105,10 +105,11 @@ def test_a_longer_step_affords_a_slower_link() -> None:
     assert choose(link, step=10.0) == "fresh"
 
 
-def test_keys_and_values_in_front_count() -> None:
+def test_keys_and_values_in_front_count_beyond_what_is_computed_meanwhile() -> None:
     link = Link(rate=1e8)
     assert choose(link) == "fresh"
-    assert choose(link, queued=1e8) == "stale"
+    assert choose(link, queued=0.58e8) == "fresh"  # edges alone take 0.06 s
+    assert choose(link, queued=0.6e8) == "stale"
 
 
 def test_the_reason_has_the_figures() -> None:
@@ -122,6 +123,12 @@ def test_the_reason_has_the_figures() -> None:
 def test_numbers_that_cannot_be(step: float, rounds: int) -> None:
     with pytest.raises(PlanError, match="use a positive time"):
         edges_for(Link(), rounds=rounds, edge_bytes=1.0, step_seconds=step)
+
+
+@pytest.mark.parametrize("covered", [-0.1, 1.1, math.nan])
+def test_a_step_cannot_cover_more_than_itself(covered: float) -> None:
+    with pytest.raises(PlanError, match="a share of at most 1"):
+        edges_for(Link(), rounds=1, edge_bytes=1.0, step_seconds=1.0, covered=covered)
 
 
 @pytest.mark.parametrize(("latency", "rate"), [(-1.0, 1.0), (math.inf, 1.0), (0.0, 0.0), (math.nan, 1.0)])

@@ -1,0 +1,178 @@
+"""What each rank of `benchmarks.overlap` runs: steps of one strategy over a delayed transport, timed and recorded."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from diffusers import UNet2DConditionModel
+from diffusers.models.attention import FeedForward
+from diffusers.models.resnet import ResnetBlock2D
+from torch import Tensor
+
+from benchmarks.scaling import large
+from patchpar.clock import StepClock
+from patchpar.exchange import Door, Gather
+from patchpar.launch.context import RankContext
+from patchpar.mesh import Mesh
+from patchpar.strategies import parse_strategy
+from patchpar.transport import DelayedTransport, Incoming, Outgoing, Pending, Transport, connect
+
+LAYER_SECONDS = 0.015
+WARM = 2  # steps: the first has no past, and the first after it is stale for the first time
+
+
+@dataclass(slots=True)
+class Swap:
+    """One exchange: when it was sent and first waited for, and what left this rank."""
+
+    where: str
+    sent: float
+    num_bytes: int
+    needed: float | None = None
+
+
+class Recorder:
+    """A transport that notes what passes, and when by `clock`."""
+
+    clock = staticmethod(time.thread_time)
+
+    def __init__(self, inner: DelayedTransport) -> None:
+        self.inner, self.rank, self.device, self.deadline = inner, inner.rank, inner.device, inner.deadline
+        self.swaps: list[Swap] = []
+
+    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> RecordedPending:
+        swap = Swap(where, self.clock(), sum(message.num_bytes for message in outgoing))
+        self.swaps.append(swap)
+        return RecordedPending(self.inner.swap(outgoing, incoming, where), swap, self.clock)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class RecordedPending:
+    """Notes when it is first waited for."""
+
+    def __init__(self, pending: Pending, swap: Swap, clock: Callable[[], float]) -> None:
+        self._pending, self._swap, self._clock = pending, swap, clock
+
+    def wait_for(self, index: int) -> list[Tensor]:
+        self._note()
+        return self._pending.wait_for(index)
+
+    def wait(self) -> list[list[Tensor]]:
+        self._note()
+        return self._pending.wait()
+
+    def _note(self) -> None:
+        if self._swap.needed is None:
+            self._swap.needed = self._clock()
+
+
+def sleeping() -> Any:
+    """A small UNet whose layers sleep on top of computing: the same overlap, on cores that others use as well."""
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        sample_size=32,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        block_out_channels=(16, 32, 32),
+        attention_head_dim=(1, 1, 2),
+        cross_attention_dim=32,
+        norm_num_groups=8,
+    )
+    for module in unet.modules():
+        if isinstance(module, (ResnetBlock2D, FeedForward)):
+            module.register_forward_pre_hook(_sleep)
+    inputs = {"encoder_hidden_states": torch.randn(2, 28, 32), "return_dict": False}
+    return unet.eval(), (torch.randn(2, 4, 32, 32), torch.tensor(500)), inputs
+
+
+def _sleep(*_: object) -> None:
+    time.sleep(LAYER_SECONDS)
+
+
+MODELS = {"large": large, "sleeping": sleeping}
+
+
+class Steps:
+    """Steps of one strategy at a time, on one of two ranks. `bare` is the way to the other."""
+
+    def __init__(self, bare: Transport, mark: Callable[[str], object] | None = None) -> None:
+        self.line = DelayedTransport(bare)
+        self.recorder = Recorder(self.line)
+        self.door = Door(self.recorder, mark)
+        self.axis = Mesh(bare.rank, range(2), patch=2)["patch"]
+        self.meet = Gather(Door(bare, mark), self.axis, "meet", "meeting")
+        self.clock = StepClock()
+        self.forward, self.patched, self.inputs = None, None, None
+
+    def prepare(self, strategy: str, model: str) -> None:
+        """Install a strategy and run the steps that are like no other."""
+        denoiser, *inputs = MODELS[model]()
+        self.forward, self.inputs = denoiser.forward, inputs
+        options = parse_strategy(strategy)
+        if hasattr(options, "warmup_steps"):
+            options = replace(options, warmup_steps=1)
+        self.recorder.clock = time.perf_counter if model == "sleeping" else time.thread_time
+        self.clock = StepClock()
+        self._link(0.0, float("inf"), 0)
+        self.patched = options.install(denoiser, self.door, self.axis, clock=self.clock, verdicts=None)
+        self._steps(WARM)
+
+    def release(self) -> None:
+        """Let what is under way arrive, and take the strategy out."""
+        self._link(0.0, float("inf"), 0)
+        self.patched.reset()
+        self.patched.restore()
+        self.patched = None
+
+    def measure(self, link: tuple[float, float, int], settle: int, timed: int) -> list[float]:
+        """Seconds of each of `timed` steps over `link` (latency, rate, overtake), after `settle` untimed ones."""
+        self._link(*link)
+        self.meet.same(torch.zeros(1))
+        self._steps(settle)
+        return self._steps(timed)
+
+    def record(self) -> dict[str, Any]:
+        """One step's exchanges over the bare link, as (seam, sent, needed, bytes, age) in seconds of computing."""
+        self._link(0.0, float("inf"), 0)
+        self.meet.same(torch.zeros(1))
+        self._steps(1)
+        self.recorder.swaps, start = [], self.recorder.clock()
+        self._steps(1)
+        swaps, end = list(self.recorder.swaps), self.recorder.clock()
+        self._steps(1)
+        return {"seconds": end - start, "messages": [_seen(swap, start, end) for swap in swaps]}
+
+    def _link(self, latency: float, rate: float, overtake: int) -> None:
+        self.line.latency, self.line.rate, self.line.overtake = latency, rate, overtake
+
+    def _steps(self, count: int) -> list[float]:
+        args, kwargs = self.inputs
+        times = [time.perf_counter()]
+        with torch.no_grad():
+            for _ in range(count):
+                self.clock.next_call()
+                self.patched.denoise(self.forward, *args, **kwargs)
+                self.clock.tick()
+                times.append(time.perf_counter())
+        return [end - begin for begin, end in itertools.pairwise(times)]
+
+
+class Bench(Steps):
+    """The engine of one rank."""
+
+    def __init__(self, context: RankContext) -> None:
+        torch.set_num_threads(1)
+        super().__init__(connect(context.device, deadline=context.deadline), context.mark)
+
+
+def _seen(swap: Swap, start: float, end: float) -> tuple[str, float, float, int, int]:
+    assert swap.needed is not None, f"{swap.where} was not waited for within two steps"
+    age = int(swap.needed > end)
+    return swap.where, swap.sent - start, swap.needed - (end if age else start), swap.num_bytes, age
