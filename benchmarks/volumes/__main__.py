@@ -1,0 +1,163 @@
+"""How much ranks send each other in every strategy: counted with a tiny denoiser, and by formula for SDXL.
+
+python -m benchmarks.volumes --write docs/figures/volumes.md
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.volumes.formula import Volumes, cycle_of
+from benchmarks.volumes.shapes import Shapes, rounds_of, sdxl, sdxl_shapes
+from patchpar.patches import split_bands
+from patchpar.strategies import parse_strategy
+
+PUBLISHED = "displaced:preset=paper"
+STRATEGIES = (
+    "exact",
+    PUBLISHED,
+    "displaced",
+    "pcpp:context=paper",
+    "pcpp",
+    "fresh-edges",
+    "fresh-edges:context=partials",
+    "fresh-edges:bits=8",
+    "fresh-edges:bits=4",
+    "fresh-edges:context=pooled,pool=2",
+    "fresh-edges:context=pooled",
+    "fresh-edges:context=pooled,bits=8",
+    "fresh-edges:context=pooled,bits=4",
+)
+PIXELS, WORLDS, MOST = (1024, 2048, 3840), (2, 4), 8
+SEAMS = ("kv", "halo", "moments")
+INTRODUCTION = """\
+# What ranks send each other
+
+Bytes of one step after the exact ones at the beginning, by strategy; without options each has its defaults. \
+**DistriFusion's** are those of `displaced:preset=paper`, which sends what its code sends: halos to everyone. \
+`partials` is a mean, because each layer sends in every fourth step only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """MB that a rank receives in a step, by kind, what seams receive in all, and what it holds for the next."""
+
+    by_kind: Mapping[str, float]
+    held: float
+
+    @property
+    def seams(self) -> float:
+        """Keys, values, halo and moments."""
+        return sum(self.by_kind[kind] for kind in SEAMS)
+
+
+def received(shapes: Shapes, pixels: int, world: int, strategy: str, place: int) -> Received:
+    """What comes to one place of SDXL in half precision."""
+    volumes = Volumes(
+        shapes=shapes,
+        bands=split_bands(pixels // 8, world, 4),
+        treatment=parse_strategy(strategy).treatment,
+        itemsize=2,
+    )
+    by_kind = {kind: count / 1e6 for kind, count in volumes.received_per_step(place).items()}
+    return Received(by_kind, sum(volumes.held(place).values()) / 1e6)
+
+
+def inner(world: int) -> int:
+    """A place with neighbours on both sides, where there is one."""
+    return world // 2 if world > 2 else 0
+
+
+def table_of_sdxl(shapes: Mapping[int, Shapes]) -> Iterator[str]:
+    """Eight ranks, by kind."""
+    kv_rounds, rounds = rounds_of(*sdxl())
+    prediction = {p: received(shapes[p], p, MOST, "exact", inner(MOST)).by_kind["prediction"] for p in PIXELS}
+    told = ", ".join(f"{megabytes:.3f} MB at {pixels}²" for pixels, megabytes in prediction.items())
+    yield (
+        f"SDXL base on {MOST} ranks, one guidance branch, half precision, from shapes alone. MB that an inner rank "
+        "**receives** per step; it sends as much, because all bands are equally tall. A rank at the picture's edge has "
+        "one neighbour less: the sum of the first rank stands beside. Every strategy also joins the prediction, not "
+        f"counted here: {told}. `held` is what a rank keeps for the next step, beside messages on their way. An exact "
+        f"step is {kv_rounds} exchanges of keys and values and {rounds} others."
+    )
+    yield ""
+    yield "| picture | strategy | keys and values | halo | moments | sum | first rank | of DistriFusion's | held |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for pixels in PIXELS:
+        whole = received(shapes[pixels], pixels, MOST, PUBLISHED, inner(MOST)).seams
+        for strategy in STRATEGIES:
+            own, first = (received(shapes[pixels], pixels, MOST, strategy, place) for place in (inner(MOST), 0))
+            parts = " | ".join(f"{own.by_kind[kind]:.{digits}f}" for kind, digits in zip(SEAMS, (1, 1, 3), strict=True))
+            sums = f"{own.seams:.1f} | {first.seams:.1f} | {100 * own.seams / whole:.1f} %"
+            yield f"| {pixels}² | {strategy} | {parts} | {sums} | {own.held:.0f} |"
+
+
+def table_of_fewer(shapes: Mapping[int, Shapes]) -> Iterator[str]:
+    """Two and four ranks, sums only."""
+    columns = [(pixels, world) for pixels in PIXELS for world in WORLDS]
+    yield "The sums on fewer ranks, MB, and their share of DistriFusion's; of two ranks both are at the edge:"
+    yield ""
+    yield "| strategy | " + " | ".join(f"{pixels}², {world} ranks" for pixels, world in columns) + " |"
+    yield "|---|" + "---|" * len(columns)
+    for strategy in STRATEGIES:
+        cells = []
+        for pixels, world in columns:
+            own, whole = (received(shapes[pixels], pixels, world, s, inner(world)).seams for s in (strategy, PUBLISHED))
+            cells.append(f"{own:.1f} ({100 * own / whole:.0f} %)")
+        yield f"| {strategy} | " + " | ".join(cells) + " |"
+
+
+def table_of_tiny(name: str = "sdxl", height: int = 36, width: int = 24) -> Iterator[str]:
+    """Counted on real ranks. Ends the program where the formula differs."""
+    from patchpar.launch.local import LocalExecutor
+
+    yield (
+        f"Tiny SDXL, fp32, batch 2, {height} x {width} latent: bytes that an inner rank receives per step, counted at "
+        "the door. The formula gives the same to the byte for every rank, sent and received, and for what is held:"
+    )
+    yield ""
+    yield "| ranks | strategy | keys and values | halo | moments | prediction | counted | formula | held |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    with LocalExecutor(["cpu"] * 4, "tests.ranks:Ranks") as pool:
+        for world in (2, 3, 4):
+            args = (STRATEGIES, name, (height, width))
+            found = pool.call("run", "benchmarks.volumes.counted:counted", world, "auto", args)[:world]
+            for strategy in STRATEGIES:
+                for rank, each in enumerate(found):
+                    own, formula = each[strategy]["counted"], each[strategy]["formula"]
+                    if own != formula:
+                        raise SystemExit(f"{strategy}, rank {rank} of {world}: counted {own}, by formula {formula}")
+                yield _row(world, strategy, found[inner(world)][strategy])
+
+
+def _row(world: int, strategy: str, each: Mapping[str, Any]) -> str:
+    cycle = cycle_of(parse_strategy(strategy).treatment)
+    steps = each["counted"]["received"][:cycle]
+    counted, formula = (
+        [sum(step.values()) for step in each[how]["received"][:cycle]] for how in ("counted", "formula")
+    )
+    kinds = " | ".join(f"{sum(step[kind] for step in steps) / len(steps):,.0f}" for kind in (*SEAMS, "prediction"))
+    sums = " | ".join(f"{sum(found) / len(found):,.0f}" for found in (counted, formula))
+    return f"| {world} | {strategy} | {kinds} | {sums} | {each['counted']['held']:,} |"
+
+
+def main() -> None:
+    """Print all tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", type=Path, help="also write the tables to this file")
+    options = parser.parse_args()
+    shapes = sdxl_shapes(*PIXELS)
+    tables = (table_of_sdxl(shapes), table_of_fewer(shapes), table_of_tiny())
+    text = "\n".join([INTRODUCTION, *(line for table in tables for line in ("", *table)), ""])
+    print(text)
+    if options.write:
+        options.write.parent.mkdir(parents=True, exist_ok=True)
+        options.write.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

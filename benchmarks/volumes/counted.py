@@ -1,0 +1,87 @@
+"""What real ranks send, receive and hold, with a tiny denoiser, and what the formula says of it. Runs on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from benchmarks.volumes.formula import KINDS, Volumes, cycle_of
+from benchmarks.volumes.shapes import shapes_of
+from patchpar.clock import StepClock
+from patchpar.discover import discover
+from patchpar.patches import split_bands
+from patchpar.strategies import parse_strategy
+from patchpar.treatment import Treatment
+
+Figures = dict[str, Any]
+"""{"sent": bytes by kind in every measured step, "received": the same, "held": bytes}."""
+FIRST = 1
+
+
+@torch.no_grad()
+def counted(
+    place: Any, strategies: Sequence[str], name: str, size: tuple[int, int], dtype: torch.dtype = torch.float32
+) -> dict[str, Figures]:
+    """For every strategy {"counted": Figures, "formula": Figures, "rounds": of the last step}, after one exact step."""
+    from tests.exact import denoisers
+
+    denoiser = denoisers.build(name).to(dtype)
+    call = tree_map_only(torch.Tensor, lambda x: x.to(dtype), denoisers.call(name, *size))
+    sites, shapes = discover(denoiser, denoiser.forward, (), call), shapes_of(denoiser, call)
+    found = {}
+    for text in strategies:
+        method = parse_strategy(text)
+        method = replace(method, warmup_steps=1) if method.treatment.remembers else method
+        door = place.door()
+        bands = method.install(denoiser, door, place.mesh(patch=place.world)["patch"], clock=StepClock(), split="rows")
+        bands.sites = sites  # found once for all strategies
+        volumes = Volumes(
+            shapes=shapes,
+            bands=split_bands(size[0], place.world, sites.total_stride),
+            treatment=method.treatment,
+            itemsize=dtype.itemsize,
+        )
+        found[text] = {
+            "counted": measured(bands, denoiser, call),
+            "formula": expected(volumes, place.rank),
+            "rounds": dict(door.traffic.rounds),
+        }
+    return found
+
+
+def num_steps(treatment: Treatment) -> int:
+    """How many are measured: one more than a cycle, for what is held of the exact step is gone after two."""
+    return 1 + cycle_of(treatment)
+
+
+def measured(bands: Any, denoiser: nn.Module, call: Mapping[str, Any]) -> Figures:
+    """Run the first, exact step, and those that are measured."""
+    door, history, ways = bands.share.door, bands.history, {"sent": [], "received": []}
+    for _ in range(FIRST + num_steps(bands.share.treatment)):
+        if history is not None:
+            history.clock.next_call()
+        door.traffic.clear()
+        bands.denoise(denoiser.forward, **call)
+        if history is not None:
+            history.clock.tick()
+        ways["sent"].append({kind: door.traffic.bytes_sent[kind] for kind in KINDS})
+        ways["received"].append({kind: door.traffic.bytes_received[kind] for kind in KINDS})
+    held = history.memory.num_bytes() if history is not None else 0
+    bands.finish()
+    bands.restore()
+    return {way: steps[FIRST:] for way, steps in ways.items()} | {"held": held}
+
+
+def expected(volumes: Volumes, place: int) -> Figures:
+    """What the formula says of the measured steps."""
+    evaluations = range(FIRST, FIRST + num_steps(volumes.treatment))
+    return {
+        "sent": [dict(volumes.sent(place, evaluation)) for evaluation in evaluations],
+        "received": [dict(volumes.received(place, evaluation)) for evaluation in evaluations],
+        "held": sum(volumes.held(place).values()),
+    }

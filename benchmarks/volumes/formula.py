@@ -1,0 +1,209 @@
+"""Bytes of one step after the warm-up, as a closed formula of the layers' sizes.
+
+What place j sends to place i, summed over layers. An element has `itemsize` bytes, b is the batch, r_j the rows of j's
+band on the map of a layer, a its columns:
+
+    keys, values   2 b N w t    N heads of D numbers; w bytes for those: D itemsize, D + 2 in 8 bits, D/2 + 2 in 4
+        t tokens   all          r_j a
+                   near band    m a                                      neighbours; nothing to others
+                   pooled       m a + ceil((r_j - m) / s) ceil(a / s)    neighbours, with m = max(1, round(share r_j))
+                                ceil(r_j / s) ceil(a / s)                others
+                   partials     r_j a, of every layer in every refresh-th step
+    halo           itemsize b C W per row that i reads, neighbours only; published: 2 rows to everyone
+    moments        4 (1 + 2 b G), nothing where each place keeps its own; G groups
+    prediction     itemsize b C h_j W, and 12 where the drift is told
+
+What place i holds for the next step, n places, l of its tokens:
+
+    keys, values   those it attends to: 2 b N D itemsize for its own tokens and the t of every other place, and itemsize
+                   for each of these tokens where some stand for several; as much again as it sends, once for all
+                   places that get the same, where differences are sent
+    partials       b N l (D itemsize + 4): outputs, and log-sum-exp in fp32
+    halo           where it is of the last step: the rows it reads; published: the neighbours' rows, read or not
+    moments        where they are of the last step: 4 n (1 + 2 b G)
+    drift          4 b N D ceil(l / 16), where it is told
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from benchmarks.volumes.shapes import Attended, Shapes
+from patchpar.patches import Bands
+from patchpar.selection import BandAndPooled, NearBand, Selection
+from patchpar.treatment import CachedPartials, Context, Treatment
+
+KINDS = ("kv", "halo", "moments", "prediction")
+SCALE_BYTES, FLOAT_BYTES, DRIFT_STRIDE = 2, 4, 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Volumes:
+    """The layers of a denoiser in bands of rows, under one treatment; `itemsize` bytes a number."""
+
+    shapes: Shapes
+    bands: Bands
+    treatment: Treatment
+    itemsize: int
+
+    def sent(self, place: int, evaluation: int = 0) -> Counter[str]:
+        """Bytes that leave `place` in that evaluation, by kind, once for each receiver."""
+        return _sum(self._between(place, other, evaluation) for other in self._others(place))
+
+    def received(self, place: int, evaluation: int = 0) -> Counter[str]:
+        """Bytes that come to `place`."""
+        return _sum(self._between(other, place, evaluation) for other in self._others(place))
+
+    def received_per_step(self, place: int) -> dict[str, float]:
+        """Bytes that come to `place` in a step, on average over the steps after which they repeat."""
+        cycle = cycle_of(self.treatment)
+        total = _sum(self.received(place, evaluation) for evaluation in range(cycle))
+        return {kind: count / cycle for kind, count in total.items()}
+
+    def held(self, place: int) -> Counter[str]:
+        """Bytes that `place` keeps for the next step, by kind, beside what is on its way."""
+        treatment, places = self.treatment, len(self.bands)
+        kept = Counter(dict.fromkeys(KINDS[:3], 0))
+        if not treatment.remembers:
+            return kept
+        kept["kv"] = sum(self._kept_tokens(layer, place) for layer in self.shapes.attentions)
+        if treatment.halo == "stale":
+            neighbours = sum(abs(other - place) == 1 for other in self._others(place))
+            read = sum(self._read_rows(place, other) for other in self._others(place))
+            kept["halo"] = neighbours * self._both_rows() // 2 if treatment.published else read
+        if treatment.moments in ("stale", "corrected"):
+            kept["moments"] = places * self._moments()
+        return kept
+
+    def _others(self, place: int) -> list[int]:
+        return [other for other in range(len(self.bands)) if other != place]
+
+    def _between(self, sender: int, receiver: int, evaluation: int) -> Counter[str]:
+        treatment, shapes = self.treatment, self.shapes
+        rows = self._both_rows() if treatment.published else self._read_rows(receiver, sender)
+        told = 3 * FLOAT_BYTES if treatment.resync is not None else 0
+        band = math.prod(shapes.prediction[:-2]) * self.bands.size(sender) * shapes.prediction[-1]
+        sent = {
+            "kv": sum(
+                self._tokens(layer, sender, receiver) * self._token_bytes(layer)
+                for number, layer in enumerate(shapes.attentions)
+                if self._is_due(number, evaluation)
+            ),
+            "halo": rows,
+            "moments": 0 if treatment.moments == "separate" else self._moments(),
+            "prediction": self.itemsize * band + told,
+        }
+        return Counter(sent)
+
+    def _is_due(self, layer: int, evaluation: int) -> bool:
+        """Whether the keys of a layer leave in this evaluation: with partials, for a refresh in the next."""
+        context = self.treatment.context
+        return not isinstance(context, CachedPartials) or (evaluation + 1 + layer) % context.refresh == 0
+
+    def _moments(self) -> int:
+        return FLOAT_BYTES * sum(1 + 2 * batch * groups for batch, groups in self.shapes.norms)
+
+    def _read_rows(self, receiver: int, sender: int) -> int:
+        """Bytes of the sender's rows that the receiver's convolutions read."""
+        if abs(receiver - sender) != 1:
+            return 0
+        convolutions = self.shapes.convolutions
+        return self.itemsize * sum(c.row * (c.before if sender < receiver else c.after) for c in convolutions)
+
+    def _both_rows(self) -> int:
+        """Bytes of the first and the last rows of a band, as many as either neighbour may read."""
+        return self.itemsize * sum(2 * c.row * max(c.before, c.after) for c in self.shapes.convolutions)
+
+    def _token_bytes(self, layer: Attended) -> int:
+        """Bytes of the key and the value of one token of every sample, as they are sent."""
+        context = self.treatment.context
+        bits = context.bits if isinstance(context, Context) else 16
+        head = self.itemsize * layer.width if bits == 16 else math.ceil(layer.width * bits / 8) + SCALE_BYTES
+        return 2 * layer.batch * layer.heads * head
+
+    def _tokens(self, layer: Attended, sender: int, receiver: int) -> int:
+        """Tokens of the sender that the receiver is sent."""
+        rows, across = self._grid(layer, sender)
+        selection, nearby = self._selection, abs(sender - receiver) == 1
+        if isinstance(selection, NearBand):
+            return self._near(rows) * across if nearby else 0
+        if isinstance(selection, BandAndPooled):
+            near = self._near(rows) if nearby else 0
+            return near * across + math.ceil((rows - near) / selection.pool) * math.ceil(across / selection.pool)
+        return rows * across
+
+    def _grid(self, layer: Attended, place: int) -> tuple[int, int]:
+        """Rows and columns of a place's tokens: the latent's, halved some times, rounding up."""
+        rows, columns = self.shapes.prediction[-2:]
+        stride = 1
+        while math.ceil(rows / stride) * math.ceil(columns / stride) != layer.tokens:
+            stride *= 2
+        first, last = (math.ceil(self.bands.starts[i] / stride) for i in (place, place + 1))
+        return last - first, math.ceil(columns / stride)
+
+    def _kept_tokens(self, layer: Attended, place: int) -> int:
+        """Bytes that attention keeps at one layer."""
+        own, heads = math.prod(self._grid(layer, place)), layer.batch * layer.heads
+        drift = FLOAT_BYTES * heads * layer.width * math.ceil(own / DRIFT_STRIDE) if self.treatment.resync else 0
+        if isinstance(self.treatment.context, CachedPartials):
+            return heads * own * (layer.width * self.itemsize + FLOAT_BYTES) + drift
+        tokens = own + sum(self._tokens(layer, other, place) for other in self._others(place))
+        bias = self.itemsize * tokens if self._stand_for_several(layer, place) else 0
+        copies = self._copied_tokens(layer, place)
+        return 2 * heads * layer.width * self.itemsize * (tokens + copies) + bias + drift
+
+    def _copied_tokens(self, layer: Attended, place: int) -> int:
+        """Tokens of ours that others hold and differences are taken to, once for all that get the same."""
+        context = self.treatment.context
+        if not isinstance(context, Context) or context.bits == 16:
+            return 0
+        others = self._others(place)
+        return sum({self._which(layer, place, to): self._tokens(layer, place, to) for to in others}.values())
+
+    def _which(self, layer: Attended, place: int, receiver: int) -> str:
+        """Which rows of a place reach a receiver as they are."""
+        selection = self._selection
+        if not isinstance(selection, (NearBand, BandAndPooled)):
+            return "all"
+        if abs(place - receiver) != 1:
+            return "none"
+        if self._near(self._grid(layer, place)[0]) == self._grid(layer, place)[0]:
+            return "all"
+        return "last" if place < receiver else "first"
+
+    def _stand_for_several(self, layer: Attended, place: int) -> bool:
+        """Whether any token that the place attends to is an average of several."""
+        if not isinstance(self._selection, BandAndPooled) or self._selection.pool == 1:
+            return False
+        for other in self._others(place):
+            rows, across = self._grid(layer, other)
+            averaged = rows - self._near(rows) if abs(other - place) == 1 else rows
+            if averaged and max(averaged, across) > 1:
+                return True
+        return False
+
+    @property
+    def _selection(self) -> Selection | None:
+        context = self.treatment.context
+        return context.selection if isinstance(context, Context) else None
+
+    def _near(self, rows: int) -> int:
+        """How many of a neighbour's rows are near."""
+        selection = self._selection
+        share = selection.fraction if isinstance(selection, NearBand) else getattr(selection, "band", 1.0)
+        return min(rows, max(1, round(share * rows)))
+
+
+def cycle_of(treatment: Treatment) -> int:
+    """After how many steps the bytes repeat."""
+    return treatment.context.refresh if isinstance(treatment.context, CachedPartials) else 1
+
+
+def _sum(counted: Iterable[Counter[str]]) -> Counter[str]:
+    total = Counter(dict.fromkeys(KINDS, 0))
+    for each in counted:
+        total.update(each)
+    return total
