@@ -172,7 +172,7 @@ def _attend_beside_partials(share: Share, where: str, grid: Grid, asked: Asked, 
 def _note_drift(share: Share, slot: Slot, key_BlND: Tensor) -> None:
     """How far our keys have moved since the last step, from every sixteenth token."""
     assert share.memory is not None
-    sample = key_BlND[:, ::DRIFT_STRIDE].float()
+    sample = key_BlND[:, ::DRIFT_STRIDE].to(torch.float32, copy=True)  # a view would keep all of it
     if slot.own is not None and slot.own.shape == sample.shape:
         share.memory.drift += torch.stack([(sample - slot.own).square().sum(), sample.square().sum()])
     slot.own = sample

@@ -1,0 +1,148 @@
+"""Whole pipelines under a strategy, picture after picture on the same ranks; and what the emulation makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import diffusers
+import torch
+from torch import Tensor
+
+from benchmarks.emulation import Emulation
+from patchpar.call import DrawOptions, RandomState
+from patchpar.discover import Sites, discover
+from patchpar.engine import Engine
+from patchpar.plan import Plan
+from tests import tiny
+from tests.ranks import Place
+
+from .runs import Run, treatment_of
+
+SEED = 7
+TALL = {"height": 152, "width": 120}  # 19 rows of latents: bands of different size
+WIDE = {"height": 120, "width": 152}
+SCHEDULERS = {
+    "DDIM": diffusers.DDIMScheduler,
+    "Euler ancestral": diffusers.EulerAncestralDiscreteScheduler,
+    "DPM++ 2M": diffusers.DPMSolverMultistepScheduler,
+    "Heun": diffusers.HeunDiscreteScheduler,
+    "KDPM2": diffusers.KDPM2DiscreteScheduler,
+    "LCM": diffusers.LCMScheduler,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """One call of a pipeline. `unguided_after`, `fails_after`: what its callback does at the end of that step."""
+
+    prompt: str = "a small red house"
+    size: dict[str, int] = field(default_factory=lambda: TALL)
+    steps: int = 4
+    unguided_after: int | None = None
+    fails_after: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A pipeline, how it is shared, and with which scheduler."""
+
+    plan: str
+    scheduler: str = "DDIM"
+    pipeline: str = "sd"
+    exchange: str = "on"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """Final latents, on rank 0, and how many denoiser calls were exact and how many were not."""
+
+    latents: Tensor | None
+    exact_calls: int
+    stale_calls: int
+
+
+class Studio:
+    """One rank's engine with a tiny pipeline, fresh from the start, for pictures one after the other."""
+
+    def __init__(self, engine: Engine, case: Case) -> None:
+        self.engine, self.case = engine, case
+        self.engine.adopt(pipeline(case))
+        self.options = DrawOptions(plan=Plan.parse(case.plan), verify=False, random=RandomState(seed=SEED), quiet=True)
+        self.engine.install(self.options.plan, verify=False)
+        self.engine.control(exchange=case.exchange)
+
+    def draw(self, picture: Picture) -> Drawn:
+        """One picture."""
+        torch.manual_seed(SEED)  # some schedulers draw without the caller's generator
+        output = getattr(self.engine.draw(arguments(self.case, picture), self.options), "output", None)
+        histories = [patched.history for patched in self.engine._patched if patched.history is not None]
+        exact, stale = (sum(getattr(h, name) for h in histories) for name in ("exact_calls", "stale_calls"))
+        return Drawn(latents=None if output is None else output.images, exact_calls=exact, stale_calls=stale)
+
+
+def pipeline(case: Case) -> Any:
+    """The pipeline of a case, in one process."""
+    pipe = tiny.build(case.pipeline).pipe
+    pipe.scheduler = SCHEDULERS[case.scheduler].from_config(pipe.scheduler.config)
+    return pipe
+
+
+def arguments(case: Case, picture: Picture, at_change: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """What the pipeline is called with. `at_change` is called where the batch becomes another."""
+
+    def on_step_end(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step + 1 == picture.fails_after:
+            raise ArithmeticError("this picture is not to be")
+        if step + 1 == picture.unguided_after:  # as diffusers' guide shows it
+            pipe._guidance_scale = 0.0
+            tensors["prompt_embeds"] = tensors["prompt_embeds"].chunk(2)[-1]
+            at_change()
+        return tensors
+
+    given = tiny.build(case.pipeline).call_kwargs | {"prompt": picture.prompt} | picture.size
+    return given | {
+        "num_inference_steps": picture.steps,
+        "output_type": "latent",
+        "generator": torch.Generator().manual_seed(SEED),
+        "callback_on_step_end": on_step_end,
+        "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"],
+    }
+
+
+def drawn(place: Place, cases: Sequence[Case], pictures: Sequence[Picture]) -> list[list[Drawn]]:
+    """All pictures of each case, one after the other. Needs all ranks of the pool; a plan may leave some idle."""
+    engine = Engine(place.context)
+    studios = (Studio(engine, case) for case in cases)
+    return [[studio.draw(picture) for picture in pictures] for studio in studios]
+
+
+def emulated(case: Case, picture: Picture) -> Tensor:
+    """Final latents as they are to be, from one process."""
+    plan, pipe = Plan.parse(case.plan), pipeline(case)
+    treatment = treatment_of(Run(strategy=str(plan.strategy), exchange=case.exchange))
+    if treatment.warmup_steps:
+        treatment = replace(treatment, warmup_steps=treatment.warmup_steps * pipe.scheduler.order)
+    torch.manual_seed(SEED)
+    split = "rows" if picture.size["height"] >= picture.size["width"] else "columns"
+    known = patch("benchmarks.emulation.oracle.discover", lambda *call: _sites(case.pipeline, *call))
+    with known, Emulation(pipe.unet, plan.patch, treatment, split=split) as emulation:
+        latents: Tensor = pipe(**arguments(case, picture, emulation.reset)).images
+    return latents
+
+
+def plain(case: Case, picture: Picture) -> Tensor:
+    """Final latents of one process."""
+    torch.manual_seed(SEED)
+    latents: Tensor = pipeline(case)(**arguments(case, picture)).images
+    return latents
+
+
+_known: dict[str, Sites] = {}
+
+
+def _sites(name: str, *call: Any) -> Sites:
+    """Probing a denoiser takes longer than a picture."""
+    return _known.setdefault(name, _known.get(name) or discover(*call))

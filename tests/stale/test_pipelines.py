@@ -1,0 +1,93 @@
+"""Whole pipelines with values of the last step, whatever calls the denoiser, and how often in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.conftest import POOL_SIZE
+
+from .pipelines import SCHEDULERS, WIDE, Case, Drawn, Picture, emulated, plain
+from .runs import relative
+
+ON_RANKS = "tests.stale.pipelines"
+SAME = 1e-4
+"""Relative error of final latents: rounding of several steps, each of which starts from the last one's."""
+DISPLACED = "patch=2,strategy=displaced:warmup_steps=1"
+POOLED = "patch=2,strategy=fresh-edges:context=pooled:pool=2"
+EVALUATIONS = {"Heun": 7, "KDPM2": 7}  # of four steps; the last one of these needs one only
+
+
+def draw(ranks: Any, cases: Sequence[Case], *pictures: Picture) -> list[list[Drawn]]:
+    found: list[list[Drawn]] = ranks.run(f"{ON_RANKS}:drawn", POOL_SIZE, list(cases), list(pictures))[0]
+    return found
+
+
+def latents(drawn: Drawn) -> Tensor:
+    assert drawn.latents is not None
+    return drawn.latents
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_every_scheduler(ranks: Any, scheduler: str) -> None:
+    """As emulated; not as in one process, nor as with an exchange that has stopped."""
+    cases = [Case(plan=plan, scheduler=scheduler) for plan in (DISPLACED, POOLED)]
+    frozen = Case(plan=DISPLACED, scheduler=scheduler, exchange="frozen")
+    *found, (control,) = draw(ranks, [*cases, frozen], Picture())
+    whole = plain(cases[0], Picture())
+    for case, (got,) in zip(cases, found, strict=True):
+        assert relative(latents(got), emulated(case, Picture())) <= SAME
+        assert relative(latents(got), whole) > 3 * SAME
+    assert relative(latents(control), emulated(cases[0], Picture())) > 3 * SAME
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_the_warm_up_counts_denoising_steps(ranks: Any, scheduler: str) -> None:
+    order, evaluations = SCHEDULERS[scheduler].order, EVALUATIONS.get(scheduler, 4)
+    for warmup in (1, 2):
+        case = Case(plan=f"patch=2,strategy=displaced:warmup_steps={warmup}", scheduler=scheduler)
+        (got,) = draw(ranks, [case], Picture())[0]
+        assert (got.exact_calls, got.stale_calls) == (warmup * order, evaluations - warmup * order)
+
+
+@pytest.mark.parametrize("strategy", ["displaced", "pcpp:fraction=0.5", "fresh-edges", "fresh-edges:context=partials"])
+@pytest.mark.parametrize("pipeline", ["sd", "sdxl"])
+def test_both_splits_together(ranks: Any, pipeline: str, strategy: str) -> None:
+    case = Case(plan=f"cfg=2,patch=2,strategy={strategy}:warmup_steps=2", pipeline=pipeline)
+    pictures = [Picture(size=size) for size in (Picture().size, WIDE)]
+    for picture, got in zip(pictures, draw(ranks, [case], *pictures)[0], strict=True):
+        assert relative(latents(got), emulated(case, picture)) <= SAME
+        assert relative(latents(got), plain(case, picture)) > 3 * SAME
+
+
+@pytest.mark.parametrize("strategy", ["displaced", "pcpp", "fresh-edges", "fresh-edges:bits=8"])
+@pytest.mark.parametrize("plan", ["patch=2", "cfg=2,patch=2"])
+def test_as_many_exact_steps_as_steps_are_exact_bit_for_bit(ranks: Any, plan: str, strategy: str) -> None:
+    plans = [f"{plan},strategy={strategy}:warmup_steps={steps}" for steps in (4, 9)]
+    cases = [Case(plan=each) for each in (f"{plan},strategy=exact", *plans)]
+    (exact,), *found = draw(ranks, cases, Picture())
+    assert all(torch.equal(latents(got), latents(exact)) for (got,) in found)
+    assert [got.stale_calls for (got,) in found] == [0, 0]
+
+
+@pytest.mark.parametrize("plan", [DISPLACED, POOLED, f"cfg=2,{DISPLACED}"])
+def test_guidance_that_ends_half_way(ranks: Any, plan: str) -> None:
+    """The batch becomes another: that evaluation is exact, and the next ones use values of its own.
+
+    With axis `cfg` a rank's share of it keeps its shape, but is of another branch.
+    """
+    case, picture = Case(plan=plan), Picture(steps=6, unguided_after=3)
+    (got,) = draw(ranks, [case], picture)[0]
+    assert relative(latents(got), emulated(case, picture)) <= SAME
+    assert (got.exact_calls, got.stale_calls) == (2, 4)
+
+
+def test_one_step(ranks: Any) -> None:
+    case, picture = Case(plan=DISPLACED, scheduler="LCM"), Picture(steps=1)
+    (got,) = draw(ranks, [case], picture)[0]
+    assert relative(latents(got), plain(case, picture)) <= SAME
+    assert (got.exact_calls, got.stale_calls) == (1, 0)
