@@ -1,12 +1,16 @@
 """One process with one thread against two ranks with one thread each, step by step in turn, in one run.
 
-    python -m benchmarks.scaling                      both models, cfg=2 and patch=2
-    python -m benchmarks.scaling --model embedded --repeats 15 --write docs/figures/scaling.md
+    python -m benchmarks.scaling                      both models, cfg=2 and patch=2 with every strategy
+    python -m benchmarks.scaling --model embedded --case patch=2 --repeats 15 --write docs/figures/scaling.md
 
 A step is one denoiser call with guidance on (batch 2). `large` is an SDXL-type UNet with random weights whose step
 takes a second or more on one core; `embedded` is the trained model at 512 x 512. Rank 0 runs the plain step while
 rank 1 sleeps, then both run the split step; medians of the pairs' times and the median ratio are printed, with the
 relative difference between the two predictions and what the bare transport can do on the same machine.
+
+Strategies with values of the last step are timed after their exact first step; the latent moves a little from step to
+step, as it does when denoising. `displaced:preset=paper` is DistriFusion's algorithm with its own choices (halos to
+everyone, keys joined by copying): the ratio to it is in the last column but two.
 """
 
 import argparse
@@ -19,14 +23,28 @@ from patchpar.launch.context import RankContext
 from patchpar.launch.local import LocalExecutor
 from patchpar.models.folder import embedded_model
 
-PLANS = ("cfg=2", "patch=2")
+PAPER = "displaced:preset=paper"
+STRATEGIES = (
+    PAPER,
+    "displaced",
+    "pcpp",
+    "fresh-edges",
+    "fresh-edges:context=pooled",
+    "fresh-edges:context=partials",
+    "fresh-edges:bits=4",
+)
+CASES = ("cfg=2", "patch=2", *STRATEGIES)
 MODELS = ("large", "embedded")
 TARGETS = {
     ("large", "cfg=2"): 1.9,
     ("large", "patch=2"): 1.65,
+    ("large", "displaced"): 1.8,
+    ("large", "pcpp"): 1.9,
     ("embedded", "cfg=2"): 1.85,
     ("embedded", "patch=2"): 1.3,
+    ("embedded", "displaced"): 1.5,
 }
+DRIFT = 0.02  # of the latent's size, from one step to the next
 
 
 class Bench:
@@ -62,48 +80,72 @@ class Bench:
             "rate_mib_s": 4 / median_seconds(torch.zeros(1 << 20), 50),
         }
 
-    def measure(self, model: str, plan: str, repeats: int) -> dict[str, object]:
-        """Times of plain and split steps in turn, their difference, and bytes sent per step."""
+    def measure(self, model: str, cases: tuple[str, ...], repeats: int) -> dict[str, dict[str, object]]:
+        """By case: times of plain and split steps, all in turn, their difference, and bytes sent per step."""
         import torch
 
         denoiser, args, kwargs = large() if model == "large" else embedded()
-        plain, split = denoiser.forward, self._split(copy.deepcopy(denoiser), plan)
+        splits = {case: self._split(copy.deepcopy(denoiser), case) for case in cases}
+        found = {case: {"single": [], "pair": [], "waited": []} for case in cases}
         with torch.no_grad():
-            want, got = plain(*args, **kwargs)[0], split(*args, **kwargs)[0]
-            singles, pairs = [], []
-            for _ in range(repeats):
-                singles.append(self._timed(plain if self.context.rank == 0 else None, args, kwargs))
-                self.door.traffic.clear()
-                pairs.append(self._timed(split, args, kwargs))
-        return {
-            "single": singles,
-            "pair": pairs,
-            "error": ((got - want).norm() / want.norm()).item(),
-            "bytes": self.door.traffic.total_bytes - self.door.traffic.bytes_sent["meet"],
-            "waited": sum(seconds for kind, seconds in self.door.traffic.seconds_waited.items() if kind != "meet"),
-        }
+            for split in splits.values():  # the first step of each is exact, the second settles its buffers
+                split(*args, **kwargs)
+                split(*moved(args, 1), **kwargs)
+            for number in range(2, repeats + 2):
+                now = moved(args, number)
+                single, want = self._timed(denoiser.forward if self.context.rank == 0 else None, now, kwargs)
+                for case, split in splits.items():
+                    self.door.traffic.clear()
+                    pair, got = self._timed(split, now, kwargs)
+                    found[case]["single"].append(single)
+                    found[case]["pair"].append(pair)
+                    found[case] |= self._figures(found[case], got, want)
+        return found
 
-    def _timed(self, step, args, kwargs) -> float:
+    def _figures(self, found: dict, got: object, want: object) -> dict[str, object]:
+        traffic = self.door.traffic
+        waited = sum(seconds for kind, seconds in traffic.seconds_waited.items() if kind != "meet")
+        error = 0.0 if want is None else ((got[0] - want[0]).norm() / want[0].norm()).item()
+        sent = traffic.total_bytes - traffic.bytes_sent["meet"]
+        return {"waited": [*found["waited"], waited], "error": error, "bytes": sent}
+
+    def _timed(self, step, args, kwargs) -> tuple[float, object]:
         import torch
 
         self.meet.same(torch.zeros(1))
         start = time.perf_counter()
-        if step is not None:
-            step(*args, **kwargs)
-        return time.perf_counter() - start
+        output = step(*args, **kwargs) if step is not None else None
+        return time.perf_counter() - start, output
 
-    def _split(self, denoiser, plan: str):
-        from functools import partial
-
+    def _split(self, denoiser, case: str):
+        """A step of the denoiser split as the case says."""
         from patchpar.clock import StepClock
-        from patchpar.strategies.exact import ExactPatch
+        from patchpar.strategies import parse_strategy
         from patchpar.strategies.guidance import GuidanceSplit
 
-        forward = denoiser.forward
-        if plan == "patch=2":
-            return partial(ExactPatch().install(denoiser, self.door, self.axis).denoise, forward)
-        guidance = GuidanceSplit(self.door, self.axis, StepClock(guided=True))
-        return partial(guidance.denoise, forward)
+        clock, forward = StepClock(guided=True), denoiser.forward
+        if case == "cfg=2":
+            layer = GuidanceSplit(self.door, self.axis, clock)
+        else:
+            text = "exact" if case == "patch=2" else f"{case}:warmup_steps=1"
+            layer = parse_strategy(text).install(denoiser, self.door, self.axis, clock=clock)
+
+        def step(*args, **kwargs):
+            clock.next_call()
+            output = layer.denoise(forward, *args, **kwargs)
+            clock.tick()
+            return output
+
+        return step
+
+
+def moved(args: tuple, step: int) -> tuple:
+    """The arguments of a later step: the latent has moved a little, the same way on every rank."""
+    import torch
+
+    sample, *rest = args
+    one = torch.randn(sample[:1].shape, generator=torch.Generator().manual_seed(step))
+    return (sample + DRIFT * step * one, *rest)
 
 
 def large():
@@ -157,28 +199,19 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, action="append")
-    parser.add_argument("--plan", choices=PLANS, action="append")
+    parser.add_argument("--case", choices=CASES, action="append")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--write", type=Path, help="also write the table to this file")
     options = parser.parse_args()
-    titles = [
-        "model",
-        "plan",
-        "1 process, s",
-        "2 ranks, s",
-        "ratio",
-        "target",
-        "MiB sent per step",
-        "waited, ms",
-        "error",
-    ]
+    titles = ["model", "plan", "1 process, s", "2 ranks, s", "ratio", "target", "to the paper's", "MiB sent per step"]
+    titles += ["waited, ms", "error"]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     with LocalExecutor(["cpu", "cpu"], "benchmarks.scaling:Bench", preload=("patchpar.engine",)) as ranks:
         link = ranks.call("transport")[0]
         for model in options.model or MODELS:
-            for plan in options.plan or PLANS:
-                result = ranks.call("measure", model, plan, options.repeats, expected=600.0)[0]
-                lines.append(row(model, plan, result))
+            cases = tuple(options.case or CASES)
+            found = ranks.call("measure", model, cases, options.repeats, expected=600.0)[0]
+            lines += [row(model, case, found[case], found.get(PAPER)) for case in cases]
     foot = (
         f"Bare transport beside it: {link['latency_us']:.0f} us per exchange, {link['rate_mib_s']:.0f} MiB/s each way."
     )
@@ -189,14 +222,29 @@ def main() -> None:
         options.write.write_text(text + "\n")
 
 
-def row(model: str, plan: str, result: dict) -> str:
-    """One line of the table."""
+def row(model: str, case: str, result: dict, paper: dict | None) -> str:
+    """One line of the table. Ratios are medians of those of each turn."""
     single, pair = statistics.median(result["single"]), statistics.median(result["pair"])
-    ratio = statistics.median(one / two for one, two in zip(result["single"], result["pair"], strict=True))
-    return (
-        f"| {model} | {plan} | {single:.3f} | {pair:.3f} | {ratio:.2f} | {TARGETS[model, plan]} | "
-        f"{result['bytes'] / 2**20:.2f} | {1e3 * result['waited']:.1f} | {result['error']:.1e} |"
+    ratio = ratio_of(result["single"], result["pair"])
+    beside = (
+        ""
+        if paper is None or not case.startswith(("displaced", "pcpp", "fresh"))
+        else ratio_of(paper["pair"], result["pair"])
     )
+    plan = case if "=2" in case and ":" not in case else f"patch=2, {case}"
+    target = TARGETS.get((model, case), "")
+    cells = [model, plan, f"{single:.3f}", f"{pair:.3f}", f"{ratio:.2f}", target, beside and f"{beside:.2f}"]
+    cells += [
+        f"{result['bytes'] / 2**20:.2f}",
+        f"{1e3 * statistics.median(result['waited']):.1f}",
+        f"{result['error']:.1e}",
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def ratio_of(slow: list[float], fast: list[float]) -> float:
+    """The median over the turns of how many times as fast."""
+    return statistics.median(one / two for one, two in zip(slow, fast, strict=True))
 
 
 if __name__ == "__main__":
