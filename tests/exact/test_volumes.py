@@ -18,7 +18,7 @@ ALL = (*STRATEGIES, "displaced:group_norm=separate", "pcpp:group_norm=sync", "fr
 FEW = ("displaced", PUBLISHED, "pcpp", "fresh-edges:context=partials", "fresh-edges:context=pooled,bits=4")
 DISTRIFUSION = {1024: "424", 2048: "1583", 3840: "5376"}
 """MB that it receives in a step on 8 GPUs, half precision, one guidance branch. Its table 2 (arXiv:2402.19481) has
-0.42, 1.48 and 5.38 G for both: the one in the middle does not grow as the picture does, and is taken for a slip."""
+0.42, 1.48 and 5.38 G for both: the middle one does not grow as the picture does, and is taken for a slip."""
 
 
 @pytest.mark.parametrize(("world", "height", "strategies"), [(2, 36, FEW), (3, 27, ALL), (4, 20, ALL)])
