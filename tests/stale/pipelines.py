@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -69,9 +71,13 @@ class Studio:
 
     def __init__(self, engine: Engine, case: Case) -> None:
         self.engine, self.case = engine, case
+        self.engine.restore()
+        sites = known_sites(case.pipeline)
         self.engine.adopt(pipeline(case))
         self.options = DrawOptions(plan=Plan.parse(case.plan), verify=False, random=RandomState(seed=SEED), quiet=True)
         self.engine.install(self.options.plan, verify=False)
+        for patched in self.engine._patched:
+            patched.sites = sites
         self.engine.control(exchange=case.exchange)
 
     def draw(self, picture: Picture) -> Drawn:
@@ -83,11 +89,33 @@ class Studio:
         return Drawn(latents=None if output is None else output.images, exact_calls=exact, stale_calls=stale)
 
 
+@cache
+def built(name: str) -> tuple[tiny.Tiny, dict[str, Any]]:
+    """A tiny pipeline and the settings of its own scheduler. Building takes longer than a picture."""
+    found = tiny.build(name)
+    return found, dict(found.pipe.scheduler.config)
+
+
 def pipeline(case: Case) -> Any:
     """The pipeline of a case, in one process."""
-    pipe = tiny.build(case.pipeline).pipe
-    pipe.scheduler = SCHEDULERS[case.scheduler].from_config(pipe.scheduler.config)
-    return pipe
+    found, settings = built(case.pipeline)
+    found.pipe.scheduler = SCHEDULERS[case.scheduler].from_config(settings)
+    return found.pipe
+
+
+@cache
+def known_sites(name: str) -> Sites:
+    """Where its denoiser has seams. So does probing."""
+    found, denoiser = built(name)[0], built(name)[0].denoiser
+    seen: list[Any] = []
+
+    def note(module: Any, args: Any, kwargs: Any) -> None:
+        seen.append((args, kwargs))
+
+    hook = denoiser.register_forward_pre_hook(note, with_kwargs=True)
+    tiny.latents(found, steps=1, height=96, width=64)
+    hook.remove()
+    return discover(denoiser, denoiser.forward, *seen[0])
 
 
 def arguments(case: Case, picture: Picture, at_change: Callable[[], None] = lambda: None) -> dict[str, Any]:
@@ -102,7 +130,7 @@ def arguments(case: Case, picture: Picture, at_change: Callable[[], None] = lamb
             at_change()
         return tensors
 
-    given = tiny.build(case.pipeline).call_kwargs | {"prompt": picture.prompt} | picture.size
+    given = built(case.pipeline)[0].call_kwargs | {"prompt": picture.prompt} | picture.size
     return given | {
         "num_inference_steps": picture.steps,
         "output_type": "latent",
@@ -114,9 +142,19 @@ def arguments(case: Case, picture: Picture, at_change: Callable[[], None] = lamb
 
 def drawn(place: Place, cases: Sequence[Case], pictures: Sequence[Picture]) -> list[list[Drawn]]:
     """All pictures of each case, one after the other. Needs all ranks of the pool; a plan may leave some idle."""
+    with studio_engine(place) as engine:
+        studios = (Studio(engine, case) for case in cases)
+        return [[studio.draw(picture) for picture in pictures] for studio in studios]
+
+
+@contextmanager
+def studio_engine(place: Place) -> Iterator[Engine]:
+    """An engine that leaves the pipelines as they were."""
     engine = Engine(place.context)
-    studios = (Studio(engine, case) for case in cases)
-    return [[studio.draw(picture) for picture in pictures] for studio in studios]
+    try:
+        yield engine
+    finally:
+        engine.restore()
 
 
 def emulated(case: Case, picture: Picture) -> Tensor:
@@ -127,7 +165,8 @@ def emulated(case: Case, picture: Picture) -> Tensor:
         treatment = replace(treatment, warmup_steps=treatment.warmup_steps * pipe.scheduler.order)
     torch.manual_seed(SEED)
     split = "rows" if picture.size["height"] >= picture.size["width"] else "columns"
-    known = patch("benchmarks.emulation.oracle.discover", lambda *call: _sites(case.pipeline, *call))
+    sites = known_sites(case.pipeline)
+    known = patch("benchmarks.emulation.oracle.discover", lambda *_: sites)
     with known, Emulation(pipe.unet, plan.patch, treatment, split=split) as emulation:
         latents: Tensor = pipe(**arguments(case, picture, emulation.reset)).images
     return latents
@@ -140,9 +179,45 @@ def plain(case: Case, picture: Picture) -> Tensor:
     return latents
 
 
-_known: dict[str, Sites] = {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What happens to the pipeline between two pictures: another scheduler, or a method with its arguments."""
+
+    scheduler: str | None = None
+    method: str | None = None
+    arguments: tuple[Any, ...] = ()
+
+    def happen(self, engine: Engine) -> None:
+        """On this rank."""
+        if self.scheduler is not None:
+            engine.set("scheduler", SCHEDULERS[self.scheduler].from_config(engine.pipe.scheduler.config))
+        if self.method is not None:
+            engine.apply(self.method, self.arguments, {})
 
 
-def _sites(name: str, *call: Any) -> Sites:
-    """Probing a denoiser takes longer than a picture."""
-    return _known.setdefault(name, _known.get(name) or discover(*call))
+Happening = Picture | Change
+
+
+def row_and_alone(place: Place, case: Case, row: Sequence[Happening]) -> list[tuple[Drawn, Drawn]]:
+    """Each picture of a row as drawn there, and as drawn by ranks that had never drawn another. One may fail."""
+    with studio_engine(place) as engine:
+        in_a_row = _all_of(Studio(engine, case), row)
+        alone = []
+        for number, happening in enumerate(row):
+            if isinstance(happening, Picture):
+                changes = [before for before in row[:number] if isinstance(before, Change)]
+                alone += _all_of(Studio(engine, case), [*changes, happening])
+        return list(zip(in_a_row, alone, strict=True))
+
+
+def _all_of(studio: Studio, row: Sequence[Happening]) -> list[Drawn]:
+    found = []
+    for happening in row:
+        if isinstance(happening, Change):
+            happening.happen(studio.engine)
+        elif happening.fails_after is None:
+            found.append(studio.draw(happening))
+        else:
+            with suppress(ArithmeticError):
+                assert studio.draw(happening).latents is None, "it was to fail"  # an idle rank draws nothing
+    return found
