@@ -220,7 +220,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", action="append", help=f"default: {', '.join(STRATEGIES)}")
-    parser.add_argument("--model", default="large", help="large, or sleeping where the cores are not idle")
+    parser.add_argument(
+        "--model", choices=WHAT, default="large", help="large, or sleeping where the cores are not idle"
+    )
     parser.add_argument("--latency", type=float, action="append", help=f"milliseconds; default: {LATENCIES_MS}")
     parser.add_argument("--load", type=float, action="append", help=f"default: {LOADS}")
     parser.add_argument("--steps", type=int, default=3, help="timed steps on each link")
@@ -229,7 +231,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="also write the tables to this file")
     options = parser.parse_args()
     rows: list[Row] = []
-    text = ["# What is hidden of a slow link", "", INTRO.format(queue=queue_of(options)), ""]
+    text = ["# What is hidden of a slow link", "", INTRO.format(what=WHAT[options.model], queue=queue_of(options)), ""]
     text += [f"| {' | '.join(TITLES)} |", "|---" * len(TITLES) + "|"]
     with LocalExecutor(["cpu", "cpu"], "benchmarks.overlap_ranks:Bench", preload=("patchpar.engine",)) as ranks:
         for strategy in options.strategy or STRATEGIES:
@@ -242,10 +244,15 @@ def main() -> None:
         options.write.write_text("\n".join(text) + "\n")
 
 
-INTRO = """Two ranks on two cores, a UNet of more than a second a step, behind a link that delays every message.
+WHAT = {
+    "large": "a UNet of more than a second a step",
+    "sleeping": "a small UNet whose layers sleep on top of computing (busy cores, not the model of the promises)",
+}
+INTRO = """Two ranks on two cores, {what}, behind a link that delays every message.
 `bare` is the same strategy's step on the link as it is, in the same run; `link time` is latency times rounds plus bytes
 over rate, what the exchanges of a step need if each is waited for; `hidden` the share of that which does not show;
-`model` is what `patchpar.planner.links` says of the recorded exchanges, `off` its error. {queue}"""
+`model` is what `patchpar.planner.links` says of the recorded exchanges, `off` its error.
+{queue}"""
 
 
 def queue_of(options: argparse.Namespace) -> str:
