@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.errors import UnsupportedModel
+from patchpar.errors import ExchangeError, UnsupportedModel
 from patchpar.exchange import Door, Exchange, Part
 
 Received = Mapping[int, list[Tensor]]  # by global rank of the sender
@@ -72,7 +72,7 @@ class Bucket:
 
     def put(self, part: Part, where: str) -> Callable[[], Received]:
         """Add a part; what comes back waits for what has come in. Its tensors must not change afterwards."""
-        ticket = _Ticket(len(self._parts))
+        ticket = _Ticket(len(self._parts), where)
         self._parts.append(part)
         self._tickets.append(ticket)
         if len(self._parts) >= self._size:
@@ -90,14 +90,17 @@ class Bucket:
 
 
 class _Ticket:
-    def __init__(self, index: int) -> None:
-        self.index, self.exchange = index, None
+    def __init__(self, index: int, where: str) -> None:
+        self.index, self.where, self.exchange = index, where, None
 
     exchange: Exchange | None
 
     def wait(self) -> Received:
         assert self.exchange is not None, "a bucket is flushed before the call that filled it ends"
-        return self.exchange.wait()[self.index]
+        try:
+            return self.exchange.wait()[self.index]
+        except ExchangeError as error:  # it names the seam that filled the bucket up
+            raise ExchangeError(f"{self.where} waits for values of the last step: {error}") from error
 
 
 @dataclass(slots=True)
