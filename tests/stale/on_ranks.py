@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from patchpar.clock import StepClock
+from patchpar.errors import PatchparError
 from patchpar.patched import PatchedDenoiser
 from patchpar.strategies import parse_strategy
 from tests.exact import denoisers
@@ -50,3 +54,73 @@ def predicted(place: Place, runs: Sequence[Run]) -> list[list[Tensor]]:
         clock = StepClock()
         found.append(picture(patched(place, run, clock), clock, run))
     return found
+
+
+@torch.no_grad()
+def called_twice(place: Place, run: Run, pauses: int) -> list[list[Tensor]]:
+    """One call for each branch of guidance in every step; the second branch leaves the step `pauses` out."""
+    clock, other = StepClock(), replace(run, branch=1)
+    bands = patched(place, run, clock)
+    found: list[list[Tensor]] = [[], []]
+    for evaluation in range(run.evaluations):
+        for branch, each in enumerate((run, other)):
+            if branch == 0 or evaluation != pauses:
+                clock.next_call()
+                found[branch].append(bands.denoise(bands.denoiser.forward, **arguments(each, evaluation))[0])
+        clock.tick()
+    bands.finish()
+    return found
+
+
+@torch.no_grad()
+def called_without_end(place: Place, run: Run) -> tuple[int, str]:
+    """How often the denoiser can be called without a step of the scheduler, and what is said then."""
+    clock = StepClock()
+    bands = patched(place, run, clock)
+    for number in range(100):
+        try:
+            clock.next_call()
+            bands.denoise(bands.denoiser.forward, **arguments(run, 0))
+        except PatchparError as error:
+            return number, f"{type(error).__name__}: {error}"
+    return 100, "nothing"
+
+
+@torch.no_grad()
+def held(place: Place, run: Run) -> tuple[list[set[int]], list[int]]:
+    """After each evaluation of two pictures: where buffers of keys lie, and bytes held."""
+    clock = StepClock()
+    bands = patched(place, run, clock)
+    where, num_bytes = [], []
+    for _ in range(2):
+        clock.reset()
+        bands.reset()
+        for evaluation in range(run.evaluations):
+            evaluate(bands, clock, run, evaluation)
+            assert bands.history is not None
+            states = [slot.state for slot in bands.history.memory._call.slots.values() if slot.state is not None]
+            where.append({x.data_ptr() for state in states for x in state._buffers})
+            num_bytes.append(bands.history.memory.num_bytes())
+        bands.finish()
+    return where, num_bytes
+
+
+@torch.no_grad()
+def interrupted(place: Place, run: Run, layer: str) -> list[bool]:
+    """A call that raises in the middle of the denoiser; whether each evaluation of the next picture is as alone."""
+    clock = StepClock()
+    alone = picture(patched(place, run, clock), clock, run)
+    bands = patched(place, run, clock)
+    clock.reset()
+    evaluate(bands, clock, run, 3)
+    evaluate(bands, clock, run, 4)
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("not to be computed")
+
+    hook = bands.denoiser.get_submodule(layer).register_forward_pre_hook(fail)
+    with suppress(ArithmeticError):
+        evaluate(bands, clock, run, 5)
+        raise AssertionError("it was to fail")
+    hook.remove()
+    return [torch.equal(*each) for each in zip(picture(bands, clock, run), alone, strict=True)]

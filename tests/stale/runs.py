@@ -26,6 +26,7 @@ class Run:
     size: tuple[int, int] = (27, 9)
     evaluations: int = 4
     exchange: str = "on"
+    branch: int = 0  # of guidance: another text
 
 
 def title(run: Run) -> str:
@@ -37,6 +38,8 @@ def arguments(run: Run, evaluation: int) -> dict[str, Any]:
     """What the denoiser is called with, the same on every rank."""
     call = denoisers.call(run.denoiser, *run.size)
     noise = torch.randn(call["sample"].shape, generator=torch.Generator().manual_seed(evaluation))
+    if run.branch:
+        call["encoder_hidden_states"] = -call["encoder_hidden_states"]
     return call | {"sample": call["sample"] + 0.2 * evaluation * noise}
 
 
@@ -58,13 +61,13 @@ def plain(run: Run) -> list[Tensor]:
 
 
 @torch.no_grad()
-def emulated(run: Run, places: int) -> list[Tensor]:
-    """What so many ranks are to predict."""
+def emulated(run: Run, places: int, evaluations: Sequence[int] = ()) -> list[Tensor]:
+    """What so many ranks are to predict; `evaluations`: not from the first on, but these."""
     denoiser = denoisers.build(run.denoiser)
     split = "rows" if run.size[0] >= run.size[1] else "columns"
     known = patch("benchmarks.emulation.oracle.discover", lambda *_: sites_of(run.denoiser))
     with known, Emulation(denoiser, places, treatment_of(run), split=split):
-        return [denoiser(**arguments(run, evaluation))[0] for evaluation in range(run.evaluations)]
+        return [denoiser(**arguments(run, each))[0] for each in evaluations or range(run.evaluations)]
 
 
 @cache

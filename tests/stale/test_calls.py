@@ -1,0 +1,96 @@
+"""Several denoiser calls in a step, calls without end, calls that fail; and what is held from one to the next."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.exact import denoisers
+
+from .runs import Run, arguments, emulated, errors
+
+ON_RANKS = "tests.stale.on_ranks"
+SAME = 1e-5
+DISPLACED, EDGES = "displaced:warmup_steps=1", "fresh-edges"
+
+
+@pytest.mark.parametrize("strategy", [DISPLACED, "fresh-edges:context=pooled,pool=2", "pcpp:warmup_steps=2"])
+def test_a_call_for_each_branch_of_guidance(ranks: Any, strategy: str) -> None:
+    """Each uses the last step's values of its own branch, and is exact where that branch has just paused."""
+    run = Run(strategy=strategy, evaluations=6)
+    first, second = ranks.run(f"{ON_RANKS}:called_twice", 3, run, 3)[0]
+    assert max(errors(first, emulated(run, 3))) <= SAME
+    other = replace(run, branch=1)
+    if "warmup_steps=2" in strategy:  # evaluation 4 is exact for the pause alone, which is a warm-up of 1
+        after = emulated(replace(other, strategy="pcpp:warmup_steps=1"), 3, (4, 5))
+    else:
+        after = emulated(other, 3, (4, 5))
+    assert max(errors(second, [*emulated(other, 3, (0, 1, 2)), *after])) <= SAME
+    assert errors(second[:3], first[:3])[-1] > 100 * SAME
+    assert errors(second[3:4], emulated(other, 3, (0, 1, 2, 4))[3:])[-1] > 10 * SAME
+
+
+def test_calls_without_a_step_are_refused(ranks: Any) -> None:
+    for number, said in ranks.run(f"{ON_RANKS}:called_without_end", 2, Run(strategy=EDGES, size=(8, 8))):
+        assert number == 16
+        assert said.startswith("UnsupportedModel: the denoiser has been called 17 times without a scheduler step")
+        assert "use strategy 'exact'" in said
+
+
+@pytest.mark.parametrize("strategy", [DISPLACED, f"{DISPLACED},preset=paper", "fresh-edges:bits=8"])
+@pytest.mark.parametrize("layer", ["mid_block.attentions.0", "conv_out"])
+def test_a_call_that_fails_inside_the_denoiser(ranks: Any, strategy: str, layer: str) -> None:
+    """Buckets are half full, and messages of this step and the last one are under way."""
+    run = Run(strategy=strategy)
+    assert ranks.run(f"{ON_RANKS}:interrupted", 3, run, layer) == [[True] * run.evaluations] * 3
+
+
+HELD = ("fresh-edges", "fresh-edges:context=pooled,pool=2,bits=4", "displaced", f"{DISPLACED},preset=paper", "pcpp")
+
+
+@pytest.mark.parametrize("strategy", HELD)
+def test_buffers_are_allocated_once_and_nothing_grows(ranks: Any, strategy: str) -> None:
+    """Ten steps, and ten of the next picture."""
+    run = Run(strategy=strategy, size=(16, 8), evaluations=10)
+    for where, num_bytes in ranks.run(f"{ON_RANKS}:held", 2, run):
+        assert len(where[0]) == 2 * 7  # keys and values of seven layers
+        assert all(each == where[0] for each in where)
+        assert len(set(num_bytes[2:10])) == 1
+        assert num_bytes[12:] == num_bytes[2:10]
+
+
+def maps_read() -> dict[str, Tensor]:
+    """What every convolution of the denoiser "sd" reads, for a latent of 24 x 8."""
+    denoiser, found = denoisers.build("sd"), {}
+    for path, module in denoiser.named_modules():
+        if isinstance(module, nn.Conv2d) and module.kernel_size[0] > 1 and path != "conv_in":
+            module.register_forward_pre_hook(lambda _, args, path=path: found.update({path: args[0]}))
+    with torch.no_grad():
+        denoiser(**arguments(Run(strategy=EDGES, size=(24, 8)), 0))
+    return found
+
+
+KEYS = 4 * 2 * 2 * (3 * 192 * 16 + 3 * 48 * 32 + 12 * 32)
+"""Bytes of K and V of the whole picture: fp32, batch 2, tokens x channels of seven layers on three levels."""
+
+
+def test_bytes_held_of_keys(ranks: Any) -> None:
+    for _, num_bytes in ranks.run(f"{ON_RANKS}:held", 2, Run(strategy=EDGES, size=(24, 8), evaluations=3)):
+        assert set(num_bytes) == {KEYS}
+
+
+def test_bytes_held_of_all(ranks: Any) -> None:
+    """Keys of all; of each norm moments of two ranks; a row of the neighbour for each convolution that reads one."""
+    maps = maps_read()
+    row = {path: 4 * x[:, :, 0].numel() for path, x in maps.items()}
+    down = sum(num_bytes for path, num_bytes in row.items() if "downsamplers" in path)  # reads none from below
+    denoiser = denoisers.build("sd")
+    norms = sum(isinstance(module, nn.GroupNorm) for module in denoiser.modules())
+    moments = norms * 2 * 4 * (1 + 2 * 2 * 8)
+    found = ranks.run(f"{ON_RANKS}:held", 2, Run(strategy=DISPLACED, size=(24, 8), evaluations=4))
+    assert found[0][1][-1] == KEYS + moments + sum(row.values()) - down
+    assert found[1][1][-1] == KEYS + moments + sum(row.values())
