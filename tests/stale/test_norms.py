@@ -1,0 +1,102 @@
+"""Group norm with moments of the last step, two ranks as threads, against the definitions in double precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.emulation.sight import corrected, merged, moments_of, normalise
+from patchpar.exchange import Door
+from patchpar.memory import Memory
+from patchpar.mesh import Mesh
+from patchpar.patches import Bands
+from patchpar.seam import NormHook
+from patchpar.share import Share
+from patchpar.strategies.displaced import DisplacedPatch
+from patchpar.treatment import GROUP_NORMS
+from tests.unit.threads import on_threads
+
+GROUPS, ROWS = 2, (6, 2)
+Maps = Callable[[int, int], Tensor]  # by evaluation and place
+
+
+def normalised(transport: Any, group_norm: Any, norm: nn.GroupNorm, maps: Maps) -> list[Tensor]:
+    """Our rows of an exact evaluation and three stale ones."""
+    door, treatment = Door(transport), DisplacedPatch(group_norm=group_norm).treatment
+    memory = Memory(door, treatment.bucket)
+    share = Share(door, Mesh(transport.rank, range(2), patch=2)["patch"], treatment, Bands((0, 6, 8)), memory=memory)
+    hook, found = NormHook(share, "norm", None), []
+    for evaluation in range(4):
+        share.fresh = not memory.begin(0, evaluation, "form")
+        found.append(hook.new_forward(norm, maps(evaluation, transport.rank)))
+        memory.end()
+    memory.settle()
+    return found
+
+
+def wanted(place: int, group_norm: str, norm: nn.GroupNorm, maps: Maps) -> list[Tensor]:
+    """By definition."""
+    found = []
+    for evaluation in range(4):
+        now, then = ([moments_of(maps(max(0, e), p), GROUPS) for p in (0, 1)] for e in (evaluation, evaluation - 1))
+        seen = {
+            "sync": merged(now),
+            "separate": now[place],
+            "stale": merged([now[place], then[1 - place]]),
+            "corrected": None,
+        }[group_norm if evaluation else "sync"]
+        if seen is None:
+            mean, variance = corrected(merged(then), then[place], now[place])
+        else:
+            mean, variance = seen.mean_BG, seen.variance_BG
+        found.append(normalise(norm, maps(evaluation, place).double(), mean, variance))
+    return found
+
+
+def check(group_norm: str, maps: Maps, tolerance: float) -> Sequence[Any]:
+    torch.manual_seed(0)
+    norm = nn.GroupNorm(GROUPS, 8).requires_grad_(False)
+    nn.init.normal_(norm.weight, 1.0, 0.2)
+    ranks = on_threads(2, normalised, group_norm, norm, maps)
+    for place, got in enumerate(ranks):
+        for one, want in zip(got, wanted(place, group_norm, norm, maps), strict=True):
+            assert one.isfinite().all()
+            assert one.dtype == maps(0, 0).dtype
+            assert (one.double() - want).abs().max() <= tolerance * want.abs().max()
+    return ranks
+
+
+def noise(evaluation: int, place: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * evaluation + place)
+    return torch.randn(1, 8, ROWS[place], 5, generator=generator)
+
+
+@pytest.mark.parametrize("group_norm", GROUP_NORMS)
+def test_by_definition(group_norm: str) -> None:
+    ranks = check(group_norm, lambda e, p: 3 * p + noise(e, p), 1e-5)
+    others = on_threads(2, normalised, "sync" if group_norm != "sync" else "stale", nn.GroupNorm(GROUPS, 8), noise)
+    assert (others[0][-1] - ranks[0][-1]).norm() > 1e-2 * ranks[0][-1].norm()
+
+
+@pytest.mark.parametrize("group_norm", GROUP_NORMS)
+@pytest.mark.parametrize(("mean", "std"), [(300, 1), (300, 80), (6e4, 30), (-5.9e4, 1000), (0, 1.4e4)])
+def test_half_precision_does_not_overflow(group_norm: str, mean: float, std: float) -> None:
+    """The square of 256 is beyond fp16."""
+    check(group_norm, lambda e, p: (mean + std * noise(e, p)).clamp(-6.5e4, 6.5e4).half(), 2e-2)
+
+
+def test_a_negative_corrected_variance_is_replaced_by_our_own() -> None:
+    """We varied much, the other one little; now we vary little: more is taken away than there was."""
+
+    def maps(evaluation: int, place: int) -> Tensor:
+        return noise(evaluation, place) * (10.0 if (evaluation, place) == (0, 1) else 0.1)
+
+    then, now = ([moments_of(maps(evaluation, place), GROUPS) for place in (0, 1)] for evaluation in (0, 1))
+    square = merged(then).square_BG + now[1].square_BG - then[1].square_BG
+    mean = merged(then).mean_BG + now[1].mean_BG - then[1].mean_BG
+    assert (square - mean.square() < 0).all(), "the case is not what it is meant to be"
+    check("corrected", maps, 1e-4)

@@ -1,0 +1,180 @@
+"""What seams remember from one step to the next: slots by call and seam, buckets, and when nothing may be used."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar.errors import ExchangeError, UnsupportedModel
+from patchpar.exchange import Door, Part
+from patchpar.memory import MOST_CALLS, Memory, Slot
+from patchpar.transport import Spec
+from tests.unit.threads import on_threads
+
+FORM = ("some", "shape")
+
+
+def part(transport: Any, value: float, size: int = 3) -> Part:
+    """One small tensor to and from the only other rank."""
+    peer = 1 - transport.rank
+    return Part("moments", [((peer,), (torch.full((size,), value),))], {peer: (Spec((size,), torch.float32),)})
+
+
+def memory_of(transport: Any, bucket: int = 2) -> Memory:
+    return Memory(Door(transport), bucket)
+
+
+def values(received: Any) -> list[float]:
+    return [x[0].item() for tensors in received.values() for x in tensors]
+
+
+def test_a_value_arrives_one_step_later() -> None:
+    def run(transport: Any) -> list[list[float]]:
+        memory, found = memory_of(transport), []
+        for evaluation in range(4):
+            memory.begin(0, evaluation, FORM)
+            slot = memory.slot("norm")
+            found.append(values(slot.collect()))
+            slot.coming = memory.send(part(transport, 10.0 * transport.rank + evaluation), "norm")
+            memory.end()
+        memory.settle()
+        return found
+
+    assert on_threads(2, run) == [[[], [10.0], [11.0], [12.0]], [[], [0.0], [1.0], [2.0]]]
+
+
+def test_a_bucket_is_one_message_and_tells_its_parts_apart() -> None:
+    def run(transport: Any) -> Any:
+        memory = memory_of(transport, bucket=3)
+        memory.begin(0, 0, FORM)
+        parts = [part(transport, transport.rank + 10.0 * number, size=number + 1) for number in range(5)]
+        coming = [memory.send(each, f"seam {number}") for number, each in enumerate(parts)]
+        rounds = [memory.door.traffic.rounds["bucket"]]
+        memory.end()
+        rounds.append(memory.door.traffic.rounds["bucket"])
+        found = [coming[number]() for number in (4, 0, 2, 1, 3)]
+        shapes = [len(x) for received in found for tensors in received.values() for x in tensors]
+        return rounds, shapes, [values(received)[0] for received in found], memory.door.traffic.bytes_sent["moments"]
+
+    for rank, found in enumerate(on_threads(2, run)):
+        peer = 1 - rank
+        assert found == ([1, 2], [5, 1, 3, 2, 4], [peer + 10.0 * number for number in (4, 0, 2, 1, 3)], 4 * 15)
+
+
+def test_a_late_value_names_the_seam_that_waits_and_the_shapes() -> None:
+    def run(transport: Any) -> str:
+        memory = memory_of(transport)
+        if transport.rank == 1:
+            time.sleep(1.0)
+            return ""
+        memory.begin(0, 0, FORM)
+        slot = memory.slot("mid.norm")
+        slot.coming = memory.send(part(transport, 1.0), "mid.norm")
+        memory.end()
+        start = time.monotonic()
+        with pytest.raises(ExchangeError) as caught:
+            slot.collect()
+        assert 0.3 <= time.monotonic() - start < 2
+        return str(caught.value)
+
+    said, _ = on_threads(2, run, deadline=0.3)
+    assert re.match(
+        r"mid\.norm waits for values of the last step: rank 0 at end of the call: rank 1 has not answered rank 0 for "
+        r"0\.3 s; expected from it: \(3,\) torch\.float32",
+        said,
+    )
+
+
+def alone(**options: Any) -> Memory:
+    return on_threads(1, memory_of, **options)[0]
+
+
+def test_only_the_evaluation_before_is_known() -> None:
+    memory = alone()
+    assert [memory.begin(0, evaluation, FORM) for evaluation in (0, 1, 2, 4, 5)] == [False, True, True, False, True]
+    assert not memory.begin(0, 5, FORM), "the same evaluation twice has no past of its own"
+
+
+def test_calls_of_a_step_have_pasts_of_their_own() -> None:
+    memory = alone()
+    assert [memory.begin(call, 0, FORM) for call in (0, 1)] == [False, False]
+    assert memory.begin(0, 1, FORM)
+    memory.slot("conv").own = torch.ones(1)
+    assert memory.begin(1, 1, FORM)
+    assert memory.slot("conv").own is None
+    memory.begin(0, 2, FORM)
+    assert memory.slot("conv").own is not None
+
+
+def test_a_seam_that_is_passed_twice_has_two_slots() -> None:
+    memory = alone()
+    memory.begin(0, 0, FORM)
+    first, second = memory.slot("conv"), memory.slot("conv")
+    assert first is not second
+    memory.begin(0, 1, FORM)
+    assert (memory.slot("conv"), memory.slot("conv")) == (first, second)
+
+
+def test_another_form_begins_anew() -> None:
+    memory = alone()
+    memory.begin(0, 0, FORM)
+    memory.slot("conv").own = torch.ones(1)
+    assert not memory.begin(0, 1, ("another", "shape"))
+    assert memory.slot("conv").own is None
+    assert memory.begin(0, 2, ("another", "shape"))
+
+
+def test_another_picture_keeps_buffers_and_nothing_else() -> None:
+    memory = alone()
+    memory.begin(0, 0, FORM)
+    slot = memory.slot("attention")
+    slot.state, slot.own = Held(torch.ones(4)), torch.ones(1)
+    memory.reset()
+    assert not memory.begin(0, 1, FORM), "the last picture's evaluation 0 is not the past of this one's 1"
+    assert memory.slot("attention") is slot
+    assert slot.own is None, "drift is measured from it"
+    assert slot.state is not None
+
+
+class Held:
+    """Keeps one tensor, as the state of an attention seam keeps buffers."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def tensors(self) -> Any:
+        yield self.x
+        yield self.x[1:]
+
+
+def test_every_byte_is_counted_once() -> None:
+    memory = alone()
+    memory.begin(0, 0, FORM)
+    slot = memory.slot("attention")
+    slot.state, slot.own = Held(torch.ones(10)), torch.ones(3, dtype=torch.float64)
+    slot.received = {1: [torch.ones(2), torch.ones(5, dtype=torch.float16)]}
+    assert memory.num_bytes() == 40 + 24 + 8 + 10
+
+
+def test_taking_leaves_nothing_and_keeping_takes_in_what_was_coming() -> None:
+    slot = Slot(coming=lambda: {1: [torch.ones(1)]})
+    assert values(slot.take()) == [1.0]
+    assert (dict(slot.received), slot.coming) == ({}, None)
+    asked: list[int] = []
+    slot.coming = lambda: asked.append(1) or {}  # type: ignore[func-returns-value]
+    slot.keep({2: [torch.zeros(1)]}, torch.ones(1))
+    assert asked == [1]
+    assert values(slot.received) == [0.0]
+
+
+def test_calls_that_pile_up_are_refused() -> None:
+    memory = alone()
+    for call in range(MOST_CALLS):
+        memory.begin(call, 0, FORM)
+    with pytest.raises(UnsupportedModel, match="called 17 times without a scheduler step"):
+        memory.begin(MOST_CALLS, 0, FORM)
