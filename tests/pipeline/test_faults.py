@@ -69,6 +69,19 @@ def test_a_worker_is_killed(impatient: ParallelPipeline, plain: Any) -> None:
     assert set(impatient._executor.pids).isdisjoint(before)
 
 
+def test_a_worker_is_killed_while_values_are_under_way(impatient: ParallelPipeline, plain: Any) -> None:
+    """Those that the dead worker sent for the next step, and those that it should have."""
+    impatient.plan = "patch=2,strategy=displaced:warmup_steps=1"
+    impatient.on_step = None
+    before = impatient(**CALL, generator=generator())
+    strike(impatient, 1, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match=r"rank 1 \(cpu, pid \d+\) was killed by SIGKILL"):
+        impatient(**CALL, generator=generator())
+    impatient.on_step = None
+    assert relative_error(impatient(**CALL, generator=generator()), before) == 0.0
+    assert relative_error(before, plain(**CALL, generator=generator())) > EXACT
+
+
 def test_a_worker_stands_still(impatient: ParallelPipeline, plain: Any) -> None:
     impatient.plan = "cfg=2"
     before = impatient._executor.pids

@@ -109,3 +109,40 @@ def _held() -> dict[str, int]:
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {"descriptors": len(list(Path("/proc/self/fd").iterdir())), "bytes": pages * os.sysconf("SC_PAGE_SIZE")}
+
+
+def any_order(place: Place, order: list[int]) -> list[bool]:
+    """Exchanges of different size, all begun before the first is awaited, and awaited in `order`."""
+    peers = others(place.transport, place.world)
+    pending = []
+    for number in range(len(order)):
+        x = torch.full((2 + number, 3), 10.0 * place.rank + number)
+        incoming = [Incoming(peer, (Spec.of(x),)) for peer in peers]
+        pending.append(place.transport.swap([Outgoing(tuple(peers), (x,))], incoming, f"message {number}"))
+    found = []
+    for number in order:
+        for peer, (x,) in zip(peers, pending[number].wait(), strict=True):
+            found.append(torch.equal(x, torch.full((2 + number, 3), 10.0 * peer + number)))
+    return found
+
+
+def put_where_wanted(place: Place) -> dict[str, bool]:
+    """Two tensors from every peer, the first into a part of a buffer, not contiguous, the second wherever it likes."""
+    peers = others(place.transport, place.world)
+    buffer = torch.zeros(2, 4 * place.world, 3)
+    parts = {peer: buffer.narrow(1, 4 * peer, 4) for peer in peers}
+    own = (torch.full((2, 4, 3), 1.0 + place.rank), torch.full((5,), 10.0 + place.rank))
+    incoming = [Incoming(peer, specs_of(own), (parts[peer], None)) for peer in peers]
+    pending = place.transport.swap([Outgoing(tuple(peers), own)], incoming, "here")
+    untouched = not buffer.any()
+    received = pending.wait()
+    again = pending.wait()
+    want = [0.0 if peer == place.rank else 1.0 + peer for peer in range(place.world)]
+    return {
+        "nothing before it is awaited": untouched,
+        "in its place": [buffer[:, 4 * peer : 4 * peer + 4].unique().tolist() for peer in range(place.world)]
+        == [[value] for value in want],
+        "the very tensor": all(r[0].data_ptr() == parts[p].data_ptr() for p, r in zip(peers, received, strict=True)),
+        "the other one anew": all(r[1].unique().item() == 10.0 + p for p, r in zip(peers, received, strict=True)),
+        "once": all(x is y for one, two in zip(received, again, strict=True) for x, y in zip(one, two, strict=True)),
+    }

@@ -42,6 +42,18 @@ def test_a_large_message(ranks: Any, through: str) -> None:
     assert ranks.run(f"{ON_RANKS}:large", 2, through=through) == [True] * 2
 
 
+@BOTH
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]], ids=str)
+def test_exchanges_may_be_awaited_in_any_order(ranks: Any, through: str, order: list[int]) -> None:
+    assert ranks.run(f"{ON_RANKS}:any_order", 3, order, through=through) == [[True] * 8] * 3
+
+
+@BOTH
+def test_values_are_put_where_they_are_wanted(ranks: Any, through: str) -> None:
+    for found in ranks.run(f"{ON_RANKS}:put_where_wanted", 3, through=through):
+        assert all(found.values()), found
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
 @BOTH
 def test_two_thousand_messages_leave_nothing_behind(ranks: Any, through: str) -> None:
