@@ -39,8 +39,8 @@ def test_verdicts_are_kept_where_one_says(parallel: ParallelPipeline) -> None:
     parallel(**CALL, generator=generator())
     kept = {file: file.read_text() for file in folder.glob("*.json")}
     assert kept
-    facts = json.loads(next(iter(kept.values())))
-    assert facts["denoiser"] == "UNet2DConditionModel"
+    every = [json.loads(text) for text in kept.values()]  # other tests keep theirs there too
+    facts = next(each for each in every if each["denoiser"] == "UNet2DConditionModel")
     assert 0 <= facts["relative_error"] < 1e-4
 
 
