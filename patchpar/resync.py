@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from patchpar.errors import PlanError
 
 DB_AT_FULL_DRIFT = 30.0
-"""PSNR in dB of a picture whose stale steps all had a relative drift of 1: fitted on the embedded model, see
-benchmarks/quality.py. Half the drift is 6 dB more."""
+"""PSNR in dB of a picture whose stale steps all had a relative drift of 1; half the drift is 6 dB more. An estimate, to
+be fitted on a trained model: `quality` orders results, it does not yet promise decibels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
