@@ -34,6 +34,7 @@ class Caller:
         self._progress: Mapping[str, Any] = {}
         self._callback = self._take_callback()
         self._thread: int | None = None
+        self._import: threading.Thread | None = None
         self._facts: dict[str, Any] = {}
         self._set: dict[str, Any] = {}
 
@@ -71,6 +72,8 @@ class Caller:
         finally:
             if self._bar is not None:
                 self._bar.close()
+            if self._import is not None:
+                self._import.join()  # a program that ends while it imports ends with another code, or crashes
 
     def on_event(self, rank: int, event: tuple[str, int, int]) -> None:
         """A step is done."""
@@ -91,7 +94,8 @@ class Caller:
 
     def _prepare_for_output(self) -> None:
         """Import what the output's class needs while the ranks work, rather than when it has come."""
-        threading.Thread(target=importlib.import_module, args=(self._output_module,), daemon=True).start()
+        self._import = threading.Thread(target=importlib.import_module, args=(self._output_module,), daemon=True)
+        self._import.start()
 
     def on_ask(self, question: Any) -> Any:
         """The end of a step: the callback's answer. Anything else ranks only want to hear from rank 0."""
