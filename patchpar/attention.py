@@ -158,9 +158,12 @@ def _attend_beside_partials(share: Share, where: str, grid: Grid, asked: Asked, 
     state: RemotePartials = slot.state
     if share.fresh:
         slot.drop()
-        pending = _gather(share, where, grid, asked.own)
-        state.cache(asked.query, [KeysValues(*tensors) for _, tensors in pending.others()], asked.scale)
-    elif state.is_due(memory.evaluation, layer):
+        whole = dict(_gather(share, where, grid, asked.own).others())
+        state.cache(asked.query, [KeysValues(*tensors) for tensors in whole.values()], asked.scale)
+        if state.is_due(memory.evaluation + 1, layer):  # what its turn needs is here already
+            slot.keep({share.axis.ranks[place]: tensors for place, tensors in whole.items()}, slot.own)
+        return state.attend(asked.query, asked.own, asked.scale)
+    if state.is_due(memory.evaluation, layer):
         received = slot.take()
         if received:
             state.cache(asked.query, [KeysValues(*tensors) for tensors in received.values()], asked.scale)

@@ -130,8 +130,8 @@ class PatchedDenoiser:
         share.memory, share.frozen = history.memory, self.exchange == "frozen"
         share.treatment = history.treatment.frozen() if share.frozen else history.treatment
         output = self._in_bands(forward, *args, **kwargs)
-        history.memory.end()
-        whole, told = self._join(output, history.tell())
+        # The prediction is waited for now and what is left in the bucket a step later, so it goes first.
+        whole, told = self._join(output, history.tell(), meanwhile=history.memory.end)
         history.heard(told, fresh=share.fresh)
         return whole
 
@@ -151,8 +151,10 @@ class PatchedDenoiser:
         bands = share.bands if stride == 1 else share.level(-(-share.bands.size(share.place) // stride))
         return x.narrow(share.dim, bands.starts[share.place], bands.size(share.place)).contiguous()
 
-    def _join(self, output: Any, told: Sequence[Tensor] = ()) -> tuple[Any, list[list[Tensor]]]:
-        """The whole prediction from everybody's, and what every place tells beside it."""
+    def _join(
+        self, output: Any, told: Sequence[Tensor] = (), meanwhile: Callable[[], None] = lambda: None
+    ) -> tuple[Any, list[list[Tensor]]]:
+        """The whole prediction from everybody's, and what every place tells beside it; `meanwhile` it is on its way."""
         own, dim = first_tensor(output), self.share.dim
         bands, shape = self.share.level(own.shape[dim]), list(own.shape)
 
@@ -160,7 +162,9 @@ class PatchedDenoiser:
             shape[dim] = bands.size(place)
             return [Spec(tuple(shape), own.dtype), *map(Spec.of, told)]
 
-        received = self._gather.start([own, *told], specs).wait()
+        gathering = self._gather.start([own, *told], specs)
+        meanwhile()
+        received = gathering.wait()
         whole = torch.cat([tensors[0] for tensors in received], dim)
         heard = [tensors[1:] for tensors in received]
         if isinstance(output, tuple):
