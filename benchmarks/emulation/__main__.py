@@ -1,16 +1,25 @@
 """What stale and partial exchange cost in quality, emulated in one process: no ranks, no transport.
 
     python -m benchmarks.emulation --captions 4 --places 4 --steps 20 --size 256
+    python -m benchmarks.emulation --captions 2 --size 128 --ranks         with real ranks beside it
 
 Prints for each treatment the PSNR in dB against the exact run, mean over the captions: of the latents' first three
 channels halved and of the decoded pictures. The first row has everything fresh and tells how exact the emulation is.
+`--ranks` draws with real ranks too, by the rows that a strategy has, and says how far they are from the emulation; the
+exit code is 1 where that is more than half a dB, unless both are too near to exact for it to mean anything. Rows with
+corrected moments are shown and not judged: where the corrected variance is next to nothing, the last bit of a moment
+decides what a whole group becomes, and two runs of the emulation itself can be a dB apart.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
@@ -18,6 +27,8 @@ from torch import Tensor
 
 from benchmarks.emulation import Emulation, Treatment
 from benchmarks.sensitivity import CAPTIONS
+from patchpar import ParallelPipeline, Plan
+from patchpar.strategies import parse_strategy
 
 EDGES = Treatment()  # fresh halo and moments
 LATE = Treatment(halo="stale", moments="corrected", context="all")
@@ -42,8 +53,22 @@ ROWS: dict[str, Treatment] = {
     "naive": Treatment(halo="none", moments="separate", context="none", warmup_steps=0),
 }
 
+STRATEGIES: dict[str, str] = {
+    "displaced, corrected moments": "displaced",
+    "displaced, stale moments": "displaced:group_norm=stale",
+    "displaced, separate moments": "displaced:group_norm=separate",
+    "displaced, fresh moments": "displaced:group_norm=sync",
+    "partially conditioned .3": "pcpp:fraction=0.3",
+    "fresh edges, all keys": "fresh-edges",
+    "fresh edges, band .1 + pooled 4x4": "fresh-edges:context=pooled,band=0.1,pool=4",
+    "fresh edges, band .1 + pooled 2x2": "fresh-edges:context=pooled,band=0.1,pool=2",
+    "fresh edges, partials 1/4": "fresh-edges:context=partials,refresh=4",
+    "fresh edges, partials 1/8": "fresh-edges:context=partials,refresh=8",
+}
+NEAR_DB, EXACT_DB = 0.5, 80.0
 
-def latents(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> Tensor:
+
+def latents(pipe: Any, arguments: argparse.Namespace) -> Tensor:
     """One latent per caption, the same noise on every call."""
     return pipe(
         list(CAPTIONS[: arguments.captions]),
@@ -86,8 +111,39 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--guidance", type=float, default=3.0)
     parser.add_argument("--warmup", type=int, default=2, help="first steps that are exact; naive has none")
     parser.add_argument("--row", action="append", choices=ROWS, metavar="NAME", help="only this row; may be repeated")
+    parser.add_argument("--ranks", action="store_true", help="also with real ranks, one for each place")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     return parser.parse_args()
+
+
+@contextmanager
+def real_ranks(arguments: argparse.Namespace) -> Iterator[ParallelPipeline | None]:
+    """Workers that draw by strategies, if they were asked for."""
+    if not arguments.ranks:
+        yield None
+        return
+    options = {"variant": "fp16", "torch_dtype": torch.float32}
+    with ParallelPipeline.from_pretrained(arguments.model, devices=f"cpu:{arguments.places}", **options) as pipe:
+        pipe.set_progress_bar_config(disable=True)
+        yield pipe
+
+
+def by_ranks(pipe: ParallelPipeline, strategy: str, arguments: argparse.Namespace) -> Tensor:
+    """The latents of real ranks."""
+    options = replace(parse_strategy(strategy), warmup_steps=arguments.warmup)
+    pipe.plan = Plan(patch=arguments.places, strategy=options)
+    return latents(pipe, arguments)
+
+
+def cells(row: str, found: tuple[float, float], real: float | None) -> str:
+    """One line of the table. Raises ValueError where real ranks are not what was emulated."""
+    text = f"| {row} | {found[0]:.1f} | {found[1]:.1f} |"
+    if real is None:
+        return text
+    off = abs(real - found[0])
+    if off > NEAR_DB and min(real, found[0]) < EXACT_DB and ROWS[row].moments != "corrected":
+        raise ValueError(f"{row}: real ranks are at {real:.2f} dB, their emulation at {found[0]:.2f}")
+    return f"{text} {real:.1f} | {off:.3f} |"
 
 
 def main() -> None:
@@ -98,20 +154,28 @@ def main() -> None:
     pipe.set_progress_bar_config(disable=True)
     exact = latents(pipe, arguments)
     exact_pictures = pictures(pipe, exact)
+    columns = ("treatment", "latents, dB", "pictures, dB", *("real ranks, dB", "apart, dB") * arguments.ranks)
     print(
         f"{arguments.captions} captions, {arguments.size} x {arguments.size}, {arguments.places} places, "
         f"{arguments.steps} steps of which {arguments.warmup} are exact, guidance {arguments.guidance:g}\n\n"
-        "| treatment | latents, dB | pictures, dB |\n|---|---|---|",
+        f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|",
         flush=True,
     )
-    for name in arguments.row or ROWS:
-        treatment = ROWS[name]
-        if treatment.warmup_steps:
-            treatment = replace(treatment, warmup_steps=arguments.warmup)
-        with Emulation(pipe.unet, arguments.places, treatment):
-            made = latents(pipe, arguments)
-        found = psnr(channels(made), channels(exact)), psnr(pictures(pipe, made), exact_pictures)
-        print(f"| {name} | {found[0]:.1f} | {found[1]:.1f} |", flush=True)
+    with real_ranks(arguments) as ranks:
+        for name in arguments.row or (STRATEGIES if ranks else ROWS):
+            treatment = ROWS[name]
+            if treatment.warmup_steps:
+                treatment = replace(treatment, warmup_steps=arguments.warmup)
+            with Emulation(pipe.unet, arguments.places, treatment):
+                made = latents(pipe, arguments)
+            found = psnr(channels(made), channels(exact)), psnr(pictures(pipe, made), exact_pictures)
+            real = None
+            if ranks and name in STRATEGIES:
+                real = psnr(channels(by_ranks(ranks, STRATEGIES[name], arguments)), channels(exact))
+            try:
+                print(cells(name, found, real), flush=True)
+            except ValueError as error:
+                sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
