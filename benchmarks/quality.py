@@ -56,6 +56,7 @@ FULL = Defaults(
         "displaced:group_norm=separate",
         "displaced:group_norm=stale",
         "displaced",
+        "displaced:group_norm=guarded",
         "displaced:group_norm=sync",
         "pcpp",
         "pcpp:context=paper",

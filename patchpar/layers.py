@@ -63,18 +63,18 @@ def unpack_moments(packed: Tensor, shape: tuple[int, int]) -> Moments:
     return Moments(packed[:1], mean_BG, m2_BG)
 
 
-def correct_moments(whole: Moments, own: Moments, now: Moments) -> Moments:
+def correct_moments(whole: Moments, own: Moments, now: Moments, least: float = 0.0) -> Moments:
     """Moments of the whole of the last step, moved by all that our own have changed since.
 
     DistriFusion's corrected asynchronous group norm (arXiv:2402.19481, section 4): mean' = mean + (own now - own), and
-    the same for E[x^2], so var' = E'[x^2] - mean'^2, and our own variance where that is negative. Written out, the
-    squares of the means cancel, which keeps fp32 exact enough where means are large. The variance is biased, as
-    nn.GroupNorm has it.
+    the same for E[x^2], so var' = E'[x^2] - mean'^2, and our own variance where that is below `least` of it: 0 in the
+    paper. Written out, the squares of the means cancel, which keeps fp32 exact enough where means are large. The
+    variance is biased, as nn.GroupNorm has it.
     """
     moved_BG = now.mean_BG - own.mean_BG
     var_BG, own_var_BG, now_var_BG = (moments.m2_BG / moments.num for moments in (whole, own, now))
     corrected_BG = var_BG + (now_var_BG - own_var_BG) + 2 * moved_BG * (own.mean_BG - whole.mean_BG)
-    corrected_BG = torch.where(corrected_BG < 0, now_var_BG, corrected_BG)
+    corrected_BG = torch.where(corrected_BG < least * now_var_BG, now_var_BG, corrected_BG)
     return Moments(whole.num, whole.mean_BG + moved_BG, corrected_BG * whole.num)
 
 

@@ -35,6 +35,7 @@ from patchpar.layers import (
 from patchpar.memory import Received, Slot
 from patchpar.share import Share
 from patchpar.transport import Spec
+from patchpar.treatment import LEAST_VARIANCE
 
 
 class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
@@ -84,7 +85,8 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             slot.coming = share.memory.send(moments_part(share.axis, [own]), self.where)
         if share.treatment.moments == "stale":
             return merge_moments([own, *others], shape)
-        return correct_moments(merge_moments([before, *others], shape), unpack_moments(before, shape), now)
+        least = LEAST_VARIANCE[share.treatment.moments]
+        return correct_moments(merge_moments([before, *others], shape), unpack_moments(before, shape), now, least)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
           this step's            last step's                       this rank's own only
 halo      "fresh"                "stale"
-moments   "fresh"                "stale", "corrected"              "separate"
+moments   "fresh"                "stale", "corrected", "guarded"   "separate"
 context   None                   a selection of keys and values
 """
 
@@ -13,10 +13,20 @@ from patchpar.errors import PlanError
 from patchpar.resync import Resync
 from patchpar.selection import Everything, Selection
 
-Moments = Literal["fresh", "corrected", "stale", "separate"]
+Moments = Literal["fresh", "corrected", "guarded", "stale", "separate"]
+GroupNorm = Literal["corrected", "guarded", "stale", "separate", "sync"]
 BITS = (16, 8, 4)
-GROUP_NORMS: dict[str, Moments] = {"corrected": "corrected", "stale": "stale", "separate": "separate", "sync": "fresh"}
-"""The four treatments of group norm that DistriFusion compares (arXiv:2402.19481, figure 9)."""
+GROUP_NORMS: dict[GroupNorm, Moments] = {
+    "corrected": "corrected",
+    "guarded": "guarded",
+    "stale": "stale",
+    "separate": "separate",
+    "sync": "fresh",
+}
+"""The four treatments of group norm that DistriFusion compares (arXiv:2402.19481, figure 9), and "guarded", ours."""
+LEAST_VARIANCE = {"corrected": 0.0, "guarded": 0.3}
+"""Of our own: a corrected variance below this share is not believed. The paper refuses negative ones only, and one that
+is barely positive blows a whole group up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,7 @@ LATE = Treatment(halo="stale", moments="corrected", context="all")
 ROWS: dict[str, Treatment] = {
     "all fresh": EDGES,
     "displaced, corrected moments": LATE,
+    "displaced, guarded moments": replace(LATE, moments="guarded"),
     "displaced, stale moments": replace(LATE, moments="stale"),
     "displaced, separate moments": replace(LATE, moments="separate"),
     "displaced, fresh moments": replace(LATE, moments="fresh"),
@@ -55,6 +56,7 @@ ROWS: dict[str, Treatment] = {
 
 STRATEGIES: dict[str, str] = {
     "displaced, corrected moments": "displaced",
+    "displaced, guarded moments": "displaced:group_norm=guarded",
     "displaced, stale moments": "displaced:group_norm=stale",
     "displaced, separate moments": "displaced:group_norm=separate",
     "displaced, fresh moments": "displaced:group_norm=sync",

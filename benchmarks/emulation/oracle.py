@@ -34,6 +34,7 @@ from patchpar.discover import Sites, discover, sample_of
 from patchpar.patches import split_bands
 
 DIMS = {"rows": -2, "columns": -1}
+LEAST = {"corrected": 0.0, "guarded": 0.3}  # of the own variance: one below is replaced by it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,8 +201,8 @@ class Emulation:
         self, place: int, now: Sequence[Moments], then: Sequence[Moments] | None, shown: Sequence[Moments]
     ) -> tuple[Tensor, Tensor]:
         """Mean and variance that `place` normalises with. Everyone's moments of this step, of the last, as shown."""
-        if self.treatment.moments == "corrected":
-            return corrected(merged(then), then[place], now[place])
+        if self.treatment.moments in LEAST:
+            return corrected(merged(then), then[place], now[place], LEAST[self.treatment.moments])
         others = [each for other, each in enumerate(shown) if other != place]
         seen = now[place] if self.treatment.moments == "separate" else merged([now[place], *others])
         return seen.mean_BG, seen.variance_BG

@@ -95,15 +95,16 @@ def merged(moments: Sequence[Moments]) -> Moments:
     return Moments(count, mean_BG, square_BG)
 
 
-def corrected(all_then: Moments, own_then: Moments, own_now: Moments) -> tuple[Tensor, Tensor]:
-    """Mean and variance of all places' last step, moved by the change of the own; the own where it is negative.
+def corrected(all_then: Moments, own_then: Moments, own_now: Moments, least: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Mean and variance of all places' last step, moved by the change of the own.
 
+    The own variance where that leaves less than `least` of it; the paper's guard has 0.
     DistriFusion (Li et al., CVPR 2024, arXiv:2402.19481), section 4.3.
     """
     mean_BG = all_then.mean_BG + own_now.mean_BG - own_then.mean_BG
     square_BG = all_then.square_BG + own_now.square_BG - own_then.square_BG
     variance_BG = square_BG - mean_BG.square()
-    return mean_BG, torch.where(variance_BG < 0, own_now.variance_BG, variance_BG)
+    return mean_BG, torch.where(variance_BG < least * own_now.variance_BG, own_now.variance_BG, variance_BG)
 
 
 def normalise(norm: nn.GroupNorm, x: Tensor, mean_BG: Tensor, variance_BG: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HALOS = ("fresh", "stale", "none")
-MOMENTS = ("fresh", "corrected", "stale", "separate")
+MOMENTS = ("fresh", "corrected", "guarded", "stale", "separate")
 CONTEXTS = ("fresh", "all", "band", "pooled", "partials", "none")
 
 
@@ -15,7 +15,8 @@ class Treatment:
 
     halo      the neighbours' rows that a convolution reads: this step's, the last step's, or zeros
     moments   of a group norm. fresh: all places' of this step. stale: own of this step, others' of the last.
-              corrected: all places' of the last step, moved by the change of the own. separate: own only
+              corrected: all places' of the last step, moved by the change of the own. guarded: the same, and the own
+              variance where that leaves less than 0.3 of it. separate: own only
     context   the others' keys and values. fresh: all of this step. Of the last step, `all`; `band`: of the two
               neighbours the nearest `fraction` of their rows; `pooled`: of the neighbours the nearest `band` of their
               rows, everything else averaged over `pool` x `pool` tokens; `partials`: all, but looked at only at every

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from patchpar.strategies.strategy import PatchStrategy
-from patchpar.treatment import GROUP_NORMS, Context, Treatment, check_choice, check_warmup
+from patchpar.treatment import GROUP_NORMS, Context, GroupNorm, Treatment, check_choice, check_warmup
 
 PAPER_BUCKET = 60  # tensors that its code sends together
 
@@ -24,15 +24,16 @@ class DisplacedPatch(PatchStrategy):
     """Bands with the last step's halo, moments, keys and values.
 
     `warmup_steps`: exact steps at the beginning, the first included; the paper's default of 4 after the first is 5.
-    `group_norm`: "corrected" moves the last step's moments of the whole by all that ours have changed; "stale" merges
-    ours with the others' old ones; "separate" takes ours alone; "sync" takes this step's of all.
+    `group_norm`: "corrected" moves the last step's moments of the whole by all that ours have changed; "guarded" does
+    not believe a variance far below ours that comes of it; "stale" merges ours with the others' old ones; "separate"
+    takes ours alone; "sync" takes this step's of all.
     `preset`: "paper" also sends what the paper's code sends (halos to everyone) and joins keys by copying, so that the
     difference can be measured. Raises PlanError.
     """
 
     name: ClassVar[str] = "displaced"
     warmup_steps: int = 5
-    group_norm: Literal["corrected", "stale", "separate", "sync"] = "corrected"
+    group_norm: GroupNorm = "corrected"
     preset: Literal["paper"] | None = None
 
     def __post_init__(self) -> None:

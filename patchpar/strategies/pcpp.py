@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 
 from patchpar.selection import NearBand
 from patchpar.strategies.strategy import PatchStrategy
-from patchpar.treatment import GROUP_NORMS, Context, Treatment, check_choice, check_share, check_warmup
+from patchpar.treatment import GROUP_NORMS, Context, GroupNorm, Treatment, check_choice, check_share, check_warmup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class PartiallyConditioned(PatchStrategy):
     fraction: float = 0.3
     warmup_steps: int = 5
     context: Literal["band", "paper"] = "band"
-    group_norm: Literal["corrected", "stale", "separate", "sync"] = "corrected"
+    group_norm: GroupNorm = "corrected"
 
     def __post_init__(self) -> None:
         check_share(self.name, "fraction", self.fraction)

@@ -17,7 +17,7 @@ from patchpar.patches import Bands
 from patchpar.seam import NormHook
 from patchpar.share import Share
 from patchpar.strategies.displaced import DisplacedPatch
-from patchpar.treatment import GROUP_NORMS
+from patchpar.treatment import GROUP_NORMS, LEAST_VARIANCE
 from tests.unit.threads import on_threads
 
 GROUPS, ROWS = 2, (6, 2)
@@ -48,9 +48,10 @@ def wanted(place: int, group_norm: str, norm: nn.GroupNorm, maps: Maps) -> list[
             "separate": now[place],
             "stale": merged([now[place], then[1 - place]]),
             "corrected": None,
+            "guarded": None,
         }[group_norm if evaluation else "sync"]
         if seen is None:
-            mean, variance = corrected(merged(then), then[place], now[place])
+            mean, variance = corrected(merged(then), then[place], now[place], LEAST_VARIANCE[group_norm])
         else:
             mean, variance = seen.mean_BG, seen.variance_BG
         found.append(normalise(norm, maps(evaluation, place).double(), mean, variance))
@@ -100,3 +101,21 @@ def test_a_negative_corrected_variance_is_replaced_by_our_own() -> None:
     mean = merged(then).mean_BG + now[1].mean_BG - then[1].mean_BG
     assert (square - mean.square() < 0).all(), "the case is not what it is meant to be"
     check("corrected", maps, 1e-4)
+
+
+def test_a_corrected_variance_next_to_nothing_is_believed_unless_guarded() -> None:
+    """What is left is positive, and a tenth of ours: the paper's guard lets it pass, and it blows the map up."""
+
+    def maps(evaluation: int, place: int) -> Tensor:
+        base = noise(0, place)  # the same values again and again, smaller: so that the case can be worked out
+        base = base - base.mean()
+        size = {(0, 0): 0.2, (0, 1): 1.0}.get((evaluation, place), 0.2 if place == 0 else 0.906)
+        return base * size
+
+    then, now = ([moments_of(maps(evaluation, place), GROUPS) for place in (0, 1)] for evaluation in (0, 1))
+    left = merged(then).square_BG + now[1].square_BG - then[1].square_BG
+    left -= (merged(then).mean_BG + now[1].mean_BG - then[1].mean_BG).square()
+    share = left / now[1].variance_BG
+    assert ((share > 0) & (share < LEAST_VARIANCE["guarded"])).all(), f"the case is not what it is meant to be: {share}"
+    believed, guarded = (check(group_norm, maps, 1e-4)[1][1] for group_norm in ("corrected", "guarded"))
+    assert believed.abs().max() > 1.5 * guarded.abs().max()

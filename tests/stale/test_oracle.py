@@ -15,7 +15,7 @@ from .runs import Run, emulated, errors, plain
 
 ON_RANKS = "tests.stale.on_ranks"
 SAME = 1e-5
-GROUP_NORMS = ("corrected", "stale", "separate", "sync")
+GROUP_NORMS = ("corrected", "guarded", "stale", "separate", "sync")
 STRATEGIES = (
     *(f"displaced:warmup_steps=1,group_norm={each}" for each in GROUP_NORMS),
     *(f"pcpp:warmup_steps=2,group_norm={each}" for each in GROUP_NORMS),

@@ -115,7 +115,13 @@ def test_treatments(strategy: Any) -> None:
 
 @pytest.mark.parametrize(
     ("given", "moments"),
-    [("corrected", "corrected"), ("stale", "stale"), ("separate", "separate"), ("sync", "fresh")],
+    [
+        ("corrected", "corrected"),
+        ("guarded", "guarded"),
+        ("stale", "stale"),
+        ("separate", "separate"),
+        ("sync", "fresh"),
+    ],
 )
 def test_group_norms(given: Any, moments: str) -> None:
     assert DisplacedPatch(group_norm=given).treatment.moments == moments
