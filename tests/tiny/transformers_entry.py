@@ -1,0 +1,97 @@
+"""What an entry of the registry of tiny transformers is, and the sizes and inputs its calls are drawn from.
+
+Shapes: B batch, S image tokens, T text tokens, C channels, F frames, H and W rows and columns of patches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor, nn
+
+from .weights import enliven
+
+BATCH = 2
+IMAGE = ((5, 7), (6, 8))
+IMAGE_TEXT = (12, 24)
+"""35 image tokens: uneven on 2 and 3 ranks, 12 on the first of 3, as many as of text. 48: 24 on each of 2, likewise."""
+VIDEO = ((5, 5, 5), (2, 4, 6))
+VIDEO_TEXT = (42, 24)
+"""125 image tokens and 48, chosen in the same way."""
+SOUND = (35, 48)
+"""Tokens of sequences without rows."""
+
+Call = Callable[[int], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiny:
+    """A transformer class of diffusers, a configuration of it in small, and calls for it.
+
+    `call(variant)` gives keyword arguments; the variants 0 and 1 have different numbers of tokens.
+    `tokens` is the argument to be denoised and `layout` its dimensions, `output_layout` those of what comes out where
+    they differ. `isolated` says why the first token does not see the last; it is empty where it does.
+    """
+
+    name: str
+    family: str
+    config: Mapping[str, Any]
+    call: Call
+    tokens: str = "hidden_states"
+    layout: str = "BSC"
+    output_layout: str = ""
+    isolated: str = ""
+
+    def build(self) -> nn.Module:
+        """The same weights every time: CPU, fp32, random, with attention that decides the result."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = getattr(diffusers, self.name)(**self.config)
+            return _draw_zeros(enliven(model.float().eval().requires_grad_(False)))
+
+
+def _draw_zeros(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    """The same values for the same shape and seed, on every rank and in every run."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * seed + sum(shape)))
+
+
+def ragged(length: int) -> Tensor:
+    """A mask (B, T) of ones whose second row ends in a third of zeros."""
+    mask = torch.ones(BATCH, length, dtype=torch.long)
+    mask[1, length - length // 3 :] = 0
+    return mask
+
+
+def flow_time() -> Tensor:
+    """Times between 0 and 1, another one for each sample of the batch."""
+    return torch.tensor([0.7, 0.3])
+
+
+def step_time() -> Tensor:
+    """The same among a thousand steps."""
+    return 1000 * flow_time()
+
+
+def positions(*grid: int, axes: int = 3) -> Tensor:
+    """The place of every token of a grid (S, axes); axes the grid lacks are 0 and come first."""
+    places = torch.cartesian_prod(*(torch.arange(size) for size in grid)).reshape(math.prod(grid), len(grid))
+    return torch.cat([torch.zeros(len(places), axes - len(grid), dtype=torch.long), places], dim=1).float()
+
+
+def angles(tokens: int, width: int) -> tuple[Tensor, Tensor]:
+    """A rotary table, cosines and sines (S, width), of neighbouring channels that turn together."""
+    turned = torch.outer(torch.arange(tokens) * 0.7, 100.0 ** -torch.linspace(0, 1, width // 2))
+    turned = turned.repeat_interleave(2, dim=1)
+    return turned.cos(), turned.sin()
