@@ -20,6 +20,8 @@ from patchpar.errors import UnsupportedModel
 from patchpar.exchange import Gather, Gathering
 from patchpar.layers import Partial, attend, merge_partials
 from patchpar.memory import Slot
+from patchpar.sequence.call import Shared
+from patchpar.sequence.modes import attend_together
 from patchpar.share import Share
 from patchpar.tokens import Grid
 from patchpar.transport import Spec
@@ -84,7 +86,7 @@ def attend_over_shares(  # noqa: PLR0913 - the signature is torch's
     asked = Asked(query, KeysValues(key.transpose(1, 2), value.transpose(1, 2)), scale)
     grid, slot = share.grid(asked.own.k_BlND.shape[1]), share.slot(where, share.treatment.context)
     if slot is None:
-        return _attend_now(share, where, grid, asked, {})
+        return _attend_together(share, where, grid, asked)
     if share.treatment.resync is not None:
         _note_drift(share, slot, asked.own.k_BlND)
     if isinstance(share.treatment.context, CachedPartials):
@@ -100,8 +102,16 @@ class Asked(NamedTuple):
     scale: float | None
 
 
+def _attend_together(share: Share, where: str, grid: Grid, asked: Asked) -> Tensor:
+    """With everybody's keys of this step, in the way that was asked for."""
+    sizes = tuple(grid.num_tokens(place) for place in range(share.axis.size))
+    k_BNlD, v_BNlD = _by_head(asked.own)
+    shared = Shared(q_BNlD=asked.query, k_BMlD=k_BNlD, v_BMlD=v_BNlD, sizes=sizes, place=share.place, scale=asked.scale)
+    return attend_together(share.treatment.keys, share.door, share.axis, where, shared)
+
+
 def _attend_now(share: Share, where: str, grid: Grid, asked: Asked, others: dict[int, KeysValues]) -> Tensor:
-    """With everybody's keys of this step, which are left in `others`."""
+    """With everybody's keys of this step, which are left in `others` for the next."""
     pending = _gather(share, where, grid, asked.own)
 
     def partials() -> Iterator[Partial]:

@@ -191,7 +191,8 @@ def merge_partials(partials: Iterable[Partial]) -> Partial:
         if out is None or lse is None:
             (out, lse), dtype = partial, partial.out_BNlD.dtype
             continue
-        share_BNl1 = torch.sigmoid(partial.lse_BNl - lse).unsqueeze(-1)
+        ahead_BNl = (partial.lse_BNl - lse).nan_to_num()  # a query that sees nothing of either part is at -inf in both
+        share_BNl1 = torch.sigmoid(ahead_BNl).unsqueeze(-1)
         out = torch.lerp(out.float(), partial.out_BNlD.float(), share_BNl1)
         lse = torch.logaddexp(lse, partial.lse_BNl)
     assert out is not None, "attention over no keys"

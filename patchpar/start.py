@@ -82,7 +82,7 @@ def plan_of(plan: object) -> Plan | None:
         plan = Plan.parse(plan) if plan != "single" else Plan()
     if not isinstance(plan, Plan):
         raise PlanError(f"plan={plan!r}: use 'auto', a Plan, or a text such as 'cfg=2,patch=2'")
-    resolve_strategy(plan.strategy)
+    resolve_strategy(plan.strategy).check_places(plan.patch)
     return plan
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from patchpar.errors import PlanError
+from patchpar.key_exchange import KeyExchange
 from patchpar.resync import Resync
 from patchpar.selection import Everything, Selection
 
@@ -55,6 +56,7 @@ class Treatment:
 
     The first `warmup_steps` denoising steps are exact; None: all. `published`: halos and moments go to everyone, and
     keys and values are joined by copying, as in DistriFusion's code. `bucket`: how many small messages leave together.
+    `keys`: how they are exchanged where all are of this step.
     """
 
     name: str = "exact"
@@ -62,6 +64,7 @@ class Treatment:
     halo: Literal["fresh", "stale"] = "fresh"
     moments: Moments = "fresh"
     context: Context | CachedPartials | None = None
+    keys: KeyExchange = field(default_factory=KeyExchange)
     published: bool = False
     bucket: int = 16
     resync: Resync | None = None

@@ -27,8 +27,7 @@ def parse_strategy(text: str) -> Any:
     for part in filter(None, (piece.strip() for piece in rest.replace(":", ",").split(","))):
         key, equals, value = part.partition("=")
         if not equals or key not in options:
-            valid = f"its options are {', '.join(options)}" if options else "it has no options"
-            raise PlanError(f"strategy {name!r} does not know {part!r}: {valid}")
+            raise PlanError(f"strategy {name!r} does not know {part!r}: its options are {', '.join(options)}")
         given[key] = _value(name, key, value)
     return strategies[name](**given)
 

@@ -5,7 +5,7 @@ scales the variance by N/(N-1). Here moments merge exactly in fp32, and waiting 
 convolution and attention to our own keys run while the others' values travel.
 
 axis        patch: each rank owns a band of rows, or of columns where the picture is wider than tall
-exchanged   moments with raw edge rows (one round per norm-convolution pair), halo rows, keys and values
+exchanged   moments with raw edge rows (one round per norm-convolution pair), halo rows, keys and values (or queries)
 when        this step's values
 """
 
@@ -14,17 +14,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from patchpar.key_exchange import KeyExchange
 from patchpar.strategies.strategy import PatchStrategy
 from patchpar.treatment import Treatment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactPatch(PatchStrategy):
-    """Bands with this step's values everywhere: within rounding of one device. No options."""
+    """Bands with this step's values everywhere: within rounding of one device.
+
+    `attention`: how queries meet everybody's keys. "gather": all keys come at once; "ring" and "two-way-ring": they go
+    round (arXiv:2310.01889); "token-ring": queries go round (arXiv:2412.20501). `ulysses`: so many neighbouring ranks
+    exchange tokens for heads first (arXiv:2309.14509), and the way above is between those groups (USP,
+    arXiv:2405.07719); as many as there are bands is Ulysses alone. Raises PlanError.
+    """
 
     name: ClassVar[str] = "exact"
+    attention: str = "gather"
+    ulysses: int = 1
+
+    def __post_init__(self) -> None:
+        self.treatment  # noqa: B018 - its parts check themselves
+
+    def check_places(self, places: int) -> None:
+        """Raise PlanError unless `ulysses` divides the bands."""
+        self.treatment.keys.check_places(places)
 
     @property
     def treatment(self) -> Treatment:
         """Everything of this step."""
-        return Treatment()
+        return Treatment(name=str(self), keys=KeyExchange(way=self.attention, ulysses=self.ulysses))

@@ -31,6 +31,9 @@ class PatchStrategy:
         """What its seams do."""
         raise NotImplementedError
 
+    def check_places(self, places: int) -> None:
+        """Raise PlanError unless so many ranks can do this. Most strategies take any number."""
+
     def install(
         self,
         denoiser: nn.Module,
@@ -47,8 +50,5 @@ class PatchStrategy:
         return PatchedDenoiser(denoiser, (door, axis), self.treatment, clock=clock, split=split, verdicts=verdicts)
 
     def __str__(self) -> str:
-        given = [f"{field.name}={getattr(self, field.name)}" for field in fields(self) if self._is_set(field.name)]
+        given = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
         return self.name + (":" + ":".join(given) if given else "")
-
-    def _is_set(self, option: str) -> bool:
-        return bool(getattr(self, option) != getattr(type(self)(), option))

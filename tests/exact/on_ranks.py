@@ -37,16 +37,26 @@ def first(output: Any) -> Tensor:
 
 
 def patched(
-    place: Place, denoiser: nn.Module, split: str = "auto", verdicts: Verdicts | None = None
+    place: Place,
+    denoiser: nn.Module,
+    split: str = "auto",
+    verdicts: Verdicts | None = None,
+    strategy: ExactPatch | None = None,
 ) -> PatchedDenoiser:
     axis = place.mesh(patch=place.world)["patch"]
-    return ExactPatch().install(denoiser, place.door(), axis, split=split, verdicts=verdicts)
+    return (strategy or ExactPatch()).install(denoiser, place.door(), axis, split=split, verdicts=verdicts)
 
 
 @torch.no_grad()
-def parity(place: Place, name: str, sizes: Sequence[tuple[int, int]], split: str = "auto") -> list[Errors]:
+def parity(
+    place: Place,
+    name: str,
+    sizes: Sequence[tuple[int, int]],
+    split: str = "auto",
+    strategy: ExactPatch | None = None,
+) -> list[Errors]:
     denoiser = denoisers.build(name)
-    bands = patched(place, denoiser, split)
+    bands = patched(place, denoiser, split, strategy=strategy)
     found = []
     for height, width in sizes:
         call = denoisers.call(name, height, width)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from patchpar.strategies.exact import ExactPatch
 from tests.exact import denoisers
 
 ON_RANKS = "tests.exact.on_ranks"
@@ -52,6 +53,23 @@ def test_bands_of_the_shorter_side_when_asked(ranks: Any) -> None:
 def test_rows_and_columns_by_turns(ranks: Any) -> None:
     """The longer side is split, so that the seams change with the size."""
     for found in ranks.run(f"{ON_RANKS}:parity", 2, "sdxl", [(16, 8), (8, 16), (16, 12)]):
+        check(found)
+
+
+WAYS = (
+    ExactPatch(attention="ring"),
+    ExactPatch(attention="two-way-ring"),
+    ExactPatch(attention="token-ring"),
+    ExactPatch(ulysses=2),
+    ExactPatch(attention="ring", ulysses=2),
+    ExactPatch(attention="token-ring", ulysses=2),
+)
+
+
+@pytest.mark.parametrize("strategy", WAYS, ids=str)
+@pytest.mark.parametrize("name", ["sdxl", "sd"])
+def test_other_ways_to_meet_everybodys_keys(ranks: Any, name: str, strategy: ExactPatch) -> None:
+    for found in ranks.run(f"{ON_RANKS}:parity", 4, name, [odd_size(name, 4), (16, 8)], "auto", strategy):
         check(found)
 
 

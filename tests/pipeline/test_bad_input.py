@@ -243,6 +243,8 @@ def test_arguments_that_do_not_fit(no_work: ParallelPipeline, args: Any, kwargs:
         ("cfg=2,patch=2", ["takes 4 devices", "there are 2"]),
         ("depth=2", ["'depth'", "data, cfg, patch"]),
         ("patch=2,strategy=psychic", ["psychic", "exact"]),
+        ("patch=2,strategy=exact:ulysses=4", ["ulysses=4 does not divide 2 ranks", "use 1, 2"]),
+        ("patch=2,strategy=exact:attention=star", ["attention='star'", "token-ring"]),
     ],
 )
 def test_a_plan_that_is_set_later(no_work: ParallelPipeline, plan: str, words: list[str]) -> None:

@@ -47,7 +47,7 @@ def test_text_and_back(strategy: Any) -> None:
     [
         ("disp", "unknown strategy 'disp': use one of exact, fresh-edges, displaced, pcpp"),
         ("", "unknown strategy ''"),
-        ("exact:warmup_steps=2", "strategy 'exact' does not know 'warmup_steps=2': it has no options"),
+        ("exact:warmup_steps=2", "strategy 'exact' does not know 'warmup_steps=2': its options are attention, ulysses"),
         ("displaced:fraction=0.3", "does not know 'fraction=0.3': its options are warmup_steps, group_norm, preset"),
         ("pcpp:warmup=3", "its options are fraction, warmup_steps, context, group_norm"),
         ("fresh-edges:pooled", "does not know 'pooled'"),

@@ -1,0 +1,105 @@
+"""Where a transformer's tokens are, as data: found once for a model, printed for a person, carried out by `shard`.
+
+    transformer_blocks, 19 x FluxTransformerBlock
+      hidden_states            tokens along dim 1
+      image_rotary_emb[0]      tokens along dim 0, last
+      attention                keys: tokens last, the rest is everybody's
+      output 1                 tokens along dim 1
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from patchpar.errors import UnsupportedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A run of tokens along `dim`, after `before` rows that are not split and before `after` more.
+
+    None: as many as there are, since only the run's length is known. At most one of them is.
+    """
+
+    dim: int
+    before: int | None = 0
+    after: int | None = 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nothing else along the dim."""
+        return self.before == 0 and self.after == 0
+
+    def start(self, size: int, tokens: int) -> int:
+        """Where the run starts in `size` rows, `tokens` of which are in it. Raises UnsupportedModel."""
+        rest = size - tokens
+        known = (self.before or 0) + (self.after or 0)
+        if rest < known or (rest != known and self.before is not None and self.after is not None):
+            raise UnsupportedModel(f"{size} rows do not hold {tokens} tokens {self}: the model was watched otherwise")
+        return self.before if self.before is not None else rest - (self.after or 0)
+
+    def __str__(self) -> str:
+        if self.alone:
+            return f"along dim {self.dim}"
+        if self.before is None:
+            return f"along dim {self.dim}, last" + (f" but for {self.after}" if self.after else "")
+        return f"along dim {self.dim}, " + (f"after {self.before} others" if self.before else "first")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of scaled_dot_product_attention in a block. None: no token that is split is among them."""
+
+    queries: Rows | None
+    keys: Rows | None
+
+    def __str__(self) -> str:
+        if self.keys is None:
+            return "keys are everybody's: nothing is exchanged"
+        asked = "" if self.queries is not None else ", asked by what everybody has"
+        return f"keys exchanged, tokens {self.keys}{asked}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPlan:
+    """What to do at the blocks of one kind. `inputs` by the path of an argument, `outputs` by number.
+
+    `signature` tells the kind apart: which arguments are tensors. `ratio`: tokens for each number of the latent of one
+    sample, wanted where no argument consists of tokens alone.
+    """
+
+    name: str
+    kind: str
+    signature: tuple[str, ...]
+    inputs: Mapping[str, Rows]
+    attentions: tuple[AttentionCall, ...]
+    outputs: Mapping[int, Rows]
+    ratio: float
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}, {self.kind}"]
+        lines += [f"  {path:<32} tokens {rows}" for path, rows in self.inputs.items()]
+        lines += [f"  attention {number:<22} {call}" for number, call in enumerate(self.attentions)]
+        lines += [f"  output {number:<25} tokens {rows}" for number, rows in self.outputs.items()]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenPlan:
+    """Where tokens are split, and what is left whole on every rank, with the reason.
+
+    `paths`: the modules whose blocks are split. `latent`: the path of the argument that is denoised.
+    """
+
+    denoiser: str
+    latent: str
+    paths: tuple[str, ...]
+    blocks: tuple[BlockPlan, ...]
+    whole: Mapping[str, str]
+
+    def find(self, name: str, signature: tuple[str, ...]) -> BlockPlan | None:
+        """The plan of a block of the list `name`; None where it is left whole."""
+        return next((each for each in self.blocks if each.name == name and each.signature == signature), None)
+
+    def __str__(self) -> str:
+        left = [f"{name}: every rank has all of it, since {reason}" for name, reason in self.whole.items()]
+        return "\n".join([f"{self.denoiser}, {len(self.paths)} blocks split by tokens", *map(str, self.blocks), *left])

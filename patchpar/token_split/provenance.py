@@ -1,0 +1,119 @@
+"""Which row of an input a row of something computed comes from: by disturbing rows and looking at what moves.
+
+Rows are disturbed in groups, twice for each bit of their number: those that have the bit, then those that have not.
+
+    row 5 of 8 = 101        moves with bit 2, without bit 1, with bit 0: that is its name
+    a mean of rows          moves both with and without: it has several sources
+    a constant              never moves
+
+So 2 log2(n) runs tell the source of every row at once, whatever is of the same length as what.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from patchpar.errors import UnsupportedModel
+
+UNMOVED, MIXED = -1, -2
+TOLERANCE = 1e-4  # of the largest value: below it is rounding, as in a product over another number of rows
+
+Observed = Mapping[str, Tensor]
+Observe = Callable[[Tensor], Observed]
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """For each dim of something observed, the source of each index: a row's number, UNMOVED or MIXED."""
+
+    by_dim: tuple[Tensor, ...]
+
+    def named(self, dim: int) -> bool:
+        """Whether some indices of `dim` have one row as their source."""
+        return bool((self.by_dim[dim] >= 0).any())
+
+    def mixed(self, dim: int) -> bool:
+        """Whether some indices of `dim` have several."""
+        return bool((self.by_dim[dim] == MIXED).any())
+
+    @property
+    def moved(self) -> bool:
+        """Whether anything has moved at all."""
+        return bool((self.by_dim[0] != UNMOVED).any()) if self.by_dim else False
+
+    def row_dims(self) -> list[int]:
+        """Dims along which every index has at most one row as its source, and some have one."""
+        return [dim for dim in range(len(self.by_dim)) if self.named(dim) and not self.mixed(dim)]
+
+
+def trace_rows(observe: Observe, x: Tensor, dim: int) -> dict[str, Sources]:
+    """Where the rows of `x` along `dim` go in what `observe` makes of it; empty where they are no rows of anything.
+
+    Raises UnsupportedModel when what is observed depends on the values.
+    """
+    base, size = observe(x), x.shape[dim]
+    hits: dict[str, list[tuple[list[Tensor], list[Tensor]]]] = {name: [] for name in base}
+    numbers = torch.arange(size)
+    for bit in reversed(range((size - 1).bit_length())):
+        has_bit = (numbers >> bit & 1).bool()
+        seen = [observe(disturbed(x, dim, numbers[group])) for group in (has_bit, ~has_bit)]
+        for name, before in base.items():
+            one, other = (moved_indices(before, _same(name, before, after)) for after in seen)
+            hits[name].append((one, other))
+        if bit == (size - 1).bit_length() - 1 and not _any_named(hits):
+            return {}
+    return {name: _decoded(found) for name, found in hits.items()}
+
+
+def disturbed(x: Tensor, dim: int, indices: Tensor) -> Tensor:
+    """A copy of `x` in which the rows `indices` along `dim` are clearly others. Always by the same random numbers."""
+    indices = indices.to(x.device)
+    rows = x.index_select(dim, indices)
+    return x.index_copy(dim, indices, _other(rows))
+
+
+def _other(x: Tensor) -> Tensor:
+    if x.dtype == torch.bool:
+        return ~x
+    if not (x.is_floating_point() or x.is_complex()):
+        return x + 1
+    generator = torch.Generator().manual_seed(x.numel())
+    noise = torch.randn(x.shape, generator=generator, dtype=torch.complex64 if x.is_complex() else torch.float32)
+    return (x.nan_to_num(0.0, 0.0, 0.0) + (1 + x.nan_to_num(0.0, 0.0, 0.0).abs()) * noise.to(x.device)).to(x.dtype)
+
+
+def moved_indices(before: Tensor, after: Tensor) -> list[Tensor]:
+    """For each dim, which indices hold something that differs by more than rounding."""
+    if before.is_floating_point() or before.is_complex():
+        finite = before.abs().nan_to_num(0.0, 0.0, 0.0)
+        floor = TOLERANCE * finite.amax() if finite.numel() else 0.0
+        differs = ~((after - before).abs() <= floor) & (after != before) & ~(after.isnan() & before.isnan())
+    else:
+        differs = after != before
+    dims = range(before.ndim)
+    return [differs.any(tuple(d for d in dims if d != dim)) if before.ndim > 1 else differs for dim in dims]
+
+
+def _same(name: str, before: Tensor, after: Tensor | None) -> Tensor:
+    if after is None or after.shape != before.shape:
+        raise UnsupportedModel(f"the shape of {name} depends on values, so its rows cannot be traced")
+    return after
+
+
+def _any_named(hits: Mapping[str, Sequence[tuple[list[Tensor], list[Tensor]]]]) -> bool:
+    return any((one ^ other).any() for found in hits.values() for one, other in zip(*found[0], strict=True))
+
+
+def _decoded(found: Sequence[tuple[list[Tensor], list[Tensor]]]) -> Sources:
+    """Numbers from hits: a row that moved with exactly one group of every bit has that number."""
+    by_dim = []
+    for dim in range(len(found[0][0])):
+        with_bit, without = (torch.stack([pair[rail][dim] for pair in found]).cpu() for rail in (0, 1))
+        weights = 2 ** torch.arange(len(found) - 1, -1, -1).unsqueeze(-1)
+        number = (with_bit * weights).sum(0)
+        number[~(with_bit ^ without).all(0)] = MIXED
+        number[~(with_bit | without).any(0)] = UNMOVED
+        by_dim.append(number)
+    return Sources(tuple(by_dim))
