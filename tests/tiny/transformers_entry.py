@@ -35,7 +35,7 @@ class Tiny:
 
     `call(variant)` gives keyword arguments; the variants 0 and 1 have different numbers of tokens.
     `tokens` is the argument to be denoised and `layout` its dimensions, `output_layout` those of what comes out where
-    they differ. `isolated` says why the first token does not see the last; it is empty where it does.
+    they differ. `empty` names the ends of parameters that the class leaves uninitialised. `isolated` says why the first token does not see the last; it is empty where it does.
     """
 
     name: str
@@ -45,6 +45,7 @@ class Tiny:
     tokens: str = "hidden_states"
     layout: str = "BSC"
     output_layout: str = ""
+    empty: tuple[str, ...] = ()
     isolated: str = ""
 
     def build(self) -> nn.Module:
@@ -52,13 +53,20 @@ class Tiny:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = getattr(diffusers, self.name)(**self.config)
-            return _draw_zeros(enliven(model.float().eval().requires_grad_(False)))
+            model = model.float().eval().requires_grad_(False)
+            for name, parameter in model.named_parameters():
+                if name.endswith(self.empty):
+                    parameter.zero_()
+            return _open_gates(enliven(model))
 
 
-def _draw_zeros(model: nn.Module) -> nn.Module:
-    for parameter in model.parameters():
+def _open_gates(model: nn.Module) -> nn.Module:
+    """Biases of a size that matters: gates and scales made of the time are next to nothing without. In place."""
+    for name, parameter in model.named_parameters():
         if not parameter.any():
             nn.init.normal_(parameter, std=0.2)
+        elif name.endswith("bias"):
+            parameter.add_(0.4 * torch.randn_like(parameter))
     return model
 
 
