@@ -1,4 +1,4 @@
-"""One frozen dataclass per verb: its fields are the flags. Here are those that `generate` and `compare` share."""
+"""One frozen dataclass per verb: its fields are the flags. Here are those that several verbs share."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ Model = Annotated[str, typer.Option(help="A folder, a hub id, or 'embedded': the
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What to draw, with what, on which devices."""
+class Asked:
+    """With what to draw, on which devices, in which way."""
 
-    prompt: Annotated[list[str], typer.Argument(help="What to draw. Several prompts make several pictures.")]
     model: Model = "embedded"
     devices: Devices = "auto"
     plan: Annotated[str, typer.Option(help="auto, or degrees per axis: cfg=2,patch=2.")] = "auto"
@@ -48,11 +47,7 @@ class Request:
     width: Annotated[int | None, typer.Option(help="Pixels; by default the model's own size.")] = None
     steps: Annotated[int | None, typer.Option(help="Denoising steps; by default the pipeline's own.")] = None
     guidance_scale: Annotated[float | None, typer.Option(help="By default the pipeline's own.")] = None
-    negative_prompt: Annotated[str | None, typer.Option(help="What the picture must not show.")] = None
-    seed: Annotated[
-        int, typer.Option(help="Same seed, same picture, on any devices; the next picture has the next seed.")
-    ] = 0
-    num_images: Annotated[int, typer.Option(help="Pictures per prompt.")] = 1
+    negative_prompt: Annotated[str | None, typer.Option(help="What must not be seen.")] = None
     dtype: Annotated[Dtype | None, typer.Option(help="Load the weights in this format.")] = None
     variant: Annotated[str | None, typer.Option(help="Weight files to take, such as fp16.")] = None
     trace: Annotated[
@@ -61,9 +56,9 @@ class Request:
     json: Json = False
     debug: Debug = False
 
-    def check(self) -> None:
+    def check_counts(self, *names: str) -> None:
         """Raise PlanError for a count or a size below 1 or a trace that has no place, before anything is started."""
-        for name in ("height", "width", "steps", "num_images"):
+        for name in ("height", "width", "steps", *names):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
@@ -73,7 +68,35 @@ class Request:
     def for_loading(self) -> dict[str, Any]:
         """Keyword arguments of `ParallelPipeline.from_pretrained`, devices and plan aside."""
         dtype = None if self.dtype is None else self.dtype.value
-        return _given(torch_dtype=dtype, variant=self.variant)
+        return given(torch_dtype=dtype, variant=self.variant)
+
+    def for_sampling(self) -> dict[str, Any]:
+        """Size, steps and guidance, as diffusers names them."""
+        return given(
+            height=self.height,
+            width=self.width,
+            num_inference_steps=self.steps,
+            guidance_scale=self.guidance_scale,
+        )
+
+    def traced(self) -> dict[str, str]:
+        """Where the trace is, for the report; empty where none was asked for."""
+        return {} if self.trace is None else {"trace": str(self.trace)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request(Asked):
+    """What pictures to draw."""
+
+    prompt: Annotated[list[str], typer.Argument(help="What to draw. Several prompts make several pictures.")]
+    seed: Annotated[
+        int, typer.Option(help="Same seed, same picture, on any devices; the next picture has the next seed.")
+    ] = 0
+    num_images: Annotated[int, typer.Option(help="Pictures per prompt.")] = 1
+
+    def check(self) -> None:
+        """Raise PlanError for flags that cannot be, before anything is started."""
+        self.check_counts("num_images")
 
     def for_drawing(self) -> dict[str, Any]:
         """Keyword arguments of the pipeline's call, as diffusers names them.
@@ -85,20 +108,13 @@ class Request:
         generators = [Generator("cpu").manual_seed(self.seed + number) for number in range(self.pictures)]
         several = len(self.prompt) > 1
         negative = self.negative_prompt
-        return _given(
+        return given(
             prompt=self.prompt if several else self.prompt[0],
             negative_prompt=[negative] * len(self.prompt) if several and negative is not None else negative,
-            height=self.height,
-            width=self.width,
-            num_inference_steps=self.steps,
-            guidance_scale=self.guidance_scale,
             num_images_per_prompt=self.num_images,
             generator=generators if len(generators) > 1 else generators[0],
+            **self.for_sampling(),
         )
-
-    def traced(self) -> dict[str, str]:
-        """Where the trace is, for the report; empty where none was asked for."""
-        return {} if self.trace is None else {"trace": str(self.trace)}
 
     @property
     def pictures(self) -> int:
@@ -144,5 +160,6 @@ def takes(flags: type[F], command: Callable[[F], None]) -> Callable[..., None]:
     return run
 
 
-def _given(**values: Any) -> dict[str, Any]:
+def given(**values: Any) -> dict[str, Any]:
+    """What was not left out."""
     return {name: value for name, value in values.items() if value is not None}

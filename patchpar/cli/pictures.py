@@ -38,13 +38,14 @@ def save(picture: Image, path: Path) -> None:
     beside = Path(name)
     try:
         picture.save(beside)
-        beside.chmod(0o666 & ~_umask())  # mkstemp makes it private; a picture is an ordinary file
+        beside.chmod(0o666 & ~umask())  # mkstemp makes it private; a picture is an ordinary file
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
 
 
-def _umask() -> int:
+def umask() -> int:
+    """What this process takes from the permissions of new files."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

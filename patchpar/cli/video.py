@@ -1,0 +1,106 @@
+"""`patchpar video PROMPT`: draw a video and save it as a file, or frame by frame."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from patchpar.cli.film import check_film, check_folder, frames_of, save_film, save_frames
+from patchpar.cli.flags import Asked, given, plan_of
+from patchpar.cli.speech import friendly_errors, print_json, progress, stdout_kept_clean
+from patchpar.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Video(Asked):
+    """The flags of `video`."""
+
+    prompt: Annotated[str | None, typer.Argument(help="What to show; some models want an --image instead.")] = None
+    model: Annotated[str, typer.Option(help="A folder or a hub id of a video pipeline.")]
+    image: Annotated[Path | None, typer.Option(help="A picture to begin with, for models that take one.")] = None
+    num_frames: Annotated[int | None, typer.Option(help="By default the pipeline's own.")] = None
+    fps: Annotated[int, typer.Option(help="Frames per second of the file.")] = 16
+    seed: Annotated[int, typer.Option(help="Same seed, same video, on any devices.")] = 0
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the video goes: .mp4, .mkv or .webm.")] = Path(
+        "video.mp4"
+    )
+    frames: Annotated[Path | None, typer.Option(help="Also write each frame as PNG into this folder.")] = None
+
+    def check(self) -> None:
+        """Raise PlanError for flags that cannot be, before anything is started."""
+        self.check_counts("num_frames", "fps")
+        if self.prompt is None and self.image is None:
+            raise PlanError("nothing to show: give a prompt, or --image for a model that goes on from a picture")
+        if self.image is not None and not self.image.is_file():
+            raise PlanError(f"--image {self.image}: there is no such file")
+        check_film(self.output)
+        if self.frames is not None:
+            check_folder(self.frames)
+
+    def for_drawing(self) -> dict[str, Any]:
+        """Keyword arguments of the pipeline's call, as diffusers names them."""
+        from torch import Generator
+
+        return given(
+            prompt=self.prompt,
+            negative_prompt=self.negative_prompt,
+            image=self._picture(),
+            num_frames=self.num_frames,
+            generator=Generator("cpu").manual_seed(self.seed),
+            **self.for_sampling(),
+        )
+
+    def _picture(self) -> Any:
+        if self.image is None:
+            return None
+        from PIL import Image, UnidentifiedImageError
+
+        try:
+            return Image.open(self.image).convert("RGB")
+        except (UnidentifiedImageError, OSError) as error:
+            raise PlanError(f"--image {self.image} cannot be read as a picture: {error}") from error
+
+
+def video(request: Video) -> None:
+    """Draw a video on several devices, and save it."""
+    with friendly_errors(request.debug):
+        request.check()
+        arguments = request.for_drawing()
+        with stdout_kept_clean(request.json):
+            run, output = _draw(request, arguments)
+        frames = frames_of(output)
+        if frames is None:
+            return  # under torchrun, a rank that has no result: rank 0 saves and reports
+        save_film(frames, request.output, request.fps)
+        paths = [request.output, *(save_frames(frames, request.frames) if request.frames is not None else [])]
+        if request.trace is not None:
+            run.save_trace(request.trace)
+        _report(run, paths, len(frames), request)
+
+
+def _draw(request: Video, arguments: dict[str, Any]) -> tuple[Any, Any]:
+    from patchpar import ParallelPipeline
+
+    plan = plan_of(request.plan, request.strategy)
+    opened = {"devices": request.devices, "plan": plan, **request.for_loading()}
+    with progress("drawing") as step, ParallelPipeline.from_pretrained(request.model, **opened) as pipe:
+        pipe.set_progress_bar_config(disable=True)
+        pipe.on_step, pipe.tracing = step, request.trace is not None
+        output = pipe(**arguments)
+        return pipe.last_run, output
+
+
+def _report(run: Any, paths: list[Path], count: int, request: Video) -> None:
+    if request.json:
+        figures = {"frames": count, "fps": request.fps, "outputs": [str(path) for path in paths]}
+        print_json({**run.as_dict(), **figures, **request.traced()})
+        return
+    typer.echo(str(run))
+    typer.echo(f"saved {paths[0]}: {count} frames, {count / request.fps:.1f} s")
+    if request.frames is not None:
+        typer.echo(f"saved {len(paths) - 1} frames in {request.frames}")
+    for path in request.traced().values():
+        typer.echo(f"saved {path}")
