@@ -6,10 +6,24 @@ classes that have no entry, and why.
 
 from __future__ import annotations
 
-from . import transformers_flux, transformers_image, transformers_video
+from . import (
+    transformers_flux,
+    transformers_image,
+    transformers_joint,
+    transformers_latent,
+    transformers_video,
+    transformers_wan,
+)
 from .transformers_entry import Tiny
 
-_FAMILIES = (transformers_flux, transformers_image, transformers_video)
+_FAMILIES = (
+    transformers_flux,
+    transformers_image,
+    transformers_joint,
+    transformers_latent,
+    transformers_video,
+    transformers_wan,
+)
 
 TRANSFORMERS: dict[str, Tiny] = {
     entry.name: entry

@@ -35,7 +35,8 @@ class Tiny:
 
     `call(variant)` gives keyword arguments; the variants 0 and 1 have different numbers of tokens.
     `tokens` is the argument to be denoised and `layout` its dimensions, `output_layout` those of what comes out where
-    they differ. `empty` names the ends of parameters that the class leaves uninitialised. `isolated` says why the first token does not see the last; it is empty where it does.
+    they differ. `empty` names the ends of parameters that the class leaves uninitialised. `isolated` says why the
+    first token does not see the last; it is empty where it does.
     """
 
     name: str
@@ -61,12 +62,17 @@ class Tiny:
 
 
 def _open_gates(model: nn.Module) -> nn.Module:
-    """Biases of a size that matters: gates and scales made of the time are next to nothing without. In place."""
+    """Gates and scales made of the time are next to nothing at first: here they matter. In place; returns the model."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.bias is None and module.out_features >= 3 * module.in_features:
+            module.weight.mul_(3)
     for name, parameter in model.named_parameters():
         if not parameter.any():
             nn.init.normal_(parameter, std=0.2)
         elif name.endswith("bias"):
             parameter.add_(0.4 * torch.randn_like(parameter))
+        elif "scale_shift_table" in name or "to_out" in name or name.endswith("modulation"):
+            parameter.mul_(2)
     return model
 
 

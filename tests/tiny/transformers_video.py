@@ -20,10 +20,6 @@ def _text(variant: int) -> dict[str, Any]:
     return {"encoder_hidden_states": noise(BATCH, VIDEO_TEXT[variant], 32), "timestep": step_time()}
 
 
-def _wan(variant: int) -> dict[str, Any]:
-    return _text(variant) | {"hidden_states": latents(variant, 16)}
-
-
 def _hunyuan(variant: int) -> dict[str, Any]:
     return _text(variant) | {
         "hidden_states": latents(variant, 4),
@@ -52,18 +48,7 @@ def _ltx(variant: int) -> dict[str, Any]:
     }
 
 
-WAN = {
-    "num_attention_heads": 3,
-    "attention_head_dim": 12,
-    "text_dim": 32,
-    "freq_dim": 32,
-    "ffn_dim": 64,
-    "num_layers": 3,
-    "rope_max_seq_len": 32,
-}
-
 ENTRIES = (
-    Tiny(name="WanTransformer3DModel", family="wan", config=WAN, call=_wan, layout="BCFHW"),
     Tiny(
         name="HunyuanVideoTransformer3DModel",
         family="hunyuan_video",
