@@ -1,10 +1,10 @@
 """Where a transformer's tokens are, as data: found once for a model, printed for a person, carried out by `shard`.
 
-    transformer_blocks, 19 x FluxTransformerBlock
-      hidden_states            tokens along dim 1
-      image_rotary_emb[0]      tokens along dim 0, last
-      attention                keys: tokens last, the rest is everybody's
-      output 1                 tokens along dim 1
+transformer_blocks, 19 x FluxTransformerBlock
+  hidden_states            tokens along dim 1
+  image_rotary_emb[0]      tokens along dim 0, last
+  attention                keys: tokens last, the rest is everybody's
+  output 1                 tokens along dim 1
 """
 
 from collections.abc import Mapping
@@ -47,10 +47,14 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of scaled_dot_product_attention in a block. None: no token that is split is among them."""
+    """One call of scaled_dot_product_attention in a block. None: no token that is split is among them.
+
+    `mask_dims` counts the dims that its mask has when all tokens are there.
+    """
 
     queries: Rows | None
     keys: Rows | None
+    mask_dims: int | None = None
 
     def __str__(self) -> str:
         if self.keys is None:
@@ -61,7 +65,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:
-    """What to do at the blocks of one kind. `inputs` by the path of an argument, `outputs` by number.
+    """What to do at the blocks at `paths`, of one list and kind. `inputs` by the path of an argument, `outputs` by number.
 
     `signature` tells the kind apart: which arguments are tensors. `ratio`: tokens for each number of the latent of one
     sample, wanted where no argument consists of tokens alone.
@@ -69,6 +73,7 @@ class BlockPlan:
 
     name: str
     kind: str
+    paths: tuple[str, ...]
     signature: tuple[str, ...]
     inputs: Mapping[str, Rows]
     attentions: tuple[AttentionCall, ...]
@@ -76,7 +81,7 @@ class BlockPlan:
     ratio: float
 
     def __str__(self) -> str:
-        lines = [f"{self.name}, {self.kind}"]
+        lines = [f"{self.name}, {len(self.paths)} x {self.kind}"]
         lines += [f"  {path:<32} tokens {rows}" for path, rows in self.inputs.items()]
         lines += [f"  attention {number:<22} {call}" for number, call in enumerate(self.attentions)]
         lines += [f"  output {number:<25} tokens {rows}" for number, rows in self.outputs.items()]
@@ -87,18 +92,22 @@ class BlockPlan:
 class TokenPlan:
     """Where tokens are split, and what is left whole on every rank, with the reason.
 
-    `paths`: the modules whose blocks are split. `latent`: the path of the argument that is denoised.
+    `latent`: the name of the argument that is denoised.
     """
 
     denoiser: str
     latent: str
-    paths: tuple[str, ...]
     blocks: tuple[BlockPlan, ...]
     whole: Mapping[str, str]
 
-    def find(self, name: str, signature: tuple[str, ...]) -> BlockPlan | None:
-        """The plan of a block of the list `name`; None where it is left whole."""
-        return next((each for each in self.blocks if each.name == name and each.signature == signature), None)
+    @property
+    def paths(self) -> frozenset[str]:
+        """The blocks that are split."""
+        return frozenset(path for each in self.blocks for path in each.paths)
+
+    def find(self, path: str, signature: tuple[str, ...]) -> BlockPlan | None:
+        """The plan of a block that is called so; None where it is left whole."""
+        return next((each for each in self.blocks if path in each.paths and each.signature == signature), None)
 
     def __str__(self) -> str:
         left = [f"{name}: every rank has all of it, since {reason}" for name, reason in self.whole.items()]

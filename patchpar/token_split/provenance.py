@@ -60,7 +60,7 @@ def trace_rows(observe: Observe, x: Tensor, dim: int) -> dict[str, Sources]:
         has_bit = (numbers >> bit & 1).bool()
         seen = [observe(disturbed(x, dim, numbers[group])) for group in (has_bit, ~has_bit)]
         for name, before in base.items():
-            one, other = (moved_indices(before, _same(name, before, after)) for after in seen)
+            one, other = (moved_indices(before, _same(name, before, after.get(name))) for after in seen)
             hits[name].append((one, other))
         if bit == (size - 1).bit_length() - 1 and not _any_named(hits):
             return {}

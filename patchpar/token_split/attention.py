@@ -1,0 +1,191 @@
+"""One attention call in a block whose tokens are split: own queries against everybody's keys.
+
+Where queries and keys are the same tokens, as nearly always, any exact mode of `sequence` does it. Other calls (what
+everybody has asks the tokens, or a mask that is no longer whole) gather the keys first.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchpar.errors import UnsupportedModel
+from patchpar.exchange import Door, Gather
+from patchpar.mesh import Axis
+from patchpar.sequence.call import Shared
+from patchpar.token_split.plan import AttentionCall, Rows
+
+Mode = Callable[[Door, Axis, str, Shared], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How tokens are split between the places of an axis, and how their keys meet (None: never, wrong on purpose)."""
+
+    door: Door
+    axis: Axis
+    mode: Mode | None
+
+    def sizes(self, tokens: int) -> tuple[int, ...]:
+        """How many tokens each place has."""
+        each, more = divmod(tokens, self.axis.size)
+        return tuple(each + (place < more) for place in range(self.axis.size))
+
+    def own(self, tokens: int) -> tuple[int, int]:
+        """(first, count) of our tokens."""
+        sizes = self.sizes(tokens)
+        return sum(sizes[: self.axis.rank]), sizes[self.axis.rank]
+
+    def gather(self, x: Tensor, dim: int, start: int, tokens: int, where: str) -> Tensor:
+        """`x` with everybody's tokens, of which ours start at `start`; whatever is around them stays."""
+        count = self.own(tokens)[1]
+        own = x.narrow(dim, start, count).contiguous()
+        parts = Gather(self.door, self.axis, "tokens", where).shares(own, dim, self.sizes(tokens))
+        before, after = x.narrow(dim, 0, start), x.narrow(dim, start + count, x.shape[dim] - start - count)
+        return torch.cat([before, *parts, after], dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """The arguments of scaled_dot_product_attention."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def answer(self, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool = False) -> Tensor:
+        """Attention of these queries to other keys."""
+        return F.scaled_dot_product_attention(
+            self.query, key, value, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=self.enable_gqa
+        )
+
+
+def attend_split(split: Split, where: str, call: AttentionCall, tokens: int, asked: Asked) -> Tensor:
+    """What the call gives for our queries, `tokens` being split. Raises UnsupportedModel, ExchangeError."""
+    if asked.dropout_p:
+        raise UnsupportedModel(f"{where}: attention with dropout cannot be split: put the model in eval mode")
+    if call.mask_dims == 4 and asked.attn_mask is not None and asked.attn_mask.ndim == 2:
+        # diffusers' dispatcher makes a mask of keys out of [batch, keys], but only where all keys are there
+        asked = replace(asked, attn_mask=asked.attn_mask[:, None, None])
+    first, count = split.own(tokens)
+    queries = _Line.of(call.queries, asked.query, tokens, count)
+    if call.keys is None:
+        mask = None if asked.attn_mask is None else queries.cut(asked.attn_mask, -2, first)
+        return asked.answer(asked.key, asked.value, mask, causal=asked.is_causal)
+    keys = _Line.of(call.keys, asked.key, tokens, count)
+    mask = _whole_mask(split, where, asked, queries, keys)
+    if split.mode is None:
+        cut = None if mask is None else keys.cut(queries.cut(mask, -2, first), -1, first)
+        return asked.answer(asked.key, asked.value, cut)
+    if _fits_a_mode(asked, queries, keys, mask):
+        return _by_mode(split, where, asked, keys, mask)
+    key, value = (split.gather(x, -2, keys.start, tokens, where) for x in (asked.key, asked.value))
+    return asked.answer(key, value, None if mask is None else queries.cut(mask, -2, first))
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Queries or keys of a call: `own` of them are our tokens, from `start` on; with everybody's there are `whole`."""
+
+    start: int
+    own: int
+    tokens: int
+    local: int
+
+    @classmethod
+    def of(cls, rows: Rows | None, x: Tensor, tokens: int, own: int) -> "_Line":
+        size = x.shape[-2]
+        return cls(size, 0, 0, size) if rows is None else cls(rows.start(size, own), own, tokens, size)
+
+    @property
+    def whole(self) -> int:
+        return self.local - self.own + self.tokens
+
+    @property
+    def after(self) -> int:
+        return self.local - self.own - self.start
+
+    def cut(self, mask: Tensor, dim: int, first: int) -> Tensor:
+        """A mask that is whole along `dim`, as it is for ours."""
+        if mask.ndim < -dim or mask.shape[dim] in (1, self.local) or self.own == self.tokens:
+            return mask
+        sizes = (self.start, first, self.own, self.tokens - first - self.own, self.after)
+        before, _, own, _, after = mask.split(sizes, dim)
+        return torch.cat([before, own, after], dim)
+
+    def common_first(self, x: Tensor, dim: int, run: int) -> Tensor:
+        """What everybody has first, then the `run` of tokens."""
+        before, own, after = x.split([self.start, run, x.shape[dim] - self.start - run], dim)
+        return torch.cat([before, after, own], dim) if self.after else x
+
+    def in_order(self, x: Tensor, dim: int) -> Tensor:
+        """The other way round."""
+        before, after, own = x.split([self.start, self.after, self.own], dim)
+        return torch.cat([before, own, after], dim) if self.after else x
+
+
+def _whole_mask(split: Split, where: str, asked: Asked, queries: _Line, keys: _Line) -> Tensor | None:
+    """The mask with a column for every key of the whole, in their order; causality as a mask."""
+    mask = asked.attn_mask
+    if asked.is_causal:
+        size = (queries.whole, keys.whole)
+        return torch.ones(size, dtype=torch.bool, device=asked.query.device).tril()
+    if mask is None or mask.shape[-1] in (1, keys.whole):
+        return mask
+    if mask.shape[-1] != keys.local:
+        raise UnsupportedModel(
+            f"{where}: a mask of {mask.shape[-1]} columns is neither for the {keys.local} keys that are here nor for "
+            f"all {keys.whole}"
+        )
+    if mask.ndim < 2 or mask.shape[-2] == 1:
+        return split.gather(mask, -1, keys.start, keys.tokens, where)
+    return _outer_product(split, where, mask, queries, keys)
+
+
+def _outer_product(split: Split, where: str, mask: Tensor, queries: _Line, keys: _Line) -> Tensor:
+    """A mask made in the block from what is here, of tokens that count and tokens that do not."""
+    if mask.dtype != torch.bool:
+        raise UnsupportedModel(
+            f"{where}: a {mask.dtype} mask is made from the tokens that are here: it cannot be split"
+        )
+    rows, columns = mask.any(-1, keepdim=True), mask.any(-2, keepdim=True)
+    if not torch.equal(rows & columns, mask):
+        raise UnsupportedModel(f"{where}: a mask is made from the tokens that are here, and differs by query and key")
+    columns = split.gather(columns, -1, keys.start, keys.tokens, where)
+    return rows & columns
+
+
+def _fits_a_mode(asked: Asked, queries: _Line, keys: _Line, mask: Tensor | None) -> bool:
+    rows_whole = mask is None or mask.ndim < 2 or mask.shape[-2] in (1, keys.whole)
+    return queries == keys and rows_whole and asked.value.shape[-1] == asked.key.shape[-1]
+
+
+def _by_mode(split: Split, where: str, asked: Asked, line: _Line, mask: Tensor | None) -> Tensor:
+    assert split.mode is not None
+    flat = asked.query.ndim == 3
+    tensors = (x.unsqueeze(1) if flat else x for x in (asked.query, asked.key, asked.value))
+    query, key, value = (line.common_first(x, 2, line.own) for x in tensors)
+    if mask is not None:
+        mask = mask.unsqueeze(1) if flat and mask.ndim == 3 else mask
+        for dim in (-1, -2):
+            if mask.ndim >= -dim and mask.shape[dim] > 1:
+                mask = line.common_first(mask, dim, line.tokens)
+    shared = Shared(
+        q_BNlD=query,
+        k_BMlD=key,
+        v_BMlD=value,
+        sizes=split.sizes(line.tokens),
+        place=split.axis.rank,
+        common=line.local - line.own,
+        mask=mask,
+        scale=asked.scale,
+    )
+    out = line.in_order(split.mode(split.door, split.axis, where, shared), 2)
+    return out.squeeze(1) if flat else out

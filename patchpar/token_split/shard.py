@@ -1,0 +1,214 @@
+"""Carry out a token plan: hooks on the blocks that keep a rank's tokens its own from the first block to the last.
+
+    at a block's entry     whole arguments are cut to our tokens; tokens that the block before left are taken as they are
+    in the block           attention is over everybody's keys, see `attention`
+    after it               tokens stay ours until something outside a block looks at them: then they are gathered
+
+So nothing is gathered between blocks that hand tokens on, and everything the model does between blocks is exact.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from diffusers.hooks import HookRegistry, ModelHook
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.token_split.attention import Asked, Split, attend_split
+from patchpar.token_split.discovery import latent_size
+from patchpar.token_split.plan import BlockPlan, Rows, TokenPlan
+from patchpar.token_split.watch import Arguments, block_candidates
+
+HOOK = "patchpar_tokens"
+ASKED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+class TokenShard:
+    """A transformer whose tokens are split. Every rank passes and gets whole tensors; `restore()` leaves it as it was."""
+
+    def __init__(self, denoiser: nn.Module, plan: TokenPlan, split: Split) -> None:
+        self.denoiser, self.plan, self.split = denoiser, plan, split
+        self.call: _Call | None = None
+        self._hooked: list[tuple[Any, bool]] = []
+        for path, _, module in block_candidates(denoiser):
+            if path in plan.paths:
+                fresh = not hasattr(module, "_diffusers_hook")
+                HookRegistry.check_if_exists_or_initialize(module).register_hook(_BlockHook(self, path), HOOK)
+                self._hooked.append((module, fresh))
+
+    def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """One denoiser call; `forward` is the denoiser's own. Raises UnsupportedModel, PlanError, ExchangeError."""
+        size = latent_size(Arguments.of(self.denoiser, args, kwargs), self.plan.latent)
+        self.call = _Call(self.split, size)
+        try:
+            with self.call:
+                output = forward(*args, **kwargs)
+            return self.call.all_whole(output)
+        finally:
+            self.call = None
+
+    def restore(self) -> None:
+        """Take every hook out. Idempotent."""
+        while self._hooked:
+            module, fresh = self._hooked.pop()
+            module._diffusers_hook.remove_hook(HOOK, recurse=False)
+            if fresh:  # leave no trace: the registry and the instance's own forward were ours
+                del module._diffusers_hook
+                module.__dict__.pop("forward", None)
+
+
+class _BlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+    """A block that gets our tokens, and leaves them for the next."""
+
+    def __init__(self, shard: TokenShard, path: str) -> None:
+        super().__init__()
+        self.shard, self.path = shard, path
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Replaces the block's forward."""
+        call, forward = self.shard.call, self.fn_ref.original_forward
+        if call is None or call.inside:
+            return forward(*args, **kwargs)
+        call.inside = True  # or to look at the arguments would gather them
+        try:
+            arguments = Arguments.of(module, args, kwargs)
+            plan = self.shard.plan.find(self.path, arguments.signature())
+            if plan is not None:
+                return call.run(_Block(self.path, plan), forward, arguments)
+        finally:
+            call.inside = False
+        return forward(*args, **kwargs)
+
+
+class _Block:
+    """A block at work on `tokens` of which we have our share."""
+
+    def __init__(self, path: str, plan: BlockPlan) -> None:
+        self.path, self.plan = path, plan
+        self.tokens = self.attentions = 0
+
+
+class _Local:
+    """What is known of a tensor of which we have our tokens only; `whole` once somebody has looked."""
+
+    def __init__(self, rows: Rows, block: _Block) -> None:
+        self.rows, self.tokens, self.where = rows, block.tokens, block.path
+        self.whole: Tensor | None = None
+
+
+class _Call(TorchFunctionMode):
+    """One denoiser call: sees every function called outside the blocks, and attention inside them."""
+
+    def __init__(self, split: Split, latent_size: int) -> None:
+        super().__init__()
+        self.split, self.latent_size = split, latent_size
+        self.inside = False
+        self.block: _Block | None = None
+        self._local: Any = WeakTensorKeyDictionary()  # tensor -> _Local
+        self._cuts: Any = WeakTensorKeyDictionary()  # whole tensor -> {(rows, tokens): our share}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.inside:
+            args, kwargs = self.all_whole((args, kwargs))
+        elif func is F.scaled_dot_product_attention and self.block is not None:
+            return self._attend(self.block, Asked(**dict(zip(ASKED, args, strict=False)), **kwargs))
+        return func(*args, **kwargs)
+
+    def _attend(self, block: _Block, asked: Asked) -> Tensor:
+        number, block.attentions = block.attentions, block.attentions + 1
+        if number >= len(block.plan.attentions):
+            raise UnsupportedModel(
+                f"{block.path} calls attention more than {number} times, but did not when it was watched"
+            )
+        where = f"{block.path} attention {number}"
+        return attend_split(self.split, where, block.plan.attentions[number], block.tokens, asked)
+
+    def run(self, block: _Block, forward: Callable[..., Any], arguments: Arguments) -> Any:
+        """The block on our tokens; what it returns stays ours."""
+        block.tokens = self._num_tokens(block, arguments)
+        own = arguments.map(lambda name, leaf: self._own(block, name, leaf))
+        self.block = block
+        try:
+            output = forward(*own.args, **own.kwargs)
+        finally:
+            self.block = None
+        for number, leaf in enumerate(tree_flatten(output)[0]):
+            rows = block.plan.outputs.get(number)
+            if rows is not None:
+                self._local[leaf] = _Local(rows, block)
+        return output
+
+    def _num_tokens(self, block: _Block, arguments: Arguments) -> int:
+        """How many tokens the blocks of all ranks have together. Raises PlanError, UnsupportedModel."""
+        found = self._known_tokens(block.plan, arguments.tensors())
+        if found is None:
+            exact = block.plan.ratio * self.latent_size
+            found = round(exact)
+            if abs(exact - found) > 1e-6 * found:
+                raise UnsupportedModel(
+                    f"{block.path}: a latent of {self.latent_size} numbers makes {exact:.2f} tokens, no whole number"
+                )
+        if found < self.split.axis.size:
+            raise PlanError(
+                f"{block.path} has {found} tokens, too few for {self.split.axis.size} ranks: use a larger picture, or "
+                f"at most {found}"
+            )
+        return found
+
+    def _known_tokens(self, plan: BlockPlan, tensors: dict[str, Tensor]) -> int | None:
+        """From an argument that is cut already, or one that consists of tokens alone."""
+        for name in plan.inputs:
+            if (local := self._local.get(tensors[name])) is not None:
+                return local.tokens
+        for name, rows in plan.inputs.items():
+            if rows.alone:
+                return tensors[name].shape[rows.dim]
+        return None
+
+    def _own(self, block: _Block, name: str, leaf: Any) -> Any:
+        """An argument as our share of the block wants it."""
+        rows = block.plan.inputs.get(name)
+        if not isinstance(leaf, Tensor):
+            return leaf
+        local = self._local.get(leaf)
+        if local is not None:
+            if local.whole is None and local.rows == rows and local.tokens == block.tokens:
+                return leaf
+            leaf = self.whole(leaf)
+        return leaf if rows is None else self._cut(leaf, rows, block.tokens)
+
+    def _cut(self, x: Tensor, rows: Rows, tokens: int) -> Tensor:
+        """Our tokens of a whole argument, and what is around all of them."""
+        known = self._cuts.setdefault(x, {})
+        if (rows, tokens) not in known:
+            first, count = self.split.own(tokens)
+            start = rows.start(x.shape[rows.dim], tokens)
+            sizes = (start, first, count, tokens - first - count, x.shape[rows.dim] - start - tokens)
+            before, _, own, _, after = x.split(sizes, rows.dim)
+            known[rows, tokens] = own.contiguous() if rows.alone else torch.cat([before, own, after], rows.dim)
+        return known[rows, tokens]
+
+    def whole(self, x: Tensor) -> Tensor:
+        """A tensor with everybody's tokens."""
+        local = self._local.get(x)
+        if local is None:
+            return x
+        if local.whole is None:
+            own = self.split.own(local.tokens)[1]
+            start = local.rows.start(x.shape[local.rows.dim], own)
+            local.whole = self.split.gather(x, local.rows.dim, start, local.tokens, f"after {local.where}")
+        return local.whole
+
+    def all_whole(self, value: Any) -> Any:
+        """The same with every tensor in it whole."""
+        if not self._local:
+            return value
+        return tree_map(lambda leaf: self.whole(leaf) if isinstance(leaf, Tensor) else leaf, value)
