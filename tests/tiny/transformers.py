@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from . import (
     transformers_flux,
+    transformers_hunyuan,
     transformers_image,
     transformers_joint,
+    transformers_kandinsky,
     transformers_latent,
     transformers_video,
     transformers_wan,
@@ -18,8 +20,10 @@ from .transformers_entry import Tiny
 
 _FAMILIES = (
     transformers_flux,
+    transformers_hunyuan,
     transformers_image,
     transformers_joint,
+    transformers_kandinsky,
     transformers_latent,
     transformers_video,
     transformers_wan,
