@@ -13,6 +13,8 @@ from . import (
     transformers_joint,
     transformers_kandinsky,
     transformers_latent,
+    transformers_plain,
+    transformers_sound,
     transformers_video,
     transformers_wan,
 )
@@ -25,6 +27,8 @@ _FAMILIES = (
     transformers_joint,
     transformers_kandinsky,
     transformers_latent,
+    transformers_plain,
+    transformers_sound,
     transformers_video,
     transformers_wan,
 )

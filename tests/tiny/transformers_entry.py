@@ -36,7 +36,7 @@ class Tiny:
     `call(variant)` gives keyword arguments; the variants 0 and 1 have different numbers of tokens.
     `tokens` is the argument to be denoised and `layout` its dimensions, `output_layout` those of what comes out where
     they differ. `empty` names the ends of parameters that the class leaves uninitialised. `isolated` says why the
-    first token does not see the last; it is empty where it does.
+    first token does not see the last, and `fixed` why there is one number of tokens only; else they are empty.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Tiny:
     output_layout: str = ""
     empty: tuple[str, ...] = ()
     isolated: str = ""
+    fixed: str = ""
 
     def build(self) -> nn.Module:
         """The same weights every time: CPU, fp32, random, with attention that decides the result."""
