@@ -6,13 +6,17 @@ classes that have no entry, and why.
 
 from __future__ import annotations
 
+import diffusers
+
 from . import (
+    transformers_audiovisual,
     transformers_flux,
     transformers_hunyuan,
     transformers_image,
     transformers_joint,
     transformers_kandinsky,
     transformers_latent,
+    transformers_linear,
     transformers_plain,
     transformers_sound,
     transformers_video,
@@ -21,22 +25,24 @@ from . import (
 from .transformers_entry import Tiny
 
 _FAMILIES = (
+    transformers_audiovisual,
     transformers_flux,
     transformers_hunyuan,
     transformers_image,
     transformers_joint,
     transformers_kandinsky,
     transformers_latent,
+    transformers_linear,
     transformers_plain,
     transformers_sound,
     transformers_video,
     transformers_wan,
 )
 
-TRANSFORMERS: dict[str, Tiny] = {
-    entry.name: entry
-    for entry in sorted((entry for family in _FAMILIES for entry in family.ENTRIES), key=lambda entry: entry.name)
-}
+_ENTRIES = {entry.name: entry for family in _FAMILIES for entry in family.ENTRIES}
+
+TRANSFORMERS: dict[str, Tiny] = {name: _ENTRIES[name] for name in sorted(_ENTRIES) if hasattr(diffusers, name)}
+"""Class -> its entry, for all that the installed diffusers has."""
 
 UNBUILT: dict[str, str] = {}
 """Class -> why it cannot be built or called here."""

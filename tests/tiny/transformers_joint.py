@@ -94,8 +94,8 @@ def _hidream(variant: int) -> dict[str, Any]:
 
 def _qwen21(variant: int) -> dict[str, Any]:
     """Slots in the text stand for four image tokens each; text comes first and does not see the image."""
-    text = (13, 20)[variant]
-    rows, columns = ((5, 8), (4, 10))[variant]
+    text = (13, 24)[variant]
+    rows, columns = ((5, 8), (6, 8))[variant]
     mask = torch.zeros(BATCH, text + rows * columns // 4, dtype=torch.bool)
     mask[:, text:] = True
     return {

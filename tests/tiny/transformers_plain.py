@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .transformers_entry import BATCH, IMAGE, IMAGE_TEXT, SOUND, Tiny, flow_time, noise, ragged
+from .transformers_entry import BATCH, IMAGE_TEXT, SOUND, Tiny, flow_time, noise, ragged
 from .transformers_image import latents
 
 _FRAMES = SOUND

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 
 from .transformers_entry import BATCH, VIDEO, VIDEO_TEXT, Tiny, noise, step_time
 from .transformers_video import latents
@@ -63,6 +62,8 @@ def _animate(variant: int) -> dict[str, Any]:
 
 def _animate2(variant: int) -> dict[str, Any]:
     """The pass over the reference, which fills the caches of the generation."""
+    from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
+
     video = latents(variant, 8)
     grid = torch.tensor([VIDEO[variant]] * BATCH)
     return {
