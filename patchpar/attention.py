@@ -144,14 +144,14 @@ def _attend_beside_tokens(share: Share, where: str, grid: Grid, asked: Asked, sl
     if slot.state is None:
         slot.state = RemoteTokens(options, share.axis, grid, asked.own, joined_anew=share.treatment.published)
     state: RemoteTokens = slot.state
+    state.arrived(slot.take())
     if share.fresh:
-        slot.drop()
         others: dict[int, KeysValues] = {}
         result = _attend_now(share, where, grid, asked, others)
-        state.remember(asked.own, others)
+        state.remember(asked.own, others, continues=memory.continues)
         return result
-    state.arrived(slot.take())
     if not share.frozen:
+        state.lead_on(share.ahead)
         send = memory.send if share.treatment.published else memory.send_at_once
         slot.coming = send(state.part(asked.own), where)
     return state.attend(asked.query, asked.own, asked.scale)
@@ -173,7 +173,7 @@ def _attend_beside_partials(share: Share, where: str, grid: Grid, asked: Asked, 
         if state.is_due(memory.evaluation + 1, layer):  # what its turn needs is here already
             slot.keep({share.axis.ranks[place]: tensors for place, tensors in whole.items()}, slot.own)
         return state.attend(asked.query, asked.own, asked.scale)
-    if state.is_due(memory.evaluation, layer):
+    if state.is_due(memory.evaluation, layer) and not share.frozen:
         received = slot.take()
         if received:
             state.cache(asked.query, [KeysValues(*tensors) for tensors in received.values()], asked.scale)

@@ -6,7 +6,7 @@
 Each belongs to one attention seam in one guidance call.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -48,6 +48,9 @@ class RemoteTokens:
         self._residuals: dict[tuple[Piece, ...], list[Residual]] = {}  # what others hold of ours, by what they get
         self._copies: dict[int, list[Residual]] = {}  # what we hold of others
         self._bias = self._make_bias(order)
+        self._ended = {p: tuple(x.clone() for x in self._held(p)) for p in axis.others if options.extrapolated}
+        self._two_known = False  # whether `_ended` is of the evaluation before the one that is held
+        self._held_is_newest = False  # and not led on
 
     def _pieces(self, sender: int, receiver: int) -> tuple[Piece, ...]:
         return self.options.selection.pieces(sender, receiver, self.grid.rows(sender))
@@ -68,8 +71,13 @@ class RemoteTokens:
         start, count = self._range[place]
         return [buffer.narrow(1, start, count) for buffer in self._buffers]
 
-    def remember(self, own: KeysValues, others: Mapping[int, KeysValues]) -> None:
-        """Take what was exchanged whole in this step."""
+    def remember(self, own: KeysValues, others: Mapping[int, KeysValues], *, continues: bool) -> None:
+        """Take what was exchanged whole in this step. `continues`: the step before is of the same picture."""
+        self._two_known = continues and self._held_is_newest
+        self._held_is_newest = True
+        for place, ended in self._ended.items():
+            if self._two_known:
+                _copy(ended, self._held(place))
         for place, whole in others.items():
             if not self._range[place][1]:
                 continue
@@ -78,7 +86,11 @@ class RemoteTokens:
         if self.options.bits < 16:
             for pieces in self._receivers():
                 self._residuals[pieces] = [Residual(take(x, pieces, self.grid).clone(), self.options.bits) for x in own]
-            self._copies = {place: [Residual(x, self.options.bits) for x in self._held(place)] for place in others}
+            self._copies = {place: [Residual(x, self.options.bits) for x in self._received(place)] for place in others}
+
+    def _received(self, place: int) -> list[Tensor]:
+        """Where differences are added up: where the tokens lie, or beside it if what lies there is led on."""
+        return [x.clone() if self._ended else x for x in self._held(place)]
 
     def _receivers(self) -> dict[tuple[Piece, ...], tuple[int, ...]]:
         """Who gets the same pieces of ours: global ranks by pieces."""
@@ -112,6 +124,26 @@ class RemoteTokens:
             found = received.get(self.axis.ranks[place], [])
             for index, residual in enumerate(residuals if found else []):
                 residual.decode(found[2 * index : 2 * index + 2])
+            if found and self._ended:
+                _copy(self._held(place), [residual.copy for residual in residuals])
+        self._held_is_newest = self._held_is_newest or bool(received)
+
+    def lead_on(self, ahead: Tensor | float) -> None:
+        """From the values of the last two steps to those of this one, along a straight line.
+
+        `ahead`: how far this step goes, in units of the last. Once for each step; with one step known it does nothing.
+        """
+        if not (self._ended and self._held_is_newest):
+            return
+        for place, ended in self._ended.items():
+            for before, held in zip(ended, self._held(place), strict=True):
+                newest = held.clone()
+                if self._two_known:
+                    torch.lerp(
+                        before, newest, 1 + torch.as_tensor(ahead, dtype=held.dtype, device=held.device), out=held
+                    )
+                before.copy_(newest)
+        self._two_known, self._held_is_newest = True, False
 
     def attend(self, query: Tensor, own: KeysValues, scale: float | None) -> Tensor:
         """Own queries [B, N, l, D] against all that is in the buffer, and our own of this step."""
@@ -142,9 +174,16 @@ class RemoteTokens:
     def tensors(self) -> Iterator[Tensor]:
         """Everything held for the next step."""
         yield from self._buffers
-        yield from (residual.copy for residuals in self._residuals.values() for residual in residuals)
+        yield from (x for ended in self._ended.values() for x in ended)
+        for residuals in (*self._residuals.values(), *self._copies.values()):
+            yield from (residual.copy for residual in residuals)
         if self._bias is not None:
             yield self._bias
+
+
+def _copy(into: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    for x, value in zip(into, values, strict=True):
+        x.copy_(value)
 
 
 class RemotePartials:

@@ -10,8 +10,9 @@ from patchpar.clock import StepClock
 from patchpar.errors import PlanError
 from patchpar.exchange import Door
 from patchpar.memory import Memory
+from patchpar.pace import Pace
 from patchpar.resync import Decider
-from patchpar.treatment import Treatment
+from patchpar.treatment import Context, Treatment
 
 
 class History:
@@ -26,6 +27,7 @@ class History:
         self._deciders: dict[int, Decider] = {}
         self._wanted_fresh: set[int] = set()  # calls whose next evaluation is to be exact
         self._sent_before = 0
+        self._pace = Pace()
 
     def anew(self) -> "History":
         """A history without a past; what is under way is taken in."""
@@ -38,6 +40,14 @@ class History:
         self.exact_calls, self.stale_calls = 0, 0
         self._deciders.clear()
         self._wanted_fresh.clear()
+        self._pace.reset()
+
+    def ahead(self, timestep: Any) -> Tensor | float:
+        """How far this step goes, in units of the last; 0 where that is of no use to the treatment."""
+        context = self.treatment.context
+        if not (isinstance(context, Context) and context.extrapolated):
+            return 0.0
+        return self._pace.ahead(self.clock.evaluation, timestep)
 
     def begin(self, form: Any) -> bool:
         """Begin a denoiser call; whether it is exact. `form` is what must not change from one step to the next."""

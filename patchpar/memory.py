@@ -121,6 +121,7 @@ class Memory:
         self._call = _Call()
         self._passed: Counter[str] = Counter()
         self.evaluation = 0
+        self.continues = False  # whether the last evaluation of this call is known
         self.attentions = 0  # attention seams passed in this call
         self.drift = torch.zeros(2)  # squared change of our keys in this call, and their square
 
@@ -141,6 +142,7 @@ class Memory:
             known.slots.clear()
         known.form, known.evaluation = form, evaluation
         self._call, self.evaluation, self.attentions = known, evaluation, 0
+        self.continues = usable
         self.drift = torch.zeros(2, device=self.door.transport.device)
         self._passed.clear()
         return usable

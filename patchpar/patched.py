@@ -4,6 +4,7 @@ What every patch strategy shares; a strategy decides what its seams exchange and
 """
 
 import hashlib
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door, Gather, Traffic
 from patchpar.history import History
 from patchpar.mesh import Axis
+from patchpar.pace import timestep_of
 from patchpar.patches import Bands, split_bands
 from patchpar.shard import Sharded, first_tensor, verify
 from patchpar.share import Share
@@ -55,6 +57,7 @@ class PatchedDenoiser:
         self.history = History(door, treatment, clock) if treatment.remembers else None
         self._sharded: Sharded | None = None
         self._gather = Gather(door, axis, "prediction", "prediction")
+        self._parameters = tuple(inspect.signature(type(denoiser).forward).parameters)[1:]
 
     def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """One denoiser call: `forward` is the denoiser's own. Returns what it returns, for the whole picture."""
@@ -126,7 +129,7 @@ class PatchedDenoiser:
         """With values of the last step, where it is known and the treatment wants them."""
         share, sample = self.share, sample_of(args, kwargs)
         form = (sample.shape, sample.dtype, share.dim, history.clock.branches)  # a share of two branches is another one
-        share.fresh = history.begin(form)
+        share.fresh, share.ahead = history.begin(form), history.ahead(timestep_of(self._parameters, args, kwargs))
         share.memory, share.frozen = history.memory, self.exchange == "frozen"
         share.treatment = history.treatment.frozen() if share.frozen else history.treatment
         output = self._in_bands(forward, *args, **kwargs)

@@ -23,7 +23,7 @@ class Share:
 
     `dim` is -2 for bands of rows, -1 for bands of columns. While `active` is off every hook is the plain layer. In a
     `fresh` call all values are of this step. Without a `memory` nothing is remembered either. `frozen`: what is held is
-    used on and on and nothing is sent, a negative control.
+    used on and on and nothing is sent, a negative control. `ahead`: how far this step goes, in units of the last.
     """
 
     door: Door
@@ -35,6 +35,7 @@ class Share:
     active: bool = True
     fresh: bool = True
     frozen: bool = False
+    ahead: Tensor | float = 1.0
     memory: Memory | None = None
     halos: dict[str, Halo] = field(default_factory=dict)  # left by a norm for the convolution it feeds
 

@@ -35,12 +35,13 @@ class Context:
     """Which keys and values of the last step are attended to, and how they travel.
 
     `bits` below 16: the difference to what the receiver holds is sent, quantised. `narrow_to`: after it has come, only
-    this selection of it is attended to.
+    this selection of it is attended to. `extrapolated`: what is attended to is led on from the last two steps.
     """
 
     selection: Selection = field(default_factory=Everything)
     bits: int = 16
     narrow_to: Selection | None = None
+    extrapolated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ LINES = (
     ("launch", "run", "call"),
     ("mesh", "transport", "batch"),
     ("exchange", "promise"),
-    ("layers", "discover", "predictions", "memory", "tokens", "residual"),
+    ("layers", "discover", "predictions", "memory", "tokens", "residual", "pace"),
     ("context", "share", "models", "sequence"),
     ("seam", "attention"),
     ("shard", "history"),

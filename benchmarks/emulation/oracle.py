@@ -96,6 +96,8 @@ class Emulation:
         self.evaluation = 0
         self.memory: dict[str, Any] = {}  # by layer: what was exchanged last, of all places
         self.partials: dict[str, list[Partial]] = {}  # by layer and place: attention to all remote tokens
+        self.earlier: dict[str, Any] = {}  # by layer: keys and values of the evaluation before
+        self.times: list[float] = []  # timesteps of all evaluations
         self._total_stride, self._dim = total_stride, DIMS[split]
         self._cut: Cut | None = None
         self._shape: torch.Size | None = None
@@ -123,6 +125,8 @@ class Emulation:
         self.evaluation, self._shape = 0, None
         self.memory.clear()
         self.partials.clear()
+        self.earlier.clear()
+        self.times.clear()
 
     @property
     def synchronous(self) -> bool:
@@ -143,6 +147,8 @@ class Emulation:
         if self._shape not in (None, sample.shape):
             raise ValueError(f"a latent of {tuple(sample.shape)} after {tuple(self._shape)}: reset() between pictures")
         self._shape = sample.shape
+        timestep = args[1] if len(args) > 1 else kwargs["timestep"]
+        self.times.append(float(torch.as_tensor(timestep).flatten()[0]))
         size = (sample.shape[-2], sample.shape[-1])
         bands = split_bands(size[self._dim], self.places, self._total_stride or self._sites.total_stride)
         self._cut = Cut(bands=bands, size=size, dim=self._dim)
@@ -214,6 +220,11 @@ class Emulation:
             raise ValueError(f"{path} does not call scaled_dot_product_attention")
         return result
 
+    def _ahead(self) -> float:
+        """How far this evaluation goes beyond the last, in units of the one before."""
+        before, last, now = self.times[-3:]
+        return 0.0 if last == before else min(2.0, max(0.0, (now - last) / (last - before)))
+
     def _refreshes(self, number: int) -> bool:
         """Whether the attention layer of this number looks at the others' keys anew."""
         due = (self.evaluation + number) % self.treatment.refresh == 0
@@ -224,7 +235,13 @@ class Emulation:
         grid, dim = self._cut.grid(call.key.shape[2]), self._dim
         spans = self._cut.spans(grid[dim])
         now = KeyValues(call.key.mT.unflatten(-1, grid), call.value.mT.unflatten(-1, grid))
+        before, earlier = self.memory.get(path), self.earlier.get(path)
         shown = self._exchange(path, now, fresh=self.treatment.context == "fresh")
+        if self.treatment.extrapolated:
+            self.earlier[path] = before
+            if shown is before and earlier is not None and not self.treatment.frozen:
+                line = ((new.double(), new.double() - old.double()) for new, old in zip(before, earlier, strict=True))
+                shown = KeyValues(*((new + self._ahead() * moved).to(call.key.dtype) for new, moved in line))
         query = call.query.mT.unflatten(-1, grid)
         queries = [narrow(query, dim, span).flatten(-2).mT for span in spans]
         remote = [list(context_of(place, shown, spans, dim, self.treatment)) for place in range(self.places)]

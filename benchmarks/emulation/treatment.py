@@ -21,6 +21,8 @@ class Treatment:
               neighbours the nearest `fraction` of their rows; `pooled`: of the neighbours the nearest `band` of their
               rows, everything else averaged over `pool` x `pool` tokens; `partials`: all, but looked at only at every
               `refresh`-th evaluation. none: own only
+    extrapolated   the others' keys and values that are old are led on along the straight line through the last two
+              evaluations, as far as this one's timestep is from the last (at most twice their distance)
     frozen    after the synchronous evaluations nothing is sent any more, whatever is said above: a control. The last
               step is then the last synchronous one for ever, and partials are not looked at anew
 
@@ -34,6 +36,7 @@ class Treatment:
     band: float = 0.1
     pool: int = 4
     refresh: int = 4
+    extrapolated: bool = False
     warmup_steps: int = 1
     frozen: bool = False
 
@@ -41,14 +44,19 @@ class Treatment:
         for name, known in (("halo", HALOS), ("moments", MOMENTS), ("context", CONTEXTS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(known)}")
+        self._check_numbers()
+        if self.extrapolated and self.context not in ("all", "band", "pooled"):
+            raise ValueError(f"extrapolated: with context={self.context!r} nothing old is attended to anew")
+        if self.warmup_steps < int(self.needs_past):
+            raise ValueError(f"warmup_steps={self.warmup_steps}: the first evaluation has no past, so at least 1")
+
+    def _check_numbers(self) -> None:
         for name in ("fraction", "band"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not in (0, 1]")
         for name in ("pool", "refresh"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} is less than 1")
-        if self.warmup_steps < int(self.needs_past):
-            raise ValueError(f"warmup_steps={self.warmup_steps}: the first evaluation has no past, so at least 1")
 
     @property
     def needs_past(self) -> bool:

@@ -38,6 +38,7 @@ class FreshEdges(PatchStrategy):
     `context`: "all" keys and values; "pooled": the nearest `band` of each neighbour's rows, and everything farther as
     averages over `pool` x `pool` tokens that count as many as they stand for; "partials": attention to other places is
     kept, and renewed for every layer in every `refresh`-th step.
+    `extrapolated`: old keys and values are led on from the last two steps they are known of, along a straight line.
     `bits`: 8 or 4 send the quantised difference to what the receiver holds.
     `quality`: make a step exact where old keys would cost more than this PSNR in dB allows; `budget`: MiB that a rank
     may send per step on average, spent on exact steps where they help most. `warmup_steps`: exact steps at the
@@ -50,6 +51,7 @@ class FreshEdges(PatchStrategy):
     band: float = 0.1
     pool: int = 4
     refresh: int = 4
+    extrapolated: bool = True
     bits: int = 16
     quality: float | None = None
     budget: float | None = None
@@ -67,7 +69,7 @@ class FreshEdges(PatchStrategy):
     def treatment(self) -> Treatment:
         """Edges of this step, keys of the last."""
         selection = BandAndPooled(self.band, self.pool) if self.context == "pooled" else Everything()
-        context = Context(selection=selection, bits=self.bits)
+        context = Context(selection=selection, bits=self.bits, extrapolated=self.extrapolated)
         budget = None if self.budget is None else self.budget * MIB
         wanted = None if self.quality is None and budget is None else Resync(quality=self.quality, budget=budget)
         return Treatment(

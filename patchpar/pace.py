@@ -1,0 +1,41 @@
+"""How far this step goes beyond the last, in units of the one before: what a straight line through two values needs."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FARTHEST = 2.0  # steps that grow faster are not followed
+
+
+class Pace:
+    """The timesteps of the last evaluations. Nothing is read from the device, so nobody waits for it."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, Tensor | None] = {}
+
+    def reset(self) -> None:
+        """Begin a picture."""
+        self._times.clear()
+
+    def ahead(self, evaluation: int, timestep: Any) -> Tensor | float:
+        """(now - last) / (last - the one before), between 0 and 2; a scheduler that evaluates twice at one time has 0.
+
+        1 where timesteps are not told, 0 while fewer than three are known.
+        """
+        now = None if timestep is None else torch.as_tensor(timestep).detach().flatten()[0].float()
+        self._times = {at: time for at, time in self._times.items() if evaluation - at in (0, 1, 2)} | {evaluation: now}
+        if len(self._times) < 3:
+            return 0.0
+        last, before = self._times[evaluation - 1], self._times[evaluation - 2]
+        if now is None or last is None or before is None:
+            return 1.0
+        went = last - before
+        return torch.where(went == 0, 0.0, (now - last) / went).clamp(0.0, FARTHEST)
+
+
+def timestep_of(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The argument `timestep` of a denoiser call whose parameters have these names; None where it has none."""
+    if "timestep" in kwargs:
+        return kwargs["timestep"]
+    return dict(zip(names, args, strict=False)).get("timestep")
