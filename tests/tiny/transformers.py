@@ -1,7 +1,8 @@
-"""Every transformer class of diffusers in small, by name: random weights, less than a million of them.
+"""Every transformer class of diffusers in small, by name: random weights, less than a million of them but for one.
 
-`TRANSFORMERS["FluxTransformer2DModel"]` builds the model and gives calls of two sizes for it. `UNBUILT` names the
-classes that have no entry, and why.
+`TRANSFORMERS["FluxTransformer2DModel"]` builds the model and gives calls of two sizes for it. A call may hold
+caches that the model writes into: ask for a fresh one each time, and on each rank. `UNBUILT` names the classes that
+have no entry, and why.
 """
 
 from __future__ import annotations
