@@ -139,6 +139,8 @@ def _whole_mask(split: Split, where: str, asked: Asked, queries: _Line, keys: _L
         return torch.ones(size, dtype=torch.bool, device=asked.query.device).tril()
     if mask is None or mask.shape[-1] in (1, keys.whole):
         return mask
+    if mask.shape[-1] == keys.whole + keys.local:  # diffusers pads a mask of more columns than keys by their number
+        return mask[..., : keys.whole]
     if mask.shape[-1] != keys.local:
         raise UnsupportedModel(
             f"{where}: a mask of {mask.shape[-1]} columns is neither for the {keys.local} keys that are here nor for "

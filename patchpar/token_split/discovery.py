@@ -103,14 +103,19 @@ class _BlockProbe:
         for name in self.tensors:
             if name != anchor.name and (rows := self._rows_of(name, anchor)) is not None:
                 inputs[name] = rows
+        attentions = tuple(anchor.attention(number) for number in range(self.block.attentions))
+        outputs = anchor.outputs()
+        everywhere = [*inputs.values(), *(call.keys for call in attentions), *outputs.values()]
+        if not anchor.rows.alone and any(rows is not None and rows.amid for rows in everywhere):
+            raise UnsupportedModel("there is something before its tokens and something after them")
         return BlockPlan(
             name=self.block.name,
             kind=type(self.block.module).__name__,
             paths=tuple(self.block.paths),
             signature=self.block.arguments.signature(),
             inputs=inputs,
-            attentions=tuple(anchor.attention(number) for number in range(self.block.attentions)),
-            outputs=anchor.outputs(),
+            attentions=attentions,
+            outputs=outputs,
             ratio=anchor.count / self.latent_size,
         )
 
@@ -137,20 +142,17 @@ class _BlockProbe:
         return reaching[0] if reaching else None
 
     def _rows_of(self, name: str, anchor: "_Anchor") -> Rows | None:
-        """Which rows of the argument `name` belong to the anchor's tokens; None where they belong to all of them."""
-        x, doubts = self.tensors[name], []
+        """Which rows of the argument `name` belong to the anchor's tokens, one to each; None where that is not so.
+
+        It stays whole then, as a mask does, or a table that positions look things up in.
+        """
+        x = self.tensors[name]
         for dim in range(x.ndim):
-            if x.shape[dim] < 2:
-                continue
-            try:
-                start = anchor.start_in(name, self._trace(name, dim))
-            except UnsupportedModel as error:  # such as the samples of a batch, where some have fewer tokens
-                doubts.append(error)
-                continue
-            if start is not None:
-                return _rows(dim, start, anchor.count, x.shape[dim])
-        if doubts:
-            raise doubts[0]
+            if x.shape[dim] > 1:
+                with suppress(RuntimeError, ValueError, IndexError):  # it cannot be anything else than it is
+                    start = anchor.start_in(self._trace(name, dim))
+                    if start is not None:
+                        return _rows(dim, start, anchor.count, x.shape[dim])
         return None
 
 
@@ -174,12 +176,13 @@ class _Anchor:
 
     @property
     def reaches_attention(self) -> bool:
-        """Whether tokens are told apart along the dim in which attention looks for keys or queries."""
-        return any(
-            self._tokens(sources, -2) is not None
-            for name, sources in self.traced.items()
-            if name.endswith(("query", "key"))
-        )
+        """Whether the keys or queries of some call are these tokens, one by one."""
+        for name in self.traced:
+            if name.endswith(("query", "key")):
+                with suppress(UnsupportedModel):
+                    if self._rows_in(name, -2) is not None:
+                        return True
+        return False
 
     def _tokens(self, sources: Sources, dim: int) -> Tensor | None:
         """The token at each index along `dim`, UNMOVED at others'; None where it is no dim of tokens."""
@@ -190,23 +193,17 @@ class _Anchor:
         tokens[(tokens < 0) | (tokens >= self.count)] = UNMOVED
         return tokens if (tokens >= 0).any() else None
 
-    def start_in(self, name: str, traced: dict[str, Sources]) -> int | None:
-        """At which row of another argument the tokens start; None where it has none of them. Raises UnsupportedModel."""
+    def start_in(self, traced: dict[str, Sources]) -> int | None:
+        """At which row of another argument the tokens start; None unless it has one row for each, in their order."""
         starts = set()
         covered = torch.zeros(self.count, dtype=torch.bool)
         for tokens, rows in self._beside(traced):
             there = rows != UNMOVED
             if (rows[there] < 0).any():
-                raise UnsupportedModel(f"some of its tokens depend on several rows of {name}")
+                return None
             starts.update((rows[there] - tokens[there]).tolist())
             covered[tokens[there]] = True
-        if not starts:
-            return None
-        if len(starts) > 1:
-            raise UnsupportedModel(f"the rows of {name} are not in the order of its tokens, one for each")
-        if not covered.all():
-            raise UnsupportedModel(f"{name} has rows for some of its tokens only")
-        return int(starts.pop())
+        return int(starts.pop()) if len(starts) == 1 and covered.all() else None
 
     def _beside(self, traced: dict[str, Sources]) -> Iterator[tuple[Tensor, Tensor]]:
         """(tokens, their sources in another argument), wherever some of them have one row there."""

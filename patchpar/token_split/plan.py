@@ -29,6 +29,11 @@ class Rows:
         """Whether there is nothing else along the dim."""
         return self.before == 0 and self.after == 0
 
+    @property
+    def amid(self) -> bool:
+        """Whether there is something on both sides."""
+        return (self.before, self.after) != (0, None) and (self.before, self.after) != (None, 0) and not self.alone
+
     def start(self, size: int, tokens: int) -> int:
         """Where the run starts in `size` rows, `tokens` of which are in it. Raises UnsupportedModel."""
         rest = size - tokens

@@ -78,7 +78,8 @@ def _other(x: Tensor) -> Tensor:
     if x.dtype == torch.bool:
         return ~x
     if not (x.is_floating_point() or x.is_complex()):
-        return x + 1
+        least, most = x.min(), x.max()  # it may be an index, and must stay in its range
+        return torch.where((x < most) | (least == most), x + 1, least)
     generator = torch.Generator().manual_seed(x.numel())
     noise = torch.randn(x.shape, generator=generator, dtype=torch.complex64 if x.is_complex() else torch.float32)
     return (x.nan_to_num(0.0, 0.0, 0.0) + (1 + x.nan_to_num(0.0, 0.0, 0.0).abs()) * noise.to(x.device)).to(x.dtype)
