@@ -21,7 +21,7 @@ LINES = (
     ("context", "share", "models", "sequence"),
     ("seam", "attention"),
     ("shard", "history"),
-    ("patched", "ledger"),
+    ("patched", "ledger", "token_split"),
     ("strategies",),
     ("planner", "checks", "outcome", "attributes", "start", "drawing", "denoiser"),
     ("together",),

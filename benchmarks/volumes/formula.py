@@ -74,7 +74,7 @@ class Volumes:
             neighbours = sum(abs(other - place) == 1 for other in self._others(place))
             read = sum(self._read_rows(place, other) for other in self._others(place))
             kept["halo"] = neighbours * self._both_rows() // 2 if treatment.published else read
-        if treatment.moments in ("stale", "corrected"):
+        if treatment.moments in ("stale", "corrected", "guarded"):
             kept["moments"] = places * self._moments()
         return kept
 
@@ -150,10 +150,18 @@ class Volumes:
         drift = FLOAT_BYTES * heads * layer.width * math.ceil(own / DRIFT_STRIDE) if self.treatment.resync else 0
         if isinstance(self.treatment.context, CachedPartials):
             return heads * own * (layer.width * self.itemsize + FLOAT_BYTES) + drift
-        tokens = own + sum(self._tokens(layer, other, place) for other in self._others(place))
+        came = sum(self._tokens(layer, other, place) for other in self._others(place))
+        tokens = own + came
         bias = self.itemsize * tokens if self._stand_for_several(layer, place) else 0
-        copies = self._copied_tokens(layer, place)
+        copies = self._copied_tokens(layer, place) + came * self._kept_apart()
         return 2 * heads * layer.width * self.itemsize * (tokens + copies) + bias + drift
+
+    def _kept_apart(self) -> int:
+        """How often what came is kept beside what is attended to: where that is led on from the last two steps."""
+        context = self.treatment.context
+        if not (isinstance(context, Context) and context.extrapolated):
+            return 0
+        return 1 if context.bits == 16 else 2
 
     def _copied_tokens(self, layer: Attended, place: int) -> int:
         """Tokens of ours that others hold and differences are taken to, once for all that get the same."""

@@ -78,10 +78,14 @@ def test_old_values_are_counted(parallel: ParallelPipeline, strategy: str) -> No
 
 
 def test_what_is_held_is_what_came_and_our_own(parallel: ParallelPipeline) -> None:
-    """Fresh edges hold keys and values alone: of all tokens, in one buffer, so that nothing is copied together."""
-    for rank in draw(parallel, "fresh-edges").ranks:
-        step = rank.steps[1]
-        assert rank.stale_bytes == step.bytes_received["kv"] + step.bytes_sent["kv"]  # to one other rank
+    """Fresh edges hold keys and values alone: of all tokens, in one buffer, so that nothing is copied together.
+
+    Led on, they also hold what came the step before.
+    """
+    for strategy, copies in (("fresh-edges:extrapolated=false", 1), ("fresh-edges", 2)):
+        for rank in draw(parallel, strategy).ranks:
+            step = rank.steps[1]
+            assert rank.stale_bytes == copies * step.bytes_received["kv"] + step.bytes_sent["kv"]  # to one other rank
 
 
 def test_a_warm_up_of_all_steps_is_exact_and_says_so(parallel: ParallelPipeline) -> None:

@@ -129,10 +129,16 @@ def test_group_norms(given: Any, moments: str) -> None:
 
 
 def test_contexts() -> None:
-    found = [FreshEdges(bits=8), FreshEdges(context="pooled", band=0.2, pool=3), FreshEdges(context="partials")]
+    found = [
+        FreshEdges(bits=8),
+        FreshEdges(context="pooled", band=0.2, pool=3),
+        FreshEdges(extrapolated=False),
+        FreshEdges(context="partials"),
+    ]
     assert [strategy.treatment.context for strategy in found] == [
-        Context(selection=Everything(), bits=8),
-        Context(selection=BandAndPooled(0.2, 3)),
+        Context(selection=Everything(), bits=8, extrapolated=True),
+        Context(selection=BandAndPooled(0.2, 3), extrapolated=True),
+        Context(selection=Everything()),
         CachedPartials(refresh=4),
     ]
     paper, ours = (PartiallyConditioned(context=context).treatment.context for context in ("paper", "band"))

@@ -1,0 +1,59 @@
+"""How far a step goes beyond the last, from timesteps as schedulers tell them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from patchpar.pace import Pace, timestep_of
+
+
+def paces(times: list[Any]) -> list[float]:
+    pace = Pace()
+    return [float(pace.ahead(evaluation, time)) for evaluation, time in enumerate(times)]
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor, lambda time: torch.full((4,), time)])
+def test_steps_of_different_length(kind: Any) -> None:
+    assert paces([kind(time) for time in (1000.0, 900.0, 800.0, 750.0, 650.0)]) == [0.0, 0.0, 1.0, 0.5, 2.0]
+
+
+def test_steps_that_grow_fast_are_not_followed() -> None:
+    assert paces([1000.0, 990.0, 900.0, 905.0]) == [0.0, 0.0, 2.0, 0.0]
+
+
+def test_two_evaluations_at_one_time() -> None:
+    """As Heun's: a prediction, its correction at the next time, and the next prediction there as well."""
+    assert paces([1000.0, 900.0, 900.0, 800.0, 800.0]) == [0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_unknown_times_are_taken_as_even() -> None:
+    assert paces([None] * 4) == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_a_gap_and_a_new_picture_begin_anew() -> None:
+    pace = Pace()
+    for evaluation in range(3):
+        pace.ahead(evaluation, 1000.0 - 100 * evaluation)
+    assert float(pace.ahead(4, 600.0)) == 0.0
+    for evaluation in (5, 6):
+        found = float(pace.ahead(evaluation, 1000.0 - 100 * evaluation))
+    assert found == 1.0
+    pace.reset()
+    assert float(pace.ahead(7, 400.0)) == 0.0
+
+
+def test_within_an_evaluation_every_call_has_the_same() -> None:
+    pace = Pace()
+    for evaluation, time in enumerate((1000.0, 900.0, 850.0)):
+        assert float(pace.ahead(evaluation, time)) == float(pace.ahead(evaluation, time))
+    assert float(pace.ahead(2, 850.0)) == 0.5
+
+
+def test_where_the_timestep_is() -> None:
+    names = ("sample", "timestep", "encoder_hidden_states")
+    assert timestep_of(names, ("x", 5), {}) == 5
+    assert timestep_of(names, ("x",), {"timestep": 6}) == 6
+    assert timestep_of(("hidden_states",), ("x",), {}) is None
