@@ -42,6 +42,10 @@ figures: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.parity --write docs/figures/parity.md
 	$(BIN)/python -m benchmarks.transport --write docs/figures/transport.md
 	$(BIN)/python -m benchmarks.volumes --write docs/figures/volumes.md
+	$(BIN)/python -m benchmarks.overlap --write docs/figures/overlap.md
+	$(BIN)/python -m benchmarks.quality --quick
+	$(BIN)/python -m benchmarks.quality --table --plot
+	$(BIN)/python -m benchmarks.emulation --captions 2 --size 128 --steps 12 --warmup 1 --ranks
 	$(BIN)/python -m benchmarks.sensitivity
 	$(BIN)/python -m training.evaluate --sheet assets/figures/samples.png
 
