@@ -117,17 +117,17 @@ class _Line:
         if mask.ndim < -dim or mask.shape[dim] in (1, self.local) or self.own == self.tokens:
             return mask
         sizes = (self.start, first, self.own, self.tokens - first - self.own, self.after)
-        before, _, own, _, after = mask.split(sizes, dim)
+        before, _, own, _, after = mask.split_with_sizes(sizes, dim)
         return torch.cat([before, own, after], dim)
 
     def common_first(self, x: Tensor, dim: int, run: int) -> Tensor:
         """What everybody has first, then the `run` of tokens."""
-        before, own, after = x.split([self.start, run, x.shape[dim] - self.start - run], dim)
+        before, own, after = x.split_with_sizes([self.start, run, x.shape[dim] - self.start - run], dim)
         return torch.cat([before, after, own], dim) if self.after else x
 
     def in_order(self, x: Tensor, dim: int) -> Tensor:
         """The other way round."""
-        before, after, own = x.split([self.start, self.after, self.own], dim)
+        before, after, own = x.split_with_sizes([self.start, self.after, self.own], dim)
         return torch.cat([before, own, after], dim) if self.after else x
 
 

@@ -10,6 +10,9 @@ transformer_blocks, 19 x FluxTransformerBlock
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from patchpar.errors import UnsupportedModel
 
 
@@ -42,6 +45,17 @@ class Rows:
             raise UnsupportedModel(f"{size} rows do not hold {tokens} tokens {self}: the model was watched otherwise")
         return self.before if self.before is not None else rest - (self.after or 0)
 
+    def cut(self, x: Tensor, tokens: int, first: int, count: int) -> Tensor:
+        """Out of a whole tensor with `tokens` tokens: `count` of them from `first` on, and what is around all of them.
+
+        A tensor of its own unless it is a view without gaps. Raises UnsupportedModel.
+        """
+        size = x.shape[self.dim]
+        start = self.start(size, tokens)
+        sizes = (start, first, count, tokens - first - count, size - start - tokens)
+        before, _, own, _, after = x.split_with_sizes(sizes, self.dim)
+        return own.contiguous() if self.alone else torch.cat([before, own, after], self.dim)
+
     def __str__(self) -> str:
         if self.alone:
             return f"along dim {self.dim}"
@@ -70,9 +84,12 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:
-    """What to do at the blocks at `paths`, of one list and kind. `inputs` by the path of an argument, `outputs` by number.
+    """What to do at the blocks at `paths`: of one list, made alike and called alike.
 
-    `signature` tells the kind apart: which arguments are tensors. `ratio`: tokens for each number of the latent of one
+    `inputs` go by the name of an argument, `outputs` by number.
+
+    `signature` tells the kind apart: which arguments are tensors. `counts` are arguments that say how many tokens there
+    are, and maybe how many rows beside them. `ratio`: tokens for each number of the latent of one
     sample, wanted where no argument consists of tokens alone.
     """
 
@@ -81,6 +98,7 @@ class BlockPlan:
     paths: tuple[str, ...]
     signature: tuple[str, ...]
     inputs: Mapping[str, Rows]
+    counts: tuple[str, ...]
     attentions: tuple[AttentionCall, ...]
     outputs: Mapping[int, Rows]
     ratio: float
@@ -88,6 +106,7 @@ class BlockPlan:
     def __str__(self) -> str:
         lines = [f"{self.name}, {len(self.paths)} x {self.kind}"]
         lines += [f"  {path:<32} tokens {rows}" for path, rows in self.inputs.items()]
+        lines += [f"  {path:<32} their number" for path in self.counts]
         lines += [f"  attention {number:<22} {call}" for number, call in enumerate(self.attentions)]
         lines += [f"  output {number:<25} tokens {rows}" for number, rows in self.outputs.items()]
         return "\n".join(lines)

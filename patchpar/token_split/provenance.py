@@ -75,6 +75,8 @@ def disturbed(x: Tensor, dim: int, indices: Tensor) -> Tensor:
 
 
 def _other(x: Tensor) -> Tensor:
+    if not x.numel():
+        return x
     if x.dtype == torch.bool:
         return ~x
     if not (x.is_floating_point() or x.is_complex()):

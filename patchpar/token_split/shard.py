@@ -1,6 +1,6 @@
 """Carry out a token plan: hooks on the blocks that keep a rank's tokens its own from the first block to the last.
 
-    at a block's entry     whole arguments are cut to our tokens; tokens that the block before left are taken as they are
+    at a block's entry     whole arguments are cut to our tokens; what a block before left of them is taken as it is
     in the block           attention is over everybody's keys, see `attention`
     after it               tokens stay ours until something outside a block looks at them: then they are gathered
 
@@ -10,7 +10,6 @@ So nothing is gathered between blocks that hand tokens on, and everything the mo
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,7 +28,10 @@ ASKED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class TokenShard:
-    """A transformer whose tokens are split. Every rank passes and gets whole tensors; `restore()` leaves it as it was."""
+    """A transformer whose tokens are split. Every rank passes and gets whole tensors.
+
+    `restore()` leaves it as it was.
+    """
 
     def __init__(self, denoiser: nn.Module, plan: TokenPlan, split: Split) -> None:
         self.denoiser, self.plan, self.split = denoiser, plan, split
@@ -176,6 +178,8 @@ class _Call(TorchFunctionMode):
     def _own(self, block: _Block, name: str, leaf: Any) -> Any:
         """An argument as our share of the block wants it."""
         rows = block.plan.inputs.get(name)
+        if name in block.plan.counts:
+            return leaf - block.tokens + self.split.own(block.tokens)[1]
         if not isinstance(leaf, Tensor):
             return leaf
         local = self._local.get(leaf)
@@ -190,10 +194,7 @@ class _Call(TorchFunctionMode):
         known = self._cuts.setdefault(x, {})
         if (rows, tokens) not in known:
             first, count = self.split.own(tokens)
-            start = rows.start(x.shape[rows.dim], tokens)
-            sizes = (start, first, count, tokens - first - count, x.shape[rows.dim] - start - tokens)
-            before, _, own, _, after = x.split(sizes, rows.dim)
-            known[rows, tokens] = own.contiguous() if rows.alone else torch.cat([before, own, after], rows.dim)
+            known[rows, tokens] = rows.cut(x, tokens, first, count)
         return known[rows, tokens]
 
     def whole(self, x: Tensor) -> Tensor:

@@ -150,35 +150,45 @@ class _Severed(TorchFunctionMode):
         return query.repeat(*[1] * (query.ndim - 1), repeats)[..., :width].contiguous()
 
 
-@contextmanager
-def _blocks_noted(denoiser: nn.Module, seen: Seen, mode: _Severed) -> Iterator[None]:
-    """Torch hooks on the items of every module list, for as long as the block runs; the outermost counts."""
-    mode.keeping = False
-    inside: list[tuple[nn.Module, Kind, int]] = []
-    handles = []
+class _Notes:
+    """Torch hooks that note how blocks are called; of blocks inside one another the outermost counts."""
 
-    def entered(path: str, name: str) -> Callable[..., None]:
+    def __init__(self, seen: Seen, mode: _Severed) -> None:
+        self.seen, self.mode = seen, mode
+        self._inside: tuple[nn.Module, Kind, int] | None = None
+
+    def entered(self, path: str, name: str) -> Callable[..., None]:
+        """A hook before the forward of the block at `path`, of the list `name`."""
+
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if inside:
+            if self._inside is not None:
                 return
             arguments = Arguments.of(module, args, kwargs)
             kind = (name, structure_of(module), arguments.signature())
-            if kind not in seen.blocks:
-                seen.blocks[kind] = SeenBlock(name, module, arguments.cloned())
-            if path not in seen.blocks[kind].paths:
-                seen.blocks[kind].paths.append(path)
-            inside.append((module, kind, mode.count))
+            if kind not in self.seen.blocks:
+                self.seen.blocks[kind] = SeenBlock(name, module, arguments.cloned())
+            paths = self.seen.blocks[kind].paths
+            if path not in paths:
+                paths.append(path)
+            self._inside = (module, kind, self.mode.count)
 
         return hook
 
-    def left(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if inside and inside[0][0] is module:
-            _, kind, before = inside.pop()
-            seen.blocks[kind].attentions = mode.count - before
+    def left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """A hook after it."""
+        if self._inside is not None and self._inside[0] is module:
+            _, kind, before = self._inside
+            self.seen.blocks[kind].attentions = self.mode.count - before
+            self._inside = None
 
+
+@contextmanager
+def _blocks_noted(denoiser: nn.Module, seen: Seen, mode: _Severed) -> Iterator[None]:
+    """Hooks on the items of every module list, for as long as the block runs."""
+    mode.keeping, notes, handles = False, _Notes(seen, mode), []
     for path, name, module in block_candidates(denoiser):
-        handles.append(module.register_forward_pre_hook(entered(path, name), with_kwargs=True))
-        handles.append(module.register_forward_hook(left, with_kwargs=True))
+        handles.append(module.register_forward_pre_hook(notes.entered(path, name), with_kwargs=True))
+        handles.append(module.register_forward_hook(notes.left, with_kwargs=True))
     try:
         yield
     finally:

@@ -1,0 +1,71 @@
+"""Try a block's plan on a share of its tokens: all that the block computes must be what it is with all of them.
+
+Attention is severed here too, so no other rank is needed. Whether a number among the arguments counts tokens, which
+nothing shows that moves, is found out by trying: it does if the block is right only when it is told the share's.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+from torch import Tensor
+
+from patchpar.errors import UnsupportedModel
+from patchpar.token_split.plan import BlockPlan, Rows
+from patchpar.token_split.provenance import TOLERANCE, Observed
+from patchpar.token_split.watch import Arguments, SeenBlock, observe_block
+
+MOST_COUNTS = 4  # numbers that may be counts: sets of them are tried
+
+
+def proved(plan: BlockPlan, block: SeenBlock, tokens: int, sizes: Sequence[int]) -> BlockPlan:
+    """The plan, with the arguments that count tokens: those whose value is one of `sizes`. Raises UnsupportedModel."""
+    whole, reasons = observe_block(block.module, block.arguments), []
+    for counts in _possible_counts(block.arguments, sizes):
+        candidate = replace(plan, counts=counts)
+        try:
+            _try(candidate, block, whole, tokens)
+        except (RuntimeError, ValueError, IndexError) as error:
+            reasons.append(str(error))
+            continue
+        return candidate
+    raise UnsupportedModel(f"with some of its tokens alone it fails: {reasons[0]}")
+
+
+def _possible_counts(arguments: Arguments, sizes: Sequence[int]) -> Iterator[tuple[str, ...]]:
+    """Sets of arguments that may be numbers of tokens, the smallest sets first."""
+    numbers = [name for name, leaf in arguments.leaves().items() if type(leaf) is int and leaf in sizes]
+    for size in range(min(len(numbers), MOST_COUNTS) + 1):
+        yield from combinations(numbers[:MOST_COUNTS], size)
+
+
+def _try(plan: BlockPlan, block: SeenBlock, whole: Observed, tokens: int) -> None:
+    """Run the block on the middle of its tokens. Raises UnsupportedModel, or what the block raises."""
+    first, count = tokens // 3, tokens // 3 + 1
+
+    def share(name: str, leaf: object) -> object:
+        if name in plan.counts and isinstance(leaf, int):
+            return leaf - tokens + count
+        rows = plan.inputs.get(name)
+        return leaf if rows is None or not isinstance(leaf, Tensor) else rows.cut(leaf, tokens, first, count)
+
+    own = observe_block(block.module, block.arguments.map(share))
+    for name, rows in _rows_observed(plan):
+        want = whole[name] if rows is None else rows.cut(whole[name], tokens, first, count)
+        if name not in own or own[name].shape != want.shape:
+            raise UnsupportedModel(f"its {name} is of another shape than it should be")
+        if not _close(own[name], want):
+            raise UnsupportedModel(f"its {name} is another one then")
+
+
+def _rows_observed(plan: BlockPlan) -> Iterator[tuple[str, Rows | None]]:
+    for number, call in enumerate(plan.attentions):
+        yield f"attention {number} query", call.queries
+        yield f"attention {number} key", call.keys
+        yield f"attention {number} value", call.keys
+    for number, rows in plan.outputs.items():
+        yield f"output {number}", rows
+
+
+def _close(x: Tensor, y: Tensor) -> bool:
+    return not y.numel() or bool((x - y).abs().max() <= TOLERANCE * y.abs().max())
