@@ -1,0 +1,47 @@
+"""Every transformer of diffusers with its tokens split, at two numbers of tokens, against the same in one piece."""
+
+from __future__ import annotations
+
+import pytest
+
+from patchpar.errors import UnsupportedModel
+
+from .ranks import LIMIT, TRANSFORMERS, VARIANTS, error, plain, plan_of, split
+
+REFUSED = {
+    "AnyFlowFARTransformer3DModel": "none of its arguments has tokens that reach scaled_dot_product_attention",  # flex
+    "Kandinsky6SRTransformer3DModel": "does not call scaled_dot_product_attention",  # flex_attention
+    "RFD4ProteinaTransformer": "with some of its tokens alone it fails",  # one mask for rows and for pairs
+    "SanaTransformer2DModel": "none of its arguments has tokens that reach",  # linear attention, convolutions
+    "SanaVideoTransformer3DModel": "none of its arguments has tokens that reach",
+    "SanaWMTransformer3DModel": "depends on several tokens at once",
+    "T5FilmDecoder": "does not call scaled_dot_product_attention",  # attention of its own
+    "WanAnimate2Transformer3DModel": "with some of its tokens alone it fails",  # positions are made in the block
+}
+PARTLY = {
+    "ConsisIDTransformer3DModel": "perceiver_cross_attention",  # attention of its own
+    "NucleusMoEImageTransformer2DModel": "transformer_blocks, 2 x",  # its experts choose among all tokens
+    "WanAnimateTransformer3DModel": "face_adapter",  # attends within frames
+}
+SPLIT = [name for name in TRANSFORMERS if name not in REFUSED]
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_tokens(name: str) -> None:
+    plan = plan_of(name)
+    assert [PARTLY[name] in left for left in plan.whole] == [True] if name in PARTLY else not plan.whole
+    for variant in VARIANTS:
+        want = plain(name, variant)
+        for ranks in (2, 3):
+            assert error(split(name, plan, ranks, variant), want) <= LIMIT
+    assert error(split(name, plan, 2, 0, None), plain(name, 0)) > 100 * LIMIT  # keys of the own tokens only
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if name in TRANSFORMERS])
+def test_refused(name: str) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{name} cannot be split by tokens .*{REFUSED[name]}"):
+        plan_of(name)
+
+
+def test_most_classes_are_split() -> None:
+    assert len(SPLIT) >= 50

@@ -1,0 +1,69 @@
+"""Rows are known by what moves when they are disturbed, whatever has the same length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar.errors import UnsupportedModel
+from patchpar.token_split.provenance import MIXED, UNMOVED, trace_rows
+
+
+def trace(function, x: Tensor, dim: int):
+    found = trace_rows(lambda y: {"it": function(y)}, x, dim)
+    return found["it"].by_dim if found else None
+
+
+@pytest.mark.parametrize("rows", [2, 3, 8, 13])
+def test_every_row_is_named(rows: int) -> None:
+    order = torch.randperm(rows)
+    by_dim = trace(lambda x: x[:, order].relu() + 1, torch.rand(2, rows, 4) + 3, 1)
+    assert by_dim[1].tolist() == order.tolist()
+    assert (by_dim[0] == MIXED).all()
+    assert (by_dim[2] == MIXED).all()
+
+
+def test_other_rows_of_the_same_number_do_not_move() -> None:
+    text = torch.randn(2, 6, 4)
+    by_dim = trace(lambda x: torch.cat([text, x], 1), torch.randn(2, 6, 4), 1)
+    assert by_dim[1].tolist() == [UNMOVED] * 6 + list(range(6))
+
+
+def test_what_meets_is_mixed() -> None:
+    def convolution(x: Tensor) -> Tensor:
+        return x + x.roll(1, 1) * torch.tensor([1.0, 1, 1, 0, 0]).view(1, 5, 1)
+
+    assert trace(convolution, torch.randn(1, 5, 4), 1)[1].tolist() == [MIXED] * 3 + [3, 4]
+
+
+def test_features_are_no_rows() -> None:
+    weights = torch.randn(4, 4)
+    assert trace(lambda x: x @ weights, torch.randn(1, 5, 4), 2) is None
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.arange(7),
+        torch.tensor([0] * 7),
+        torch.tensor([True, False, True, True, False, False, False]),
+        torch.full((7,), -torch.inf),
+        torch.polar(torch.ones(7), torch.arange(7.0)),
+    ],
+    ids=["numbers", "one number", "truth", "minus infinity", "complex"],
+)
+def test_any_dtype(x: Tensor) -> None:
+    assert trace(lambda y: y.unsqueeze(0), x, 0)[1].tolist() == list(range(7))
+
+
+def test_rounding_is_no_movement() -> None:
+    def another_product(x: Tensor) -> Tensor:
+        return torch.cat([x, torch.ones(1, 1, 4) + 1e-7 * x.mean()], 1)
+
+    assert trace(another_product, torch.randn(1, 5, 4), 1)[1].tolist() == [0, 1, 2, 3, 4, UNMOVED]
+
+
+def test_a_shape_that_depends_on_values() -> None:
+    with pytest.raises(UnsupportedModel, match="the shape of it depends on values"):
+        trace(lambda x: x[x > 0], torch.randn(5), 0)

@@ -1,0 +1,176 @@
+"""What split transformers exchange, what they refuse, and that nothing is left of it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from patchpar.errors import PlanError, UnsupportedModel, VerificationError
+from patchpar.exchange import Door
+from patchpar.key_exchange import KeyExchange
+from patchpar.mesh import Axis
+from patchpar.sequence.gathered import attend_gathered
+from patchpar.sequence.modes import attend_together
+from patchpar.token_split.attention import Asked, Mode, Split, attend_split
+from patchpar.token_split.plan import AttentionCall, Rows, TokenPlan
+from patchpar.token_split.shard import TokenShard
+from patchpar.token_split.verify import verify_tokens
+from tests.unit.threads import on_threads
+
+from .ranks import LIMIT, TRANSFORMERS, error, hooks_of, plain, plan_of, predictions, split
+
+MODES = {
+    "ring": KeyExchange(way="ring"),
+    "two-way-ring": KeyExchange(way="two-way-ring"),
+    "token-ring": KeyExchange(way="token-ring"),
+    "ulysses": KeyExchange(ulysses=3),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "FluxTransformer2DModel",  # text first
+        "SD3Transformer2DModel",  # text last
+        "QwenImageTransformer2DModel",  # a mask over text and image
+        "Lumina2Transformer2DModel",  # a mask, samples of different lengths, grouped heads
+        "OmniGenTransformer2DModel",  # a mask of queries and keys
+    ],
+)
+def test_any_exact_mode(name: str, mode: str) -> None:
+    got = split(name, plan_of(name), 3, 0, partial(attend_together, MODES[mode]))
+    assert error(got, plain(name, 0)) <= LIMIT
+
+
+def flux(plan: TokenPlan, ranks: int, use: Any, mode: Mode | None = attend_gathered) -> list[Any]:
+    """What `use(shard, model)` gives on every rank, or the error it raises."""
+    models = [TRANSFORMERS["FluxTransformer2DModel"].build() for _ in range(ranks)]
+
+    def on_rank(transport: Any) -> Any:
+        axis = Axis("patch", transport.rank, ranks, tuple(range(ranks)))
+        shard = TokenShard(models[transport.rank], plan, Split(Door(transport), axis, mode))
+        with torch.no_grad():
+            return use(shard, models[transport.rank])
+
+    return on_threads(ranks, on_rank)
+
+
+CALL = TRANSFORMERS["FluxTransformer2DModel"].call
+
+
+@pytest.fixture(scope="module")
+def plan() -> TokenPlan:
+    return plan_of("FluxTransformer2DModel")
+
+
+def test_bytes(plan: TokenPlan) -> None:
+    """K and V of our image tokens to everyone in each block, text never; tokens are gathered once, at the end."""
+
+    def traffic(shard: TokenShard, model: Any) -> Any:
+        shard.denoise(model.forward, **CALL(0))
+        counted = shard.split.door.traffic
+        return dict(counted.bytes_sent), dict(counted.rounds)
+
+    for rank, (sent, rounds) in enumerate(flux(plan, 3, traffic)):
+        tokens, hidden, blocks = (12, 12, 11)[rank], 36, 5
+        assert sent["kv"] == blocks * 2 * 2 * (2 * tokens * hidden * 4)  # to 2 places, K and V, batch 2, fp32
+        assert sent["tokens"] == 2 * (2 * tokens * hidden * 4)
+        assert rounds == {"kv": blocks, "tokens": 1}
+
+
+def test_what_the_model_does_between_blocks(plan: TokenPlan) -> None:
+    """A ControlNet adds to the tokens after each block: they are gathered for that, and cut again."""
+    residuals = [torch.randn(2, 35, 36, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    call = CALL(0) | {"controlnet_block_samples": residuals}
+
+    def prediction(shard: TokenShard, model: Any) -> Any:
+        before = predictions(model(**call))
+        return before, predictions(shard.denoise(model.forward, **call))
+
+    for before, after in flux(plan, 2, prediction):
+        assert error([after], before) <= LIMIT
+        assert error([predictions(TRANSFORMERS["FluxTransformer2DModel"].build()(**CALL(0)))], before) > 0.01
+
+
+def test_nothing_is_left(plan: TokenPlan) -> None:
+    def restored(shard: TokenShard, model: Any) -> Any:
+        hooked = set(hooks_of(model))
+        first = model(**CALL(0))[0]
+        shard.denoise(model.forward, **CALL(0))
+        shard.restore()
+        shard.restore()
+        return hooked, hooks_of(model), first, model(**CALL(0))[0]
+
+    for hooked, left, before, after in flux(plan, 2, restored):
+        assert hooked == plan.paths
+        assert left == []
+        assert torch.equal(before, after)
+
+
+def test_one_rank(plan: TokenPlan) -> None:
+    (got,) = flux(plan, 1, lambda shard, model: predictions(shard.denoise(model.forward, **CALL(0))))
+    assert error([got], plain("FluxTransformer2DModel", 0)) == 0
+
+
+def test_too_few_tokens(plan: TokenPlan) -> None:
+    call = CALL(0)
+    call |= {"hidden_states": call["hidden_states"][:, :2], "img_ids": call["img_ids"][:2]}
+    for found in flux(plan, 3, lambda shard, model: shard.denoise(model.forward, **call)):
+        assert isinstance(found, PlanError)
+        assert "has 2 tokens, too few for 3 ranks: use a larger picture, or at most 2" in str(found)
+
+
+def test_after_an_error_the_model_is_usable(plan: TokenPlan) -> None:
+    def twice(shard: TokenShard, model: Any) -> Any:
+        with pytest.raises(RuntimeError):
+            shard.denoise(model.forward, **CALL(0) | {"pooled_projections": torch.zeros(2, 31)})
+        return predictions(shard.denoise(model.forward, **CALL(0)))
+
+    assert error(flux(plan, 2, twice), plain("FluxTransformer2DModel", 0)) <= LIMIT
+
+
+def test_verification(plan: TokenPlan) -> None:
+    calls = [((), CALL(variant)) for variant in (0, 1)]
+    for found in flux(plan, 2, lambda shard, model: verify_tokens(shard, model.forward, calls)):
+        assert 0 < found <= LIMIT
+
+
+def test_verification_fails_without_exchange(plan: TokenPlan) -> None:
+    found = flux(plan, 2, lambda shard, model: verify_tokens(shard, model.forward, [((), CALL(0))]), mode=None)
+    for each in found:
+        assert isinstance(each, VerificationError)
+        assert "split between 2 ranks differs from the plain one by" in str(each)
+
+
+def test_dropout_and_foreign_masks() -> None:
+    query = torch.randn(1, 2, 5, 8)
+
+    def attend(transport: Any, **options: Any) -> Any:
+        split_ = Split(Door(transport), Axis("patch", transport.rank, 2, (0, 1)), attend_gathered)
+        call = AttentionCall(Rows(2), Rows(2))
+        return attend_split(split_, "here", call, 10, Asked(query=query, key=query, value=query, **options))
+
+    for found in on_threads(2, partial(attend, dropout_p=0.1)):
+        assert isinstance(found, UnsupportedModel)
+        assert "here: attention with dropout" in str(found)
+    for found in on_threads(2, partial(attend, attn_mask=torch.ones(1, 1, 1, 7, dtype=torch.bool))):
+        assert isinstance(found, UnsupportedModel)
+        assert "a mask of 7 columns is neither for the 5 keys that are here nor for all 10" in str(found)
+
+
+def test_causality() -> None:
+    """A token sees those before it, on whatever rank they are."""
+    whole = torch.randn(1, 2, 10, 8)
+    want = torch.nn.functional.scaled_dot_product_attention(whole, whole, whole, is_causal=True)
+
+    def attend(transport: Any) -> Any:
+        split_ = Split(Door(transport), Axis("patch", transport.rank, 2, (0, 1)), attend_gathered)
+        own = whole[:, :, 5 * transport.rank : 5 * transport.rank + 5]
+        asked = Asked(query=own, key=own, value=own, is_causal=True)
+        return attend_split(split_, "here", AttentionCall(Rows(2), Rows(2)), 10, asked)
+
+    torch.testing.assert_close(torch.cat(on_threads(2, attend), 2), want, atol=1e-5, rtol=1e-5)
