@@ -81,7 +81,7 @@ def attend_split(split: Split, where: str, call: AttentionCall, tokens: int, ask
         return asked.answer(asked.key, asked.value, mask, causal=asked.is_causal)
     keys = _Line.of(call.keys, asked.key, tokens, count)
     mask = _whole_mask(split, where, asked, queries, keys)
-    if split.mode is None:
+    if split.mode is None or split.axis.size == 1:
         cut = None if mask is None else keys.cut(queries.cut(mask, -2, first), -1, first)
         return asked.answer(asked.key, asked.value, cut)
     if _fits_a_mode(asked, queries, keys, mask):

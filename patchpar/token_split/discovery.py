@@ -32,21 +32,30 @@ def discover_tokens(denoiser: nn.Module, forward: Callable[..., Any], args: Any,
     seen = watch(denoiser, forward, arguments)
     moved = watch(denoiser, forward, with_other_latent(arguments, latent))
     size = latent_size(arguments, latent)
-    blocks, whole = [], {}
+    blocks, whole, others = [], {}, []
     for kind, block in seen.blocks.items():
+        plan = None
         try:
-            plan = _BlockProbe(block, moved.blocks[kind], size).plan()
-        except KeyError:
-            raise UnsupportedModel(f"{block.name} is called in ways that depend on values: {WAY_OUT}") from None
+            plan = _BlockProbe(block, _the_same(block, moved.blocks.get(kind)), size).plan()
         except UnsupportedModel as error:
             whole[f"{block.name}, {len(block.paths)} x {type(block.module).__name__}"] = str(error)
-            continue
         if plan is not None:
             blocks.append(plan)
+        else:
+            others += [(path, kind[-1]) for path in block.paths]
     if not blocks:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in whole.items()) or "none of its blocks has tokens"
         raise UnsupportedModel(f"{type(denoiser).__name__} cannot be split by tokens ({reasons}): {WAY_OUT}")
-    return TokenPlan(denoiser=type(denoiser).__name__, latent=latent, blocks=tuple(blocks), whole=whole)
+    return TokenPlan(
+        denoiser=type(denoiser).__name__, latent=latent, blocks=tuple(blocks), whole=whole, others=frozenset(others)
+    )
+
+
+def _the_same(block: SeenBlock, moved: SeenBlock | None) -> SeenBlock:
+    """The same kind of block in the other run. Raises UnsupportedModel."""
+    if moved is None:
+        raise UnsupportedModel("which blocks are called, and with what, depends on the values of the latent")
+    return moved
 
 
 def with_other_latent(arguments: Arguments, latent: str) -> Arguments:

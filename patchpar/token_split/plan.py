@@ -116,13 +116,15 @@ class BlockPlan:
 class TokenPlan:
     """Where tokens are split, and what is left whole on every rank, with the reason.
 
-    `latent`: the name of the argument that is denoised.
+    `latent`: the name of the argument that is denoised. `others`: paths and signatures of blocks seen that are not
+    split, since they cannot be, or see no tokens.
     """
 
     denoiser: str
     latent: str
     blocks: tuple[BlockPlan, ...]
     whole: Mapping[str, str]
+    others: frozenset[tuple[str, tuple[str, ...]]] = frozenset()
 
     @property
     def paths(self) -> frozenset[str]:
@@ -130,8 +132,17 @@ class TokenPlan:
         return frozenset(path for each in self.blocks for path in each.paths)
 
     def find(self, path: str, signature: tuple[str, ...]) -> BlockPlan | None:
-        """The plan of a block that is called so; None where it is left whole."""
-        return next((each for each in self.blocks if path in each.paths and each.signature == signature), None)
+        """The plan of a block that is called so; None where it is left whole. Raises UnsupportedModel."""
+        if (path, signature) in self.others:
+            return None
+        for each in self.blocks:
+            if path in each.paths and each.signature == signature:
+                return each
+        known = {entry for each in self.blocks if path in each.paths for entry in each.signature}
+        raise UnsupportedModel(
+            f"{path} was watched with other arguments than it is called with now, the difference being "
+            f"{', '.join(sorted(known ^ set(signature)))}: its tokens must be found anew for such calls"
+        )
 
     def __str__(self) -> str:
         left = [f"{name}: every rank has all of it, since {reason}" for name, reason in self.whole.items()]

@@ -112,7 +112,7 @@ class _Call(TorchFunctionMode):
         self.inside = False
         self.block: _Block | None = None
         self._local: Any = WeakTensorKeyDictionary()  # tensor -> _Local
-        self._cuts: Any = WeakTensorKeyDictionary()  # whole tensor -> {(rows, tokens): our share}
+        self._cuts: Any = WeakTensorKeyDictionary()  # whole tensor -> {(rows, tokens, version): our share}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -191,11 +191,15 @@ class _Call(TorchFunctionMode):
 
     def _cut(self, x: Tensor, rows: Rows, tokens: int) -> Tensor:
         """Our tokens of a whole argument, and what is around all of them."""
+        first, count = self.split.own(tokens)
+        if x.is_inference():  # whether it changes in place cannot be told
+            return rows.cut(x, tokens, first, count)
         known = self._cuts.setdefault(x, {})
-        if (rows, tokens) not in known:
-            first, count = self.split.own(tokens)
-            known[rows, tokens] = rows.cut(x, tokens, first, count)
-        return known[rows, tokens]
+        key = (rows, tokens, x._version)
+        if key not in known:
+            known.clear()
+            known[key] = rows.cut(x, tokens, first, count)
+        return known[key]
 
     def whole(self, x: Tensor) -> Tensor:
         """A tensor with everybody's tokens."""

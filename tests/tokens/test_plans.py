@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from patchpar.errors import UnsupportedModel
 from patchpar.token_split.discovery import discover_tokens
@@ -60,6 +61,15 @@ def test_as_many_image_tokens_as_text(name: str) -> None:
     model = tiny.build()
     plan = discover_tokens(model, model.forward, (), call)
     assert plan.blocks == plan_of(name).blocks
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["FluxTransformer2DModel", "PixArtTransformer2DModel", "Lumina2Transformer2DModel"])
+def test_the_same_plan_in_half_precision(name: str, dtype: torch.dtype) -> None:
+    tiny = TRANSFORMERS[name]
+    model = tiny.build().to(dtype)
+    call = tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, tiny.call(0))
+    assert discover_tokens(model, model.forward, (), call) == plan_of(name)
 
 
 class Block(nn.Module):

@@ -124,6 +124,15 @@ def test_too_few_tokens(plan: TokenPlan) -> None:
         assert "has 2 tokens, too few for 3 ranks: use a larger picture, or at most 2" in str(found)
 
 
+def test_called_otherwise_than_watched(plan: TokenPlan) -> None:
+    """What it was not watched with is refused, not done whole on every rank in silence."""
+    call = CALL(0) | {"joint_attention_kwargs": {"attention_mask": torch.ones(2, 1, 1, 47, dtype=torch.bool)}}
+    for found in flux(plan, 2, lambda shard, model: shard.denoise(model.forward, **call)):
+        assert isinstance(found, UnsupportedModel)
+        assert "transformer_blocks.0 was watched with other arguments" in str(found)
+        assert "attention_mask" in str(found)
+
+
 def test_after_an_error_the_model_is_usable(plan: TokenPlan) -> None:
     def twice(shard: TokenShard, model: Any) -> Any:
         with pytest.raises(RuntimeError):
