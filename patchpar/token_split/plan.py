@@ -8,7 +8,7 @@ transformer_blocks, 19 x FluxTransformerBlock
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -130,6 +130,13 @@ class TokenPlan:
     def paths(self) -> frozenset[str]:
         """The blocks that are split."""
         return frozenset(path for each in self.blocks for path in each.paths)
+
+    def joined(self, other: "TokenPlan") -> "TokenPlan":
+        """This plan, and what was found for calls with other arguments."""
+        new = tuple(block for block in other.blocks if block not in self.blocks)
+        return replace(
+            self, blocks=self.blocks + new, whole={**self.whole, **other.whole}, others=self.others | other.others
+        )
 
     def find(self, path: str, signature: tuple[str, ...]) -> BlockPlan | None:
         """The plan of a block that is called so; None where it is left whole. Raises UnsupportedModel."""
