@@ -42,7 +42,9 @@ figures: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.parity --write docs/figures/parity.md
 	$(BIN)/python -m benchmarks.transport --write docs/figures/transport.md
 	$(BIN)/python -m benchmarks.volumes --write docs/figures/volumes.md
-	$(BIN)/python -m benchmarks.overlap --write docs/figures/overlap.md
+	$(BIN)/python -m benchmarks.overlap --latency 1 --latency 5 --latency 20 --load 0.3 --load 0.6 --load 1 --write docs/figures/overlap.md
+	$(BIN)/python -m benchmarks.overlap --strategy displaced --strategy pcpp --latency 20 --load 0.3 --load 0.6 --load 1 \
+	  --steps 7 --no-rule --write docs/figures/hidden.md
 	$(BIN)/python -m benchmarks.quality --quick
 	$(BIN)/python -m benchmarks.quality --table --plot
 	$(BIN)/python -m benchmarks.emulation --captions 2 --size 128 --steps 12 --warmup 1 --ranks

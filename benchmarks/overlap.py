@@ -23,6 +23,7 @@ LATENCIES_MS = (0.2, 1.0, 5.0, 20.0)
 LOADS = (0.3, 0.6, 1.0, 1.5)
 LATENCY_OF_LOADS = 2e-4
 HIDDEN, OFF = 0.9, 0.15
+LEAST_BUSY = 0.25
 NOISE = 5.0  # a link time of fewer spreads of the step times is not judged
 
 
@@ -55,8 +56,12 @@ class Row:
 
     @property
     def is_judged(self) -> bool:
-        """Whether the strategy is held to hide this much, and it can be told from noise."""
-        return self.strategy in STALE and NOISE * self.spread < self.link_time and self.busy <= 1.0
+        """Whether the strategy is held to hide this much, and it can be told from noise.
+
+        What takes less than a quarter of a step disappears in how much steps differ by themselves.
+        """
+        told = NOISE * self.spread < self.link_time and self.busy >= LEAST_BUSY
+        return self.strategy in STALE and told and self.busy <= 1.0
 
     @property
     def busy(self) -> float:
@@ -184,7 +189,7 @@ def promises(rows: Sequence[Row]) -> Iterator[str]:
         f"- the model is within {OFF:.0%} of the measured step: {_kept(abs(worst.off) <= OFF)}, at worst "
         f"{worst.off:+.1%} ({worst.strategy}, {worst.link}; {len(rows)} rows)"
     )
-    for row in (row for row in rows if row.strategy == "exact" and row.busy >= 0.25):
+    for row in (row for row in rows if row.strategy == "exact" and row.busy >= LEAST_BUSY):
         yield f"- exact on {row.link}: {row.extra:+.3f} s, {row.extra / row.bare:.0%} of its step"
 
 
