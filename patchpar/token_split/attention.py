@@ -166,7 +166,8 @@ def _outer_product(split: Split, where: str, mask: Tensor, queries: _Line, keys:
 
 def _fits_a_mode(asked: Asked, queries: _Line, keys: _Line, mask: Tensor | None) -> bool:
     rows_whole = mask is None or mask.ndim < 2 or mask.shape[-2] in (1, keys.whole)
-    return queries == keys and rows_whole and asked.value.shape[-1] == asked.key.shape[-1]
+    shaped = asked.query.ndim in (3, 4) and asked.value.shape[-1] == asked.key.shape[-1]
+    return queries == keys and rows_whole and shaped
 
 
 def _by_mode(split: Split, where: str, asked: Asked, line: _Line, mask: Tensor | None) -> Tensor:

@@ -75,11 +75,11 @@ def _belongs(name: str, latent: str) -> bool:
 
 def latent_size(arguments: Arguments, latent: str) -> int:
     """How many numbers the latent of one sample has. Raises UnsupportedModel."""
-    leaves = [leaf for name, leaf in arguments.tensors().items() if _belongs(name, latent)]
-    if not leaves:
+    found = {name: leaf for name, leaf in arguments.tensors().items() if _belongs(name, latent)}
+    if not found:
         raise UnsupportedModel(f"the first argument, {latent}, holds no tensor: {WAY_OUT}")
-    samples = leaves[0].shape[0] if len(leaves) == 1 else len(leaves)
-    return sum(leaf.numel() for leaf in leaves) // samples
+    samples = found[latent].shape[0] if latent in found else len(found)  # one batch, or a list of samples
+    return sum(leaf.numel() for leaf in found.values()) // samples
 
 
 class _BlockProbe:
@@ -149,8 +149,9 @@ class _BlockProbe:
             return None
         candidates = []
         for dim in range(x.ndim):
-            if x.shape[dim] < 2 or not (run := run_of(self.moved[name][dim])):
+            if x.shape[dim] < 2:
                 continue
+            run = run_of(self.moved[name][dim]) or (0, x.shape[dim])  # in several runs: all rows are taken for tokens
             traced = self._trace(name, dim)
             if traced:
                 candidates.append(Anchor(name, dim, x.shape[dim], run, traced))

@@ -22,6 +22,7 @@ TOLERANCE = 1e-4  # of the largest value: below it is rounding, as in a product 
 
 Observed = Mapping[str, Tensor]
 Observe = Callable[[Tensor], Observed]
+Hits = tuple[list[Tensor], list[Tensor]]  # for each dim, which indices moved with a bit, and which without it
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +55,24 @@ def trace_rows(observe: Observe, x: Tensor, dim: int) -> dict[str, Sources]:
     Raises UnsupportedModel when what is observed depends on the values.
     """
     base, size = observe(x), x.shape[dim]
-    hits: dict[str, list[tuple[list[Tensor], list[Tensor]]]] = {name: [] for name in base}
+    hits: dict[str, list[Hits]] = {name: [] for name in base}
     numbers = torch.arange(size)
     for bit in reversed(range((size - 1).bit_length())):
         has_bit = (numbers >> bit & 1).bool()
-        seen = [observe(disturbed(x, dim, numbers[group])) for group in (has_bit, ~has_bit)]
-        for name, before in base.items():
-            one, other = (moved_indices(before, _same(name, before, after.get(name))) for after in seen)
-            hits[name].append((one, other))
+        one, other = (_moved(base, observe(disturbed(x, dim, numbers[group]))) for group in (has_bit, ~has_bit))
+        for name, found in hits.items():
+            found.append((one[name], other[name]))
         if bit == (size - 1).bit_length() - 1 and not _any_named(hits):
             return {}
     return {name: _decoded(found) for name, found in hits.items()}
+
+
+def _moved(base: Observed, now: Observed) -> dict[str, list[Tensor]]:
+    """Which indices of everything observed have moved. Raises UnsupportedModel."""
+    for name, before in base.items():
+        if name not in now or now[name].shape != before.shape:
+            raise UnsupportedModel(f"the shape of {name} depends on values, so its rows cannot be traced")
+    return {name: moved_indices(before, now[name]) for name, before in base.items()}
 
 
 def disturbed(x: Tensor, dim: int, indices: Tensor) -> Tensor:
@@ -99,17 +107,11 @@ def moved_indices(before: Tensor, after: Tensor) -> list[Tensor]:
     return [differs.any(tuple(d for d in dims if d != dim)) if before.ndim > 1 else differs for dim in dims]
 
 
-def _same(name: str, before: Tensor, after: Tensor | None) -> Tensor:
-    if after is None or after.shape != before.shape:
-        raise UnsupportedModel(f"the shape of {name} depends on values, so its rows cannot be traced")
-    return after
-
-
-def _any_named(hits: Mapping[str, Sequence[tuple[list[Tensor], list[Tensor]]]]) -> bool:
+def _any_named(hits: Mapping[str, Sequence[Hits]]) -> bool:
     return any((one ^ other).any() for found in hits.values() for one, other in zip(*found[0], strict=True))
 
 
-def _decoded(found: Sequence[tuple[list[Tensor], list[Tensor]]]) -> Sources:
+def _decoded(found: Sequence[Hits]) -> Sources:
     """Numbers from hits: a row that moved with exactly one group of every bit has that number."""
     by_dim = []
     for dim in range(len(found[0][0])):

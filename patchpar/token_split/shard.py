@@ -14,13 +14,14 @@ from diffusers.hooks import HookRegistry, ModelHook
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.token_split.attention import Asked, Split, attend_split
 from patchpar.token_split.discovery import latent_size
 from patchpar.token_split.plan import BlockPlan, Rows, TokenPlan
+from patchpar.token_split.recipe import Recipe, Recipes
 from patchpar.token_split.watch import Arguments, block_candidates
 
 HOOK = "patchpar_tokens"
@@ -40,7 +41,7 @@ class TokenShard:
         for path, _, module in block_candidates(denoiser):
             if path in plan.paths:
                 fresh = not hasattr(module, "_diffusers_hook")
-                HookRegistry.check_if_exists_or_initialize(module).register_hook(_BlockHook(self, path), HOOK)
+                HookRegistry.check_if_exists_or_initialize(module).register_hook(_BlockHook(self, path, module), HOOK)
                 self._hooked.append((module, fresh))
 
     def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -67,9 +68,10 @@ class TokenShard:
 class _BlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """A block that gets our tokens, and leaves them for the next."""
 
-    def __init__(self, shard: TokenShard, path: str) -> None:
+    def __init__(self, shard: TokenShard, path: str, module: nn.Module) -> None:
         super().__init__()
         self.shard, self.path = shard, path
+        self.recipes = Recipes(shard.plan, path, module)
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces the block's forward."""
@@ -78,10 +80,12 @@ class _BlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             return forward(*args, **kwargs)
         call.inside = True  # or to look at the arguments would gather them
         try:
-            arguments = Arguments.of(module, args, kwargs)
-            plan = self.shard.plan.find(self.path, arguments.signature())
-            if plan is not None:
-                return call.run(_Block(self.path, plan), forward, arguments)
+            leaves, spec = tree_flatten((args, kwargs))
+            recipe = self.recipes.find(leaves, spec, args, kwargs)
+            if recipe.plan is not None:
+                block = _Block(self.path, recipe.plan)
+                args, kwargs = tree_unflatten(call.own_leaves(block, recipe, leaves), spec)
+                return call.run(block, forward, args, kwargs)
         finally:
             call.inside = False
         return forward(*args, **kwargs)
@@ -133,13 +137,23 @@ class _Call(TorchFunctionMode):
         where = f"{block.path} attention {number}"
         return attend_split(self.split, where, block.plan.attentions[number], block.tokens, asked)
 
-    def run(self, block: _Block, forward: Callable[..., Any], arguments: Arguments) -> Any:
+    def own_leaves(self, block: _Block, recipe: Recipe, leaves: list[Any]) -> list[Any]:
+        """The arguments as our share of the block wants them. Raises PlanError, UnsupportedModel."""
+        block.tokens = self._num_tokens(block, recipe, leaves)
+        rows = dict(recipe.inputs)
+        own = [
+            self._own(block.tokens, leaf, rows.get(number)) if isinstance(leaf, Tensor) else leaf
+            for number, leaf in enumerate(leaves)
+        ]
+        for number in recipe.counts:
+            own[number] += self.split.own(block.tokens)[1] - block.tokens
+        return own
+
+    def run(self, block: _Block, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The block on our tokens; what it returns stays ours."""
-        block.tokens = self._num_tokens(block, arguments)
-        own = arguments.map(lambda name, leaf: self._own(block, name, leaf))
         self.block = block
         try:
-            output = forward(*own.args, **own.kwargs)
+            output = forward(*args, **kwargs)
         finally:
             self.block = None
         for number, leaf in enumerate(tree_flatten(output)[0]):
@@ -148,9 +162,9 @@ class _Call(TorchFunctionMode):
                 self._local[leaf] = _Local(rows, block)
         return output
 
-    def _num_tokens(self, block: _Block, arguments: Arguments) -> int:
+    def _num_tokens(self, block: _Block, recipe: Recipe, leaves: list[Any]) -> int:
         """How many tokens the blocks of all ranks have together. Raises PlanError, UnsupportedModel."""
-        found = self._known_tokens(block.plan, arguments.tensors())
+        found = self._known_tokens(recipe, leaves)
         if found is None:
             exact = block.plan.ratio * self.latent_size
             found = round(exact)
@@ -165,29 +179,24 @@ class _Call(TorchFunctionMode):
             )
         return found
 
-    def _known_tokens(self, plan: BlockPlan, tensors: dict[str, Tensor]) -> int | None:
+    def _known_tokens(self, recipe: Recipe, leaves: list[Any]) -> int | None:
         """From an argument that is cut already, or one that consists of tokens alone."""
-        for name in plan.inputs:
-            if (local := self._local.get(tensors[name])) is not None:
+        for number, _ in recipe.inputs:
+            if (local := self._local.get(leaves[number])) is not None:
                 return local.tokens
-        for name, rows in plan.inputs.items():
+        for number, rows in recipe.inputs:
             if rows.alone:
-                return tensors[name].shape[rows.dim]
+                return leaves[number].shape[rows.dim]
         return None
 
-    def _own(self, block: _Block, name: str, leaf: Any) -> Any:
-        """An argument as our share of the block wants it."""
-        rows = block.plan.inputs.get(name)
-        if name in block.plan.counts:
-            return leaf - block.tokens + self.split.own(block.tokens)[1]
-        if not isinstance(leaf, Tensor):
-            return leaf
-        local = self._local.get(leaf)
+    def _own(self, tokens: int, x: Tensor, rows: Rows | None) -> Tensor:
+        """An argument with our tokens only, where it has `rows` of them."""
+        local = self._local.get(x)
         if local is not None:
-            if local.whole is None and local.rows == rows and local.tokens == block.tokens:
-                return leaf
-            leaf = self.whole(leaf)
-        return leaf if rows is None else self._cut(leaf, rows, block.tokens)
+            if local.whole is None and local.rows == rows and local.tokens == tokens:
+                return x
+            x = self.whole(x)
+        return x if rows is None else self._cut(x, rows, tokens)
 
     def _cut(self, x: Tensor, rows: Rows, tokens: int) -> Tensor:
         """Our tokens of a whole argument, and what is around all of them."""

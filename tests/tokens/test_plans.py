@@ -9,8 +9,10 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from patchpar.errors import UnsupportedModel
-from patchpar.token_split.discovery import discover_tokens
+from patchpar.token_split.discovery import discover_tokens, latent_size
 from patchpar.token_split.plan import Rows
+from patchpar.token_split.watch import Arguments
+from patchpar.token_split.written import from_json, to_json
 
 from .ranks import TRANSFORMERS, plan_of
 
@@ -32,6 +34,26 @@ single_transformer_blocks, 3 x FluxSingleTransformerBlock
 
 def test_a_person_can_read_it() -> None:
     assert str(plan_of("FluxTransformer2DModel")) == FLUX
+
+
+@pytest.mark.parametrize(
+    "name", ["FluxTransformer2DModel", "HeliosTransformer3DModel", "NucleusMoEImageTransformer2DModel"]
+)
+def test_written_and_read(name: str) -> None:
+    plan = plan_of(name)
+    assert from_json(to_json(plan)) == plan
+    assert to_json(plan_of(name)) == to_json(plan)
+
+
+def test_plans_of_several_calls() -> None:
+    one, other = plan_of("HiDreamImageTransformer2DModel"), plan_of("HiDreamImageTransformer2DModel", 1)
+    both = one.joined(other)
+    for plan in (one, other):
+        for block in plan.blocks:
+            assert both.find(block.paths[0], block.signature) == block
+    assert both.joined(one) == both
+    with pytest.raises(UnsupportedModel, match=r"watched with other arguments .* hidden_states_masks: NoneType"):
+        one.find("double_stream_blocks.0", other.blocks[0].signature)
 
 
 def test_watching_leaves_no_trace() -> None:
@@ -124,6 +146,30 @@ def test_a_number_of_tokens_is_found_by_trying() -> None:
     plan = discover_tokens(model, model.forward, (torch.randn(2, 35, 8),), {"last": 35})
     assert plan.blocks[0].counts == ("last",)
     assert plan.blocks[0].inputs == {"x": Rows(1)}
+
+
+class Interleaved(Denoiser):
+    """A sequence with something amid its tokens."""
+
+    def forward(self, hidden_states: Tensor, last: int = 0) -> Tensor:
+        amid = torch.ones(2, 5, 8)
+        return super().forward(torch.cat([hidden_states[:, :9], amid, hidden_states[:, 9:]], 1), last)
+
+
+def test_the_latent_of_one_sample() -> None:
+    sample = torch.randn(4, 1, 6, 6)
+    for latent in ([sample], [sample, sample], torch.stack([sample, sample])):
+        assert latent_size(Arguments(("x",), (latent,), {}), "x") == sample.numel()
+    with pytest.raises(UnsupportedModel, match="the first argument, x, holds no tensor"):
+        latent_size(Arguments(("x",), ("a prompt",), {"xs": sample}), "x")
+
+
+def test_tokens_in_several_runs() -> None:
+    """All that is in the sequence is split."""
+    model = Interleaved()
+    plan = discover_tokens(model, model.forward, (torch.randn(2, 35, 8),), {})
+    assert plan.blocks[0].inputs == {"x": Rows(1)}
+    assert plan.blocks[0].ratio == 40 / (35 * 8)
 
 
 def test_rows_beside_the_tokens() -> None:
