@@ -57,7 +57,8 @@ class Decider:
             self.full_bytes = max(self.full_bytes, sent)
         if self.rules.budget is not None:
             return self._affordable(drift)
-        return drift > self.rules.limit()
+        unknown = self.evaluations == 1 and drift == 0  # nothing to compare with yet, and early steps go farthest
+        return (unknown and self.rules.quality is not None) or drift > self.rules.limit()
 
     def _affordable(self, drift: float) -> bool:
         """Whether the budget so far leaves room for a synchronous step, and the drift is not small beside the most."""
