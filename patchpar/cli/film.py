@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from patchpar.cli.files import check_place
-from patchpar.cli.pictures import save, umask
+from patchpar.cli.files import check_place, written_whole
+from patchpar.cli.pictures import save
 from patchpar.errors import PlanError
 
 if TYPE_CHECKING:
@@ -61,16 +60,9 @@ def frames_of(output: Any) -> NDArray[np.uint8] | None:
 
 
 def save_film(frames: NDArray[np.uint8], path: Path, fps: int) -> None:
-    """Encode beside `path` and rename, so that nobody ever finds half a video. Raises PlanError."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    beside = Path(name)
-    try:
+    """Encode them, whole or not at all. Raises PlanError."""
+    with written_whole(path) as beside:
         _encode(frames, beside, fps)
-        beside.chmod(0o666 & ~umask())
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _encode(frames: NDArray[np.uint8], path: Path, fps: int) -> None:

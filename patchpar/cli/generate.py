@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from patchpar.cli.flags import Request, plan_of
+from patchpar.cli.drawing import draw
+from patchpar.cli.flags import Request
 from patchpar.cli.pictures import check_writable, names_for, save
-from patchpar.cli.speech import friendly_errors, print_json, progress, stdout_kept_clean
+from patchpar.cli.speech import friendly_errors, print_json, stdout_kept_clean
 from patchpar.errors import PlanError
 
 
@@ -29,7 +30,8 @@ def generate(request: Generate) -> None:
         for path in paths:
             check_writable(path)
         with stdout_kept_clean(request.json):
-            run, pictures = _draw(request)
+            run, output = draw(request, request.for_drawing)
+            pictures = images_of(output)
         if pictures is None:
             return  # under torchrun, a rank that has no result: rank 0 saves and reports
         for picture, path in zip(pictures, paths, strict=True):
@@ -37,18 +39,6 @@ def generate(request: Generate) -> None:
         if request.trace is not None:
             run.save_trace(request.trace)
         _report(run, paths, request)
-
-
-def _draw(request: Generate) -> tuple[Any, list[Any] | None]:
-    from patchpar import ParallelPipeline
-
-    plan = plan_of(request.plan, request.strategy)
-    opened = {"devices": request.devices, "plan": plan, **request.for_loading()}
-    with progress("drawing") as step, ParallelPipeline.from_pretrained(request.model, **opened) as pipe:
-        pipe.set_progress_bar_config(disable=True)
-        pipe.on_step, pipe.tracing = step, request.trace is not None
-        output = pipe(**request.for_drawing())
-        return pipe.last_run, images_of(output)
 
 
 def images_of(output: Any) -> list[Any] | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from patchpar.cli.files import check_place
+from patchpar.cli.files import check_place, written_whole
 from patchpar.errors import PlanError
 
 if TYPE_CHECKING:
@@ -32,20 +30,6 @@ def check_writable(path: Path) -> None:
 
 
 def save(picture: Image, path: Path) -> None:
-    """Write beside `path` first and rename, so that nobody ever finds half a picture."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    beside = Path(name)
-    try:
+    """Whole, or not at all."""
+    with written_whole(path) as beside:
         picture.save(beside)
-        beside.chmod(0o666 & ~umask())  # mkstemp makes it private; a picture is an ordinary file
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def umask() -> int:
-    """What this process takes from the permissions of new files."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from patchpar.cli.drawing import draw
 from patchpar.cli.film import check_film, check_folder, frames_of, save_film, save_frames
-from patchpar.cli.flags import Asked, given, plan_of
-from patchpar.cli.speech import friendly_errors, print_json, progress, stdout_kept_clean
+from patchpar.cli.flags import Asked, given
+from patchpar.cli.speech import friendly_errors, print_json, stdout_kept_clean
 from patchpar.errors import PlanError
 
 
@@ -40,20 +41,21 @@ class Video(Asked):
         if self.frames is not None:
             check_folder(self.frames)
 
-    def for_drawing(self) -> dict[str, Any]:
+    def for_drawing(self, picture: Any) -> dict[str, Any]:
         """Keyword arguments of the pipeline's call, as diffusers names them."""
         from torch import Generator
 
         return given(
             prompt=self.prompt,
             negative_prompt=self.negative_prompt,
-            image=self._picture(),
+            image=picture,
             num_frames=self.num_frames,
             generator=Generator("cpu").manual_seed(self.seed),
             **self.for_sampling(),
         )
 
-    def _picture(self) -> Any:
+    def picture(self) -> Any:
+        """The one to begin with, None without. Raises PlanError."""
         if self.image is None:
             return None
         from PIL import Image, UnidentifiedImageError
@@ -68,9 +70,9 @@ def video(request: Video) -> None:
     """Draw a video on several devices, and save it."""
     with friendly_errors(request.debug):
         request.check()
-        arguments = request.for_drawing()
+        picture = request.picture()
         with stdout_kept_clean(request.json):
-            run, output = _draw(request, arguments)
+            run, output = draw(request, lambda: request.for_drawing(picture))
         frames = frames_of(output)
         if frames is None:
             return  # under torchrun, a rank that has no result: rank 0 saves and reports
@@ -79,18 +81,6 @@ def video(request: Video) -> None:
         if request.trace is not None:
             run.save_trace(request.trace)
         _report(run, paths, len(frames), request)
-
-
-def _draw(request: Video, arguments: dict[str, Any]) -> tuple[Any, Any]:
-    from patchpar import ParallelPipeline
-
-    plan = plan_of(request.plan, request.strategy)
-    opened = {"devices": request.devices, "plan": plan, **request.for_loading()}
-    with progress("drawing") as step, ParallelPipeline.from_pretrained(request.model, **opened) as pipe:
-        pipe.set_progress_bar_config(disable=True)
-        pipe.on_step, pipe.tracing = step, request.trace is not None
-        output = pipe(**arguments)
-        return pipe.last_run, output
 
 
 def _report(run: Any, paths: list[Path], count: int, request: Video) -> None:
