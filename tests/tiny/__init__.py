@@ -49,7 +49,14 @@ SEQUENTIAL: dict[str, Builder] = {
 }
 """Pipelines that call the denoiser once for each branch of guidance."""
 
-UNETS = tuple(name for name in BATCHED if name not in ("pixart", "sd3"))
+TRANSFORMERS_PIPED: dict[str, Builder] = {
+    name: builder
+    for name, builder in (BATCHED | SEQUENTIAL).items()
+    if builder.__module__ == transformer_pipelines.__name__ or name in ("wan", "wan_two", "hunyuan_video")
+}
+"""Those whose denoiser is a transformer."""
+
+UNETS = tuple(name for name in BATCHED if name not in TRANSFORMERS_PIPED)
 """Those whose denoiser is a UNet."""
 
 
