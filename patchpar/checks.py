@@ -70,10 +70,11 @@ def _check_side(name: str, value: Any, unit: int) -> None:
 
 def check_plan(model: Description, plan: Plan) -> None:
     """Raise UnsupportedModel when a plan can do no call of this model at all."""
-    if plan.patch > 1 and not model.splits_into_bands:
+    if plan.patch > 1 and not (model.splits_into_bands or model.splits_into_tokens):
         raise UnsupportedModel(
-            f"{', '.join(model.denoisers) or model.pipeline} cannot be cut into bands (axis 'patch'), which takes a "
-            "network of convolutions and group norms. Use cfg=2 (guidance branches) or data=N (prompts)"
+            f"{', '.join(model.denoisers) or model.pipeline} cannot be split over axis 'patch', which takes a network "
+            "of convolutions and group norms, or one of transformer blocks. Use cfg=2 (guidance branches) or data=N "
+            "(prompts)"
         )
 
 
@@ -81,7 +82,7 @@ def check_plan_for(model: Description, plan: Plan, kwargs: Mapping[str, Any]) ->
     """Raise PlanError when this plan cannot do this call."""
     check_plan(model, plan)
     size = model.size(kwargs)
-    if plan.patch > 1 and size is not None:
+    if plan.patch > 1 and size is not None and model.splits_into_bands:
         _check_bands(model, plan, size)
     if plan.cfg > 1 and not model.guided(kwargs):
         raise PlanError(

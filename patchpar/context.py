@@ -7,14 +7,16 @@ Each belongs to one attention seam in one guidance call.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from patchpar.errors import UnsupportedModel
 from patchpar.exchange import Part
-from patchpar.layers import Partial, attend, merge_partials
+from patchpar.layers import Partial
 from patchpar.mesh import Axis
 from patchpar.residual import Residual
 from patchpar.selection import Everything, Piece
@@ -36,13 +38,14 @@ class RemoteTokens:
     `joined_anew`: copy keys and values together for each attention, as DistriFusion's code does.
     """
 
-    def __init__(self, options: Context, axis: Axis, grid: Grid, own: KeysValues, *, joined_anew: bool) -> None:
+    def __init__(self, options: Context, axis: Axis, grid: Grid, here: KeysValues, *, joined_anew: bool) -> None:
         self.options, self.axis, self.grid, self.joined_anew = options, axis, grid, joined_anew
         sizes = [self._num_tokens(place, axis.rank) for place in range(axis.size)]
-        sizes[axis.rank] = own.k_BlND.shape[1]
+        sizes[axis.rank] = here.k_BlND.shape[1]
+        self._common = sizes[axis.rank] - grid.num_tokens(axis.rank)
         order = (axis.rank, *axis.others)  # ours first; attention does not mind the order
-        batch, _, heads, _ = own.k_BlND.shape
-        self._buffers = tuple(x.new_empty(batch, sum(sizes), heads, x.shape[-1]) for x in own)
+        batch, _, heads, _ = here.k_BlND.shape
+        self._buffers = tuple(x.new_empty(batch, sum(sizes), heads, x.shape[-1]) for x in here)
         ends = torch.tensor([sizes[place] for place in order]).cumsum(0).tolist()
         self._range = {place: (end - sizes[place], sizes[place]) for place, end in zip(order, ends, strict=True)}
         self._residuals: dict[tuple[Piece, ...], list[Residual]] = {}  # what others hold of ours, by what they get
@@ -63,6 +66,8 @@ class RemoteTokens:
         mine = self.axis.rank
         pieces = [(Piece(0, self.grid.rows(mine)),) if p == mine else self._pieces(p, mine) for p in order]
         bias = torch.cat([log_weights(each, self.grid.across) for each in pieces])
+        own = self.grid.num_tokens(mine)
+        bias = torch.cat([bias[:own], bias.new_zeros(self._common), bias[own:]])
         buffer = self._buffers[0]
         return bias.to(buffer.device, buffer.dtype) if bias.any() else None
 
@@ -145,18 +150,47 @@ class RemoteTokens:
                 before.copy_(newest)
         self._two_known, self._held_is_newest = True, False
 
-    def attend(self, query: Tensor, own: KeysValues, scale: float | None) -> Tensor:
-        """Own queries [B, N, l, D] against all that is in the buffer, and our own of this step."""
+    def attend(self, query: Tensor, here: KeysValues, scale: float | None, bias: Tensor | None = None) -> Tensor:
+        """Queries [B, N, q, D] against all that is in the buffer, and what is here of this step.
+
+        `bias` as in `stale_attention.Asked`. Raises UnsupportedModel where it hides some of several tokens in one.
+        """
         if self.options.narrow_to is not None or self.joined_anew:
-            keys, values = self._joined(own)
+            keys, values = self._joined(here)
         else:
-            for held, x in zip(self._held(self.axis.rank), own, strict=True):
+            for held, x in zip(self._held(self.axis.rank), here, strict=True):
                 held.copy_(x)
             keys, values = self._buffers
         mask = None if self._bias is None else self._bias.expand(1, 1, query.shape[2], -1)
+        if bias is not None:
+            seen = bias if bias.shape[-1] == 1 else bias[..., self._columns]
+            mask = seen if mask is None else mask + seen
         return F.scaled_dot_product_attention(
-            query, keys.transpose(1, 2), values.transpose(1, 2), attn_mask=mask, scale=scale
+            query,
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=query.shape[1] != keys.shape[2],
         )
+
+    @cached_property
+    def _columns(self) -> Tensor:
+        """Which token of the whole, then of the common ones, each of those attended to is. Raises UnsupportedModel."""
+        mine, grid = self.axis.rank, self.grid
+        whole = sum(grid.num_tokens(place) for place in range(self.axis.size))
+        own = grid.start(mine) + torch.arange(grid.num_tokens(mine))
+        found = [own, whole + torch.arange(self._common)]
+        selection = self.options.narrow_to or self.options.selection
+        for place in self.axis.others:
+            for piece in selection.pieces(place, mine, grid.rows(place)):
+                if piece.pool > 1:
+                    raise UnsupportedModel(
+                        "some of the tokens are masked, and averages of tokens cannot be: use context=all"
+                    )
+                rows = torch.arange(piece.start * grid.across, piece.stop * grid.across)
+                found.append(grid.start(place) + rows)
+        return torch.cat(found).to(self._buffers[0].device)
 
     def _joined(self, own: KeysValues) -> tuple[Tensor, ...]:
         """Keys and values of all places, of those only the selection that is attended to."""
@@ -195,18 +229,17 @@ class RemotePartials:
 
     def __init__(self, refresh: int, axis: Axis, grid: Grid) -> None:
         self.refresh, self.axis, self.grid = refresh, axis, grid
-        self._cached: Partial | None = None
-        self._fresh: list[KeysValues] | None = None  # keys that came and have not been attended to
+        self.kept: Partial | None = None
 
     def is_due(self, evaluation: int, layer: int) -> bool:
         """Whether this layer's turn comes in this evaluation."""
         return (evaluation + layer) % self.refresh == 0
 
-    def cache(self, query: Tensor, others: Sequence[KeysValues], scale: float | None) -> Partial:
-        """Attend to other places' tokens and keep the result."""
-        found = (attend(query, k.transpose(1, 2), v.transpose(1, 2), scale) for k, v in others)
-        self._cached = merge_partials(found)
-        return self._cached
+    @property
+    def remote(self) -> Partial:
+        """What is kept."""
+        assert self.kept is not None, "a layer is refreshed in the first, synchronous step"
+        return self.kept
 
     def part(self, own: KeysValues) -> Part:
         """What leaves and comes for a refresh in the next step."""
@@ -219,13 +252,7 @@ class RemotePartials:
         peers = tuple(ranks[place] for place in self.axis.others)
         return Part("kv", [(peers, tuple(own))], {ranks[place]: specs(place) for place in self.axis.others})
 
-    def attend(self, query: Tensor, own: KeysValues, scale: float | None) -> Tensor:
-        """Own queries against own keys of this step, and what is kept of the others."""
-        assert self._cached is not None, "a layer is refreshed in the first, synchronous step"
-        local = attend(query, own.k_BlND.transpose(1, 2), own.v_BlND.transpose(1, 2), scale)
-        return merge_partials([local, self._cached]).out_BNlD
-
     def tensors(self) -> Iterator[Tensor]:
         """Everything held for the next step."""
-        if self._cached is not None:
-            yield from self._cached
+        if self.kept is not None:
+            yield from self.kept

@@ -12,6 +12,7 @@ from patchpar.clock import StepClock
 from patchpar.exchange import Door
 from patchpar.patched import PatchedDenoiser
 from patchpar.strategies.guidance import GuidanceSplit
+from patchpar.token_split.denoiser import TokenDenoiser
 
 
 class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
@@ -39,8 +40,8 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         return result
 
     def _stale_calls(self) -> int:
-        bands = [layer for layer in self.layers if isinstance(layer, PatchedDenoiser)]
-        return sum(layer.history.stale_calls for layer in bands if layer.history is not None)
+        split = [layer for layer in self.layers if isinstance(layer, (PatchedDenoiser, TokenDenoiser))]
+        return sum(layer.history.stale_calls for layer in split if layer.history is not None)
 
 
 class ConditionerHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed

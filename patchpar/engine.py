@@ -42,6 +42,7 @@ from patchpar.strategies import resolve_strategy
 from patchpar.strategies.data import as_one_call
 from patchpar.strategies.guidance import GuidanceSplit, guidance_of
 from patchpar.together import Together
+from patchpar.token_split.denoiser import TokenDenoiser
 from patchpar.transport import Transport, connect
 from patchpar.verdicts import Verdicts
 
@@ -60,7 +61,7 @@ class Engine:
         self._installed: tuple[Plan, bool | Path] = (Plan(), True)
         self._transport: Transport | None = None
         self._door: Door | None = None
-        self._patched: list[PatchedDenoiser] = []
+        self._patched: list[PatchedDenoiser | TokenDenoiser] = []
         self._guidance: GuidanceSplit | None = None
         self._hooked: list[nn.Module] = []
         self._arguments: dict[str, Any] = {}

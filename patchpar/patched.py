@@ -3,11 +3,8 @@
 What every patch strategy shares; a strategy decides what its seams exchange and when.
 """
 
-import hashlib
 import inspect
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +15,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_pa
 from patchpar.clock import StepClock
 from patchpar.discover import Sites, discover, sample_of, stride_of
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.exchange import Door, Gather, Traffic
+from patchpar.exchange import Door, Gather
+from patchpar.first_use import check_once, fingerprint
 from patchpar.history import History
 from patchpar.mesh import Axis
 from patchpar.pace import timestep_of
@@ -76,27 +74,14 @@ class PatchedDenoiser:
         self.share.dim = dim
         self._sharded = Sharded(self.denoiser, self.sites, self.share)
         if self.verdicts is not None:
-            start = time.perf_counter()
+            split, plain = partial(self._exactly, forward), partial(self._plain, forward)
+            measure = partial(verify, split, plain, call, self.sites, self.share)
             try:
-                with _uncounted(self.share.door):
-                    self.error = self._verified(self.verdicts, self.sites, forward, call)
+                mesh = (self.share.door, self.share.axis)
+                self.error = check_once(self.verdicts, self._facts(self.sites, call), mesh, measure)
             except BaseException:
                 self.restore()  # or the next call would find seams, and go ahead
                 raise
-            self.share.door.traffic.note("check", "", "first use", start)
-
-    def _verified(self, verdicts: Verdicts, sites: Sites, forward: Callable[..., Any], call: tuple[Any, Any]) -> float:
-        facts = self._facts(sites, call)
-        key = verdicts.key(facts)
-        known = verdicts.find(key)
-        own = torch.tensor([float(known is not None)], device=self.share.door.transport.device)
-        everyone = all(flag.item() for flag in self._gather.same(own))  # decided together, or somebody would wait
-        if known is not None and everyone:
-            return known
-        split, plain = partial(self._exactly, forward), partial(self._plain, forward)
-        error = verify(split, plain, call, sites, self.share)
-        verdicts.remember(key, facts, error)  # on every rank: they need not share a home
-        return error
 
     def _facts(self, sites: Sites, call: tuple[Any, Any]) -> dict[str, Any]:
         """What the verdict depends on."""
@@ -106,7 +91,7 @@ class PatchedDenoiser:
             "denoiser": type(self.denoiser).__name__,
             "config": dict(getattr(self.denoiser, "config", {})),
             "modules": sites.describe(),
-            "layers": _layers(self.denoiser),
+            "layers": fingerprint(self.denoiser),
             "strategy": self.share.treatment.name,
             "bands": self.share.axis.size,
             "dim": self.share.dim,
@@ -202,24 +187,6 @@ class PatchedDenoiser:
         if self._sharded is not None:
             self._sharded.restore()
             self._sharded = None
-
-
-@contextmanager
-def _uncounted(door: Door) -> Iterator[None]:
-    """Exchanges that are no part of a call's figures."""
-    counted, door.traffic = door.traffic, Traffic()
-    try:
-        yield
-    finally:
-        door.traffic = counted
-
-
-def _layers(denoiser: nn.Module) -> str:
-    """A fingerprint of what a denoiser is made of, which need not be what its configuration says."""
-    names = [
-        f"{path} {type(module).__module__}.{type(module).__qualname__}" for path, module in denoiser.named_modules()
-    ]
-    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 
 def bands_of(total: int, places: int, unit: int) -> Bands:

@@ -9,16 +9,16 @@ under torchrun every process is a rank.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from patchpar.attributes import QUESTIONS, refuse_method
 from patchpar.call import Drawn, Returned
 from patchpar.checks import bind, check_call, check_plan, check_plan_for
-from patchpar.errors import PlanError
+from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.context import Executor
 from patchpar.models.description import Description
 from patchpar.models.folder import check_memory, needed_bytes, resolve_model
@@ -27,6 +27,7 @@ from patchpar.plan import Plan
 from patchpar.planner.auto import choose
 from patchpar.run import Run
 from patchpar.start import Request, check_options, check_request, plan_of
+from patchpar.state import State
 
 LOAD_SECONDS = 3600.0  # a large model from a slow disk; workers that die are noticed at once all the same
 
@@ -85,7 +86,7 @@ class ParallelPipeline:
 
     def _begin(self, request: Request, method: str, *args: Any) -> None:
         """Start the ranks, have each take its pipeline, and learn what it is."""
-        object.__setattr__(self, "_state", _State(request))
+        object.__setattr__(self, "_state", State(request))
         state = self._state
         state.executor = request.executor()
         try:
@@ -111,13 +112,11 @@ class ParallelPipeline:
         check_call(self._model, bound)
         if executor.kind != "inline":
             refuse_old_callback(bound)
-        plan = self._plan_for(bound)
-        check_plan_for(self._model, plan, bound)
         caller = Caller(self, bound, kind=executor.kind, output_module=self._model.module)
         with state.lock, caller.listening(state.on_step, state.progress):
             state.caller, start = caller, time.perf_counter()
             try:
-                drawn = self._draw(executor, caller, plan)
+                plan, drawn = self._drawn(executor, caller)
             finally:
                 state.caller = None
             if executor.kind == "local":
@@ -126,6 +125,18 @@ class ParallelPipeline:
             state.plan, state.last_run = plan, run_of(plan, drawn, time.perf_counter() - start)
         return output
 
+    def _drawn(self, executor: Executor, caller: Caller) -> tuple[Plan, list[Drawn]]:
+        """The plan and what its ranks return. The first call tells an automatic plan whether tokens can be split."""
+        plan = self._plan_for(caller.kwargs)
+        try:
+            return plan, self._draw(executor, caller, plan)
+        except UnsupportedModel as error:
+            state, model = self._state, self._model
+            if state.wanted is not None or plan.patch == 1 or not model.splits_into_tokens or executor.kind != "local":
+                raise  # elsewhere the caller's generators have moved on
+            state.model = replace(model, splits_into_tokens=False, kept_whole=str(error))
+            return self._drawn(executor, caller)
+
     def _draw(self, executor: Executor, caller: Caller, plan: Plan) -> list[Drawn]:
         options = caller.options(plan, self._state.request.verify, tracing=self._state.tracing)
         results = executor.call("draw", caller.kwargs, options, on_event=caller.on_event, on_ask=caller.on_ask)
@@ -133,11 +144,12 @@ class ParallelPipeline:
 
     def _plan_for(self, kwargs: Mapping[str, Any]) -> Plan:
         state = self._state
-        if state.wanted is not None:
-            return state.wanted
-        choice = choose(self._model, self._executor.world_size, kwargs)
-        state.reason = choice.reason
-        return choice.plan
+        plan = state.wanted
+        if plan is None:
+            choice = choose(self._model, self._executor.world_size, kwargs)
+            plan, state.reason = choice.plan, choice.reason
+        check_plan_for(self._model, plan, kwargs)
+        return plan
 
     # --- what the user may look at and set -----------------------------------------------------------------------
 
@@ -273,20 +285,3 @@ class ParallelPipeline:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _State:
-    """Everything a ParallelPipeline knows, apart, so that its other attributes can be the pipeline's."""
-
-    def __init__(self, request: Request) -> None:
-        self.request, self.wanted = request, request.plan
-        self.executor: Executor | None = None
-        self.model: Description | None = None
-        self.plan: Plan | None = None
-        self.reason = ""
-        self.last_run: Run | None = None
-        self.on_step: Callable[[int, int], object] | None = None
-        self.progress: dict[str, Any] = {}
-        self.tracing = False
-        self.caller: Caller | None = None
-        self.lock = threading.RLock()

@@ -25,6 +25,10 @@ class Grid(NamedTuple):
         """Rows of one place."""
         return self.bands.size(place)
 
+    def start(self, place: int) -> int:
+        """The first token of one place; tokens of bands of columns do not lie together."""
+        return self.bands.starts[place] * self.across
+
     def num_tokens(self, place: int) -> int:
         """Tokens of one place."""
         return self.rows(place) * self.across

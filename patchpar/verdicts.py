@@ -9,10 +9,12 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +34,20 @@ class Verdicts:
         text = json.dumps({**facts, "versions": versions}, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def find(self, key: str) -> float | None:
-        """The relative error measured then, or None if this was never checked."""
+    def find(self, key: str, what: str, read: Callable[[Any], T]) -> T | None:
+        """What was found then, such as the "relative_error", out of what `read` makes of it; None if nothing was."""
         try:
-            return float(json.loads((self.folder / f"{key}.json").read_text())["relative_error"])
+            return read(json.loads((self.folder / f"{key}.json").read_text())[what])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def remember(self, key: str, facts: Mapping[str, Any], error: float) -> None:
-        """Write a verdict down. A folder that cannot be written only means checking again next time."""
+    def remember(self, key: str, facts: Mapping[str, Any], **found: Any) -> None:
+        """Write down what was found. A folder that cannot be written only means checking again next time."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             file = self.folder / f"{key}.json"
             draft = file.with_suffix(f".{os.getpid()}")  # ranks may write the same verdict at once
-            draft.write_text(json.dumps({**facts, "relative_error": error}, indent=1, default=str))
+            draft.write_text(json.dumps({**facts, **found}, indent=1, default=str))
             draft.replace(file)
 
 

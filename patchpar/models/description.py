@@ -11,12 +11,17 @@ NAMED_FOR_GUIDANCE = ("guidance_scale", "true_cfg_scale", "max_guidance_scale")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """A pipeline in names and numbers. `parameters` are those of its call, with defaults (None where there is none)."""
+    """A pipeline in names and numbers. `parameters` are those of its call, with defaults (None where there is none).
+
+    `splits_into_tokens`: its denoisers are made of blocks, and nothing is known against splitting their tokens; whether
+    it can be done shows in the first call, and `kept_whole` says why not.
+    """
 
     pipeline: str
     module: str
     denoisers: tuple[str, ...]
     splits_into_bands: bool
+    splits_into_tokens: bool
     total_stride: int
     vae_scale: int
     size_unit: int
@@ -25,6 +30,7 @@ class Description:
     distilled: bool
     default_size: tuple[int, int] | None
     methods: frozenset[str]
+    kept_whole: str = ""
 
     def guided(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether a call with `kwargs` would use classifier-free guidance, as far as its arguments tell.
@@ -67,6 +73,7 @@ def describe(pipe: Any) -> Description:
         module=type(pipe).__module__,
         denoisers=tuple(f"{name} ({type(module).__name__})" for name, module in denoisers.items()),
         splits_into_bands=bands,
+        splits_into_tokens=bool(denoisers) and not bands and all(map(_has_blocks, denoisers.values())),
         total_stride=2 ** (len(levels) - 1) if bands else 1,
         vae_scale=scale,
         size_unit=_size_unit(pipe, config, scale),
@@ -76,6 +83,10 @@ def describe(pipe: Any) -> Description:
         default_size=_default_size(pipe, config, scale),
         methods=frozenset(name for name in dir(type(pipe)) if not name.startswith("_") and _is_method(pipe, name)),
     )
+
+
+def _has_blocks(denoiser: Any) -> bool:
+    return any(type(module).__name__ == "ModuleList" for module in denoiser.modules())
 
 
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)

@@ -2,7 +2,8 @@
 
 1. Guidance on and an even number of devices: cfg=2. Exact, one prediction exchanged per step, half the work each.
    With an odd number too, if the devices cannot all have a band: two that help are better than one.
-2. The rest cuts the picture into bands, where the denoiser is a UNet, as far as every band keeps two units of rows.
+2. The rest cuts the picture into bands, where the denoiser is a UNet, as far as every band keeps two units of rows;
+   of any other denoiser it splits the tokens, as far as every device keeps two rows of them.
 3. Several prompts and nothing else to split: data.
 4. A device that would not help stays idle, and the reason says so.
 """
@@ -41,7 +42,7 @@ def choose(model: Description, devices: int, kwargs: Mapping[str, Any]) -> Choic
     elif guided:
         reasons.append(f"guidance stays whole, because {devices} devices are odd")
     if patch > 1:
-        reasons.append(f"the picture in {patch} bands")
+        reasons.append(f"the picture in {patch} bands" if model.splits_into_bands else f"tokens split in {patch}")
     if data > 1:
         reasons.append(f"{prompts} prompts over {data} groups")
     if plan.world_size < devices:
@@ -59,14 +60,16 @@ def _spreadable(kwargs: Mapping[str, Any]) -> int:
 def _why_no_more(model: Description, guided: bool, devices: int) -> str:
     if model.splits_into_bands:
         return "no more bands fit into the picture"
-    why = f"{', '.join(model.denoisers)} cannot be cut into bands"
+    if model.splits_into_tokens:
+        return "each needs two rows of tokens"
+    why = model.kept_whole or f"{', '.join(model.denoisers)} cannot be split"
     return why if guided else f"{why}, and there is no guidance to split"
 
 
 def _bands(model: Description, devices: int, size: tuple[int, int] | None) -> int:
-    if not model.splits_into_bands:
+    if not (model.splits_into_bands or model.splits_into_tokens):
         return 1
     if size is None:
         return devices
-    units = max(size) // model.vae_scale // model.total_stride
-    return max(1, min(devices, units // UNITS_PER_BAND))
+    unit = model.vae_scale * model.total_stride if model.splits_into_bands else model.size_unit
+    return max(1, min(devices, max(size) // unit // UNITS_PER_BAND))

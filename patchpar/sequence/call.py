@@ -93,8 +93,7 @@ class Shared:
         found = None
         if self.mask is not None:
             found = _of(_of(self.mask, rows, -2), columns, -1)
-            if found.dtype == torch.bool:
-                found = torch.zeros_like(found, dtype=self.q_BNlD.dtype).masked_fill(~found, -torch.inf)
+            found = as_bias(found, self.q_BNlD.dtype)
         if self.causal:
             device = self.q_BNlD.device
             later = _numbers(columns, device)[None, :] > _numbers(rows, device)[:, None]
@@ -108,6 +107,13 @@ class Shared:
         if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
             mask = mask[:, start:stop]
         return replace(self, mask=mask)
+
+
+def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as what is added to the logits."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
 
 
 def spans_of(sizes: Sequence[int]) -> list[Span]:

@@ -1,4 +1,4 @@
-"""What every strategy of axis `patch` is: frozen options that make a denoiser parallel in bands.
+"""What every strategy of axis `patch` is: frozen options that make a denoiser parallel in bands or by tokens.
 
 A strategy is its treatment of the seams; this makes a denoiser of it, and reads options back as text.
 """
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from patchpar.exchange import Door
     from patchpar.mesh import Axis
     from patchpar.patched import PatchedDenoiser
+    from patchpar.token_split.denoiser import TokenDenoiser
     from patchpar.verdicts import Verdicts
 
 
@@ -43,11 +44,18 @@ class PatchStrategy:
         clock: StepClock | None = None,
         split: str = "auto",
         verdicts: Verdicts | None = None,
-    ) -> PatchedDenoiser:
-        """Make `denoiser` parallel over `axis`, from its first call on. Without `verdicts` it is not verified."""
-        from patchpar.patched import PatchedDenoiser  # a caller that only names a strategy need not import torch
+    ) -> PatchedDenoiser | TokenDenoiser:
+        """Make `denoiser` parallel over `axis`, from its first call on. Without `verdicts` it is not verified.
 
-        return PatchedDenoiser(denoiser, (door, axis), self.treatment, clock=clock, split=split, verdicts=verdicts)
+        A network of convolutions and group norms is cut into bands, any other between its tokens.
+        """
+        from patchpar.discover import splits_into_bands  # a caller that only names a strategy need not import torch
+        from patchpar.patched import PatchedDenoiser
+        from patchpar.token_split.denoiser import TokenDenoiser
+
+        if splits_into_bands(denoiser):
+            return PatchedDenoiser(denoiser, (door, axis), self.treatment, clock=clock, split=split, verdicts=verdicts)
+        return TokenDenoiser(denoiser, (door, axis), self.treatment, clock=clock, verdicts=verdicts)
 
     def __str__(self) -> str:
         given = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]

@@ -1,4 +1,4 @@
-"""One attention call in a block whose tokens are split: own queries against everybody's keys.
+"""One attention call in a block whose tokens are split: own queries against everybody's keys, of this step or the last.
 
 Where queries and keys are the same tokens, as nearly always, any exact mode of `sequence` does it. Other calls (what
 everybody has asks the tokens, or a mask that is no longer whole) gather the keys first.
@@ -6,32 +6,47 @@ everybody has asks the tokens, or a mask that is no longer whole) gather the key
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from patchpar import stale_attention
+from patchpar.context import KeysValues
 from patchpar.errors import UnsupportedModel
 from patchpar.exchange import Door, Gather
 from patchpar.mesh import Axis
-from patchpar.sequence.call import Shared
+from patchpar.patches import Bands
+from patchpar.sequence.call import Shared, as_bias
+from patchpar.share import Share
+from patchpar.stale_attention import attend_with_past
 from patchpar.token_split.plan import AttentionCall, Rows
+from patchpar.tokens import Grid
 
 Mode = Callable[[Door, Axis, str, Shared], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How tokens are split between the places of an axis, and how their keys meet (None: never, wrong on purpose)."""
+    """How tokens are split between the places of an axis, and how their keys meet (None: never, wrong on purpose).
+
+    `share`: what is remembered of the last step, where keys of the last step are attended to.
+    """
 
     door: Door
     axis: Axis
     mode: Mode | None
+    share: Share | None = None
 
     def sizes(self, tokens: int) -> tuple[int, ...]:
         """How many tokens each place has."""
         each, more = divmod(tokens, self.axis.size)
         return tuple(each + (place < more) for place in range(self.axis.size))
+
+    def grid(self, tokens: int) -> Grid:
+        """The tokens of all places as rows of one token each."""
+        return Grid(Bands(tuple(accumulate(self.sizes(tokens), initial=0))), across=1, dim=-2)
 
     def own(self, tokens: int) -> tuple[int, int]:
         """(first, count) of our tokens."""
@@ -84,6 +99,12 @@ def attend_split(split: Split, where: str, call: AttentionCall, tokens: int, ask
     if split.mode is None or split.axis.size == 1:
         cut = None if mask is None else keys.cut(queries.cut(mask, -2, first), -1, first)
         return asked.answer(asked.key, asked.value, cut)
+    slot = None if split.share is None else split.share.slot(where, split.share.treatment.context)
+    if split.share is not None and slot is not None:
+        rows = None if mask is None else queries.cut(mask, -2, first)
+        past = _with_past(where, asked, keys, rows)
+        out = attend_with_past(split.share, where, split.grid(tokens), past, slot)
+        return out.squeeze(1) if asked.query.ndim == 3 else out
     if _fits_a_mode(asked, queries, keys, mask):
         return _by_mode(split, where, asked, keys, mask)
     key, value = (split.gather(x, -2, keys.start, tokens, where) for x in (asked.key, asked.value))
@@ -124,6 +145,11 @@ class _Line:
         """What everybody has first, then the `run` of tokens."""
         before, own, after = x.split_with_sizes([self.start, run, x.shape[dim] - self.start - run], dim)
         return torch.cat([before, after, own], dim) if self.after else x
+
+    def tokens_first(self, x: Tensor, dim: int, run: int) -> Tensor:
+        """The `run` of tokens first, then what everybody has."""
+        before, own, after = x.split_with_sizes([self.start, run, x.shape[dim] - self.start - run], dim)
+        return torch.cat([own, before, after], dim) if self.start else x
 
     def in_order(self, x: Tensor, dim: int) -> Tensor:
         """The other way round."""
@@ -168,6 +194,21 @@ def _fits_a_mode(asked: Asked, queries: _Line, keys: _Line, mask: Tensor | None)
     rows_whole = mask is None or mask.ndim < 2 or mask.shape[-2] in (1, keys.whole)
     shaped = asked.query.ndim in (3, 4) and asked.value.shape[-1] == asked.key.shape[-1]
     return queries == keys and rows_whole and shaped
+
+
+def _with_past(where: str, asked: Asked, line: _Line, mask: Tensor | None) -> stale_attention.Asked:
+    """The call as `stale_attention` wants it: our tokens, then what everybody has."""
+    if asked.value.shape[-1] != asked.key.shape[-1]:
+        raise UnsupportedModel(f"{where}: values of another width than keys need strategy 'exact'")
+    flat = asked.query.ndim == 3
+    query, key, value = (x.unsqueeze(1) if flat else x for x in (asked.query, asked.key, asked.value))
+    if mask is not None:
+        mask = line.tokens_first(mask, -1, line.tokens) if mask.shape[-1] > 1 else mask
+        mask = mask.unsqueeze(1) if flat and mask.ndim == 3 else mask
+        mask = as_bias(mask[(None,) * (4 - mask.ndim)], query.dtype)
+    k_BlND, v_BlND = (line.tokens_first(x, 2, line.own).transpose(1, 2) for x in (key, value))
+    here = KeysValues(k_BlND, v_BlND)
+    return stale_attention.Asked(query, here, asked.scale, line.local - line.own, mask)
 
 
 def _by_mode(split: Split, where: str, asked: Asked, line: _Line, mask: Tensor | None) -> Tensor:

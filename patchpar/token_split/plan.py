@@ -16,6 +16,10 @@ from torch import Tensor
 from patchpar.errors import UnsupportedModel
 
 
+class NotWatched(UnsupportedModel):
+    """A block is called in another way than when the denoiser was watched."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """A run of tokens along `dim`, after `before` rows that are not split and before `after` more.
@@ -139,14 +143,14 @@ class TokenPlan:
         )
 
     def find(self, path: str, signature: tuple[str, ...]) -> BlockPlan | None:
-        """The plan of a block that is called so; None where it is left whole. Raises UnsupportedModel."""
+        """The plan of a block that is called so; None where it is left whole. Raises NotWatched."""
         if (path, signature) in self.others:
             return None
         for each in self.blocks:
             if path in each.paths and each.signature == signature:
                 return each
         known = {entry for each in self.blocks if path in each.paths for entry in each.signature}
-        raise UnsupportedModel(
+        raise NotWatched(
             f"{path} was watched with other arguments than it is called with now, the difference being "
             f"{', '.join(sorted(known ^ set(signature)))}: its tokens must be found anew for such calls"
         )

@@ -16,9 +16,9 @@ FACTS = {"denoiser": "UNet2DConditionModel", "config": {"layers": 1}, "bands": 2
 def test_a_verdict_is_found_again(tmp_path: Path) -> None:
     verdicts = Verdicts(tmp_path / "not" / "yet")
     key = verdicts.key(FACTS)
-    assert verdicts.find(key) is None
-    verdicts.remember(key, FACTS, 1.5e-6)
-    assert verdicts.find(key) == 1.5e-6
+    assert verdicts.find(key, "relative_error", float) is None
+    verdicts.remember(key, FACTS, relative_error=1.5e-6)
+    assert verdicts.find(key, "relative_error", float) == 1.5e-6
     (file,) = (tmp_path / "not" / "yet").iterdir()  # no draft is left beside it
     assert json.loads(file.read_text())["denoiser"] == "UNet2DConditionModel"
 
@@ -41,13 +41,13 @@ def test_a_broken_file_means_checking_again(tmp_path: Path, text: str) -> None:
     verdicts = Verdicts(tmp_path)
     key = verdicts.key(FACTS)
     (tmp_path / f"{key}.json").write_text(text)
-    assert verdicts.find(key) is None
-    verdicts.remember(key, FACTS, 2e-6)
-    assert verdicts.find(key) == 2e-6
+    assert verdicts.find(key, "relative_error", float) is None
+    verdicts.remember(key, FACTS, relative_error=2e-6)
+    assert verdicts.find(key, "relative_error", float) == 2e-6
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     verdicts = Verdicts(tmp_path / "file" / "folder")
-    verdicts.remember(verdicts.key(FACTS), FACTS, 1e-6)
-    assert verdicts.find(verdicts.key(FACTS)) is None
+    verdicts.remember(verdicts.key(FACTS), FACTS, relative_error=1e-6)
+    assert verdicts.find(verdicts.key(FACTS), "relative_error", float) is None

@@ -1,0 +1,52 @@
+"""What happens when a split denoiser is first used: it is compared with its plain forward, once, by all ranks together.
+
+The verdict is kept for the next time. Its exchanges are no part of a call's figures.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from patchpar.exchange import Door, Gather, Traffic
+from patchpar.mesh import Axis
+from patchpar.verdicts import Verdicts
+
+
+def check_once(
+    verdicts: Verdicts, facts: Mapping[str, Any], mesh: tuple[Door, Axis], measure: Callable[[], float]
+) -> float:
+    """The error known for these facts, or what `measure` finds now. All ranks of the axis call it together."""
+    door, axis = mesh
+    start = time.perf_counter()
+    with _uncounted(door):
+        key = verdicts.key(facts)
+        known = verdicts.find(key, "relative_error", float)
+        own = torch.tensor([float(known is not None)], device=door.transport.device)
+        everyone = all(flag.item() for flag in Gather(door, axis, "verify", "verdicts").same(own))
+        if known is None or not everyone:  # decided together, or somebody would wait
+            known = measure()
+            verdicts.remember(key, facts, relative_error=known)  # on every rank: they need not share a home
+    door.traffic.note("check", "", "first use", start)
+    return known
+
+
+@contextmanager
+def _uncounted(door: Door) -> Iterator[None]:
+    counted, door.traffic = door.traffic, Traffic()
+    try:
+        yield
+    finally:
+        door.traffic = counted
+
+
+def fingerprint(denoiser: nn.Module) -> str:
+    """Of what a denoiser is made of, which need not be what its configuration says."""
+    names = [
+        f"{path} {type(module).__module__}.{type(module).__qualname__}" for path, module in denoiser.named_modules()
+    ]
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]

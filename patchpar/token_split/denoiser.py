@@ -1,0 +1,233 @@
+"""A transformer whose calls are computed with tokens split between the ranks of an axis: discover, verify, run.
+
+The counterpart of `patched` for denoisers of tokens.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
+
+from patchpar.clock import StepClock
+from patchpar.exchange import Door, Gather
+from patchpar.first_use import check_once, fingerprint
+from patchpar.history import History
+from patchpar.mesh import Axis
+from patchpar.pace import timestep_of
+from patchpar.sequence.modes import attend_together
+from patchpar.share import Share
+from patchpar.token_split.attention import Split
+from patchpar.token_split.discovery import discover_tokens
+from patchpar.token_split.plan import NotWatched, TokenPlan
+from patchpar.token_split.shard import TokenShard
+from patchpar.token_split.verify import verify_tokens
+from patchpar.token_split.watch import Arguments, parameter_names
+from patchpar.token_split.written import from_json, to_json
+from patchpar.treatment import Treatment
+from patchpar.verdicts import Verdicts
+
+Forward = Callable[..., Any]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+TIME = "timestep"  # may be a plain number, and is another one in every step
+
+
+class TokenDenoiser:
+    """A denoiser whose calls are computed by tokens. Every rank passes and gets whole tensors.
+
+    `treatment` says which keys are attended to; one that uses those of the last step needs the `clock`. The plan is
+    kept with the `verdicts`; without any, it is found anew and not verified. `reset` belongs before every picture,
+    `finish` after it. `exchange` is "on", or wrong on purpose, as the negative control of tests and figures: "off"
+    attends to own tokens only, "frozen" sends no keys after the exact steps.
+    """
+
+    def __init__(
+        self,
+        denoiser: nn.Module,
+        mesh: tuple[Door, Axis],
+        treatment: Treatment,
+        *,
+        clock: StepClock | None = None,
+        verdicts: Verdicts | None = None,
+    ) -> None:
+        door, axis = mesh
+        self.denoiser, self.verdicts = denoiser, verdicts
+        self.share = Share(door, axis, treatment)
+        self.plan: TokenPlan | None = None
+        self.error: float | None = None
+        self.exchange = "on"
+        self.history = History(door, treatment, clock) if treatment.remembers else None
+        self._shard: TokenShard | None = None
+        self._ready: list[Any] = []  # forms of calls that have been seen
+        self._parameters = parameter_names(denoiser)
+
+    def denoise(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        """One denoiser call; `forward` is the denoiser's own. Returns what it returns, for the whole picture.
+
+        Raises UnsupportedModel, VerificationError, PlanError, ExchangeError.
+        """
+        form = _form_of((args, kwargs))
+        if self._shard is None or form not in self._ready:
+            self._prepare(forward, (args, kwargs))
+            self._ready.append(form)
+        if self.history is None:
+            return self._exactly(forward, *args, **kwargs)
+        return self._with_history(self.history, form, forward, *args, **kwargs)
+
+    # --- the first call of a form -------------------------------------------------------------------------------
+
+    def _prepare(self, forward: Forward, call: Call) -> None:
+        """Know the tokens of such calls, and that splitting them changes nothing: another number is another matter."""
+        known = self.plan is not None
+        if self._shard is None:
+            self._take_up(self.plan or self._agreed(self._found(forward, call, "signature")))
+        try:
+            self._check(forward, call, known=known)
+        except NotWatched:  # every rank meets it at the same block
+            assert self.plan is not None
+            self._take_up(self._agreed(self.plan.joined(self._found(forward, call, "arguments"))))
+            self._check(forward, call, known=False)
+
+    def _take_up(self, plan: TokenPlan) -> None:
+        self.restore()
+        self.plan, self._shard = plan, TokenShard(self.denoiser, plan, self._split())
+
+    def _found(self, forward: Forward, call: Call, kind: str) -> TokenPlan:
+        """The plan as it is known for calls of this "signature", or these "arguments"; or by watching this call."""
+        if self.verdicts is None:
+            return discover_tokens(self.denoiser, forward, *call)
+        signature = Arguments.of(self.denoiser, *call).signature() if kind == "signature" else _arguments(call)
+        facts = {**self._model(), "plan for": signature}
+        key = self.verdicts.key(facts)
+        known = self.verdicts.find(key, "plan", from_json)
+        if known is None:
+            known = discover_tokens(self.denoiser, forward, *call)
+            self.verdicts.remember(key, facts, plan=to_json(known))
+        return known
+
+    def _agreed(self, plan: TokenPlan) -> TokenPlan:
+        """The plan of the first place, whatever the others have found: all must cut alike."""
+        door, axis = self.share.door, self.share.axis
+        own = torch.frombuffer(bytearray(to_json(plan).encode()), dtype=torch.uint8).to(door.transport.device)
+        gather = Gather(door, axis, "verify", "token plan")
+        sizes = [int(size) for size in gather.same(torch.tensor([len(own)], device=own.device))]
+        first = gather.shares(own, 0, sizes)[0]
+        return from_json(bytes(first.cpu().tolist()).decode())
+
+    def _check(self, forward: Forward, call: Call, *, known: bool) -> None:
+        """Verify, or where that is not wanted and the plan is of other calls, see whether it covers this one."""
+        shard = self._shard
+        assert shard is not None
+        self._this_step()
+        shard.split = self._split(wrong=False)
+        try:
+            if self.verdicts is not None:
+                mesh = (self.share.door, self.share.axis)
+                measure = partial(verify_tokens, shard, forward, [call])
+                self.error = check_once(self.verdicts, self._facts(call), mesh, measure)
+            elif known:
+                shard.denoise(forward, *call[0], **call[1])
+        except BaseException:
+            self.restore()  # or the next call would find it split, and go ahead
+            raise
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "denoiser": type(self.denoiser).__name__,
+            "config": dict(getattr(self.denoiser, "config", {})),
+            "layers": fingerprint(self.denoiser),
+        }
+
+    def _facts(self, call: Call) -> dict[str, Any]:
+        """What the verdict depends on."""
+        return {
+            **self._model(),
+            "tokens": str(self.plan),
+            "strategy": self.share.treatment.name,
+            "places": self.share.axis.size,
+            "device": self.share.door.transport.device.type,
+            "arguments": _arguments(call),
+        }
+
+    # --- every call ---------------------------------------------------------------------------------------------
+
+    def _split(self, *, wrong: bool | None = None) -> Split:
+        share = self.share
+        alone = self.exchange == "off" if wrong is None else wrong
+        mode = None if alone else partial(attend_together, share.treatment.keys)
+        return Split(share.door, share.axis, mode, share)
+
+    def _this_step(self) -> None:
+        self.share.fresh, self.share.memory = True, None
+
+    def _exactly(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """With this step's values everywhere."""
+        assert self._shard is not None
+        self._this_step()
+        self._shard.split = self._split()
+        return self._shard.denoise(forward, *args, **kwargs)
+
+    def _with_history(self, history: History, form: Any, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """With keys of the last step, where they are known and the treatment wants them."""
+        assert self._shard is not None
+        share = self.share
+        share.fresh = history.begin((form, history.clock.branches))  # a share of two branches is another one
+        share.ahead = history.ahead(timestep_of(self._parameters, args, kwargs))
+        share.memory, share.frozen = history.memory, self.exchange == "frozen"
+        self._shard.split = self._split()
+        output = self._shard.denoise(forward, *args, **kwargs)
+        history.memory.end()
+        history.heard(self._told(history.tell()), fresh=share.fresh)
+        return output
+
+    def _told(self, own: list[Tensor]) -> list[list[Tensor]]:
+        if not own:
+            return []
+        return [[told] for told in Gather(self.share.door, self.share.axis, "prediction", "drift").same(own[0])]
+
+    def reset(self) -> None:
+        """Begin a picture: nothing of the last one is used. Raises ExchangeError."""
+        if self.history is not None:
+            self.history.reset()
+
+    def finish(self) -> None:
+        """End a picture: take in what is still under way. Raises ExchangeError."""
+        if self.history is not None:
+            self.history.memory.settle()
+
+    def forget(self) -> None:
+        """Take the hooks out and watch anew at the next call: the denoiser's modules may change."""
+        self.restore()
+        self.plan = None
+        if self.history is not None:
+            self.history = self.history.anew()
+
+    def restore(self) -> None:
+        """Take the hooks out."""
+        if self._shard is not None:
+            self._shard.restore()
+            self._shard = None
+        self._ready.clear()
+
+
+def _form_of(call: Call) -> Any:
+    """What may not change from one call to the next without another check."""
+    args, kwargs = call
+    leaves, spec = tree_flatten((args, {**kwargs, TIME: None}))
+    return spec, tuple(map(_sort_of, leaves))
+
+
+def _arguments(call: Call) -> list[str]:
+    leaves, _ = tree_flatten_with_path(call)
+    return [
+        f"{keystr(path)} {_sort_of(leaf)}" for path, leaf in leaves if leaf is not None and TIME not in keystr(path)
+    ]
+
+
+def _sort_of(leaf: Any) -> str:
+    """A tensor's shape, or the value of what may be a number of frames."""
+    if isinstance(leaf, Tensor):
+        return f"{tuple(leaf.shape)} {leaf.dtype}"
+    return repr(leaf) if isinstance(leaf, (int, str, bool)) else type(leaf).__name__
