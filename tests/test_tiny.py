@@ -7,9 +7,9 @@ import torch
 
 from tests import tiny
 
-NAMES = [*tiny.BATCHED, *tiny.SEQUENTIAL]
+NAMES = list(tiny.BUILDERS)
 WITHOUT_GUIDANCE = {"svd": {"max_guidance_scale": 1.0}} | {
-    name: {"true_cfg_scale": 1.0} for name in ("flux", "qwen", "hunyuan_video")
+    name: {"true_cfg_scale": 1.0} for name in ("flux", "qwen", "qwen_edit", "hunyuan_video")
 }
 
 
@@ -31,6 +31,14 @@ def test_guidance_changes_a_finite_result(name: str) -> None:
     plain = tiny.latents(pipe, steps=2, **WITHOUT_GUIDANCE.get(name, {"guidance_scale": 1.0}))
     assert torch.isfinite(guided).all()
     assert (guided - plain).norm() > 1e-3 * guided.norm()
+
+
+def test_every_pipeline_has_one_kind_of_guidance_and_one_of_denoiser() -> None:
+    kinds = (tiny.BATCHED, tiny.SEQUENTIAL, tiny.DISTILLED, tiny.LAYERS_FIRST)
+    assert len(tiny.BUILDERS) == sum(map(len, kinds))
+    for name in NAMES:
+        module = type(tiny.build(name).denoiser).__module__
+        assert ("transformers" in module) == (name in tiny.TRANSFORMERS_PIPED) == (name not in tiny.UNETS)
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:

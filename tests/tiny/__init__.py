@@ -14,7 +14,13 @@ import diffusers
 import torch
 import transformers
 
-from . import image_pipelines, transformer_pipelines, video_pipelines
+from . import (
+    image_pipelines,
+    language_pipelines,
+    transformer_pipelines,
+    video_pipelines,
+    video_transformer_pipelines,
+)
 from .weights import enliven
 
 diffusers.logging.set_verbosity_error()
@@ -35,28 +41,46 @@ BATCHED: dict[str, Builder] = {
     "svd": video_pipelines.svd,
     "animatediff": video_pipelines.animatediff,
     "text_to_video": video_pipelines.text_to_video,
+    "dit": transformer_pipelines.dit,
     "pixart": transformer_pipelines.pixart,
     "sd3": transformer_pipelines.sd3,
+    "auraflow": transformer_pipelines.auraflow,
+    "zimage": language_pipelines.zimage,
+    "cogvideox": video_transformer_pipelines.cogvideox,
+    "ltx": video_transformer_pipelines.ltx,
 }
 """Pipelines that run all branches of guidance in one denoiser call."""
 
 SEQUENTIAL: dict[str, Builder] = {
     "flux": transformer_pipelines.flux,
-    "qwen": transformer_pipelines.qwen,
-    "wan": video_pipelines.wan,
-    "wan_two": video_pipelines.wan_two,
-    "hunyuan_video": video_pipelines.hunyuan_video,
+    "chroma": transformer_pipelines.chroma,
+    "qwen": language_pipelines.qwen,
+    "qwen_edit": language_pipelines.qwen_edit,
+    "lumina2": language_pipelines.lumina2,
+    "cogview4": language_pipelines.cogview4,
+    "wan": video_transformer_pipelines.wan,
+    "wan_two": video_transformer_pipelines.wan_two,
+    "wan_i2v": video_transformer_pipelines.wan_i2v,
+    "hunyuan_video": video_transformer_pipelines.hunyuan_video,
 }
 """Pipelines that call the denoiser once for each branch of guidance."""
 
+DISTILLED: dict[str, Builder] = {"flux2": language_pipelines.flux2}
+"""Pipelines without branches: the guidance scale is an input of the denoiser."""
+
+LAYERS_FIRST: dict[str, Builder] = {"hidream": language_pipelines.hidream}
+"""One call for all branches, but a text of many layers has its batch second, so that shares of it cannot be told."""
+
+BUILDERS = BATCHED | SEQUENTIAL | DISTILLED | LAYERS_FIRST
+
 TRANSFORMERS_PIPED: dict[str, Builder] = {
     name: builder
-    for name, builder in (BATCHED | SEQUENTIAL).items()
-    if builder.__module__ == transformer_pipelines.__name__ or name in ("wan", "wan_two", "hunyuan_video")
+    for name, builder in BUILDERS.items()
+    if builder.__module__ not in (image_pipelines.__name__, video_pipelines.__name__)
 }
 """Those whose denoiser is a transformer."""
 
-UNETS = tuple(name for name in BATCHED if name not in TRANSFORMERS_PIPED)
+UNETS = tuple(name for name in BUILDERS if name not in TRANSFORMERS_PIPED)
 """Those whose denoiser is a UNet."""
 
 
@@ -75,12 +99,11 @@ class Tiny:
 
 def build(name: str) -> Tiny:
     """A fresh pipeline with the same weights every time. The caller's random state is left as it was."""
-    builders = BATCHED | SEQUENTIAL
-    if name not in builders:
-        raise KeyError(f"no tiny pipeline {name!r}: there are {', '.join(sorted(builders))}")
+    if name not in BUILDERS:
+        raise KeyError(f"no tiny pipeline {name!r}: there are {', '.join(sorted(BUILDERS))}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        pipe, call_kwargs = builders[name]()
+        pipe, call_kwargs = BUILDERS[name]()
         for component in pipe.components.values():
             if isinstance(component, torch.nn.Module):
                 enliven(component.eval().requires_grad_(False))
@@ -89,11 +112,11 @@ def build(name: str) -> Tiny:
 
 
 def latents(tiny: Tiny, *, seed: int = 0, steps: int = 3, **overrides: Any) -> torch.Tensor:
-    """Run the pipeline from a seeded generator of its own and return the final latents.
+    """Run the pipeline from a seeded generator of its own and return the final latents (of DiT, the pictures).
 
     Safe to call on every rank at once: nothing depends on the process's random state.
     """
     arguments = tiny.call_kwargs | {"num_inference_steps": steps, "output_type": "latent"} | overrides
     arguments.setdefault("generator", torch.Generator().manual_seed(seed))
     output = tiny.pipe(**arguments)
-    return output.images if hasattr(output, "images") else output.frames
+    return torch.as_tensor(output.images if hasattr(output, "images") else output.frames)

@@ -44,15 +44,60 @@ def wan() -> Any:
     )
 
 
-def qwen() -> Any:
+def qwen(*, levels: int = 4, width: int = 4, blocks: int = 1) -> Any:
+    """Divides each side by 2 ** (levels - 1)."""
     return diffusers.AutoencoderKLQwenImage(
-        base_dim=4,
+        base_dim=width,
         z_dim=4,
-        dim_mult=[1, 1, 1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False, True, True],
+        dim_mult=[1] * levels,
+        num_res_blocks=blocks,
+        temperal_downsample=[False] + [True] * (levels - 2),
         latents_mean=[0.0] * 4,
         latents_std=[1.0] * 4,
+    )
+
+
+def flux2() -> Any:
+    return diffusers.AutoencoderKLFlux2(
+        latent_channels=4,
+        block_out_channels=(16, 16, 32, 32),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=1,
+        norm_num_groups=8,
+        sample_size=128,
+    )
+
+
+def cogvideox() -> Any:
+    return diffusers.AutoencoderKLCogVideoX(
+        latent_channels=4,
+        block_out_channels=(8, 8, 8, 8),
+        down_block_types=("CogVideoXDownBlock3D",) * 4,
+        up_block_types=("CogVideoXUpBlock3D",) * 4,
+        layers_per_block=1,
+        norm_num_groups=2,
+        temporal_compression_ratio=4,
+    )
+
+
+def ltx() -> Any:
+    """Three levels that halve space and time: 8 in both."""
+    scaling = (True, True, True, False)
+    return diffusers.AutoencoderKLLTXVideo(
+        latent_channels=8,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1,) * 5,
+        decoder_layers_per_block=(1,) * 5,
+        spatio_temporal_scaling=scaling,
+        decoder_spatio_temporal_scaling=scaling,
+        decoder_inject_noise=(False,) * 5,
+        upsample_residual=(False,) * 4,
+        upsample_factor=(1,) * 4,
+        timestep_conditioning=False,
+        patch_size=1,
+        patch_size_t=1,
     )
 
 

@@ -79,6 +79,72 @@ def llama(width: int = 32) -> Any:
     return LlamaModel(config)
 
 
+def gemma(width: int = 32) -> Any:
+    from transformers import Gemma2Config, Gemma2Model
+
+    config = Gemma2Config(
+        vocab_size=260,
+        hidden_size=width,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=2048,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return Gemma2Model(config)
+
+
+def qwen3(width: int = 32) -> Any:
+    from transformers import Qwen3Config, Qwen3Model
+
+    config = Qwen3Config(
+        vocab_size=264,
+        hidden_size=width,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=4096,
+        pad_token_id=256,
+        bos_token_id=256,
+        eos_token_id=256,
+    )
+    return Qwen3Model(config)
+
+
+def mistral(width: int = 32) -> Any:
+    """Three layers: FLUX.2 reads three of them. It can see pictures as well."""
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    text = {
+        "model_type": "mistral",
+        "vocab_size": 264,
+        "hidden_size": width,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 4096,
+    }
+    vision = {
+        "model_type": "pixtral",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 56,
+        "patch_size": 14,
+    }
+    config = Mistral3Config(text_config=text, vision_config=vision, image_token_index=262)
+    return Mistral3ForConditionalGeneration(config)
+
+
 def qwen(width: int = 32) -> Any:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -128,3 +194,25 @@ def clip_image_processor() -> Any:
     from transformers import CLIPImageProcessor
 
     return CLIPImageProcessor(crop_size={"height": 224, "width": 224}, size={"shortest_edge": 224})
+
+
+class PictureReader:
+    """Texts and pictures as a Qwen-VL model takes them, at most 16 patches of 14 pixels, four of which make a token.
+
+    The processor of transformers cannot be made without torchvision.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        from transformers import Qwen2VLImageProcessor
+
+        self.tokenizer = tokenizer
+        self.image_processor = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 56)
+
+    def __call__(self, *, text: list[str], images: Any, padding: bool, return_tensors: str) -> Any:
+        pictures = self.image_processor(images=images, return_tensors=return_tensors)
+        mark, tokens = "<|image_pad|>", int(pictures["image_grid_thw"][0].prod()) // 4
+        inputs = self.tokenizer(
+            [each.replace(mark, mark * tokens) for each in text], padding=padding, return_tensors=return_tensors
+        )
+        inputs.update(pictures)
+        return inputs

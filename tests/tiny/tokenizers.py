@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,7 @@ _CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_LAST_WORDS = "{% for part in messages[-1]['content'] %}{{ part['text'] }}{% endfor %}"
 _QWEN_SPECIAL = ["im_start", "im_end", "vision_start", "vision_end", "vision_pad", "image_pad", "video_pad"]
 
 
@@ -47,6 +49,14 @@ def qwen() -> Any:
     vocab = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Qwen2Tokenizer(vocab=vocab, merges=[], model_max_length=4096, additional_special_tokens=marks)
     tokenizer.chat_template = _CHAT
+    return tokenizer
+
+
+@cache
+def mistral() -> Any:
+    """The same ids; of a chat it reads what was said last, for the rest would leave no room for it."""
+    tokenizer = copy.deepcopy(qwen())
+    tokenizer.chat_template = _LAST_WORDS
     return tokenizer
 
 

@@ -1,10 +1,11 @@
-"""Image transformers in small: two or three blocks of 32 channels."""
+"""Image transformers in small whose text, if any, is read by CLIP or T5: two blocks of some 32 channels."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import diffusers
+import torch
 
 from . import autoencoders, encoders, tokenizers
 from .image_pipelines import PROMPT, SIZE, Built
@@ -93,23 +94,75 @@ def flux() -> Built:
     return pipe, {"prompt": PROMPT, "max_sequence_length": 32, **SIZE, **guidance}
 
 
-def qwen() -> Built:
-    transformer = diffusers.QwenImageTransformer2DModel(
-        patch_size=2,
-        in_channels=16,
-        out_channels=4,
+def dit() -> Built:
+    """Pictures of a class: no text, and its result is always a picture."""
+    transformer = diffusers.DiTTransformer2DModel(
+        num_attention_heads=4,
+        attention_head_dim=8,
+        in_channels=4,
+        out_channels=8,
         num_layers=2,
+        attention_bias=True,
+        sample_size=16,
+        patch_size=2,
+        activation_fn="gelu-approximate",
+        num_embeds_ada_norm=1000,
+        norm_type="ada_norm_zero",
+        norm_elementwise_affine=False,
+    )
+    pipe = diffusers.DiTPipeline(
+        transformer=transformer,
+        vae=autoencoders.kl(),
+        scheduler=diffusers.DDIMScheduler(),
+        id2label={0: "red house", 1: "blue boat"},
+    )
+    return pipe, {"class_labels": [1]}
+
+
+def chroma() -> Built:
+    transformer = diffusers.ChromaTransformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        num_layers=2,
+        num_single_layers=2,
         attention_head_dim=16,
         num_attention_heads=2,
         joint_attention_dim=32,
-        axes_dims_rope=(8, 4, 4),
+        axes_dims_rope=(4, 6, 6),
+        approximator_num_channels=16,
+        approximator_hidden_dim=32,
+        approximator_layers=1,
     )
-    pipe = diffusers.QwenImagePipeline(
-        scheduler=flow_matching(use_dynamic_shifting=True, shift_terminal=0.02, base_shift=0.5, max_shift=0.9),
-        vae=autoencoders.qwen(),
-        text_encoder=encoders.qwen(),
-        tokenizer=tokenizers.qwen(),
+    pipe = diffusers.ChromaPipeline(
+        scheduler=flow_matching(shift=3.0),
+        vae=autoencoders.kl(quant_conv=False, scaling_factor=0.36),
+        text_encoder=encoders.t5(),
+        tokenizer=tokenizers.t5(),
         transformer=transformer,
     )
-    guidance = {"negative_prompt": "blurred", "true_cfg_scale": 4.0}
-    return pipe, {"prompt": PROMPT, "max_sequence_length": 256, **SIZE, **guidance}
+    return pipe, {"prompt": PROMPT, "negative_prompt": "blurred", "max_sequence_length": 32, **SIZE}
+
+
+def auraflow() -> Built:
+    transformer = diffusers.AuraFlowTransformer2DModel(
+        sample_size=16,
+        patch_size=2,
+        in_channels=4,
+        num_mmdit_layers=2,
+        num_single_dit_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=3,
+        joint_attention_dim=32,
+        caption_projection_dim=24,
+        pos_embed_max_size=256,
+    )
+    with torch.no_grad():  # it has no biases, so that gates would be close to zero
+        transformer.time_step_proj.linear_2.weight.mul_(20)
+    pipe = diffusers.AuraFlowPipeline(
+        tokenizer=tokenizers.t5(),
+        text_encoder=encoders.umt5(),
+        vae=autoencoders.kl(),
+        transformer=transformer,
+        scheduler=flow_matching(shift=1.73),
+    )
+    return pipe, {"prompt": PROMPT, "max_sequence_length": 32, **SIZE}

@@ -1,14 +1,11 @@
-"""Video pipelines in small: UNets with temporal layers, and transformers that are called once per guidance branch."""
+"""Video pipelines in small whose denoisers are UNets with temporal layers."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import diffusers
 
 from . import autoencoders, encoders, pictures, tokenizers
 from .image_pipelines import PROMPT, SIZE, Built
-from .transformer_pipelines import flow_matching
 
 
 def svd() -> Built:
@@ -101,73 +98,3 @@ def text_to_video() -> Built:
         scheduler=diffusers.DDIMScheduler(beta_schedule="scaled_linear", clip_sample=False),
     )
     return pipe, {"prompt": PROMPT, "num_frames": 3, **SIZE}
-
-
-def _wan_transformer() -> Any:
-    return diffusers.WanTransformer3DModel(
-        patch_size=(1, 2, 2),
-        num_attention_heads=4,
-        attention_head_dim=12,
-        in_channels=16,
-        out_channels=16,
-        text_dim=32,
-        freq_dim=32,
-        ffn_dim=64,
-        num_layers=2,
-        rope_max_seq_len=64,
-    )
-
-
-def _wan(**more: Any) -> Built:
-    scheduler = diffusers.UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, num_train_timesteps=1000
-    )
-    pipe = diffusers.WanPipeline(
-        tokenizer=tokenizers.t5(),
-        text_encoder=encoders.umt5(),
-        vae=autoencoders.wan(),
-        scheduler=scheduler,
-        transformer=_wan_transformer(),
-        **more,
-    )
-    return pipe, {"prompt": PROMPT, "height": 64, "width": 64, "num_frames": 9, "max_sequence_length": 32}
-
-
-def wan() -> Built:
-    return _wan()
-
-
-def wan_two() -> Built:
-    """Two denoisers: the second takes over below nine tenths of the schedule."""
-    return _wan(transformer_2=_wan_transformer(), boundary_ratio=0.9)
-
-
-def hunyuan_video() -> Built:
-    transformer = diffusers.HunyuanVideoTransformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
-        patch_size=2,
-        patch_size_t=1,
-        guidance_embeds=True,
-        text_embed_dim=32,
-        pooled_projection_dim=32,
-        rope_axes_dim=(4, 6, 6),
-    )
-    pipe = diffusers.HunyuanVideoPipeline(
-        text_encoder=encoders.llama(),
-        tokenizer=tokenizers.llama(),
-        transformer=transformer,
-        vae=autoencoders.hunyuan(),
-        scheduler=flow_matching(shift=7.0),
-        text_encoder_2=encoders.clip_text(),
-        tokenizer_2=tokenizers.clip(),
-    )
-    template = {"template": "{}", "crop_start": 0}
-    guidance = {"negative_prompt": "blurred", "true_cfg_scale": 3.0}
-    call = {"prompt": PROMPT, "height": 64, "width": 64, "num_frames": 9, "max_sequence_length": 32}
-    return pipe, call | {"prompt_template": template} | guidance

@@ -1,0 +1,143 @@
+"""Video pipelines in small whose denoisers are transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+
+from . import autoencoders, encoders, pictures, tokenizers
+from .image_pipelines import PROMPT, Built
+from .transformer_pipelines import flow_matching
+
+FILM = {"prompt": PROMPT, "height": 64, "width": 64, "num_frames": 9, "max_sequence_length": 32}
+
+
+def _wan_transformer(**more: Any) -> Any:
+    options = {"in_channels": 16, "out_channels": 16, "text_dim": 32, "freq_dim": 32, "ffn_dim": 64, **more}
+    return diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=4,
+        attention_head_dim=12,
+        num_layers=2,
+        rope_max_seq_len=64,
+        **options,
+    )
+
+
+def _wan_scheduler() -> Any:
+    return diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, num_train_timesteps=1000
+    )
+
+
+def _wan(**more: Any) -> Built:
+    pipe = diffusers.WanPipeline(
+        tokenizer=tokenizers.t5(),
+        text_encoder=encoders.umt5(),
+        vae=autoencoders.wan(),
+        scheduler=_wan_scheduler(),
+        transformer=_wan_transformer(),
+        **more,
+    )
+    return pipe, dict(FILM)
+
+
+def wan() -> Built:
+    return _wan()
+
+
+def wan_two() -> Built:
+    """Two denoisers: the second takes over below nine tenths of the schedule."""
+    return _wan(transformer_2=_wan_transformer(), boundary_ratio=0.9)
+
+
+def wan_i2v() -> Built:
+    """The picture comes as further channels of the sample, and as tokens beside those of the text."""
+    pipe = diffusers.WanImageToVideoPipeline(
+        tokenizer=tokenizers.t5(),
+        text_encoder=encoders.umt5(),
+        vae=autoencoders.wan(),
+        scheduler=_wan_scheduler(),
+        image_processor=encoders.clip_image_processor(),
+        image_encoder=encoders.clip_vision(),
+        transformer=_wan_transformer(in_channels=36, image_dim=32, added_kv_proj_dim=48),
+    )
+    return pipe, FILM | {"image": pictures.scene(64, 64)}
+
+
+def hunyuan_video() -> Built:
+    transformer = diffusers.HunyuanVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        patch_size=2,
+        patch_size_t=1,
+        guidance_embeds=True,
+        text_embed_dim=32,
+        pooled_projection_dim=32,
+        rope_axes_dim=(4, 6, 6),
+    )
+    pipe = diffusers.HunyuanVideoPipeline(
+        text_encoder=encoders.llama(),
+        tokenizer=tokenizers.llama(),
+        transformer=transformer,
+        vae=autoencoders.hunyuan(),
+        scheduler=flow_matching(shift=7.0),
+        text_encoder_2=encoders.clip_text(),
+        tokenizer_2=tokenizers.clip(),
+    )
+    template = {"template": "{}", "crop_start": 0}
+    guidance = {"negative_prompt": "blurred", "true_cfg_scale": 3.0}
+    return pipe, FILM | {"prompt_template": template} | guidance
+
+
+def cogvideox() -> Built:
+    transformer = diffusers.CogVideoXTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=8,
+        text_embed_dim=32,
+        num_layers=2,
+        sample_width=8,
+        sample_height=8,
+        sample_frames=9,
+        patch_size=2,
+        temporal_compression_ratio=4,
+        max_text_seq_length=32,
+        use_rotary_positional_embeddings=True,
+    )
+    pipe = diffusers.CogVideoXPipeline(
+        tokenizer=tokenizers.t5(),
+        text_encoder=encoders.t5(),
+        vae=autoencoders.cogvideox(),
+        transformer=transformer,
+        scheduler=diffusers.CogVideoXDDIMScheduler(),
+    )
+    return pipe, dict(FILM)
+
+
+def ltx() -> Built:
+    transformer = diffusers.LTXVideoTransformer3DModel(
+        in_channels=8,
+        out_channels=8,
+        num_attention_heads=4,
+        attention_head_dim=8,
+        cross_attention_dim=32,
+        num_layers=2,
+        caption_channels=32,
+    )
+    pipe = diffusers.LTXPipeline(
+        scheduler=flow_matching(use_dynamic_shifting=True),
+        vae=autoencoders.ltx(),
+        text_encoder=encoders.t5(),
+        tokenizer=tokenizers.t5(),
+        transformer=transformer,
+    )
+    return pipe, dict(FILM)
