@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from diffusers import StableDiffusionXLPipeline
-from torch import Tensor
+from torch import Tensor, nn
 
 from training.heads import GuideHeads
 from training.model import Networks
@@ -30,8 +30,8 @@ class Progress:
 class Run:
     """Networks, the heads that only training has, the moving average by parameter name, optimizer and progress."""
 
-    networks: Networks
-    heads: GuideHeads
+    networks: nn.Module
+    heads: nn.Module
     average: dict[str, Tensor]
     optimizer: torch.optim.Optimizer
     progress: Progress
@@ -45,12 +45,17 @@ class Run:
 
 
 def new_run(device: torch.device) -> Run:
-    """A run with fresh weights."""
+    """A run of the UNet and its text encoders with fresh weights."""
     networks = Networks().to(device).to(memory_format=torch.channels_last).train()
-    heads = GuideHeads(networks.unet).to(device)
-    parameters = [*networks.parameters(), *heads.parameters()]
+    return begin(networks, GuideHeads(networks.unet).to(device))
+
+
+def begin(networks: nn.Module, heads: nn.Module) -> Run:
+    """A run that starts with these weights. What needs no gradient is neither trained nor averaged."""
+    trained = {name: parameter for name, parameter in networks.named_parameters() if parameter.requires_grad}
+    parameters = [*trained.values(), *heads.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
-    average = {name: parameter.detach().clone() for name, parameter in networks.named_parameters()}
+    average = {name: parameter.detach().clone() for name, parameter in trained.items()}
     return Run(networks=networks, heads=heads, average=average, optimizer=optimizer, progress=Progress())
 
 

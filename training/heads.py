@@ -11,7 +11,7 @@ half of the picture. The heads are no part of the packaged model.
 from __future__ import annotations
 
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import SD3Transformer2DModel, UNet2DConditionModel
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -52,6 +52,37 @@ class GuideHeads(nn.Module):
         look = [_look_error(head(self._features[head].float()), asked) for head in self.looks]
         self._features.clear()
         return torch.stack(place).mean(), torch.stack(look).mean()
+
+
+class LookHeads(nn.Module):
+    """Heads on the image tokens of a joint transformer from its second block to the last but one: only looks.
+
+    Its tokens know their places from the start.
+    """
+
+    def __init__(self, transformer: SD3Transformer2DModel) -> None:
+        super().__init__()
+        blocks = transformer.transformer_blocks[1:-1]
+        self.looks = nn.ModuleList(nn.Linear(transformer.inner_dim, len(LOOKS)) for _ in blocks)
+        for head in self.looks:
+            nn.init.zeros_(head.weight)
+        self._features: dict[nn.Module, Tensor] = {}
+        for block, head in zip(blocks, self.looks, strict=True):
+            block.register_forward_hook(self._keep_for(head))
+
+    def _keep_for(self, head: nn.Module):
+        def hook(_module: nn.Module, _inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+            self._features[head] = output[1]
+
+        return hook
+
+    def loss(self, looks_B2: Tensor, timestep_B: Tensor, *, rows: int) -> Tensor:
+        """The error of looks for the image tokens (B, N, C), that many rows of them, of the last forward."""
+        asked = torch.where(timestep_B[:, None] < FROM_TIMESTEP, -1, looks_B2)
+        guesses = (head(self._features[head].float()).unflatten(1, (rows, -1)).movedim(-1, 1) for head in self.looks)
+        errors = [_look_error(guess, asked) for guess in guesses]
+        self._features.clear()
+        return torch.stack(errors).mean()
 
 
 def _place_error(guess_B1HW: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKL, StableDiffusionXLPipeline
+from diffusers import AutoencoderKL, DiffusionPipeline, StableDiffusionXLPipeline
 
 from training.checkpoint import read
 from training.model import Networks, noise_scheduler
@@ -54,7 +54,7 @@ def assemble(networks: Networks, vae: AutoencoderKL) -> StableDiffusionXLPipelin
     )
 
 
-def write(pipe: StableDiffusionXLPipeline, folder: Path) -> int:
+def write(pipe: DiffusionPipeline, folder: Path) -> int:
     """Save as fp16 safetensors with the variant in their names; returns the size in bytes.
 
     Raises ValueError, and leaves the folder as it was, if the pipeline is larger than the limit.

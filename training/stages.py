@@ -67,3 +67,11 @@ LARGE = Stage(
     buckets=(_bucket(64, 64, 8, 0.64), _bucket(96, 64, 6, 0.12), _bucket(64, 96, 6, 0.12), _bucket(128, 128, 2, 0.12)),
 )
 STAGES = {stage.name: stage for stage in (TINY, SMALL, MIXED, LARGE)}
+"""Of the UNet."""
+DIT_SMALL = Stage(name="small", buckets=(_bucket(32, 32, 32, 0.75), _bucket(64, 64, 12, 0.25)))
+DIT_SQUARE = Stage(name="square", buckets=(_bucket(64, 64, 16, 1.0),))
+DIT_MIXED = Stage(
+    name="mixed", buckets=(_bucket(64, 64, 16, 0.7), _bucket(96, 64, 10, 0.15), _bucket(64, 96, 10, 0.15))
+)
+DIT_STAGES = {stage.name: stage for stage in (DIT_SMALL, DIT_SQUARE, DIT_MIXED)}
+"""Of the DiT: a token is 4x4 cells."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from patchpar.errors import PlanError
 
-EMBEDDED = "embedded"
+EMBEDDED = {"embedded": "scenes-unet"}
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 BYTES_PER_WEIGHT = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth")
@@ -22,38 +22,44 @@ PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
-    """A checked model folder. `weight_bytes` is what its chosen safetensors files weigh, `num_weights` how many."""
+    """A checked model folder. `weight_bytes` is what its chosen safetensors files weigh, `num_weights` how many.
+
+    `absent` are the components that its pipeline class knows and this pipeline does without.
+    """
 
     path: Path
     pipeline: str
     weight_bytes: int
     num_weights: int
+    absent: tuple[str, ...]
 
 
-def embedded_model() -> Path:
-    """The folder of the model that comes with the package: inside the wheel, or beside the package in a clone."""
+def embedded_model(name: str = "embedded") -> Path:
+    """The folder of a model that comes with the package: inside the wheel, or beside the package in a clone."""
     package = Path(__file__).parent.parent
-    for folder in (package / "assets" / "scenes-unet", package.parent / "assets" / "scenes-unet"):
+    for folder in (package / "assets" / EMBEDDED[name], package.parent / "assets" / EMBEDDED[name]):
         if (folder / "model_index.json").is_file():
             return folder
     raise PlanError(
-        f"the embedded model is missing: neither {package}/assets nor {package.parent}/assets has scenes-unet"
+        f"the model {name!r} is missing: neither {package}/assets nor {package.parent}/assets has {EMBEDDED[name]}"
     )
 
 
 def resolve_model(model: str | Path, options: Mapping[str, Any]) -> tuple[str, dict[str, Any], ModelFolder | None]:
     """(what to load, with which options, what is known of it). Hub names are left to the hub: nothing is known.
 
+    Components that the folder's pipeline does without are passed as None, without which diffusers would not load it.
     Raises PlanError for a path that is no model folder, has no safetensors, or has a broken weight file.
     """
     options = dict(options)
-    if str(model) == EMBEDDED:
+    if str(model) in EMBEDDED:
         options.setdefault("variant", "fp16")
         options.setdefault("torch_dtype", "float32")
-        model = embedded_model()
+        model = embedded_model(str(model))
     path = Path(model).expanduser()
     if str(model) and path.is_dir():
-        return str(path), options, inspect_folder(path, options.get("variant"))
+        folder = inspect_folder(path, options.get("variant"))
+        return str(path), {**dict.fromkeys(folder.absent), **options}, folder
     if path.exists() or not HUB_NAME.fullmatch(str(model)):
         ways = "a folder with model_index.json, a hub name such as org/model, or 'embedded'"
         raise PlanError(f"{str(model)!r} is no model: give {ways}")
@@ -78,6 +84,7 @@ def inspect_folder(path: Path, variant: str | None = None) -> ModelFolder:
         pipeline=str(entries.get("_class_name")),
         weight_bytes=sum(size for size, _ in sizes),
         num_weights=sum(count for _, count in sizes),
+        absent=tuple(name for name, entry in entries.items() if entry == [None, None]),
     )
 
 

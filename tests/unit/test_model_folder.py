@@ -109,3 +109,14 @@ def test_hub_names_are_left_to_the_hub() -> None:
         {"variant": "fp16"},
         None,
     )
+
+
+def test_components_that_a_pipeline_does_without_are_passed_as_none(tmp_path: Path) -> None:
+    assert inspect_folder(folder(tmp_path)).absent == ("safety_checker",)
+    source, options, _ = resolve_model(tmp_path, {"variant": "fp16", "torch_dtype": "float16"})
+    assert (source, options) == (
+        str(tmp_path),
+        {"safety_checker": None, "variant": "fp16", "torch_dtype": "float16"},
+    )
+    checker = object()
+    assert resolve_model(tmp_path, {"safety_checker": checker})[1]["safety_checker"] is checker
