@@ -1,20 +1,43 @@
-"""Recipes can be copied as they are: one draws here, the others are checked up to the weights they would fetch."""
+"""Recipes can be copied as they are: their own code runs here, on tiny pipelines where weights would be fetched."""
 
 from __future__ import annotations
 
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import av
 import pytest
 from PIL import Image
 
-from patchpar import Plan
+from patchpar import ParallelPipeline, Plan, PlanError
+from tests import tiny
+from tests.tiny import pictures
 
 FOLDER = Path(__file__).parent.parent / "pipelines"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.py"))
+FAMILIES = {
+    "cogvideox": "cogvideox",
+    "dit": "dit",
+    "flux": "flux",
+    "flux2": "flux2",
+    "hunyuan_video": "hunyuan_video",
+    "ltx": "ltx",
+    "pixart_sigma": "pixart",
+    "qwen_image": "qwen",
+    "qwen_image_edit": "qwen_edit",
+    "sd35": "sd3",
+    "sdxl": "sdxl",
+    "wan_i2v": "wan_i2v",
+    "wan_t2v": "wan_two",
+    "z_image": "zimage",
+}
+"""The tiny pipeline that each recipe runs on."""
+MEANT = ("prompt", "negative_prompt", "guidance_scale", "true_cfg_scale", "image", "class_labels")
+"""Arguments that are the recipe's own. The others of a tiny call are sizes, which a tiny model has its own of."""
 
 
 def load(name: str) -> Any:
@@ -26,6 +49,72 @@ def load(name: str) -> Any:
     return module
 
 
+class Loaded:
+    """Stands for ParallelPipeline: `from_pretrained` gives workers that hold a tiny pipeline, under a plan for two."""
+
+    def __init__(self, workers: ParallelPipeline, found: tiny.Tiny, plan: Plan) -> None:
+        self.workers, self.plan = workers, plan
+        self.sizes = {name: value for name, value in found.call_kwargs.items() if name not in MEANT}
+        self.opened: dict[str, Any] = {}
+
+    def from_pretrained(self, model: str, **options: Any) -> Loaded:
+        self.opened = {"model": model, **options}
+        self.workers.plan = self.plan
+        return self
+
+    def __enter__(self) -> Loaded:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __call__(self, *args: Any, **arguments: Any) -> Any:
+        return self.workers(*args, **(arguments | self.sizes | {"num_inference_steps": 2}))
+
+    def explain(self) -> str:
+        return self.workers.explain()
+
+    @property
+    def last_run(self) -> Any:
+        return self.workers.last_run
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelPipeline]:
+    verdicts = tmp_path_factory.mktemp("verdicts")
+    with ParallelPipeline(tiny.build("sd3").pipe, devices="cpu:2", verify=verdicts) as pipe:
+        pipe.set_progress_bar_config(disable=True)
+        yield pipe
+
+
+@pytest.fixture
+def recipe(request: Any, workers: ParallelPipeline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The module of a recipe that opens a tiny pipeline, in a folder with a picture."""
+    module, found = load(request.param), tiny.build(FAMILIES[request.param])
+    workers.plan = "auto"
+    workers._state.model = workers._state.executor.call("adopt", found.pipe)[0]
+    vae = found.pipe.vae
+    monkeypatch.setattr(type(vae), "from_pretrained", lambda *_, **__: vae)  # some recipes open it beforehand
+    monkeypatch.setattr(module, "ParallelPipeline", Loaded(workers, found, Plan(patch=2)))
+    monkeypatch.chdir(tmp_path)
+    pictures.scene(64, 64).save("picture.png")
+    return module
+
+
+def plans_for_two(plan: Plan) -> list[Plan]:
+    """What becomes of a recipe's plan on two ranks."""
+    return [Plan(**{axis: 2}) for axis, degree in plan.degrees().items() if degree > 1]
+
+
+def result_in(folder: Path) -> tuple[int, int]:
+    """Number of frames and height of what a recipe has written."""
+    (written,) = (path for path in folder.iterdir() if path.name != "picture.png")
+    if written.suffix == ".png":
+        return 1, Image.open(written).size[1]
+    with av.open(str(written)) as film:
+        frames = [frame.to_ndarray(format="rgb24") for frame in film.decode(video=0)]
+    return len(frames), frames[0].shape[0]
+
+
 def test_the_scene_is_drawn(tmp_path: Path) -> None:
     command = [sys.executable, str(FOLDER / "scenes.py")]
     answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
@@ -34,43 +123,44 @@ def test_the_scene_is_drawn(tmp_path: Path) -> None:
     assert answer.stdout.startswith("plan cfg=2: 25 steps")
 
 
-class Recorder:
-    """Stands for ParallelPipeline where weights would have to be fetched."""
-
-    opened: dict[str, Any]
-    called: dict[str, Any]
-    last_run = "figures"
-
-    def from_pretrained(self, model: str, **options: Any) -> Recorder:
-        self.opened = {"model": model, **options}
-        return self
-
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def explain(self) -> str:
-        return "why"
-
-    def __call__(self, prompt: str, **arguments: Any) -> Any:
-        self.called = arguments
-        return type("Output", (), {"images": [Image.new("RGB", (8, 8))]})
+@pytest.mark.parametrize("recipe", FAMILIES, indirect=True)
+def test_the_recipe_s_own_code_on_two_ranks(recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under each axis of its plan; and where the plan leaves guidance whole, there is none to split."""
+    loaded = recipe.ParallelPipeline
+    wanted = getattr(recipe, "PLAN", Plan(cfg=2, patch=2))
+    for plan in plans_for_two(wanted):
+        loaded.plan = plan
+        recipe.main()
+        frames, height = result_in(tmp_path)
+        assert (frames, height) == (loaded.sizes.get("num_frames", 1), loaded.sizes.get("height", 128))
+        assert f"plan {plan}: 2 steps" in capsys.readouterr().out
+    if wanted.cfg == 1:
+        loaded.plan = Plan(cfg=2)
+        with pytest.raises(PlanError, match="this call uses none"):
+            recipe.main()
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_has_build_and_main(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe, recorder = load(name), Recorder()
-    monkeypatch.setattr(recipe, "ParallelPipeline", recorder)
-    monkeypatch.chdir(tmp_path)
-    recipe.build(Plan(cfg=2, patch=2))
-    assert (recorder.opened["devices"], recorder.opened["plan"]) == (4, Plan(cfg=2, patch=2))
-    recipe.main()
-    assert recorder.opened["plan"] == "auto"
-    assert len(list(tmp_path.glob("*.png"))) == 1
-    assert "figures" in capsys.readouterr().out
+@pytest.mark.parametrize("recipe", FAMILIES, indirect=True)
+def test_it_opens_its_model_in_half_precision_on_as_many_devices_as_its_plan_takes(recipe: Any) -> None:
+    loaded = recipe.ParallelPipeline
+    if hasattr(recipe, "PLAN"):
+        assert 2 <= recipe.PLAN.world_size <= 8
+        recipe.build()
+        assert (loaded.opened["devices"], loaded.opened["plan"]) == (recipe.PLAN.world_size, recipe.PLAN)
+    else:
+        recipe.build()
+        assert loaded.opened["plan"] == "auto"
+    recipe.build(Plan(cfg=2, patch=3))
+    assert (loaded.opened["devices"], loaded.opened["plan"]) == (6, Plan(cfg=2, patch=3))
+    assert "float16" in str(loaded.opened["torch_dtype"])
+
+
+def test_a_recipe_is_short_and_stands_alone() -> None:
+    assert set(FAMILIES) | {"scenes"} == set(RECIPES)
+    for name in RECIPES:
+        text = (FOLDER / f"{name}.py").read_text()
+        assert len(text.splitlines()) <= 40, name
+        assert not any(f"import {other}" in text or f"from {other}" in text for other in RECIPES), name
 
 
 def test_every_recipe_is_in_the_table() -> None:
