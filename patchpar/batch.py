@@ -4,7 +4,8 @@
     share 0 of 2                        sample [n1 n2]           text [u1 u2]           timestep t   rotary (L, D)
 
 A tensor carries the batch if its first dim is the batch size, or, for a sample with frames and a tensor of three dims
-or more, batch size x frames (the text of AnimateDiff, the residuals of a video ControlNet). All else is shared.
+or more, batch size x frames (the text of AnimateDiff, the residuals of a video ControlNet), or if the second of four is
+(the text of HiDream, one for each layer). All else is shared.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,6 +117,12 @@ class Batch:
             return False
         return x.shape[0] == self.size or (x.ndim > 2 and x.shape[0] in [self.size * count for count in self.frames])
 
+    def _dim(self, x: Tensor) -> int | None:
+        """Which dim carries the batch."""
+        if self.carries(x):
+            return 0
+        return 1 if x.ndim == 4 and x.shape[1] == self.size > 1 else None
+
     def share(self, tree: Any, rank: int, parts: int) -> Any:
         """Share `rank` of `parts` equal ones. `size` is a multiple of `parts`.
 
@@ -125,7 +132,8 @@ class Batch:
             own_share: Tensor | None = getattr(tree, "own_share", None)
             if own_share is not None:
                 return own_share
-            return tree.chunk(parts)[rank] if self.carries(tree) else tree
+            dim = self._dim(tree)
+            return tree if dim is None else tree.chunk(parts, dim)[rank]
         if isinstance(tree, list) and self._is_per_item(tree):
             per_part = self.size // parts
             return tree[rank * per_part : (rank + 1) * per_part]

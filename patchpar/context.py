@@ -66,8 +66,7 @@ class RemoteTokens:
         mine = self.axis.rank
         pieces = [(Piece(0, self.grid.rows(mine)),) if p == mine else self._pieces(p, mine) for p in order]
         bias = torch.cat([log_weights(each, self.grid.across) for each in pieces])
-        own = self.grid.num_tokens(mine)
-        bias = torch.cat([bias[:own], bias.new_zeros(self._common), bias[own:]])
+        bias = torch.cat([bias.new_zeros(self._common), bias])
         buffer = self._buffers[0]
         return bias.to(buffer.device, buffer.dtype) if bias.any() else None
 
@@ -176,11 +175,10 @@ class RemoteTokens:
 
     @cached_property
     def _columns(self) -> Tensor:
-        """Which token of the whole, then of the common ones, each of those attended to is. Raises UnsupportedModel."""
+        """Which of the common tokens, then those of the whole, each that is attended to is. Raises UnsupportedModel."""
         mine, grid = self.axis.rank, self.grid
-        whole = sum(grid.num_tokens(place) for place in range(self.axis.size))
         own = grid.start(mine) + torch.arange(grid.num_tokens(mine))
-        found = [own, whole + torch.arange(self._common)]
+        found = [torch.arange(self._common), self._common + own]
         selection = self.options.narrow_to or self.options.selection
         for place in self.axis.others:
             for piece in selection.pieces(place, mine, grid.rows(place)):
@@ -189,7 +187,7 @@ class RemoteTokens:
                         "some of the tokens are masked, and averages of tokens cannot be: use context=all"
                     )
                 rows = torch.arange(piece.start * grid.across, piece.stop * grid.across)
-                found.append(grid.start(place) + rows)
+                found.append(self._common + grid.start(place) + rows)
         return torch.cat(found).to(self._buffers[0].device)
 
     def _joined(self, own: KeysValues) -> tuple[Tensor, ...]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from patchpar.clock import StepClock
 from patchpar.exchange import Door
+from patchpar.guided import GuidanceCheck
 from patchpar.patched import PatchedDenoiser
 from patchpar.strategies.guidance import GuidanceSplit
 from patchpar.token_split.denoiser import TokenDenoiser
@@ -18,9 +19,16 @@ from patchpar.token_split.denoiser import TokenDenoiser
 class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """Stands before a denoiser's forward and passes the call through the plan's layers, outermost first."""
 
-    def __init__(self, clock: StepClock, layers: Sequence[Any], guided: Callable[[], bool | None], door: Door) -> None:
+    def __init__(
+        self,
+        clock: StepClock,
+        layers: Sequence[Any],
+        guided: Callable[[], bool | None],
+        door: Door,
+        check: GuidanceCheck | None = None,
+    ) -> None:
         super().__init__()
-        self.clock, self.layers, self.guided = clock, tuple(layers), guided
+        self.clock, self.layers, self.guided, self.check = clock, tuple(layers), guided, check
         self.door, self.deadline = door, door.transport.deadline
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -32,6 +40,8 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             forward = functools.partial(layer.denoise, forward)
         stale_before, start = self._stale_calls(), time.perf_counter()
         result = forward(*args, **kwargs)
+        if self.check is not None:
+            self.check(self.fn_ref.original_forward, (args, kwargs), result)
         age = "stale" if self._stale_calls() > stale_before else "exact"
         self.door.traffic.note("call", "", f"step {self.clock.evaluation}, call {self.clock.call} ({age})", start)
         # A rank may have to wait for as long as another one computes, and that is only known once it has.

@@ -31,6 +31,7 @@ from patchpar.drawing import Drawing, random_state, take_random_state
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door, Traffic
 from patchpar.figures import RankFigures
+from patchpar.guided import GuidanceCheck
 from patchpar.launch.context import Bystander, RankContext
 from patchpar.ledger import Ledger
 from patchpar.mesh import Mesh
@@ -162,7 +163,9 @@ class Engine:
                 )
                 self._patched.append(patched)
                 layers.append(patched)
-            self._register(module, DenoiserHook(self.clock, layers, self._guided, self._door))
+            mesh = (self._door, self.mesh["cfg"])
+            check = GuidanceCheck(module, mesh, self.clock, verdicts) if self._guidance and verdicts else None
+            self._register(module, DenoiserHook(self.clock, layers, self._guided, self._door, check))
 
     def _register(self, module: nn.Module, hook: ModelHook) -> None:
         HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK)

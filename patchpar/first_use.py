@@ -10,11 +10,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
 from patchpar.exchange import Door, Gather, Traffic
 from patchpar.mesh import Axis
 from patchpar.verdicts import Verdicts
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+TIME = "timestep"  # may be a plain number, and is another one in every step
 
 
 def check_once(
@@ -50,3 +54,24 @@ def fingerprint(denoiser: nn.Module) -> str:
         f"{path} {type(module).__module__}.{type(module).__qualname__}" for path, module in denoiser.named_modules()
     ]
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+
+
+def form_of(call: Call) -> Any:
+    """What may not change from one call to the next without another check."""
+    args, kwargs = call
+    leaves, spec = tree_flatten((args, {name: x for name, x in kwargs.items() if TIME not in name}))
+    return spec, tuple(map(_sort_of, leaves))
+
+
+def arguments_of(call: Call) -> list[str]:
+    """The same for people, and for files."""
+    leaves, _ = tree_flatten_with_path(call)
+    named = ((keystr(path), leaf) for path, leaf in leaves if leaf is not None)
+    return [f"{name} {_sort_of(leaf)}" for name, leaf in named if TIME not in name]
+
+
+def _sort_of(leaf: Any) -> str:
+    """A tensor's shape, or the value of what may be a number of frames."""
+    if isinstance(leaf, Tensor):
+        return f"{tuple(leaf.shape)} {leaf.dtype}"
+    return repr(leaf) if isinstance(leaf, (int, str, bool)) else type(leaf).__name__

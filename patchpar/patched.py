@@ -63,9 +63,12 @@ class PatchedDenoiser:
         dim = self._dim(sample_of(args, kwargs))
         if self._sharded is None or self.share.dim != dim:
             self._install(forward, dim, (args, kwargs))
-        if self.history is None:
-            return self._exactly(forward, *args, **kwargs)
-        return self._with_history(self.history, forward, *args, **kwargs)
+        try:
+            if self.history is None:
+                return self._exactly(forward, *args, **kwargs)
+            return self._with_history(self.history, forward, *args, **kwargs)
+        finally:
+            self.share.active = False  # whoever calls the denoiser's own forward gets that
 
     def _install(self, forward: Callable[..., Any], dim: int, call: tuple[Any, Any]) -> None:
         self.restore()

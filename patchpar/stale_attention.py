@@ -29,8 +29,8 @@ DRIFT_STRIDE = 16  # tokens
 class Asked(NamedTuple):
     """One attention call: queries [B, N, q, D], the keys and values that are here, and the factor on logits.
 
-    `here`: our tokens, then `common` ones that everybody has. `bias`: what is added to the logits, or None, with a
-    column for every token of the whole, in their order, then the common ones.
+    `here`: `common` tokens that everybody has, then ours. `bias`: what is added to the logits, or None, with a column
+    for every common token, then every token of the whole in their order.
     """
 
     query: Tensor
@@ -44,16 +44,15 @@ class Asked(NamedTuple):
         """Our tokens alone."""
         if not self.common:
             return self.here
-        k_BlND, v_BlND = (x[:, : x.shape[1] - self.common] for x in self.here)
+        k_BlND, v_BlND = (x[:, self.common :] for x in self.here)
         return KeysValues(k_BlND, v_BlND)
 
     def bias_of(self, grid: Grid, place: int, *, here: bool) -> Tensor | None:
         """Columns of one place, and with `here` of the common tokens too."""
         if self.bias is None or self.bias.shape[-1] == 1:
             return self.bias
-        columns = self.bias.narrow(-1, grid.start(place), grid.num_tokens(place))
-        rest = self.bias.shape[-1] - self.common
-        return torch.cat([columns, self.bias[..., rest:]], dim=-1) if here and self.common else columns
+        columns = self.bias.narrow(-1, self.common + grid.start(place), grid.num_tokens(place))
+        return torch.cat([self.bias[..., : self.common], columns], dim=-1) if here and self.common else columns
 
 
 def attend_with_past(share: Share, where: str, grid: Grid, asked: Asked, slot: Slot) -> Tensor:

@@ -24,7 +24,7 @@ LINES = (
     ("shard", "history", "first_use"),
     ("patched", "ledger", "token_split"),
     ("strategies",),
-    ("planner", "checks", "outcome", "attributes", "start", "drawing", "denoiser"),
+    ("guided", "planner", "checks", "outcome", "attributes", "start", "drawing", "denoiser"),
     ("together", "state"),
     ("engine",),
     ("pipeline",),

@@ -102,8 +102,8 @@ def attend_split(split: Split, where: str, call: AttentionCall, tokens: int, ask
     slot = None if split.share is None else split.share.slot(where, split.share.treatment.context)
     if split.share is not None and slot is not None:
         rows = None if mask is None else queries.cut(mask, -2, first)
-        past = _with_past(where, asked, keys, rows)
-        out = attend_with_past(split.share, where, split.grid(tokens), past, slot)
+        past = _with_past(where, asked, (queries, keys), rows)
+        out = queries.in_order(attend_with_past(split.share, where, split.grid(tokens), past, slot), 2)
         return out.squeeze(1) if asked.query.ndim == 3 else out
     if _fits_a_mode(asked, queries, keys, mask):
         return _by_mode(split, where, asked, keys, mask)
@@ -145,11 +145,6 @@ class _Line:
         """What everybody has first, then the `run` of tokens."""
         before, own, after = x.split_with_sizes([self.start, run, x.shape[dim] - self.start - run], dim)
         return torch.cat([before, after, own], dim) if self.after else x
-
-    def tokens_first(self, x: Tensor, dim: int, run: int) -> Tensor:
-        """The `run` of tokens first, then what everybody has."""
-        before, own, after = x.split_with_sizes([self.start, run, x.shape[dim] - self.start - run], dim)
-        return torch.cat([own, before, after], dim) if self.start else x
 
     def in_order(self, x: Tensor, dim: int) -> Tensor:
         """The other way round."""
@@ -196,19 +191,21 @@ def _fits_a_mode(asked: Asked, queries: _Line, keys: _Line, mask: Tensor | None)
     return queries == keys and rows_whole and shaped
 
 
-def _with_past(where: str, asked: Asked, line: _Line, mask: Tensor | None) -> stale_attention.Asked:
-    """The call as `stale_attention` wants it: our tokens, then what everybody has."""
+def _with_past(where: str, asked: Asked, lines: tuple[_Line, _Line], mask: Tensor | None) -> stale_attention.Asked:
+    """The call as `stale_attention` wants it, of queries and keys: what everybody has, then our tokens."""
     if asked.value.shape[-1] != asked.key.shape[-1]:
         raise UnsupportedModel(f"{where}: values of another width than keys need strategy 'exact'")
     flat = asked.query.ndim == 3
+    queries, keys = lines
     query, key, value = (x.unsqueeze(1) if flat else x for x in (asked.query, asked.key, asked.value))
     if mask is not None:
-        mask = line.tokens_first(mask, -1, line.tokens) if mask.shape[-1] > 1 else mask
+        mask = keys.common_first(mask, -1, keys.tokens) if mask.shape[-1] > 1 else mask
+        mask = queries.common_first(mask, -2, queries.own) if mask.ndim > 1 and mask.shape[-2] > 1 else mask
         mask = mask.unsqueeze(1) if flat and mask.ndim == 3 else mask
         mask = as_bias(mask[(None,) * (4 - mask.ndim)], query.dtype)
-    k_BlND, v_BlND = (line.tokens_first(x, 2, line.own).transpose(1, 2) for x in (key, value))
-    here = KeysValues(k_BlND, v_BlND)
-    return stale_attention.Asked(query, here, asked.scale, line.local - line.own, mask)
+    k_BlND, v_BlND = (keys.common_first(x, 2, keys.own).transpose(1, 2) for x in (key, value))
+    query = queries.common_first(query, 2, queries.own)
+    return stale_attention.Asked(query, KeysValues(k_BlND, v_BlND), asked.scale, keys.local - keys.own, mask)
 
 
 def _by_mode(split: Split, where: str, asked: Asked, line: _Line, mask: Tensor | None) -> Tensor:

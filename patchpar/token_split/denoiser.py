@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
 from patchpar.clock import StepClock
 from patchpar.exchange import Door, Gather
-from patchpar.first_use import check_once, fingerprint
+from patchpar.first_use import Call, arguments_of, check_once, fingerprint, form_of
 from patchpar.history import History
 from patchpar.mesh import Axis
 from patchpar.pace import timestep_of
@@ -30,8 +29,6 @@ from patchpar.treatment import Treatment
 from patchpar.verdicts import Verdicts
 
 Forward = Callable[..., Any]
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-TIME = "timestep"  # may be a plain number, and is another one in every step
 
 
 class TokenDenoiser:
@@ -68,7 +65,7 @@ class TokenDenoiser:
 
         Raises UnsupportedModel, VerificationError, PlanError, ExchangeError.
         """
-        form = _form_of((args, kwargs))
+        form = form_of((args, kwargs))
         if self._shard is None or form not in self._ready:
             self._prepare(forward, (args, kwargs))
             self._ready.append(form)
@@ -98,7 +95,7 @@ class TokenDenoiser:
         """The plan as it is known for calls of this "signature", or these "arguments"; or by watching this call."""
         if self.verdicts is None:
             return discover_tokens(self.denoiser, forward, *call)
-        signature = Arguments.of(self.denoiser, *call).signature() if kind == "signature" else _arguments(call)
+        signature = Arguments.of(self.denoiser, *call).signature() if kind == "signature" else arguments_of(call)
         facts = {**self._model(), "plan for": signature}
         key = self.verdicts.key(facts)
         known = self.verdicts.find(key, "plan", from_json)
@@ -148,7 +145,7 @@ class TokenDenoiser:
             "strategy": self.share.treatment.name,
             "places": self.share.axis.size,
             "device": self.share.door.transport.device.type,
-            "arguments": _arguments(call),
+            "arguments": arguments_of(call),
         }
 
     # --- every call ---------------------------------------------------------------------------------------------
@@ -210,24 +207,3 @@ class TokenDenoiser:
             self._shard.restore()
             self._shard = None
         self._ready.clear()
-
-
-def _form_of(call: Call) -> Any:
-    """What may not change from one call to the next without another check."""
-    args, kwargs = call
-    leaves, spec = tree_flatten((args, {**kwargs, TIME: None}))
-    return spec, tuple(map(_sort_of, leaves))
-
-
-def _arguments(call: Call) -> list[str]:
-    leaves, _ = tree_flatten_with_path(call)
-    return [
-        f"{keystr(path)} {_sort_of(leaf)}" for path, leaf in leaves if leaf is not None and TIME not in keystr(path)
-    ]
-
-
-def _sort_of(leaf: Any) -> str:
-    """A tensor's shape, or the value of what may be a number of frames."""
-    if isinstance(leaf, Tensor):
-        return f"{tuple(leaf.shape)} {leaf.dtype}"
-    return repr(leaf) if isinstance(leaf, (int, str, bool)) else type(leaf).__name__

@@ -1,0 +1,73 @@
+"""Hold the split of guidance to its promise: the joined prediction against the plain forward of the whole batch.
+
+Which arguments carry the batch is told by their shapes, and a shape may tell it wrongly: the first call of every form
+shows it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from patchpar.batch import tensors_in
+from patchpar.clock import StepClock
+from patchpar.errors import VerificationError
+from patchpar.exchange import Door, Gather
+from patchpar.first_use import Call, arguments_of, check_once, fingerprint, form_of
+from patchpar.mesh import Axis
+from patchpar.shard import TOLERANCE, relative_error
+from patchpar.verdicts import Verdicts
+
+
+class GuidanceCheck:
+    """Checks of one denoiser whose branches of guidance are on the ranks of `axis`."""
+
+    def __init__(self, denoiser: nn.Module, mesh: tuple[Door, Axis], clock: StepClock, verdicts: Verdicts) -> None:
+        self.denoiser, self.clock, self.verdicts = denoiser, clock, verdicts
+        self.door, self.axis = mesh
+        self._seen: list[Any] = []
+
+    def __call__(self, plain: Callable[..., Any], call: Call, joined: Any) -> None:
+        """Compare `joined`, where it is of several branches, with what the denoiser's own forward gives for `call`.
+
+        All ranks of the axis come here together. Raises VerificationError.
+        """
+        if self.clock.branches == 1:  # each branch has a call of its own, and nothing is told by shapes
+            return
+        form = form_of(call)
+        if form in self._seen:
+            return
+        facts = {
+            "denoiser": type(self.denoiser).__name__,
+            "config": dict(getattr(self.denoiser, "config", {})),
+            "layers": fingerprint(self.denoiser),
+            "strategy": "cfg",
+            "places": self.axis.size,
+            "device": self.door.transport.device.type,
+            "arguments": arguments_of(call),
+        }
+        check_once(self.verdicts, facts, (self.door, self.axis), partial(self._measure, plain, call, joined))
+        self._seen.append(form)
+
+    @torch.no_grad()
+    def _measure(self, plain: Callable[..., Any], call: Call, joined: Any) -> float:
+        args, kwargs = call
+        want, got = _predictions(plain(*args, **kwargs)), _predictions(joined)
+        error = max(relative_error(x, y) for x, y in zip(got, want, strict=True))
+        limit = max(TOLERANCE[x.dtype] for x in want)
+        own = torch.tensor([error], dtype=torch.float32, device=self.door.transport.device)
+        worst = max(float(x) for x in Gather(self.door, self.axis, "verify", "guidance").same(own))
+        if not worst <= limit:
+            raise VerificationError(
+                f"{type(self.denoiser).__name__} with the branches of guidance on {self.axis.size} ranks differs from "
+                f"the plain one by {worst:.1e}, more than the {limit:.0e} that rounding explains: one of its arguments "
+                f"carries the batch where nobody looks for it ({', '.join(arguments_of(call))}). Run it with cfg=1 and "
+                "give the devices to another axis, e.g. patch"
+            )
+        return worst
+
+
+def _predictions(output: Any) -> list[Tensor]:
+    return [x for x in tensors_in(output) if x.is_floating_point()]

@@ -1,0 +1,67 @@
+"""What the ranks of these tests run: whole transformer pipelines, unmodified, with their tokens split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.call import DrawOptions
+from patchpar.engine import Engine
+from patchpar.errors import PatchparError
+from patchpar.plan import Plan
+from tests import tiny
+from tests.ranks import Place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """A pipeline under a plan. `twice`: the second of two pictures, the first being of another seed."""
+
+    name: str
+    plan: str
+    exchange: str = "on"
+    steps: int = 3
+    twice: bool = False
+    verdicts: Path | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def arguments(drawing: Drawing, found: tiny.Tiny, seed: int = 0) -> dict[str, Any]:
+    """What the pipeline is called with."""
+    generator = torch.Generator().manual_seed(seed)
+    steps = {"num_inference_steps": drawing.steps, "output_type": "latent"}
+    return found.call_kwargs | steps | {"generator": generator} | drawing.options
+
+
+def latents_of(output: Any) -> Tensor:
+    """The final latents, or the picture where a pipeline gives nothing else."""
+    return torch.as_tensor(output[0] if isinstance(output, tuple) else next(iter(output.values())))
+
+
+def drawn(place: Place, drawings: Sequence[Drawing]) -> list[Tensor | str | None]:
+    """Final latents of each drawing on the first rank, or what it raised. Needs all ranks of the pool."""
+    engine = Engine(place.context)
+    try:
+        return [_drawn(engine, drawing) for drawing in drawings]
+    finally:
+        engine.restore()
+
+
+def _drawn(engine: Engine, drawing: Drawing) -> Tensor | str | None:
+    found = tiny.build(drawing.name)
+    plan = Plan.parse(drawing.plan)
+    engine.adopt(found.pipe)
+    engine.install(plan, verify=drawing.verdicts or False)
+    engine.control(exchange=drawing.exchange)
+    options = DrawOptions(plan=plan, verify=drawing.verdicts or False, quiet=True)
+    try:
+        for seed in (1, 0) if drawing.twice else (0,):
+            output = getattr(engine.draw(arguments(drawing, found, seed), options), "output", None)
+    except PatchparError as error:
+        return f"{type(error).__name__}: {error}"
+    return None if output is None else latents_of(output)
