@@ -31,7 +31,7 @@ FAMILIES = {
     "qwen_image_edit": "qwen_edit",
     "sd35": "sd3",
     "sdxl": "sdxl",
-    "wan_i2v": "wan_i2v",
+    "wan_i2v": "wan_i2v_two",
     "wan_t2v": "wan_two",
     "z_image": "zimage",
 }

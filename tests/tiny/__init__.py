@@ -61,6 +61,7 @@ SEQUENTIAL: dict[str, Builder] = {
     "wan": video_transformer_pipelines.wan,
     "wan_two": video_transformer_pipelines.wan_two,
     "wan_i2v": video_transformer_pipelines.wan_i2v,
+    "wan_i2v_two": video_transformer_pipelines.wan_i2v_two,
     "hunyuan_video": video_transformer_pipelines.hunyuan_video,
 }
 """Pipelines that call the denoiser once for each branch of guidance."""

@@ -52,18 +52,30 @@ def wan_two() -> Built:
     return _wan(transformer_2=_wan_transformer(), boundary_ratio=0.9)
 
 
-def wan_i2v() -> Built:
-    """The picture comes as further channels of the sample, and as tokens beside those of the text."""
+def _wan_i2v(transformer: Any, **more: Any) -> Built:
+    """The picture comes as further channels of the sample."""
     pipe = diffusers.WanImageToVideoPipeline(
         tokenizer=tokenizers.t5(),
         text_encoder=encoders.umt5(),
         vae=autoencoders.wan(),
         scheduler=_wan_scheduler(),
-        image_processor=encoders.clip_image_processor(),
-        image_encoder=encoders.clip_vision(),
-        transformer=_wan_transformer(in_channels=36, image_dim=32, added_kv_proj_dim=48),
+        transformer=transformer,
+        **more,
     )
     return pipe, FILM | {"image": pictures.scene(64, 64)}
+
+
+def wan_i2v() -> Built:
+    """Wan 2.1: the picture is seen by an encoder as well, whose tokens come beside those of the text."""
+    transformer = _wan_transformer(in_channels=36, image_dim=32, added_kv_proj_dim=48)
+    sight = {"image_processor": encoders.clip_image_processor(), "image_encoder": encoders.clip_vision()}
+    return _wan_i2v(transformer, **sight)
+
+
+def wan_i2v_two() -> Built:
+    """Wan 2.2: two denoisers, of which the second takes over below nine tenths of the schedule."""
+    second = {"transformer_2": _wan_transformer(in_channels=36), "boundary_ratio": 0.9}
+    return _wan_i2v(_wan_transformer(in_channels=36), **second)
 
 
 def hunyuan_video() -> Built:
