@@ -11,8 +11,9 @@ about strategies. Prints dB of the pictures against the exact run, a verdict per
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 from torch.nn import functional
+
+from patchpar.models.folder import inspect_folder
 
 CAPTIONS = (
     "a red house on the left and a tree on the right, green hills at noon",
@@ -126,10 +129,11 @@ class NoiseLog:
         noise = alpha.sqrt() * output[0] + (1 - alpha).sqrt() * noisy
         self.noises.append(noise.chunk(2)[1])
 
-    def cosines(self) -> list[float]:
-        """Cosine similarity of neighbouring steps, worst caption."""
-        pairs = zip(self.noises, self.noises[1:], strict=False)
-        return [functional.cosine_similarity(a.flatten(1), b.flatten(1)).min().item() for a, b in pairs]
+
+def cosines(noises: Sequence[Tensor]) -> list[float]:
+    """Cosine similarity of the noises (B, C, H, W) of neighbouring steps, worst caption."""
+    pairs = itertools.pairwise(noises)
+    return [functional.cosine_similarity(a.flatten(1), b.flatten(1)).min().item() for a, b in pairs]
 
 
 def pictures(pipe: DiffusionPipeline, settings: Settings) -> Tensor:
@@ -157,24 +161,28 @@ def measure(pipe: DiffusionPipeline, settings: Settings) -> list[Bar]:
     handle = pipe.unet.register_forward_hook(log, with_kwargs=True)
     exact = pictures(pipe, settings)
     handle.remove()
-    bars = [_cosine_bar(log.cosines()), _terminal_bar(pipe.scheduler.alphas_cumprod[-1].item())]
+    bars = [cosine_bar(cosines(log.noises)), _terminal_bar(pipe.scheduler.alphas_cumprod[-1].item())]
     for kind in KINDS:
         found = {}
         for stale in (True, False):
             with cut(pipe.unet, [kind], settings, stale=stale):
                 found[stale] = psnr(pictures(pipe, settings), exact)
             print(f"{kind:16s} {'stale' if stale else 'off':6s} {found[stale]:6.2f} dB", flush=True)
-        cost = found[True] - found[False]
-        bars.append(
-            Bar(name=f"{kind} off costs >= {LEAST_COST_DB:g} dB", figure=f"{cost:.2f} dB", met=cost >= LEAST_COST_DB)
-        )
+        bars.append(cost_bar(kind, found))
     with cut(pipe.unet, KINDS, settings, stale=False):
         naive = psnr(pictures(pipe, settings), exact)
     print(f"{'naive':16s} {'off':6s} {naive:6.2f} dB", flush=True)
     return [*bars, Bar(name=f"naive <= {MOST_NAIVE_DB:g} dB", figure=f"{naive:.2f} dB", met=naive <= MOST_NAIVE_DB)]
 
 
-def _cosine_bar(cosines: list[float]) -> Bar:
+def cost_bar(kind: str, found_db: Mapping[bool, float]) -> Bar:
+    """Whether this kind missing (False) costs enough beside a stale one (True)."""
+    cost = found_db[True] - found_db[False]
+    return Bar(name=f"{kind} off costs >= {LEAST_COST_DB:g} dB", figure=f"{cost:.2f} dB", met=cost >= LEAST_COST_DB)
+
+
+def cosine_bar(cosines: list[float]) -> Bar:
+    """Whether neighbouring steps in the middle third predict much the same noise."""
     third = len(cosines) // 3
     least = min(cosines[third : len(cosines) - third])
     name = f"neighbouring noise predictions in the middle >= {LEAST_COSINE}"
@@ -186,10 +194,10 @@ def _terminal_bar(alpha: float) -> Bar:
     return Bar(name="terminal SNR > 0", figure=f"{ratio:.5f}", met=ratio > 0)
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path(__file__).parent.parent / "assets" / "scenes-unet")
+def parse(description: str | None, folder: str) -> argparse.Namespace:
+    """The command line; the model is that folder in assets where none is given."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path(__file__).parent.parent / "assets" / folder)
     parser.add_argument("--captions", type=int, choices=range(1, len(CAPTIONS) + 1), default=4, metavar="1..8")
     parser.add_argument("--size", type=int, default=256, help="side of the picture in pixels")
     parser.add_argument("--steps", type=int, default=20)
@@ -200,11 +208,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> int:
+def run(arguments: argparse.Namespace, measured: Callable[[DiffusionPipeline, Settings], list[Bar]]) -> int:
     """Measure and judge; 0 if every bar is met."""
-    arguments = parse()
     torch.set_num_threads(arguments.threads)
-    pipe = DiffusionPipeline.from_pretrained(arguments.model, variant="fp16", torch_dtype=torch.float32)
+    absent = dict.fromkeys(inspect_folder(arguments.model, "fp16").absent)
+    pipe = DiffusionPipeline.from_pretrained(arguments.model, variant="fp16", torch_dtype=torch.float32, **absent)
     pipe.set_progress_bar_config(disable=True)
     settings = Settings(
         captions=arguments.captions,
@@ -214,11 +222,11 @@ def main() -> int:
         strips=arguments.strips,
         warmup=arguments.warmup,
     )
-    bars = measure(pipe, settings)
+    bars = measured(pipe, settings)
     for bar in bars:
         print(f"{'met   ' if bar.met else 'MISSED'} {bar.name}: {bar.figure}")
     return 0 if all(bar.met for bar in bars) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(parse(__doc__, "scenes-unet"), measure))

@@ -3,8 +3,10 @@
     python -m training.evaluate                                  # 64 captions at 256x256
     python -m training.evaluate --size 384x256 --count 16
     python -m training.evaluate --sheet assets/figures/samples.png
+    python -m training.evaluate --model assets/scenes-dit        # any packaged pipeline
 
-Figures go to assets/figures/embedded-model.json, one entry per size, and from there into docs/embedded-model.md.
+Figures go to a file in assets/figures, one per model with one entry per size, and from there into
+docs/embedded-model.md.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from torch import Tensor
 
+from patchpar.models.folder import inspect_folder
 from training.classifier import Classifier, Verdict, accuracy, judge, load_classifier
 from training.package import FOLDER
-from training.report import update_document, update_figures
+from training.report import place_of, update_document, update_figures
 from training.scenes import COLORLESS, SIDES, Look, Scene, held_out_captions, look_of
 
 ROOT = Path(__file__).parent.parent
@@ -143,6 +146,20 @@ def check_judge(classifier: Classifier, settings: Settings) -> float:
     return min(own.values())
 
 
+def square_sheet(pipe: DiffusionPipeline, settings: Settings) -> Image.Image:
+    """The squares of 256 pixels among the pictures of SHEET, in two rows."""
+    captions = [caption for caption, height, width in SHEET if height == width == 256]
+    return contact_sheet(generate(pipe, captions, replace(settings, height=256, width=256)), len(captions) // 2)
+
+
+def load_pipeline(folder: Path, dtype: torch.dtype) -> DiffusionPipeline:
+    """A packaged pipeline, whatever its class. What its index says is absent has to be passed as None."""
+    absent = dict.fromkeys(inspect_folder(folder, "fp16").absent)
+    pipe = DiffusionPipeline.from_pretrained(folder, variant="fp16", torch_dtype=dtype, **absent)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -153,6 +170,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--guidance", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--sheet", type=Path, help="draw the sample sheet there instead of measuring")
+    parser.add_argument("--squares", action="store_true", help="only the squares of 256 pixels on the sheet")
     parser.add_argument("--pictures", type=Path, help="also write the judged pictures, side by side, to this file")
     parser.add_argument("--dry", action="store_true", help="print only, leave figures and document as they are")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
@@ -177,11 +195,10 @@ def main() -> None:
     settings = Settings(
         height=height, width=width, steps=arguments.steps, guidance=arguments.guidance, seed=arguments.seed
     )
-    dtype = getattr(torch, arguments.dtype)
-    pipe = DiffusionPipeline.from_pretrained(arguments.model, variant="fp16", torch_dtype=dtype)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = load_pipeline(arguments.model, getattr(torch, arguments.dtype))
     if arguments.sheet:
-        sample_sheet(pipe, settings).save(arguments.sheet)
+        draw = square_sheet if arguments.squares else sample_sheet
+        draw(pipe, settings).save(arguments.sheet)
         return
     classifier = load_classifier()
     own = check_judge(classifier, settings)
@@ -193,8 +210,9 @@ def main() -> None:
     figures = {**asdict(settings), "dtype": arguments.dtype, **shares, "classifier": own}
     print(json.dumps(figures), flush=True)
     if not arguments.dry:
-        update_figures(arguments.size, figures)
-        update_document()
+        place = place_of(arguments.model)
+        update_figures(arguments.size, figures, place.figures)
+        update_document(place)
 
 
 if __name__ == "__main__":

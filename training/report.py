@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FIGURES = ROOT / "assets" / "figures" / "embedded-model.json"
 DOCUMENT = ROOT / "docs" / "embedded-model.md"
-BEGIN, END = "<!-- figures: written by training.evaluate -->", "<!-- end of figures -->"
+END = "<!-- end of figures -->"
 COLUMNS = {
     "captions": "captions",
     "scene": "both sides right",
@@ -21,7 +21,23 @@ COLUMNS = {
 }
 
 
-def update_figures(size: str, figures: dict, path: Path = FIGURES) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the figures of a model go: their file, the document, and the mark in it after which the table is."""
+
+    figures: Path
+    document: Path
+    begin: str
+
+
+def place_of(model: Path) -> Place:
+    """The place of a packaged model's figures, by the name of its folder."""
+    name = model.resolve().name
+    begin = f"<!-- figures of {name}: written by training.evaluate -->"
+    return Place(figures=ROOT / "assets" / "figures" / f"{name}.json", document=DOCUMENT, begin=begin)
+
+
+def update_figures(size: str, figures: dict, path: Path) -> None:
     """Replace the entry of one size, keep the others."""
     known = json.loads(path.read_text()) if path.exists() else {}
     known[size] = figures
@@ -39,11 +55,13 @@ def table(figures: dict) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def update_document(document: Path = DOCUMENT, path: Path = FIGURES) -> None:
+def update_document(place: Place) -> None:
     """Put the table between its marks. Raises ValueError where the document has no marks."""
-    text = document.read_text()
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{document} has no place for figures: it needs the lines '{BEGIN}' and '{END}'")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    document.write_text(f"{before}{BEGIN}\n{table(json.loads(path.read_text()))}\n{END}{after}")
+    before, mark, rest = place.document.read_text().partition(place.begin)
+    _, end, after = rest.partition(END)
+    if not mark or not end:
+        raise ValueError(
+            f"{place.document} has no place for figures: it needs the lines '{place.begin}' and '{END}' after it"
+        )
+    found = table(json.loads(place.figures.read_text()))
+    place.document.write_text(f"{before}{mark}\n{found}\n{end}{after}")

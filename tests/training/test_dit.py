@@ -5,6 +5,8 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, StableDiffusion3Pipeline, StableDiffusionXLPipeline
 
+from benchmarks.sensitivity import Settings, pictures
+from benchmarks.sensitivity_tokens import cut_tokens
 from patchpar.models.folder import inspect_folder
 from training import package
 from training.batches import draw_batch
@@ -163,3 +165,16 @@ def test_flow_points_from_the_picture_to_the_noise():
 def test_every_stage_has_whole_tokens():
     for stage in DIT_STAGES.values():
         assert all(bucket.height % PATCH == 0 and bucket.width % PATCH == 0 for bucket in stage.buckets)
+
+
+@pytest.mark.parametrize("stale", [True, False])
+def test_cutting_tokens_matters_only_where_there_is_more_than_one_strip_and_after_the_warm_up(stock, stale):
+    pipe = assemble(stock, shared_vae())
+    pipe.set_progress_bar_config(disable=True)
+    options = {"captions": 1, "side": 64, "steps": 3, "guidance": 3.0}
+    exact = pictures(pipe, Settings(**options, strips=1, warmup=0))
+    for strips, warmup, same in ((1, 0, True), (2, 3, True), (2, 1, False)):
+        settings = Settings(**options, strips=strips, warmup=warmup)
+        with cut_tokens(pipe.transformer, settings, stale=stale):
+            assert torch.allclose(pictures(pipe, settings), exact, atol=1e-4) == same, (strips, warmup)
+    assert torch.equal(pictures(pipe, Settings(**options, strips=1, warmup=0)), exact)

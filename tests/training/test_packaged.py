@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from training import package
 from training.classifier import Verdict
 from training.evaluate import score
 from training.model import Networks, noise_scheduler
-from training.report import BEGIN, END, update_document, update_figures
+from training.report import END, Place, place_of, update_document, update_figures
 from training.scenes import Item, Scene
 from training.tokenizer import build_tokenizer
 from training.vae import new_vae
@@ -111,16 +112,22 @@ def test_scores_count_sides_kinds_and_colors():
     assert (figures.empty, figures.terrain, figures.time) == (0.0, 0.5, 1.0)
 
 
-def test_figures_reach_the_document(tmp_path):
+def test_figures_reach_the_document_each_in_its_place(tmp_path):
     document, figures = tmp_path / "doc.md", tmp_path / "figures.json"
     entry = dict.fromkeys(("scene", "kind", "color", "empty", "terrain", "time", "classifier"), 0.5)
     update_figures("256x256", {**entry, "captions": 64, "steps": 20, "guidance": 3.0, "dtype": "float32"}, figures)
-    document.write_text("no place")
-    with pytest.raises(ValueError, match="no place for figures"):
-        update_document(document, figures)
-    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter")
-    update_document(document, figures)
+    begin = place_of(Path("other-model")).begin
+    place = Place(figures=figures, document=document, begin=begin)
+    for text in ("no place", f"{END}\n{begin}"):
+        document.write_text(text)
+        with pytest.raises(ValueError, match="no place for figures"):
+            update_document(place)
+        assert document.read_text() == text
+    one, other = (f"{place_of(Path(name)).begin}\nold {name}\n{END}" for name in ("model", "other-model"))
+    document.write_text(f"before\n{one}\nbetween\n{other}\nafter")
+    update_document(place)
     text = document.read_text()
+    assert text.startswith(f"before\n{one}\nbetween")
     assert "| 256x256 | 20 | 3.0 | float32 | 64 | 50 % |" in text
-    assert "old" not in text
+    assert "old other-model" not in text
     assert text.endswith("after")
