@@ -45,6 +45,7 @@ BATCHED: dict[str, Builder] = {
     "pixart": transformer_pipelines.pixart,
     "sd3": transformer_pipelines.sd3,
     "auraflow": transformer_pipelines.auraflow,
+    "hidream": language_pipelines.hidream,
     "zimage": language_pipelines.zimage,
     "cogvideox": video_transformer_pipelines.cogvideox,
     "ltx": video_transformer_pipelines.ltx,
@@ -69,10 +70,7 @@ SEQUENTIAL: dict[str, Builder] = {
 DISTILLED: dict[str, Builder] = {"flux2": language_pipelines.flux2}
 """Pipelines without branches: the guidance scale is an input of the denoiser."""
 
-LAYERS_FIRST: dict[str, Builder] = {"hidream": language_pipelines.hidream}
-"""One call for all branches, but a text of many layers has its batch second, so that shares of it cannot be told."""
-
-BUILDERS = BATCHED | SEQUENTIAL | DISTILLED | LAYERS_FIRST
+BUILDERS = BATCHED | SEQUENTIAL | DISTILLED
 
 TRANSFORMERS_PIPED: dict[str, Builder] = {
     name: builder
