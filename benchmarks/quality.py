@@ -3,6 +3,7 @@
     python -m benchmarks.quality --quick                                8 captions, 256 x 256, DDIM, 4 ranks
     python -m benchmarks.quality                                        everything; days on two cores
     python -m benchmarks.quality --strategy pcpp --strategy frozen --ranks 4 --size 512x512 --steps 20
+    python -m benchmarks.quality --model assets/scenes-dit --scheduler flow --strategy displaced --strategy naive
     python -m benchmarks.quality --table --plot                         nothing is drawn: what is known, as documents
 
 Pictures of held-out captions by the embedded model are compared before they are rounded to 8 bits with those of plain
@@ -69,7 +70,7 @@ FULL = Defaults(
     ranks=(2, 4, 8),
     size=((512, 512), (512, 768), (256, 256)),
     steps=(8, 10, 20, 50),
-    scheduler=tuple(SCHEDULERS),
+    scheduler=("DDIM", "DPM++ 2M"),
     captions=32,
 )
 QUICK = Defaults(

@@ -21,12 +21,14 @@ from benchmarks.perceptual import Lpips
 from benchmarks.quality_records import MOST_DB, Named, Setting
 from patchpar import ParallelPipeline, Plan, Run
 from patchpar.measure import psnr, ssim
+from patchpar.models.folder import inspect_folder
 from training.classifier import Classifier, judge
 from training.scenes import SIDES, Scene, look_of
 
 SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
     "DDIM": ("DDIMScheduler", {}),
     "DPM++ 2M": ("DPMSolverMultistepScheduler", {"algorithm_type": "dpmsolver++", "solver_order": 2}),
+    "flow": ("FlowMatchEulerDiscreteScheduler", {}),
 }
 DEADLINE = 600.0
 """Seconds: ranks may share a core, and one step of a batch then takes long."""
@@ -77,8 +79,9 @@ class OneProcess:
     """The plain pipeline in this process: makes the exact pictures and keeps them in a folder, decodes latents."""
 
     def __init__(self, folder: Path, cache: Path) -> None:
+        absent = dict.fromkeys(inspect_folder(folder, "fp16").absent)
         options = {"variant": "fp16", "torch_dtype": torch.float32, "use_safetensors": True}
-        self.pipe = diffusers.DiffusionPipeline.from_pretrained(folder, **options)
+        self.pipe = diffusers.DiffusionPipeline.from_pretrained(folder, **options, **absent)
         self.pipe.set_progress_bar_config(disable=True)
         self._config, self._cache = self.pipe.scheduler.config, cache
 
