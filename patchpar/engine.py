@@ -36,7 +36,7 @@ from patchpar.launch.context import Bystander, RankContext
 from patchpar.ledger import Ledger
 from patchpar.mesh import Mesh
 from patchpar.models.arrival import settle_in
-from patchpar.models.description import DENOISERS, Description, describe
+from patchpar.models.description import DENOISERS, Description, describe, refuse_parallel
 from patchpar.patched import PatchedDenoiser
 from patchpar.plan import Plan
 from patchpar.strategies import resolve_strategy
@@ -100,6 +100,7 @@ class Engine:
         offloaded = getattr(pipe, "_offload_device", None) is not None or getattr(pipe, "_all_hooks", None)
         if offloaded and self.context.world_size > 1:
             raise UnsupportedModel("the pipeline is offloaded to the CPU: hand it over without offloading")
+        refuse_parallel(pipe)
         self.restore()
         settle_in(pipe)
         self.pipe = pipe if offloaded or pipe.device == self.device else pipe.to(self.device)

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from patchpar.errors import UnsupportedModel
+
 DENOISERS = ("unet", "transformer", "transformer_2")
 NAMED_FOR_GUIDANCE = ("guidance_scale", "true_cfg_scale", "max_guidance_scale")
 
@@ -83,6 +85,16 @@ def describe(pipe: Any) -> Description:
         default_size=_default_size(pipe, config, scale),
         methods=frozenset(name for name in dir(type(pipe)) if not name.startswith("_") and _is_method(pipe, name)),
     )
+
+
+def refuse_parallel(pipe: Any) -> None:
+    """Raise UnsupportedModel if diffusers itself has shared one of its networks between ranks."""
+    for name, module in pipe.components.items():
+        if getattr(module, "_parallel_config", None) is not None:
+            raise UnsupportedModel(
+                f"{name} is parallel already, by diffusers' enable_parallelism: load it without parallel_config and do "
+                "not call enable_parallelism, whose hooks stay in the model"
+            )
 
 
 def _has_blocks(denoiser: Any) -> bool:

@@ -52,17 +52,35 @@ def test_unets(unet: Description, devices: int, call: dict[str, Any], plan: str,
     ("devices", "call", "plan", "why"),
     [
         (2, {"negative_prompt": "blurred"}, "cfg=2", "guidance is on"),
-        (3, {"negative_prompt": "blurred"}, "cfg=2", "1 of 3 devices idle: transformer"),
-        (2, {}, "single", "2 devices idle"),
-        (2, {"prompt": ["a", "b"]}, "data=2", "2 prompts over 2 groups"),
-        (2, {"prompt": ["a", "b"], "image": object()}, "single", "cannot be cut into bands"),
-        (4, {"prompt": ["a", "b"], "negative_prompt": "c"}, "data=2,cfg=2", "2 groups"),
+        (3, {"negative_prompt": "blurred"}, "patch=3,strategy=exact", "tokens split in 3"),
+        (2, {}, "patch=2,strategy=exact", "tokens split in 2"),
+        (8, {"height": 64, "width": 64, "negative_prompt": "c"}, "cfg=2,patch=2,strategy=exact", "two rows of tokens"),
+        (4, {"prompt": ["a", "b"], "negative_prompt": "c"}, "cfg=2,patch=2,strategy=exact", "tokens split in 2"),
     ],
 )
 def test_transformers(transformer: Description, devices: int, call: dict[str, Any], plan: str, why: str) -> None:
-    choice = choose(transformer, devices, call)
+    choice = choose(transformer, devices, GUIDED | call)
     assert str(choice.plan) == plan
-    assert why.replace("2 devices idle", "of 2 devices idle") in choice.reason
+    assert why in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("devices", "call", "plan", "why"),
+    [
+        (2, {"negative_prompt": "blurred"}, "cfg=2", "guidance is on"),
+        (3, {"negative_prompt": "blurred"}, "cfg=2", "1 of 3 devices idle: attention is linear"),
+        (2, {}, "single", "of 2 devices idle: attention is linear, and there is no guidance"),
+        (2, {"prompt": ["a", "b"]}, "data=2", "2 prompts over 2 groups"),
+        (2, {"prompt": ["a", "b"], "image": object()}, "single", "attention is linear"),
+        (4, {"prompt": ["a", "b"], "negative_prompt": "c"}, "data=2,cfg=2", "2 groups"),
+    ],
+)
+def test_tokens_that_cannot_be_split(
+    transformer: Description, devices: int, call: dict[str, Any], plan: str, why: str
+) -> None:
+    choice = choose(replace(transformer, splits_into_tokens=False, kept_whole="attention is linear"), devices, call)
+    assert str(choice.plan) == plan
+    assert why in choice.reason
 
 
 def test_a_distilled_denoiser_has_one_branch(unet: Description) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_processor import AttnProcessor
 
 import patchpar.launch.process
 from patchpar import ParallelPipeline, Plan, PlanError, UnsupportedModel
@@ -253,13 +255,47 @@ def test_a_plan_that_is_set_later(no_work: ParallelPipeline, plan: str, words: l
     assert no_work.plan is None
 
 
-def test_a_transformer_cannot_be_cut_into_bands(hold: Hold) -> None:
-    with hold(build("qwen").pipe) as parallel:
-        words = ["transformer .QwenImageTransformer2DModel. cannot be cut", "cfg=2", "data=N"]
+def without_fused_attention() -> Any:
+    """A transformer whose tokens cannot be split: its attention is made of matrix products."""
+    found = build("pixart").pipe
+    found.transformer.set_attn_processor(AttnProcessor())
+    return found
+
+
+WHOLE = build("pixart").call_kwargs | {"num_inference_steps": 2, "guidance_scale": 1.0}
+
+
+def test_a_transformer_that_cannot_be_split(hold: Hold) -> None:
+    words = ["PixArtTransformer2DModel cannot be split by tokens", "not call scaled_dot_product", "cfg=2", "data=N"]
+    with hold(without_fused_attention()) as parallel:
+        parallel.plan = "patch=2"
         with pytest.raises(UnsupportedModel, match=says(*words)):
-            parallel.plan = "patch=2"
-        with pytest.raises(PlanError, match=says("height=136", "multiple of 16", "128 or 144")):
-            parallel(prompt="a", height=136, width=128, num_inference_steps=2)
+            parallel(**WHOLE)
+
+
+def test_an_automatic_plan_does_without_what_cannot_be_split(hold: Hold) -> None:
+    pipe = without_fused_attention()
+    with hold(pipe) as parallel:
+        got = parallel(**WHOLE, generator=generator(), output_type="latent")
+        assert str(parallel.plan) == "single"
+        assert re.search("2 of 2 devices idle|1 of 2 devices idle", parallel.explain())
+        assert "PixArtTransformer2DModel cannot be split by tokens" in parallel.explain()
+        assert relative_error(got, pipe(**WHOLE, generator=generator(), output_type="latent")) <= EXACT
+
+
+def test_sizes_of_a_transformer(hold: Hold) -> None:
+    with (
+        hold(build("qwen").pipe) as parallel,
+        pytest.raises(PlanError, match=says("height=136", "multiple of 16", "128 or 144")),
+    ):
+        parallel(prompt="a", height=136, width=128, num_inference_steps=2)
+
+
+def test_a_transformer_that_diffusers_has_split(parallel: ParallelPipeline) -> None:
+    pipe = build("flux").pipe
+    pipe.transformer._parallel_config = object()
+    with pytest.raises(UnsupportedModel, match=says("transformer is parallel already", "without parallel_config")):
+        ParallelPipeline(pipe, devices="cpu")
 
 
 def test_a_wrong_call_leaves_the_pool_usable(parallel: ParallelPipeline, plain: Any) -> None:

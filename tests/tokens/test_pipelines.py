@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,23 +35,23 @@ def plain(name: str, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_latents(ranks: Any, name: str) -> None:
-    """On 2 and 3 ranks, and beside a split of guidance; not without the exchange; nearly, with keys of the last step.
+def test_the_same_latents(ranks: Any, name: str, tmp_path: Path) -> None:
+    """On 2 and 3 ranks, and beside a split of guidance; not without the exchange, nor quite with keys of the last step.
 
     No line of ours knows any of these models.
     """
     found = tiny.build(name)
     guided = describe(found.pipe).guided(found.call_kwargs)
     plans = ["patch=2", "patch=3", *(["cfg=2,patch=2"] if guided else [])]
-    exact = [Drawing(name=name, plan=plan) for plan in plans]
-    off = Drawing(name=name, plan="patch=2", exchange="off")
-    stale = [Drawing(name=name, plan=f"patch=2,{STALE}", twice=twice) for twice in (False, True)]
+    exact = [Drawing(name=name, plan=plan, verdicts=tmp_path) for plan in plans]
+    off = Drawing(name=name, plan="patch=2", exchange="off", verdicts=tmp_path)
+    stale = [Drawing(name=name, plan=f"patch=2,{STALE}", twice=twice, verdicts=tmp_path) for twice in (False, True)]
     *drawn, alone, once, again = draw(ranks, *exact, off, *stale)
     want = plain(name)
     assert not [each for each in (*drawn, alone, once) if isinstance(each, str)]
     assert max(relative(each, want) for each in drawn) <= EXACT
     assert relative(alone, want) > 10 * EXACT
-    assert EXACT < relative(once, want) < relative(alone, want)
+    assert 2 * EXACT < relative(once, want) < 0.5
     assert torch.equal(once, again)  # nothing of the picture before is left
 
 
@@ -97,7 +98,7 @@ def test_every_way_of_exchanging_keys(ranks: Any, way: str) -> None:
         assert relative(got, plain(drawing.name)) <= EXACT
 
 
-def test_a_plan_is_found_once_and_kept(ranks: Any, tmp_path: Any) -> None:
+def test_a_plan_is_found_once_and_kept(ranks: Any, tmp_path: Path) -> None:
     drawing = Drawing(name="sd3", plan="patch=2", verdicts=tmp_path, steps=2)
     first = draw(ranks, drawing)[0]
     kept = sorted(tmp_path.iterdir())
