@@ -23,6 +23,20 @@ NOT_IN_BANDS = {
     "enable_attention_slicing": "sliced attention does not call scaled_dot_product_attention",
     "enable_xformers_memory_efficient_attention": "xformers does not call scaled_dot_product_attention",
 }
+NOT_OF_NETWORKS = {
+    "to": "devices= says where it runs, torch_dtype= in what",
+    "cuda": "devices= says where it runs",
+    "cpu": "devices= says where it runs",
+    "save_pretrained": NOT_SAVED,
+    "push_to_hub": NOT_SAVED,
+    "enable_parallelism": "it is parallel already, by the plan",
+    "parameters": "weights do not leave the workers",
+    "named_parameters": "weights do not leave the workers",
+    "modules": "modules do not leave the workers",
+    "named_modules": "modules do not leave the workers",
+    "children": "modules do not leave the workers",
+    "named_children": "modules do not leave the workers",
+}
 QUESTIONS = ("_repr_", "_ipython_", "_mime")  # of notebooks: methods that no pipeline has
 
 
@@ -32,3 +46,10 @@ def refuse_method(name: str, *, world_size: int, bands: int) -> None:
         raise UnsupportedModel(f"{name} is not for several devices: {NOT_IN_WORKERS[name]}")
     if bands > 1 and name in NOT_IN_BANDS:
         raise UnsupportedModel(f"{name} does not go with axis 'patch': {NOT_IN_BANDS[name]}. Use plan cfg=2")
+
+
+def refuse_network_method(path: str) -> None:
+    """Raise UnsupportedModel for a method of a network, such as "vae.to", that makes no sense for all ranks at once."""
+    reason = NOT_OF_NETWORKS.get(path.rsplit(".", 1)[-1])
+    if reason is not None:
+        raise UnsupportedModel(f"pipe.{path} is not for networks in workers: {reason}")

@@ -76,10 +76,10 @@ class StepAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What a method of the pipeline returned; `pipeline` if that was the pipeline itself."""
+    """What a method of the pipeline or of a network of it returned; `itself` if that was whose method it is."""
 
     value: Any = None
-    pipeline: bool = False
+    itself: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ The cut is at the denoiser call, so schedulers, callbacks, LoRA and post-process
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -107,32 +108,35 @@ class Engine:
         return describe(self.pipe)
 
     def apply(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, everywhere: bool = False) -> Returned:
-        """Call a method of the pipeline with the seams out, since it may exchange modules.
+        """Call a method of the pipeline, or "vae.method" of a network, with the seams out: it may exchange modules.
 
         What it returned comes from rank 0, or from `everywhere`, where every rank has its own caller.
         """
         for patched in self._patched:
             patched.forget()
-        result = getattr(self.pipe, name)(*args, **kwargs)
-        if result is self.pipe:
-            return Returned(pipeline=True)
+        method = attrgetter(name)(self.pipe)
+        result = method(*args, **kwargs)
+        if result is getattr(method, "__self__", self.pipe):
+            return Returned(itself=True)
         return Returned(result if everywhere else self._sent(f"what {name}() returned", result))
 
-    def set(self, name: str, value: Any) -> None:
-        """Set an attribute of the pipeline."""
-        setattr(self.pipe, name, value)
+    def set(self, name: str, value: Any, *, everywhere: bool = False) -> None:
+        """Set an attribute of the pipeline, or "vae.attribute" of a network."""
+        owner, _, attribute = name.rpartition(".")
+        setattr(attrgetter(owner)(self.pipe) if owner else self.pipe, attribute, value)
 
     def get(self, name: str, *, everywhere: bool = False) -> Any:
         """An attribute of the pipeline, from rank 0 or from `everywhere`. Networks do not leave their worker."""
-        value = getattr(self.pipe, name)
+        value = attrgetter(name)(self.pipe)
         return value if everywhere else self._sent(f"pipe.{name}", value)
 
     def _sent(self, what: str, value: Any) -> Any:
         """`value` on rank 0, to go to the caller. Raises UnsupportedModel for a network, or what holds one."""
         if any(_holds_network(leaf) for leaf in leaves(value)):
             raise UnsupportedModel(
-                f"{what} is a {type(value).__name__} that lives in the workers; methods of the pipeline reach it, "
-                "such as load_lora_weights or set_adapters. For anything else change it before ParallelPipeline(pipe)"
+                f"{what} is a {type(value).__name__} that lives in the workers; methods of the pipeline and of its "
+                "networks reach it, such as pipe.set_adapters or pipe.vae.enable_tiling. For anything else change it "
+                "before ParallelPipeline(pipe)"
             )
         return value if self.context.rank == 0 else None
 
@@ -145,7 +149,7 @@ class Engine:
         if self.context.world_size > 1 and self._transport is None:
             self._transport = connect(self.device, deadline=self.context.deadline)
         if self.context.rank < plan.world_size > 1:
-            self._hook(plan, strategy, _verdicts(verify))
+            self._hook(plan, strategy, Verdicts.of(verify))
         self._installed = (plan, verify)
 
     def _hook(self, plan: Plan, strategy: Any, verdicts: Verdicts | None) -> None:
@@ -283,12 +287,6 @@ def _dtype_named(options: Mapping[str, Any]) -> dict[str, Any]:
             new = Version(diffusers.__version__) >= Version("0.42.0")
             options["dtype" if new else "torch_dtype"] = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     return options
-
-
-def _verdicts(verify: bool | Path) -> Verdicts | None:
-    if isinstance(verify, Path):
-        return Verdicts(verify)
-    return Verdicts.in_home() if verify else None
 
 
 def _holds_network(value: Any) -> bool:

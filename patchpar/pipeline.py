@@ -18,6 +18,7 @@ from typing import Any
 from patchpar.attributes import QUESTIONS, refuse_method
 from patchpar.call import Drawn, Returned
 from patchpar.checks import bind, check_call, check_plan, check_plan_for
+from patchpar.component import Component
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.context import Executor
 from patchpar.models.description import Description
@@ -211,7 +212,7 @@ class ParallelPipeline:
             self._ask_ranks("apply", "set_progress_bar_config", (), config)
 
     def __getattr__(self, name: str) -> Any:
-        """Methods of the pipeline act on all ranks; attributes come from the first, as copies."""
+        """Methods of the pipeline and its networks act on all ranks; attributes come from the first, as copies."""
         if name.startswith(("__", *QUESTIONS)) or name == "_state":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         caller = self._state.caller
@@ -219,6 +220,8 @@ class ParallelPipeline:
             return caller.attribute(name)
         if name in self._model.methods:
             return self._method(name)
+        if name in self._model.networks and self._executor.kind == "local":
+            return Component(name, self._model.networks[name], self._ask_ranks)
         return self._ask_ranks("get", name)
 
     def _method(self, name: str) -> Callable[..., Any]:
@@ -227,7 +230,7 @@ class ParallelPipeline:
 
         def broadcast(*args: Any, **kwargs: Any) -> Any:
             returned: Returned = self._ask_ranks("apply", name, args, kwargs, replay=True, expected=LOAD_SECONDS)
-            return self if returned.pipeline else returned.value
+            return self if returned.itself else returned.value
 
         broadcast.__name__ = name
         return broadcast

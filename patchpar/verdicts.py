@@ -28,6 +28,13 @@ class Verdicts:
         """The ones of this user."""
         return cls(Path.home() / ".cache" / "patchpar" / "verified")
 
+    @classmethod
+    def of(cls, verify: bool | Path) -> "Verdicts | None":
+        """What `verify` means: the ones of a folder, of this user, or none."""
+        if isinstance(verify, Path):
+            return cls(verify)
+        return cls.in_home() if verify else None
+
     def key(self, facts: Mapping[str, Any]) -> str:
         """A name for a set of facts, with the versions that matter added."""
         versions = {name: _version(name) for name in ("patchpar", "torch", "diffusers")}

@@ -25,7 +25,7 @@ LINES = (
     ("patched", "ledger", "token_split"),
     ("strategies", "guided"),
     ("planner", "checks", "outcome", "attributes", "start", "drawing", "denoiser"),
-    ("together", "state"),
+    ("together", "state", "component"),
     ("engine",),
     ("pipeline",),
     ("cli",),

@@ -12,6 +12,14 @@ NAMED_FOR_GUIDANCE = ("guidance_scale", "true_cfg_scale", "max_guidance_scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """A network of a pipeline: its class, and the names of its methods."""
+
+    kind: str
+    methods: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
     """A pipeline in names and numbers. `parameters` are those of its call, with defaults (None where there is none).
 
@@ -32,6 +40,7 @@ class Description:
     distilled: bool
     default_size: tuple[int, int] | None
     methods: frozenset[str]
+    networks: Mapping[str, Network]
     kept_whole: str = ""
 
     def guided(self, kwargs: Mapping[str, Any]) -> bool:
@@ -83,7 +92,12 @@ def describe(pipe: Any) -> Description:
         takes_any=any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature),
         distilled=bool(config.get("guidance_embeds")) or config.get("time_cond_proj_dim") is not None,
         default_size=_default_size(pipe, config, scale),
-        methods=frozenset(name for name in dir(type(pipe)) if not name.startswith("_") and _is_method(pipe, name)),
+        methods=_methods_of(pipe),
+        networks={
+            name: Network(kind=type(each).__name__, methods=_methods_of(each))
+            for name, each in pipe.components.items()
+            if hasattr(each, "named_modules")
+        },
     )
 
 
@@ -116,6 +130,10 @@ def _plain(default: Any) -> Any:
 
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _methods_of(found: Any) -> frozenset[str]:
+    return frozenset(name for name in dir(type(found)) if not name.startswith("_") and _is_method(found, name))
 
 
 def _is_method(pipe: Any, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,10 +128,42 @@ def test_methods_that_are_refused(parallel: ParallelPipeline, name: str, argumen
         getattr(parallel, name)(*arguments)
 
 
-@pytest.mark.parametrize("name", ["unet", "vae", "text_encoder", "components", "_get_add_time_ids"])
+@pytest.mark.parametrize("name", ["components", "_get_add_time_ids", "unet.conv_in", "vae.encoder"])
 def test_networks_stay_in_the_workers(parallel: ParallelPipeline, name: str) -> None:
-    with pytest.raises(UnsupportedModel, match=rf"pipe\.{name} .*lives in the workers.*load_lora_weights"):
-        getattr(parallel, name)
+    with pytest.raises(UnsupportedModel, match=rf"pipe\.{name} .*lives in the workers.*pipe\.vae\.enable_tiling"):
+        operator.attrgetter(name)(parallel)
+
+
+def test_methods_of_a_network_act_on_all_ranks(parallel: ParallelPipeline, own_plain: Any) -> None:
+    tall = {**QUICK, "output_type": "np", "height": 256}  # more than one tile
+    parallel.plan = "patch=2"
+    before = parallel(**tall, generator=generator())
+    for pipe in (parallel, own_plain):
+        assert pipe.vae.enable_tiling() is None
+        pipe.vae.tile_sample_min_size = 64
+        pipe.vae.tile_latent_min_size = 8
+        pipe.unet.set_attention_backend("native")
+    try:
+        want = own_plain(**tall, generator=generator())
+        assert relative_error(parallel(**tall, generator=generator()), want) <= 10 * EXACT
+        assert relative_error(before, want) > 100 * EXACT  # tiles are seen
+    finally:
+        parallel.vae.disable_tiling()
+    assert relative_error(parallel(**tall, generator=generator()), before) == 0
+
+
+def test_a_network_as_its_caller_holds_it(parallel: ParallelPipeline, plain: Any) -> None:
+    assert repr(parallel.unet) == "<pipe.unet, a UNet2DConditionModel in the workers>"
+    assert parallel.unet.config.cross_attention_dim == plain.unet.config.cross_attention_dim
+    assert parallel.unet.dtype == torch.float32
+    assert parallel.unet.num_parameters() == plain.unet.num_parameters()
+    assert parallel.unet.eval() is not plain.unet
+    assert "enable_tiling" in dir(parallel.vae)
+    assert not hasattr(parallel.vae, "enable_levitation")
+    with pytest.raises(UnsupportedModel, match=r"pipe\.vae\.to is not for networks in workers: devices="):
+        parallel.vae.to("cuda")
+    with pytest.raises(UnsupportedModel, match="called by the pipeline only"):
+        parallel.unet(torch.zeros(1))
 
 
 def test_attributes_that_can_be_read(parallel: ParallelPipeline, plain: Any) -> None:

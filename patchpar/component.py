@@ -1,0 +1,51 @@
+"""A network of the pipeline as its caller holds it: the networks themselves live in the workers.
+
+pipe.vae.enable_tiling()                              on all ranks
+pipe.transformer.set_attention_backend("flash")       the same
+pipe.transformer.config.num_layers                    a copy, from the first
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from patchpar.attributes import refuse_network_method
+from patchpar.errors import UnsupportedModel
+from patchpar.models.description import Network
+
+Ask = Callable[..., Any]
+
+
+class Component:
+    """Stands for the network `name`. Methods act on all ranks; attributes come from the first, and are set on all."""
+
+    def __init__(self, name: str, network: Network, ask: Ask) -> None:
+        for attribute, value in (("_name", name), ("_network", network), ("_ask", ask)):
+            object.__setattr__(self, attribute, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"{self!r} has no attribute {name!r}")
+        path = f"{self._name}.{name}"
+        if name not in self._network.methods:
+            return self._ask("get", path)
+        refuse_network_method(path)
+
+        def broadcast(*args: Any, **kwargs: Any) -> Any:
+            returned = self._ask("apply", path, args, kwargs, replay=True)
+            return self if returned.itself else returned.value
+
+        broadcast.__name__ = name
+        return broadcast
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._ask("set", f"{self._name}.{name}", value, replay=True)
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Raise UnsupportedModel: the pipeline calls its networks."""
+        raise UnsupportedModel(f"{self!r} is called by the pipeline only; to call it yourself, load it with diffusers")
+
+    def __dir__(self) -> list[str]:
+        return sorted(self._network.methods)
+
+    def __repr__(self) -> str:
+        return f"<pipe.{self._name}, a {self._network.kind} in the workers>"
