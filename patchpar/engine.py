@@ -37,7 +37,7 @@ from patchpar.launch.context import Bystander, RankContext
 from patchpar.ledger import Ledger
 from patchpar.mesh import Mesh
 from patchpar.models.arrival import settle_in
-from patchpar.models.description import DENOISERS, Description, describe, refuse_parallel
+from patchpar.models.description import DENOISERS, Description, describe, refuse_compiled, refuse_parallel
 from patchpar.patched import PatchedDenoiser
 from patchpar.plan import Plan
 from patchpar.strategies import resolve_strategy
@@ -258,6 +258,8 @@ class Engine:
         return as_one_call(self.pipe, kwargs, self.mesh["data"].rank, self.mesh["data"].size)
 
     def _begin(self, options: DrawOptions) -> Ledger:
+        for module in self._hooked:
+            refuse_compiled(module)
         self.clock.reset(order=getattr(getattr(self.pipe, "scheduler", None), "order", 1))
         if self._guidance is not None:
             self._guidance.reset()

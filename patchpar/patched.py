@@ -72,6 +72,11 @@ class PatchedDenoiser:
 
     def _install(self, forward: Callable[..., Any], dim: int, call: tuple[Any, Any]) -> None:
         self.restore()
+        if any(module._compiled_call_impl is not None for module in self.denoiser.modules()):
+            raise UnsupportedModel(
+                f"{type(self.denoiser).__name__} has compiled blocks, and bands are exchanged inside of them: use plan "
+                "cfg=2 or data=N, or leave it uncompiled"
+            )
         if self.sites is None:
             self.sites = discover(self.denoiser, forward, *call)
         self.share.dim = dim

@@ -28,13 +28,15 @@ class Pulse:
 
 
 def blocks(network: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Path and module of every element of a module list in `network`."""
-    return [
+    """Path and module of every element of a module list in `network`, but for those that are compiled or within."""
+    found = [
         (f"{path}.{name}".lstrip("."), block)
         for path, modules in network.named_modules()
         if isinstance(modules, nn.ModuleList)
         for name, block in modules.named_children()
     ]
+    compiled = tuple(f"{path}." for path, module in network.named_modules() if module._compiled_call_impl is not None)
+    return [(path, block) for path, block in found if not f"{path}.".startswith(compiled)]
 
 
 def _marker(mark: Callable[[str], object], where: str) -> Callable[..., None]:

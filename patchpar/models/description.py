@@ -111,6 +111,15 @@ def refuse_parallel(pipe: Any) -> None:
             )
 
 
+def refuse_compiled(network: Any) -> None:
+    """Raise UnsupportedModel if torch compiles a network from its very call on."""
+    if network._compiled_call_impl is not None:
+        raise UnsupportedModel(
+            f"{type(network).__name__} is compiled as a whole, and with it what stands before its forward: compile its "
+            "blocks instead, as pipe.transformer.compile_repeated_blocks() does"
+        )
+
+
 def _has_blocks(denoiser: Any) -> bool:
     return any(type(module).__name__ == "ModuleList" for module in denoiser.modules())
 

@@ -23,7 +23,7 @@ from patchpar.token_split.discovery import discover_tokens
 from patchpar.token_split.plan import NotWatched, TokenPlan
 from patchpar.token_split.shard import TokenShard
 from patchpar.token_split.verify import verify_tokens
-from patchpar.token_split.watch import Arguments, parameter_names
+from patchpar.token_split.watch import Arguments, parameter_names, uncompiled
 from patchpar.token_split.written import from_json, to_json
 from patchpar.treatment import Treatment
 from patchpar.verdicts import Verdicts
@@ -94,15 +94,19 @@ class TokenDenoiser:
     def _found(self, forward: Forward, call: Call, kind: str) -> TokenPlan:
         """The plan as it is known for calls of this "signature", or these "arguments"; or by watching this call."""
         if self.verdicts is None:
-            return discover_tokens(self.denoiser, forward, *call)
+            return self._watched(forward, call)
         signature = Arguments.of(self.denoiser, *call).signature() if kind == "signature" else arguments_of(call)
         facts = {**self._model(), "plan for": signature}
         key = self.verdicts.key(facts)
         known = self.verdicts.find(key, "plan", from_json)
         if known is None:
-            known = discover_tokens(self.denoiser, forward, *call)
+            known = self._watched(forward, call)
             self.verdicts.remember(key, facts, plan=to_json(known))
         return known
+
+    def _watched(self, forward: Forward, call: Call) -> TokenPlan:
+        with uncompiled(self.denoiser):  # or it would not let itself be watched
+            return discover_tokens(self.denoiser, forward, *call)
 
     def _agreed(self, plan: TokenPlan) -> TokenPlan:
         """The plan of the first place, whatever the others have found: all must cut alike."""

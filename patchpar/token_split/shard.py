@@ -5,11 +5,16 @@
     after it               tokens stay ours until something outside a block looks at them: then they are gathered
 
 So nothing is gathered between blocks that hand tokens on, and everything the model does between blocks is exact.
+
+A compiled block is cut and joined outside of what is compiled, and inside its attention is one operator: its graph
+stays whole. A compiled block that is not split gets whole tensors.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from diffusers.hooks import HookRegistry, ModelHook
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,9 +25,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.token_split.attention import Asked, Split, attend_split
 from patchpar.token_split.discovery import latent_size
+from patchpar.token_split.operator import answered_by, attend
 from patchpar.token_split.plan import BlockPlan, Rows, TokenPlan
 from patchpar.token_split.recipe import Recipe, Recipes
-from patchpar.token_split.watch import Arguments, block_candidates
+from patchpar.token_split.watch import Arguments, is_compiled
 
 HOOK = "patchpar_tokens"
 ASKED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -38,11 +44,16 @@ class TokenShard:
         self.denoiser, self.plan, self.split = denoiser, plan, split
         self.call: _Call | None = None
         self._hooked: list[tuple[Any, bool]] = []
-        for path, _, module in block_candidates(denoiser):
-            if path in plan.paths:
-                fresh = not hasattr(module, "_diffusers_hook")
-                HookRegistry.check_if_exists_or_initialize(module).register_hook(_BlockHook(self, path, module), HOOK)
-                self._hooked.append((module, fresh))
+        for path, module in denoiser.named_modules():
+            if path in plan.paths or (path and is_compiled(module)):
+                self._hook(module, _BlockHook(self, path, module))
+
+    def _hook(self, module: Any, hook: "_BlockHook") -> None:
+        fresh = not hasattr(module, "_diffusers_hook")
+        HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK)
+        self._hooked.append((module, fresh))
+        if is_compiled(module):  # what is compiled begins behind the hook, but the module still says that it is
+            hook.compiled, module._compiled_call_impl = module._compiled_call_impl, module._call_impl
 
     def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """One denoiser call; `forward` is the denoiser's own. Raises UnsupportedModel, PlanError, ExchangeError."""
@@ -59,10 +70,22 @@ class TokenShard:
         """Take every hook out. Idempotent."""
         while self._hooked:
             module, fresh = self._hooked.pop()
+            hook = module._diffusers_hook.get_hook(HOOK)
+            if hook.compiled is not None:
+                module._compiled_call_impl = hook.compiled
             module._diffusers_hook.remove_hook(HOOK, recurse=False)
             if fresh:  # leave no trace: the registry and the instance's own forward were ours
                 del module._diffusers_hook
                 module.__dict__.pop("forward", None)
+
+
+def _traceable(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for a function of torch in a compiled block."""
+    if func is F.scaled_dot_product_attention:
+        return attend
+    if func is Tensor.unflatten:  # torch.compile cannot look through its call of super()
+        return torch.unflatten
+    return func
 
 
 class _BlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
@@ -71,24 +94,43 @@ class _BlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     def __init__(self, shard: TokenShard, path: str, module: nn.Module) -> None:
         super().__init__()
         self.shard, self.path = shard, path
-        self.recipes = Recipes(shard.plan, path, module)
+        self.recipes = Recipes(shard.plan, path, module) if path in shard.plan.paths else None
+        self.compiled: Callable[..., Any] | None = None
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces the block's forward."""
         call, forward = self.shard.call, self.fn_ref.original_forward
+        if self.compiled is not None:
+            forward = partial(_compiled_forward, module, self.compiled, forward)
         if call is None or call.inside:
             return forward(*args, **kwargs)
         call.inside = True  # or to look at the arguments would gather them
         try:
-            leaves, spec = tree_flatten((args, kwargs))
-            recipe = self.recipes.find(leaves, spec, args, kwargs)
-            if recipe.plan is not None:
-                block = _Block(self.path, recipe.plan)
-                args, kwargs = tree_unflatten(call.own_leaves(block, recipe, leaves), spec)
-                return call.run(block, forward, args, kwargs)
+            if self.recipes is not None:
+                leaves, spec = tree_flatten((args, kwargs))
+                recipe = self.recipes.find(leaves, spec, args, kwargs)
+                if recipe.plan is not None:
+                    block = _Block(self.path, recipe.plan)
+                    args, kwargs = tree_unflatten(call.own_leaves(block, recipe, leaves), spec)
+                    return call.run(block, forward, args, kwargs)
+            if self.compiled is not None:  # nobody can look over its shoulder
+                args, kwargs = call.all_whole((args, kwargs))
+                with answered_by(call.attend):
+                    return forward(*args, **kwargs)
         finally:
             call.inside = False
         return forward(*args, **kwargs)
+
+
+def _compiled_forward(
+    module: nn.Module, compiled: Callable[..., Any], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """The compiled block as it was before it was hooked."""
+    hooked, module.forward = module.forward, forward
+    try:
+        return compiled(*args, **kwargs)
+    finally:
+        module.forward = hooked
 
 
 class _Block:
@@ -124,11 +166,17 @@ class _Call(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.inside:
             args, kwargs = self.all_whole((args, kwargs))
+        elif torch.compiler.is_compiling():
+            return _traceable(func)(*args, **kwargs)
         elif func is F.scaled_dot_product_attention and self.block is not None:
-            return self._attend(self.block, Asked(**dict(zip(ASKED, args, strict=False)), **kwargs))
+            return self.attend(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _attend(self, block: _Block, asked: Asked) -> Tensor:
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What attention of the block under way gives, called as torch's is. Raises UnsupportedModel, ExchangeError."""
+        block, asked = self.block, Asked(**dict(zip(ASKED, args, strict=False)), **kwargs)
+        if block is None:  # the block is not split
+            return asked.answer(asked.key, asked.value, asked.attn_mask, causal=asked.is_causal)
         number, block.attentions = block.attentions, block.attentions + 1
         if number >= len(block.plan.attentions):
             raise UnsupportedModel(
@@ -153,7 +201,8 @@ class _Call(TorchFunctionMode):
         """The block on our tokens; what it returns stays ours."""
         self.block = block
         try:
-            output = forward(*args, **kwargs)
+            with answered_by(self.attend):
+                output = forward(*args, **kwargs)
         finally:
             self.block = None
         for number, leaf in enumerate(tree_flatten(output)[0]):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from patchpar.call import DrawOptions
 from patchpar.engine import Engine
@@ -65,3 +66,34 @@ def _drawn(engine: Engine, drawing: Drawing) -> Tensor | str | None:
     except PatchparError as error:
         return f"{type(error).__name__}: {error}"
     return None if output is None else latents_of(output)
+
+
+def with_compiled_blocks(place: Place) -> tuple[Any, Tensor, int]:
+    """Latents of a pipeline whose blocks were compiled through the engine, plain ones, and the number of graphs."""
+    counter, found = CompileCounter(), tiny.build("flux")
+    drawing, engine = Drawing(name="flux", plan="patch=2"), Engine(place.context)
+    want = latents_of(found.pipe(**arguments(drawing, found)))
+    plan = Plan.parse(drawing.plan)
+    engine.adopt(found.pipe)
+    try:
+        engine.apply("transformer.compile_repeated_blocks", (), {"backend": counter, "fullgraph": True})
+        drawn = [engine.draw(arguments(drawing, found), DrawOptions(plan=plan, verify=False, quiet=True)) for _ in "ab"]
+        got = getattr(drawn[1], "output", None)
+    finally:
+        engine.restore()
+    return None if got is None else latents_of(got), want, counter.frame_count
+
+
+def refusal_of_compiled(place: Place, name: str, plan: str, compiled: str) -> str:
+    """What is said of a call after the method `compiled` of a network."""
+    found, engine = tiny.build(name), Engine(place.context)
+    engine.adopt(found.pipe)
+    try:
+        engine.apply(compiled, (), {"backend": "eager"})
+        options = DrawOptions(plan=Plan.parse(plan), verify=False, quiet=True)
+        engine.draw(arguments(Drawing(name=name, plan=plan), found), options)
+    except PatchparError as error:
+        return str(error)
+    finally:
+        engine.restore()
+    return "nothing"

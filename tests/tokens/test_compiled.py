@@ -1,0 +1,99 @@
+"""Blocks that torch has compiled, with their tokens split: one graph each, and the same result."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+from patchpar.clock import StepClock
+from patchpar.exchange import Door
+from patchpar.mesh import Axis
+from patchpar.strategies import parse_strategy
+from patchpar.token_split.watch import is_compiled
+from tests.conftest import POOL_SIZE
+from tests.exact.on_ranks import relative
+from tests.tiny.transformers import TRANSFORMERS
+from tests.unit.threads import on_threads
+
+from .ranks import LIMIT, plain, predictions
+
+NAMES = ["Flux", "SD3", "PixArt", "QwenImage"]
+LONGER = {
+    **{name: f"{name}Transformer2DModel" for name in NAMES},
+    "HunyuanVideo": "HunyuanVideoTransformer3DModel",  # refines its text in compiled blocks that are not split
+    "Wan": "WanTransformer3DModel",
+}
+
+
+def compiled(name: str, counter: Any) -> nn.Module:
+    model: Any = TRANSFORMERS[LONGER[name]].build()
+    if model._repeated_blocks:
+        model.compile_repeated_blocks(backend=counter, fullgraph=True)
+    else:
+        for block in model.transformer_blocks:
+            block.compile(backend=counter, fullgraph=True)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [*((name, "exact") for name in LONGER), ("Flux", "exact:attention=ring"), ("SD3", "displaced:warmup_steps=1")],
+)
+def test_whole_graphs(name: str, strategy: str) -> None:
+    """`fullgraph=True` raises if the exchange is seen. The third call compiles nothing new."""
+    torch._dynamo.reset()
+    counter, full = CompileCounter(), TRANSFORMERS[LONGER[name]]
+    models = [compiled(name, counter) for _ in range(2)]
+    want = plain(LONGER[name], 0)[0]
+
+    def on_rank(transport: Any) -> list[Any]:
+        model, clock = models[transport.rank], StepClock()
+        axis = Axis("patch", transport.rank, 2, (0, 1))
+        split = parse_strategy(strategy).install(model, Door(transport), axis, clock=clock)
+        split.reset()
+        found, graphs = [], []
+        with torch.no_grad():
+            for _ in range(3):
+                clock.next_call()
+                found.append(predictions(split.denoise(model.forward, **full.call(0)))[0])
+                graphs.append(counter.frame_count)
+                clock.tick()
+        split.finish()
+        split.restore()
+        return [found, graphs]
+
+    results = on_threads(2, on_rank, deadline=100.0)
+    assert not [each for each in results if isinstance(each, Exception)]
+    for found, graphs in results:
+        assert max(relative(x, want) for x in found) <= LIMIT
+        assert graphs[-1] > 0
+    assert counter.frame_count == max(graphs[-1] for _, graphs in results)
+    with torch.no_grad():
+        again = predictions(models[0](**full.call(0)))[0]  # compiled as before, without us
+    assert relative(again, want) <= LIMIT
+    assert any(is_compiled(module) for module in models[0].modules())
+
+
+def test_blocks_compiled_in_the_workers(ranks: Any) -> None:
+    """As a user does it: `pipe.transformer.compile_repeated_blocks(...)` reaches every rank."""
+    got, want, marks = ranks.run("tests.tokens.on_ranks:with_compiled_blocks", POOL_SIZE)[0]
+    assert relative(got, want) <= LIMIT
+    assert marks > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "compiled", "words"),
+    [
+        ("flux", "patch=2", "transformer.compile", "FluxTransformer2DModel is compiled as a whole.*compile its blocks"),
+        ("flux", "cfg=2", "transformer.compile", "FluxTransformer2DModel is compiled as a whole.*compile its blocks"),
+        ("sdxl", "patch=2", "unet.compile_repeated_blocks", "UNet2DConditionModel has compiled blocks.*cfg=2"),
+    ],
+)
+def test_what_cannot_be_compiled(ranks: Any, name: str, plan: str, compiled: str, words: str) -> None:
+    said = ranks.run("tests.tokens.on_ranks:refusal_of_compiled", POOL_SIZE, name, plan, compiled)[0]
+    assert re.search(words, said)
