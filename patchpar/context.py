@@ -6,7 +6,7 @@
 Each belongs to one attention seam in one guidance call.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -149,10 +149,17 @@ class RemoteTokens:
                 before.copy_(newest)
         self._two_known, self._held_is_newest = True, False
 
-    def attend(self, query: Tensor, here: KeysValues, scale: float | None, bias: Tensor | None = None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        here: KeysValues,
+        scale: float | None,
+        bias: Tensor | None = None,
+        kernel: Callable[..., Tensor] | None = None,
+    ) -> Tensor:
         """Queries [B, N, q, D] against all that is in the buffer, and what is here of this step.
 
-        `bias` as in `stale_attention.Asked`. Raises UnsupportedModel where it hides some of several tokens in one.
+        `bias` and `kernel` as in `stale_attention.Asked`. Raises UnsupportedModel where it hides some of several tokens in one.
         """
         if self.options.narrow_to is not None or self.joined_anew:
             keys, values = self._joined(here)
@@ -164,7 +171,7 @@ class RemoteTokens:
         if bias is not None:
             seen = bias if bias.shape[-1] == 1 else bias[..., self._columns]
             mask = seen if mask is None else mask + seen
-        return F.scaled_dot_product_attention(
+        return (kernel or F.scaled_dot_product_attention)(
             query,
             keys.transpose(1, 2),
             values.transpose(1, 2),

@@ -7,7 +7,7 @@ For bands of pictures and for runs of tokens alike. Tokens that every place has 
 this step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,7 +30,8 @@ class Asked(NamedTuple):
     """One attention call: queries [B, N, q, D], the keys and values that are here, and the factor on logits.
 
     `here`: `common` tokens that everybody has, then ours. `bias`: what is added to the logits, or None, with a column
-    for every common token, then every token of the whole in their order.
+    for every common token, then every token of the whole in their order. `kernel`: the user's own, called on all keys
+    at once where they lie together.
     """
 
     query: Tensor
@@ -38,6 +39,7 @@ class Asked(NamedTuple):
     scale: float | None
     common: int = 0
     bias: Tensor | None = None
+    kernel: Callable[..., Tensor] | None = None
 
     @property
     def own(self) -> KeysValues:
@@ -113,7 +115,7 @@ def _attend_beside_tokens(share: Share, where: str, grid: Grid, asked: Asked, sl
         state.lead_on(share.ahead)
         send = memory.send if share.treatment.published else memory.send_at_once
         slot.coming = send(state.part(asked.own), where)
-    return state.attend(asked.query, asked.here, asked.scale, asked.bias)
+    return state.attend(asked.query, asked.here, asked.scale, asked.bias, asked.kernel)
 
 
 def _attend_beside_partials(share: Share, where: str, grid: Grid, asked: Asked, slot: Slot) -> Tensor:

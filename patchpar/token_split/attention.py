@@ -7,6 +7,7 @@ everybody has asks the tokens, or a mask that is no longer whole) gather the key
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from patchpar.patches import Bands
 from patchpar.sequence.call import Shared, as_bias
 from patchpar.share import Share
 from patchpar.stale_attention import attend_with_past
+from patchpar.token_split.kernel import Kernel
 from patchpar.token_split.plan import AttentionCall, Rows
 from patchpar.tokens import Grid
 
@@ -31,13 +33,15 @@ Mode = Callable[[Door, Axis, str, Shared], Tensor]
 class Split:
     """How tokens are split between the places of an axis, and how their keys meet (None: never, wrong on purpose).
 
-    `share`: what is remembered of the last step, where keys of the last step are attended to.
+    `share`: what is remembered of the last step, where keys of the last step are attended to. `kernel`: the user's own,
+    called on own queries and everybody's keys at once.
     """
 
     door: Door
     axis: Axis
     mode: Mode | None
     share: Share | None = None
+    kernel: Kernel | None = None
 
     def sizes(self, tokens: int) -> tuple[int, ...]:
         """How many tokens each place has."""
@@ -75,11 +79,15 @@ class Asked:
     scale: float | None = None
     enable_gqa: bool = False
 
-    def answer(self, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool = False) -> Tensor:
+    def answer(
+        self, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool = False, kernel: Kernel | None = None
+    ) -> Tensor:
         """Attention of these queries to other keys."""
-        return F.scaled_dot_product_attention(
+        attend: Any = kernel if kernel is not None and self.query.ndim == 4 else F.scaled_dot_product_attention
+        found: Tensor = attend(
             self.query, key, value, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=self.enable_gqa
         )
+        return found
 
 
 def attend_split(split: Split, where: str, call: AttentionCall, tokens: int, asked: Asked) -> Tensor:
@@ -93,7 +101,7 @@ def attend_split(split: Split, where: str, call: AttentionCall, tokens: int, ask
     queries = _Line.of(call.queries, asked.query, tokens, count)
     if call.keys is None:
         mask = None if asked.attn_mask is None else queries.cut(asked.attn_mask, -2, first)
-        return asked.answer(asked.key, asked.value, mask, causal=asked.is_causal)
+        return asked.answer(asked.key, asked.value, mask, causal=asked.is_causal, kernel=split.kernel)
     keys = _Line.of(call.keys, asked.key, tokens, count)
     mask = _whole_mask(split, where, asked, queries, keys)
     if split.mode is None or split.axis.size == 1:
@@ -102,13 +110,13 @@ def attend_split(split: Split, where: str, call: AttentionCall, tokens: int, ask
     slot = None if split.share is None else split.share.slot(where, split.share.treatment.context)
     if split.share is not None and slot is not None:
         rows = None if mask is None else queries.cut(mask, -2, first)
-        past = _with_past(where, asked, (queries, keys), rows)
+        past = _with_past(where, asked, (queries, keys), rows, split.kernel)
         out = queries.in_order(attend_with_past(split.share, where, split.grid(tokens), past, slot), 2)
         return out.squeeze(1) if asked.query.ndim == 3 else out
-    if _fits_a_mode(asked, queries, keys, mask):
+    if split.kernel is None and _fits_a_mode(asked, queries, keys, mask):
         return _by_mode(split, where, asked, keys, mask)
     key, value = (split.gather(x, -2, keys.start, tokens, where) for x in (asked.key, asked.value))
-    return asked.answer(key, value, None if mask is None else queries.cut(mask, -2, first))
+    return asked.answer(key, value, None if mask is None else queries.cut(mask, -2, first), kernel=split.kernel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +199,9 @@ def _fits_a_mode(asked: Asked, queries: _Line, keys: _Line, mask: Tensor | None)
     return queries == keys and rows_whole and shaped
 
 
-def _with_past(where: str, asked: Asked, lines: tuple[_Line, _Line], mask: Tensor | None) -> stale_attention.Asked:
+def _with_past(
+    where: str, asked: Asked, lines: tuple[_Line, _Line], mask: Tensor | None, kernel: Kernel | None
+) -> stale_attention.Asked:
     """The call as `stale_attention` wants it, of queries and keys: what everybody has, then our tokens."""
     if asked.value.shape[-1] != asked.key.shape[-1]:
         raise UnsupportedModel(f"{where}: values of another width than keys need strategy 'exact'")
@@ -205,7 +215,8 @@ def _with_past(where: str, asked: Asked, lines: tuple[_Line, _Line], mask: Tenso
         mask = as_bias(mask[(None,) * (4 - mask.ndim)], query.dtype)
     k_BlND, v_BlND = (keys.common_first(x, 2, keys.own).transpose(1, 2) for x in (key, value))
     query = queries.common_first(query, 2, queries.own)
-    return stale_attention.Asked(query, KeysValues(k_BlND, v_BlND), asked.scale, keys.local - keys.own, mask)
+    here = KeysValues(k_BlND, v_BlND)
+    return stale_attention.Asked(query, here, asked.scale, keys.local - keys.own, mask, kernel)
 
 
 def _by_mode(split: Split, where: str, asked: Asked, line: _Line, mask: Tensor | None) -> Tensor:

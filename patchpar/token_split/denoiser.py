@@ -14,12 +14,14 @@ from patchpar.clock import StepClock
 from patchpar.exchange import Door, Gather
 from patchpar.first_use import Call, arguments_of, check_once, fingerprint, form_of
 from patchpar.history import History
+from patchpar.key_exchange import KeyExchange
 from patchpar.mesh import Axis
 from patchpar.pace import timestep_of
 from patchpar.sequence.modes import attend_together
 from patchpar.share import Share
 from patchpar.token_split.attention import Split
 from patchpar.token_split.discovery import discover_tokens
+from patchpar.token_split.kernel import Choice, Kernel
 from patchpar.token_split.plan import NotWatched, TokenPlan
 from patchpar.token_split.shard import TokenShard
 from patchpar.token_split.verify import verify_tokens
@@ -59,6 +61,7 @@ class TokenDenoiser:
         self._shard: TokenShard | None = None
         self._ready: list[Any] = []  # forms of calls that have been seen
         self._parameters = parameter_names(denoiser)
+        self._choice = Choice(denoiser)
 
     def denoise(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """One denoiser call; `forward` is the denoiser's own. Returns what it returns, for the whole picture.
@@ -66,12 +69,16 @@ class TokenDenoiser:
         Raises UnsupportedModel, VerificationError, PlanError, ExchangeError.
         """
         form = form_of((args, kwargs))
-        if self._shard is None or form not in self._ready:
-            self._prepare(forward, (args, kwargs))
-            self._ready.append(form)
-        if self.history is None:
-            return self._exactly(forward, *args, **kwargs)
-        return self._with_history(self.history, form, forward, *args, **kwargs)
+        with self._choice.set_aside() as kernel:
+            if self._shard is None or form not in self._ready:
+                self._prepare(forward, (args, kwargs))
+                self._ready.append(form)
+            assert self._shard is not None
+            self._shard.split = self._split(kernel)
+            if self.history is None:
+                self._this_step()
+                return self._shard.denoise(forward, *args, **kwargs)
+            return self._with_history(self.history, form, forward, *args, **kwargs)
 
     # --- the first call of a form -------------------------------------------------------------------------------
 
@@ -154,21 +161,15 @@ class TokenDenoiser:
 
     # --- every call ---------------------------------------------------------------------------------------------
 
-    def _split(self, *, wrong: bool | None = None) -> Split:
+    def _split(self, kernel: Kernel | None = None, *, wrong: bool | None = None) -> Split:
         share = self.share
         alone = self.exchange == "off" if wrong is None else wrong
         mode = None if alone else partial(attend_together, share.treatment.keys)
-        return Split(share.door, share.axis, mode, share)
+        gathers = share.treatment.keys == KeyExchange() or share.treatment.remembers
+        return Split(share.door, share.axis, mode, share, kernel if gathers else None)
 
     def _this_step(self) -> None:
         self.share.fresh, self.share.memory = True, None
-
-    def _exactly(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """With this step's values everywhere."""
-        assert self._shard is not None
-        self._this_step()
-        self._shard.split = self._split()
-        return self._shard.denoise(forward, *args, **kwargs)
 
     def _with_history(self, history: History, form: Any, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """With keys of the last step, where they are known and the treatment wants them."""
@@ -177,7 +178,6 @@ class TokenDenoiser:
         share.fresh = history.begin((form, history.clock.branches))  # a share of two branches is another one
         share.ahead = history.ahead(timestep_of(self._parameters, args, kwargs))
         share.memory, share.frozen = history.memory, self.exchange == "frozen"
-        self._shard.split = self._split()
         output = self._shard.denoise(forward, *args, **kwargs)
         history.memory.end()
         history.heard(self._told(history.tell()), fresh=share.fresh)
@@ -201,7 +201,7 @@ class TokenDenoiser:
     def forget(self) -> None:
         """Take the hooks out and watch anew at the next call: the denoiser's modules may change."""
         self.restore()
-        self.plan = None
+        self.plan, self._choice = None, Choice(self.denoiser)
         if self.history is not None:
             self.history = self.history.anew()
 

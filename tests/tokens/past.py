@@ -164,9 +164,7 @@ class _Replicas(TorchFunctionMode):
     def begin(self, evaluation: int) -> None:
         self.evaluation, self.number = evaluation, 0
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         return self._attend(*args, **(kwargs or {}))
@@ -220,8 +218,10 @@ class _Replicas(TorchFunctionMode):
             for sender, place in places.items():
                 if abs(sender - receiver) == 1:
                     count = max(1, round(self.case.seen * (place.stop - place.start)))
-                    near = slice(place.stop - count, place.stop) if sender < receiver else slice(
-                        place.start, place.start + count
+                    near = (
+                        slice(place.stop - count, place.stop)
+                        if sender < receiver
+                        else slice(place.start, place.start + count)
                     )
                     visible[receiver, near] = True
         each = visible.repeat_interleave(query.shape[0] // self.case.ranks, 0)[:, None, None]

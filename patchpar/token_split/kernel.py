@@ -1,0 +1,63 @@
+"""The attention kernel that a user has chosen in diffusers, as the local kernel of split attention.
+
+`set_attention_backend("flash")` makes the model call that kernel, past torch's scaled_dot_product_attention, where
+split attention stands. So while tokens are split the model is held to torch's function, and what was chosen is called
+on own queries and the keys of everybody.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from torch import Tensor, nn
+
+CHOICE = "_attention_backend"
+
+
+class Kernel:
+    """A backend of diffusers, called as scaled_dot_product_attention is: [B, N, L, D]."""
+
+    def __init__(self, name: AttentionBackendName) -> None:
+        self.name = name
+        self._function: Callable[..., Tensor] = _AttentionBackendRegistry._backends[name]
+        self._takes = frozenset(inspect.signature(self._function).parameters)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Output [B, N, l, D]; options that the backend does not know are left out where they say nothing."""
+        given = {name: option for name, option in options.items() if name in self._takes or option not in (None, False)}
+        return self._function(*(x.transpose(1, 2) for x in (query, key, value)), **given).transpose(1, 2)
+
+
+class Choice:
+    """What the attention layers of a denoiser have been told to call."""
+
+    def __init__(self, denoiser: nn.Module) -> None:
+        processors = [getattr(module, "processor", None) for module in denoiser.modules()]
+        self._processors = [each for each in processors if hasattr(each, CHOICE)]
+
+    @property
+    def kernel(self) -> Kernel | None:
+        """The kernel chosen; None for torch's function, in whatever of its forms."""
+        chosen = {getattr(each, CHOICE) for each in self._processors} - {None}
+        active, _ = _AttentionBackendRegistry.get_active_backend()
+        others = [AttentionBackendName(name) for name in chosen or {active}]
+        others = [name for name in others if not name.value.lstrip("_").startswith("native")]
+        return Kernel(others[0]) if others and self._processors else None
+
+    @contextmanager
+    def set_aside(self) -> Iterator[Kernel | None]:
+        """While open, attention is torch's function, where it can be seen. Gives the kernel that was chosen."""
+        kernel = self.kernel
+        if kernel is None:
+            yield None
+            return
+        before = [getattr(each, CHOICE) for each in self._processors]
+        try:
+            for each in self._processors:
+                setattr(each, CHOICE, AttentionBackendName.NATIVE)
+            yield kernel
+        finally:
+            for each, choice in zip(self._processors, before, strict=True):
+                setattr(each, CHOICE, choice)

@@ -1,0 +1,99 @@
+"""The attention kernel a user has set stays the local one while tokens are split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
+from torch.nn import functional as F
+
+from patchpar.token_split.kernel import Choice
+from tests.exact.on_ranks import relative
+
+from .past import Case, on_ranks, plain, replicas
+from .ranks import LIMIT
+from .test_stale import SAME
+
+SAGE = AttentionBackendName.SAGE
+FLUX = "FluxTransformer2DModel"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Numbers of queries and keys of every call of a kernel that stands in for sage attention: tokens before heads."""
+    seen = []
+
+    def sage(query: Any, key: Any, value: Any, is_causal: bool = False, scale: float | None = None) -> Any:
+        seen.append((query.shape[1], key.shape[1]))
+        heads_first = (x.transpose(1, 2) for x in (query, key, value))
+        return F.scaled_dot_product_attention(*heads_first, is_causal=is_causal, scale=scale).transpose(1, 2)
+
+    monkeypatch.setitem(_AttentionBackendRegistry._backends, SAGE, sage)
+    monkeypatch.setitem(
+        _AttentionBackendRegistry._supported_arg_names, SAGE, {"query", "key", "value", "is_causal", "scale"}
+    )
+    monkeypatch.setattr("diffusers.models.attention_dispatch._check_attention_backend_requirements", lambda *_: None)
+    return seen
+
+
+def chosen(model: Any) -> set[Any]:
+    processors = (getattr(module, "processor", None) for module in model.modules())
+    return {each._attention_backend for each in processors if hasattr(each, "_attention_backend")}
+
+
+class Set(Case):
+    """A case whose layers have been told to call the kernel."""
+
+    def build(self) -> Any:
+        model: Any = super().build()
+        for module in model.modules():
+            if hasattr(getattr(module, "processor", None), "_attention_backend"):
+                module.processor._attention_backend = SAGE
+        return model
+
+
+@pytest.mark.parametrize("strategy", ["exact", "displaced:warmup_steps=1"])
+def test_the_kernel_is_called_on_everybodys_keys(calls: list[Any], strategy: str) -> None:
+    case = Case(name=FLUX, strategy=strategy, evaluations=3)
+    want = plain(case) if strategy == "exact" else replicas(case)
+    assert not calls
+    found = on_ranks(Set(name=FLUX, strategy=strategy, evaluations=3))
+    for got in found:
+        assert max(relative(x, y) for x, y in zip(got, want, strict=True)) <= (LIMIT if strategy == "exact" else SAME)
+    text = case.call(0)["encoder_hidden_states"].shape[1]
+    for share in case.shares:
+        assert (share.stop - share.start + text, case.tokens + text) in calls
+
+
+def test_ways_that_merge_parts_take_torchs_kernel(calls: list[Any]) -> None:
+    case = Set(name=FLUX, strategy="exact:attention=ring", evaluations=2)
+    for got in on_ranks(case):
+        assert max(relative(x, y) for x, y in zip(got, plain(case), strict=True)) <= LIMIT
+    assert (case.tokens // 2 + 1, case.tokens) not in calls
+
+
+def test_the_choice_is_left_as_it_was(calls: list[Any]) -> None:
+    model = Set(name=FLUX, strategy="exact").build()
+    with Choice(model).set_aside() as kernel:
+        assert kernel is not None
+        assert kernel.name is SAGE
+        assert chosen(model) == {AttentionBackendName.NATIVE}
+    assert chosen(model) == {SAGE}
+    untouched = Case(name=FLUX, strategy="exact").build()
+    with attention_backend("sage"), Choice(untouched).set_aside() as kernel:
+        assert kernel is not None
+        assert kernel.name is SAGE
+    assert chosen(untouched) == {None}
+    with Choice(untouched).set_aside() as kernel:
+        assert kernel is None
+
+
+@pytest.mark.parametrize("name", ["native", "_native_math"])
+def test_torchs_own_forms_need_nothing(name: str) -> None:
+    case = Case(name=FLUX, strategy="exact", evaluations=1)
+    model: Any = case.build()
+    model.set_attention_backend(name)
+    assert Choice(model).kernel is None
+    assert torch.is_tensor(plain(case)[0])
