@@ -159,7 +159,8 @@ class RemoteTokens:
     ) -> Tensor:
         """Queries [B, N, q, D] against all that is in the buffer, and what is here of this step.
 
-        `bias` and `kernel` as in `stale_attention.Asked`. Raises UnsupportedModel where it hides some of several tokens in one.
+        `bias` and `kernel` as in `stale_attention.Asked`. Raises UnsupportedModel where a bias hides some of several
+        tokens in one.
         """
         if self.options.narrow_to is not None or self.joined_anew:
             keys, values = self._joined(here)

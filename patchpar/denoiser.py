@@ -8,6 +8,7 @@ from typing import Any
 from diffusers.hooks import ModelHook
 from torch import nn
 
+from patchpar.caches import CacheVote
 from patchpar.clock import StepClock
 from patchpar.exchange import Door
 from patchpar.guided import GuidanceCheck
@@ -25,16 +26,20 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         layers: Sequence[Any],
         guided: Callable[[], bool | None],
         door: Door,
+        votes: CacheVote,
         check: GuidanceCheck | None = None,
     ) -> None:
         super().__init__()
-        self.clock, self.layers, self.guided, self.check = clock, tuple(layers), guided, check
+        self.clock, self.layers, self.guided = clock, tuple(layers), guided
+        self.votes, self.check = votes, check
         self.door, self.deadline = door, door.transport.deadline
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces the denoiser's forward."""
         self.clock.guided = self.guided()
         self.clock.next_call()
+        if self.clock.evaluation == 0:
+            self.votes.renew()
         forward = self.fn_ref.original_forward
         for layer in reversed(self.layers):
             forward = functools.partial(layer.denoise, forward)
@@ -48,6 +53,11 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         transport, seconds = self.door.transport, time.perf_counter() - start
         transport.deadline = max(transport.deadline, self.deadline + 2 * seconds)
         return result
+
+    def deinitalize_hook(self, module: nn.Module) -> nn.Module:
+        """Called, so spelt, when the hook is taken out."""
+        self.votes.restore()
+        return module
 
     def _stale_calls(self) -> int:
         split = [layer for layer in self.layers if isinstance(layer, (PatchedDenoiser, TokenDenoiser))]

@@ -25,6 +25,7 @@ from packaging.version import Version
 from torch import nn
 
 from patchpar.batch import leaves
+from patchpar.caches import CacheVote
 from patchpar.call import Drawn, DrawOptions, Returned, generators_of
 from patchpar.clock import StepClock
 from patchpar.denoiser import ConditionerHook, DenoiserHook
@@ -170,7 +171,8 @@ class Engine:
                 layers.append(patched)
             mesh = (self._door, self.mesh["cfg"])
             check = GuidanceCheck(module, mesh, self.clock, verdicts) if self._guidance and verdicts else None
-            self._register(module, DenoiserHook(self.clock, layers, self._guided, self._door, check))
+            votes = CacheVote(module, self._door, (self.mesh["patch"], self.mesh["cfg"]), self.clock)
+            self._register(module, DenoiserHook(self.clock, layers, self._guided, self._door, votes, check))
 
     def _register(self, module: nn.Module, hook: ModelHook) -> None:
         HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from patchpar.batch import tensors_in
+from patchpar.caches import caches_set_aside
 from patchpar.clock import StepClock
 from patchpar.errors import VerificationError
 from patchpar.exchange import Door, Gather
@@ -48,7 +49,8 @@ class GuidanceCheck:
             "device": self.door.transport.device.type,
             "arguments": arguments_of(call),
         }
-        check_once(self.verdicts, facts, (self.door, self.axis), partial(self._measure, plain, call, joined))
+        with caches_set_aside(self.denoiser):
+            check_once(self.verdicts, facts, (self.door, self.axis), partial(self._measure, plain, call, joined))
         self._seen.append(form)
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ LINES = (
     ("context", "share", "models", "sequence"),
     ("stale_attention",),
     ("seam", "attention"),
-    ("shard", "history", "first_use"),
+    ("shard", "history", "first_use", "caches"),
     ("patched", "ledger", "token_split"),
     ("strategies", "guided"),
     ("planner", "checks", "outcome", "attributes", "start", "drawing", "denoiser"),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from patchpar.caches import caches_set_aside, refuse_caches
 from patchpar.clock import StepClock
 from patchpar.exchange import Door, Gather
 from patchpar.first_use import Call, arguments_of, check_once, fingerprint, form_of
@@ -84,6 +85,11 @@ class TokenDenoiser:
 
     def _prepare(self, forward: Forward, call: Call) -> None:
         """Know the tokens of such calls, and that splitting them changes nothing: another number is another matter."""
+        refuse_caches(self.denoiser, stale=self.history is not None)
+        with caches_set_aside(self.denoiser):
+            self._know(forward, call)
+
+    def _know(self, forward: Forward, call: Call) -> None:
         known = self.plan is not None
         if self._shard is None:
             self._take_up(self.plan or self._agreed(self._found(forward, call, "signature")))

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from diffusers.hooks.first_block_cache import FBCHeadBlockHook
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
+from patchpar.caches import CacheVote
 from patchpar.call import DrawOptions
 from patchpar.engine import Engine
 from patchpar.errors import PatchparError
@@ -29,6 +32,7 @@ class Drawing:
     steps: int = 3
     twice: bool = False
     verdicts: Path | None = None
+    cache: Any = None
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -57,6 +61,8 @@ def _drawn(engine: Engine, drawing: Drawing) -> Tensor | str | None:
     found = tiny.build(drawing.name)
     plan = Plan.parse(drawing.plan)
     engine.adopt(found.pipe)
+    if drawing.cache is not None:
+        engine.apply("transformer.enable_cache", (drawing.cache,), {})
     engine.install(plan, verify=drawing.verdicts or False)
     engine.control(exchange=drawing.exchange)
     options = DrawOptions(plan=plan, verify=drawing.verdicts or False, quiet=True)
@@ -97,3 +103,25 @@ def refusal_of_compiled(place: Place, name: str, plan: str, compiled: str) -> st
     finally:
         engine.restore()
     return "nothing"
+
+
+def own_decisions(place: Place, cache: Any, steps: int) -> list[bool]:
+    """What each of two ranks would decide by its own tokens, step by step, while all do what the vote says."""
+    found, plan, decided = tiny.build("flux"), Plan.parse("patch=2"), []
+    alone = FBCHeadBlockHook._should_compute_remaining_blocks
+    voted = CacheVote._decide
+
+    def noted(vote: CacheVote, hook: Any, residual: Tensor) -> bool:
+        decided.append(alone(hook, residual))
+        return voted(vote, hook, residual)
+
+    engine = Engine(place.context)
+    engine.adopt(found.pipe)
+    try:
+        engine.apply("transformer.enable_cache", (cache,), {})
+        with patch.object(CacheVote, "_decide", noted):
+            drawing = Drawing(name="flux", plan="patch=2", steps=steps)
+            engine.draw(arguments(drawing, found), DrawOptions(plan=plan, verify=False, quiet=True))
+    finally:
+        engine.restore()
+    return decided

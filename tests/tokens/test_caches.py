@@ -1,0 +1,89 @@
+"""diffusers' caches beside split tokens: all ranks leave out the same blocks, those that one process leaves out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from diffusers.hooks import (
+    FirstBlockCacheConfig,
+    MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
+    TaylorSeerCacheConfig,
+)
+from diffusers.hooks.first_block_cache import FBCHeadBlockHook
+from torch import Tensor
+
+from tests import tiny
+from tests.conftest import POOL_SIZE
+from tests.exact.on_ranks import relative
+
+from .on_ranks import Drawing, arguments, latents_of
+from .test_pipelines import EXACT, draw
+
+STEPS = 6
+RATIOS = torch.linspace(1.02, 0.98, STEPS).tolist()
+FIRST_BLOCK = {"flux": FirstBlockCacheConfig(threshold=0.343), "cogvideox": FirstBlockCacheConfig(threshold=0.19)}
+MAGNITUDES = MagCacheConfig(
+    threshold=0.5, max_skip_steps=2, retention_ratio=0.2, num_inference_steps=STEPS, mag_ratios=RATIOS
+)
+PREDICTED = TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=2, max_order=1)
+CASES = [*FIRST_BLOCK.items(), ("flux", MAGNITUDES), ("cogvideox", MAGNITUDES), ("flux", PREDICTED)]
+
+
+def no_time() -> int:
+    """What a cache asks for."""
+    return 500
+
+
+def plain(name: str, cache: Any) -> tuple[Tensor, list[bool]]:
+    """Latents of one process, and what its first-block cache decided."""
+    found, decided = tiny.build(name), []
+    decide = FBCHeadBlockHook._should_compute_remaining_blocks
+
+    def noted(hook: Any, residual: Tensor) -> bool:
+        decided.append(decide(hook, residual))
+        return decided[-1]
+
+    if cache is not None:
+        found.denoiser.enable_cache(cache)
+    with patch.object(FBCHeadBlockHook, "_should_compute_remaining_blocks", noted):
+        return latents_of(found.pipe(**arguments(Drawing(name=name, plan="", steps=STEPS), found))), decided
+
+
+@pytest.mark.parametrize(("name", "cache"), CASES, ids=[f"{name}-{type(cache).__name__}" for name, cache in CASES])
+def test_as_in_one_process(ranks: Any, name: str, cache: Any, tmp_path: Path) -> None:
+    """FLUX calls its denoiser once for each branch, CogVideoX once for both."""
+    plans = ("patch=2", "patch=3", "cfg=2", "cfg=2,patch=2")
+    want, decided = plain(name, cache)
+    without, _ = plain(name, None)
+    if isinstance(cache, FirstBlockCacheConfig):
+        assert {True, False} <= set(decided)  # some steps are computed, some are not
+    assert relative(without, want) > 10 * EXACT
+    drawings = [Drawing(name=name, plan=plan, steps=STEPS, cache=cache, verdicts=tmp_path) for plan in plans]
+    for drawing, got in zip(drawings, draw(ranks, *drawings), strict=True):
+        assert not isinstance(got, str), got
+        assert relative(got, want) <= EXACT, drawing.plan
+
+
+def test_each_rank_alone_would_decide_otherwise(ranks: Any) -> None:
+    """Of two ranks one would go on and the other would not, at some step: what the vote is for."""
+    told = ranks.run("tests.tokens.on_ranks:own_decisions", POOL_SIZE, FIRST_BLOCK["flux"], STEPS)[:2]
+    assert told[0] != told[1]
+
+
+@pytest.mark.parametrize(
+    ("cache", "plan", "words"),
+    [
+        (PyramidAttentionBroadcastConfig(2, current_timestep_callback=no_time), "patch=2", "PyramidAttentionBroadcast"),
+        (FIRST_BLOCK["flux"], "patch=2,strategy=displaced", "leaves steps out.*use strategy 'exact'"),
+    ],
+)
+def test_refused(ranks: Any, cache: Any, plan: str, words: str) -> None:
+    (said,) = draw(ranks, Drawing(name="flux", plan=plan, cache=cache))
+    assert said.startswith("UnsupportedModel: ")
+    assert words.split(".*")[0] in said
+    assert words.split(".*")[-1] in said
