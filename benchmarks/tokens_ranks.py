@@ -1,0 +1,158 @@
+"""What runs on the ranks of `benchmarks.tokens`: denoiser calls, plain and split in turn, for a given time.
+
+Rank 0 makes the plain call while rank 1 sleeps; then both make each split call. A split call is over when the slower
+rank has the prediction, so the times of both are kept.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.tokens_beside import lent_kernel, ring_error, split_by_diffusers
+from benchmarks.tokens_model import Subject, subject
+from patchpar.clock import StepClock
+from patchpar.exchange import Door, Gather
+from patchpar.launch.context import RankContext
+from patchpar.mesh import Axis, Mesh
+from patchpar.strategies import parse_strategy
+from patchpar.transport import connect
+
+Step = Callable[[dict[str, Any]], Any]
+Figures = dict[str, Any]
+THEIRS = "diffusers"
+FEWEST = 3  # rounds, however long they take
+FEW_LATENTS = 16  # a side of the picture whose tokens cost next to nothing
+
+
+class Bench:
+    """The engine of one rank."""
+
+    def __init__(self, context: RankContext) -> None:
+        torch.set_num_threads(1)
+        self.context = context
+        self.door = Door(connect(context.device, deadline=context.deadline), context.mark)
+        self.axis = Mesh(context.rank, range(2), patch=2)["patch"]
+        self.meet = Gather(self.door, self.axis, "meet", "meeting")
+
+    @torch.no_grad()
+    def measure(self, model: str, cases: tuple[str, ...], seconds: float, toy: bool) -> Figures:
+        """By case: times of plain and split calls, difference, bytes sent per call, or why it cannot be done."""
+        whole = subject(model, toy=toy)
+        found: dict[str, Figures] = {}
+        steps: dict[str, Step] = {}
+        for case in cases:
+            found[case] = {"single": [], "pair": [], "waited": []}
+            try:
+                steps[case] = self._split(whole, case)
+                for number in range(1 if case.startswith("exact") else 2):  # exact at first; then buffers settle
+                    steps[case](whole.at(number))
+            except (ValueError, RuntimeError, NotImplementedError) as error:
+                if not case.startswith(THEIRS):
+                    raise
+                found[case]["refused"] = " ".join(f"{type(error).__name__}: {error}".split())
+                steps.pop(case, None)
+        for number in self._rounds(seconds):
+            self._one_round(whole, steps, found, number)
+        facts = {"parameters": whole.parameters, "tokens": whole.tokens, "cases": found}
+        return facts | {"ring": self._ring_error(whole)} if any(case.startswith(THEIRS) for case in cases) else facts
+
+    def _one_round(self, whole: Subject, steps: dict[str, Step], found: dict[str, Figures], number: int) -> None:
+        call = whole.at(number)
+        single, want = self._timed((lambda call: whole.model(**call)) if self.context.rank == 0 else None, call)
+        for case, step in steps.items():
+            traffic = self.door.traffic
+            traffic.clear()
+            pair, got = self._timed(step, call)
+            figures = found[case]
+            figures["single"].append(single)
+            figures["pair"].append(pair)
+            figures["waited"].append(sum(each for kind, each in traffic.seconds_waited.items() if kind != "meet"))
+            figures["bytes"] = traffic.total_bytes - traffic.bytes_sent["meet"]
+            figures["error"] = 0.0 if want is None else ((got[0] - want[0]).norm() / want[0].norm()).item()
+
+    def _rounds(self, seconds: float) -> Iterator[int]:
+        """Numbers of steps, round by round, while another round fits in, by the clock of rank 0."""
+        start, done = time.perf_counter(), 0
+        while True:
+            spent = time.perf_counter() - start
+            last = done >= FEWEST and spent + spent / done > seconds
+            if self.meet.same(torch.tensor([float(last)]))[0].item():
+                return
+            done += 1
+            yield 1 + done
+
+    def _timed(self, step: Step | None, call: dict[str, Any]) -> tuple[float, Any]:
+        self.meet.same(torch.zeros(1))
+        start = time.perf_counter()
+        output = None if step is None else step(call)
+        return time.perf_counter() - start, output
+
+    def _split(self, whole: Subject, case: str) -> Step:
+        """A call of the model split as the case says."""
+        if not case.startswith(THEIRS):
+            text = case if case.startswith("exact") else f"{case}:warmup_steps=1"
+            return installed(whole, text, self.door, self.axis)
+        if case.endswith("ulysses"):
+            return split_by_diffusers(whole.twin(), ulysses=2)
+        step = split_by_diffusers(whole.twin(), ring=2)
+
+        def ring(call: dict[str, Any]) -> Any:
+            with lent_kernel():
+                return step(call)
+
+        return ring
+
+    def _ring_error(self, whole: Subject) -> str:
+        return ring_error(split_by_diffusers(whole.twin(), ring=2), whole.call)
+
+    @torch.no_grad()
+    def overhead(self, model: str, seconds: float, toy: bool) -> Figures | None:
+        """Plain calls and calls with hooks on one rank, in turn: as they are, and with few tokens. On rank 0 only."""
+        if self.context.rank:
+            return None
+        many = subject(model, toy=toy)
+        few = many.of_size(FEW_LATENTS)
+        return {
+            "many": self._hooked(many, seconds),
+            "few": self._hooked(few, seconds / 10),
+            "tokens": (many.tokens, few.tokens),
+            "blocks": sum(len(block.paths) for block in many.plan.blocks),
+        }
+
+    def _hooked(self, whole: Subject, seconds: float) -> Figures:
+        steps = {
+            "plain": lambda call: whole.model(**call),
+            "hooked": installed(whole, "exact", self.door, Axis("patch", 0, 1, (0,))),
+        }
+        found: Figures = {"plain": [], "hooked": [], "same": True}
+        for step in steps.values():
+            step(whole.at(1))
+        end, number = time.perf_counter() + seconds, 0
+        while number < 2 * FEWEST or time.perf_counter() < end:
+            call, outputs = whole.at(number), []
+            for name in list(steps)[:: 1 if number % 2 else -1]:
+                start = time.perf_counter()
+                outputs.append(steps[name](call)[0])
+                found[name].append(time.perf_counter() - start)
+            self.context.mark(f"call {number}")  # nothing travels here: we are alive nevertheless
+            found["same"] &= torch.equal(*outputs)
+            number += 1
+        return found
+
+
+def installed(whole: Subject, strategy: str, door: Door, axis: Axis) -> Step:
+    """A call of the model with its tokens split by one of our strategies, between the places of `axis`."""
+    clock, model = StepClock(guided=False), whole.twin()
+    layer = parse_strategy(strategy).install(model, door, axis, clock=clock)
+    layer.plan = whole.plan
+    forward = model.forward
+
+    def step(call: dict[str, Any]) -> Any:
+        clock.next_call()
+        output = layer.denoise(forward, **call)
+        clock.tick()
+        return output
+
+    return step

@@ -1,0 +1,53 @@
+"""Bytes per layer of split tokens are those of the closed formulas, in a whole model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from torch import equal
+
+from benchmarks import tokens_volumes
+from benchmarks.tokens import row
+from benchmarks.tokens_model import subject
+from benchmarks.tokens_ranks import installed
+from benchmarks.tokens_volumes import FORMULAS, RANKS, counted_per_layer, volumes
+from patchpar.exchange import Door
+from patchpar.mesh import Axis
+from tests.unit.threads import on_threads
+
+
+def test_every_way_sends_what_its_formula_says() -> None:
+    found = list(volumes())
+    assert len(found) == sum(len(formula.ranks) for formula in FORMULAS)
+    assert [line for line, equal in found if not equal] == []
+
+
+def test_another_formula_is_told_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = [replace(FORMULAS[0], share=lambda n: FORMULAS[0].share(n) + 1, ranks=(2,))]
+    monkeypatch.setattr(tokens_volumes, "FORMULAS", wrong)
+    assert [equal for _, equal in volumes()] == [False]
+
+
+def test_uneven_tokens_send_by_what_each_rank_has() -> None:
+    """25 tokens on 2 ranks are 13 and 12: the rank that has more sends more."""
+    first, second = counted_per_layer(subject("pixart", toy=True).of_size(10), "exact", 2)
+    assert first * 12 == second * 13
+
+
+@pytest.mark.parametrize("name", ["pixart", "wan"])
+def test_models_are_split_exactly(name: str) -> None:
+    whole = subject(name, toy=True).of_size(12)
+    want = whole.model(**whole.call)[0]
+
+    def split(transport: object) -> object:
+        axis = Axis("patch", transport.rank, RANKS[0], tuple(range(RANKS[0])))
+        return installed(whole, "exact", Door(transport), axis)(whole.call)[0]
+
+    for got in on_threads(RANKS[0], split):
+        assert (got - want).norm() <= 1e-5 * want.norm()
+        assert not equal(got, whole.model(**whole.at(1))[0])
+
+
+def test_a_way_that_is_refused_has_a_row_that_says_so() -> None:
+    assert row("diffusers ring", {"refused": "ValueError: no"}, None).endswith("| ValueError: no |")
