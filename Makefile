@@ -42,6 +42,7 @@ figures: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.parity --write docs/figures/parity.md
 	$(BIN)/python -m benchmarks.transport --write docs/figures/transport.md
 	$(BIN)/python -m benchmarks.volumes --write docs/figures/volumes.md
+	$(BIN)/python -m benchmarks.tokens --write docs/figures/tokens.md
 	$(BIN)/python -m benchmarks.overlap --latency 1 --latency 5 --latency 20 --load 0.3 --load 0.6 --load 1 --write docs/figures/overlap.md
 	$(BIN)/python -m benchmarks.overlap --strategy displaced --strategy pcpp --latency 20 --load 0.3 --load 0.6 --load 1 \
 	  --steps 7 --no-rule --write docs/figures/hidden.md
