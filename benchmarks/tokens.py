@@ -2,6 +2,7 @@
 
     python -m benchmarks.tokens --write docs/figures/tokens.md     minutes, on an otherwise idle machine
     python -m benchmarks.tokens --quick                            toys, to see that it runs: its times mean nothing
+    python -m benchmarks.tokens --part 3                           one part by itself
 
 1. A PixArt-like transformer, 4,096 tokens: every way to split it.
 2. A Wan-like one, which diffusers can split by itself: ours and diffusers' ways in the same run.
@@ -201,12 +202,16 @@ def main() -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="toys, a few seconds")
+    numbers = range(1, len(PARTS) + 1)
+    parser.add_argument("--part", type=int, choices=numbers, action="append", help="this part only; may be repeated")
     parser.add_argument("--write", type=Path, help="also write everything to this file, part by part")
     options = parser.parse_args()
     text = ["# Transformers with their tokens split"]
     print(text[0])
     well = True
-    for title, part in PARTS.items():
+    for number, (title, part) in enumerate(PARTS.items(), 1):
+        if options.part and number not in options.part:
+            continue
         lines, fine = done(title, part, options.quick)
         text += lines
         well &= fine
