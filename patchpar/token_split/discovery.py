@@ -63,19 +63,20 @@ def with_other_latent(arguments: Arguments, latent: str) -> Arguments:
     return arguments.map(
         lambda name, leaf: (
             disturbed(leaf, 0, torch.arange(leaf.shape[0]))
-            if _belongs(name, latent) and isinstance(leaf, Tensor)
+            if is_latent(name, latent) and isinstance(leaf, Tensor)
             else leaf
         )
     )
 
 
-def _belongs(name: str, latent: str) -> bool:
+def is_latent(name: str, latent: str) -> bool:
+    """Whether an argument of that name is what is denoised, or one sample of it."""
     return name == latent or name.startswith(f"{latent}[")
 
 
 def latent_size(arguments: Arguments, latent: str) -> int:
     """How many numbers the latent of one sample has. Raises UnsupportedModel."""
-    found = {name: leaf for name, leaf in arguments.tensors().items() if _belongs(name, latent)}
+    found = {name: leaf for name, leaf in arguments.tensors().items() if is_latent(name, latent)}
     if not found:
         raise UnsupportedModel(f"the first argument, {latent}, holds no tensor: {WAY_OUT}")
     samples = found[latent].shape[0] if latent in found else len(found)  # one batch, or a list of samples

@@ -125,3 +125,33 @@ def own_decisions(place: Place, cache: Any, steps: int) -> list[bool]:
     finally:
         engine.restore()
     return decided
+
+
+def with_adapters(place: Place, folder: Path) -> list[tuple[Tensor, Tensor]]:
+    """Latents of pictures with adapters of `folder` put on and taken off between them, split and plain."""
+    found, alone, engine = tiny.build("flux"), tiny.build("flux"), Engine(place.context)
+    drawing, plan = Drawing(name="flux", plan="patch=3"), Plan.parse("patch=3")
+    engine.adopt(found.pipe)
+
+    def load(do: Any) -> None:
+        for name in ("ink", "snow"):
+            do("load_lora_weights", folder, weight_name=f"{name}.safetensors", adapter_name=name)
+
+    changes = (
+        lambda do: None,
+        load,
+        lambda do: do("set_adapters", ["snow"], [0.5]),
+        lambda do: do("unload_lora_weights"),
+    )
+    pictures = []
+    try:
+        for change in changes:
+            change(lambda name, *args, **kwargs: engine.apply(name, args, kwargs))
+            change(lambda name, *args, **kwargs: getattr(alone.pipe, name)(*args, **kwargs))
+            drawn = engine.draw(arguments(drawing, found), DrawOptions(plan=plan, verify=False, quiet=True))
+            got = getattr(drawn, "output", None)
+            if got is not None:
+                pictures.append((latents_of(got), latents_of(alone.pipe(**arguments(drawing, alone)))))
+    finally:
+        engine.restore()
+    return pictures
