@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -69,8 +70,13 @@ class Arguments:
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:
     """Names of the positional parameters of a module's own forward, whatever is hooked to it."""
+    return _parameters_of(type(module).forward)
+
+
+@cache
+def _parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
     return tuple(each.name for each in parameters if each.kind in kinds)
 
 

@@ -1,4 +1,7 @@
-"""Every transformer of diffusers with its tokens split, at two numbers of tokens, against the same in one piece."""
+"""Transformers of diffusers with their tokens split, at two numbers of tokens, against the same in one piece.
+
+Every third class, and those with something of their own; `python -m tests.coverage` goes over all.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,10 @@ PARTLY = {
 }
 ANEW = {"HiDreamImageTransformer2DModel": "one of its calls has a mask for images that are no squares"}
 SPLIT = [name for name in TRANSFORMERS if name not in REFUSED]
+SAMPLE = sorted({*SPLIT[::3], *PARTLY, *ANEW})
 
 
-@pytest.mark.parametrize("name", SPLIT)
+@pytest.mark.parametrize("name", SAMPLE)
 def test_split_tokens(name: str) -> None:
     plan = plan_of(name).joined(plan_of(name, 1)) if name in ANEW else plan_of(name)
     assert [PARTLY[name] in left for left in plan.whole] == [True] if name in PARTLY else not plan.whole
