@@ -18,7 +18,8 @@ def test_the_wheel(tmp_path: Path) -> None:
         names = set(archive.namelist())
     assert {name.split("/")[0].split("-")[0] for name in names} == {"patchpar"}
     assert {"patchpar/py.typed", "patchpar/cli/__init__.py"} <= names
-    assert "patchpar/assets/scenes-unet/model_index.json" in names
-    assert "patchpar/assets/scenes-unet/unet/diffusion_pytorch_model.fp16.safetensors" in names
+    for model, denoiser in (("scenes-unet", "unet"), ("scenes-dit", "transformer")):
+        assert f"patchpar/assets/{model}/model_index.json" in names
+        assert f"patchpar/assets/{model}/{denoiser}/diffusion_pytorch_model.fp16.safetensors" in names
     assert not [name for name in names if name.endswith((".bin", ".pt", ".ckpt", ".pyc"))]
-    assert wheel.stat().st_size < 20 * 2**20
+    assert wheel.stat().st_size < 32 * 2**20

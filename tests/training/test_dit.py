@@ -3,15 +3,23 @@ import math
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline, StableDiffusion3Pipeline, StableDiffusionXLPipeline
+from diffusers import DiffusionPipeline, SD3Transformer2DModel, StableDiffusion3Pipeline, StableDiffusionXLPipeline
 
 from benchmarks.sensitivity import Settings, pictures
 from benchmarks.sensitivity_tokens import cut_tokens
-from patchpar.models.folder import inspect_folder
+from patchpar.models.folder import inspect_folder, resolve_model
 from training import package
 from training.batches import draw_batch
 from training.checkpoint import load, save
-from training.dit import EMPTY_TOKENS, PATCH, SIDE_TOKENS, CountedEmptyAttention, DitNetworks, spread_positions
+from training.dit import (
+    DIT_CONFIG,
+    EMPTY_TOKENS,
+    PATCH,
+    SIDE_TOKENS,
+    CountedEmptyAttention,
+    DitNetworks,
+    spread_positions,
+)
 from training.package_dit import assemble, averaged_dit, shared_vae
 from training.scenes import LOOKS
 from training.stages import DIT_STAGES, Bucket
@@ -178,3 +186,19 @@ def test_cutting_tokens_matters_only_where_there_is_more_than_one_strip_and_afte
         with cut_tokens(pipe.transformer, settings, stale=stale):
             assert torch.allclose(pictures(pipe, settings), exact, atol=1e-4) == same, (strips, warmup)
     assert torch.equal(pictures(pipe, Settings(**options, strips=1, warmup=0)), exact)
+
+
+def test_the_packaged_transformer_is_what_the_code_builds():
+    source, options, folder = resolve_model("embedded-dit", {})
+    assert folder.pipeline == "StableDiffusion3Pipeline"
+    assert (options["text_encoder_3"], options["tokenizer_3"], options["variant"]) == (None, None, "fp16")
+    files = [path for path in folder.path.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= package.LIMIT_BYTES
+    assert {path.suffix for path in files} <= {".json", ".txt", ".safetensors"}
+    found = SD3Transformer2DModel.from_pretrained(f"{source}/transformer", variant="fp16", torch_dtype=torch.float32)
+    assert {name: found.config[name] for name in DIT_CONFIG} == DIT_CONFIG
+    trained, untrained = new_dit_run(torch.device("cpu")), fresh_run()
+    start_from_dit(trained, folder.path)
+    batch = draw_batch("packaged", Bucket(height=64, width=64, batch=2, share=1), build_tokenizer())
+    with torch.no_grad():
+        assert loss_of(trained.networks, batch) < 0.5 * loss_of(untrained.networks, batch)
