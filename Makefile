@@ -2,6 +2,7 @@
 # make test     the whole test suite
 # make check    lint, types, direction of imports
 # make figures  measure again what the docs state
+# make coverage every transformer and UNet class of diffusers, split and held against the plain model
 # Each makes what it needs in .venv first; the second time that costs nothing.
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PROMPT ?= a red house on the left and a pine on the right, green hills at sunset
 
-.PHONY: demo test lint format types imports check figures clean
+.PHONY: demo test lint format types imports check figures coverage clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -51,6 +52,10 @@ figures: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.emulation --captions 2 --size 128 --steps 12 --warmup 1 --ranks
 	$(BIN)/python -m benchmarks.sensitivity
 	$(BIN)/python -m training.evaluate --sheet assets/figures/samples.png
+
+# Writes docs/coverage.md; minutes on one core.
+coverage: $(VENV)/installed-dev
+	$(BIN)/python -m tests.coverage
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,44 @@
+"""Lines of the package that know a model class by name: what a class needs of its own to be split."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import patchpar
+
+PACKAGE = Path(patchpar.__file__).parent
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def lines_naming(names: Iterable[str]) -> dict[str, list[str]]:
+    """Name -> "file:line" of every piece of code with that name in it; comments and docstrings are no code."""
+    words = list(_words())
+    return {name: [place for place, word in words if name in word] for name in names}
+
+
+@cache
+def _words() -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (f"{path.relative_to(PACKAGE)}:{line}", word)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line, word in words_of(path.read_text())
+    )
+
+
+def words_of(source: str) -> Iterator[tuple[int, str]]:
+    """(line, names and texts) of Python code."""
+    tree = ast.parse(source)
+    told = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, DOCUMENTED) and _is_told(node)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=word) | ast.Attribute(attr=word) | ast.alias(name=word):
+                yield node.lineno, word
+            case ast.Constant(value=str(word)) if id(node) not in told:
+                yield node.lineno, word
+
+
+def _is_told(node: ast.AST) -> bool:
+    return ast.get_docstring(node, clean=False) is not None  # type: ignore[arg-type]
