@@ -127,7 +127,13 @@ def stride_of(path: Any, x: Any, sample: Tensor) -> int | None:
 
 def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Sites:
     """Run `forward` at two small sizes and tell what is spatial. Raises UnsupportedModel."""
-    first, second = (_probe(denoiser, forward, *with_sample_size(args, kwargs, size)) for size in PROBE_SIZES)
+    try:
+        first, second = (_probe(denoiser, forward, *with_sample_size(args, kwargs, size)) for size in PROBE_SIZES)
+    except RuntimeError as error:
+        raise UnsupportedModel(
+            f"{type(denoiser).__name__} does not run at the sizes it is probed with, since another argument than the "
+            f"latent is as large as the picture ({error}): use plan cfg=2 or data=N"
+        ) from error
     norms = [path for path in first.norms if _grows_per_sample(first.norms[path], second.norms.get(path))]
     convs = {path: shape for path, shape in first.convs.items() if _grows_in_rows(shape, second.convs[path])}
     if not convs:

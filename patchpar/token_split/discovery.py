@@ -28,7 +28,7 @@ WAY_OUT = "use plan cfg=2 or data=N, which do not split the tokens"
 def discover_tokens(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> TokenPlan:
     """Watch one call of `forward`, the denoiser's own, and tell where its tokens are. Raises UnsupportedModel."""
     arguments = Arguments.of(denoiser, args, kwargs)
-    latent = parameter_names(denoiser)[0]
+    latent = _latent_of(denoiser, arguments)
     seen = watch(denoiser, forward, arguments)
     moved = watch(denoiser, forward, with_other_latent(arguments, latent))
     size = latent_size(arguments, latent)
@@ -56,6 +56,15 @@ def _the_same(block: SeenBlock, moved: SeenBlock | None) -> SeenBlock:
     if moved is None:
         raise UnsupportedModel("which blocks are called, and with what, depends on the values of the latent")
     return moved
+
+
+def _latent_of(denoiser: nn.Module, arguments: Arguments) -> str:
+    """The first argument that holds a picture of numbers: ids of text may come before it. Raises UnsupportedModel."""
+    for latent in parameter_names(denoiser):
+        held = (x for name, x in arguments.tensors().items() if is_latent(name, latent))
+        if any(x.is_floating_point() and x.ndim > 1 for x in held):
+            return latent
+    raise UnsupportedModel(f"{type(denoiser).__name__} is called with nothing that can be denoised: {WAY_OUT}")
 
 
 def with_other_latent(arguments: Arguments, latent: str) -> Arguments:

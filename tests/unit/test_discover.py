@@ -70,6 +70,16 @@ def test_a_denoiser_without_convolutions_is_refused() -> None:
     assert splits_into_bands(denoisers.build("sd"))
 
 
+def test_another_argument_as_large_as_the_picture_is_refused() -> None:
+    class Beside(nn.Module):
+        def forward(self, sample: torch.Tensor, picture: torch.Tensor) -> torch.Tensor:
+            return sample + picture
+
+    call = (torch.zeros(1, 4, 8, 8), torch.zeros(1, 4, 8, 8))
+    with pytest.raises(UnsupportedModel, match=r"Beside does not run at the sizes.*another argument.*cfg=2"):
+        discover(Beside(), Beside().forward, call, {})
+
+
 def test_the_sample_of_a_call() -> None:
     x = torch.zeros(1, 4, 8, 8)
     assert sample_of((x, 3), {}) is x
