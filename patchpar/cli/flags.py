@@ -32,7 +32,7 @@ class Dtype(str, Enum):
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Devices = Annotated[str, typer.Option(help="auto, a number (2), cpu:N, cuda, or names: cuda:0,cuda:2.")]
-Model = Annotated[str, typer.Option(help="A folder, a hub id, or a small model in the package: 'embedded' (UNet), 'embedded-dit'.")]
+Model = Annotated[str, typer.Option(help="A folder, a hub id, or a model in the package: 'embedded', 'embedded-dit'.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
