@@ -130,13 +130,14 @@ def test_a_folder_without_safetensors(run: Any, tmp_path: Path) -> None:
     assert "safetensors" in result.stderr
 
 
-def test_a_denoiser_without_rows(run: Any, tmp_path: Path) -> None:
-    build("pixart").pipe.save_pretrained(tmp_path / "model")
+def test_a_transformer_on_two_workers(run: Any, tmp_path: Path) -> None:
+    build("flux").pipe.save_pretrained(tmp_path / "model")
+    small = ("--height", "128", "--width", "128", "--steps", "2")
     flags = ("--devices", "cpu:2", "--plan", "patch=2")
-    result = run("generate", PROMPT, "--model", tmp_path / "model", *flags, "-o", tmp_path / "x.png")
-    assert result.exit_code == 2, result.output
-    assert "axis 'patch'" in result.stderr
-    assert "cfg=2" in result.stderr
+    result = run("generate", PROMPT, "--model", tmp_path / "model", *small, *flags, "-o", tmp_path / "x.png")
+    assert result.exit_code == 0, result.output
+    assert "patch=2,strategy=exact" in result.output
+    assert Image.open(tmp_path / "x.png").size == (128, 128)
 
 
 @pytest.mark.parametrize("keep", [100, 100_000])
