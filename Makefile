@@ -19,7 +19,7 @@ demo: $(VENV)/installed
 	$(BIN)/patchpar generate "$(PROMPT)" --devices 2 --output demo.png
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest --durations=15
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
 
 check: lint types imports
 
