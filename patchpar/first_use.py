@@ -48,7 +48,16 @@ def _uncounted(door: Door) -> Iterator[None]:
         door.traffic = counted
 
 
-def fingerprint(denoiser: nn.Module) -> str:
+def made_of(denoiser: nn.Module) -> dict[str, Any]:
+    """Facts of a denoiser that every verdict depends on."""
+    return {
+        "denoiser": type(denoiser).__name__,
+        "config": dict(getattr(denoiser, "config", {})),
+        "layers": _fingerprint(denoiser),
+    }
+
+
+def _fingerprint(denoiser: nn.Module) -> str:
     """Of what a denoiser is made of, which need not be what its configuration says."""
     names = [
         f"{path} {type(module).__module__}.{type(module).__qualname__}" for path, module in denoiser.named_modules()

@@ -16,7 +16,7 @@ from patchpar.caches import caches_set_aside
 from patchpar.clock import StepClock
 from patchpar.errors import VerificationError
 from patchpar.exchange import Door, Gather
-from patchpar.first_use import Call, arguments_of, check_once, fingerprint, form_of
+from patchpar.first_use import Call, arguments_of, check_once, form_of, made_of
 from patchpar.mesh import Axis
 from patchpar.shard import TOLERANCE, relative_error
 from patchpar.verdicts import Verdicts
@@ -41,9 +41,7 @@ class GuidanceCheck:
         if form in self._seen:
             return
         facts = {
-            "denoiser": type(self.denoiser).__name__,
-            "config": dict(getattr(self.denoiser, "config", {})),
-            "layers": fingerprint(self.denoiser),
+            **made_of(self.denoiser),
             "strategy": "cfg",
             "places": self.axis.size,
             "device": self.door.transport.device.type,

@@ -16,7 +16,7 @@ from patchpar.clock import StepClock
 from patchpar.discover import Sites, discover, sample_of, stride_of
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door, Gather
-from patchpar.first_use import check_once, fingerprint
+from patchpar.first_use import check_once, made_of
 from patchpar.history import History
 from patchpar.mesh import Axis
 from patchpar.pace import timestep_of
@@ -96,10 +96,8 @@ class PatchedDenoiser:
         sample = sample_of(*call)
         leaves, _ = tree_flatten_with_path(call)
         return {
-            "denoiser": type(self.denoiser).__name__,
-            "config": dict(getattr(self.denoiser, "config", {})),
+            **made_of(self.denoiser),
             "modules": sites.describe(),
-            "layers": fingerprint(self.denoiser),
             "strategy": self.share.treatment.name,
             "bands": self.share.axis.size,
             "dim": self.share.dim,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from patchpar.caches import caches_set_aside, refuse_caches
 from patchpar.clock import StepClock
 from patchpar.exchange import Door, Gather
-from patchpar.first_use import Call, arguments_of, check_once, fingerprint, form_of
+from patchpar.first_use import Call, arguments_of, check_once, form_of, made_of
 from patchpar.history import History
 from patchpar.key_exchange import KeyExchange
 from patchpar.mesh import Axis
@@ -109,7 +109,7 @@ class TokenDenoiser:
         if self.verdicts is None:
             return self._watched(forward, call)
         signature = Arguments.of(self.denoiser, *call).signature() if kind == "signature" else arguments_of(call)
-        facts = {**self._model(), "plan for": signature}
+        facts = {**made_of(self.denoiser), "plan for": signature}
         key = self.verdicts.key(facts)
         known = self.verdicts.find(key, "plan", from_json)
         if known is None:
@@ -147,17 +147,10 @@ class TokenDenoiser:
             self.restore()  # or the next call would find it split, and go ahead
             raise
 
-    def _model(self) -> dict[str, Any]:
-        return {
-            "denoiser": type(self.denoiser).__name__,
-            "config": dict(getattr(self.denoiser, "config", {})),
-            "layers": fingerprint(self.denoiser),
-        }
-
     def _facts(self, call: Call) -> dict[str, Any]:
         """What the verdict depends on."""
         return {
-            **self._model(),
+            **made_of(self.denoiser),
             "tokens": str(self.plan),
             "strategy": self.share.treatment.name,
             "places": self.share.axis.size,
