@@ -49,10 +49,14 @@ def _uncounted(door: Door) -> Iterator[None]:
 
 
 def made_of(denoiser: nn.Module) -> dict[str, Any]:
-    """Facts of a denoiser that every verdict depends on."""
+    """Facts of a denoiser that every verdict depends on.
+
+    Not what diffusers notes beside its configuration: a list of defaults, in another order in every process, and paths.
+    """
+    config = getattr(denoiser, "config", {})
     return {
         "denoiser": type(denoiser).__name__,
-        "config": dict(getattr(denoiser, "config", {})),
+        "config": {name: value for name, value in config.items() if not name.startswith("_")},
         "layers": _fingerprint(denoiser),
     }
 
