@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any
 
-from patchpar.launch.blocks import BlockWriter
+from patchpar.launch.blocks import ALIGNMENT, BlockWriter
 
 if TYPE_CHECKING:
     import torch
@@ -192,7 +192,10 @@ def _storage(data: Any) -> torch.UntypedStorage:
 
     if memoryview(data).nbytes == 0:
         return torch.empty(0, dtype=torch.uint8).untyped_storage()
-    return torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
+    data_n = torch.frombuffer(data, dtype=torch.uint8)
+    if data_n.data_ptr() % ALIGNMENT:  # within the stream bytes lie anywhere, and kernels round by where a row begins
+        data_n = data_n.clone()
+    return data_n.untyped_storage()
 
 
 def _tensor(

@@ -37,6 +37,13 @@ def test_tensors_arrive_equal(dtype, size):
     assert torch.equal(x, y)
 
 
+def test_tensors_lie_in_memory_as_torch_lays_them():
+    """Where a tensor begins decides how a kernel goes over it, and so how it rounds: results must not part by that."""
+    sent = [torch.randn(n) for n in (1, 5, 16, 33, 1000, 50_000)]
+    assert [x.data_ptr() % 64 for x in sent] == [0] * 6
+    assert [x.data_ptr() % 64 for x in there_and_back(sent)] == [0] * 6
+
+
 @pytest.mark.parametrize("shape", [(), (7,), (300, 500)], ids=str)
 def test_shapes_and_strides_arrive(shape):
     x = torch.randn(shape)
