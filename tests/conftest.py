@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,11 @@ DEADLINE = 150.0
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
-    """The nets are so small that a second thread costs more than it brings."""
+    """The nets are so small that a second thread costs more than it brings.
+
+    Workers too have one, on a machine of any number of cores: kernels add up in another order with more threads, and
+    some results are to be equal to the last bit.
+    """
     torch.set_num_threads(1)
 
 
@@ -42,5 +47,10 @@ def ranks() -> Iterator[RankPool]:
 
 
 def pytest_configure() -> None:
-    """Take ctrl-C even where we were started in the background, which ignores it and hands that on to every child."""
+    """One thread for every process that a test starts, and signals that end it even where they do not end us.
+
+    A shell lets us ignore ctrl-C in the background, and `nohup` a lost terminal; every child would inherit that.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -29,7 +29,7 @@ def is_running(pid: int) -> bool:
     return bool(state) and not state.startswith("Z")
 
 
-def all_gone(pids: Iterable[int], within: float = 3.0) -> bool:
+def all_gone(pids: Iterable[int], within: float = 20.0) -> bool:
     give_up = time.monotonic() + within
     pids = list(pids)
     assert pids

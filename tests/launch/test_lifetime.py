@@ -130,7 +130,7 @@ def test_ctrl_c(times):
         os.killpg(script.process.pid, signal.SIGINT)  # as a terminal does: to all of the script's group
         time.sleep(0.02)
     script.ends()
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 20.0  # long before the workers wake
     assert all_gone(pids)
     assert "KeyboardInterrupt" in script.error()
 
