@@ -1,0 +1,106 @@
+"""What may change in the middle of a stream, and how it travels: with the block from which it holds.
+
+An event goes from rank to rank in front of its block, so that every denoising step changes at the very same block and
+nothing has to be drained or restarted. What a stream shows depends on its seed, its sound and its events, never on when
+they happened to arrive.
+"""
+
+import json
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from patchpar.errors import PlanError
+
+Transition = Literal["switch", "cut", "blend", "recache"]
+TRANSITIONS: tuple[str, ...] = get_args(Transition)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """Another text, as embeddings (1, T, D).
+
+    `transition`: "switch" keeps what the window holds; "cut" forgets it; "blend" goes over to the new text evenly in
+    `over` blocks; "recache" computes the window again under the new text (LongLive, arXiv:2509.22622, section 3.2).
+    """
+
+    text: Tensor
+    transition: Transition = "switch"
+    over: int = 0
+
+    def __post_init__(self) -> None:
+        if self.transition not in TRANSITIONS:
+            raise PlanError(f"transition={self.transition!r}: use one of {', '.join(TRANSITIONS)}")
+        if (self.transition == "blend") != (self.over > 0):
+            raise PlanError(
+                f"transition={self.transition!r} with over={self.over}: a blend, and nothing else, goes over in "
+                "1 block or more"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """Another sink: one clean latent frame (1, C, 1, H, W)."""
+
+    latents: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """Another value of one of the model's parameters, such as "audio_scale"."""
+
+    name: str
+    value: float
+
+
+Change = Prompt | Reference | Parameter
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Prompt, Reference, Parameter)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """A change that holds from `block` on."""
+
+    block: int
+    change: Change
+
+
+def pack(events: tuple[Event, ...]) -> Tensor:
+    """Events as bytes, to travel in one message: a line of JSON, then the values of its tensors."""
+    heads, blobs = [], []
+    for event in events:
+        head: dict[str, Any] = {"block": event.block, "kind": type(event.change).__name__}
+        for field in fields(event.change):
+            value = getattr(event.change, field.name)
+            if isinstance(value, Tensor):
+                head[field.name] = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+                blobs.append(value.detach().cpu().contiguous().flatten().view(torch.uint8))
+            else:
+                head[field.name] = value
+        heads.append(head)
+    line = (json.dumps(heads) + "\n").encode()
+    return torch.cat([torch.frombuffer(bytearray(line), dtype=torch.uint8), *blobs])
+
+
+def unpack(data: Tensor) -> tuple[Event, ...]:
+    """What was packed. Tensors are on the CPU."""
+    raw = bytes(data.cpu().numpy().tobytes())
+    end = raw.index(b"\n") + 1
+    found = []
+    for head in json.loads(raw[:end]):
+        values = {}
+        kind, block = _KINDS[head.pop("kind")], head.pop("block")
+        for name, value in head.items():
+            if isinstance(value, dict):
+                dtype = getattr(torch, value["dtype"])
+                count = torch.Size(value["shape"]).numel()
+                values[name] = torch.frombuffer(bytearray(raw), dtype=dtype, count=count, offset=end).reshape(
+                    value["shape"]
+                )
+                end += count * dtype.itemsize
+            else:
+                values[name] = value
+        found.append(Event(block=block, change=kind(**values)))
+    return tuple(found)

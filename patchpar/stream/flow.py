@@ -1,0 +1,58 @@
+"""From one noise level to the next: flow matching as pure functions of a table, with no scheduler that remembers.
+
+x_t = (1 - sigma) x_0 + sigma noise, and the network predicts noise - x_0 (rectified flow, arXiv:2209.03003).
+
+    euler      x + (sigma' - sigma) v                                     one noise per block
+    renoise    (1 - sigma') x_0 + sigma' noise',   x_0 = x - sigma v      new noise each step, as distilled models want
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from patchpar.errors import PlanError
+
+Sampler = Literal["euler", "renoise"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowSchedule:
+    """Noise levels `sigmas` of the steps, falling from at most 1 to 0 at the end, one more than there are steps."""
+
+    sigmas: tuple[float, ...]
+    sampler: Sampler = "euler"
+
+    def __post_init__(self) -> None:
+        falling = all(a > b for a, b in zip(self.sigmas, self.sigmas[1:], strict=False))
+        if len(self.sigmas) < 2 or self.sigmas[0] > 1 or self.sigmas[-1] != 0 or not falling:
+            raise PlanError(f"sigmas={self.sigmas}: noise levels fall from at most 1 to 0, in at least one step")
+        if self.sampler not in ("euler", "renoise"):
+            raise PlanError(f"sampler={self.sampler!r}: use 'euler' or 'renoise'")
+
+    @classmethod
+    def shifted(cls, steps: int, *, shift: float = 3.0, sampler: Sampler = "euler") -> "FlowSchedule":
+        """Even steps, moved towards the higher noise levels by `shift` (arXiv:2403.03206, section 5.3.2)."""
+        even = [1 - step / steps for step in range(steps + 1)]
+        return cls(sigmas=tuple(shift * s / (1 + (shift - 1) * s) for s in even), sampler=sampler)
+
+    @property
+    def steps(self) -> int:
+        """Denoising steps."""
+        return len(self.sigmas) - 1
+
+    def timestep(self, step: int) -> float:
+        """The noise level at which `step` begins, 0 to 1000, as networks are told it."""
+        return 1000.0 * self.sigmas[step]
+
+    def needs_noise(self, step: int) -> bool:
+        """Whether the end of `step` takes new noise."""
+        return self.sampler == "renoise" and self.sigmas[step + 1] > 0
+
+    def advance(self, step: int, x: Tensor, velocity: Tensor, noise: Tensor | None) -> Tensor:
+        """From the noise level of `step` to the next, computed in float32. `noise` where the step needs it."""
+        sigma, after = self.sigmas[step], self.sigmas[step + 1]
+        if self.sampler == "euler":
+            return (x.float() + (after - sigma) * velocity.float()).to(x.dtype)
+        clean = x.float() - sigma * velocity.float()
+        return (clean if noise is None else (1 - after) * clean + after * noise).to(x.dtype)

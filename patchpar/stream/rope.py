@@ -1,0 +1,79 @@
+"""Wan's rotary positions for frames anywhere in time: before the first, beyond the table, in any order.
+
+A stream has no end, so that positions grow beyond every table; they are computed from the same frequencies instead.
+Attention sees differences of positions only, which is what lets a sink frame roll along (Live Avatar,
+arXiv:2512.04677, section 4.3).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from diffusers.models.embeddings import get_1d_rotary_pos_embed
+from torch import Tensor
+
+Rotary = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Patches of one frame: rows and columns of tokens."""
+
+    rows: int
+    columns: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per frame."""
+        return self.rows * self.columns
+
+
+class Positions:
+    """Cosines and sines for tokens of `grid`, as Wan's own rotary module gives them.
+
+    `widths`: channels of a head that turn with time, row and column.
+    """
+
+    def __init__(self, widths: tuple[int, int, int], grid: Grid, device: torch.device) -> None:
+        self.grid, self.device = grid, device
+        self._time_width = widths[0]
+        rows, columns = (
+            _table(width, range(n)) for width, n in zip(widths[1:], (grid.rows, grid.columns), strict=True)
+        )
+        self._space = tuple(
+            torch.cat(
+                [
+                    row.view(grid.rows, 1, -1).expand(grid.rows, grid.columns, -1),
+                    column.view(1, grid.columns, -1).expand(grid.rows, grid.columns, -1),
+                ],
+                -1,
+            ).flatten(0, 1)
+            for row, column in zip(rows, columns, strict=True)
+        )
+
+    def at(self, frames: Sequence[int]) -> Rotary:
+        """(1, tokens, 1, head width) for frames at these places in time, which may be negative."""
+        times = _table(self._time_width, frames)
+        n = self.grid.tokens
+        cos, sin = (
+            torch.cat([time[:, None].expand(-1, n, -1), space.expand(len(frames), -1, -1)], -1).flatten(0, 1)
+            for time, space in zip(times, self._space, strict=True)
+        )
+        return cos[None, :, None].to(self.device), sin[None, :, None].to(self.device)
+
+
+def _table(width: int, places: Sequence[int]) -> Rotary:
+    """(places, width) each, computed in double precision: single would be too coarse an hour into a stream."""
+    at = torch.tensor(list(places), dtype=torch.float64)
+    cos, sin = get_1d_rotary_pos_embed(width, at, use_real=True, repeat_interleave_real=True, freqs_dtype=torch.float64)
+    return cos, sin
+
+
+def rotate(x_BLhd: Tensor, rotary: Rotary) -> Tensor:
+    """Turn pairs of channels by their positions, in the arithmetic of Wan's own attention."""
+    cos, sin = rotary
+    even, odd = x_BLhd[..., 0::2], x_BLhd[..., 1::2]
+    out = torch.empty_like(x_BLhd)
+    out[..., 0::2] = even * cos[..., 0::2] - odd * sin[..., 1::2]
+    out[..., 1::2] = even * sin[..., 1::2] + odd * cos[..., 0::2]
+    return out

@@ -1,0 +1,157 @@
+"""What a stream plan will do, before any rank is started: frames per second, first frame, jitter, idle time.
+
+A block starts on a stage when it has arrived, the stage is done with the block before, and there is credit for it:
+
+    start[s][b] = max(arrived[s][b],  done[s][b-1],  (s = 0) sound of b is here and block b - credit has come out)
+    arrived[s][b] = max(done[s-1][b],  arrived[s][b-1]) + link
+
+For steady stages this gives the law FPS = F / max(stage, link) and TTFF = S c + v + links (Live Avatar,
+arXiv:2512.04677, table 5).
+"""
+
+import random
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from patchpar.errors import PlanError
+from patchpar.stream.plan import StreamPlan, plans
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamCosts:
+    """Seconds. `step`: one denoising step of one block. `decode`: one block. `link`: one block to the next rank.
+
+    `frames`: pictures per block. `inner_speedup`: how much faster a step is for each doubling of its ranks. `jitter`:
+    spread of every cost, as a share, one-sided. `source`: seconds between blocks of sound that arrive live; 0 where all
+    of it is there.
+    """
+
+    step: float
+    decode: float
+    frames: int
+    link: float = 0.0
+    inner_speedup: float = 1.6
+    jitter: float = 0.0
+    source: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.step, self.decode, self.link, self.source, self.jitter) < 0 or self.step + self.decode == 0:
+            raise PlanError(f"{self}: costs are at least 0, and there is work to be done")
+        if self.frames < 1:
+            raise PlanError(f"frames={self.frames}: a block has at least 1 frame")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What to expect. Seconds; `gaps` are those between blocks in the steady state: median, 95th and 99th percentile.
+
+    `busy`: share of its time that each stage works. `in_flight`: most blocks under way at once.
+    """
+
+    fps: float
+    first_frame: float
+    gaps: tuple[float, float, float]
+    longest_gap: float
+    busy: tuple[float, ...]
+    in_flight: int
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """Share of its time that each stage stands idle."""
+        return tuple(1 - share for share in self.busy)
+
+    def __str__(self) -> str:
+        gaps = ", ".join(f"{1000 * gap:.0f}" for gap in self.gaps)
+        busy = ", ".join(f"{share:.0%}" for share in self.busy)
+        return (
+            f"{self.fps:.1f} frames/s, first frame after {self.first_frame:.2f} s; ms between blocks (p50, p95, p99): "
+            f"{gaps}; stages busy: {busy}; at most {self.in_flight} blocks in flight"
+        )
+
+
+def stage_seconds(plan: StreamPlan, costs: StreamCosts) -> tuple[float, ...]:
+    """What one block costs on each stage."""
+    share = costs.inner_speedup ** (plan.inner.bit_length() - 1) if plan.inner > 1 else 1.0
+    return tuple(
+        len(stage.steps) * costs.step / share + (costs.decode if stage.decodes else 0.0) for stage in plan.stages
+    )
+
+
+def law(plan: StreamPlan, costs: StreamCosts) -> tuple[float, float]:
+    """(frames per second, seconds to the first frame) of steady stages, in closed form."""
+    seconds = stage_seconds(plan, costs)
+    return costs.frames / max(*seconds, costs.link, costs.source), sum(seconds) + costs.link * (plan.depth - 1)
+
+
+def simulate(
+    plan: StreamPlan,
+    costs: StreamCosts,
+    *,
+    blocks: int = 400,
+    lead: int = 1,
+    seed: int = 0,
+    drain_at: int | None = None,
+) -> Forecast:
+    """Run `blocks` blocks through the plan, with credit for `lead` blocks more than there are stages.
+
+    `drain_at`: a block that starts only when the one before has come out, as a collective in mid-stream would have it.
+    """
+    if blocks < 4 * plan.depth:
+        raise PlanError(
+            f"blocks={blocks}: a pipeline of {plan.depth} stages shows its rate in {4 * plan.depth} or more"
+        )
+    chance = random.Random(seed)
+    seconds = stage_seconds(plan, costs)
+    credit = plan.depth + lead
+    starts = [[0.0] * blocks for _ in seconds]
+    ends = [[0.0] * blocks for _ in seconds]
+    arrived = [0.0] * len(seconds)
+    for block in range(blocks):
+        for stage, cost in enumerate(seconds):
+            ready = (block + 1) * costs.source
+            if stage:
+                ready = arrived[stage] = max(ends[stage - 1][block], arrived[stage]) + costs.link
+            if block:
+                ready = max(ready, ends[stage][block - 1])
+            if stage == 0 and block >= credit:
+                ready = max(ready, ends[-1][block - credit] + costs.link)
+            if stage == 0 and block == drain_at:
+                ready = max(ready, ends[-1][block - 1])
+            starts[stage][block] = ready
+            ends[stage][block] = ready + cost * (1 + costs.jitter * abs(chance.gauss(0, 1)))
+    return _forecast(starts, ends, costs, warm=plan.depth + lead)
+
+
+def _forecast(
+    starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]], costs: StreamCosts, *, warm: int
+) -> Forecast:
+    out = ends[-1]
+    every = [b - a for a, b in pairwise(out)]
+    gaps = sorted(every[warm:])
+    span = out[-1] - out[warm]
+    busy = [
+        sum(end - start for start, end in zip(begun[warm + 1 :], done[warm + 1 :], strict=True)) / span
+        for begun, done in zip(starts, ends, strict=True)
+    ]
+    under_way = max(block + 1 - bisect_right(out, begun) for block, begun in enumerate(starts[0]))
+    return Forecast(
+        fps=costs.frames * len(gaps) / span,
+        first_frame=out[0] - costs.source,
+        gaps=tuple(gaps[min(len(gaps) - 1, int(share * len(gaps)))] for share in (0.5, 0.95, 0.99)),  # type: ignore[arg-type]
+        longest_gap=max(every),
+        busy=tuple(min(1.0, share) for share in busy),
+        in_flight=under_way,
+    )
+
+
+def best_plan(steps: int, ranks: int, costs: StreamCosts, *, fps: float = 0.0) -> StreamPlan:
+    """The plan for at most `ranks` ranks that shows its first frame soonest, of those that reach `fps`.
+
+    Where none reaches it, the fastest. Of equals the fastest, and of those the one with fewest ranks.
+    """
+    known = [(plan, *(round(figure, 9) for figure in law(plan, costs))) for plan in plans(steps, ranks)]
+    wanted = min(fps, max(rate for _, rate, _ in known))
+    enough = (entry for entry in known if entry[1] >= wanted)
+    return min(enough, key=lambda entry: (entry[2], -entry[1], entry[0].ranks))[0]

@@ -1,0 +1,208 @@
+"""One rank's part in a stream: take a block, change what its events change, do our steps, pass it on.
+
+    tick           0     1     2     3     4     5
+    rank 0         b0    b1    b2    b3    b4    b5      step 0
+    rank 1               b0    b1    b2    b3    b4      step 1
+    rank 2                     b0    b1    b2    b3      decode
+
+There is no tick, and no collective: a stage waits for its block and for nothing else (Live Avatar, arXiv:2512.04677,
+section 4.2). The first finished block goes back to rank 0, which makes the adaptive sink of it: an event like any
+other, at the block that enters when block 0 has left the last step, so that nobody has to wait for it.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from patchpar.errors import PlanError
+from patchpar.exchange import Arriving, Door
+from patchpar.stream.causal import CausalModel, Payload
+from patchpar.stream.events import Change, Event, Reference
+from patchpar.stream.link import Downstream, Envelope, Sign, Upstream
+from patchpar.stream.plan import StreamPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What the first stage is to do: begin a block with `inputs` under `changes`, rest, or end the stream."""
+
+    sign: Sign
+    inputs: Payload = ()
+    changes: tuple[Change, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Frames (frames, height, width, 3) in uint8 of one block, and the block itself. `born` as in Envelope."""
+
+    block: int
+    frames: Tensor
+    latents: Payload
+    born: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a stage meets outside of the pipeline. `order` is asked on the first stage, `put` on the one that decodes.
+
+    `order(block, patience)`: what to do next; to rest after `patience` seconds. `is_cancelled`: from then on blocks
+    pass without being computed.
+    """
+
+    order: Callable[[int, float], Order]
+    put: Callable[[Finished], object]
+    is_cancelled: Callable[[], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFigures:
+    """What a stage did: blocks, and seconds that it worked on them and waited for them, the first one excepted."""
+
+    rank: int
+    blocks: int
+    busy: float
+    waited: float
+
+
+class Inlet(Protocol):
+    """Where a stage's blocks come from."""
+
+    def take(self) -> Envelope:
+        """The next one."""
+
+
+class Beginning:
+    """Where blocks come from on the first stage: from orders. `back` brings the first finished block from afar."""
+
+    def __init__(self, model: CausalModel, around: Surroundings, patience: float, back: Arriving | None) -> None:
+        self._model, self._around, self._patience, self._back = model, around, patience, back
+        self._block = 0
+        self._first: Payload | None = None
+        self._has_reference = False
+
+    def keep_first(self, payload: Payload) -> None:
+        """The first finished block, where it is finished on this very stage."""
+        self._first = payload
+
+    def take(self) -> Envelope:
+        """See Inlet."""
+        cancelled = self._around.is_cancelled()
+        order = Order(sign=Sign.END) if cancelled else self._around.order(self._block, self._patience)
+        if order.sign is not Sign.BLOCK:
+            if order.sign is Sign.END and self._block > 0:
+                self._fetch_first()
+            return Envelope(sign=order.sign)
+        block, born = self._block, time.time_ns()
+        changes = (*self._adaptive_sink(block), *order.changes)
+        self._has_reference |= block > 0 and any(isinstance(change, Reference) for change in changes)
+        self._block += 1
+        events = tuple(Event(block=block, change=change) for change in changes)
+        payload = self._model.begin(block, order.inputs)
+        return Envelope(sign=Sign.BLOCK, block=block, born=born, events=events, payload=payload)
+
+    def _adaptive_sink(self, block: int) -> tuple[Change, ...]:
+        """The rule does not depend on the number of ranks. A reference that was given meanwhile is not overruled."""
+        if block != self._model.steps or not self._model.adapts_sink:
+            return ()
+        first = self._fetch_first()
+        return () if first is None or self._has_reference else (self._model.adaptive_sink(first),)
+
+    def _fetch_first(self) -> Payload | None:
+        if self._back is not None:
+            self._first, self._back = tuple(self._back.wait_for(0)), None
+        return self._first
+
+
+class StageLoop:
+    """What rank `rank` of `plan` does from the first block to the last. Raises PlanError."""
+
+    def __init__(
+        self, model: CausalModel, plan: StreamPlan, rank: int, door: Door | None, around: Surroundings
+    ) -> None:
+        _check(model, plan, door)
+        stages = plan.stages
+        number = plan.stage_of(rank)
+        stage, specs = stages[number], model.payload()
+        self._model, self._rank, self._around, self._door = model, rank, around, door
+        self._is_last_step = bool(stage.steps) and stage.steps[-1] == plan.steps - 1
+        self._states = [model.new_state(step) for step in stage.steps]
+        self._decoder = model.new_decoder() if stage.decodes else None
+        self._beginning: Beginning | None = None
+        self._out: Downstream | None = None
+        if number == 0:
+            patience = 1.0 if door is None else door.transport.deadline / 4
+            back = None
+            if model.adapts_sink and not self._is_last_step:
+                assert door is not None
+                back = door.receive("first", "stream", len(plan.sizes) - 1, specs)
+            self._beginning = Beginning(model, around, patience, back)
+        self._in: Inlet = self._beginning or Upstream(_there(door), stages[number - 1].ranks[0], specs)
+        if number + 1 < len(stages):
+            self._out = Downstream(_there(door), stages[number + 1].ranks[0], specs)
+        self._first_sent: Arriving | None = None
+
+    def run(self) -> StageFigures:
+        """Until the stream ends. Raises ExchangeError if another stage is late or gone."""
+        blocks, busy, waited = 0, 0.0, 0.0
+        while True:
+            start = time.perf_counter()
+            envelope = self._in.take()
+            arrived = time.perf_counter()
+            if envelope.sign is Sign.BLOCK:
+                envelope = self._work(envelope)
+                waited += arrived - start if blocks else 0.0
+                blocks += 1
+            if self._out is not None:
+                self._out.send(envelope)
+            busy += time.perf_counter() - arrived if envelope.sign is Sign.BLOCK else 0.0
+            if envelope.sign is Sign.END:
+                break
+        self._settle()
+        return StageFigures(rank=self._rank, blocks=blocks, busy=busy, waited=waited)
+
+    def _work(self, envelope: Envelope) -> Envelope:
+        payload = envelope.payload
+        is_cancelled = self._around.is_cancelled()
+        if not is_cancelled:
+            for state in self._states:
+                for event in envelope.events:
+                    self._model.apply(state, event.change)
+                payload = self._model.step(state, envelope.block, payload)
+        if self._is_last_step and envelope.block == 0 and self._model.adapts_sink:
+            self._send_first(payload)
+        if self._decoder is not None and not is_cancelled:
+            frames = self._model.decode(self._decoder, payload)
+            self._around.put(Finished(block=envelope.block, frames=frames, latents=payload, born=envelope.born))
+        return replace(envelope, payload=payload)
+
+    def _send_first(self, payload: Payload) -> None:
+        if self._beginning is not None:
+            self._beginning.keep_first(payload)
+        else:
+            self._first_sent = _there(self._door).send("first", "stream", [0], payload)
+
+    def _settle(self) -> None:
+        if self._first_sent is not None:
+            self._first_sent.wait()
+        if self._out is not None:
+            self._out.settle()
+
+
+def _there(door: Door | None) -> Door:
+    assert door is not None, "stages on several ranks have a door"
+    return door
+
+
+def _check(model: CausalModel, plan: StreamPlan, door: Door | None) -> None:
+    if plan.steps != model.steps:
+        raise PlanError(f"the plan has {plan.steps} steps, but the model has {model.steps}")
+    if plan.inner > 1:
+        raise PlanError(
+            f"inner={plan.inner}: several ranks for one step can be forecast, but not run yet; use at most "
+            f"{plan.steps + 1} ranks"
+        )
+    if plan.ranks > 1 and door is None:
+        raise PlanError(f"the plan has {plan.ranks} ranks, but there is no way to the others")

@@ -1,0 +1,193 @@
+"""A Wan-type transformer as a model to be streamed: conditions, prompt changes, rolling sink and decoding.
+
+    step of a block    velocity of the block-causal transformer at the step's own noise level, then the flow schedule
+    Prompt             switch, cut, blend or recache, from the next block on
+    Reference          another sink frame; an adaptive one is the first frame of the first finished block
+
+Method: Live Avatar (arXiv:2512.04677, sections 4.1 to 4.3).
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from patchpar.errors import PlanError
+from patchpar.stream.causal import Payload
+from patchpar.stream.causal_wan import CausalWan, Heard
+from patchpar.stream.decoders import Decoder, DecoderState, as_pixels
+from patchpar.stream.events import Change, Parameter, Prompt, Reference
+from patchpar.stream.flow import FlowSchedule
+from patchpar.stream.noise import keyed_noise
+from patchpar.stream.window import WindowMemory
+from patchpar.transport import Spec
+
+PARAMETERS = ("audio_scale",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WanStreamOptions:
+    """What one stream is: latents of `height` x `width`, its noise and its first conditions.
+
+    `text`: embeddings (1, T, D). `sink`: a clean latent frame (1, C, 1, H, W), or None. `adapt_sink`: the first frame
+    of the first finished block takes its place.
+    """
+
+    height: int
+    width: int
+    seed: int
+    text: Tensor
+    sink: Tensor | None = None
+    adapt_sink: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class Blending:
+    """A prompt on its way to another: `done` of `over` blocks."""
+
+    start: Tensor
+    end: Tensor
+    over: int
+    done: int = 0
+
+    def advance(self) -> Tensor:
+        """The text of the next block."""
+        self.done += 1
+        return torch.lerp(self.start, self.end, self.done / self.over)
+
+
+@dataclass(slots=True, kw_only=True)
+class StepState:
+    """What one denoising step remembers. `recent`: number and payload of the last blocks, for a window made anew."""
+
+    step: int
+    memory: WindowMemory
+    text: Tensor
+    sink: Tensor | None
+    blending: Blending | None = None
+    audio_scale: float = 1.0
+    recent: deque[tuple[int, Payload]] = field(default_factory=deque)
+
+
+class WanStream:
+    """A CausalModel. Its payload is (latents, audio tokens), or latents alone where the transformer hears nothing."""
+
+    def __init__(self, network: CausalWan, schedule: FlowSchedule, decoder: Decoder, options: WanStreamOptions) -> None:
+        self._network, self._schedule, self._decoder, self._options = network, schedule, decoder, options
+        transformer = network.transformer
+        self._device, self._dtype = transformer.device, transformer.dtype
+        shape = (1, transformer.config.in_channels, network.options.frames, options.height, options.width)
+        self._latents = Spec(shape, self._dtype)
+
+    @property
+    def steps(self) -> int:
+        """See CausalModel."""
+        return self._schedule.steps
+
+    def payload(self) -> tuple[Spec, ...]:
+        """See CausalModel."""
+        audio = self._network.audio
+        if audio is None:
+            return (self._latents,)
+        heard = (1, self._network.options.frames, audio.config.tokens, audio.config.levels)
+        return self._latents, Spec(heard, torch.float32)
+
+    @torch.no_grad()
+    def new_state(self, step: int) -> StepState:
+        """See CausalModel."""
+        options = self._options
+        state = StepState(
+            step=step,
+            memory=self._network.memory(options.height, options.width),
+            text=self._own(options.text),
+            sink=None if options.sink is None else self._own(options.sink),
+            recent=deque(maxlen=self._network.options.window - 1),
+        )
+        self._fill_sink(state)
+        return state
+
+    def begin(self, block: int, inputs: Payload) -> Payload:
+        """See CausalModel. `inputs`: the block's audio tokens, if the transformer hears."""
+        noise = keyed_noise(self._options.seed, block, 0, self._latents.shape)
+        return self._own(noise), *(x.to(self._device) for x in inputs)
+
+    @torch.no_grad()
+    def apply(self, state: StepState, change: Change) -> None:
+        """See CausalModel."""
+        if isinstance(change, Prompt):
+            self._change_text(state, change)
+        elif isinstance(change, Reference):
+            state.sink = self._own(change.latents)
+            self._fill_sink(state)
+        else:
+            self._set(state, change)
+
+    def _change_text(self, state: StepState, change: Prompt) -> None:
+        text = self._own(change.text)
+        if change.transition == "blend":
+            if text.shape != state.text.shape:
+                raise PlanError(
+                    f"a text of {tuple(text.shape)} cannot be blended with one of {tuple(state.text.shape)}: use "
+                    "'switch', or pad both to one length"
+                )
+            state.blending = Blending(start=state.text, end=text, over=change.over)
+            return
+        state.text, state.blending = text, None
+        if change.transition == "switch":
+            return
+        state.memory.forget()
+        self._fill_sink(state)
+        if change.transition == "cut":
+            state.recent.clear()
+        for block, payload in state.recent:
+            self._velocity(state, block, payload)
+
+    def _set(self, state: StepState, change: Parameter) -> None:
+        if change.name not in PARAMETERS:
+            raise PlanError(f"parameter {change.name!r} is unknown: use one of {', '.join(PARAMETERS)}")
+        state.audio_scale = change.value
+
+    @torch.no_grad()
+    def step(self, state: StepState, block: int, payload: Payload) -> Payload:
+        """See CausalModel."""
+        if state.blending is not None:
+            state.text = state.blending.advance()
+            state.blending = None if state.blending.done == state.blending.over else state.blending
+        velocity = self._velocity(state, block, payload)
+        state.recent.append((block, payload))
+        noise = None
+        if self._schedule.needs_noise(state.step):
+            drawn = keyed_noise(self._options.seed, block, state.step + 1, self._latents.shape)
+            noise = drawn.to(self._device)
+        return self._schedule.advance(state.step, payload[0], velocity, noise), *payload[1:]
+
+    def _velocity(self, state: StepState, block: int, payload: Payload) -> Tensor:
+        timestep = self._schedule.timestep(state.step)
+        heard = Heard(payload[1], state.audio_scale) if len(payload) > 1 else None
+        return self._network.velocity(state.memory, payload[0], timestep, state.text, block=block, heard=heard)
+
+    def _fill_sink(self, state: StepState) -> None:
+        if state.sink is not None:
+            self._network.remember_sink(state.memory, state.sink, state.text)
+
+    @property
+    def adapts_sink(self) -> bool:
+        """See CausalModel."""
+        return self._options.adapt_sink
+
+    def adaptive_sink(self, payload: Payload) -> Change:
+        """See CausalModel. It never leaves latent space, so that decoding and encoding add nothing to it."""
+        return Reference(latents=payload[0][:, :, :1])
+
+    def new_decoder(self) -> DecoderState:
+        """See CausalModel."""
+        return DecoderState()
+
+    @torch.no_grad()
+    def decode(self, decoder: DecoderState, payload: Payload) -> Tensor:
+        """See CausalModel."""
+        return as_pixels(self._decoder.decode(decoder, payload[0]))
+
+    def _own(self, x: Tensor) -> Tensor:
+        return x.to(self._device, self._dtype)

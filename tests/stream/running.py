@@ -1,0 +1,119 @@
+"""Streams run in two ways: as one loop over all steps, the oracle, and as stages on ranks."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.exchange import Door
+from patchpar.stream.causal import CausalModel, Payload
+from patchpar.stream.events import Change, Reference
+from patchpar.stream.link import Sign
+from patchpar.stream.plan import StreamPlan
+from patchpar.stream.stage import Finished, Order, StageFigures, StageLoop, Surroundings
+from patchpar.transport import Transport
+from tests.stream.tiny import sound
+from tests.unit.threads import on_threads
+
+BLOCKS = 7
+Changes = Mapping[int, tuple[Change, ...]]
+Outcome = list[tuple[Tensor, Tensor]]
+"""(latents, frames) of each block."""
+
+
+def serial(model: CausalModel, changes: Changes, blocks: int = BLOCKS, hears: bool = True) -> Outcome:
+    """One process, one loop: every step of a block before the next block."""
+    states = [model.new_state(step) for step in range(model.steps)]
+    decoder = model.new_decoder()
+    outcome: Outcome = []
+    for block in range(blocks):
+        due = list(changes.get(block, ()))
+        early = [change for number in range(1, model.steps) for change in changes.get(number, ())]
+        if block == model.steps and model.adapts_sink and not any(isinstance(c, Reference) for c in early):
+            due.insert(0, Reference(latents=outcome[0][0][:, :, :1]))
+        payload: Payload = model.begin(block, (sound(block),) if hears else ())
+        for state in states:
+            for change in due:
+                model.apply(state, change)
+            payload = model.step(state, block, payload)
+        outcome.append((payload[0], model.decode(decoder, payload)))
+    return outcome
+
+
+@dataclass
+class Script:
+    """Orders written beforehand. `rests`: how often the stream rests before a block."""
+
+    changes: Changes
+    blocks: int = BLOCKS
+    hears: bool = True
+    rests: dict[int, int] = field(default_factory=dict)
+
+    def order(self, block: int, patience: float) -> Order:
+        if self.rests.get(block, 0):
+            self.rests[block] -= 1
+            return Order(sign=Sign.REST)
+        if block == self.blocks:
+            return Order(sign=Sign.END)
+        inputs = (sound(block),) if self.hears else ()
+        return Order(sign=Sign.BLOCK, inputs=inputs, changes=self.changes.get(block, ()))
+
+
+class Uneven:
+    """A model whose steps take longer or shorter, by chance."""
+
+    def __init__(self, model: Any, seconds: float, seed: int) -> None:
+        self._model, self._seconds, self._chance = model, seconds, random.Random(seed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def step(self, *args: Any) -> Payload:
+        time.sleep(self._seconds * self._chance.random())
+        return self._model.step(*args)
+
+
+def stage(
+    transport: Transport, models: Sequence[CausalModel], plan: StreamPlan, script: Script, uneven: float = 0.0
+) -> tuple[Outcome, StageFigures]:
+    """What one rank does; the one that decodes returns the frames."""
+    outcome: Outcome = []
+
+    def put(finished: Finished) -> None:
+        assert finished.block == len(outcome), "blocks come out in order"
+        outcome.append((finished.latents[0], finished.frames))
+
+    around = Surroundings(order=script.order, put=put, is_cancelled=lambda: False)
+    model: Any = models[transport.rank]
+    if uneven:
+        model = Uneven(model, uneven, transport.rank)
+    loop = StageLoop(model, plan, transport.rank, Door(transport), around)
+    return outcome, loop.run()
+
+
+def pipelined(
+    make: Callable[[], CausalModel], plan: StreamPlan, script: Script, uneven: float = 0.0
+) -> tuple[Outcome, list[StageFigures]]:
+    """Ranks as threads, each with a model of its own, made here: weights are drawn from a generator of all threads."""
+    models = [make() for _ in range(plan.ranks)]
+    found = on_threads(plan.ranks, stage, models, plan, script, uneven)
+    errors = [error for error in found if isinstance(error, Exception)]
+    if errors:
+        raise errors[0]
+    return found[-1][0], [figures for _, figures in found]
+
+
+def differing(one: Outcome, other: Outcome) -> list[int]:
+    """Blocks of which latents or frames are not the same bits."""
+    assert len(one) == len(other)
+    return [
+        block
+        for block, (a, b) in enumerate(zip(one, other, strict=True))
+        if not all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    ]

@@ -1,0 +1,176 @@
+"""Block by block with a window of keys and values is the same function as all blocks at once under a mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from torch import Tensor
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.stream.causal_wan import CausalWan, Heard
+from patchpar.stream.passes import CausalOptions
+from patchpar.stream.rope import Grid, Positions
+from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, noise, sink, sound, text, transformer
+
+BLOCKS = 6
+
+
+def blocks(count: int = BLOCKS) -> list[Tensor]:
+    return [noise(1, 16, FRAMES, ROWS, COLUMNS, seed=block) for block in range(count)]
+
+
+def chunked(net: CausalWan, *, has_sink: bool, hears: bool = True, first: int = 0, timestep: float = 500.0) -> Tensor:
+    memory = net.memory(ROWS, COLUMNS)
+    if has_sink:
+        net.remember_sink(memory, sink(0), text(0))
+    return torch.cat(
+        [
+            net.velocity(memory, x, timestep, text(0), block=first + i, heard=Heard(sound(i)) if hears else None)
+            for i, x in enumerate(blocks())
+        ],
+        2,
+    )
+
+
+def banded(net: CausalWan, *, has_sink: bool, hears: bool = True) -> Tensor:
+    return net.banded(
+        torch.cat(blocks(), 2),
+        torch.full((1, BLOCKS), 500.0),
+        text(0),
+        sink_BCFHW=sink(0) if has_sink else None,
+        audio_BFnC=torch.cat([sound(i) for i in range(BLOCKS)], 1) if hears else None,
+    )
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max())
+
+
+@pytest.mark.parametrize("positions", ["abs", "relative"])
+@pytest.mark.parametrize("window", [1, 3, 8])
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_chunked_equals_banded(window: int, has_sink: bool, positions: Any) -> None:
+    net = causal(window=window, positions=positions)
+    assert apart(chunked(net, has_sink=has_sink), banded(net, has_sink=has_sink)) < 1e-5
+
+
+def test_the_comparison_sees_each_part() -> None:
+    """Another window, no sink, a sink elsewhere, no sound: each moves the result by far more than rounding."""
+    whole = banded(causal(), has_sink=True)
+    others = {
+        "window": banded(causal(window=2), has_sink=True),
+        "sink": banded(causal(), has_sink=False),
+        "sink's place": banded(causal(sink_distance=1), has_sink=True),
+        "sound": banded(causal(), has_sink=True, hears=False),
+    }
+    assert {name: apart(other, whole) > 1e-3 for name, other in others.items()} == dict.fromkeys(others, True)
+
+
+def test_a_block_does_not_see_later_ones() -> None:
+    net = causal()
+    changed = torch.cat(blocks(), 2)
+    changed[:, :, 3 * FRAMES :] += 1
+    x = torch.cat(blocks(), 2)
+    one, other = (net.banded(each, torch.full((1, BLOCKS), 500.0), text(0)) for each in (x, changed))
+    assert torch.equal(one[:, :, : 3 * FRAMES], other[:, :, : 3 * FRAMES])
+    assert not torch.equal(one, other)
+
+
+def test_an_hour_later_is_the_same_picture() -> None:
+    """Attention sees differences of places only: far beyond Wan's own table nothing changes."""
+    for positions in ("abs", "relative"):
+        net = causal(positions=positions)
+        assert apart(chunked(net, has_sink=True, first=100_000), chunked(net, has_sink=True)) < 1e-4
+
+
+def test_positions_are_those_of_wan() -> None:
+    rope = transformer().rope
+    mine = Positions((rope.t_dim, rope.h_dim, rope.w_dim), Grid(rows=2, columns=3), torch.device("cpu"))
+    wans = rope(torch.zeros(1, 16, 5, 4, 6))
+    assert all(torch.equal(a, b) for a, b in zip(mine.at(range(5)), wans, strict=True))
+
+
+def test_one_block_alone_is_plain_wan() -> None:
+    net = causal(hears=False)
+    x = blocks()[0]
+    out = net.velocity(net.memory(ROWS, COLUMNS), x, 500.0, text(0), block=0)
+    assert apart(out, transformer()(x, torch.full((1,), 500.0), text(0), return_dict=False)[0]) < 1e-5
+
+
+def test_restored_is_as_it_was() -> None:
+    net = causal()
+    net.restore()
+    x = blocks()[0]
+    out, plain = (t(x, torch.full((1,), 500.0), text(0))[0] for t in (net.transformer, transformer()))
+    assert torch.equal(out, plain)
+    assert all(type(block.attn1.processor) is WanAttnProcessor for block in net.transformer.blocks)
+    assert not any(block._forward_hooks for block in net.transformer.blocks)
+
+
+def test_one_transformer_serves_several_memories() -> None:
+    net = causal()
+    alone = chunked(net, has_sink=True)
+    memories = [net.memory(ROWS, COLUMNS) for _ in range(2)]
+    for memory in memories:
+        net.remember_sink(memory, sink(0), text(0))
+    outs: list[list[Tensor]] = [[], []]
+    for i, x in enumerate(blocks()):
+        for memory, out, level in zip(memories, outs, (500.0, 100.0), strict=True):
+            out.append(net.velocity(memory, x, level, text(0), block=i, heard=Heard(sound(i))))
+    assert torch.equal(torch.cat(outs[0], 2), alone)
+    assert not torch.equal(torch.cat(outs[1], 2), alone)
+
+
+def test_memory_is_taken_once() -> None:
+    net = causal()
+    memory = net.memory(ROWS, COLUMNS)
+    size = memory.num_bytes
+    tokens = ROWS * COLUMNS // 4
+    assert size == 4 * 2 * 24 * (2 * (tokens + 3 * FRAMES * tokens) + tokens)
+    places = {memory.visible(0)[0].untyped_storage().data_ptr()}
+    for i, x in enumerate(blocks()):
+        net.velocity(memory, x, 500.0, text(0), block=i)
+        places.add(memory.visible(0)[0].untyped_storage().data_ptr())
+    assert (memory.num_bytes, len(places), memory.visible_blocks) == (size, 1, 3)
+
+
+def test_levels_that_differ_are_told_apart() -> None:
+    net = causal()
+    even = torch.full((1, BLOCKS), 500.0)
+    mixed = even.clone()
+    mixed[0, 2] = 900.0
+    x = torch.cat(blocks(), 2)
+    one, other = (net.banded(x, levels, text(0)) for levels in (even, mixed))
+    same = [torch.equal(a, b) for a, b in zip(one.split(FRAMES, 2), other.split(FRAMES, 2), strict=True)]
+    assert same == [True, True, False, False, False, False]
+
+
+def test_it_can_be_trained() -> None:
+    net = causal()
+    assert net.audio is not None
+    net.transformer.requires_grad_(True)
+    net.audio.requires_grad_(True)
+    banded(net, has_sink=True).square().mean().backward()
+    heard = net.audio.embed[0].weight.grad
+    assert heard is not None
+    assert float(heard.abs().max()) > 0
+    assert all(p.grad is not None for p in net.transformer.blocks[0].attn1.parameters())
+
+
+def test_what_cannot_be() -> None:
+    with pytest.raises(PlanError, match="frames=0"):
+        CausalOptions(frames=0)
+    with pytest.raises(PlanError, match="'abs' or 'relative'"):
+        CausalOptions(positions="other")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="whole patches of 2 x 2"):
+        causal().memory(5, 6)
+    with pytest.raises(PlanError, match="2 frames make a block"):
+        causal().banded(noise(1, 16, 3, ROWS, COLUMNS), torch.zeros(1, 2), text(0))
+    net = transformer()
+    net.register_to_config(image_dim=4)
+    with pytest.raises(UnsupportedModel, match="text-to-video"):
+        CausalWan(net, CausalOptions())
+    assert AUDIO.levels == 4

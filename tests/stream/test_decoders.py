@@ -1,0 +1,54 @@
+"""A film decoded block by block is the film decoded at once, to the last bit."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from diffusers import AutoencoderKL
+from torch import Tensor
+
+from patchpar.stream.decoders import DecoderState, FrameDecoder, WanDecoder, as_pixels
+from tests.stream.tiny import noise, vae
+
+
+def in_blocks(decoder: WanDecoder | FrameDecoder, latents: Tensor, ends: list[int]) -> Tensor:
+    state = DecoderState()
+    return torch.cat([decoder.decode(state, latents[:, :, a:b]) for a, b in pairwise([0, *ends])])
+
+
+@pytest.mark.parametrize("ends", [[7], [3, 6, 7], [1, 2, 7]])
+def test_wan(ends: list[int]) -> None:
+    net, latents = vae(), noise(1, 16, 7, 4, 4)
+    mean, std = (torch.tensor(x).view(1, -1, 1, 1, 1) for x in (net.config.latents_mean, net.config.latents_std))
+    whole = net.decode(latents / (1.0 / std) + mean, return_dict=False)[0]
+    streamed = in_blocks(WanDecoder(net), latents, ends)
+    assert streamed.shape == (13, 3, 8, 8)
+    assert torch.equal(streamed, whole[0].transpose(0, 1))
+
+
+def test_without_its_memory_wan_differs() -> None:
+    net, latents = vae(), noise(1, 16, 6, 4, 4)
+    decoder = WanDecoder(net)
+    whole = in_blocks(decoder, latents, [6])
+    fresh = decoder.decode(DecoderState(frames=3), latents[:, :, 3:])
+    assert not torch.equal(fresh, whole[-len(fresh) :])
+
+
+def test_pictures() -> None:
+    torch.manual_seed(3)
+    net = AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4, scaling_factor=0.5).eval()
+    latents = noise(1, 4, 4, 6, 6)
+    with torch.no_grad():
+        streamed = in_blocks(FrameDecoder(net), latents, [2, 4])
+        alone = net.decode(latents[:, :, 3] / 0.5, return_dict=False)[0].clamp(-1, 1)
+    assert streamed.shape == (4, 3, 6, 6)
+    assert torch.allclose(streamed[3:], alone, atol=1e-6)
+
+
+def test_pixels() -> None:
+    pictures = torch.tensor([-1.0, -0.5, 0.0, 1.0]).view(4, 1, 1, 1).expand(-1, 3, 2, 1)
+    pixels = as_pixels(pictures)
+    assert (pixels.shape, pixels.dtype) == ((4, 2, 1, 3), torch.uint8)
+    assert pixels[:, 0, 0, 0].tolist() == [0, 64, 128, 255]

@@ -1,0 +1,97 @@
+"""The simulator obeys the law, and reproduces what was published."""
+
+from __future__ import annotations
+
+import pytest
+
+from patchpar.errors import PlanError
+from patchpar.stream.plan import StreamPlan, plans
+from patchpar.stream.simulate import Forecast, StreamCosts, best_plan, law, simulate
+
+LIVE_AVATAR = StreamCosts(step=12 / 45.2, decode=0.150, frames=12)
+"""Live Avatar (arXiv:2512.04677v5), table 3: 45.2 frames/s in blocks of 12; decoding a block takes about 0.15 s."""
+
+
+@pytest.mark.parametrize(("steps", "first_frame"), [(2, 0.68), (3, 0.95), (4, 1.21)])
+def test_table_5_of_live_avatar(steps: int, first_frame: float) -> None:
+    forecast = simulate(StreamPlan.even(steps, steps + 1), LIVE_AVATAR)
+    assert forecast.fps == pytest.approx(45.2, rel=1e-3)
+    assert forecast.first_frame == pytest.approx(first_frame, abs=0.01)
+
+
+@pytest.mark.parametrize("link", [0.0, 0.02, 0.7])
+@pytest.mark.parametrize(("step", "decode"), [(0.2, 0.1), (0.1, 0.5), (0.3, 0.3)])
+@pytest.mark.parametrize("plan", list(plans(4, 9)), ids=str)
+def test_the_law_within_three_per_cent(plan: StreamPlan, step: float, decode: float, link: float) -> None:
+    costs = StreamCosts(step=step, decode=decode, frames=12, link=link)
+    fps, first = law(plan, costs)
+    forecast = simulate(plan, costs, lead=20)
+    assert forecast.fps == pytest.approx(fps, rel=0.03)
+    assert forecast.first_frame == pytest.approx(first, rel=0.03)
+
+
+def test_decoding_on_the_last_stage_costs_rate() -> None:
+    own, last = (simulate(StreamPlan.even(4, ranks), LIVE_AVATAR).fps for ranks in (5, 4))
+    assert own == pytest.approx(45.2, rel=1e-3)
+    assert last == pytest.approx(12 / (12 / 45.2 + 0.150), rel=1e-3)
+
+
+def test_the_slowest_stage_never_rests_and_the_others_do() -> None:
+    forecast = simulate(StreamPlan.even(4, 5), LIVE_AVATAR)
+    assert forecast.busy[:4] == pytest.approx([1.0] * 4)
+    assert forecast.bubbles[4] == pytest.approx(1 - 0.150 / (12 / 45.2), abs=1e-3)
+    assert forecast.gaps == pytest.approx([12 / 45.2] * 3)
+
+
+def test_uneven_costs_cost_rate_and_more_credit_does_not_bring_it_back() -> None:
+    uneven = StreamCosts(step=12 / 45.2, decode=0.150, frames=12, jitter=0.1)
+    plan = StreamPlan.even(4, 5)
+    little, much = (simulate(plan, uneven, lead=lead).fps for lead in (1, 3))
+    assert 0.85 < little / 45.2 < 0.95
+    assert much < 0.95 * 45.2
+    assert simulate(plan, uneven, seed=3) == simulate(plan, uneven, seed=3) != simulate(plan, uneven, seed=4)
+
+
+def test_a_collective_in_mid_stream_drains_it() -> None:
+    plan = StreamPlan.even(4, 5)
+    assert simulate(plan, LIVE_AVATAR).longest_gap == pytest.approx(12 / 45.2)
+    assert simulate(plan, LIVE_AVATAR, drain_at=4).longest_gap > 1.0
+
+
+def test_credit_bounds_what_is_in_flight() -> None:
+    slow = StreamCosts(step=0.1, decode=1.0, frames=12)
+    plan = StreamPlan.even(4, 5)
+    assert [simulate(plan, slow, lead=lead).in_flight for lead in (0, 1, 4)] == [5, 6, 9]
+
+
+def test_live_sound_sets_the_pace() -> None:
+    live = StreamCosts(step=0.1, decode=0.1, frames=12, source=0.48)
+    forecast = simulate(StreamPlan.even(4, 5), live)
+    assert forecast.fps == pytest.approx(25)
+    assert forecast.first_frame == pytest.approx(0.5)
+
+
+def test_the_best_plan() -> None:
+    ranks = 9
+    assert best_plan(4, ranks, LIVE_AVATAR).inner == 2
+    alone = StreamCosts(step=0.265, decode=0.150, frames=12, inner_speedup=1.0)
+    assert best_plan(4, ranks, alone) == StreamPlan.even(4, 5)
+    assert best_plan(4, ranks, alone, fps=100) == StreamPlan.even(4, 5)
+    assert law(best_plan(4, 3, alone, fps=45), alone)[0] == pytest.approx(12 / (2 * 0.265))
+
+
+def test_it_can_be_read() -> None:
+    forecast = Forecast(fps=45.2, first_frame=1.21, gaps=(0.2, 0.3, 0.4), longest_gap=1, busy=(1.0, 0.5), in_flight=3)
+    assert str(forecast) == (
+        "45.2 frames/s, first frame after 1.21 s; ms between blocks (p50, p95, p99): 200, 300, 400; "
+        "stages busy: 100%, 50%; at most 3 blocks in flight"
+    )
+
+
+def test_what_cannot_be() -> None:
+    with pytest.raises(PlanError, match="at least 0"):
+        StreamCosts(step=-1, decode=1, frames=1)
+    with pytest.raises(PlanError, match="frames=0"):
+        StreamCosts(step=1, decode=1, frames=0)
+    with pytest.raises(PlanError, match="in 20 or more"):
+        simulate(StreamPlan.even(4, 5), LIVE_AVATAR, blocks=10)

@@ -1,0 +1,157 @@
+"""Steps on ranks of their own give the very bits that one process gives, whatever happens in mid-stream."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from patchpar.errors import ExchangeError, PlanError
+from patchpar.stream.events import Change, Parameter, Prompt, Reference
+from patchpar.stream.link import Sign
+from patchpar.stream.plan import StreamPlan
+from patchpar.stream.stage import Order, StageLoop, Surroundings
+from tests.stream.running import BLOCKS, Script, differing, pipelined, serial, stage
+from tests.stream.tiny import sink, stream, text
+from tests.unit.threads import on_threads
+
+EVERYTHING: dict[int, tuple[Change, ...]] = {
+    3: (Prompt(text=text(1)),),
+    5: (Prompt(text=text(2), transition="recache"), Parameter(name="audio_scale", value=2.0)),
+    6: (Reference(latents=sink(1)), Prompt(text=text(3), transition="blend", over=2)),
+}
+PLANS = [StreamPlan.even(steps, ranks) for steps in (1, 2, 3, 4) for ranks in range(1, steps + 2)]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_every_plan_gives_the_bits_of_one_process(plan: StreamPlan) -> None:
+    """The window of 3 blocks wraps, the sink rolls and adapts, each block has its sound, text and sink change."""
+    make = partial(stream, plan.steps)
+    outcome, figures = pipelined(make, plan, Script(EVERYTHING))
+    assert differing(outcome, serial(make(), EVERYTHING)) == []
+    assert [one.blocks for one in figures] == [BLOCKS] * plan.ranks
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": torch.bfloat16},
+        {"positions": "relative"},
+        {"sampler": "renoise"},
+        {"has_sink": False},
+        {"adapt_sink": False},
+        {"window": 1},
+    ],
+    ids=str,
+)
+def test_every_kind_of_model(options: dict[str, Any]) -> None:
+    make = partial(stream, 2, **options)
+    outcome, _ = pipelined(make, StreamPlan.even(2, 3), Script(EVERYTHING))
+    assert differing(outcome, serial(make(), EVERYTHING)) == []
+
+
+def test_without_sound() -> None:
+    make = partial(stream, 2, hears=False)
+    outcome, _ = pipelined(make, StreamPlan.even(2, 3), Script({}, hears=False))
+    assert differing(outcome, serial(make(), {}, hears=False)) == []
+
+
+@pytest.mark.parametrize("block", range(5))
+@pytest.mark.parametrize("transition", ["switch", "cut", "recache"])
+def test_a_prompt_may_change_at_any_phase(block: int, transition: Any) -> None:
+    make = partial(stream, 2)
+    changes = {block: (Prompt(text=text(1), transition=transition),)}
+    outcome, _ = pipelined(make, StreamPlan.even(2, 3), Script(changes))
+    assert differing(outcome, serial(make(), changes)) == []
+    assert differing(outcome, serial(make(), {})) == list(range(block, BLOCKS))
+
+
+def test_uneven_steps_and_rests_change_nothing() -> None:
+    make = partial(stream, 3)
+    script = Script(EVERYTHING, rests={1: 1, 2: 3, 6: 2})
+    outcome, _ = pipelined(make, StreamPlan.even(3, 4), script, 0.02)
+    assert differing(outcome, serial(make(), EVERYTHING)) == []
+    assert not any(script.rests.values())
+
+
+@pytest.mark.parametrize(
+    ("change", "first"),
+    [
+        (Prompt(text=text(1)), 4),
+        (Prompt(text=text(1), transition="blend", over=2), 4),
+        (Prompt(text=text(0), transition="cut"), 4),
+        (Prompt(text=text(0), transition="recache"), 4),
+        (Reference(latents=sink(1)), 4),
+        (Parameter(name="audio_scale", value=0.5), 4),
+    ],
+    ids=lambda value: getattr(value, "transition", type(value).__name__),
+)
+def test_every_event_shows_from_its_block_on(change: Change, first: int) -> None:
+    """Without it the stream is another one, from that block and not before."""
+    make = partial(stream, 2)
+    with_it, _ = pipelined(make, StreamPlan.even(2, 2), Script({first: (change,)}))
+    assert differing(with_it, serial(make(), {})) == list(range(first, BLOCKS))
+
+
+def test_the_adaptive_sink_shows_from_the_block_that_enters_when_the_first_is_done() -> None:
+    for steps in (1, 2, 3):
+        adapted, _ = pipelined(partial(stream, steps), StreamPlan.even(steps, steps + 1), Script({}))
+        fixed = serial(stream(steps, adapt_sink=False), {})
+        assert differing(adapted, fixed) == list(range(steps, BLOCKS))
+
+
+def test_a_reference_given_meanwhile_is_not_overruled() -> None:
+    changes = {1: (Reference(latents=sink(1)),)}
+    outcome, _ = pipelined(partial(stream, 3), StreamPlan.even(3, 4), Script(changes))
+    assert differing(outcome, serial(stream(3, adapt_sink=False), changes)) == []
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 2, 3])
+def test_a_short_stream_ends_well(blocks: int) -> None:
+    make = partial(stream, 3)
+    outcome, figures = pipelined(make, StreamPlan.even(3, 4), Script({}, blocks=blocks))
+    assert differing(outcome, serial(make(), {}, blocks=blocks)) == []
+    assert [one.blocks for one in figures] == [blocks] * 4
+
+
+def test_a_stage_that_fails_is_noticed_by_all() -> None:
+    def failing(transport: Any) -> Any:
+        if transport.rank == 1:
+            transport.close()
+            raise RuntimeError("out of memory")
+        return stage(transport, models, StreamPlan.even(2, 3), Script({}, blocks=1000))
+
+    models = [stream(2) for _ in range(3)]
+    first, second, third = on_threads(3, failing)
+    assert isinstance(second, RuntimeError)
+    assert isinstance(third, ExchangeError)
+    assert "rank 1 is gone" in str(third)
+    assert isinstance(first, ExchangeError)
+
+
+def test_a_stage_that_is_late_is_noticed_within_the_deadline() -> None:
+    def silent(transport: Any) -> Any:
+        return None if transport.rank == 0 else stage(transport, [None, model], StreamPlan.even(1, 2), Script({}))
+
+    model = stream(1)
+
+    _, error = on_threads(2, silent, deadline=0.3)
+    assert isinstance(error, ExchangeError)
+    assert "0.3 s" in str(error)
+
+
+def test_what_cannot_be_run() -> None:
+    around = Surroundings(order=lambda *_: Order(sign=Sign.END), put=print, is_cancelled=lambda: False)
+    model = stream(2)
+    with pytest.raises(PlanError, match="3 steps, but the model has 2"):
+        StageLoop(model, StreamPlan.even(3, 1), 0, None, around)
+    with pytest.raises(PlanError, match="use at most 3 ranks"):
+        StageLoop(model, StreamPlan.even(2, 5), 0, None, around)
+    with pytest.raises(PlanError, match="no way to the others"):
+        StageLoop(model, StreamPlan.even(2, 2), 0, None, around)
+    with pytest.raises(PlanError, match="'loudness' is unknown: use one of audio_scale"):
+        model.apply(model.new_state(0), Parameter(name="loudness", value=1))
+    with pytest.raises(PlanError, match="cannot be blended"):
+        model.apply(model.new_state(0), Prompt(text=text(1)[:, :2], transition="blend", over=1))

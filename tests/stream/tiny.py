@@ -1,0 +1,94 @@
+"""A block-causal model of a few thousand weights, with everything a real one has: text, sound, sink, causal decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from torch import Tensor
+
+from patchpar.stream.audio import AudioConditioner, AudioConfig
+from patchpar.stream.causal_wan import CausalWan
+from patchpar.stream.decoders import WanDecoder
+from patchpar.stream.flow import FlowSchedule
+from patchpar.stream.passes import CausalOptions
+from patchpar.stream.wan import WanStream, WanStreamOptions
+
+FRAMES, ROWS, COLUMNS, TEXT = 2, 4, 6, 5
+AUDIO = AudioConfig(dim=24, heads=2, after=(0,), fps=20, rate=2000, bands=3, tokens=3, per_latent=2)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def transformer(dtype: torch.dtype = torch.float32) -> WanTransformer3DModel:
+    torch.manual_seed(0)
+    net = WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=16,
+        out_channels=16,
+        text_dim=8,
+        freq_dim=16,
+        ffn_dim=32,
+        num_layers=2,
+        cross_attn_norm=True,
+        rope_max_seq_len=64,
+    )
+    net = net if dtype is torch.float32 else net.to(dtype)
+    return net.eval().requires_grad_(False)
+
+
+def conditioner(dtype: torch.dtype = torch.float32) -> AudioConditioner:
+    """With an effect: a new one changes nothing."""
+    torch.manual_seed(1)
+    audio = AudioConditioner(AUDIO)
+    for layer in audio.layers.values():
+        torch.nn.init.normal_(layer.to_out.weight, std=0.3)
+    return audio.to(dtype).eval().requires_grad_(False)
+
+
+def vae() -> AutoencoderKLWan:
+    torch.manual_seed(2)
+    net = AutoencoderKLWan(base_dim=3, z_dim=16, dim_mult=[1, 1], num_res_blocks=0, temperal_downsample=[True])
+    return net.eval().requires_grad_(False)
+
+
+def text(number: int) -> Tensor:
+    return noise(1, TEXT, 8, seed=100 + number)
+
+
+def sink(number: int) -> Tensor:
+    return noise(1, 16, 1, ROWS, COLUMNS, seed=200 + number)
+
+
+def sound(block: int, batch: int = 1) -> Tensor:
+    return noise(batch, FRAMES, AUDIO.tokens, AUDIO.levels, seed=300 + block)
+
+
+def causal(*, dtype: torch.dtype = torch.float32, hears: bool = True, **options: Any) -> CausalWan:
+    chosen = CausalOptions(**{"frames": FRAMES, "window": 3, "sink_distance": 5} | options)
+    return CausalWan(transformer(dtype), chosen, conditioner(dtype) if hears else None)
+
+
+def stream(
+    steps: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    sampler: Any = "euler",
+    adapt_sink: bool = True,
+    has_sink: bool = True,
+    **options: Any,
+) -> WanStream:
+    first = WanStreamOptions(
+        height=ROWS,
+        width=COLUMNS,
+        seed=7,
+        text=text(0),
+        sink=sink(0) if has_sink else None,
+        adapt_sink=adapt_sink,
+    )
+    schedule = FlowSchedule.shifted(steps, sampler=sampler)
+    return WanStream(causal(dtype=dtype, **options), schedule, WanDecoder(vae()), first)
