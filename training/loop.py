@@ -9,6 +9,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,15 @@ def optimise(run: Run, loss: Tensor, rate: float, samples: int) -> None:
     run.progress.samples += samples
 
 
-def begin_stage(run: Run, stage: Stage) -> None:
+class Named(Protocol):
+    """A stage of training, whatever it is made of."""
+
+    @property
+    def name(self) -> str:
+        """By which a state file knows it."""
+
+
+def begin_stage(run: Run, stage: Named) -> None:
     """Count the steps of a stage from zero, unless the run stopped in the middle of this very stage."""
     if run.progress.stage != stage.name:
         run.progress.stage, run.progress.stage_step = stage.name, 0
@@ -64,8 +73,8 @@ def batches(run: Run, stage: Stage, arguments: argparse.Namespace, executor: Exe
         yield draw_batch(key, replace(drawn, batch=size), tokenizer, executor)
 
 
-def train(run: Run, stage: Stage, arguments: argparse.Namespace, step: Step) -> None:
-    """Run a stage to its end, or until a stop signal."""
+def train(run: Run, stage: Named, arguments: argparse.Namespace, step: Step, draw: Callable = batches) -> None:
+    """Run a stage to its end, or until a stop signal. `draw` gives the batches that are left, as `batches` does."""
     begin_stage(run, stage)
     stop, device = StopSignal().listen(), next(run.networks.parameters()).device
     first = run.progress.step == run.progress.stage_step  # later stages have an optimizer that knows its way
@@ -73,7 +82,7 @@ def train(run: Run, stage: Stage, arguments: argparse.Namespace, step: Step) -> 
     schedule = Schedule(steps=arguments.steps, peak=arguments.rate, rise=rise, decay_from=arguments.decay_from)
     saved, smooth = time.monotonic(), {}
     with renderers(arguments.render_workers) as executor:
-        for batch in batches(run, stage, arguments, executor):
+        for batch in draw(run, stage, arguments, executor):
             losses = step(run, batch.to(device), schedule.rate(run.progress.stage_step))
             smooth = {name: 0.98 * smooth.get(name, new) + 0.02 * new for name, new in losses.items()}
             if run.progress.stage_step % REPORT_EVERY_STEPS == 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -55,18 +56,28 @@ def loss_of(vae: AutoencoderKL, target: Tensor, generator: torch.Generator, *, w
     return loss + functional.mse_loss(guess.mean.float(), latent) + 0.01 * (guess.logvar.float() + 9).square().mean()
 
 
-def train(vae: AutoencoderKL, optimizer: torch.optim.Optimizer, arguments: argparse.Namespace, start: int) -> None:
-    """The steps from start to the end, saving every two minutes and on a stop signal."""
-    device, stop = next(vae.parameters()).device, StopSignal().listen()
+def picture_lesson(vae: AutoencoderKL, step: int, generator: torch.Generator, seed: int) -> Tensor:
+    """The loss of a step: crops of pictures, now and then whole ones."""
+    crop = 256 if step % WHOLE_EVERY == 0 else 64
+    target = draw_pictures(f"{seed} {step}", crop=crop).to(next(vae.parameters()).device)
+    return loss_of(vae, target, generator, with_encoder=step % ENCODER_EVERY == ENCODER_EVERY - 1)
+
+
+Lesson = Callable[[nn.Module, int, torch.Generator, int], Tensor]
+"""The loss of an autoencoder at a step, from a generator and the seed of the whole training."""
+
+
+def train(vae: nn.Module, lesson: Lesson, arguments: argparse.Namespace) -> None:
+    """The steps that are left, saving every two minutes and on a stop signal."""
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=0.0, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+    start, stop = resume(vae, optimizer, arguments), StopSignal().listen()
     schedule = Schedule(steps=arguments.steps, peak=arguments.rate, decay_from=0.3)
     saved, smooth = time.monotonic(), 0.0
     for step in range(start, arguments.steps):
-        crop = 256 if step % WHOLE_EVERY == 0 else 64
-        target = draw_pictures(f"{arguments.seed} {step}", crop=crop).to(device)
         generator = torch.Generator().manual_seed(arguments.seed * 1_000_003 + step)
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(step)
-        loss = loss_of(vae, target, generator, with_encoder=step % ENCODER_EVERY == ENCODER_EVERY - 1)
+        loss = lesson(vae, step, generator, arguments.seed)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(vae.parameters(), 0.5)
@@ -81,14 +92,24 @@ def train(vae: AutoencoderKL, optimizer: torch.optim.Optimizer, arguments: argpa
             break
 
 
-def save(vae: AutoencoderKL, optimizer: torch.optim.Optimizer, step: int, path: Path) -> None:
+def resume(vae: nn.Module, optimizer: torch.optim.Optimizer, arguments: argparse.Namespace) -> int:
+    """Go on from the state file if there is one; returns the step that comes next."""
+    if not arguments.state.exists():
+        return 0
+    state = torch.load(arguments.state, map_location=arguments.device, weights_only=True)
+    vae.load_state_dict(state["vae"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["step"]
+
+
+def save(vae: nn.Module, optimizer: torch.optim.Optimizer, step: int, path: Path) -> None:
     """Write the state file whole."""
     write_atomically({"vae": vae.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, path)
 
 
-def parse() -> argparse.Namespace:
+def parse(description: str | None = __doc__) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--state", type=Path, required=True, help="state file; gone on from where it exists")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--rate", type=float, default=1.5e-3, help="highest learning rate")
@@ -105,14 +126,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     vae = new_vae(arguments.resume_from).to(arguments.device).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=0.0, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
-    start = 0
-    if arguments.state.exists():
-        state = torch.load(arguments.state, map_location=arguments.device, weights_only=True)
-        vae.load_state_dict(state["vae"])
-        optimizer.load_state_dict(state["optimizer"])
-        start = state["step"]
-    train(vae, optimizer, arguments, start)
+    train(vae, picture_lesson, arguments)
     print(reconstruction(vae.cpu().eval(), 16), flush=True)
 
 
