@@ -151,7 +151,9 @@ def best_plan(steps: int, ranks: int, costs: StreamCosts, *, fps: float = 0.0) -
 
     Where none reaches it, the fastest. Of equals the fastest, and of those the one with fewest ranks.
     """
-    known = [(plan, *(round(figure, 9) for figure in law(plan, costs))) for plan in plans(steps, ranks)]
-    wanted = min(fps, max(rate for _, rate, _ in known))
-    enough = (entry for entry in known if entry[1] >= wanted)
-    return min(enough, key=lambda entry: (entry[2], -entry[1], entry[0].ranks))[0]
+    known = []
+    for plan in plans(steps, ranks):
+        rate, first_frame = law(plan, costs)
+        known.append((round(first_frame, 9), -round(rate, 9), plan.ranks, plan.sizes, plan))
+    wanted = min(fps, max(-entry[1] for entry in known))
+    return min((entry for entry in known if -entry[1] >= wanted), key=lambda entry: entry[:4])[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +80,7 @@ class Uneven:
 
 
 def stage(
-    transport: Transport, models: Sequence[CausalModel], plan: StreamPlan, script: Script, uneven: float = 0.0
+    transport: Transport, models: Mapping[int, CausalModel], plan: StreamPlan, script: Script, uneven: float = 0.0
 ) -> tuple[Outcome, StageFigures]:
     """What one rank does; the one that decodes returns the frames."""
     outcome: Outcome = []
@@ -101,7 +101,7 @@ def pipelined(
     make: Callable[[], CausalModel], plan: StreamPlan, script: Script, uneven: float = 0.0
 ) -> tuple[Outcome, list[StageFigures]]:
     """Ranks as threads, each with a model of its own, made here: weights are drawn from a generator of all threads."""
-    models = [make() for _ in range(plan.ranks)]
+    models = {rank: make() for rank in range(plan.ranks)}
     found = on_threads(plan.ranks, stage, models, plan, script, uneven)
     errors = [error for error in found if isinstance(error, Exception)]
     if errors:

@@ -123,7 +123,7 @@ def test_a_stage_that_fails_is_noticed_by_all() -> None:
             raise RuntimeError("out of memory")
         return stage(transport, models, StreamPlan.even(2, 3), Script({}, blocks=1000))
 
-    models = [stream(2) for _ in range(3)]
+    models = {rank: stream(2) for rank in range(3)}
     first, second, third = on_threads(3, failing)
     assert isinstance(second, RuntimeError)
     assert isinstance(third, ExchangeError)
@@ -133,7 +133,7 @@ def test_a_stage_that_fails_is_noticed_by_all() -> None:
 
 def test_a_stage_that_is_late_is_noticed_within_the_deadline() -> None:
     def silent(transport: Any) -> Any:
-        return None if transport.rank == 0 else stage(transport, [None, model], StreamPlan.even(1, 2), Script({}))
+        return None if transport.rank == 0 else stage(transport, {1: model}, StreamPlan.even(1, 2), Script({}))
 
     model = stream(1)
 

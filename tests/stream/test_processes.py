@@ -1,0 +1,26 @@
+"""The same in processes: each rank has its own memory, random state and start-up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from patchpar.stream.plan import StreamPlan
+from tests.ranks import Place
+from tests.stream.running import Outcome, Script, differing, serial, stage
+from tests.stream.test_stages import EVERYTHING
+from tests.stream.tiny import stream
+
+
+def on_rank(place: Place, steps: int) -> Outcome:
+    """The outcome, on the rank that decodes."""
+    plan = StreamPlan.even(steps, place.world)
+    return stage(place.transport, {place.rank: stream(steps)}, plan, Script(EVERYTHING))[0]
+
+
+@pytest.mark.parametrize("through", ["shared_memory", "torch"])
+@pytest.mark.parametrize(("steps", "world"), [(3, 4), (3, 2)])
+def test_processes_give_the_bits_of_one(ranks: Any, steps: int, world: int, through: str) -> None:
+    *_, outcome = ranks.run("tests.stream.test_processes:on_rank", world, steps, through=through)
+    assert differing(outcome, serial(stream(steps), EVERYTHING)) == []
