@@ -33,8 +33,9 @@ class Span(NamedTuple):
 class Shared:
     """Queries, keys and values of this place: `common` tokens first, then its own.
 
-    `sizes`: how many tokens each place has of its own. `mask`: additive, broadcastable to [B, N, L, L]. `causal`: a
-    token sees those before it in the whole sequence. Raises UnsupportedModel.
+    `sizes`: how many tokens each place has of its own. `common_asks`: whether the common tokens are among the queries;
+    they may be keys only. `mask`: additive, broadcastable to [B, N, queries of the whole, L]. `causal`: a token sees
+    those before it in the whole sequence. Raises UnsupportedModel.
     """
 
     q_BNlD: Tensor
@@ -43,13 +44,15 @@ class Shared:
     sizes: tuple[int, ...]
     place: int
     common: int = 0
+    common_asks: bool = True
     mask: Tensor | None = None
     causal: bool = False
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        own = self.common + self.sizes[self.place]
-        if any(x.shape[2] != own for x in (self.q_BNlD, self.k_BMlD, self.v_BMlD)):
+        own = self.sizes[self.place]
+        counts = zip((self.q_BNlD, self.k_BMlD, self.v_BMlD), self.beside, strict=True)
+        if any(x.shape[2] != common + own for x, common in counts):
             shapes = [tuple(x.shape) for x in (self.q_BNlD, self.k_BMlD, self.v_BMlD)]
             raise UnsupportedModel(
                 f"place {self.place} has {self.common} common and {self.sizes[self.place]} own tokens, but queries, "
@@ -64,6 +67,21 @@ class Shared:
     def total(self) -> int:
         """Tokens of the whole sequence."""
         return self.common + sum(self.sizes)
+
+    @property
+    def asking(self) -> int:
+        """How many common tokens come before our own queries."""
+        return self.common if self.common_asks else 0
+
+    @property
+    def beside(self) -> tuple[int, int, int]:
+        """How many common tokens come first among queries, keys and values."""
+        return self.asking, self.common, self.common
+
+    @property
+    def own_rows(self) -> list[Span]:
+        """Where our queries are in the whole."""
+        return [*([self.common_span] if self.asking else []), self.span(self.place)]
 
     @property
     def common_span(self) -> Span:
@@ -92,7 +110,9 @@ class Shared:
         """
         found = None
         if self.mask is not None:
-            found = _of(_of(self.mask, rows, -2), columns, -1)
+            silent = self.common - self.asking  # the mask has no rows for them
+            asked = [Span(row.start - silent, row.stop - silent) for row in rows]
+            found = _of(_of(self.mask, asked, -2), columns, -1)
             found = as_bias(found, self.q_BNlD.dtype)
         if self.causal:
             device = self.q_BNlD.device

@@ -64,7 +64,7 @@ def attend_by_heads(door: Door, axis: Axis, where: str, shared: Shared, *, degre
     mine = split[group.rank].query
     inner = replace(inner, sizes=tuple(totals), place=across.rank).with_heads(mine.start, mine.stop)
     out_BnLD = attend_own(inner).out_BNlD if across.size == 1 else between(door, across, where, inner)
-    return _to_tokens(door, group, where, out_BnLD, split, (shared.common, sizes))
+    return _to_tokens(door, group, where, out_BnLD, split, (shared.asking, sizes))
 
 
 def _axes(axis: Axis, degree: int) -> tuple[Axis, Axis]:
@@ -79,26 +79,29 @@ def _to_heads(
     door: Door, group: Axis, where: str, shared: Shared, split: Sequence[Heads], sizes: Sequence[int]
 ) -> Shared:
     """All tokens of the group, of our heads. Sizes and place are still those of the whole."""
-    mine, common = split[group.rank], shared.common
+    mine = split[group.rank]
     tensors = (shared.q_BNlD, shared.k_BMlD, shared.v_BMlD)
 
     def of_heads(heads: Heads) -> list[Tensor]:
         spans = (heads.query, heads.key, heads.key)
         return [x[:, span.start : span.stop] for x, span in zip(tensors, spans, strict=True)]
 
+    def own_tokens(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [x[:, :, common:] for x, common in zip(tensors, shared.beside, strict=True)]
+
     def specs(place: int) -> tuple[Spec, ...]:
         return tuple(Spec((x.shape[0], x.shape[1], sizes[place], x.shape[3]), x.dtype) for x in own)
 
     own = of_heads(mine)
     outgoing = [
-        Outgoing((group.ranks[place],), tuple(x[:, :, common:].contiguous() for x in of_heads(split[place])))
+        Outgoing((group.ranks[place],), tuple(x.contiguous() for x in own_tokens(of_heads(split[place]))))
         for place in group.others
     ]
     incoming = [Incoming(group.ranks[place], specs(place)) for place in group.others]
     received = _by_place(door.swap("heads", where, outgoing, incoming), group)
-    received[group.rank] = [x[:, :, common:] for x in own]
+    received[group.rank] = own_tokens(own)
     whole = [
-        torch.cat([x[:, :, :common], *(received[place][index] for place in range(group.size))], 2)
+        torch.cat([x[:, :, : shared.beside[index]], *(received[place][index] for place in range(group.size))], 2)
         for index, x in enumerate(own)
     ]
     total = sum(sizes)
@@ -108,7 +111,8 @@ def _to_heads(
         v_BMlD=mine.keys_for(whole[2]),
         sizes=(total,),
         place=0,
-        common=common,
+        common=shared.common,
+        common_asks=shared.common_asks,
         mask=shared.mask,
         causal=shared.causal,
         scale=shared.scale,
@@ -123,7 +127,7 @@ def _to_tokens(
     split: Sequence[Heads],
     tokens: tuple[int, Sequence[int]],
 ) -> Tensor:
-    """All heads of our tokens and of the common ones, from some heads of all tokens of the group."""
+    """All heads of our queries and of the common ones, from some heads of all queries of the group."""
     common, sizes = tokens
     spans = spans_of(sizes)
 

@@ -57,8 +57,7 @@ def expand_heads(x_BMkD: Tensor, heads: int) -> Tensor:
 
 def attend_own(shared: Shared) -> Partial:
     """All queries of this place against the common keys and its own."""
-    spans = [shared.common_span, shared.span(shared.place)]
-    bias = shared.bias(spans, spans)
+    bias = shared.bias(shared.own_rows, [shared.common_span, shared.span(shared.place)])
     return attend_locally(shared.q_BNlD, shared.k_BMlD, shared.v_BMlD, bias=bias, scale=shared.scale)
 
 
@@ -66,7 +65,7 @@ def attend_others(shared: Shared, place: int, k_BMkD: Tensor, v_BMkD: Tensor) ->
     """All queries of this place against another's keys; nothing where causality hides all of them."""
     if shared.causal and place > shared.place:
         return
-    bias = shared.bias([shared.common_span, shared.span(shared.place)], [shared.span(place)])
+    bias = shared.bias(shared.own_rows, [shared.span(place)])
     yield attend_locally(shared.q_BNlD, k_BMkD, v_BMkD, bias=bias, scale=shared.scale)
 
 

@@ -34,7 +34,7 @@ class _Turn:
     def partials(self) -> Iterator[Partial]:
         """What own queries make of everybody's keys, as it comes home."""
         shared, size = self.shared, self.axis.size
-        queries = shared.q_BNlD[:, :, shared.common :].contiguous()
+        queries = shared.q_BNlD[:, :, shared.asking :].contiguous()
         common, made = self._common(), None
         for step in range(size):
             exchange = self._start(step, queries, made)
@@ -57,7 +57,7 @@ class _Turn:
     def _common(self) -> Partial | None:
         """Common queries against our own keys: the same for whoever owns the others."""
         shared = self.shared
-        if not shared.common:
+        if not shared.asking:
             return None
         return attend_span(shared, shared.q_BNlD[:, :, : shared.common], shared.common_span, *shared.own_keys)
 

@@ -1,7 +1,8 @@
 """One attention call in a block whose tokens are split: own queries against everybody's keys, of this step or the last.
 
-Where queries and keys are the same tokens, as nearly always, any exact mode of `sequence` does it. Other calls (what
-everybody has asks the tokens, or a mask that is no longer whole) gather the keys first.
+Where queries and keys are the same tokens, as nearly always, or the queries are our tokens alone, any exact mode of
+`sequence` does it. Other calls (what everybody has asks the tokens, or a mask that is no longer whole) gather the keys
+first.
 """
 
 from collections.abc import Callable
@@ -114,7 +115,7 @@ def attend_split(split: Split, where: str, call: AttentionCall, tokens: int, ask
         out = queries.in_order(attend_with_past(split.share, where, split.grid(tokens), past, slot), 2)
         return out.squeeze(1) if asked.query.ndim == 3 else out
     if split.kernel is None and _fits_a_mode(asked, queries, keys, mask):
-        return _by_mode(split, where, asked, keys, mask)
+        return _by_mode(split, where, asked, (queries, keys), mask)
     key, value = (split.gather(x, -2, keys.start, tokens, where) for x in (asked.key, asked.value))
     return asked.answer(key, value, None if mask is None else queries.cut(mask, -2, first), kernel=split.kernel)
 
@@ -194,9 +195,10 @@ def _outer_product(split: Split, where: str, mask: Tensor, queries: _Line, keys:
 
 
 def _fits_a_mode(asked: Asked, queries: _Line, keys: _Line, mask: Tensor | None) -> bool:
-    rows_whole = mask is None or mask.ndim < 2 or mask.shape[-2] in (1, keys.whole)
+    rows_whole = mask is None or mask.ndim < 2 or mask.shape[-2] in (1, queries.whole)
     shaped = asked.query.ndim in (3, 4) and asked.value.shape[-1] == asked.key.shape[-1]
-    return queries == keys and rows_whole and shaped
+    own_alone = queries.own == queries.local == keys.own
+    return (queries == keys or own_alone) and rows_whole and shaped
 
 
 def _with_past(
@@ -219,25 +221,29 @@ def _with_past(
     return stale_attention.Asked(query, here, asked.scale, keys.local - keys.own, mask, kernel)
 
 
-def _by_mode(split: Split, where: str, asked: Asked, line: _Line, mask: Tensor | None) -> Tensor:
+def _by_mode(split: Split, where: str, asked: Asked, lines: tuple[_Line, _Line], mask: Tensor | None) -> Tensor:
     assert split.mode is not None
     flat = asked.query.ndim == 3
+    queries, keys = lines
     tensors = (x.unsqueeze(1) if flat else x for x in (asked.query, asked.key, asked.value))
-    query, key, value = (line.common_first(x, 2, line.own) for x in tensors)
+    query, key, value = (
+        line.common_first(x, 2, line.own) for x, line in zip(tensors, (queries, keys, keys), strict=True)
+    )
     if mask is not None:
         mask = mask.unsqueeze(1) if flat and mask.ndim == 3 else mask
-        for dim in (-1, -2):
+        for dim, line in ((-1, keys), (-2, queries)):
             if mask.ndim >= -dim and mask.shape[dim] > 1:
                 mask = line.common_first(mask, dim, line.tokens)
     shared = Shared(
         q_BNlD=query,
         k_BMlD=key,
         v_BMlD=value,
-        sizes=split.sizes(line.tokens),
+        sizes=split.sizes(keys.tokens),
         place=split.axis.rank,
-        common=line.local - line.own,
+        common=keys.local - keys.own,
+        common_asks=queries == keys,
         mask=mask,
         scale=asked.scale,
     )
-    out = line.in_order(split.mode(split.door, split.axis, where, shared), 2)
+    out = queries.in_order(split.mode(split.door, split.axis, where, shared), 2)
     return out.squeeze(1) if flat else out

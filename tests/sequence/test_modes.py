@@ -38,7 +38,8 @@ def run(transport: Any, mode: KeyExchange, tensors: tuple[Tensor, ...], options:
     sizes, common, place = options["sizes"], options.get("common", 0), transport.rank
     door = Door(transport)
     axis = Axis("patch", place, len(sizes), tuple(range(len(sizes))))
-    q, k, v = (cut(x, common, sizes, place) for x in tensors)
+    asking = common if options.get("common_asks", True) else 0
+    q, k, v = (cut(x, here, sizes, place) for x, here in zip(tensors, (asking, common, common), strict=True))
     shared = Shared(q_BNlD=q, k_BMlD=k, v_BMlD=v, place=place, **options)
     found = attend_together(mode, door, axis, "layer", shared)
     return found, dict(door.traffic.bytes_sent), dict(door.traffic.rounds)
@@ -61,8 +62,9 @@ def wanted(tensors: tuple[Tensor, ...], mask: Tensor | None, *, causal: bool, sc
 def check(mode: KeyExchange, tensors: tuple[Tensor, ...], **options: Any) -> None:
     common, sizes = options.get("common", 0), options["sizes"]
     want = wanted(tensors, options.get("mask"), causal=options.get("causal", False), scale=options.get("scale"))
+    asking = common if options.get("common_asks", True) else 0
     for place, (got, _, _) in enumerate(attended(mode, tensors, **options)):
-        assert (got - cut(want, common, sizes, place)).abs().max() <= TOLERANCE
+        assert (got - cut(want, asking, sizes, place)).abs().max() <= TOLERANCE
 
 
 ALL = [KeyExchange(way=name) for name in MODES]
@@ -101,6 +103,15 @@ def test_five_places(mode: KeyExchange) -> None:
 @pytest.mark.parametrize(("heads", "key_heads"), [(6, 2), (8, 4), (6, 3), (4, 1)])
 def test_grouped_heads(mode: KeyExchange, heads: int, key_heads: int) -> None:
     check(mode, whole(heads=heads, key_heads=key_heads, tokens=3 + 17), sizes=(5, 4, 2, 6), common=3)
+
+
+@pytest.mark.parametrize("mode", [*ALL, *HYBRIDS, KeyExchange(ulysses=4)], ids=title)
+@pytest.mark.parametrize("masked", [False, True])
+def test_common_tokens_that_do_not_ask(mode: KeyExchange, masked: bool) -> None:
+    """Text that is seen, but sees nothing: PRX, and the picture of an IP-Adapter."""
+    q, k, v = whole(heads=5, key_heads=5, tokens=3 + 17)
+    mask = torch.rand(BATCH, 1, 17, 3 + 17, generator=torch.Generator().manual_seed(1)) < 0.6 if masked else None
+    check(mode, (q[:, :, 3:], k, v), sizes=(5, 4, 2, 6), common=3, common_asks=False, mask=mask)
 
 
 @pytest.mark.parametrize("mode", [*ALL, *HYBRIDS], ids=title)
