@@ -1,5 +1,6 @@
 # make demo     a picture by two workers on this machine, from a fresh clone
 # make test     the whole test suite
+# make test-all the same for every model, scheduler and option that a promise names
 # make check    lint, types, direction of imports
 # make figures  measure again what the docs state
 # make coverage every transformer and UNet class of diffusers, split and held against the plain model
@@ -12,7 +13,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PROMPT ?= a red house on the left and a pine on the right, green hills at sunset
 
-.PHONY: demo test lint format types imports check figures coverage clean
+.PHONY: demo test test-all lint format types imports check figures coverage clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -20,6 +21,9 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
+
+test-all: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15 -m ""
 
 check: lint types imports
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from patchpar.strategies.exact import ExactPatch
+from tests.breadth import first_of
 from tests.exact import denoisers
 
+QUICK = ("sdxl", "controlnet", "svd", "asymmetric")
 ON_RANKS = "tests.exact.on_ranks"
 LIMIT, CONTROL = 1e-5, 1e-2
 
@@ -33,13 +35,13 @@ def test_two_bands_of_rows(ranks: Any, name: str) -> None:
         check(found)
 
 
-@pytest.mark.parametrize("name", denoisers.KINDS)
+@pytest.mark.parametrize("name", first_of(denoisers.KINDS, *QUICK))
 def test_three_bands_of_columns(ranks: Any, name: str) -> None:
     for found in ranks.run(f"{ON_RANKS}:parity", 3, name, [odd_size(name, 3)[::-1]]):
         check(found)
 
 
-@pytest.mark.parametrize("name", denoisers.KINDS)
+@pytest.mark.parametrize("name", first_of(denoisers.KINDS, *QUICK))
 def test_four_bands_of_rows(ranks: Any, name: str) -> None:
     for found in ranks.run(f"{ON_RANKS}:parity", 4, name, [odd_size(name, 4)]):
         check(found)

@@ -15,6 +15,7 @@ from patchpar.exchange import Door
 from patchpar.mesh import Axis
 from patchpar.strategies import parse_strategy
 from patchpar.token_split.watch import is_compiled
+from tests.breadth import first_of
 from tests.conftest import POOL_SIZE
 from tests.exact.on_ranks import relative
 from tests.tiny.transformers import TRANSFORMERS
@@ -42,7 +43,12 @@ def compiled(name: str, counter: Any) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [*((name, "exact") for name in LONGER), ("Flux", "exact:attention=ring"), ("SD3", "displaced:warmup_steps=1")],
+    first_of(
+        [*((name, "exact") for name in LONGER), ("Flux", "exact:attention=ring"), ("SD3", "displaced:warmup_steps=1")],
+        ("Flux", "exact"),
+        ("Wan", "exact"),
+        ("SD3", "displaced:warmup_steps=1"),
+    ),
 )
 def test_whole_graphs(name: str, strategy: str) -> None:
     """`fullgraph=True` raises if the exchange is seen. The third call compiles nothing new."""
