@@ -27,13 +27,15 @@ class DrawOptions:
     """What a call needs beside the pipeline's own arguments.
 
     `plan` and `verify`: how the call is shared between the ranks, and whether a split denoiser is checked first, with
-    the folder of verdicts if not the user's own. `random`: None leaves the ranks' own. `has_callback`: the caller has
-    a callback_on_step_end. `same_everywhere`: take rank 0's random state, since under torchrun each process has its
-    own, and end together. `quiet`: no progress bar on the ranks, the caller shows one. `tracing`: keep every event.
+    the folder of verdicts if not the user's own. `vae`: how its VAE runs, see `vae.choice`. `random`: None leaves the
+    ranks' own. `has_callback`: the caller has a callback_on_step_end. `same_everywhere`: take rank 0's random state,
+    since under torchrun each process has its own, and end together. `quiet`: no progress bar on the ranks, the caller
+    shows one. `tracing`: keep every event.
     """
 
     plan: Plan
     verify: bool | Path = True
+    vae: str = "auto"
     random: RandomState | None = None
     has_callback: bool = False
     same_everywhere: bool = False

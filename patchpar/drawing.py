@@ -7,14 +7,14 @@ caller                       rank
 """
 
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from patchpar.call import DrawOptions, RandomState, StepAnswer, StepEnd
+from patchpar.call import DrawOptions, RandomState, StepAnswer, StepEnd, generators_of
 from patchpar.clock import StepClock
 from patchpar.launch.context import RankContext
 from patchpar.ledger import Ledger
@@ -24,11 +24,22 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class Drawing:
-    """One call. `steps` counts those of the scheduler; the `ledger` hears of each."""
+    """One call. `steps` counts those of the scheduler; the `ledger` hears of each.
 
-    def __init__(self, pipe: Any, context: RankContext, clock: StepClock, options: DrawOptions, ledger: Ledger) -> None:
+    `apart` is entered while the caller is asked.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        context: RankContext,
+        clock: StepClock,
+        options: DrawOptions,
+        ledger: Ledger,
+        apart: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self.pipe, self.context, self.clock, self.options = pipe, context, clock, options
-        self.ledger, self.steps = ledger, 0
+        self.ledger, self.apart, self.steps = ledger, apart, 0
 
     def run(self, kwargs: Mapping[str, Any]) -> Any:
         """Call the pipeline."""
@@ -47,7 +58,8 @@ class Drawing:
         """The caller's callback runs where the caller is; all ranks take its answer."""
         first = self.context.rank == 0
         question = StepEnd(step=step, timestep=timestep, tensors=tensors, facts=facts_of(pipe)) if first else None
-        answer: StepAnswer = self.context.ask(question)
+        with self.apart():
+            answer: StepAnswer = self.context.ask(question)
         for name, value in answer.attributes.items():
             setattr(pipe, name, value)
         return {name: _moved(value, tensors.get(name)) for name, value in answer.tensors.items()}
@@ -141,3 +153,18 @@ def random_state(device: torch.device) -> RandomState:
     """Where this rank's default random numbers stand."""
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return RandomState(cpu=torch.get_rng_state(), cuda=cuda)
+
+
+class Randomness:
+    """Where the generators among a call's arguments stand, and the default one, so that it can be made again."""
+
+    def __init__(self, kwargs: Mapping[str, Any], device: torch.device) -> None:
+        self._device, self._generators = device, generators_of(kwargs)
+        self._states = [generator.get_state() for generator in self._generators]
+        self._default = random_state(device)
+
+    def restore(self) -> None:
+        """They stand there again."""
+        take_random_state(self._default, self._device)
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)

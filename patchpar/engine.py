@@ -1,7 +1,7 @@
 """What one rank does: holds the diffusers pipeline, makes its denoiser parallel, runs its own loop untouched.
 
     load / adopt     a pipeline from a folder or the hub, or one handed over
-    install          the plan: a hook on every denoiser; nothing else of the pipeline changes
+    install          the plan: a hook on every denoiser, every VAE in bands; nothing else of the pipeline changes
     draw             one call of the pipeline, the same on every rank
     apply            any other method or attribute of the pipeline, on every rank
     restore          every hook out
@@ -20,36 +20,29 @@ import diffusers
 import torch
 import transformers
 from diffusers import DiffusionPipeline
-from diffusers.hooks import HookRegistry, ModelHook
 from packaging.version import Version
 from torch import nn
 
 from patchpar.batch import leaves
-from patchpar.caches import CacheVote
 from patchpar.call import Drawn, DrawOptions, Returned, generators_of
 from patchpar.clock import StepClock
-from patchpar.denoiser import ConditionerHook, DenoiserHook
-from patchpar.drawing import Drawing, random_state, take_random_state
+from patchpar.drawing import Drawing, Randomness, random_state, take_random_state
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.exchange import Door, Traffic
+from patchpar.exchange import Door
 from patchpar.figures import RankFigures
-from patchpar.guided import GuidanceCheck
+from patchpar.installed import Installed
 from patchpar.launch.context import Bystander, RankContext
-from patchpar.ledger import Ledger
 from patchpar.mesh import Mesh
 from patchpar.models.arrival import settle_in
-from patchpar.models.description import DENOISERS, Description, describe, refuse_compiled, refuse_parallel
-from patchpar.patched import PatchedDenoiser
+from patchpar.models.description import Description, describe, refuse_parallel
 from patchpar.plan import Plan
 from patchpar.strategies import resolve_strategy
 from patchpar.strategies.data import as_one_call
-from patchpar.strategies.guidance import GuidanceSplit, guidance_of
+from patchpar.strategies.guidance import guidance_of
 from patchpar.together import Together
-from patchpar.token_split.denoiser import TokenDenoiser
 from patchpar.transport import Transport, connect
+from patchpar.vae.course import StillNeeded
 from patchpar.verdicts import Verdicts
-
-HOOK = "patchpar_denoiser"
 
 
 class Engine:
@@ -60,13 +53,9 @@ class Engine:
         self.device = torch.device(context.device)
         self.clock = StepClock()
         self.pipe: Any = None
-        self.mesh: Mesh | None = None
-        self._installed: tuple[Plan, bool | Path] = (Plan(), True)
+        self._installed = Installed()
+        self._installed_for: tuple[Plan, bool | Path, str] = (Plan(), True, "auto")
         self._transport: Transport | None = None
-        self._door: Door | None = None
-        self._patched: list[PatchedDenoiser | TokenDenoiser] = []
-        self._guidance: GuidanceSplit | None = None
-        self._hooked: list[nn.Module] = []
         self._arguments: dict[str, Any] = {}
 
     # --- the pipeline -------------------------------------------------------------------------------------------
@@ -113,8 +102,7 @@ class Engine:
 
         What it returned comes from rank 0, or from `everywhere`, where every rank has its own caller.
         """
-        for patched in self._patched:
-            patched.forget()
+        self._installed.forget()
         method = attrgetter(name)(self.pipe)
         result = method(*args, **kwargs)
         if result is getattr(method, "__self__", self.pipe):
@@ -143,76 +131,42 @@ class Engine:
 
     # --- the plan -----------------------------------------------------------------------------------------------
 
-    def install(self, plan: Plan, *, verify: bool | Path = True) -> None:
-        """Make the denoisers parallel. Ranks beyond the plan's stay idle. `verify`: a folder keeps the verdicts."""
+    def install(self, plan: Plan, *, verify: bool | Path = True, vae: str = "auto") -> None:
+        """Make denoisers and VAEs parallel. Ranks beyond the plan's stay idle. `verify`: a folder keeps the verdicts.
+
+        `vae`: one of the ways of `vae.choice`.
+        """
         self.restore()
-        strategy = resolve_strategy(plan.strategy)
+        resolve_strategy(plan.strategy)
         if self.context.world_size > 1 and self._transport is None:
             self._transport = connect(self.device, deadline=self.context.deadline)
         if self.context.rank < plan.world_size > 1:
-            self._hook(plan, strategy, Verdicts.of(verify))
-        self._installed = (plan, verify)
-
-    def _hook(self, plan: Plan, strategy: Any, verdicts: Verdicts | None) -> None:
-        self.mesh = Mesh(self.context.rank, range(plan.world_size), **plan.degrees())
-        assert self._transport is not None
-        self._door = Door(self._transport, self.context.mark)
-        if plan.cfg > 1:  # one for all networks, since several may serve one step
-            self._guidance = GuidanceSplit(self._door, self.mesh["cfg"], self.clock)
-            for module in self._conditioners():
-                self._register(module, ConditionerHook(self._guidance))
-        for module in self._denoisers():
-            layers: list[Any] = [] if self._guidance is None else [self._guidance]
-            if plan.patch > 1:
-                patched = strategy.install(
-                    module, self._door, self.mesh["patch"], clock=self.clock, split=plan.split, verdicts=verdicts
-                )
-                self._patched.append(patched)
-                layers.append(patched)
-            mesh = (self._door, self.mesh["cfg"])
-            check = GuidanceCheck(module, mesh, self.clock, verdicts) if self._guidance and verdicts else None
-            votes = CacheVote(module, self._door, (self.mesh["patch"], self.mesh["cfg"]), self.clock)
-            self._register(module, DenoiserHook(self.clock, layers, self._guided, self._door, votes, check))
-
-    def _register(self, module: nn.Module, hook: ModelHook) -> None:
-        HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK)
-        self._hooked.append(module)
-
-    def _conditioners(self) -> list[nn.Module]:
-        """A ControlNet that sees the same batch as the denoiser. Several in one run whole on every rank."""
-        found = self.pipe.components.get("controlnet")
-        return [found] if isinstance(found, nn.Module) and not hasattr(found, "nets") else []
-
-    def _guided(self) -> bool | None:
-        return guidance_of(self.pipe, self._arguments)
-
-    def _denoisers(self) -> list[nn.Module]:
-        return [self.pipe.components[name] for name in DENOISERS if self.pipe.components.get(name) is not None]
+            assert self._transport is not None
+            mesh, verdicts = Mesh(self.context.rank, range(plan.world_size), **plan.degrees()), Verdicts.of(verify)
+            doors = [Door(self._transport, self.context.mark) for _ in ("denoisers", "VAEs")]
+            self._installed = Installed(self.pipe)
+            self._installed.put_in(plan, mesh, doors[0], self.clock, self._guided, verdicts)
+            self._installed.put_in_vaes(vae, doors[1], verdicts)
+        self._installed_for = (plan, verify, vae)
 
     def restore(self) -> None:
         """Take every hook out: the pipeline is as it was."""
-        for patched in self._patched:
-            patched.restore()
-        for module in self._hooked:
-            registry: Any = module._diffusers_hook
-            registry.remove_hook(HOOK, recurse=False)
-            if not registry.hooks:
-                del module._diffusers_hook
-                module.__dict__.pop("forward", None)
-        self._patched, self._guidance, self._hooked = [], None, []
-        self.mesh, self._door, self._installed = None, None, (Plan(), True)
+        self._installed.restore()
+        self._installed_for = (Plan(), True, "auto")
 
-    def control(self, *, exchange: str) -> None:
-        """Switch the exchange between bands "off" or let it be "frozen", wrong on purpose, for negative controls."""
-        for patched in self._patched:
-            patched.exchange = exchange
+    def control(self, *, exchange: str = "on", vae: str = "on") -> None:
+        """Switch the exchange between bands "off", wrong on purpose, of the denoisers ("frozen" too) or the VAEs."""
+        self._installed.control(exchange=exchange, vae=vae)
+
+    def _guided(self) -> bool | None:
+        return guidance_of(self.pipe, self._arguments)
 
     # --- a call -------------------------------------------------------------------------------------------------
 
     def draw(self, kwargs: Mapping[str, Any], options: DrawOptions) -> Drawn | Bystander:
         """One call of the pipeline, under `options.plan`. Ranks that the plan leaves idle stand by."""
-        if self._installed != (options.plan, options.verify):
-            self.install(options.plan, verify=options.verify)
+        if self._installed_for != (options.plan, options.verify, options.vae):
+            self.install(options.plan, verify=options.verify, vae=options.vae)
         if options.same_everywhere:
             return self._draw_together(kwargs, options)
         if options.random is not None:
@@ -220,7 +174,8 @@ class Engine:
         if self.context.rank >= options.plan.world_size:
             return Bystander()
         output, figures = self._run(kwargs, options)
-        if self.mesh is not None and (self.mesh["cfg"].rank or self.mesh["patch"].rank):
+        mesh = self._installed.mesh
+        if mesh is not None and (mesh["cfg"].rank or mesh["patch"].rank):
             output = None  # the same as another rank's
         return self._report(output, (figures,), options)
 
@@ -236,41 +191,39 @@ class Engine:
             if options.plan.world_size < self.context.world_size:
                 together.release()
             raise
-        figures = together.figures(own, self.mesh, self._door)
-        output = together.end(output, self.mesh["data"] if self.mesh else None, self._door)
+        mesh, door = self._installed.mesh, self._installed.door
+        figures = together.figures(own, mesh, door)
+        output = together.end(output, mesh["data"] if mesh else None, door)
         return self._report(output, figures, options)
 
     def _run(self, kwargs: Mapping[str, Any], options: DrawOptions) -> tuple[Any, RankFigures]:
         """This rank's output and figures."""
-        ledger = self._begin(options)
-        drawing = Drawing(self.pipe, self.context, self.clock, options, ledger)
-        with self._own_share(dict(kwargs)) as self._arguments:
+        installed, random = self._installed, Randomness(kwargs, self.device)
+        try:
+            return self._drawn(kwargs, options)
+        except StillNeeded:  # once for a pipeline: it needs on all ranks what it has decoded
+            assert installed.vaes is not None
+            installed.vaes.course.everywhere = True
+            random.restore()
+            return self._drawn(kwargs, options)
+
+    def _drawn(self, kwargs: Mapping[str, Any], options: DrawOptions) -> tuple[Any, RankFigures]:
+        installed = self._installed
+        self.clock.reset(order=getattr(getattr(self.pipe, "scheduler", None), "order", 1))
+        ledger = installed.begin(tracing=options.tracing)
+        drawing = Drawing(self.pipe, self.context, self.clock, options, ledger, installed.interrupted)
+        with self._own_share(dict(kwargs)) as self._arguments, installed.running():
             output = drawing.run(self._arguments)
         ledger.end_picture()
-        if self._guidance is not None:
-            self._guidance.finish()
-        for patched in self._patched:
-            patched.finish()
+        installed.finish()
         return output, ledger.figures(self.context.rank, self.context.device)
 
     def _own_share(self, kwargs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
         """Our prompts' arguments, while open."""
-        if self.mesh is None or self.mesh["data"].size == 1:
+        mesh = self._installed.mesh
+        if mesh is None or mesh["data"].size == 1:
             return nullcontext(kwargs)
-        return as_one_call(self.pipe, kwargs, self.mesh["data"].rank, self.mesh["data"].size)
-
-    def _begin(self, options: DrawOptions) -> Ledger:
-        for module in self._hooked:
-            refuse_compiled(module)
-        self.clock.reset(order=getattr(getattr(self.pipe, "scheduler", None), "order", 1))
-        if self._guidance is not None:
-            self._guidance.reset()
-        for patched in self._patched:
-            patched.reset()
-        traffic = Traffic() if self._door is None else self._door.traffic
-        traffic.clear()
-        histories = [patched.history for patched in self._patched if patched.history is not None]
-        return Ledger(traffic, histories, tracing=options.tracing)
+        return as_one_call(self.pipe, kwargs, mesh["data"].rank, mesh["data"].size)
 
     def _report(self, output: Any, figures: tuple[RankFigures, ...], options: DrawOptions) -> Drawn:
         follows = options.random is not None and options.random.cpu is not None

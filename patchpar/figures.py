@@ -9,6 +9,7 @@ from typing import Any
 
 from patchpar.trace import RankTrace
 
+VAE = "vae"  # the kind of all that encoding and decoding exchange
 Bytes = Mapping[str, int]  # by kind of exchange
 Seconds = Mapping[str, float]
 
@@ -41,6 +42,8 @@ class StepFigures:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFigures:
     """One rank in a whole call. What follows the last step, such as messages that come too late, is in the sums only.
+
+    So is the kind "vae": what encoding and decoding exchange belongs to no step.
 
     `stale_bytes`: what its seams held of the last step when the last one ended. `trace` where it was asked for.
     """

@@ -7,7 +7,7 @@ dimension that is split; "rows" below means slices along it, so columns work ali
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,46 @@ from torch.nn import functional as F
 from patchpar.patches import Stencil
 
 Conv = nn.Conv2d | nn.Conv3d
+
+
+class ConvolutionLike(Protocol):
+    """What is read of a convolution: of a module, or of the arguments of a call."""
+
+    @property
+    def weight(self) -> Tensor:
+        """As in nn.Conv2d, and so are the others."""
+
+    @property
+    def bias(self) -> Tensor | None: ...
+    @property
+    def kernel_size(self) -> tuple[int, ...]: ...
+    @property
+    def stride(self) -> tuple[int, ...]: ...
+    @property
+    def padding(self) -> str | tuple[int, ...]: ...
+    @property
+    def dilation(self) -> tuple[int, ...]: ...
+    @property
+    def groups(self) -> int: ...
+
+
+class GroupNormLike(Protocol):
+    """What is read of a group norm: of a module, or of the arguments of a call."""
+
+    @property
+    def num_channels(self) -> int:
+        """As in nn.GroupNorm, and so are the others."""
+
+    @property
+    def num_groups(self) -> int: ...
+    @property
+    def weight(self) -> Tensor | None: ...
+    @property
+    def bias(self) -> Tensor | None: ...
+    @property
+    def eps(self) -> float: ...
+
+
 TINY = 1e-12  # keeps 1/std finite on a constant map, and is far below any variance that matters
 
 
@@ -81,7 +121,7 @@ def correct_moments(whole: Moments, own: Moments, now: Moments, least: float = 0
 class Normalise:
     """Group norm with given moments, to be applied to this share and to a neighbour's edge rows alike."""
 
-    def __init__(self, norm: nn.GroupNorm, moments: Moments) -> None:
+    def __init__(self, norm: GroupNormLike, moments: Moments) -> None:
         batch, per_group = moments.mean_BG.shape[0], norm.num_channels // norm.num_groups
         self._mean = moments.mean_BG.repeat_interleave(per_group, dim=1).flatten()
         self._var = (moments.m2_BG / moments.num).repeat_interleave(per_group, dim=1).flatten()
@@ -96,7 +136,7 @@ class Normalise:
         return y.view(x.shape).to(x.dtype)
 
 
-def stencil_of(conv: Conv, dim: int) -> Stencil:
+def stencil_of(conv: ConvolutionLike, dim: int) -> Stencil:
     """What `conv` reads along `dim` (counted from the end)."""
     return Stencil(
         extent=conv.dilation[dim] * (conv.kernel_size[dim] - 1) + 1,
@@ -105,15 +145,15 @@ def stencil_of(conv: Conv, dim: int) -> Stencil:
     )
 
 
-def convolve(conv: Conv, x: Tensor, dim: int) -> Tensor:
+def convolve(conv: ConvolutionLike, x: Tensor, dim: int) -> Tensor:
     """`conv` without its padding along `dim`: the rows outside are already in `x`."""
     padding = list(conv.padding)
     padding[dim] = 0
-    function: Callable[..., Tensor] = F.conv2d if isinstance(conv, nn.Conv2d) else F.conv3d
+    function: Callable[..., Tensor] = F.conv2d if conv.weight.ndim == 4 else F.conv3d
     return function(x, conv.weight, conv.bias, conv.stride, tuple(padding), conv.dilation, conv.groups)
 
 
-def mend_borders(conv: Conv, x: Tensor, y: Tensor, dim: int, stencil: Stencil, halo: "Halo") -> Tensor:
+def mend_borders(conv: ConvolutionLike, x: Tensor, y: Tensor, dim: int, stencil: Stencil, halo: "Halo") -> Tensor:
     """Compute again, in place, the rows of `y` = conv(x, zero padded) that read a neighbour's rows.
 
     Only the few border rows are computed twice, so the bulk can be convolved while the halo is on its way, and no
@@ -144,7 +184,7 @@ def is_thin(size: int, stencil: Stencil) -> bool:
     return size < 2 * stencil.extent
 
 
-def convolve_with_halo(conv: Conv, x: Tensor, dim: int, stencil: Stencil, halo: Halo) -> Tensor:
+def convolve_with_halo(conv: ConvolutionLike, x: Tensor, dim: int, stencil: Stencil, halo: Halo) -> Tensor:
     """The whole share at once, halo joined on, zeros at the picture's edges: for thin shares."""
 
     def zeros(rows: int) -> list[Tensor]:

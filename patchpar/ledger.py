@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from patchpar.exchange import Traffic
-from patchpar.figures import RankFigures, StepFigures
+from patchpar.figures import VAE, RankFigures, StepFigures
 from patchpar.history import History
 from patchpar.trace import Event, RankTrace
 
@@ -15,12 +15,16 @@ N = TypeVar("N", int, float)
 class Ledger:
     """Opened when a call begins, with `traffic` at zero. `histories`: of those of its denoisers that have one.
 
-    `tracing`: also keep every event, for a trace.
+    `tracing`: also keep every event, for a trace. `of_vaes`: what encoding and decoding exchange, which belongs to no
+    step and is booked as one kind.
     """
 
-    def __init__(self, traffic: Traffic, histories: Sequence[History], *, tracing: bool) -> None:
-        traffic.events = [] if tracing else None
-        self._traffic, self._histories = traffic, tuple(histories)
+    def __init__(
+        self, traffic: Traffic, histories: Sequence[History], *, tracing: bool, of_vaes: Traffic | None = None
+    ) -> None:
+        of_vaes = of_vaes or Traffic()
+        traffic.events = of_vaes.events = [] if tracing else None
+        self._traffic, self._histories, self._of_vaes = traffic, tuple(histories), of_vaes
         self._epoch = time.time() - time.perf_counter()
         self._step_began = time.perf_counter()
         self._before = self._counted()
@@ -48,13 +52,13 @@ class Ledger:
 
     def figures(self, rank: int, device: str) -> RankFigures:
         """Everything, for the caller."""
-        traffic = self._traffic
+        traffic, of_vaes = self._traffic, self._of_vaes
         return RankFigures(
             rank=rank,
             device=device,
-            bytes_sent=dict(traffic.bytes_sent),
-            bytes_received=dict(traffic.bytes_received),
-            seconds_waited=dict(traffic.seconds_waited),
+            bytes_sent=_with_vaes(traffic.bytes_sent, of_vaes.bytes_sent),
+            bytes_received=_with_vaes(traffic.bytes_received, of_vaes.bytes_received),
+            seconds_waited=_with_vaes(traffic.seconds_waited, of_vaes.seconds_waited),
             stale_bytes=self._stale_bytes,
             steps=tuple(self._steps),
             trace=None if traffic.events is None else RankTrace(rank, device, self._epoch, tuple(traffic.events)),
@@ -78,6 +82,11 @@ class Ledger:
             start = min(calls, default=self._step_began)
             self._step_began = time.perf_counter()
             events.append(Event("step", "", f"step {len(self._steps) - 1}", start, self._step_began - start))
+
+
+def _with_vaes(steps: Mapping[str, N], vaes: Mapping[str, N]) -> dict[str, N]:
+    """What the denoisers exchanged by kind, and the VAEs' as one kind of its own, if there is any."""
+    return {**steps, VAE: sum(vaes.values())} if vaes else dict(steps)
 
 
 def _more(now: Mapping[str, N], before: Mapping[str, N]) -> dict[str, N]:

@@ -42,7 +42,7 @@ class Mesh:
     """Named axes over `ranks`, seen from global rank `me`, e.g. `Mesh(me=3, ranks=range(8), cfg=2, patch=4)`."""
 
     def __init__(self, me: int, ranks: Sequence[int], **degrees: int) -> None:
-        self.ranks = tuple(ranks)
+        self.ranks, self._me = tuple(ranks), me
         unknown = set(degrees) - set(AXES)
         if unknown:
             raise ValueError(f"unknown mesh axes {sorted(unknown)}: use {', '.join(AXES)}")
@@ -63,3 +63,10 @@ class Mesh:
 
     def __getitem__(self, name: str) -> Axis:
         return self._axes[name]
+
+    def of_one_picture(self) -> Axis:
+        """All ranks that work on the same pictures as we do, whatever they do there."""
+        data = self["data"]
+        size = len(self.ranks) // data.size
+        ranks = self.ranks[data.rank * size : (data.rank + 1) * size]
+        return Axis("picture", ranks.index(self._me), size, ranks)

@@ -49,11 +49,12 @@ class Caller:
         del self.kwargs["callback_on_step_end"]
         return callback
 
-    def options(self, plan: Plan, verify: bool | Path, *, tracing: bool) -> DrawOptions:
+    def options(self, plan: Plan, verify: bool | Path, *, vae: str, tracing: bool) -> DrawOptions:
         """What the ranks must know beside the arguments."""
         return DrawOptions(
             plan=plan,
             verify=verify,
+            vae=vae,
             random=_random_state() if self._kind == "local" else None,
             has_callback=self._callback is not None,
             same_everywhere=self._kind == "torchrun",

@@ -27,7 +27,7 @@ from patchpar.outcome import Caller, move_generators_on, output_of, refuse_old_c
 from patchpar.plan import Plan
 from patchpar.planner.auto import choose
 from patchpar.run import Run
-from patchpar.start import Request, check_options, check_request, plan_of
+from patchpar.start import Request, check_options, check_request, plan_of, way_and_network
 from patchpar.state import State
 
 LOAD_SECONDS = 3600.0  # a large model from a slow disk; workers that die are noticed at once all the same
@@ -38,13 +38,14 @@ class ParallelPipeline:
 
     `pipe`: a pipeline in memory; with several devices each worker has a copy, and yours stays as it is. `devices`: see
     `launch.devices.resolve_devices`. `plan`: "auto", a `Plan`, or a text such as "cfg=2,patch=2". `deadline`: seconds
-    that no rank may stand still. `verify`: compare each denoiser, split, with its plain forward when it is first used;
-    a folder keeps the verdicts elsewhere than in the user's cache.
+    that no rank may stand still. `verify`: compare each denoiser, split, with its plain forward when it is first used,
+    and each VAE; a folder keeps the verdicts elsewhere than in the user's cache. `vae`: how several devices encode and
+    decode, see `vae.choice`: "auto", "exact", "tiled" or "rank0".
 
     Raises PlanError before any worker starts, LaunchError if workers fail.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a setting of its own, by name
         self,
         pipe: Any,
         *,
@@ -53,14 +54,15 @@ class ParallelPipeline:
         deadline: float = 60.0,
         start_timeout: float = 600.0,
         verify: bool | Path = True,
+        vae: str = "auto",
     ) -> None:
         if not (hasattr(pipe, "components") and callable(pipe)):
             raise PlanError(f"{type(pipe).__name__} is no diffusers pipeline; a folder or name goes to from_pretrained")
-        request = check_request(devices, plan, deadline=deadline, start_timeout=start_timeout, verify=verify)
-        self._begin(request, "adopt", pipe)
+        limits = {"deadline": deadline, "start_timeout": start_timeout}
+        self._begin(check_request(devices, plan, **limits, verify=verify, vae=vae), "adopt", pipe)
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # noqa: PLR0913 - as above
         cls,
         model: str | Path,
         *,
@@ -69,14 +71,18 @@ class ParallelPipeline:
         deadline: float = 60.0,
         start_timeout: float = 600.0,
         verify: bool | Path = True,
+        vae: Any = "auto",
         **options: Any,
     ) -> ParallelPipeline:
         """Load `model` (a folder, a hub name, or "embedded") in every rank; `options` go to diffusers' from_pretrained.
 
-        Weights are read from safetensors only. Raises PlanError for a bad path, folder, weight file, plan or device,
-        and for a model that does not fit into memory.
+        Weights are read from safetensors only. A `vae` that is no text is a network for the pipeline, as in diffusers.
+        Raises PlanError for a bad path, folder, weight file, plan or device, and for a model that does not fit into
+        memory.
         """
-        request = check_request(devices, plan, deadline=deadline, start_timeout=start_timeout, verify=verify)
+        vae, options = way_and_network(vae, options)
+        limits = {"deadline": deadline, "start_timeout": start_timeout}
+        request = check_request(devices, plan, **limits, verify=verify, vae=vae)
         check_options(options)
         source, options, folder = resolve_model(model, options)
         need = needed_bytes(folder, options)
@@ -139,7 +145,8 @@ class ParallelPipeline:
             return self._drawn(executor, caller)
 
     def _draw(self, executor: Executor, caller: Caller, plan: Plan) -> list[Drawn]:
-        options = caller.options(plan, self._state.request.verify, tracing=self._state.tracing)
+        request = self._state.request
+        options = caller.options(plan, request.verify, vae=request.vae, tracing=self._state.tracing)
         results = executor.call("draw", caller.kwargs, options, on_event=caller.on_event, on_ask=caller.on_ask)
         return [result for result in results if isinstance(result, Drawn)]
 

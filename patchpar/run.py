@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
-from patchpar.figures import RankFigures
+from patchpar.figures import VAE, RankFigures
 from patchpar.plan import Plan
 from patchpar.trace import write_trace
 
@@ -37,8 +37,14 @@ class Run:
 
     @property
     def bytes_per_step(self) -> tuple[int, ...]:
-        """Bytes that left each rank, per step on average, in rank order."""
-        return tuple(sum(rank.bytes_sent.values()) // max(1, self.steps) for rank in self.ranks)
+        """Bytes that left each rank, per step on average, in rank order; without those of the VAE."""
+        sums = (sum(rank.bytes_sent.values()) - rank.bytes_sent.get(VAE, 0) for rank in self.ranks)
+        return tuple(total // max(1, self.steps) for total in sums)
+
+    @property
+    def vae_bytes(self) -> tuple[int, ...]:
+        """Bytes that left each rank while a VAE encoded and decoded, in the whole call, in rank order."""
+        return tuple(rank.bytes_sent.get(VAE, 0) for rank in self.ranks)
 
     @property
     def bytes_by_kind(self) -> Mapping[str, int]:
@@ -70,6 +76,7 @@ class Run:
             "steps": self.steps,
             "exact_steps": self.exact_steps,
             "bytes_per_step": list(self.bytes_per_step),
+            "vae_bytes": list(self.vae_bytes),
             "bytes_by_kind": dict(self.bytes_by_kind),
             "seconds_waited": {kind: round(seconds, 4) for kind, seconds in self.seconds_waited.items()},
             "stale_bytes": self.stale_bytes,
@@ -87,11 +94,13 @@ class Run:
 
     def _cost(self) -> str:
         """What the plan costs: traffic, waiting, memory; of each the rank that has most of it."""
-        if not any(self.bytes_per_step):
+        if not any(self.bytes_per_step + self.vae_bytes):
             return ""
         waited = max(sum(rank.seconds_waited.values()) for rank in self.ranks)
         held = f", {readable_bytes(self.stale_bytes)} held of the last step" if self.stale_bytes else ""
-        return f", {readable_bytes(max(self.bytes_per_step))} sent per step and rank, {waited:.2f} s waited{held}"
+        vae = f" and {readable_bytes(max(self.vae_bytes))} for the VAE" if any(self.vae_bytes) else ""
+        sent = f", {readable_bytes(max(self.bytes_per_step))} sent per step and rank{vae}"
+        return f"{sent}, {waited:.2f} s waited{held}"
 
 
 def readable_bytes(count: float) -> str:

@@ -13,6 +13,7 @@ from patchpar.launch.local import LocalExecutor
 from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
 from patchpar.plan import Plan
 from patchpar.strategies import resolve_strategy
+from patchpar.vae.choice import check_way
 
 ENGINE = "patchpar.engine:Engine"
 PRELOAD = ("patchpar.engine",)
@@ -31,6 +32,7 @@ class Request:
     deadline: float
     start_timeout: float
     verify: bool | Path
+    vae: str
 
     def executor(self) -> Executor:
         """Ranks for it, starting: in this process, in workers, or those of torchrun."""
@@ -51,8 +53,10 @@ class Request:
         return found
 
 
-def check_request(devices: object, plan: object, *, deadline: object, start_timeout: object, verify: object) -> Request:
-    """Raise PlanError for a plan, devices or limits that cannot be."""
+def check_request(
+    devices: object, plan: object, *, deadline: object, start_timeout: object, verify: object, vae: object
+) -> Request:
+    """Raise PlanError for a plan, devices, limits or a way of the VAE that cannot be."""
     wanted = plan_of(plan)
     if isinstance(verify, str):
         verify = Path(verify)
@@ -64,6 +68,7 @@ def check_request(devices: object, plan: object, *, deadline: object, start_time
         deadline=_seconds("deadline", deadline),
         start_timeout=_seconds("start_timeout", start_timeout),
         verify=verify,
+        vae=check_way(vae),
     )
 
 
@@ -72,6 +77,11 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name, reason in REFUSED_OPTIONS.items():
         if options.get(name) is not None:
             raise PlanError(f"{name}={options[name]!r} cannot be passed on: {reason}")
+
+
+def way_and_network(vae: Any, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """How the VAE runs, and diffusers' options with the network in them, if `vae` is one."""
+    return (vae, dict(options)) if isinstance(vae, str) else ("auto", {**options, "vae": vae})
 
 
 def plan_of(plan: object) -> Plan | None:

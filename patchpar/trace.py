@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-STEPS = ("step", "call")  # a step of the scheduler, a call of the denoiser
+STEPS = ("step", "call", "vae")  # a step of the scheduler, a call of the denoiser, one of a VAE in bands
 SEAMS = ("send", "wait", "check")  # inside or between them; check: the comparison with the plain denoiser at first use
 
 
@@ -72,9 +72,9 @@ def _name(rank: int, what: str, name: str, thread: int = 0) -> dict[str, Any]:
 
 
 def _computing(events: Sequence[Event]) -> Iterator[Event]:
-    """The time inside denoiser calls that no seam took: computation up to the seam that follows it."""
+    """The time inside calls of denoiser and VAE that no seam took: computation up to the seam that follows it."""
     seams = sorted((event for event in events if event.what in SEAMS), key=lambda event: event.start)
-    for call in (event for event in events if event.what == "call"):
+    for call in (event for event in events if event.what in ("call", "vae")):
         now, end = call.start, call.start + call.seconds
         for seam in (seam for seam in seams if call.start <= seam.start <= end):
             if seam.start > now:

@@ -43,6 +43,7 @@ class Asked:
     devices: Devices = "auto"
     plan: Annotated[str, typer.Option(help="auto, or degrees per axis: cfg=2,patch=2.")] = "auto"
     strategy: Annotated[str, typer.Option(help="How patches travel: name, or name:key=value,key=value.")] = "exact"
+    vae: Annotated[str, typer.Option(help="How devices encode and decode: auto, exact, tiled or rank0.")] = "auto"
     height: Annotated[int | None, typer.Option(help="Pixels; by default the model's own size.")] = None
     width: Annotated[int | None, typer.Option(help="Pixels; by default the model's own size.")] = None
     steps: Annotated[int | None, typer.Option(help="Denoising steps; by default the pipeline's own.")] = None
@@ -68,7 +69,7 @@ class Asked:
     def for_loading(self) -> dict[str, Any]:
         """Keyword arguments of `ParallelPipeline.from_pretrained`, devices and plan aside."""
         dtype = None if self.dtype is None else self.dtype.value
-        return given(torch_dtype=dtype, variant=self.variant)
+        return given(torch_dtype=dtype, variant=self.variant, vae=self.vae)
 
     def for_sampling(self) -> dict[str, Any]:
         """Size, steps and guidance, as diffusers names them."""

@@ -76,7 +76,7 @@ class Studio:
         self.engine.adopt(pipeline(case))
         self.options = DrawOptions(plan=Plan.parse(case.plan), verify=False, random=RandomState(seed=SEED), quiet=True)
         self.engine.install(self.options.plan, verify=False)
-        for patched in self.engine._patched:
+        for patched in self.engine._installed.patched:
             patched.sites = sites
         self.engine.control(exchange=case.exchange)
 
@@ -84,7 +84,7 @@ class Studio:
         """One picture."""
         torch.manual_seed(SEED)  # some schedulers draw without the caller's generator
         output = getattr(self.engine.draw(arguments(self.case, picture), self.options), "output", None)
-        histories = [patched.history for patched in self.engine._patched if patched.history is not None]
+        histories = [patched.history for patched in self.engine._installed.patched if patched.history is not None]
         exact, stale = (sum(getattr(h, name) for h in histories) for name in ("exact_calls", "stale_calls"))
         return Drawn(latents=None if output is None else output.images, exact_calls=exact, stale_calls=stale)
 

@@ -1,0 +1,144 @@
+"""A plan in a pipeline: hooks on its denoisers, its VAEs in bands. Nothing else of the pipeline changes."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from diffusers.hooks import HookRegistry, ModelHook
+from torch import nn
+
+from patchpar.caches import CacheVote
+from patchpar.clock import StepClock
+from patchpar.denoiser import ConditionerHook, DenoiserHook
+from patchpar.exchange import Door, Traffic
+from patchpar.guided import GuidanceCheck
+from patchpar.ledger import Ledger
+from patchpar.mesh import Mesh
+from patchpar.models.description import DENOISERS, refuse_compiled
+from patchpar.patched import PatchedDenoiser
+from patchpar.plan import Plan
+from patchpar.strategies import resolve_strategy
+from patchpar.strategies.guidance import GuidanceSplit
+from patchpar.token_split.denoiser import TokenDenoiser
+from patchpar.vae.parallel import ParallelVaes
+from patchpar.verdicts import Verdicts
+
+HOOK = "patchpar_denoiser"
+
+
+class Installed:
+    """What a plan has put into a pipeline, until `restore`. At first nothing: one rank does it all."""
+
+    def __init__(self, pipe: Any = None) -> None:
+        self.pipe = pipe
+        self.mesh: Mesh | None = None
+        self.door: Door | None = None
+        self.patched: list[PatchedDenoiser | TokenDenoiser] = []
+        self.guidance: GuidanceSplit | None = None
+        self.vaes: ParallelVaes | None = None
+        self._hooked: list[nn.Module] = []
+
+    # --- in and out ---------------------------------------------------------------------------------------------
+
+    def put_in(
+        self, plan: Plan, mesh: Mesh, door: Door, clock: StepClock, guided: Callable[[], bool | None], verdicts: Any
+    ) -> None:
+        """Make the denoisers parallel. `guided`: whether the call under way uses guidance."""
+        self.mesh, self.door = mesh, door
+        strategy = resolve_strategy(plan.strategy)
+        if plan.cfg > 1:  # one for all networks, since several may serve one step
+            self.guidance = GuidanceSplit(door, mesh["cfg"], clock)
+            for module in self._conditioners():
+                self._register(module, ConditionerHook(self.guidance))
+        for module in self._denoisers():
+            layers: list[Any] = [] if self.guidance is None else [self.guidance]
+            if plan.patch > 1:
+                patched = strategy.install(
+                    module, door, mesh["patch"], clock=clock, split=plan.split, verdicts=verdicts
+                )
+                self.patched.append(patched)
+                layers.append(patched)
+            check = GuidanceCheck(module, (door, mesh["cfg"]), clock, verdicts) if self.guidance and verdicts else None
+            votes = CacheVote(module, door, (mesh["patch"], mesh["cfg"]), clock)
+            self._register(module, DenoiserHook(clock, layers, guided, door, votes, check))
+
+    def put_in_vaes(self, way: str, door: Door, verdicts: Verdicts | None) -> None:
+        """Let all ranks of one picture encode and decode it together. Their traffic is counted apart, by `door`."""
+        assert self.mesh is not None
+        axis = self.mesh.of_one_picture()
+        if axis.size > 1:
+            components = self.pipe.components
+            self.vaes = ParallelVaes(components, self._denoisers(), way, (door, axis), verdicts=verdicts)
+
+    def _register(self, module: nn.Module, hook: ModelHook) -> None:
+        HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK)
+        self._hooked.append(module)
+
+    def _conditioners(self) -> list[nn.Module]:
+        """A ControlNet that sees the same batch as the denoiser. Several in one run whole on every rank."""
+        found = self.pipe.components.get("controlnet")
+        return [found] if isinstance(found, nn.Module) and not hasattr(found, "nets") else []
+
+    def _denoisers(self) -> list[nn.Module]:
+        return [self.pipe.components[name] for name in DENOISERS if self.pipe.components.get(name) is not None]
+
+    def restore(self) -> None:
+        """Take everything out: the pipeline is as it was."""
+        for patched in self.patched:
+            patched.restore()
+        for module in self._hooked:
+            registry: Any = module._diffusers_hook
+            registry.remove_hook(HOOK, recurse=False)
+            if not registry.hooks:
+                del module._diffusers_hook
+                module.__dict__.pop("forward", None)
+        if self.vaes is not None:
+            self.vaes.restore()
+        self.patched, self.guidance, self.vaes, self._hooked = [], None, None, []
+        self.mesh = self.door = None
+
+    # --- while it is in -----------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """The modules of the pipeline may change."""
+        for patched in self.patched:
+            patched.forget()
+        if self.vaes is not None:
+            self.vaes.forget()
+
+    def begin(self, *, tracing: bool) -> Ledger:
+        """Begin a picture: nothing of the last one is used, and the books are empty. Raises UnsupportedModel."""
+        for module in self._hooked:
+            refuse_compiled(module)
+        if self.guidance is not None:
+            self.guidance.reset()
+        for patched in self.patched:
+            patched.reset()
+        traffic = Traffic() if self.door is None else self.door.traffic
+        of_vaes = Traffic() if self.vaes is None else self.vaes.door.traffic
+        traffic.clear()
+        of_vaes.clear()
+        histories = [patched.history for patched in self.patched if patched.history is not None]
+        return Ledger(traffic, histories, tracing=tracing, of_vaes=of_vaes)
+
+    def running(self) -> AbstractContextManager[None]:
+        """The call of the pipeline."""
+        return nullcontext() if self.vaes is None else self.vaes.course.open()
+
+    def interrupted(self) -> AbstractContextManager[None]:
+        """A function of the caller's, within the call."""
+        return nullcontext() if self.vaes is None else self.vaes.course.interrupted()
+
+    def finish(self) -> None:
+        """End a picture: take in what is still under way. Raises ExchangeError."""
+        if self.guidance is not None:
+            self.guidance.finish()
+        for patched in self.patched:
+            patched.finish()
+
+    def control(self, *, exchange: str, vae: str) -> None:
+        """Switch the exchange between bands "off" or let it be "frozen", wrong on purpose, for negative controls."""
+        for patched in self.patched:
+            patched.exchange = exchange
+        if self.vaes is not None:
+            self.vaes.control(exchange=vae)

@@ -1,0 +1,17 @@
+"""The ways to run a VAE on several ranks, by name. No torch, so that naming one is light."""
+
+from patchpar.errors import PlanError
+
+WAYS = {
+    "auto": "exact where the VAE can be split, else as rank0, and says so",
+    "exact": "every rank has a band of the rows; the result is that of one process",
+    "tiled": "one rank, in overlapping tiles as diffusers has them: less memory, another result",
+    "rank0": "one rank, as it is",
+}
+
+
+def check_way(vae: object) -> str:
+    """Raise PlanError unless `vae` is one of `WAYS`."""
+    if not isinstance(vae, str) or vae not in WAYS:
+        raise PlanError(f"vae={vae!r}: use {', '.join(WAYS)}")
+    return vae
