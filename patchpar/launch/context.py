@@ -3,6 +3,7 @@
     caller --- Executor.call("draw", ...) ---> Engine.draw(...) on every rank
     on_event(rank, event)  <--- context.emit(event)          any rank, fire and forget
     on_ask(question)       <--- context.ask(question)        all ranks together; all get the one reply
+    tell(rank, value)      ---> context.hear(timeout)        at any time during a call, to one rank
 
 An engine is any class, named "package.module:Class", made once per rank with its RankContext. Its public methods are
 called by name, the same call on every rank, in the rank's main thread.
@@ -20,6 +21,8 @@ from patchpar.errors import LaunchError, PatchparError
 
 OnEvent = Callable[[int, Any], object]
 OnAsk = Callable[[Any], Any]
+Tell = Callable[[int, Any], None]
+OnStart = Callable[[Tell], object]
 Kind = Literal["inline", "local", "torchrun"]
 E = TypeVar("E", bound="Executor")
 
@@ -54,6 +57,13 @@ class RankContext(Protocol):
 
     def mark(self, where: str) -> None:
         """Say that this rank has reached the seam `where`. Costs about 0.2 microseconds."""
+
+
+class ListeningContext(RankContext, Protocol):
+    """What an engine knows of a rank that its caller can talk to during a call: all but those of torchrun."""
+
+    def hear(self, timeout: float) -> Any:
+        """The next that the caller has told this rank during this call; None if there is none in `timeout` seconds."""
 
 
 class Executor(Protocol):
@@ -111,6 +121,12 @@ class Callbacks:
 
     on_event: OnEvent | None = None
     on_ask: OnAsk | None = None
+    on_start: OnStart | None = None
+
+    def start(self, tell: Tell) -> None:
+        """Give the caller the means to tell ranks something, for as long as the call lasts, from any thread."""
+        if self.on_start is not None:
+            self.on_start(tell)
 
     def event(self, rank: int, event: object) -> None:
         """Hand an event to the caller, if it listens."""

@@ -3,6 +3,7 @@
     caller                       ranks
       | -- CALL ----------------> |            to all
       | <------- EVENT ---------- |            any number, from any rank
+      | -- TELL ----------------> |            any number, to any rank
       | <-------- ASK ----------- |            from all; the question of rank 0 counts
       | -- REPLY ---------------> |            to all
       | -- PING -- / -- PONG ---- |            every second: who is there at all?
@@ -14,6 +15,7 @@ runs and listens, so a suspended laptop or a slow callback makes nobody late.
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import time
 from collections.abc import Sequence
@@ -81,6 +83,7 @@ class Dialogue:
                 selector.register(worker.channel, selectors.EVENT_READ, worker)
                 if opening is not None:
                     self._send(worker, opening)
+            self._callbacks.start(self._tell)
             last = time.monotonic()
             while not self._is_finished():
                 for key, _ in selector.select(TICK):
@@ -139,6 +142,13 @@ class Dialogue:
         for worker in self._workers:
             self._send(worker, Frame(Kind.REPLY, self._request, reply))
         reply.close()
+
+    def _tell(self, rank: int, value: object) -> None:
+        """May be called from any thread. A rank that has gone hears nothing; its end is noticed elsewhere."""
+        message = encode(value)
+        with contextlib.suppress(Closed, TimeoutError):
+            self._workers[rank].channel.send(Frame(Kind.TELL, self._request, message))
+        message.close()
 
     def _pass_time(self, seconds: float) -> None:
         outcome = self._outcome

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import queue
 from types import TracebackType
 from typing import Any, Literal
 
 from patchpar.errors import LaunchError
-from patchpar.launch.context import Callbacks, OnAsk, OnEvent, check_deadline, engine_method, load_engine
+from patchpar.launch.context import (
+    Callbacks,
+    OnAsk,
+    OnEvent,
+    OnStart,
+    check_deadline,
+    engine_method,
+    load_engine,
+)
 
 
 class InlineContext:
@@ -18,6 +27,7 @@ class InlineContext:
     def __init__(self, device: str, deadline: float) -> None:
         self.device, self.deadline = device, deadline
         self.callbacks = Callbacks()
+        self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.where = ""
 
     def emit(self, event: object) -> None:
@@ -27,6 +37,13 @@ class InlineContext:
     def ask(self, question: object) -> Any:
         """See RankContext. An exception of the caller's own passes through."""
         return self.callbacks.answer(question)
+
+    def hear(self, timeout: float) -> Any:
+        """See ListeningContext."""
+        try:
+            return self.told.get(timeout=timeout)
+        except queue.Empty:
+            return None
 
     def mark(self, where: str) -> None:
         """See RankContext."""
@@ -59,6 +76,7 @@ class InlineExecutor:
         *args: Any,
         on_event: OnEvent | None = None,
         on_ask: OnAsk | None = None,
+        on_start: OnStart | None = None,
         replay: bool = False,
         expected: float = 0.0,
         **kwargs: Any,
@@ -69,7 +87,9 @@ class InlineExecutor:
         if self._engine is None:
             self._engine = load_engine(self._engine_name)(self._context)
         before = self._context.callbacks
-        self._context.callbacks = Callbacks(on_event=on_event, on_ask=on_ask)
+        self._context.callbacks = Callbacks(on_event=on_event, on_ask=on_ask, on_start=on_start)
+        told = self._context.told = queue.SimpleQueue()
+        self._context.callbacks.start(lambda rank, value: told.put(value))
         self._context.deadline = self._deadline + expected
         try:
             return [engine_method(self._engine, method)(*args, **kwargs)]

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from patchpar.errors import LaunchError, WorkerError
-from patchpar.launch.context import Callbacks, OnAsk, OnEvent, check_deadline
+from patchpar.launch.context import Callbacks, OnAsk, OnEvent, OnStart, check_deadline
 from patchpar.launch.pool import Pool, PoolSpec
 from patchpar.launch.wire import Message, encode_call
 
@@ -106,18 +106,20 @@ class LocalExecutor:
         *args: Any,
         on_event: OnEvent | None = None,
         on_ask: OnAsk | None = None,
+        on_start: OnStart | None = None,
         replay: bool = False,
         expected: float = 0.0,
         **kwargs: Any,
     ) -> list[Any]:
-        """See Executor.call. Calls from several threads wait for one another."""
+        """See Executor.call. Calls from several threads wait for one another. `on_start` gets the means to tell."""
         message = encode_call(method, args, kwargs, expected)
         try:
             with self._lock:
                 self._enter()
                 try:
                     self._make_ready()
-                    result = self._run(message, Callbacks(on_event=on_event, on_ask=on_ask), expected)
+                    callbacks = Callbacks(on_event=on_event, on_ask=on_ask, on_start=on_start)
+                    result = self._run(message, callbacks, expected)
                 finally:
                     self._is_busy = False
                 if replay:

@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -71,6 +72,7 @@ class WorkerContext:
         self.mark: Callable[[str], None] = Beacon(hello.beacon).mark
         self.request = 0
         self.replies: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self.told: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self._channel = channel
 
     def emit(self, event: object) -> None:
@@ -88,6 +90,19 @@ class WorkerContext:
         if not answered:
             raise CallAborted(str(value))
         return value
+
+    def hear(self, timeout: float) -> Any:
+        """See ListeningContext."""
+        give_up = time.monotonic() + timeout
+        while True:
+            try:
+                frame = self.told.get(timeout=max(0.0, give_up - time.monotonic()))
+            except queue.Empty:
+                return None
+            value = decode(frame.message) if frame.request == self.request else None  # or of a call that is over
+            frame.message.close()
+            if frame.request == self.request:
+                return value
 
     def _send(self, kind: Kind, value: object) -> None:
         message = _encode("an event" if kind is Kind.EVENT else "a question", value)
@@ -132,6 +147,8 @@ class Worker:
                     self._channel.send(Frame(Kind.PONG, frame.request))
                 elif frame.kind is Kind.REPLY:
                     self._context.replies.put(frame)
+                elif frame.kind is Kind.TELL:
+                    self._context.told.put(frame)
                 elif frame.kind is Kind.STOP:
                     break
                 else:

@@ -129,6 +129,7 @@ class StageLoop:
         self._model, self._rank, self._around, self._door = model, rank, around, door
         self._is_last_step = bool(stage.steps) and stage.steps[-1] == plan.steps - 1
         self._states = [model.new_state(step) for step in stage.steps]
+        self._decodes = stage.decodes
         self._decoder = model.new_decoder() if stage.decodes else None
         self._beginning: Beginning | None = None
         self._out: Downstream | None = None
@@ -173,7 +174,7 @@ class StageLoop:
                 payload = self._model.step(state, envelope.block, payload)
         if self._is_last_step and envelope.block == 0 and self._model.adapts_sink:
             self._send_first(payload)
-        if self._decoder is not None and not is_cancelled:
+        if self._decodes and not is_cancelled:
             frames = self._model.decode(self._decoder, payload)
             self._around.put(Finished(block=envelope.block, frames=frames, latents=payload, born=envelope.born))
         return replace(envelope, payload=payload)

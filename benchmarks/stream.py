@@ -1,0 +1,130 @@
+"""The rate of a stream's stages against the law FPS = F / max(c, v), TTFF = S c + v, without GPUs: stages that sleep.
+
+    python -m benchmarks.stream --write docs/figures/stream.md
+
+A sleeping stage needs no core, so that a machine of two cores shows what the pipeline itself costs: messages, headers,
+start-up of a block. Ranks are processes, blocks travel by the same transport as in a real stream.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.exchange import Door
+from patchpar.launch.local import LocalExecutor
+from patchpar.stream.causal import Payload
+from patchpar.stream.events import Change, Reference
+from patchpar.stream.link import Sign
+from patchpar.stream.plan import StreamPlan
+from patchpar.stream.simulate import StreamCosts, law, simulate
+from patchpar.stream.stage import Finished, Order, StageLoop, Surroundings
+from patchpar.transport import Spec
+
+LATENTS = (1, 16, 3, 90, 50)
+"""One block of Live Avatar at 720 x 400 (arXiv:2512.04677)."""
+FRAMES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sleeper:
+    """A CausalModel that only takes time: `costs.step` per denoising step, `costs.decode` per block."""
+
+    steps: int
+    costs: StreamCosts
+    adapts_sink: bool = True
+
+    def payload(self) -> tuple[Spec, ...]:
+        return (Spec(LATENTS, torch.bfloat16),)
+
+    def new_state(self, step: int) -> int:
+        return step
+
+    def begin(self, block: int, inputs: Payload) -> Payload:
+        return (torch.zeros(LATENTS, dtype=torch.bfloat16),)
+
+    def apply(self, state: int, change: Change) -> None:
+        pass
+
+    def step(self, state: int, block: int, payload: Payload) -> Payload:
+        time.sleep(self.costs.step)
+        return payload
+
+    def adaptive_sink(self, payload: Payload) -> Change:
+        return Reference(latents=payload[0][:, :, :1])
+
+    def new_decoder(self) -> None:
+        return None
+
+    def decode(self, decoder: None, payload: Payload) -> Tensor:
+        time.sleep(self.costs.decode)
+        return torch.zeros(FRAMES, 1, 1, 3, dtype=torch.uint8)
+
+
+def on_rank(place: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tuple[float, list[float]]:
+    """When this rank began, and when blocks came out, by time.time."""
+    out: list[float] = []
+
+    def order(block: int, patience: float) -> Order:
+        return Order(sign=Sign.BLOCK if block < blocks else Sign.END)
+
+    def put(finished: Finished) -> None:
+        out.append(time.time())
+
+    around = Surroundings(order=order, put=put, is_cancelled=lambda: False)
+    loop = StageLoop(Sleeper(steps=plan.steps, costs=costs), plan, place.rank, Door(place.transport), around)
+    start = time.time()
+    loop.run()
+    return start, out
+
+
+def row(pool: LocalExecutor, plan: StreamPlan, costs: StreamCosts, blocks: int) -> str:
+    """One line of the table."""
+    found = pool.call("run", "benchmarks.stream:on_rank", plan.ranks, "auto", (plan, costs, blocks))[: plan.ranks]
+    out = found[-1][1]
+    warm = plan.depth + 1
+    gaps = sorted(b - a for a, b in pairwise(out[warm:]))
+    fps, first = FRAMES * len(gaps) / (out[-1] - out[warm]), out[0] - found[0][0]
+    ideal, soonest = law(plan, costs)
+    forecast = simulate(plan, costs)
+    return (
+        f"| {plan} | {ideal:.1f} | {forecast.fps:.1f} | {fps:.1f} | {fps / ideal:.1%} | {soonest:.2f} | {first:.2f} | "
+        f"{1000 * gaps[int(0.99 * len(gaps))]:.0f} |"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print or write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, help="a Markdown file to write")
+    parser.add_argument("--step", type=float, default=0.2, help="seconds per denoising step (default: 0.2)")
+    parser.add_argument("--decode", type=float, default=0.15, help="seconds per block to decode (default: 0.15)")
+    parser.add_argument("--blocks", type=int, default=40, help="blocks per stream (default: 40)")
+    options = parser.parse_args(arguments)
+    costs = StreamCosts(step=options.step, decode=options.decode, frames=FRAMES)
+    plans = [StreamPlan.even(steps, steps + 1) for steps in (2, 3, 4)] + [StreamPlan.even(4, 2), StreamPlan.even(4, 3)]
+    lines = [
+        f"Stages that sleep: c = {options.step:g} s per step, v = {options.decode:g} s to decode, {FRAMES} frames per "
+        f"block, blocks of {LATENTS} in bf16, {options.blocks} blocks per stream.",
+        "",
+        "| plan | law, fps | simulated | measured | of the law | first frame, law, s | measured, s | gap p99, ms |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    with LocalExecutor(["cpu"] * 5, "tests.ranks:Ranks", deadline=120.0) as pool:
+        lines += [row(pool, plan, costs, options.blocks) for plan in plans]
+    text = "\n".join(lines) + "\n"
+    if options.write:
+        options.write.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
