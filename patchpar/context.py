@@ -7,20 +7,18 @@ Each belongs to one attention seam in one guidance call.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchpar.errors import UnsupportedModel
 from patchpar.exchange import Part
 from patchpar.layers import Partial
 from patchpar.mesh import Axis
 from patchpar.residual import Residual
 from patchpar.selection import Everything, Piece
-from patchpar.tokens import Grid, log_weights, take
+from patchpar.tokens import Grid, log_weights, take, take_bias
 from patchpar.transport import Spec
 from patchpar.treatment import Context
 
@@ -159,8 +157,7 @@ class RemoteTokens:
     ) -> Tensor:
         """Queries [B, N, q, D] against all that is in the buffer, and what is here of this step.
 
-        `bias` and `kernel` as in `stale_attention.Asked`. Raises UnsupportedModel where a bias hides some of several
-        tokens in one.
+        `bias` and `kernel` are those of `stale_attention.Asked`.
         """
         if self.options.narrow_to is not None or self.joined_anew:
             keys, values = self._joined(here)
@@ -170,8 +167,7 @@ class RemoteTokens:
             keys, values = self._buffers
         mask = None if self._bias is None else self._bias.expand(1, 1, query.shape[2], -1)
         if bias is not None:
-            seen = bias if bias.shape[-1] == 1 else bias[..., self._columns]
-            mask = seen if mask is None else mask + seen
+            mask = self._bias_of(bias) if bias.shape[-1] > 1 else bias if mask is None else mask + bias
         return (kernel or F.scaled_dot_product_attention)(
             query,
             keys.transpose(1, 2),
@@ -181,22 +177,22 @@ class RemoteTokens:
             enable_gqa=query.shape[1] != keys.shape[2],
         )
 
-    @cached_property
-    def _columns(self) -> Tensor:
-        """Which of the common tokens, then those of the whole, each that is attended to is. Raises UnsupportedModel."""
+    def _bias_of(self, bias: Tensor) -> Tensor:
+        """Out of columns for the common tokens, then those of the whole place by place, those of what is attended to.
+
+        What an average stands for is in them.
+        """
         mine, grid = self.axis.rank, self.grid
-        own = grid.start(mine) + torch.arange(grid.num_tokens(mine))
-        found = [torch.arange(self._common), self._common + own]
+
+        def columns(place: int) -> Tensor:
+            return bias.narrow(-1, self._common + grid.start(place), grid.num_tokens(place))
+
+        found = [bias[..., : self._common], columns(mine)]
         selection = self.options.narrow_to or self.options.selection
         for place in self.axis.others:
-            for piece in selection.pieces(place, mine, grid.rows(place)):
-                if piece.pool > 1:
-                    raise UnsupportedModel(
-                        "some of the tokens are masked, and averages of tokens cannot be: use context=all"
-                    )
-                rows = torch.arange(piece.start * grid.across, piece.stop * grid.across)
-                found.append(self._common + grid.start(place) + rows)
-        return torch.cat(found).to(self._buffers[0].device)
+            pieces = selection.pieces(place, mine, grid.rows(place))
+            found += [take_bias(columns(place), pieces, grid)] if pieces else []
+        return torch.cat(found, dim=-1)
 
     def _joined(self, own: KeysValues) -> tuple[Tensor, ...]:
         """Keys and values of all places, of those only the selection that is attended to."""

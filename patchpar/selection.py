@@ -1,7 +1,8 @@
 """Which keys and values of another place a rank attends to when they are one step old: pure arithmetic, no torch.
 
 A place's tokens are a grid: rows along the split, and whatever lies across it. What one place sends to another is a
-list of pieces, each a range of its rows, as they are or averaged in windows:
+list of pieces, each a range of its rows, as they are or averaged in windows. Of a video the rows along the split are
+rows of every frame, or whole frames. The pieces:
 
     everything        every place                 all rows
     near band         the two neighbours          the rows nearest to the receiver; nothing from farther places
@@ -12,7 +13,28 @@ list of pieces, each a range of its rows, as they are or averaged in windows:
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple, Protocol
+
+
+class Across(NamedTuple):
+    """What lies across the split: rows of `columns` tokens, the same ones in each of `planes`.
+
+    With `rows` what is split is the planes, of `rows` x `columns` tokens each. No window reaches from plane to plane.
+    """
+
+    columns: int
+    planes: int = 1
+    rows: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens for each row along the split."""
+        return self.columns * self.planes * (self.rows or 1)
+
+    def volume(self, rows: int) -> tuple[int, int, int]:
+        """Planes, their rows and their columns, of so many rows along the split."""
+        return (self.planes, rows, self.columns) if self.rows is None else (rows, self.rows, self.columns)
 
 
 class Piece(NamedTuple):
@@ -22,21 +44,21 @@ class Piece(NamedTuple):
     stop: int
     pool: int = 1
 
-    def windows(self, across: int) -> tuple[int, int]:
-        """How many windows of rows, and across."""
-        return -(-(self.stop - self.start) // self.pool), -(-across // self.pool)
+    def windows(self, across: Across) -> tuple[int, int, int]:
+        """How many planes, and windows along the rows and columns of each."""
+        planes, rows, columns = across.volume(self.stop - self.start)
+        return planes, -(-rows // self.pool), -(-columns // self.pool)
 
-    def num_tokens(self, across: int) -> int:
+    def num_tokens(self, across: Across) -> int:
         """How many tokens it makes."""
         return math.prod(self.windows(across))
 
-    def weights(self, across: int) -> Iterator[int]:
+    def weights(self, across: Across) -> Iterator[int]:
         """How many tokens each of its tokens stands for; windows at the end may be smaller."""
-        rows, columns = self.windows(across)
-        for row in range(rows):
-            height = min(self.pool, self.stop - self.start - row * self.pool)
-            for column in range(columns):
-                yield height * min(self.pool, across - column * self.pool)
+        planes, rows, columns = across.volume(self.stop - self.start)
+        heights, widths = ([min(self.pool, size - at) for at in range(0, size, self.pool)] for size in (rows, columns))
+        for _, height, width in product(range(planes), heights, widths):
+            yield height * width
 
 
 class Selection(Protocol):

@@ -10,6 +10,7 @@ from patchpar.layers import Halo
 from patchpar.memory import Memory, Slot
 from patchpar.mesh import Axis
 from patchpar.patches import Bands
+from patchpar.selection import Across
 from patchpar.tokens import Grid
 from patchpar.transport import Spec
 from patchpar.treatment import Treatment
@@ -94,7 +95,7 @@ class Share:
         while stride <= max(own, across):
             rows, columns = -(-own // stride), -(-across // stride)
             if own_tokens == rows * columns:
-                return Grid(self.level(rows), columns, self.dim)
+                return Grid(self.level(rows), Across(columns), self.dim)
             stride *= 2
         raise UnsupportedModel(
             f"{own_tokens} tokens of this rank fit no level of a band of {own} rows, {across} across: this attention "

@@ -7,7 +7,6 @@ first.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,13 +18,14 @@ from patchpar.context import KeysValues
 from patchpar.errors import UnsupportedModel
 from patchpar.exchange import Door, Gather
 from patchpar.mesh import Axis
-from patchpar.patches import Bands
+from patchpar.selection import Everything
 from patchpar.sequence.call import Shared, as_bias
 from patchpar.share import Share
 from patchpar.stale_attention import attend_with_past
 from patchpar.token_split.kernel import Kernel
 from patchpar.token_split.plan import AttentionCall, Rows
-from patchpar.tokens import Grid
+from patchpar.token_split.shares import Cut, Shares
+from patchpar.treatment import Context, Treatment
 
 Mode = Callable[[Door, Axis, str, Shared], Tensor]
 
@@ -35,7 +35,7 @@ class Split:
     """How tokens are split between the places of an axis, and how their keys meet (None: never, wrong on purpose).
 
     `share`: what is remembered of the last step, where keys of the last step are attended to. `kernel`: the user's own,
-    called on own queries and everybody's keys at once.
+    called on own queries and everybody's keys at once. `cut`: by what tokens are split.
     """
 
     door: Door
@@ -43,28 +43,25 @@ class Split:
     mode: Mode | None
     share: Share | None = None
     kernel: Kernel | None = None
+    cut: Cut = "runs"
 
-    def sizes(self, tokens: int) -> tuple[int, ...]:
-        """How many tokens each place has."""
-        each, more = divmod(tokens, self.axis.size)
-        return tuple(each + (place < more) for place in range(self.axis.size))
-
-    def grid(self, tokens: int) -> Grid:
-        """The tokens of all places as rows of one token each."""
-        return Grid(Bands(tuple(accumulate(self.sizes(tokens), initial=0))), across=1, dim=-2)
-
-    def own(self, tokens: int) -> tuple[int, int]:
-        """(first, count) of our tokens."""
-        sizes = self.sizes(tokens)
-        return sum(sizes[: self.axis.rank]), sizes[self.axis.rank]
-
-    def gather(self, x: Tensor, dim: int, start: int, tokens: int, where: str) -> Tensor:
+    def gather(self, x: Tensor, dim: int, start: int, shares: Shares, where: str) -> Tensor:
         """`x` with everybody's tokens, of which ours start at `start`; whatever is around them stays."""
-        count = self.own(tokens)[1]
-        own = x.narrow(dim, start, count).contiguous()
-        parts = Gather(self.door, self.axis, "tokens", where).shares(own, dim, self.sizes(tokens))
-        before, after = x.narrow(dim, 0, start), x.narrow(dim, start + count, x.shape[dim] - start - count)
-        return torch.cat([before, *parts, after], dim)
+        before, own, after = x.split_with_sizes((start, shares.count, x.shape[dim] - start - shares.count), dim)
+        parts = Gather(self.door, self.axis, "tokens", where).shares(own.contiguous(), dim, shares.sizes)
+        return torch.cat([before, shares.joined(parts, dim), after], dim)
+
+
+def cut_for(treatment: Treatment) -> Cut:
+    """What tokens are split by: where all keys are of this step it makes no difference, and runs are the most even.
+
+    Whole rows where a place sees only near rows of another, or averages of them.
+    """
+    context = treatment.context
+    if not treatment.remembers:
+        return "runs"
+    everything = not isinstance(context, Context) or (context.narrow_to or context.selection) == Everything()
+    return "bands" if everything else "rows"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,48 +88,56 @@ class Asked:
         return found
 
 
-def attend_split(split: Split, where: str, call: AttentionCall, tokens: int, asked: Asked) -> Tensor:
-    """What the call gives for our queries, `tokens` being split. Raises UnsupportedModel, ExchangeError."""
+def attend_split(split: Split, where: str, call: AttentionCall, shares: Shares, asked: Asked) -> Tensor:
+    """What the call gives for our queries, tokens being split so. Raises UnsupportedModel, ExchangeError."""
     if asked.dropout_p:
         raise UnsupportedModel(f"{where}: attention with dropout cannot be split: put the model in eval mode")
     if call.mask_dims == 4 and asked.attn_mask is not None and asked.attn_mask.ndim == 2:
         # diffusers' dispatcher makes a mask of keys out of [batch, keys], but only where all keys are there
         asked = replace(asked, attn_mask=asked.attn_mask[:, None, None])
-    first, count = split.own(tokens)
-    queries = _Line.of(call.queries, asked.query, tokens, count)
+    queries = _Line.of(call.queries, asked.query, shares)
     if call.keys is None:
-        mask = None if asked.attn_mask is None else queries.cut(asked.attn_mask, -2, first)
+        mask = None if asked.attn_mask is None else queries.cut(asked.attn_mask, -2)
         return asked.answer(asked.key, asked.value, mask, causal=asked.is_causal, kernel=split.kernel)
-    keys = _Line.of(call.keys, asked.key, tokens, count)
+    keys = _Line.of(call.keys, asked.key, shares)
     mask = _whole_mask(split, where, asked, queries, keys)
     if split.mode is None or split.axis.size == 1:
-        cut = None if mask is None else keys.cut(queries.cut(mask, -2, first), -1, first)
+        cut = None if mask is None else keys.cut(queries.cut(mask, -2), -1)
         return asked.answer(asked.key, asked.value, cut)
     slot = None if split.share is None else split.share.slot(where, split.share.treatment.context)
     if split.share is not None and slot is not None:
-        rows = None if mask is None else queries.cut(mask, -2, first)
+        rows = None if mask is None else queries.cut(mask, -2)
         past = _with_past(where, asked, (queries, keys), rows, split.kernel)
-        out = queries.in_order(attend_with_past(split.share, where, split.grid(tokens), past, slot), 2)
+        out = queries.in_order(attend_with_past(split.share, where, shares.rows, past, slot), 2)
         return out.squeeze(1) if asked.query.ndim == 3 else out
     if split.kernel is None and _fits_a_mode(asked, queries, keys, mask):
         return _by_mode(split, where, asked, (queries, keys), mask)
-    key, value = (split.gather(x, -2, keys.start, tokens, where) for x in (asked.key, asked.value))
-    return asked.answer(key, value, None if mask is None else queries.cut(mask, -2, first), kernel=split.kernel)
+    key, value = (split.gather(x, -2, keys.start, shares, where) for x in (asked.key, asked.value))
+    return asked.answer(key, value, None if mask is None else queries.cut(mask, -2), kernel=split.kernel)
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Queries or keys of a call: `own` of them are our tokens, from `start` on; with everybody's there are `whole`."""
+    """Queries or keys of a call: `local` are here, `own` of them our tokens, from `start` on; of all places `whole`."""
 
     start: int
-    own: int
-    tokens: int
     local: int
+    shares: Shares
 
     @classmethod
-    def of(cls, rows: Rows | None, x: Tensor, tokens: int, own: int) -> "_Line":
+    def of(cls, rows: Rows | None, x: Tensor, shares: Shares) -> "_Line":
         size = x.shape[-2]
-        return cls(size, 0, 0, size) if rows is None else cls(rows.start(size, own), own, tokens, size)
+        if rows is None:
+            return cls(size, size, Shares(place=0, starts=(0, 0)))
+        return cls(rows.start(size, shares.count), size, shares)
+
+    @property
+    def own(self) -> int:
+        return self.shares.count
+
+    @property
+    def tokens(self) -> int:
+        return self.shares.num_tokens
 
     @property
     def whole(self) -> int:
@@ -142,18 +147,22 @@ class _Line:
     def after(self) -> int:
         return self.local - self.own - self.start
 
-    def cut(self, mask: Tensor, dim: int, first: int) -> Tensor:
+    def cut(self, mask: Tensor, dim: int) -> Tensor:
         """A mask that is whole along `dim`, as it is for ours."""
         if mask.ndim < -dim or mask.shape[dim] in (1, self.local) or self.own == self.tokens:
             return mask
-        sizes = (self.start, first, self.own, self.tokens - first - self.own, self.after)
-        before, _, own, _, after = mask.split_with_sizes(sizes, dim)
-        return torch.cat([before, own, after], dim)
+        before, tokens, after = mask.split_with_sizes((self.start, self.tokens, self.after), dim)
+        return torch.cat([before, self.shares.own(tokens, dim), after], dim)
 
-    def common_first(self, x: Tensor, dim: int, run: int) -> Tensor:
-        """What everybody has first, then the `run` of tokens."""
-        before, own, after = x.split_with_sizes([self.start, run, x.shape[dim] - self.start - run], dim)
+    def common_first(self, x: Tensor, dim: int) -> Tensor:
+        """What everybody has first, then our tokens."""
+        before, own, after = x.split_with_sizes([self.start, self.own, self.after], dim)
         return torch.cat([before, after, own], dim) if self.after else x
+
+    def by_place(self, mask: Tensor, dim: int) -> Tensor:
+        """A mask that is whole along `dim`: what everybody has first, then each place's tokens."""
+        before, tokens, after = mask.split_with_sizes([self.start, self.tokens, self.after], dim)
+        return torch.cat([before, after, self.shares.by_place(tokens, dim)], dim)
 
     def in_order(self, x: Tensor, dim: int) -> Tensor:
         """The other way round."""
@@ -177,7 +186,7 @@ def _whole_mask(split: Split, where: str, asked: Asked, queries: _Line, keys: _L
             f"all {keys.whole}"
         )
     if mask.ndim < 2 or mask.shape[-2] == 1:
-        return split.gather(mask, -1, keys.start, keys.tokens, where)
+        return split.gather(mask, -1, keys.start, keys.shares, where)
     return _outer_product(split, where, mask, queries, keys)
 
 
@@ -190,7 +199,7 @@ def _outer_product(split: Split, where: str, mask: Tensor, queries: _Line, keys:
     rows, columns = mask.any(-1, keepdim=True), mask.any(-2, keepdim=True)
     if not torch.equal(rows & columns, mask):
         raise UnsupportedModel(f"{where}: a mask is made from the tokens that are here, and differs by query and key")
-    columns = split.gather(columns, -1, keys.start, keys.tokens, where)
+    columns = split.gather(columns, -1, keys.start, keys.shares, where)
     return rows & columns
 
 
@@ -211,12 +220,12 @@ def _with_past(
     queries, keys = lines
     query, key, value = (x.unsqueeze(1) if flat else x for x in (asked.query, asked.key, asked.value))
     if mask is not None:
-        mask = keys.common_first(mask, -1, keys.tokens) if mask.shape[-1] > 1 else mask
-        mask = queries.common_first(mask, -2, queries.own) if mask.ndim > 1 and mask.shape[-2] > 1 else mask
+        mask = keys.by_place(mask, -1) if mask.shape[-1] > 1 else mask
+        mask = queries.common_first(mask, -2) if mask.ndim > 1 and mask.shape[-2] > 1 else mask
         mask = mask.unsqueeze(1) if flat and mask.ndim == 3 else mask
         mask = as_bias(mask[(None,) * (4 - mask.ndim)], query.dtype)
-    k_BlND, v_BlND = (keys.common_first(x, 2, keys.own).transpose(1, 2) for x in (key, value))
-    query = queries.common_first(query, 2, queries.own)
+    k_BlND, v_BlND = (keys.common_first(x, 2).transpose(1, 2) for x in (key, value))
+    query = queries.common_first(query, 2)
     here = KeysValues(k_BlND, v_BlND)
     return stale_attention.Asked(query, here, asked.scale, keys.local - keys.own, mask, kernel)
 
@@ -226,19 +235,17 @@ def _by_mode(split: Split, where: str, asked: Asked, lines: tuple[_Line, _Line],
     flat = asked.query.ndim == 3
     queries, keys = lines
     tensors = (x.unsqueeze(1) if flat else x for x in (asked.query, asked.key, asked.value))
-    query, key, value = (
-        line.common_first(x, 2, line.own) for x, line in zip(tensors, (queries, keys, keys), strict=True)
-    )
+    query, key, value = (line.common_first(x, 2) for x, line in zip(tensors, (queries, keys, keys), strict=True))
     if mask is not None:
         mask = mask.unsqueeze(1) if flat and mask.ndim == 3 else mask
         for dim, line in ((-1, keys), (-2, queries)):
             if mask.ndim >= -dim and mask.shape[dim] > 1:
-                mask = line.common_first(mask, dim, line.tokens)
+                mask = line.by_place(mask, dim)
     shared = Shared(
         q_BNlD=query,
         k_BMlD=key,
         v_BMlD=value,
-        sizes=split.sizes(keys.tokens),
+        sizes=keys.shares.sizes,
         place=split.axis.rank,
         common=keys.local - keys.own,
         common_asks=queries == keys,

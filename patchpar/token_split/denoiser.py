@@ -20,7 +20,7 @@ from patchpar.mesh import Axis
 from patchpar.pace import timestep_of
 from patchpar.sequence.modes import attend_together
 from patchpar.share import Share
-from patchpar.token_split.attention import Split
+from patchpar.token_split.attention import Split, cut_for
 from patchpar.token_split.discovery import discover_tokens
 from patchpar.token_split.kernel import Choice, Kernel
 from patchpar.token_split.plan import NotWatched, TokenPlan
@@ -165,7 +165,8 @@ class TokenDenoiser:
         alone = self.exchange == "off" if wrong is None else wrong
         mode = None if alone else partial(attend_together, share.treatment.keys)
         gathers = share.treatment.keys == KeyExchange() or share.treatment.remembers
-        return Split(share.door, share.axis, mode, share, kernel if gathers else None)
+        cut = cut_for(share.treatment)
+        return Split(share.door, share.axis, mode, share, kernel if gathers else None, cut)
 
     def _this_step(self) -> None:
         self.share.fresh, self.share.memory = True, None
@@ -189,6 +190,8 @@ class TokenDenoiser:
 
     def reset(self) -> None:
         """Begin a picture: nothing of the last one is used. Raises ExchangeError."""
+        if self._shard is not None:
+            self._shard.begin()
         if self.history is not None:
             self.history.reset()
 

@@ -1,8 +1,9 @@
 """Find where a transformer's tokens are, by disturbing them: no names, no lengths, no list of models.
 
-    1. disturb the latent      what moves in a block's arguments are its tokens
-    2. disturb each argument   whichever row moves a token's query, key, value or output belongs to that token
-    3. look at attention       which keys are tokens, which of them every rank has anyway
+    1. disturb the latent         what moves in a block's arguments are its tokens
+    2. disturb each argument      whichever row moves a token's query, key, value or output belongs to that token
+    3. look at attention          which keys are tokens, which of them every rank has anyway
+    4. disturb the latent's rows  in which grid the tokens lie, see `origin`
 
 Attention is severed meanwhile (see `watch`). A block in which a token moves another one nevertheless cannot be split.
 """
@@ -12,35 +13,34 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.token_split.anchor import Anchor, run_as_rows, run_of
+from patchpar.token_split.latent import WAY_OUT, latent_size, name_of_latent, with_other_latent
+from patchpar.token_split.origin import Origins
 from patchpar.token_split.plan import BlockPlan, Rows, TokenPlan
 from patchpar.token_split.proof import proved
-from patchpar.token_split.provenance import Observed, Sources, disturbed, moved_indices, trace_rows
-from patchpar.token_split.watch import Arguments, SeenBlock, observe_block, parameter_names, watch
-
-WAY_OUT = "use plan cfg=2 or data=N, which do not split the tokens"
+from patchpar.token_split.provenance import Observed, Sources, moved_indices, trace_rows
+from patchpar.token_split.watch import Arguments, SeenBlock, observe_block, watch
 
 
 def discover_tokens(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> TokenPlan:
     """Watch one call of `forward`, the denoiser's own, and tell where its tokens are. Raises UnsupportedModel."""
     arguments = Arguments.of(denoiser, args, kwargs)
-    latent = _latent_of(denoiser, arguments)
-    seen = watch(denoiser, forward, arguments)
-    moved = watch(denoiser, forward, with_other_latent(arguments, latent))
-    size = latent_size(arguments, latent)
+    latent = name_of_latent(denoiser, arguments)
+    watched = partial(watch, denoiser, forward)
+    seen, moved = watched(arguments), watched(with_other_latent(arguments, latent))
+    size, origins = latent_size(arguments, latent), Origins(watched, seen, arguments, latent)
     blocks, whole, others = [], {}, []
     for kind, block in seen.blocks.items():
         plan = None
         try:
-            plan = _BlockProbe(block, _the_same(block, moved.blocks.get(kind)), size).plan()
+            plan = _BlockProbe(block, _the_same(moved.blocks.get(kind)), size).plan()
         except UnsupportedModel as error:
             whole[f"{block.name}, {len(block.paths)} x {type(block.module).__name__}"] = str(error)
         if plan is not None:
-            blocks.append(plan)
+            blocks.append(origins.of(kind, plan))
         else:
             others += [(path, kind[-1]) for path in block.paths]
     if not blocks:
@@ -51,45 +51,11 @@ def discover_tokens(denoiser: nn.Module, forward: Callable[..., Any], args: Any,
     )
 
 
-def _the_same(block: SeenBlock, moved: SeenBlock | None) -> SeenBlock:
+def _the_same(moved: SeenBlock | None) -> SeenBlock:
     """The same kind of block in the other run. Raises UnsupportedModel."""
     if moved is None:
         raise UnsupportedModel("which blocks are called, and with what, depends on the values of the latent")
     return moved
-
-
-def _latent_of(denoiser: nn.Module, arguments: Arguments) -> str:
-    """The first argument that holds a picture of numbers: ids of text may come before it. Raises UnsupportedModel."""
-    for latent in parameter_names(denoiser):
-        held = (x for name, x in arguments.tensors().items() if is_latent(name, latent))
-        if any(x.is_floating_point() and x.ndim > 1 for x in held):
-            return latent
-    raise UnsupportedModel(f"{type(denoiser).__name__} is called with nothing that can be denoised: {WAY_OUT}")
-
-
-def with_other_latent(arguments: Arguments, latent: str) -> Arguments:
-    """The same call with other numbers in what is denoised."""
-    return arguments.map(
-        lambda name, leaf: (
-            disturbed(leaf, 0, torch.arange(leaf.shape[0]))
-            if is_latent(name, latent) and isinstance(leaf, Tensor)
-            else leaf
-        )
-    )
-
-
-def is_latent(name: str, latent: str) -> bool:
-    """Whether an argument of that name is what is denoised, or one sample of it."""
-    return name == latent or name.startswith(f"{latent}[")
-
-
-def latent_size(arguments: Arguments, latent: str) -> int:
-    """How many numbers the latent of one sample has. Raises UnsupportedModel."""
-    found = {name: leaf for name, leaf in arguments.tensors().items() if is_latent(name, latent)}
-    if not found:
-        raise UnsupportedModel(f"the first argument, {latent}, holds no tensor: {WAY_OUT}")
-    samples = found[latent].shape[0] if latent in found else len(found)  # one batch, or a list of samples
-    return sum(leaf.numel() for leaf in found.values()) // samples
 
 
 class _BlockProbe:

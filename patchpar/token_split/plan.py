@@ -1,6 +1,7 @@
 """Where a transformer's tokens are, as data: found once for a model, printed for a person, carried out by `shard`.
 
 transformer_blocks, 19 x FluxTransformerBlock
+  tokens lie in            the grid of image_rotary_emb[0]
   hidden_states            tokens along dim 1
   image_rotary_emb[0]      tokens along dim 0, last
   attention                keys: tokens last, the rest is everybody's
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
+from patchpar.token_split.shares import Shares, TokenGrid
 
 
 class NotWatched(UnsupportedModel):
@@ -49,15 +51,19 @@ class Rows:
             raise UnsupportedModel(f"{size} rows do not hold {tokens} tokens {self}: the model was watched otherwise")
         return self.before if self.before is not None else rest - (self.after or 0)
 
-    def cut(self, x: Tensor, tokens: int, first: int, count: int) -> Tensor:
-        """Out of a whole tensor with `tokens` tokens: `count` of them from `first` on, and what is around all of them.
+    def among(self, x: Tensor, tokens: int) -> Tensor:
+        """The `tokens` tokens of a whole tensor, without what is around them. Raises UnsupportedModel."""
+        return x.narrow(self.dim, self.start(x.shape[self.dim], tokens), tokens)
+
+    def cut(self, x: Tensor, shares: Shares) -> Tensor:
+        """Out of a whole tensor: our tokens, and what is around all of them.
 
         A tensor of its own unless it is a view without gaps. Raises UnsupportedModel.
         """
-        size = x.shape[self.dim]
+        size, tokens = x.shape[self.dim], shares.num_tokens
         start = self.start(size, tokens)
-        sizes = (start, first, count, tokens - first - count, size - start - tokens)
-        before, _, own, _, after = x.split_with_sizes(sizes, self.dim)
+        before, all_tokens, after = x.split_with_sizes((start, tokens, size - start - tokens), self.dim)
+        own = shares.own(all_tokens, self.dim)
         return own.contiguous() if self.alone else torch.cat([before, own, after], self.dim)
 
     def __str__(self) -> str:
@@ -87,6 +93,36 @@ class AttentionCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What tells the grid that tokens lie in: the shape of the latent, or an argument of the block.
+
+    `dims` of one sample, from its end, hold frames, rows and columns, or the last of them, in this order; `patches` are
+    the numbers along each that make one token. `table`: has the positions of tokens, see `origin.grid_of_table`.
+    """
+
+    dims: tuple[int, ...] = ()
+    patches: tuple[int, ...] = ()
+    table: str | None = None
+
+    def grid(self, shape: tuple[int, ...]) -> TokenGrid | None:
+        """The grid of a latent of that shape; None where it has none, or cells would be cut."""
+        if not self.dims or len(shape) < -min(self.dims):
+            return None
+        sizes = [(shape[dim], patch) for dim, patch in zip(self.dims, self.patches, strict=True)]
+        if any(size % patch for size, patch in sizes):
+            return None
+        *frames, rows, columns = (size // patch for size, patch in sizes)
+        return TokenGrid(frames[0] if frames else 1, rows, columns)
+
+    def __str__(self) -> str:
+        if self.table is not None:
+            return f"the grid of {self.table}"
+        names = ("frames", "rows", "columns")[-len(self.dims) :]
+        patch = " x ".join(map(str, self.patches))
+        return f"{' x '.join(names)} = dims {', '.join(map(str, self.dims))} of the latent, {patch} to a token"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockPlan:
     """What to do at the blocks at `paths`: of one list, made alike and called alike.
 
@@ -94,7 +130,7 @@ class BlockPlan:
 
     `signature` tells the kind apart: which arguments are tensors. `counts` are arguments that say how many tokens there
     are, and maybe how many rows beside them. `ratio`: tokens for each number of the latent of one
-    sample, wanted where no argument consists of tokens alone.
+    sample, wanted where no argument consists of tokens alone. `origin`: None where tokens lie in no grid that is known.
     """
 
     name: str
@@ -106,9 +142,11 @@ class BlockPlan:
     attentions: tuple[AttentionCall, ...]
     outputs: Mapping[int, Rows]
     ratio: float
+    origin: Origin | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.name}, {len(self.paths)} x {self.kind}"]
+        lines += [f"  {'tokens lie in':<32} {self.origin or 'a row'}"]
         lines += [f"  {path:<32} tokens {rows}" for path, rows in self.inputs.items()]
         lines += [f"  {path:<32} their number" for path in self.counts]
         lines += [f"  attention {number:<22} {call}" for number, call in enumerate(self.attentions)]

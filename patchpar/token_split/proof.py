@@ -14,6 +14,7 @@ from torch import Tensor
 from patchpar.errors import UnsupportedModel
 from patchpar.token_split.plan import BlockPlan, Rows
 from patchpar.token_split.provenance import TOLERANCE, Observed
+from patchpar.token_split.shares import Shares
 from patchpar.token_split.watch import Arguments, SeenBlock, observe_block
 
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest value
@@ -43,17 +44,18 @@ def _possible_counts(arguments: Arguments, sizes: Sequence[int]) -> Iterator[tup
 
 def _try(plan: BlockPlan, block: SeenBlock, whole: Observed, tokens: int) -> None:
     """Run the block on the middle of its tokens. Raises UnsupportedModel, or what the block raises."""
-    first, count = tokens // 3, tokens // 3 + 1
+    first, last = tokens // 3, tokens // 3 * 2 + 1
+    shares = Shares(place=1, starts=(0, first, last, tokens))
 
     def share(name: str, leaf: object) -> object:
         if name in plan.counts and isinstance(leaf, int):
-            return leaf - tokens + count
+            return leaf - tokens + shares.count
         rows = plan.inputs.get(name)
-        return leaf if rows is None or not isinstance(leaf, Tensor) else rows.cut(leaf, tokens, first, count)
+        return leaf if rows is None or not isinstance(leaf, Tensor) else rows.cut(leaf, shares)
 
     own = observe_block(block.module, block.arguments.map(share))
     for name, rows in _rows_observed(plan, whole):
-        want = whole[name] if rows is None else rows.cut(whole[name], tokens, first, count)
+        want = whole[name] if rows is None else rows.cut(whole[name], shares)
         if name not in own or own[name].shape != want.shape:
             raise UnsupportedModel(f"its {name} is of another shape than it should be")
         if not _close(own[name], want):

@@ -22,12 +22,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.errors import UnsupportedModel
 from patchpar.token_split.attention import Asked, Split, attend_split
-from patchpar.token_split.discovery import latent_size
+from patchpar.token_split.layout import Grids, Layout
 from patchpar.token_split.operator import answered_by, attend
 from patchpar.token_split.plan import BlockPlan, Rows, TokenPlan
 from patchpar.token_split.recipe import Recipe, Recipes
+from patchpar.token_split.shares import Shares
 from patchpar.token_split.watch import Arguments, is_compiled
 
 HOOK = "patchpar_tokens"
@@ -37,12 +38,14 @@ ASKED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 class TokenShard:
     """A transformer whose tokens are split. Every rank passes and gets whole tensors.
 
-    `restore()` leaves it as it was.
+    `shares`: how, in the last call, by list of blocks. `restore()` leaves it as it was.
     """
 
     def __init__(self, denoiser: nn.Module, plan: TokenPlan, split: Split) -> None:
         self.denoiser, self.plan, self.split = denoiser, plan, split
         self.call: _Call | None = None
+        self.shares: dict[str, Shares] = {}
+        self._grids: Grids = {}
         self._hooked: list[tuple[Any, bool]] = []
         for path, module in denoiser.named_modules():
             if path in plan.paths or (path and is_compiled(module)):
@@ -57,14 +60,19 @@ class TokenShard:
 
     def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """One denoiser call; `forward` is the denoiser's own. Raises UnsupportedModel, PlanError, ExchangeError."""
-        size = latent_size(Arguments.of(self.denoiser, args, kwargs), self.plan.latent)
-        self.call = _Call(self.split, size)
+        arguments = Arguments.of(self.denoiser, args, kwargs)
+        self.call = _Call(self.split, Layout(self.split, arguments, self.plan.latent, self._grids))
+        self.shares = self.call.shares
         try:
             with self.call:
                 output = forward(*args, **kwargs)
             return self.call.all_whole(output)
         finally:
             self.call = None
+
+    def begin(self) -> None:
+        """Begin a picture: as many tokens may lie in another grid."""
+        self._grids.clear()
 
     def restore(self) -> None:
         """Take every hook out. Idempotent."""
@@ -138,27 +146,29 @@ class _Block:
 
     def __init__(self, path: str, plan: BlockPlan) -> None:
         self.path, self.plan = path, plan
-        self.tokens = self.attentions = 0
+        self.shares = Shares(place=0, starts=(0,))
+        self.attentions = 0
 
 
 class _Local:
     """What is known of a tensor of which we have our tokens only; `whole` once somebody has looked."""
 
     def __init__(self, rows: Rows, block: _Block) -> None:
-        self.rows, self.tokens, self.where = rows, block.tokens, block.path
+        self.rows, self.shares, self.where = rows, block.shares, block.path
         self.whole: Tensor | None = None
 
 
 class _Call(TorchFunctionMode):
     """One denoiser call: sees every function called outside the blocks, and attention inside them."""
 
-    def __init__(self, split: Split, latent_size: int) -> None:
+    def __init__(self, split: Split, layout: Layout) -> None:
         super().__init__()
-        self.split, self.latent_size = split, latent_size
+        self.split, self.layout = split, layout
+        self.shares: dict[str, Shares] = {}
         self.inside = False
         self.block: _Block | None = None
         self._local: Any = WeakTensorKeyDictionary()  # tensor -> _Local
-        self._cuts: Any = WeakTensorKeyDictionary()  # whole tensor -> {(rows, tokens, version): our share}
+        self._cuts: Any = WeakTensorKeyDictionary()  # whole tensor -> {(rows, shares, version): ours}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -183,18 +193,18 @@ class _Call(TorchFunctionMode):
                 f"{block.path} calls attention more than {number} times, but did not when it was watched"
             )
         where = f"{block.path} attention {number}"
-        return attend_split(self.split, where, block.plan.attentions[number], block.tokens, asked)
+        return attend_split(self.split, where, block.plan.attentions[number], block.shares, asked)
 
     def own_leaves(self, block: _Block, recipe: Recipe, leaves: list[Any]) -> list[Any]:
         """The arguments as our share of the block wants them. Raises PlanError, UnsupportedModel."""
-        block.tokens = self._num_tokens(block, recipe, leaves)
+        block.shares = self.shares[block.plan.name] = self._shares(block, recipe, leaves)
         rows = dict(recipe.inputs)
         own = [
-            self._own(block.tokens, leaf, rows.get(number)) if isinstance(leaf, Tensor) else leaf
+            self._own(block.shares, leaf, rows.get(number)) if isinstance(leaf, Tensor) else leaf
             for number, leaf in enumerate(leaves)
         ]
         for number in recipe.counts:
-            own[number] += self.split.own(block.tokens)[1] - block.tokens
+            own[number] += block.shares.count - block.shares.num_tokens
         return own
 
     def run(self, block: _Block, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -211,52 +221,31 @@ class _Call(TorchFunctionMode):
                 self._local[leaf] = _Local(rows, block)
         return output
 
-    def _num_tokens(self, block: _Block, recipe: Recipe, leaves: list[Any]) -> int:
-        """How many tokens the blocks of all ranks have together. Raises PlanError, UnsupportedModel."""
-        found = self._known_tokens(recipe, leaves)
-        if found is None:
-            exact = block.plan.ratio * self.latent_size
-            found = round(exact)
-            if abs(exact - found) > 1e-6 * found:
-                raise UnsupportedModel(
-                    f"{block.path}: a latent of {self.latent_size} numbers makes {exact:.2f} tokens, no whole number"
-                )
-        if found < self.split.axis.size:
-            raise PlanError(
-                f"{block.path} has {found} tokens, too few for {self.split.axis.size} ranks: use a larger picture, or "
-                f"at most {found}"
-            )
-        return found
-
-    def _known_tokens(self, recipe: Recipe, leaves: list[Any]) -> int | None:
-        """From an argument that is cut already, or one that consists of tokens alone."""
+    def _shares(self, block: _Block, recipe: Recipe, leaves: list[Any]) -> Shares:
+        """Whose the tokens are: as in the block that an argument comes from. Raises PlanError, UnsupportedModel."""
         for number, _ in recipe.inputs:
             if (local := self._local.get(leaves[number])) is not None:
-                return local.tokens
-        for number, rows in recipe.inputs:
-            if rows.alone:
-                return leaves[number].shape[rows.dim]
-        return None
+                return local.shares
+        return self.layout.shares(block.path, block.plan, recipe, leaves)
 
-    def _own(self, tokens: int, x: Tensor, rows: Rows | None) -> Tensor:
+    def _own(self, shares: Shares, x: Tensor, rows: Rows | None) -> Tensor:
         """An argument with our tokens only, where it has `rows` of them."""
         local = self._local.get(x)
         if local is not None:
-            if local.whole is None and local.rows == rows and local.tokens == tokens:
+            if local.whole is None and local.rows == rows and local.shares == shares:
                 return x
             x = self.whole(x)
-        return x if rows is None else self._cut(x, rows, tokens)
+        return x if rows is None else self._cut(x, rows, shares)
 
-    def _cut(self, x: Tensor, rows: Rows, tokens: int) -> Tensor:
+    def _cut(self, x: Tensor, rows: Rows, shares: Shares) -> Tensor:
         """Our tokens of a whole argument, and what is around all of them."""
-        first, count = self.split.own(tokens)
         if x.is_inference():  # whether it changes in place cannot be told
-            return rows.cut(x, tokens, first, count)
+            return rows.cut(x, shares)
         known = self._cuts.setdefault(x, {})
-        key = (rows, tokens, x._version)
+        key = (rows, shares, x._version)
         if key not in known:
             known.clear()
-            known[key] = rows.cut(x, tokens, first, count)
+            known[key] = rows.cut(x, shares)
         return known[key]
 
     def whole(self, x: Tensor) -> Tensor:
@@ -265,9 +254,8 @@ class _Call(TorchFunctionMode):
         if local is None:
             return x
         if local.whole is None:
-            own = self.split.own(local.tokens)[1]
-            start = local.rows.start(x.shape[local.rows.dim], own)
-            local.whole = self.split.gather(x, local.rows.dim, start, local.tokens, f"after {local.where}")
+            start = local.rows.start(x.shape[local.rows.dim], local.shares.count)
+            local.whole = self.split.gather(x, local.rows.dim, start, local.shares, f"after {local.where}")
         return local.whole
 
     def all_whole(self, value: Any) -> Any:

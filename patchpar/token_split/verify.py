@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten
 from patchpar.errors import VerificationError
 from patchpar.exchange import Gather
 from patchpar.shard import TOLERANCE, relative_error
-from patchpar.token_split.discovery import is_latent
+from patchpar.token_split.latent import is_latent
 from patchpar.token_split.shard import TokenShard
 from patchpar.token_split.watch import Arguments
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from patchpar.token_split.plan import AttentionCall, BlockPlan, Rows, TokenPlan
+from patchpar.token_split.plan import AttentionCall, BlockPlan, Origin, Rows, TokenPlan
 
 
 def to_json(plan: TokenPlan) -> str:
@@ -31,7 +31,12 @@ def _block(raw: dict[str, Any]) -> BlockPlan:
         attentions=tuple(_call(each) for each in raw["attentions"]),
         outputs={int(number): Rows(**rows) for number, rows in raw["outputs"].items()},
         ratio=raw["ratio"],
+        origin=None if raw.get("origin") is None else _origin(raw["origin"]),
     )
+
+
+def _origin(raw: dict[str, Any]) -> Origin:
+    return Origin(dims=tuple(raw["dims"]), patches=tuple(raw["patches"]), table=raw["table"])
 
 
 def _call(raw: dict[str, Any]) -> AttentionCall:

@@ -7,9 +7,9 @@ way round than the package does it, which computes a share of the tokens and hol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from patchpar.exchange import Door
 from patchpar.mesh import Axis
 from patchpar.strategies import parse_strategy
 from tests.tiny.transformers import TRANSFORMERS
+from tests.tiny.transformers_entry import IMAGE, VIDEO
 from tests.unit.threads import on_threads
 
 from .ranks import predictions
@@ -33,7 +34,12 @@ TIMES = (0.9, 0.8, 0.6, 0.55, 0.3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Evaluations of a tiny transformer. `seen`: the share of a neighbour's tokens; None: all of everybody's."""
+    """Evaluations of a tiny transformer, of the size of a `variant`.
+
+    What a rank has is a number of `lines` of tokens: of rows or of frames, whichever are more; or else equally many
+    tokens of every frame. `seen`: the share of a neighbour's lines; None: all of everybody's. `pool`:
+    everything else is seen as averages over so many rows and columns.
+    """
 
     name: str
     strategy: str
@@ -41,10 +47,13 @@ class Case:
     evaluations: int = 4
     exchange: str = "on"
     seen: float | None = None
+    pool: int | None = None
     leads_on: bool = False
+    variant: int = 0
+    mask: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name}-{self.ranks}-{self.strategy}"
+        return f"{self.name}-{'x'.join(map(str, self.grid))}-{self.ranks}-{self.strategy}"
 
     @property
     def start(self) -> int | None:
@@ -58,24 +67,80 @@ class Case:
     def call(self, evaluation: int) -> dict[str, Any]:
         """Other latents at another time in every evaluation, the same text."""
         tiny = TRANSFORMERS[self.name]
-        call = dict(tiny.call(0))
+        call = dict(tiny.call(self.variant))
         latent = call[tiny.tokens]
         noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(evaluation))
         time = torch.full_like(call["timestep"], TIMES[evaluation] * (1 if call["timestep"].max() <= 1 else 1000))
-        return call | {tiny.tokens: latent + 0.3 * evaluation * noise, "timestep": time}
+        return call | {tiny.tokens: latent + 0.3 * evaluation * noise, "timestep": time} | self._masked(call)
+
+    def _masked(self, call: dict[str, Any]) -> dict[str, Any]:
+        """With `mask`: the last rows of the picture are hidden from everybody."""
+        if not self.mask:
+            return {}
+        hidden = torch.ones(2, 1, 1, call["encoder_hidden_states"].shape[1] + self.tokens, dtype=torch.bool)
+        hidden[..., -2 * self.grid[2] - 3 :] = False
+        return {"joint_attention_kwargs": {"attention_mask": hidden}}
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Frames, rows and columns of tokens."""
+        return VIDEO[self.variant] if "3D" in self.name or "Video" in self.name else (1, *IMAGE[self.variant])
 
     @property
     def tokens(self) -> int:
         """How many there are."""
-        latent = self.call(0)[TRANSFORMERS[self.name].tokens]
-        return latent.shape[1] if latent.ndim == 3 else latent.shape[-2] * latent.shape[-1] // 4
+        return math.prod(self.grid)
 
     @property
-    def shares(self) -> list[slice]:
-        """The tokens of each rank."""
-        sizes = [self.tokens // self.ranks + (place < self.tokens % self.ranks) for place in range(self.ranks)]
-        ends = list(accumulate(sizes))
-        return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    def numbers(self) -> Tensor:
+        """The number of every token, by frame, row and column."""
+        return torch.arange(self.tokens).view(self.grid)
+
+    @property
+    def blocks(self) -> list[Tensor]:
+        """The tokens of each rank: by frame, row and column."""
+        frames, rows, _ = self.grid
+        if self.seen is None and self.pool is None:
+            each = self.numbers.view(1, -1) if frames >= rows else self.numbers.flatten(1)
+            return [part.unsqueeze(-1) for part in each.tensor_split(self.ranks, 1)]
+        return list(self.numbers.tensor_split(self.ranks, self.dim))
+
+    @property
+    def dim(self) -> int:
+        """Which of the three is shared between ranks."""
+        return 0 if self.grid[0] >= self.grid[1] else 1
+
+    @property
+    def shares(self) -> list[Tensor]:
+        """The numbers of the tokens of each rank."""
+        return [block.flatten() for block in self.blocks]
+
+    def sights(self, receiver: int, sender: int) -> list[Tensor]:
+        """What a rank sees of another's tokens: the numbers of each token, or of those that it sees as one."""
+        block = self.blocks[sender]
+        near, far = block[:0], block
+        if self.seen is not None:
+            near, far = self._near_and_far(block, receiver, sender)
+        elif self.pool is None:
+            near, far = block, block[:0]
+        sights = list(near.flatten().unsqueeze(-1))
+        if self.pool is not None and far.numel():
+            for plane in far:
+                for band in plane.split(self.pool, 0):
+                    sights += [window.flatten() for window in band.split(self.pool, 1)]
+        return sights
+
+    def _near_and_far(self, block: Tensor, receiver: int, sender: int) -> tuple[Tensor, Tensor]:
+        assert self.seen is not None
+        if abs(receiver - sender) > 1:
+            return block[:0], block
+        lines = block.shape[self.dim]
+        count = max(1, round(self.seen * lines))
+        if sender < receiver:
+            far, near = block.split([lines - count, count], self.dim)
+        else:
+            near, far = block.split([count, lines - count], self.dim)
+        return near, far
 
 
 @torch.no_grad()
@@ -138,12 +203,14 @@ def _joined(case: Case, whole: Tensor) -> Tensor:
     """Of each replica's prediction its own tokens."""
     each = whole.chunk(case.ranks)
     if whole.ndim == 3:
-        return torch.cat([x[:, share] for x, share in zip(each, case.shares, strict=True)], dim=1)
-    result, (rows, columns) = torch.empty_like(each[0]), (whole.shape[-2] // 2, whole.shape[-1] // 2)
+        result = torch.empty_like(each[0])
+        for x, share in zip(each, case.shares, strict=True):
+            result[:, share] = x[:, share]
+        return result
+    result = torch.empty_like(each[0])
     for x, share in zip(each, case.shares, strict=True):
-        owned = torch.zeros(rows * columns, dtype=torch.bool)
-        owned[share] = True
-        owned = owned.view(rows, columns).repeat_interleave(2, 0).repeat_interleave(2, 1)
+        owned = torch.isin(case.numbers, share).repeat_interleave(2, 1).repeat_interleave(2, 2)
+        owned = owned if whole.ndim == 5 else owned.squeeze(0)
         result[..., owned] = x[..., owned]
     return result
 
@@ -176,54 +243,59 @@ class _Replicas(TorchFunctionMode):
             return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
         kept, self.number = self.kept.setdefault(self.number, _Keys()), self.number + 1
         now = tuple(x.unflatten(0, (self.case.ranks, -1)) for x in (key, value))
-        seen = tuple(self._of_shares(kept, x, index).flatten(0, 1) for index, x in enumerate(now))
+        last = None if self.evaluation == 0 else tuple(self._last(kept, index) for index in range(2))
         kept.newest = [*kept.newest[-1:], tuple(x.clone() for x in now)]
-        mask = self._hidden(key.shape[-2], attn_mask, query)
-        return F.scaled_dot_product_attention(query, *seen, attn_mask=mask, **options)
+        if last is None:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
+        bias = torch.zeros(1, 1, 1, key.shape[-2]) if attn_mask is None else _as_bias(attn_mask)
+        each = query.unflatten(0, (self.case.ranks, -1))
+        biases = bias.expand(query.shape[0], *bias.shape[1:]).unflatten(0, (self.case.ranks, -1))
+        outputs = []
+        for receiver in range(self.case.ranks):
+            keys, values = (self._seen(x[receiver], y, receiver) for x, y in zip(now, last, strict=True))
+            seen = self._bias(biases[receiver], receiver)
+            outputs.append(F.scaled_dot_product_attention(each[receiver], keys, values, attn_mask=seen, **options))
+        return torch.cat(outputs)
 
-    def _places(self, length: int) -> Iterator[tuple[int, slice]]:
-        start = length - self.case.tokens if self.case.start is None else self.case.start
-        for place, share in enumerate(self.case.shares):
-            yield place, slice(start + share.start, start + share.stop)
-
-    def _of_shares(self, kept: _Keys, now: Tensor, index: int) -> Tensor:
-        """What each replica attends to."""
-        seen = now.clone()
-        if self.evaluation == 0:
-            return seen
+    def _last(self, kept: _Keys, index: int) -> Tensor:
+        """What every replica had in the last step, or where that leads."""
         last = kept.newest[-1][index]
-        if self.case.leads_on and len(kept.newest) == 2:
-            times = TIMES[self.evaluation - 2 : self.evaluation + 1]
-            ahead = (times[2] - times[1]) / (times[1] - times[0])
-            before = kept.newest[0][index]
-            last = last + min(2.0, ahead) * (last - before)
-        for sender, place in self._places(now.shape[-2]):
-            for receiver in range(self.case.ranks):
-                if receiver != sender:
-                    seen[receiver, ..., place, :] = last[sender, ..., place, :]
-        return seen
+        if not (self.case.leads_on and len(kept.newest) == 2):
+            return last
+        times = TIMES[self.evaluation - 2 : self.evaluation + 1]
+        ahead = (times[2] - times[1]) / (times[1] - times[0])
+        before = kept.newest[0][index]
+        return last + min(2.0, ahead) * (last - before)
 
-    def _hidden(self, length: int, mask: Tensor | None, query: Tensor) -> Tensor | None:
-        """The mask, and what a replica does not see at all."""
-        if self.case.seen is None or self.evaluation == 0:
-            return mask
-        visible = torch.zeros(self.case.ranks, length, dtype=torch.bool)
-        places = dict(self._places(length))
-        inside = torch.zeros(length, dtype=torch.bool)
-        for place in places.values():
-            inside[place] = True
-        visible[:, ~inside] = True
-        for receiver, own in places.items():
-            visible[receiver, own] = True
-            for sender, place in places.items():
-                if abs(sender - receiver) == 1:
-                    count = max(1, round(self.case.seen * (place.stop - place.start)))
-                    near = (
-                        slice(place.stop - count, place.stop)
-                        if sender < receiver
-                        else slice(place.start, place.start + count)
-                    )
-                    visible[receiver, near] = True
-        each = visible.repeat_interleave(query.shape[0] // self.case.ranks, 0)[:, None, None]
-        assert mask is None, "not needed so far"
-        return each
+    def _here(self, receiver: int, length: int) -> Tensor:
+        """Where a replica's own tokens and those that everybody has are."""
+        start = self._start(length)
+        here = torch.ones(length, dtype=torch.bool)
+        here[start : start + self.case.tokens] = False
+        here[start + self.case.shares[receiver]] = True
+        return here.nonzero().flatten()
+
+    def _start(self, length: int) -> int:
+        return length - self.case.tokens if self.case.start is None else self.case.start
+
+    def _sights(self, receiver: int, length: int) -> list[tuple[int, Tensor]]:
+        """Of whom, and where, what a replica sees of others is."""
+        senders = [sender for sender in range(self.case.ranks) if sender != receiver]
+        start = self._start(length)
+        return [(sender, start + where) for sender in senders for where in self.case.sights(receiver, sender)]
+
+    def _seen(self, now: Tensor, last: Tensor, receiver: int) -> Tensor:
+        """Keys or values that a replica attends to: its own, and others' tokens of the last step."""
+        length = now.shape[-2]
+        seen = [last[sender][..., where, :].mean(-2, keepdim=True) for sender, where in self._sights(receiver, length)]
+        return torch.cat([now[..., self._here(receiver, length), :], *seen], -2)
+
+    def _bias(self, bias: Tensor, receiver: int) -> Tensor:
+        """For each of them: one that stands for several counts as many as are not hidden."""
+        length = bias.shape[-1]
+        summed = [bias[..., where].logsumexp(-1, keepdim=True) for _, where in self._sights(receiver, length)]
+        return torch.cat([bias[..., self._here(receiver, length)], *summed], -1)
+
+
+def _as_bias(mask: Tensor) -> Tensor:
+    return torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from patchpar.errors import UnsupportedModel
-from patchpar.token_split.discovery import discover_tokens, latent_size
+from patchpar.token_split.discovery import discover_tokens
+from patchpar.token_split.latent import latent_size
 from patchpar.token_split.plan import Rows
 from patchpar.token_split.watch import Arguments
 from patchpar.token_split.written import from_json, to_json
@@ -19,12 +20,14 @@ from .ranks import TRANSFORMERS, plan_of
 FLUX = """\
 FluxTransformer2DModel, 5 blocks split by tokens
 transformer_blocks, 2 x FluxTransformerBlock
+  tokens lie in                    the grid of image_rotary_emb[0]
   hidden_states                    tokens along dim 1
   image_rotary_emb[0]              tokens along dim 0, last
   image_rotary_emb[1]              tokens along dim 0, last
   attention 0                      keys exchanged, tokens along dim 2, last
   output 1                         tokens along dim 1
 single_transformer_blocks, 3 x FluxSingleTransformerBlock
+  tokens lie in                    the grid of image_rotary_emb[0]
   hidden_states                    tokens along dim 1
   image_rotary_emb[0]              tokens along dim 0, last
   image_rotary_emb[1]              tokens along dim 0, last

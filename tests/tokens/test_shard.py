@@ -17,6 +17,7 @@ from patchpar.sequence.modes import attend_together
 from patchpar.token_split.attention import Asked, Mode, Split, attend_split
 from patchpar.token_split.plan import AttentionCall, Rows, TokenPlan
 from patchpar.token_split.shard import TokenShard
+from patchpar.token_split.shares import spread
 from patchpar.token_split.verify import verify_tokens
 from tests.unit.threads import on_threads
 
@@ -161,7 +162,8 @@ def test_dropout_and_foreign_masks() -> None:
     def attend(transport: Any, **options: Any) -> Any:
         split_ = Split(Door(transport), Axis("patch", transport.rank, 2, (0, 1)), attend_gathered)
         call = AttentionCall(Rows(2), Rows(2))
-        return attend_split(split_, "here", call, 10, Asked(query=query, key=query, value=query, **options))
+        asked = Asked(query=query, key=query, value=query, **options)
+        return attend_split(split_, "here", call, spread(10, transport.rank, 2), asked)
 
     for found in on_threads(2, partial(attend, dropout_p=0.1)):
         assert isinstance(found, UnsupportedModel)
@@ -180,6 +182,6 @@ def test_causality() -> None:
         split_ = Split(Door(transport), Axis("patch", transport.rank, 2, (0, 1)), attend_gathered)
         own = whole[:, :, 5 * transport.rank : 5 * transport.rank + 5]
         asked = Asked(query=own, key=own, value=own, is_causal=True)
-        return attend_split(split_, "here", AttentionCall(Rows(2), Rows(2)), 10, asked)
+        return attend_split(split_, "here", AttentionCall(Rows(2), Rows(2)), spread(10, transport.rank, 2), asked)
 
     torch.testing.assert_close(torch.cat(on_threads(2, attend), 2), want, atol=1e-5, rtol=1e-5)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from patchpar.selection import BandAndPooled, Everything, NearBand, Piece, Selection
+from patchpar.selection import Across, BandAndPooled, Everything, NearBand, Piece, Selection
 
 SELECTIONS: tuple[Selection, ...] = (Everything(), NearBand(0.3), NearBand(1.0), BandAndPooled(0.1, 4))
 
@@ -40,8 +40,8 @@ def test_a_band_of_all_rows_leaves_no_rest() -> None:
 @pytest.mark.parametrize("piece", [Piece(0, 8), Piece(2, 9, 4), Piece(0, 1, 3), Piece(1, 6, 2), Piece(0, 3, 8)])
 @pytest.mark.parametrize("across", [1, 5, 8])
 def test_weights_count_every_token_once(piece: Piece, across: int) -> None:
-    weights = list(piece.weights(across))
-    assert len(weights) == piece.num_tokens(across)
+    weights = list(piece.weights(Across(across)))
+    assert len(weights) == piece.num_tokens(Across(across))
     assert sum(weights) == (piece.stop - piece.start) * across
     assert max(weights) <= piece.pool**2
     assert min(weights) >= 1
@@ -49,8 +49,16 @@ def test_weights_count_every_token_once(piece: Piece, across: int) -> None:
 
 def test_weights_by_hand() -> None:
     """Rows 4 + 1, columns 4 + 2."""
-    assert list(Piece(3, 8, 4).weights(6)) == [16, 8, 4, 2]
-    assert Piece(3, 8, 4).windows(6) == (2, 2)
+    assert list(Piece(3, 8, 4).weights(Across(6))) == [16, 8, 4, 2]
+    assert Piece(3, 8, 4).windows(Across(6)) == (1, 2, 2)
+
+
+def test_windows_stay_in_their_plane() -> None:
+    """Five rows of each of two frames; and two frames of five rows."""
+    assert list(Piece(3, 8, 4).weights(Across(6, planes=2))) == [16, 8, 4, 2] * 2
+    assert list(Piece(3, 5, 4).weights(Across(6, rows=5))) == [16, 8, 4, 2] * 2
+    assert Piece(3, 5, 4).windows(Across(6, rows=5)) == (2, 2, 2)
+    assert [Across(6, planes=2).num_tokens, Across(6, rows=5).num_tokens] == [12, 30]
 
 
 @pytest.mark.parametrize("selection", SELECTIONS, ids=str)
@@ -66,6 +74,6 @@ def test_rows_are_sent_once_and_exist(selection: Selection, rows: int) -> None:
 
 def test_a_band_and_windows_of_four_are_a_small_part() -> None:
     """128 x 128 tokens of a far place are 32 x 32; a neighbour's are 13 rows more."""
-    far, near = (sum(p.num_tokens(128) for p in BandAndPooled(0.1, 4).pieces(s, 0, 128)) for s in (2, 1))
+    far, near = (sum(p.num_tokens(Across(128)) for p in BandAndPooled(0.1, 4).pieces(s, 0, 128)) for s in (2, 1))
     assert far == 32 * 32
     assert near == 13 * 128 + math.ceil(115 / 4) * 32

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchpar.patches import Bands
-from patchpar.selection import Piece
-from patchpar.tokens import Grid, log_weights, take
+from patchpar.selection import Across, Piece
+from patchpar.tokens import Grid, log_weights, take, take_bias
 
 ROWS, ACROSS = 5, 7
 
 
 def grid_of(dim: int) -> Grid:
-    return Grid(Bands((0, ROWS, ROWS + 3)), ACROSS, dim)
+    return Grid(Bands((0, ROWS, ROWS + 3)), Across(ACROSS), dim)
 
 
 def numbered(dim: int) -> Tensor:
@@ -81,10 +81,10 @@ def test_averages_of_equal_tokens_weigh_what_the_tokens_did(pool: int) -> None:
     keys = windows.repeat_interleave(pool, 1).repeat_interleave(pool, 2)[:, :ROWS, :ACROSS].reshape(1, -1, 1, 8)
     rows = min(ROWS, 4 * pool)
     across = min(ACROSS, 4 * pool)
-    grid, pieces = Grid(Bands((0, rows)), across, -2), [Piece(0, rows, pool)]
+    grid, pieces = Grid(Bands((0, rows)), Across(across), -2), [Piece(0, rows, pool)]
     query = torch.randn(1, 1, 6, 8, generator=generator)
     pooled = take(keys, pieces, grid).transpose(1, 2)
-    bias = log_weights(pieces, across)
+    bias = log_weights(pieces, Across(across))
     whole = keys.transpose(1, 2)
     want = F.scaled_dot_product_attention(query, whole, whole)
     got = F.scaled_dot_product_attention(query, pooled, pooled, attn_mask=bias.expand(6, -1))
@@ -94,13 +94,52 @@ def test_averages_of_equal_tokens_weigh_what_the_tokens_did(pool: int) -> None:
 
 
 def test_logarithms_of_weights() -> None:
-    weights = log_weights([Piece(4, 5), Piece(0, 4, 3)], 4)
+    weights = log_weights([Piece(4, 5), Piece(0, 4, 3)], Across(4))
     torch.testing.assert_close(weights.exp(), torch.tensor([1.0, 1, 1, 1, 9, 3, 3, 1]))
     assert weights.dtype == torch.float32
-    assert not log_weights([Piece(0, 5)], 4).any()
+    assert not log_weights([Piece(0, 5)], Across(4)).any()
 
 
 def test_a_grid_knows_the_tokens_of_every_place() -> None:
     grid = grid_of(-1)
     assert [grid.rows(place) for place in (0, 1)] == [5, 3]
     assert [grid.num_tokens(place) for place in (0, 1)] == [35, 21]
+
+
+VIDEO = torch.arange(2.0 * 5 * 7).view(1, 2, 5, 7)  # frames, rows, columns
+
+
+@pytest.mark.parametrize(
+    ("across", "piece", "planes"),
+    [
+        (Across(7, planes=2), Piece(1, 5, 2), VIDEO[:, :, 1:5]),  # rows of every frame
+        (Across(7, rows=5), Piece(1, 2, 2), VIDEO[:, 1:2]),  # frames
+        (Across(7, planes=2), Piece(2, 4), VIDEO[:, :, 2:4]),
+        (Across(7, rows=5), Piece(0, 1), VIDEO[:, :1]),
+    ],
+)
+def test_frames_are_averaged_each_by_itself(across: Across, piece: Piece, planes: Tensor) -> None:
+    grid = Grid(Bands((0, 2 if across.rows else 5)), across, -2)
+    want = [
+        window.mean().item()
+        for plane in planes[0]
+        for band in plane.split(piece.pool, 0)
+        for window in band.split(piece.pool, 1)
+    ]
+    assert found(take(VIDEO.reshape(1, 70, 1, 1), [piece], grid)) == pytest.approx(want)
+    assert len(want) == piece.num_tokens(across)
+
+
+@pytest.mark.parametrize("across", [Across(7), Across(7, planes=2), Across(7, rows=5)])
+def test_an_average_counts_what_is_not_hidden(across: Across) -> None:
+    rows, generator = (2 if across.rows else 5), torch.Generator().manual_seed(0)
+    grid, pieces = Grid(Bands((0, rows)), across, -2), [Piece(0, 1), Piece(1, rows, 2)]
+    tokens = rows * across.num_tokens
+    assert take_bias(torch.zeros(tokens), pieces, grid).tolist() == pytest.approx(log_weights(pieces, across).tolist())
+    hidden = torch.rand(tokens, generator=generator) < 0.6
+    bias = torch.randn(2, 3, tokens, generator=generator).masked_fill(hidden, -torch.inf)
+    want = take(bias.exp().view(-1, tokens, 1, 1), pieces, grid).view(2, 3, -1).log() + log_weights(pieces, across)
+    torch.testing.assert_close(take_bias(bias, pieces, grid), want)
+    assert want.isneginf().any()
+    assert torch.equal(take_bias(bias, [Piece(0, rows)], grid), bias)
+    assert take_bias(bias - 1e4, pieces, grid).isfinite().any()  # far from 0 they are told apart as well

@@ -1,0 +1,62 @@
+"""How many tokens a block has in the denoiser call under way, in which grid they lie, and whose they are."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.token_split.attention import Split
+from patchpar.token_split.latent import latent_shape, latent_size
+from patchpar.token_split.origin import grid_of_table
+from patchpar.token_split.plan import BlockPlan
+from patchpar.token_split.recipe import Recipe
+from patchpar.token_split.shares import Shares, TokenGrid, spread
+from patchpar.token_split.watch import Arguments
+
+Grids = dict[tuple[object, ...], TokenGrid | None]
+
+
+class Layout:
+    """Of the tokens of one denoiser call. `grids`: those that are known of the picture."""
+
+    def __init__(self, split: Split, arguments: Arguments, latent: str, grids: Grids) -> None:
+        self._split, self._grids = split, grids
+        self._size, self._shape = latent_size(arguments, latent), latent_shape(arguments, latent)
+
+    def shares(self, path: str, plan: BlockPlan, recipe: Recipe, leaves: Sequence[Any]) -> Shares:
+        """Whose the tokens of a block are, that is called with whole arguments. Raises PlanError, UnsupportedModel."""
+        tokens, axis = self._num_tokens(path, plan, recipe, leaves), self._split.axis
+        if tokens < axis.size:
+            raise PlanError(
+                f"{path} has {tokens} tokens, too few for {axis.size} ranks: use a larger picture, or at most {tokens}"
+            )
+        grid = None if self._split.cut == "runs" else self._grid(plan, tokens, recipe, leaves)
+        return spread(tokens, axis.rank, axis.size, grid=grid, cut=self._split.cut)
+
+    def _num_tokens(self, path: str, plan: BlockPlan, recipe: Recipe, leaves: Sequence[Any]) -> int:
+        """From an argument that consists of tokens alone, or else from the size of the latent."""
+        for number, rows in recipe.inputs:
+            if rows.alone:
+                return int(leaves[number].shape[rows.dim])
+        exact = plan.ratio * self._size
+        found = round(exact)
+        if abs(exact - found) > 1e-6 * found:
+            raise UnsupportedModel(
+                f"{path}: a latent of {self._size} numbers makes {exact:.2f} tokens, no whole number"
+            )
+        return found
+
+    def _grid(self, plan: BlockPlan, tokens: int, recipe: Recipe, leaves: Sequence[Any]) -> TokenGrid | None:
+        """Found once for a picture."""
+        key = (plan.name, plan.signature, tokens, self._shape)
+        if key not in self._grids:
+            self._grids[key] = self._find_grid(plan, tokens, recipe, leaves)
+        return self._grids[key]
+
+    def _find_grid(self, plan: BlockPlan, tokens: int, recipe: Recipe, leaves: Sequence[Any]) -> TokenGrid | None:
+        origin = plan.origin
+        if origin is None:
+            return None
+        if origin.table is None:
+            return None if self._shape is None else origin.grid(self._shape)
+        number, rows = dict(zip(plan.inputs, recipe.inputs, strict=True))[origin.table]
+        return grid_of_table(rows.among(leaves[number], tokens), rows.dim)

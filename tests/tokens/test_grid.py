@@ -1,0 +1,276 @@
+"""In which grid tokens lie, and how it is shared."""
+
+from __future__ import annotations
+
+import math
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from patchpar.exchange import Door
+from patchpar.key_exchange import KeyExchange
+from patchpar.mesh import Axis
+from patchpar.sequence.modes import attend_together
+from patchpar.strategies import parse_strategy
+from patchpar.token_split.attention import Asked, Split, attend_split, cut_for
+from patchpar.token_split.discovery import discover_tokens
+from patchpar.token_split.origin import grid_of_table
+from patchpar.token_split.plan import AttentionCall, Origin, Rows, TokenPlan
+from patchpar.token_split.shard import TokenShard
+from patchpar.token_split.shares import Cut, Shares, TokenGrid, spread
+from tests.tiny.transformers_entry import IMAGE, VIDEO
+from tests.unit.threads import on_threads
+
+from .ranks import LIMIT, TRANSFORMERS, error, plain, plan_of, predictions
+
+plan_for = cache(plan_of)
+PICTURE = "rows x columns = dims -2, -1 of the latent, 2 x 2 to a token"
+CLIP = "frames x rows x columns = dims -3, -2, -1 of the latent, 1 x 2 x 2 to a token"
+TABLE = "the grid of image_rotary_emb[0]"
+ORIGINS = {
+    "SD3Transformer2DModel": PICTURE,
+    "PixArtTransformer2DModel": PICTURE,
+    "WanTransformer3DModel": CLIP,
+    "HunyuanVideoTransformer3DModel": CLIP,
+    "CogVideoXTransformer3DModel": "frames x rows x columns = dims -4, -2, -1 of the latent, 1 x 2 x 2 to a token",
+    "FluxTransformer2DModel": TABLE,
+    "QwenImageTransformer2DModel": TABLE,
+    "LTXVideoTransformer3DModel": TABLE,
+}
+
+
+def size_of(name: str, variant: int) -> TokenGrid:
+    """What the calls of that size are drawn with."""
+    return TokenGrid(*VIDEO[variant]) if "Video" in name or "3D" in name else TokenGrid(1, *IMAGE[variant])
+
+
+def split(name: str, plan: TokenPlan, ranks: int, variant: int, way: Split | None = None, **options) -> list:
+    """Predictions on every rank, and how the tokens were shared."""
+    tiny = TRANSFORMERS[name]
+    models = [tiny.build() for _ in range(ranks)]
+
+    def on_rank(transport):
+        axis = Axis("patch", transport.rank, ranks, tuple(range(ranks)))
+        shard = TokenShard(models[transport.rank], plan, Split(Door(transport), axis, **options))
+        with torch.no_grad():
+            return predictions(shard.denoise(models[transport.rank].forward, **tiny.call(variant))), shard.shares
+
+    found = on_threads(ranks, on_rank, deadline=30.0)
+    for each in found:
+        if isinstance(each, Exception):
+            raise each
+    return found
+
+
+@pytest.mark.parametrize("name", ORIGINS)
+def test_where_tokens_come_from(name: str) -> None:
+    """Found at one size, and true of the other."""
+    plan = plan_for(name)
+    assert {str(block.origin) for block in plan.blocks if "refiner" not in block.name} == {ORIGINS[name]}
+    for variant in (0, 1):
+        ((got, shares),) = split(name, plan, 1, variant, mode=None, cut="rows")
+        assert {each.grid for list_name, each in shares.items() if "refiner" not in list_name} == {
+            size_of(name, variant)
+        }
+        assert error([got], plain(name, variant)) == 0
+
+
+@pytest.mark.parametrize("name", ["StableAudioDiTModel", "AceStepTransformer1DModel"])
+def test_sequences_have_no_grid(name: str) -> None:
+    assert {block.origin for block in plan_for(name).blocks} == {None}
+    assert "tokens lie in                    a row" in str(plan_for(name))
+
+
+class Embedded(nn.Module):
+    """Patches of a picture, put in another order by `order`."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.order, self.blocks = order, nn.ModuleList([Attending()])
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x = nn.functional.pixel_unshuffle(hidden_states, 2)
+        if self.order == "columns first":
+            x = x.transpose(2, 3)
+        x = x.flatten(2).transpose(1, 2)
+        if self.order == "shuffled":
+            x = x[:, torch.randperm(x.shape[1], generator=torch.Generator().manual_seed(0))]
+        if self.order == "two swapped":
+            x = x[:, [0, 2, 1, *range(3, x.shape[1])]]
+        if self.order == "blurred":
+            x = x + x.mean((1, 2), keepdim=True)
+        return self.blocks[0](x)
+
+
+class Attending(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.unsqueeze(1)
+        return x + nn.functional.scaled_dot_product_attention(q, q, q).squeeze(1)
+
+
+@pytest.mark.parametrize("order", ["rows first", "columns first", "shuffled", "two swapped", "blurred"])
+def test_what_is_not_in_the_order_of_rows_is_a_row(order: str) -> None:
+    model = Embedded(order)
+    call = (torch.randn(2, 3, 8, 12, generator=torch.Generator().manual_seed(0)),)
+    (block,) = discover_tokens(model, model.forward, call, {}).blocks
+    known = Origin(dims=(-2, -1), patches=(2, 2))
+    assert block.origin == (known if order == "rows first" else None)
+
+
+def test_no_grid_where_cells_would_be_cut() -> None:
+    origin = Origin(dims=(-3, -2, -1), patches=(1, 2, 2))
+    assert origin.grid((16, 3, 8, 10)) == TokenGrid(3, 4, 5)
+    assert origin.grid((16, 3, 8, 9)) is None
+    assert origin.grid((64, 16)) is None
+
+
+def table(*axes: int, repeat: int = 1) -> Tensor:
+    """Cosines and sines [S, 8 for each axis] of the places of a grid."""
+    places = torch.cartesian_prod(*(torch.arange(size) for size in axes)).view(math.prod(axes), -1).float()
+    turned = (places[:, :, None] * torch.tensor([1.0, 0.1, 0.01, 0.001])).flatten(1).repeat(repeat, 1)
+    return torch.cat([turned.cos(), turned.sin()], 1)
+
+
+def test_grids_of_tables() -> None:
+    assert grid_of_table(table(8, 6), 0) == TokenGrid(1, 8, 6)
+    assert grid_of_table(table(6, 8), 0) == TokenGrid(1, 6, 8)
+    assert grid_of_table(table(3, 4, 5), 0) == TokenGrid(3, 4, 5)
+    assert grid_of_table(table(3, 4, 5).T[None], 2) == TokenGrid(3, 4, 5)
+    assert grid_of_table(torch.polar(torch.ones(48, 2), table(8, 6)[:, ::4].contiguous()[:, :2]), 0) is not None
+    assert grid_of_table(table(8, 6).bfloat16(), 0) == TokenGrid(1, 8, 6)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        table(48),
+        table(7),
+        torch.cat([table(4, 6), table(8, 3)]),  # two pictures
+        torch.cat([table(4, 6), table(4, 6)[5:]]),
+        table(8, 6)[torch.randperm(48, generator=torch.Generator().manual_seed(0))],
+        table(8, 6) + table(48)[:, :1],
+        table(2, 3, 4, 2),
+        torch.ones(48, 8),
+    ],
+    ids=["a line", "seven", "two pictures", "a part", "shuffled", "features of both", "four axes", "nothing"],
+)
+def test_tables_without_a_grid(x: Tensor) -> None:
+    assert grid_of_table(x, 0) is None
+
+
+CLIPS = [(TokenGrid(2, 4, 6), "rows"), (TokenGrid(2, 4, 6), "bands"), (TokenGrid(5, 3, 2), "rows"), (None, "rows")]
+
+
+@pytest.mark.parametrize(("grid", "cut"), CLIPS)
+@pytest.mark.parametrize("places", [1, 2, 3])
+def test_tokens_are_shared_and_joined(grid: TokenGrid | None, cut: Cut, places: int) -> None:
+    tokens = 48 if grid is None else grid.num_tokens
+    x = torch.arange(tokens).view(1, tokens, 1)
+    shares = [spread(tokens, place, places, grid=grid, cut=cut) for place in range(places)]
+    parts = [each.own(x, 1) for each in shares]
+    assert [part.shape[1] for part in parts] == list(shares[0].sizes)
+    assert torch.equal(shares[0].joined(parts, 1), x)
+    assert torch.equal(shares[0].by_place(x, -2), torch.cat(parts, 1))
+    most = shares[0].across.num_tokens  # of one row
+    assert max(shares[0].sizes) - min(shares[0].sizes) <= most
+
+
+def test_bands_go_along_the_longer() -> None:
+    numbers = torch.arange(48).view(2, 4, 6)
+    rows = spread(48, 1, 2, grid=TokenGrid(2, 4, 6), cut="rows")
+    assert rows.own(torch.arange(48), 0).tolist() == numbers[:, 2:].flatten().tolist()
+    frames = spread(48, 1, 2, grid=TokenGrid(4, 3, 4), cut="rows")
+    assert frames.own(torch.arange(48), 0).tolist() == list(range(24, 48))
+    assert spread(48, 0, 3, grid=TokenGrid(2, 4, 6), cut="bands").sizes == (16, 16, 16)
+    assert spread(48, 0, 3, grid=TokenGrid(2, 4, 6), cut="rows").sizes == (24, 12, 12)
+    assert spread(48, 0, 5, grid=TokenGrid(2, 4, 6), cut="rows").sizes == (10, 10, 10, 9, 9)  # more places than rows
+    assert spread(48, 0, 3, grid=TokenGrid(2, 4, 6), cut="runs").sizes == (16, 16, 16)
+    assert spread(47, 0, 2, grid=TokenGrid(2, 4, 6), cut="rows").grid is None  # of other tokens
+
+
+@pytest.mark.parametrize(
+    ("shares", "text"),
+    [
+        (
+            spread(48, 0, 3, grid=TokenGrid(2, 4, 6), cut="rows"),
+            "48 tokens, 2 frames x 4 rows x 6 columns, frame-major; split along rows: 2, 1, 1",
+        ),
+        (
+            spread(24, 0, 2, grid=TokenGrid(1, 4, 6), cut="rows"),
+            "24 tokens, 4 rows x 6 columns; split along rows: 2 x 2",
+        ),
+        (
+            spread(48, 0, 2, grid=TokenGrid(4, 3, 4), cut="rows"),
+            "48 tokens, 4 frames x 3 rows x 4 columns, frame-major; split along frames: 2 x 2",
+        ),
+        (
+            spread(48, 0, 3, grid=TokenGrid(2, 4, 6), cut="bands"),
+            "48 tokens, 2 frames x 4 rows x 6 columns, frame-major; split along rows: 3 x 16 tokens",
+        ),
+        (spread(7, 0, 2), "7 tokens; split in runs: 4, 3"),
+    ],
+)
+def test_a_person_can_read_it(shares: Shares, text: str) -> None:
+    assert str(shares) == text
+
+
+def test_what_is_cut_by_what() -> None:
+    by_strategy = {
+        "exact": "runs",
+        "displaced": "bands",
+        "fresh-edges": "bands",
+        "fresh-edges:context=partials": "bands",
+        "fresh-edges:context=pooled": "rows",
+        "pcpp": "rows",
+        "pcpp:context=paper": "rows",
+    }
+    assert {each: cut_for(parse_strategy(each).treatment) for each in by_strategy} == by_strategy
+
+
+WAYS = ("gather", "ring", "two-way-ring", "token-ring")
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"),
+    [
+        ("WanTransformer3DModel", "rows"),
+        ("HunyuanVideoTransformer3DModel", "rows"),
+        ("LTXVideoTransformer3DModel", "bands"),
+    ],
+)
+def test_rows_of_every_frame_are_exact(name: str, cut: Cut) -> None:
+    """Tokens of a place that do not lie together; with masks, tables, modulation by token, and text beside them."""
+    for ranks in (2, 3):
+        mode = partial(attend_together, KeyExchange())
+        found = split(name, plan_for(name), ranks, 1, mode=mode, cut=cut)
+        assert {each.across.planes for _, shares in found for n, each in shares.items() if "refiner" not in n} == {2}
+        assert error([got for got, _ in found], plain(name, 1)) <= LIMIT
+    alone = split(name, plan_for(name), 2, 1, mode=None, cut=cut)
+    assert error([got for got, _ in alone], plain(name, 1)) > 10 * LIMIT
+
+
+@pytest.mark.parametrize("keys", [*(KeyExchange(way=way) for way in WAYS), KeyExchange(ulysses=3)], ids=str)
+@pytest.mark.parametrize("masked", ["", "columns", "rows and columns", "causal"])
+def test_every_way_of_exchanging_keys_of_rows_of_every_frame(keys: KeyExchange, masked: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(2, 3, 5 + 48, 8, generator=generator)  # text first
+    masks = {
+        "columns": torch.randn(2, 1, 1, 53, generator=generator),
+        "rows and columns": torch.randn(1, 3, 53, 53, generator=generator),
+    }
+    options = {"attn_mask": masks.get(masked), "is_causal": masked == "causal"}
+    want = nn.functional.scaled_dot_product_attention(whole, whole, whole, **options)
+    rows = Rows(2, None, 0)
+
+    def attend(transport):
+        axis = Axis("patch", transport.rank, 3, (0, 1, 2))
+        shares = spread(48, transport.rank, 3, grid=TokenGrid(2, 4, 6), cut="rows")
+        own = rows.cut(whole, shares)
+        split_ = Split(Door(transport), axis, partial(attend_together, keys))
+        asked = Asked(query=own, key=own, value=own, **options)
+        out = attend_split(split_, "here", AttentionCall(rows, rows), shares, asked)
+        return (out - rows.cut(want, shares)).abs().max().item()
+
+    assert max(on_threads(3, attend)) <= LIMIT
