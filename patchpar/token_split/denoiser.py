@@ -153,6 +153,7 @@ class TokenDenoiser:
             **made_of(self.denoiser),
             "tokens": str(self.plan),
             "strategy": self.share.treatment.name,
+            "cut": cut_for(self.share.treatment),
             "places": self.share.axis.size,
             "device": self.share.door.transport.device.type,
             "arguments": arguments_of(call),

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.token_split.attention import Split
 from patchpar.token_split.latent import latent_shape, latent_size
@@ -20,7 +22,7 @@ class Layout:
 
     def __init__(self, split: Split, arguments: Arguments, latent: str, grids: Grids) -> None:
         self._split, self._grids = split, grids
-        self._size, self._shape = latent_size(arguments, latent), latent_shape(arguments, latent)
+        self._latent = (arguments, latent)
 
     def shares(self, path: str, plan: BlockPlan, recipe: Recipe, leaves: Sequence[Any]) -> Shares:
         """Whose the tokens of a block are, that is called with whole arguments. Raises PlanError, UnsupportedModel."""
@@ -37,26 +39,31 @@ class Layout:
         for number, rows in recipe.inputs:
             if rows.alone:
                 return int(leaves[number].shape[rows.dim])
-        exact = plan.ratio * self._size
+        size = latent_size(*self._latent)
+        exact = plan.ratio * size
         found = round(exact)
         if abs(exact - found) > 1e-6 * found:
-            raise UnsupportedModel(
-                f"{path}: a latent of {self._size} numbers makes {exact:.2f} tokens, no whole number"
-            )
+            raise UnsupportedModel(f"{path}: a latent of {size} numbers makes {exact:.2f} tokens, no whole number")
         return found
 
     def _grid(self, plan: BlockPlan, tokens: int, recipe: Recipe, leaves: Sequence[Any]) -> TokenGrid | None:
         """Found once for a picture."""
-        key = (plan.name, plan.signature, tokens, self._shape)
+        shape = latent_shape(*self._latent)
+        key = (plan.name, plan.signature, tokens, shape)
         if key not in self._grids:
-            self._grids[key] = self._find_grid(plan, tokens, recipe, leaves)
+            self._grids[key] = _find_grid(plan, shape, _table(plan, tokens, recipe, leaves))
         return self._grids[key]
 
-    def _find_grid(self, plan: BlockPlan, tokens: int, recipe: Recipe, leaves: Sequence[Any]) -> TokenGrid | None:
-        origin = plan.origin
-        if origin is None:
-            return None
-        if origin.table is None:
-            return None if self._shape is None else origin.grid(self._shape)
-        number, rows = dict(zip(plan.inputs, recipe.inputs, strict=True))[origin.table]
-        return grid_of_table(rows.among(leaves[number], tokens), rows.dim)
+
+def _find_grid(plan: BlockPlan, shape: tuple[int, ...] | None, table: tuple[Tensor, int] | None) -> TokenGrid | None:
+    if table is not None:
+        return grid_of_table(*table)
+    return None if plan.origin is None or shape is None else plan.origin.grid(shape)
+
+
+def _table(plan: BlockPlan, tokens: int, recipe: Recipe, leaves: Sequence[Any]) -> tuple[Tensor, int] | None:
+    """The rows of tokens in the table that tells their grid, and along which dim they are."""
+    if plan.origin is None or plan.origin.table is None:
+        return None
+    number, rows = dict(zip(plan.inputs, recipe.inputs, strict=True))[plan.origin.table]
+    return rows.among(leaves[number], tokens), rows.dim

@@ -274,3 +274,23 @@ def test_every_way_of_exchanging_keys_of_rows_of_every_frame(keys: KeyExchange, 
         return (out - rows.cut(want, shares)).abs().max().item()
 
     assert max(on_threads(3, attend)) <= LIMIT
+
+
+def test_as_many_tokens_in_another_grid() -> None:
+    """5 rows of 7 and 7 rows of 5: the arguments are of the same shapes."""
+    tiny = TRANSFORMERS["FluxTransformer2DModel"]
+    model, plan = tiny.build(), plan_for("FluxTransformer2DModel")
+    upright = tiny.call(0)
+    ids = upright["img_ids"]
+    lying = upright | {"img_ids": ids[torch.argsort(10 * ids[:, 2] + ids[:, 1])][:, [0, 2, 1]]}
+
+    def pictures(transport):
+        shard = TokenShard(model, plan, Split(Door(transport), Axis("patch", 0, 1, (0,)), None, cut="rows"))
+        grids = []
+        for call in (upright, lying):
+            shard.begin()
+            shard.denoise(model.forward, **call)
+            grids.append(shard.shares["transformer_blocks"].grid)
+        return grids
+
+    assert on_threads(1, pictures) == [[TokenGrid(1, 5, 7), TokenGrid(1, 7, 5)]]
