@@ -22,6 +22,7 @@ from patchpar.token_split.origin import Origins
 from patchpar.token_split.plan import BlockPlan, Rows, TokenPlan
 from patchpar.token_split.proof import proved
 from patchpar.token_split.provenance import Observed, Sources, moved_indices, trace_rows
+from patchpar.token_split.shortened import shortened
 from patchpar.token_split.watch import Arguments, SeenBlock, observe_block, watch
 
 
@@ -31,8 +32,8 @@ def discover_tokens(denoiser: nn.Module, forward: Callable[..., Any], args: Any,
     latent = name_of_latent(denoiser, arguments)
     watched = partial(watch, denoiser, forward)
     seen, moved = watched(arguments), watched(with_other_latent(arguments, latent))
-    size, origins = latent_size(arguments, latent), Origins(watched, seen, arguments, latent)
-    blocks, whole, others = [], {}, []
+    size = latent_size(arguments, latent)
+    found, whole, others = {}, {}, []
     for kind, block in seen.blocks.items():
         plan = None
         try:
@@ -40,14 +41,16 @@ def discover_tokens(denoiser: nn.Module, forward: Callable[..., Any], args: Any,
         except UnsupportedModel as error:
             whole[f"{block.name}, {len(block.paths)} x {type(block.module).__name__}"] = str(error)
         if plan is not None:
-            blocks.append(origins.of(kind, plan))
+            found[kind] = plan
         else:
             others += [(path, kind[-1]) for path in block.paths]
-    if not blocks:
+    if not found:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in whole.items()) or "none of its blocks has tokens"
         raise UnsupportedModel(f"{type(denoiser).__name__} cannot be split by tokens ({reasons}): {WAY_OUT}")
+    with shortened(denoiser, (plan.paths for plan in found.values())):
+        blocks = Origins(watched, arguments, latent).of_all(found)
     return TokenPlan(
-        denoiser=type(denoiser).__name__, latent=latent, blocks=tuple(blocks), whole=whole, others=frozenset(others)
+        denoiser=type(denoiser).__name__, latent=latent, blocks=blocks, whole=whole, others=frozenset(others)
     )
 
 

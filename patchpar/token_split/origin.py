@@ -7,7 +7,7 @@ A latent that comes packed, a list of tokens, has no rows that could be disturbe
 model has its positions in: a table with a row for each token, in which every feature goes along one axis of a grid.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -26,27 +26,28 @@ TRIALS = 2  # of random cells: what passes one by chance must have half of all t
 
 
 class Origins:
-    """Where the tokens of blocks come from. `watched` runs the denoiser; `seen` is how it ran with these arguments."""
+    """Where the tokens of blocks come from. `watched` runs the denoiser; one block of each kind is enough of it."""
 
-    def __init__(self, watched: Watch, seen: Seen, arguments: Arguments, latent: str) -> None:
-        self._watched, self._seen = watched, seen
+    def __init__(self, watched: Watch, arguments: Arguments, latent: str) -> None:
+        self._watched, self._seen = watched, watched(arguments)
         self._arguments, self._latent = arguments, latent
         self._shape = latent_shape(arguments, latent)
         self._size = latent_size(arguments, latent)
-        self._lines: dict[int, Seen] = {}  # runs with the first line along a dim disturbed
+        self._runs: dict[object, Seen] = {}
 
-    def of(self, kind: Kind, plan: BlockPlan) -> BlockPlan:
-        """The plan of a kind of block, with the origin of its tokens if they lie in a grid."""
-        return replace(plan, origin=self._from_latent(kind, plan) or self._from_table(kind, plan))
+    def of_all(self, plans: Mapping[Kind, BlockPlan]) -> tuple[BlockPlan, ...]:
+        """The plans of kinds of blocks, each with the origin of its tokens if they lie in a grid."""
+        return tuple(
+            replace(plan, origin=self._from_latent(kind, plan) or self._from_table(kind, plan))
+            for kind, plan in plans.items()
+        )
 
     def _from_latent(self, kind: Kind, plan: BlockPlan) -> Origin | None:
         if self._shape is None or len(self._shape) <= 2:  # samples of different size, or tokens already
             return None
         found = self._axes(kind, plan, self._shape)
-        if found is None or not found.dims:
-            return None
-        grid = found.grid(self._shape)
-        if grid is None or grid.num_tokens != round(plan.ratio * self._size):
+        grid = None if found is None else found.grid(self._shape)
+        if found is None or grid is None or grid.num_tokens != round(plan.ratio * self._size):
             return None
         trials = (self._agrees(kind, plan, found, seed) for seed in range(TRIALS))
         return found if all(trials) else None
@@ -65,15 +66,16 @@ class Origins:
                 return None
             dims.append(dim)
             patches.append(shape[dim] // lines)
-        return Origin(dims=tuple(dims), patches=tuple(patches)) if 2 <= len(dims) <= MOST_AXES else None
+        lines = [shape[dim] // patch for dim, patch in zip(dims, patches, strict=True)]
+        if len(dims) > MOST_AXES or sum(count > 1 for count in lines) < 2:  # else they lie in a row
+            return None
+        return Origin(dims=tuple(dims), patches=tuple(patches))
 
     def _first_line(self, dim: int) -> Seen:
         assert self._shape is not None
-        if dim not in self._lines:
-            where = torch.zeros(self._shape, dtype=torch.bool)
-            where.select(dim, 0).fill_(True)
-            self._lines[dim] = self._run(where)
-        return self._lines[dim]
+        where = torch.zeros(self._shape, dtype=torch.bool)
+        where.select(dim, 0).fill_(True)
+        return self._run(dim, where)
 
     def _agrees(self, kind: Kind, plan: BlockPlan, origin: Origin, seed: int) -> bool:
         """Whether the tokens of random cells move, and no others."""
@@ -83,11 +85,14 @@ class Origins:
         where, among = cells, [1] * len(self._shape)
         for number, (dim, patch) in enumerate(zip(origin.dims, origin.patches, strict=True)):
             where, among[dim] = where.repeat_interleave(patch, number), self._shape[dim]
-        moved = self._moved(kind, plan, self._run(where.view(among).expand(self._shape)))
+        moved = self._moved(kind, plan, self._run((origin, seed), where.view(among).expand(self._shape)))
         return moved is not None and torch.equal(moved, cells.flatten())
 
-    def _run(self, where: Tensor) -> Seen:
-        return self._watched(with_other_latent(self._arguments, self._latent, where))
+    def _run(self, name: object, where: Tensor) -> Seen:
+        """How the denoiser runs with another latent in some places; once for each name."""
+        if name not in self._runs:
+            self._runs[name] = self._watched(with_other_latent(self._arguments, self._latent, where))
+        return self._runs[name]
 
     def _moved(self, kind: Kind, plan: BlockPlan, now: Seen) -> Tensor | None:
         """Which tokens are others than in the undisturbed run."""
@@ -113,7 +118,9 @@ class Origins:
 def grid_of_table(table: Tensor, dim: int) -> TokenGrid | None:
     """The grid that the tokens along `dim` lie in, if every feature changes along one axis of it only."""
     table = torch.view_as_real(table) if table.is_complex() else table
-    x_TC = table.movedim(dim, 0).flatten(1).float()
+    x_TC = table.movedim(dim, 0).reshape(table.shape[dim], -1).float()
+    if not x_TC.numel():
+        return None
     breaks = [size for size in _divisors(len(x_TC)) if _is_outer(torch.unflatten(x_TC, 0, (-1, size)))]
     if not 1 <= len(breaks) < MOST_AXES:
         return None

@@ -83,6 +83,19 @@ def test_sequences_have_no_grid(name: str) -> None:
     assert "tokens lie in                    a row" in str(plan_for(name))
 
 
+def test_blocks_beyond_the_first_are_not_run_for_it() -> None:
+    """Twice for the whole search, which is how often the model is run in full."""
+    tiny = TRANSFORMERS["WanTransformer3DModel"]
+    model, runs = tiny.build(), []
+    before = {path: dict(module.__dict__) for path, module in model.named_modules()}
+    counting = [block.attn1.to_q.register_forward_hook(lambda *_: runs.append(1)) for block in model.blocks[1:]]
+    discover_tokens(model, model.forward, (), tiny.call(0))
+    assert len(runs) == 2 * len(counting) > 0
+    assert {path: module.__dict__.keys() for path, module in model.named_modules()} == {
+        path: known.keys() for path, known in before.items()
+    }
+
+
 class Embedded(nn.Module):
     """Patches of a picture, put in another order by `order`."""
 
@@ -153,8 +166,21 @@ def test_grids_of_tables() -> None:
         table(8, 6) + table(48)[:, :1],
         table(2, 3, 4, 2),
         torch.ones(48, 8),
+        torch.arange(48),
+        torch.ones(48, 0),
     ],
-    ids=["a line", "seven", "two pictures", "a part", "shuffled", "features of both", "four axes", "nothing"],
+    ids=[
+        "a line",
+        "seven",
+        "two pictures",
+        "a part",
+        "shuffled",
+        "features of both",
+        "four axes",
+        "one value",
+        "numbers",
+        "nothing",
+    ],
 )
 def test_tables_without_a_grid(x: Tensor) -> None:
     assert grid_of_table(x, 0) is None
