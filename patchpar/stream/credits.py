@@ -13,24 +13,22 @@ class Credits:
             raise PlanError(f"limit={limit}: at least 1 block has to be under way")
         self.limit = limit
         self._taken = 0
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
 
     @property
     def in_flight(self) -> int:
         """Blocks that have begun and have not been taken away."""
         return self._taken
 
-    def take(self, timeout: float) -> bool:
-        """Credit for one block; False if there is none within `timeout` seconds."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._taken < self.limit, timeout):
-                return False
-            self._taken += 1
-            return True
+    def take(self) -> bool:
+        """Credit for one block; False if there is none."""
+        with self._lock:
+            has_credit = self._taken < self.limit
+            self._taken += has_credit
+            return has_credit
 
-    def give_back(self) -> None:
-        """One block has been taken away."""
-        with self._changed:
-            assert self._taken > 0, "more credit came back than was given"
-            self._taken -= 1
-            self._changed.notify()
+    def give_back(self, blocks: int = 1) -> None:
+        """So many blocks have been taken away."""
+        with self._lock:
+            assert self._taken >= blocks, "more credit came back than was given"
+            self._taken -= blocks

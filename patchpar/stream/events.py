@@ -15,7 +15,18 @@ from torch import Tensor
 from patchpar.errors import PlanError
 
 Transition = Literal["switch", "cut", "blend", "recache"]
+PARAMETERS = ("audio_scale",)
 TRANSITIONS: tuple[str, ...] = get_args(Transition)
+
+
+def check_transition(transition: str, over: int) -> None:
+    """Raise PlanError for a transition that is none."""
+    if transition not in TRANSITIONS:
+        raise PlanError(f"transition={transition!r}: use one of {', '.join(TRANSITIONS)}")
+    if (transition == "blend") != (over > 0):
+        raise PlanError(
+            f"transition={transition!r} with over={over}: a blend, and nothing else, goes over in 1 block or more"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +42,7 @@ class Prompt:
     over: int = 0
 
     def __post_init__(self) -> None:
-        if self.transition not in TRANSITIONS:
-            raise PlanError(f"transition={self.transition!r}: use one of {', '.join(TRANSITIONS)}")
-        if (self.transition == "blend") != (self.over > 0):
-            raise PlanError(
-                f"transition={self.transition!r} with over={self.over}: a blend, and nothing else, goes over in "
-                "1 block or more"
-            )
+        check_transition(self.transition, self.over)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +54,14 @@ class Reference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """Another value of one of the model's parameters, such as "audio_scale"."""
+    """Another value of one of PARAMETERS. "audio_scale": how much of what sound says is added, 1 as it was trained."""
 
     name: str
     value: float
+
+    def __post_init__(self) -> None:
+        if self.name not in PARAMETERS:
+            raise PlanError(f"parameter {self.name!r} is unknown: use one of {', '.join(PARAMETERS)}")
 
 
 Change = Prompt | Reference | Parameter

@@ -75,13 +75,18 @@ class Inlet(Protocol):
 
 
 class Beginning:
-    """Where blocks come from on the first stage: from orders. `back` brings the first finished block from afar."""
+    """Where blocks come from on the first stage: from orders."""
 
-    def __init__(self, model: CausalModel, around: Surroundings, patience: float, back: Arriving | None) -> None:
-        self._model, self._around, self._patience, self._back = model, around, patience, back
-        self._block = 0
+    def __init__(self, model: CausalModel, around: Surroundings, patience: float, first_block: int) -> None:
+        self._model, self._around, self._patience = model, around, patience
+        self._block = self._first_block = first_block
+        self._back: Arriving | None = None
         self._first: Payload | None = None
         self._has_reference = False
+
+    def expect_first(self, back: Arriving) -> None:
+        """The first finished block comes from another stage."""
+        self._back = back
 
     def keep_first(self, payload: Payload) -> None:
         """The first finished block, where it is finished on this very stage."""
@@ -92,12 +97,12 @@ class Beginning:
         cancelled = self._around.is_cancelled()
         order = Order(sign=Sign.END) if cancelled else self._around.order(self._block, self._patience)
         if order.sign is not Sign.BLOCK:
-            if order.sign is Sign.END and self._block > 0:
+            if order.sign is Sign.END and self._block > self._first_block:
                 self._fetch_first()
             return Envelope(sign=order.sign)
         block, born = self._block, time.time_ns()
         changes = (*self._adaptive_sink(block), *order.changes)
-        self._has_reference |= block > 0 and any(isinstance(change, Reference) for change in changes)
+        self._has_reference |= block > self._first_block and any(isinstance(change, Reference) for change in changes)
         self._block += 1
         events = tuple(Event(block=block, change=change) for change in changes)
         payload = self._model.begin(block, order.inputs)
@@ -105,7 +110,7 @@ class Beginning:
 
     def _adaptive_sink(self, block: int) -> tuple[Change, ...]:
         """The rule does not depend on the number of ranks. A reference that was given meanwhile is not overruled."""
-        if block != self._model.steps or not self._model.adapts_sink:
+        if block != self._first_block + self._model.steps or not self._model.adapts_sink:
             return ()
         first = self._fetch_first()
         return () if first is None or self._has_reference else (self._model.adaptive_sink(first),)
@@ -117,16 +122,23 @@ class Beginning:
 
 
 class StageLoop:
-    """What rank `rank` of `plan` does from the first block to the last. Raises PlanError."""
+    """What rank `rank` of `plan` does from block number `first_block` to the last. Raises PlanError."""
 
     def __init__(
-        self, model: CausalModel, plan: StreamPlan, rank: int, door: Door | None, around: Surroundings
+        self,
+        model: CausalModel,
+        plan: StreamPlan,
+        rank: int,
+        door: Door | None,
+        around: Surroundings,
+        first_block: int = 0,
     ) -> None:
         _check(model, plan, door)
         stages = plan.stages
         number = plan.stage_of(rank)
         stage, specs = stages[number], model.payload()
         self._model, self._rank, self._around, self._door = model, rank, around, door
+        self._first_block = first_block
         self._is_last_step = bool(stage.steps) and stage.steps[-1] == plan.steps - 1
         self._states = [model.new_state(step) for step in stage.steps]
         self._decodes = stage.decodes
@@ -135,11 +147,10 @@ class StageLoop:
         self._out: Downstream | None = None
         if number == 0:
             patience = 1.0 if door is None else door.transport.deadline / 4
-            back = None
+            self._beginning = Beginning(model, around, patience, first_block)
             if model.adapts_sink and not self._is_last_step:
-                assert door is not None
-                back = door.receive("first", "stream", len(plan.sizes) - 1, specs)
-            self._beginning = Beginning(model, around, patience, back)
+                back = _there(door).receive("first", "stream", len(plan.sizes) - 1, specs)
+                self._beginning.expect_first(back)
         self._in: Inlet = self._beginning or Upstream(_there(door), stages[number - 1].ranks[0], specs)
         if number + 1 < len(stages):
             self._out = Downstream(_there(door), stages[number + 1].ranks[0], specs)
@@ -172,7 +183,7 @@ class StageLoop:
                 for event in envelope.events:
                     self._model.apply(state, event.change)
                 payload = self._model.step(state, envelope.block, payload)
-        if self._is_last_step and envelope.block == 0 and self._model.adapts_sink:
+        if self._is_last_step and envelope.block == self._first_block and self._model.adapts_sink:
             self._send_first(payload)
         if self._decodes and not is_cancelled:
             frames = self._model.decode(self._decoder, payload)

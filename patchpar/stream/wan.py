@@ -16,14 +16,12 @@ from torch import Tensor
 from patchpar.errors import PlanError
 from patchpar.stream.causal import Payload
 from patchpar.stream.causal_wan import CausalWan, Heard
-from patchpar.stream.decoders import Decoder, DecoderState, as_pixels
-from patchpar.stream.events import Change, Parameter, Prompt, Reference
+from patchpar.stream.decoder import DecoderState, WanDecoder, as_pixels
+from patchpar.stream.events import PARAMETERS, Change, Parameter, Prompt, Reference
 from patchpar.stream.flow import FlowSchedule
 from patchpar.stream.noise import keyed_noise
 from patchpar.stream.window import WindowMemory
 from patchpar.transport import Spec
-
-PARAMETERS = ("audio_scale",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +71,9 @@ class StepState:
 class WanStream:
     """A CausalModel. Its payload is (latents, audio tokens), or latents alone where the transformer hears nothing."""
 
-    def __init__(self, network: CausalWan, schedule: FlowSchedule, decoder: Decoder, options: WanStreamOptions) -> None:
+    def __init__(
+        self, network: CausalWan, schedule: FlowSchedule, decoder: WanDecoder | None, options: WanStreamOptions
+    ) -> None:
         self._network, self._schedule, self._decoder, self._options = network, schedule, decoder, options
         transformer = network.transformer
         self._device, self._dtype = transformer.device, transformer.dtype
@@ -144,8 +144,7 @@ class WanStream:
             self._velocity(state, block, payload)
 
     def _set(self, state: StepState, change: Parameter) -> None:
-        if change.name not in PARAMETERS:
-            raise PlanError(f"parameter {change.name!r} is unknown: use one of {', '.join(PARAMETERS)}")
+        assert change.name in PARAMETERS
         state.audio_scale = change.value
 
     @torch.no_grad()
@@ -187,6 +186,7 @@ class WanStream:
     @torch.no_grad()
     def decode(self, decoder: DecoderState, payload: Payload) -> Tensor:
         """See CausalModel."""
+        assert self._decoder is not None, "this stage was not given a decoder"
         return as_pixels(self._decoder.decode(decoder, payload[0]))
 
     def _own(self, x: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -47,16 +46,14 @@ def test_transitions_that_are_none(options: dict[str, Any]) -> None:
 
 def test_credit_is_bounded() -> None:
     credit = Credits(2)
-    assert [credit.take(0.0) for _ in range(3)] == [True, True, False]
+    assert [credit.take() for _ in range(3)] == [True, True, False]
     credit.give_back()
     assert credit.in_flight == 1
-    assert credit.take(0.0)
+    assert credit.take()
     with pytest.raises(PlanError, match="limit=0"):
         Credits(0)
 
 
-def test_credit_that_comes_back_is_noticed() -> None:
-    credit = Credits(1)
-    assert credit.take(0.0)
-    threading.Timer(0.05, credit.give_back).start()
-    assert credit.take(10.0)
+def test_a_parameter_that_is_none() -> None:
+    with pytest.raises(PlanError, match="'loudness' is unknown: use one of audio_scale"):
+        Parameter(name="loudness", value=1)

@@ -151,7 +151,5 @@ def test_what_cannot_be_run() -> None:
         StageLoop(model, StreamPlan.even(2, 5), 0, None, around)
     with pytest.raises(PlanError, match="no way to the others"):
         StageLoop(model, StreamPlan.even(2, 2), 0, None, around)
-    with pytest.raises(PlanError, match="'loudness' is unknown: use one of audio_scale"):
-        model.apply(model.new_state(0), Parameter(name="loudness", value=1))
     with pytest.raises(PlanError, match="cannot be blended"):
         model.apply(model.new_state(0), Prompt(text=text(1)[:, :2], transition="blend", over=1))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from torch import Tensor
 
 from patchpar.stream.audio import AudioConditioner, AudioConfig
 from patchpar.stream.causal_wan import CausalWan
-from patchpar.stream.decoders import WanDecoder
+from patchpar.stream.decoder import WanDecoder
 from patchpar.stream.flow import FlowSchedule
 from patchpar.stream.passes import CausalOptions
 from patchpar.stream.wan import WanStream, WanStreamOptions
+from tests.tiny import encoders, tokenizers
 
 FRAMES, ROWS, COLUMNS, TEXT = 2, 4, 6, 5
 AUDIO = AudioConfig(dim=24, heads=2, after=(0,), fps=20, rate=2000, bands=3, tokens=3, per_latent=2)
@@ -23,14 +26,14 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def transformer(dtype: torch.dtype = torch.float32) -> WanTransformer3DModel:
+def transformer(dtype: torch.dtype = torch.float32, text_dim: int = 8) -> WanTransformer3DModel:
     torch.manual_seed(0)
     net = WanTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=12,
         in_channels=16,
         out_channels=16,
-        text_dim=8,
+        text_dim=text_dim,
         freq_dim=16,
         ffn_dim=32,
         num_layers=2,
@@ -52,7 +55,15 @@ def conditioner(dtype: torch.dtype = torch.float32) -> AudioConditioner:
 
 def vae() -> AutoencoderKLWan:
     torch.manual_seed(2)
-    net = AutoencoderKLWan(base_dim=3, z_dim=16, dim_mult=[1, 1], num_res_blocks=0, temperal_downsample=[True])
+    net = AutoencoderKLWan(
+        base_dim=3,
+        z_dim=16,
+        dim_mult=[1, 1],
+        num_res_blocks=0,
+        temperal_downsample=[True],
+        scale_factor_temporal=2,
+        scale_factor_spatial=2,
+    )
     return net.eval().requires_grad_(False)
 
 
@@ -92,3 +103,30 @@ def stream(
     )
     schedule = FlowSchedule.shifted(steps, sampler=sampler)
     return WanStream(causal(dtype=dtype, **options), schedule, WanDecoder(vae()), first)
+
+
+STREAM = {
+    "blocks": {"frames": FRAMES, "window": 3, "sink_distance": 5},
+    "sigmas": [1.0, 0.6, 0.0],
+    "fps": 20,
+    "height": 2 * ROWS,
+    "width": 2 * COLUMNS,
+    "text_tokens": TEXT,
+}
+
+
+def write_folder(folder: Path, *, hears: bool = True) -> Path:
+    """A model as it is kept: a WanPipeline with stream.json, and ears beside the transformer."""
+    encoder = encoders.umt5()
+    pipe = WanPipeline(
+        tokenizer=tokenizers.t5(),
+        text_encoder=encoder,
+        vae=vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        transformer=transformer(text_dim=encoder.config.d_model),
+    )
+    pipe.save_pretrained(folder)
+    if hears:
+        conditioner().save(folder / "transformer")
+    (folder / "stream.json").write_text(json.dumps(STREAM))
+    return folder

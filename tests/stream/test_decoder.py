@@ -6,14 +6,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from diffusers import AutoencoderKL
 from torch import Tensor
 
-from patchpar.stream.decoders import DecoderState, FrameDecoder, WanDecoder, as_pixels
+from patchpar.stream.decoder import DecoderState, WanDecoder, as_pixels, from_pixels
 from tests.stream.tiny import noise, vae
 
 
-def in_blocks(decoder: WanDecoder | FrameDecoder, latents: Tensor, ends: list[int]) -> Tensor:
+def in_blocks(decoder: WanDecoder, latents: Tensor, ends: list[int]) -> Tensor:
     state = DecoderState()
     return torch.cat([decoder.decode(state, latents[:, :, a:b]) for a, b in pairwise([0, *ends])])
 
@@ -36,15 +35,13 @@ def test_without_its_memory_wan_differs() -> None:
     assert not torch.equal(fresh, whole[-len(fresh) :])
 
 
-def test_pictures() -> None:
-    torch.manual_seed(3)
-    net = AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4, scaling_factor=0.5).eval()
-    latents = noise(1, 4, 4, 6, 6)
-    with torch.no_grad():
-        streamed = in_blocks(FrameDecoder(net), latents, [2, 4])
-        alone = net.decode(latents[:, :, 3] / 0.5, return_dict=False)[0].clamp(-1, 1)
-    assert streamed.shape == (4, 3, 6, 6)
-    assert torch.allclose(streamed[3:], alone, atol=1e-6)
+def test_a_picture_encoded_is_what_the_pipelines_would_take() -> None:
+    net = vae()
+    picture = noise(1, 3, 8, 12).clamp(-1, 1)
+    latents = WanDecoder(net).encode(picture)
+    mean, std = (torch.tensor(x).view(1, -1, 1, 1, 1) for x in (net.config.latents_mean, net.config.latents_std))
+    assert latents.shape == (1, 16, 1, 4, 6)
+    assert torch.allclose(latents, (net.encode(picture[:, :, None]).latent_dist.mode() - mean) / std, atol=1e-6)
 
 
 def test_pixels() -> None:
@@ -52,3 +49,4 @@ def test_pixels() -> None:
     pixels = as_pixels(pictures)
     assert (pixels.shape, pixels.dtype) == ((4, 2, 1, 3), torch.uint8)
     assert pixels[:, 0, 0, 0].tolist() == [0, 64, 128, 255]
+    assert torch.equal(as_pixels(from_pixels(pixels[2]))[0], pixels[2])

@@ -1,14 +1,10 @@
-"""From finished latents to frames, block by block, with the same result as for the whole film at once.
-
-WanDecoder      a causal video autoencoder, which remembers the last frames at each convolution
-FrameDecoder    an image autoencoder, one picture per latent frame
-"""
+"""From finished latents to frames, block by block, with the very frames of the whole film decoded at once."""
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLWan
+from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
 from torch import Tensor
 
@@ -21,15 +17,8 @@ class DecoderState:
     frames: int = 0
 
 
-class Decoder(Protocol):
-    """Latents to pictures."""
-
-    def decode(self, state: DecoderState, latents_BCFHW: Tensor) -> Tensor:
-        """Pictures (frames, 3, height, width) between -1 and 1, of latents (1, C, F, H, W) as they were denoised."""
-
-
 class WanDecoder:
-    """`AutoencoderKLWan`, latent frame by latent frame. The first gives one picture, each further one four.
+    """`AutoencoderKLWan`, latent frame by latent frame. The first gives one picture, each further one several.
 
     The autoencoder's own decode does the same for all frames of a film and then forgets; here the memory stays.
     """
@@ -41,7 +30,7 @@ class WanDecoder:
         self._mean, self._inverse_std = mean, 1.0 / std
 
     def decode(self, state: DecoderState, latents_BCFHW: Tensor) -> Tensor:
-        """See Decoder."""
+        """Pictures (frames, 3, height, width) between -1 and 1, of latents (1, C, F, H, W) as they were denoised."""
         vae, latents = self._vae, latents_BCFHW.to(self._vae.dtype)
         scaled = latents / self._inverse_std.to(latents) + self._mean.to(latents)  # as WanPipeline does it
         frames = vae.post_quant_conv(scaled)
@@ -56,23 +45,19 @@ class WanDecoder:
             out = unpatchify(out, patch_size=vae.config.patch_size)
         return out.clamp(-1, 1)[0].transpose(0, 1)
 
-
-class FrameDecoder:
-    """`AutoencoderKL`: every latent frame is a picture, and nothing is remembered."""
-
-    def __init__(self, vae: AutoencoderKL) -> None:
-        self._vae = vae
-
-    def decode(self, state: DecoderState, latents_BCFHW: Tensor) -> Tensor:
-        """See Decoder."""
-        config = self._vae.config
-        shift = getattr(config, "shift_factor", None) or 0.0
-        latents = latents_BCFHW[0].transpose(0, 1) / config.scaling_factor + shift
-        state.frames += len(latents)
-        return self._vae.decode(latents.to(self._vae.dtype), return_dict=False)[0].clamp(-1, 1)
+    def encode(self, picture_1CHW: Tensor) -> Tensor:
+        """One latent frame (1, C, 1, H, W), as the transformer sees latents, of a picture between -1 and 1."""
+        picture = picture_1CHW[:, :, None].to(self._vae.device, self._vae.dtype)
+        latents = self._vae.encode(picture).latent_dist.mode()
+        return (latents - self._mean.to(latents)) * self._inverse_std.to(latents)
 
 
 def as_pixels(pictures_FCHW: Tensor) -> Tensor:
     """Pictures between -1 and 1 as (frames, height, width, 3) in uint8, on the CPU."""
     scaled = (pictures_FCHW.float() / 2 + 0.5) * 255
     return scaled.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu()
+
+
+def from_pixels(picture_HWC: Tensor) -> Tensor:
+    """A picture (height, width, 3) in uint8 as (1, 3, height, width) between -1 and 1."""
+    return (picture_HWC.float() / 127.5 - 1).permute(2, 0, 1)[None]

@@ -1,0 +1,74 @@
+"""How a model is to be streamed: `stream.json` in its folder, or an object of the same facts."""
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from patchpar.errors import PlanError
+from patchpar.stream.flow import FlowSchedule, Sampler
+from patchpar.stream.passes import CausalOptions
+
+CONFIG = "stream.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamConfig:
+    """What a model was trained for. Raises PlanError.
+
+    `sigmas`: noise levels of the denoising steps, from 1 to 0. `fps`: frames per second. `height`, `width`: pixels.
+    `blocks`: latent frames per block, window, sink. `text_tokens`: tokens of a prompt. `adapt_sink`: the first finished
+    frame becomes the sink. `prompts`: those it was trained on, where they are few.
+    """
+
+    sigmas: tuple[float, ...]
+    fps: float
+    height: int
+    width: int
+    blocks: CausalOptions = field(default_factory=CausalOptions)
+    text_tokens: int = 512
+    sampler: Sampler = "euler"
+    adapt_sink: bool = True
+    prompts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        FlowSchedule(sigmas=self.sigmas, sampler=self.sampler)
+        for name in ("fps", "height", "width", "text_tokens"):
+            if getattr(self, name) <= 0:
+                raise PlanError(f"{name}={getattr(self, name)}: it must be above 0")
+
+    @property
+    def schedule(self) -> FlowSchedule:
+        """The noise levels and how to go from one to the next."""
+        return FlowSchedule(sigmas=self.sigmas, sampler=self.sampler)
+
+    @property
+    def steps(self) -> int:
+        """Denoising steps of a block."""
+        return len(self.sigmas) - 1
+
+    @classmethod
+    def load(cls, folder: Path) -> "StreamConfig":
+        """Read `stream.json`. Raises PlanError."""
+        file = folder / CONFIG
+        if not file.is_file():
+            raise PlanError(
+                f"{folder} has no {CONFIG}, so nobody knows how to stream it: pass config=StreamConfig(...)"
+            )
+        try:
+            facts: dict[str, Any] = json.loads(file.read_text())
+            facts["blocks"] = CausalOptions(**facts.get("blocks", {}))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise PlanError(f"{file} cannot be read: {error}") from error
+        unknown = sorted(set(facts) - {known.name for known in fields(cls)})
+        if unknown:
+            raise PlanError(f"{file}: {', '.join(unknown)} means nothing; it may have {_names(cls)}")
+        facts.update({name: tuple(facts[name]) for name in ("sigmas", "prompts") if name in facts})
+        try:
+            return cls(**facts)
+        except TypeError as error:
+            raise PlanError(f"{file} is not complete: {error}") from error
+
+
+def _names(kind: type[Any]) -> str:
+    return ", ".join(known.name for known in fields(kind))

@@ -1,0 +1,99 @@
+"""What a session and the ranks say to one another while a stream runs.
+
+first rank --- Ready(block) ------> session        what is to be done?
+session ------ Begin, Stop -------> first rank     when there is sound, credit, and nobody has paused
+session ------ Cancel ------------> every rank     from now on nothing is computed
+last rank ---- Produced ----------> session
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from patchpar.stream.events import Change, Transition, check_transition
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """Another prompt, as text. The first rank makes a Prompt of it."""
+
+    text: str
+    transition: Transition = "switch"
+    over: int = 0
+
+    def __post_init__(self) -> None:
+        check_transition(self.transition, self.over)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """Another reference, as a picture (height, width, 3) in uint8. The first rank makes a Reference of it."""
+
+    picture: Tensor
+
+
+Wish = Change | Said | Shown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """The first rank can begin this block."""
+
+    block: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin:
+    """Begin the block that was announced. `inputs`: audio tokens (1, F, n, C), if the model hears."""
+
+    inputs: tuple[Tensor, ...]
+    wishes: tuple[Wish, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """There is no further block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody wants what is under way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Produced:
+    """Frames (frames, height, width, 3) in uint8 of one block. `seconds`: since its first step began.
+
+    `sink`: the latents of the first frame, with the first block of a stream only.
+    """
+
+    block: int
+    frames: Tensor
+    seconds: float
+    sink: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """One run of the stages on `ranks` ranks, with latents of `rows` x `columns`.
+
+    `first_block`: where an interrupted stream goes on.
+    """
+
+    ranks: int
+    seed: int
+    rows: int
+    columns: int
+    first_block: int
+    adapt_sink: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a session must know of a model. `audio` is the model's AudioConfig, or None if it hears nothing."""
+
+    audio: Any
+    per_latent: int
+    spatial: int
+    speaks: bool

@@ -1,0 +1,337 @@
+"""What a session does with ranks that only pretend: order, credit, policies, controls, interruption."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar.errors import PlanError, WorkerDied
+from patchpar.stream import session as session_module
+from patchpar.stream.driver import Limits
+from patchpar.stream.events import Parameter, Reference
+from patchpar.stream.session import Delivery, StreamSession, Timing
+from patchpar.stream.talk import Begin, Cancel, Course, Produced, Ready, Said, Shown, Stop
+from patchpar.stream.track import AudioTrack
+from tests.stream.tiny import AUDIO, FRAMES, noise, sink
+
+COURSE = Course(ranks=2, seed=0, rows=4, columns=6, first_block=0, adapt_sink=True)
+TIMING = Timing(fps=20, frames=FRAMES, per_latent=2)
+PICTURE = torch.zeros(8, 12, 3, dtype=torch.uint8)
+
+
+class Ranks:
+    """Pretend to run the stages: every block comes out at once, its number in every pixel.
+
+    `dies`: (run, block) pairs at which a worker dies.
+    """
+
+    def __init__(self, *dies: tuple[int, int]) -> None:
+        self.dies = set(dies)
+        self.courses: list[Course] = []
+        self.begun: list[tuple[int, Begin]] = []
+        self.told: list[tuple[int, Any]] = []
+        self.idle = threading.Event()
+
+    def run(self, course: Course, on_event: Callable[[int, Any], None], on_start: Callable[[Any], None]) -> list[Any]:
+        heard: queue.Queue[Any] = queue.Queue()
+
+        def tell(rank: int, value: Any) -> None:
+            self.told.append((rank, value))
+            if rank == 0:
+                heard.put(value)
+
+        self.courses.append(course)
+        on_start(tell)
+        block = course.first_block
+        while True:
+            on_event(0, Ready(block=block))
+            self.idle.set()
+            word = heard.get(timeout=10)
+            self.idle.clear()
+            if isinstance(word, (Stop, Cancel)):
+                return []
+            self.begun.append((block, word))
+            if (len(self.courses) - 1, block) in self.dies:
+                raise WorkerDied("rank 1 was killed")
+            first = block == 0 and course.adapt_sink
+            frames = torch.full((3 if block == course.first_block else 4, 8, 12, 3), block, dtype=torch.uint8)
+            on_event(1, Produced(block=block, frames=frames, seconds=0.1, sink=sink(5) if first else None))
+            block += 1
+
+
+def session(
+    ranks: Ranks, *, blocks: int | None = 6, credit: int = 3, track: AudioTrack | None = None, **delivery: Any
+) -> StreamSession:
+    limits = Limits(credit=credit, blocks=blocks, restarts=delivery.get("restarts", 1))
+    return StreamSession(ranks.run, COURSE, limits, TIMING, Delivery(**delivery), track)
+
+
+def test_chunks_come_in_order_with_exact_times() -> None:
+    with session(Ranks()).begin(Said(text="a")) as stream:
+        chunks = list(stream)
+    assert [chunk.block for chunk in chunks] == list(range(6))
+    ends = torch.tensor([len(chunk.frames) for chunk in chunks]).cumsum(0).tolist()
+    assert [round(chunk.pts * 20) for chunk in chunks] == [0, *ends[:-1]] == [0, 3, 7, 11, 15, 19]
+    assert stream.status == "finished"
+    assert list(stream) == []
+
+
+def test_async() -> None:
+    async def blocks() -> list[int]:
+        with session(Ranks()).begin() as stream:
+            return [chunk.block async for chunk in stream]
+
+    assert asyncio.run(blocks()) == list(range(6))
+
+
+@pytest.mark.parametrize("credit", [1, 3])
+def test_a_slow_watcher_stops_the_ranks(credit: int) -> None:
+    ranks = Ranks()
+    with session(ranks, blocks=None, credit=credit).begin() as stream:
+        for taken in range(1, 6):
+            next(stream)
+            while len(ranks.begun) < taken + credit or not ranks.idle.wait(10):
+                pass
+            assert stream.in_flight == credit
+            assert len(ranks.begun) == taken + credit
+
+
+@pytest.mark.parametrize(("output", "first"), [("drop_oldest", 18), ("skip_to_live", 19)])
+def test_a_slow_watcher_loses_chunks_instead(output: str, first: int) -> None:
+    ranks = Ranks()
+    with session(ranks, blocks=20, output=output).begin() as stream:
+        while stream.status == "running":
+            pass
+        chunks = list(stream)
+    assert [chunk.block for chunk in chunks] == list(range(first, 20))
+    assert stream.dropped == first
+    assert len(ranks.begun) == 20
+
+
+def test_a_pause_holds_the_next_block_and_changes_nothing() -> None:
+    ranks = Ranks()
+    with session(ranks, blocks=8, credit=2).begin() as stream:
+        first = next(stream)
+        effect = stream.pause()
+        held = [next(stream).block for _ in range(effect.block - 1)]
+        assert ranks.idle.wait(10)
+        assert (stream.status, len(ranks.begun)) == ("paused", effect.block)
+        assert stream.resume() == effect
+        rest = [chunk.block for chunk in stream]
+    assert [first.block, *held, *rest] == list(range(8))
+
+
+def test_a_wish_holds_from_the_block_that_it_names() -> None:
+    ranks = Ranks()
+    with session(ranks, blocks=9, credit=1).begin(Said(text="first")) as stream:
+        next(stream)
+        later = stream.set_prompt("later", at=5, transition="blend", over=2)
+        soon = stream.set_param("audio_scale", 0.5)
+        shown = stream.set_reference(PICTURE)
+        assert (later.block, later.seconds) == (5, 19 / 20)
+        with pytest.raises(PlanError, match="at=0: block 0 has begun; the next that can change is"):
+            stream.set_prompt("too late", at=0)
+        list(stream)
+        with pytest.raises(PlanError, match="is finished"):
+            stream.set_prompt("over")
+    wishes = {block: begin.wishes for block, begin in ranks.begun if begin.wishes}
+    assert wishes[0] == (Said(text="first"),)
+    assert wishes[5] == (Said(text="later", transition="blend", over=2),)
+    assert soon.block == shown.block
+    param, picture = wishes[soon.block]
+    assert param == Parameter(name="audio_scale", value=0.5)
+    assert isinstance(picture, Shown)
+
+
+def test_wishes_that_cannot_be_are_refused_at_once() -> None:
+    with session(Ranks()).begin() as stream:
+        with pytest.raises(PlanError, match="'fade'"):
+            stream.set_prompt("x", transition="fade")  # type: ignore[arg-type]
+        with pytest.raises(PlanError, match="'loudness' is unknown"):
+            stream.set_param("loudness", 1)
+        with pytest.raises(PlanError, match="does not listen"):
+            stream.push_audio(torch.zeros(5), 2000)
+        with pytest.raises(PlanError, match="use stop"):
+            stream.end_audio()
+    for wrong in ({"output": "x"}, {"pace": "x"}, {"lead": 0}, {"restarts": -1}):
+        with pytest.raises(PlanError):
+            Delivery(**wrong)
+
+
+def test_cancel_ends_at_once_and_every_rank_is_told() -> None:
+    ranks = Ranks()
+    with session(ranks, blocks=None).begin() as stream:
+        next(stream)
+        stream.cancel()
+        assert list(stream) == []
+    assert stream.status == "cancelled"
+    assert [rank for rank, word in ranks.told if isinstance(word, Cancel)] == [0, 1]
+
+
+def test_stop_lets_come_out_what_is_under_way() -> None:
+    ranks = Ranks()
+    with session(ranks, blocks=None).begin() as stream:
+        next(stream)
+        end = stream.stop().block
+        assert [chunk.block for chunk in stream] == list(range(1, end))
+
+
+def test_flush_throws_away_what_is_ready() -> None:
+    ranks = Ranks()
+    with session(ranks, blocks=5, credit=5).begin() as stream:
+        while stream.status == "running":
+            pass
+        assert stream.flush() == 5
+        assert list(stream) == []
+
+
+def test_a_dead_worker_begins_a_new_epoch() -> None:
+    """The stream goes on where it was, under the conditions that held, with the sink it had made."""
+    ranks = Ranks((0, 4))
+    with session(ranks, blocks=7, credit=1).begin(Said(text="first"), Shown(picture=PICTURE)) as stream:
+        next(stream)
+        stream.set_prompt("second", at=2, transition="recache")
+        stream.set_param("audio_scale", 0.5, at=4)
+        chunks = list(stream)
+    assert [(chunk.block, chunk.epoch, len(chunk.frames)) for chunk in chunks] == [
+        (1, 0, 4), (2, 0, 4), (3, 0, 4), (4, 1, 4), (5, 1, 4), (6, 1, 4),
+    ]  # fmt: skip
+    assert ranks.courses[1] == Course(ranks=2, seed=0, rows=4, columns=6, first_block=4, adapt_sink=False)
+    said, shown, param = next(begin for block, begin in ranks.begun[5:] if block == 4).wishes
+    assert said == Said(text="second")
+    assert isinstance(shown, Reference)
+    assert torch.equal(shown.latents, sink(5))
+    assert param == Parameter(name="audio_scale", value=0.5)
+
+
+def test_before_its_first_block_a_stream_begins_as_it_was() -> None:
+    ranks = Ranks((0, 0))
+    with session(ranks, blocks=2).begin(Said(text="first")) as stream:
+        assert [chunk.epoch for chunk in stream] == [1, 1]
+    assert ranks.courses[1] == ranks.courses[0]
+    assert [begin.wishes for block, begin in ranks.begun if block == 0] == [(Said(text="first"),)] * 2
+
+
+def test_the_last_death_is_told_to_the_watcher() -> None:
+    for restarts in (0, 2):
+        ranks = Ranks(*((run, 1) for run in range(restarts + 1)))
+        with session(ranks, restarts=restarts).begin() as stream:
+            assert next(stream).block == 0
+            with pytest.raises(WorkerDied, match="killed"):
+                next(stream)
+        assert stream.status == "failed"
+        assert len(ranks.courses) == restarts + 1
+
+
+def test_the_clock_paces_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late chunk is shown at once, and those after it at their distance from it."""
+    now, slept = [100.0], []
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return now[0]
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            slept.append(round(seconds, 6))
+            now[0] += seconds
+
+    monkeypatch.setattr(session_module, "time", Clock)
+    with session(Ranks(), blocks=5, pace="realtime").begin() as stream:
+        next(stream), next(stream)
+        now[0] += 1.0
+        next(stream), next(stream)
+    assert slept == [0.0, 3 / 20, 0.0, 4 / 20]
+
+
+# --- sound ---------------------------------------------------------------------------------------------------------
+
+
+def heard(ranks: Ranks) -> Tensor:
+    return torch.cat([begin.inputs[0] for _, begin in ranks.begun], 1)
+
+
+def whole(samples: Tensor) -> AudioTrack:
+    track = AudioTrack(AUDIO, FRAMES)
+    track.push(samples, 2000)
+    track.end()
+    return track
+
+
+def test_a_stream_is_as_long_as_its_sound() -> None:
+    samples = noise(2000) * 0.3
+    with session(Ranks(), blocks=None, track=whole(samples)).begin() as stream:
+        chunks = list(stream)
+    assert sum(len(chunk.frames) for chunk in chunks) == 23  # 20 frames of sound, and the rest of the last block
+    played = torch.cat([chunk.audio for chunk in chunks if chunk.audio is not None])
+    assert torch.equal(played[:2000], samples)
+    assert not played[2000:].any()
+    assert [len(chunk.audio) for chunk in chunks if chunk.audio is not None] == [len(c.frames) * 100 for c in chunks]
+
+
+def test_live_sound_is_heard_as_it_comes_and_as_if_it_had_been_there() -> None:
+    samples = noise(2000) * 0.3
+    together, piecewise = Ranks(), Ranks()
+    with session(together, blocks=None, track=whole(samples)).begin() as stream:
+        list(stream)
+    with session(piecewise, blocks=None, track=AudioTrack(AUDIO, FRAMES)).begin() as stream:
+        blocks = []
+        for piece in samples.split(170):
+            effect = stream.push_audio(piece, 2000)
+            assert effect.block <= 5
+            while len(blocks) < effect.block:
+                blocks.append(next(stream).block)
+        stream.end_audio()
+        blocks += [chunk.block for chunk in stream]
+    assert blocks == list(range(6))
+    assert torch.equal(heard(together), heard(piecewise))
+
+
+def test_no_block_begins_before_its_sound() -> None:
+    ranks = Ranks()
+    with session(ranks, blocks=None, track=AudioTrack(AUDIO, FRAMES)).begin() as stream:
+        assert ranks.idle.wait(10)
+        stream.push_audio(torch.zeros(299), 2000)
+        assert not ranks.begun
+        stream.push_audio(torch.zeros(1), 2000)
+        assert next(stream).block == 0
+        assert len(ranks.begun) == 1
+
+
+def test_sound_does_not_pile_up() -> None:
+    track = AudioTrack(AUDIO, FRAMES)
+    with session(Ranks(), blocks=50, track=track).begin() as stream:
+        for _ in range(50):
+            stream.push_audio(torch.zeros(400), 2000)
+            next(stream)
+            assert track.seconds_ahead < 0.5
+
+
+@pytest.mark.parametrize("rate", [1000, 3000, 8000])
+def test_other_rates_are_brought_to_the_model_s(rate: int) -> None:
+    track = AudioTrack(AUDIO, FRAMES)
+    track.push(torch.ones(2, rate), rate)
+    assert track.seconds_ahead == pytest.approx(1.0)
+    assert track.take(0)[1].tolist() == [1.0] * 300
+
+
+@pytest.mark.parametrize(
+    ("samples", "rate", "message"),
+    [
+        (torch.zeros(9, 5), 2000, "at most 8 channels"),
+        (torch.zeros(5), 12, "12 samples per second"),
+        (torch.zeros(5, dtype=torch.int16), 2000, "int16"),
+        (torch.full((5,), float("nan")), 2000, "no numbers"),
+    ],
+)
+def test_sound_that_cannot_be_is_refused(samples: Tensor, rate: int, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        AudioTrack(AUDIO, FRAMES).push(samples, rate)

@@ -1,0 +1,210 @@
+"""A folder, prompts, a picture and sound in; the very frames of one process out, however the steps are spread."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import WanPipeline
+from PIL import Image
+from torch import Tensor
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.stream.audio import AudioConditioner, latent_tokens, sound_levels
+from patchpar.stream.causal_wan import CausalWan
+from patchpar.stream.config import StreamConfig
+from patchpar.stream.decoder import WanDecoder, from_pixels
+from patchpar.stream.events import Change, Parameter, Prompt, Reference
+from patchpar.stream.pipeline import StreamingPipeline
+from patchpar.stream.plan import StreamPlan
+from patchpar.stream.session import Delivery
+from patchpar.stream.wan import WanStream, WanStreamOptions
+from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, TEXT, noise, write_folder
+
+BLOCKS = 6
+SOUND = noise(2000, seed=9) * 0.3  # one second: 20 frames, in blocks of 3, 4, 4, 4, 4 and 4
+FACE = (noise(2 * ROWS, 2 * COLUMNS, 3, seed=8) * 60 + 128).clamp(0, 255).to(torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("face"))
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path) -> Iterator[StreamingPipeline]:
+    with StreamingPipeline.from_pretrained(folder, devices="cpu") as pipe:
+        yield pipe
+
+
+@pytest.fixture(scope="module")
+def three(folder: Path) -> Iterator[StreamingPipeline]:
+    with StreamingPipeline.from_pretrained(folder, devices="cpu:3", deadline=30) as pipe:
+        yield pipe
+
+
+@torch.no_grad()
+def plain(folder: Path, changes: dict[int, list[Any]], seed: int = 3) -> list[Tensor]:
+    """Frames by block, from one loop over blocks and steps. A text stands for a switch to that prompt."""
+    pipe, config = WanPipeline.from_pretrained(folder), StreamConfig.load(folder)
+    network = CausalWan(pipe.transformer.eval(), config.blocks, AudioConditioner.load(folder / "transformer"))
+    decoder = WanDecoder(pipe.vae)
+
+    def change(wish: Any) -> Change:
+        if not isinstance(wish, str):
+            return wish
+        text, _ = pipe.encode_prompt(wish, do_classifier_free_guidance=False, max_sequence_length=TEXT)
+        return Prompt(text=text)
+
+    text = torch.zeros(1, TEXT, pipe.transformer.config.text_dim)
+    model = WanStream(
+        network, config.schedule, decoder, WanStreamOptions(height=ROWS, width=COLUMNS, seed=seed, text=text)
+    )
+    states = [model.new_state(step) for step in range(config.steps)]
+    levels = sound_levels(torch.cat([SOUND, torch.zeros(1000)]), AUDIO)
+    memory, frames, first = model.new_decoder(), [], None
+    for block in range(BLOCKS):
+        due = [change(wish) for wish in changes.get(block, [])]
+        if block == 0:
+            due.append(Reference(latents=decoder.encode(from_pixels(FACE))))
+        if block == config.steps:
+            assert first is not None
+            due.insert(0, Reference(latents=first))
+        payload = model.begin(block, (latent_tokens(levels, range(block * FRAMES, (block + 1) * FRAMES), AUDIO)[None],))
+        for state in states:
+            for each in due:
+                model.apply(state, each)
+            payload = model.step(state, block, payload)
+        first = payload[0][:, :, :1] if block == 0 else first
+        frames.append(model.decode(memory, payload))
+    return frames
+
+
+def differing(found: list[Any], wanted: list[Tensor]) -> list[int]:
+    assert len(found) == len(wanted)
+    return [chunk.block for chunk, frames in zip(found, wanted, strict=True) if not torch.equal(chunk.frames, frames)]
+
+
+@pytest.mark.parametrize("which", ["one", "three"])
+def test_the_frames_of_one_loop(which: str, folder: Path, request: pytest.FixtureRequest) -> None:
+    pipe: StreamingPipeline = request.getfixturevalue(which)
+    with pipe.stream("a fox", reference=FACE, audio=(SOUND, 2000), seed=3) as stream:
+        stream.set_prompt("a hen", at=3)
+        stream.set_param("audio_scale", 2.0, at=4)
+        chunks = list(stream)
+    wanted = plain(folder, {0: ["a fox"], 3: ["a hen"], 4: [Parameter(name="audio_scale", value=2.0)]})
+    assert differing(chunks, wanted) == []
+    assert differing(chunks, plain(folder, {0: ["a fox"]})) == [3, 4, 5]
+    assert differing(chunks, plain(folder, {0: ["a fox"]}, seed=4)) == list(range(6))
+    assert [one.blocks for one in stream.figures] == [BLOCKS] * pipe.plan.ranks
+
+
+def test_live_sound_and_a_pause_change_nothing(three: StreamingPipeline, folder: Path) -> None:
+    with three.stream("a fox", reference=Image.fromarray(FACE.numpy()), audio="live", seed=3) as stream:
+        for piece in SOUND.split(300):
+            stream.push_audio(piece, 2000)
+        chunks = [next(stream)]
+        stream.pause()
+        stream.end_audio()
+        stream.resume()
+        chunks += list(stream)
+    assert differing(chunks, plain(folder, {0: ["a fox"]})) == []
+
+
+def test_streams_follow_one_another_on_the_same_ranks(three: StreamingPipeline) -> None:
+    """Also after one that was cancelled in the middle: nothing of it is left in any rank or on its way."""
+    runs = []
+    for _ in range(2):
+        with three.stream(seed=5, seconds=0.5) as stream:
+            runs.append(list(stream))
+        with three.stream(seed=6) as stream:
+            next(stream)
+            with pytest.raises(PlanError, match="a stream is running"):
+                three.stream()
+        assert stream.status == "cancelled"
+    assert [chunk.block for chunk in runs[0]] == [0, 1, 2]
+    assert differing(runs[1], [chunk.frames for chunk in runs[0]]) == []
+
+
+def test_a_worker_that_dies_is_replaced_and_the_stream_goes_on(three: StreamingPipeline) -> None:
+    with three.stream(seed=5, seconds=1.9, delivery=Delivery(lead=1)) as stream:
+        before = [next(stream) for _ in range(3)]
+        os.kill(three._executor.pids[1], signal.SIGKILL)  # type: ignore[union-attr]
+        after = list(stream)
+    assert [chunk.block for chunk in before + after] == list(range(10))
+    assert [chunk.epoch for chunk in before] == [0, 0, 0]
+    assert after[-1].epoch == 1
+    assert stream.status == "finished"
+    assert [len(chunk.frames) for chunk in after] == [4] * 7
+
+
+def test_a_stream_can_be_streamed_without_ears(tmp_path: Path) -> None:
+    with StreamingPipeline.from_pretrained(write_folder(tmp_path, hears=False), devices="cpu") as pipe:
+        with pytest.raises(PlanError, match="not made to hear"):
+            pipe.stream(audio="live")
+        with pipe.stream(seconds=0.3) as stream:
+            assert sum(len(chunk.frames) for chunk in stream) == 7
+            assert all(chunk.audio is None for chunk in stream)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seed": -1}, "seed=-1"),
+        ({"seconds": 0}, "seconds=0"),
+        ({"audio": "speech.wav"}, r"\(samples, rate\)"),
+        ({"reference": torch.zeros(5, 5, 3)}, "in torch.float32"),
+        ({"audio": (torch.zeros(5, dtype=torch.int16), 2000)}, "int16"),
+    ],
+)
+def test_what_cannot_be_streamed(one: StreamingPipeline, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        one.stream(**arguments)
+
+
+def test_what_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
+    make = StreamingPipeline.from_pretrained
+    with pytest.raises(PlanError, match=r"no model_index\.json"):
+        make(tmp_path)
+    with pytest.raises(PlanError, match="3 steps, but the model has 2"):
+        make(folder, plan=StreamPlan.even(3, 1))
+    with pytest.raises(PlanError, match="needs 3 ranks, but there are 1 devices"):
+        make(folder, devices="cpu", plan=StreamPlan.even(2, 3))
+    with pytest.raises(PlanError, match="use inner=1"):
+        make(folder, devices="cpu:5", plan=StreamPlan.even(2, 5))
+    closed = make(folder, devices="cpu")
+    closed.close()
+    with pytest.raises(PlanError, match="closed"):
+        closed.stream()
+
+
+def test_a_pipeline_of_two_transformers_is_refused(tmp_path: Path) -> None:
+    path = write_folder(tmp_path)
+    index = json.loads((path / "model_index.json").read_text())
+    (path / "model_index.json").write_text(json.dumps(index | {"expand_timesteps": True}))
+    with pytest.raises(UnsupportedModel, match="one transformer"):
+        StreamingPipeline.from_pretrained(path, devices="cpu")
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        (None, r"no stream\.json"),
+        ("nonsense", "cannot be read"),
+        ({"sigmas": [1, 0]}, "not complete"),
+        ({"sigmas": [1, 0], "fps": 0, "height": 1, "width": 1}, "fps=0"),
+        ({"sigmas": [1, 0], "colour": 1}, "colour means nothing"),
+        ({"sigmas": [1, 0], "blocks": {"size": 1}}, "cannot be read"),
+    ],
+)
+def test_a_file_that_says_nothing_of_use(tmp_path: Path, facts: Any, message: str) -> None:
+    if facts is not None:
+        (tmp_path / "stream.json").write_text(facts if isinstance(facts, str) else json.dumps(facts))
+    with pytest.raises(PlanError, match=message):
+        StreamConfig.load(tmp_path)
