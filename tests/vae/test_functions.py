@@ -1,0 +1,177 @@
+"""What stands in for torch's functions in a band gives our rows of what they give for the whole picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from patchpar.errors import UnsupportedModel
+from patchpar.exchange import Door
+from patchpar.patches import split_bands
+from patchpar.share import Share
+from patchpar.transport import Transport
+from patchpar.vae.band import Band
+from patchpar.vae.functions import Functions
+from patchpar.vae.split import Call, SplitMethod
+from tests.unit.threads import on_threads
+
+from .autoencoders import axis_of, build, given, raised, structured
+
+ROWS, WORLD = 11, 3
+RELATIVE = 1e-6
+
+
+def on_bands(function: Callable[[Band], Any], *, rows: int = ROWS, world: int = WORLD) -> list[Any]:
+    """What `function(band)` gives on each rank, with torch's functions replaced."""
+
+    def run(transport: Transport) -> Any:
+        share = Share(Door(transport), axis_of(transport, world), bands=split_bands(rows, world, 1))
+        band = Band(share)
+        with torch.no_grad(), Functions(band):
+            return function(band)
+
+    return raised(on_threads(world, run))
+
+
+def rows_of(band: Band, x: Tensor, scale: int = 1) -> Tensor:
+    bands, place = band.share.bands, band.share.place
+    return x.narrow(-2, scale * bands.starts[place], scale * bands.size(place)).contiguous()
+
+
+def close(got: list[Tensor], want: Tensor) -> bool:
+    whole = torch.cat(got, -2)
+    return whole.shape == want.shape and bool((whole - want).norm() <= RELATIVE * want.norm())
+
+
+CONVOLUTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "zeros": lambda x: F.conv2d(x, weight(3), padding=1),
+    "5 rows": lambda x: F.conv2d(x, weight(5), padding=2),
+    "no rows": lambda x: F.conv2d(x, weight(1)),
+    "padded before": lambda x: F.conv2d(F.pad(x, (1, 1, 1, 1)), weight(3)),
+    "copies of the edge": lambda x: F.conv2d(F.pad(x, (1, 1, 1, 1), mode="replicate"), weight(3)),
+    "reflected": lambda x: F.conv2d(F.pad(x, (1, 1, 1, 1), mode="reflect"), weight(3)),
+    "reshaped in between": lambda x: F.conv2d(F.pad(x, (1, 1, 1, 1)).clone(), weight(3)),
+    "padded and not convolved": lambda x: F.pad(x, (0, 0, 1, 1))[..., 2:, :] * 2,
+    "after a norm": lambda x: F.conv2d(F.silu(F.group_norm(x, 2)), weight(3), padding=1),
+    "after a norm, padded before": lambda x: F.conv2d(F.pad(F.silu(F.group_norm(x, 2)), (1, 1, 1, 1)), weight(3)),
+    "after a norm, 5 rows": lambda x: F.conv2d(F.group_norm(x, 2), weight(5), padding=2),
+    "upsampled": lambda x: F.conv2d(F.interpolate(x, scale_factor=2.0, mode="nearest"), weight(3), padding=1),
+}
+
+
+def weight(size: int) -> Tensor:
+    """Not random, since noise of a band is cut out of the whole picture's."""
+    return torch.linspace(-3, 3, 16 * size * size).sin().reshape(4, 4, size, size)
+
+
+@pytest.mark.parametrize("function", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
+def test_convolutions(function: Callable[[Tensor], Tensor]) -> None:
+    x = structured(2, 4, ROWS, 5)
+    assert close(on_bands(lambda band: function(rows_of(band, x))), function(x))
+
+
+@pytest.mark.parametrize("pad", [(0, 1, 0, 1), (1, 1, 1, 1)])
+def test_a_stride_reads_only_below(pad: tuple[int, int, int, int]) -> None:
+    """The encoders' asymmetric padding needs the neighbour below, symmetric padding that above."""
+
+    def halved(x: Tensor) -> Tensor:
+        return F.conv2d(F.pad(x, pad), weight(3), stride=2)
+
+    x = structured(1, 4, 2 * ROWS, 6)
+    assert close(on_bands(lambda band: halved(rows_of(band, x, 2))), halved(x))
+
+
+def test_rows_padded_twice_are_refused() -> None:
+    x = structured(1, 4, ROWS, 5)
+    with pytest.raises(UnsupportedModel, match="padded twice"):
+        on_bands(lambda band: F.conv2d(F.pad(rows_of(band, x), (1, 1, 1, 1)), weight(3), padding=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_of_half_precision_are_taken_in_slices(dtype: torch.dtype) -> None:
+    """Far from zero, where the squares of half precision would be lost."""
+    x = (structured(2, 32, ROWS, 5) + 20).to(dtype)
+    affine = [torch.linspace(0.5, 1.5, 32, dtype=dtype)] * 2
+    got = torch.cat(on_bands(lambda band: F.group_norm(rows_of(band, x), 16, *affine)), -2)
+    want = F.group_norm(x.float(), 16, *(each.float() for each in affine))
+    assert got.dtype == dtype
+    assert (got.float() - want).abs().max() <= 2 * torch.finfo(dtype).eps * want.abs().max()
+
+
+def test_noise_is_that_of_the_whole_picture() -> None:
+    def noise(rows: int) -> Tensor:
+        return torch.randn((rows, 5), generator=torch.Generator().manual_seed(3))
+
+    found = on_bands(lambda band: noise(2 * band.share.bands.size(band.share.place)))
+    assert torch.equal(torch.cat(found), noise(2 * ROWS))
+
+
+def test_the_activation_after_a_norm_takes_no_memory() -> None:
+    def addresses(band: Band) -> tuple[bool, bool]:
+        x = rows_of(band, structured(1, 4, ROWS, 5))
+        y = F.group_norm(x, 2)
+        return F.silu(y).data_ptr() == y.data_ptr(), F.silu(x).data_ptr() == x.data_ptr()
+
+    assert on_bands(addresses) == [(True, False)] * WORLD
+
+
+def test_division_by_one_is_none() -> None:
+    def same(band: Band) -> tuple[bool, bool, bool]:
+        x = rows_of(band, structured(1, 4, ROWS, 5))
+        return x / 1.0 is x, x / 2.0 is x, torch.equal(x / 2.0, x * 0.5)
+
+    assert on_bands(same) == [(True, False, True)] * WORLD
+
+
+def test_attention_that_does_not_grow_with_the_rows_is_refused() -> None:
+    x = structured(1, 1, 7, 8)
+    with pytest.raises(UnsupportedModel, match="7 tokens, which do not grow with the rows"):
+        on_bands(lambda band: F.scaled_dot_product_attention(x, x, x), rows=5, world=2)
+
+
+def test_a_mask_that_is_not_of_frames_is_refused() -> None:
+    def masked(band: Band) -> Tensor:
+        x = rows_of(band, structured(1, 1, ROWS, 8))
+        mask = torch.ones(x.shape[2], x.shape[2]).tril().bool()
+        mask[0] = False
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    with pytest.raises(UnsupportedModel, match="not causal over frames"):
+        on_bands(masked)
+
+
+def test_edge_rows_of_a_norm_travel_only_where_they_are_of_use() -> None:
+    """CogVideoX scales its norms by the latent before it convolves: at first nobody knows."""
+    x, kwargs = given("AutoencoderKLCogVideoX", "decode", 5, 4)
+
+    def sent(transport: Transport) -> list[int]:
+        vae, door = build("AutoencoderKLCogVideoX"), Door(transport)
+        split = SplitMethod(vae, "decode", (door, axis_of(transport, 2)), None)
+        found = []
+        for _ in range(2):
+            door.traffic.clear()
+            with torch.no_grad():
+                split(Call(vae.decode, x, (), kwargs), everywhere=True)
+            found.append(door.traffic.bytes_sent["halo"])
+        return found
+
+    for first, second in raised(on_threads(2, sent)):
+        assert 0 < second < first
+
+
+def test_modules_are_named_where_something_is_wrong() -> None:
+    vae = build("AutoencoderKL")
+    vae.decoder.conv_in = nn.Sequential(nn.ZeroPad2d(1), vae.decoder.conv_in)
+
+    def run(transport: Transport) -> Any:
+        split = SplitMethod(vae, "decode", (Door(transport), axis_of(transport, 1)), None)
+        with torch.no_grad():
+            return split(Call(vae.decode, structured(1, 4, 4, 4), (), {}), everywhere=True)
+
+    with pytest.raises(UnsupportedModel, match=r"decoder\.conv_in\.1: rows are padded twice"):
+        raised(on_threads(1, run))

@@ -1,0 +1,88 @@
+"""Whole pipelines on two workers: the pictures of one process, encoded and decoded by both."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.pipeline.conftest import EXACT, Hold, generator, relative_error
+from tests.tiny import build
+
+from .pipelines import GoesOn
+
+CASES = {
+    "sdxl": ("cfg=2", "patch=2"),
+    "sd3": ("patch=2",),
+    "wan": ("cfg=2",),
+    "sdxl_inpaint": ("patch=2",),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_pictures_of_one_process(hold: Hold, name: str) -> None:
+    tiny = build(name)
+    call = {**tiny.call_kwargs, "num_inference_steps": 2, "output_type": "np"}
+    given = copy.deepcopy(call)
+    want = tiny.pipe(**call, generator=generator())
+    with hold(tiny.pipe) as parallel:
+        for plan in CASES[name]:
+            parallel.plan = plan
+            got = parallel(**copy.deepcopy(given), generator=generator())
+            assert relative_error(got, want) <= EXACT
+            run = parallel.last_run
+            assert run is not None
+            assert min(run.vae_bytes) > 0
+            assert "for the VAE" in str(run)
+            assert run.as_dict()["vae_bytes"] == list(run.vae_bytes)
+            assert all("vae" not in step.bytes_sent for rank in run.ranks for step in rank.steps)
+            assert len({rank.steps[-1].bytes_sent == rank.steps[0].bytes_sent for rank in run.ranks}) == 1
+
+
+@pytest.mark.parametrize("name", ["sdxl", "sd_img2img"])
+def test_without_exchange_they_are_others(hold: Hold, name: str) -> None:
+    """The negative control: denoised exactly, but encoded or decoded in bands that know nothing of each other."""
+    tiny = build(name)
+    call = {**tiny.call_kwargs, "num_inference_steps": 2, "output_type": "np"}
+    want = tiny.pipe(**copy.deepcopy(call), generator=generator())
+    with hold(tiny.pipe) as parallel:
+        parallel.plan = "cfg=2"
+        assert relative_error(parallel(**copy.deepcopy(call), generator=generator()), want) <= EXACT
+        parallel._executor.call("control", vae="off")
+        got = parallel(**copy.deepcopy(call), generator=generator())
+    assert relative_error(got, want) > 1000 * EXACT
+
+
+def test_a_pipeline_that_needs_what_it_has_decoded(hold: Hold) -> None:
+    tiny = build("sdxl")
+    pipe = GoesOn(**tiny.pipe.components)
+    pipe.set_progress_bar_config(disable=True)
+    call = {"prompt": "a red house", "height": 64, "width": 64, "num_inference_steps": 2}
+    want = pipe(**call, generator=generator()).images
+    with hold(pipe) as parallel:
+        for _ in range(2):  # the first is drawn again, the second knows
+            after = generator()
+            got = parallel(**call, generator=after).images
+            assert np.linalg.norm(got - want) <= EXACT * np.linalg.norm(want)
+            assert parallel.last_run is not None
+            assert parallel.last_run.steps == 2
+
+
+def test_one_rank_alone_sends_nothing(hold: Hold, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = build("sdxl")
+    call: dict[str, Any] = {**tiny.call_kwargs, "num_inference_steps": 1, "output_type": "np"}
+    want = tiny.pipe(**call, generator=generator())
+    with hold(tiny.pipe) as parallel:
+        parallel.plan = "cfg=2"
+        request = parallel._state.request
+        monkeypatch.setattr(parallel._state, "request", copy.copy(request))
+        object.__setattr__(parallel._state.request, "vae", "rank0")
+        got = parallel(**call, generator=generator())
+        run = parallel.last_run
+        monkeypatch.undo()
+    assert relative_error(got, want) <= EXACT
+    assert run is not None
+    assert run.vae_bytes == (0, 0)
+    assert "VAE" not in str(run)

@@ -1,0 +1,245 @@
+"""A VAE under each way of running it: who computes, who gets the result, what is said, and nothing left behind."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from patchpar.errors import PlanError, UnsupportedModel, VerificationError
+from patchpar.exchange import Door
+from patchpar.transport import Transport
+from patchpar.vae.choice import WAYS, check_way
+from patchpar.vae.course import StillNeeded
+from patchpar.vae.parallel import ParallelVaes
+from patchpar.verdicts import Verdicts
+from tests.unit.threads import on_threads
+
+from .autoencoders import axis_of, build, given, plain, psnr_db, raised
+
+NAME, SIZE, WORLD = "AutoencoderKL", (6, 5), 2
+
+
+def on_ranks(
+    way: str,
+    function: Callable[[ParallelVaes, Any], Any],
+    *,
+    vae: Callable[[], Any] = lambda: build(NAME),
+    folder: Path | None = None,
+) -> list[Any]:
+    """What `function(vaes, vae)` gives on each rank, inside a call of the pipeline."""
+
+    def run(transport: Transport) -> Any:
+        own = vae()
+        denoiser = nn.Identity()
+        verdicts = None if folder is None else Verdicts(folder / str(transport.rank))
+        mesh = (Door(transport), axis_of(transport, WORLD))
+        vaes = ParallelVaes({"vae": own, "unet": denoiser, "tokenizer": None}, [denoiser], way, mesh, verdicts=verdicts)
+        with torch.no_grad(), vaes.course.open():
+            return function(vaes, own)
+
+    return raised(on_threads(WORLD, run))
+
+
+def decode(vaes: ParallelVaes, vae: Any) -> Tensor:
+    return vae.decode(given(NAME, "decode", *SIZE)[0]).sample
+
+
+def encode(vaes: ParallelVaes, vae: Any) -> Tensor:
+    return vae.encode(given(NAME, "encode", *SIZE)[0]).latent_dist.parameters
+
+
+def wanted(method: str) -> Tensor:
+    return plain(build(NAME), method, *given(NAME, method, *SIZE))
+
+
+@pytest.mark.parametrize("way", ["auto", "exact"])
+def test_bands(way: str) -> None:
+    first, other = on_ranks(way, decode)
+    assert psnr_db(first, wanted("decode")) >= 100
+    assert other.shape == first.shape
+    assert not other.any()
+    for found in on_ranks(way, encode):
+        assert psnr_db(found, wanted("encode")) >= 100
+
+
+def test_one_rank_alone() -> None:
+    first, other = on_ranks("rank0", decode)
+    assert torch.equal(first, wanted("decode"))
+    assert other.shape == first.shape
+    assert not other.any()
+    for found in on_ranks("rank0", encode):
+        assert torch.equal(found, wanted("encode"))
+
+
+@pytest.mark.parametrize("name", ["AutoencoderKLWan", "AutoencoderKLTemporalDecoder"])
+def test_who_stands_aside_gives_the_same_shape(name: str) -> None:
+    x, kwargs = given(name, "decode", *SIZE)
+    found = on_ranks("rank0", lambda vaes, vae: vae.decode(x, **kwargs, return_dict=False), vae=lambda: build(name))
+    assert [type(each) for each in found] == [tuple, tuple]
+    assert found[0][0].shape == found[1][0].shape
+
+
+def test_tiles() -> None:
+    def small_tiles() -> Any:
+        vae = build(NAME)
+        vae.tile_sample_min_size, vae.tile_latent_min_size = 32, 4
+        return vae
+
+    alone = small_tiles()
+    alone.enable_tiling()
+    want = plain(alone, "decode", *given(NAME, "decode", *SIZE))
+    first, other = on_ranks("tiled", decode, vae=small_tiles)
+    assert torch.equal(first, want)
+    assert not torch.equal(first, wanted("decode"))
+    assert other.shape == first.shape
+    assert on_ranks("tiled", lambda vaes, vae: (decode(vaes, vae), vae.use_tiling)[1]) == [False] * WORLD
+
+
+def test_tiling_that_is_switched_on_wins_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    def tiled(vaes: ParallelVaes, vae: Any) -> Tensor:
+        vae.enable_tiling()
+        decode(vaes, vae)
+        return decode(vaes, vae)
+
+    with caplog.at_level(logging.WARNING, "patchpar"):
+        first, other = on_ranks("auto", tiled)
+    assert torch.equal(first, wanted("decode"))  # smaller than a tile
+    assert not other.any()
+    assert [record.message for record in caplog.records] == [
+        "AutoencoderKL has tiling switched on, so one rank decodes, tile by tile"
+    ]
+
+
+def test_slices_of_a_batch() -> None:
+    z = torch.cat([given(NAME, "decode", *SIZE)[0]] * 2)
+
+    def sliced(vaes: ParallelVaes, vae: Any) -> Tensor:
+        vae.enable_slicing()
+        return vae.decode(z).sample
+
+    assert psnr_db(on_ranks("exact", sliced)[0], plain(build(NAME), "decode", z, {})) >= 100
+
+
+def test_a_picture_of_fewer_rows_than_ranks_is_decoded_whole() -> None:
+    z = given(NAME, "decode", 1, 1)[0]
+    for found in on_ranks("exact", lambda vaes, vae: vae.decode(z).sample):
+        assert torch.equal(found, plain(build(NAME), "decode", z, {}))
+
+
+@pytest.mark.parametrize("way", ["exact", "rank0"])
+def test_a_pipeline_that_goes_on_gets_the_picture_on_all_ranks(way: str) -> None:
+    def goes_on(vaes: ParallelVaes, vae: Any) -> tuple[bool, Tensor]:
+        decode(vaes, vae)
+        decode(vaes, vae)  # one picture after the other is no sign of it
+        try:
+            encode(vaes, vae)
+        except StillNeeded:
+            vaes.course.everywhere = True
+        with vaes.course.open():
+            found = decode(vaes, vae)
+            vaes.course.go_on()
+        return vaes.course.everywhere, found
+
+    for needed, found in on_ranks(way, goes_on):
+        assert needed
+        assert psnr_db(found, wanted("decode")) >= 100
+
+
+def test_the_denoiser_is_watched() -> None:
+    def draws_again(vaes: ParallelVaes, vae: Any) -> None:
+        denoiser = nn.Identity()
+        watching = ParallelVaes({}, [denoiser], "exact", (vaes.door, vaes.vaes[0].split["decode"].axis), verdicts=None)
+        with watching.course.open():
+            denoiser(torch.ones(1))
+            watching.course.dropped = True
+            with pytest.raises(StillNeeded):
+                denoiser(torch.ones(1))
+        denoiser(torch.ones(1))  # the next picture
+        watching.restore()
+
+    on_ranks("exact", draws_again)
+
+
+def test_outside_a_call_every_rank_has_its_own_vae() -> None:
+    """A callback of the caller's runs on one rank alone: it must not wait for others."""
+
+    def alone(vaes: ParallelVaes, vae: Any) -> Tensor:
+        with vaes.course.interrupted():
+            return decode(vaes, vae)
+
+    for found in on_ranks("exact", alone):
+        assert torch.equal(found, wanted("decode"))
+
+
+def test_nothing_stays_behind() -> None:
+    def restored(vaes: ParallelVaes, vae: Any) -> tuple[Any, Tensor]:
+        decode(vaes, vae)
+        vaes.restore()
+        hooks = [module for module in vae.modules() if module._forward_pre_hooks]
+        return (hooks, sorted(set(vae.__dict__) - set(build(NAME).__dict__))), decode(vaes, vae)
+
+    for left, found in on_ranks("exact", restored):
+        assert left == ([], [])
+        assert torch.equal(found, wanted("decode"))
+
+
+class Squeezing(nn.Module):
+    """Mixes positions in a way that no band knows: it looks at the mean of all."""
+
+    def __init__(self, vae: Any) -> None:
+        super().__init__()
+        self.vae = vae
+        self.config = vae.config
+
+    def encode(self, x: Tensor) -> Any:
+        return self.vae.encode(x)
+
+    def decode(self, z: Tensor) -> Any:
+        return self.vae.decode(z - z.mean((-2, -1), keepdim=True))
+
+
+def test_what_does_not_verify_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(VerificationError, match=r"Squeezing\.decode in 2 bands differs .* use vae='rank0'"):
+        on_ranks("exact", decode, vae=lambda: Squeezing(build(NAME)), folder=tmp_path)
+
+
+def test_or_runs_whole_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "patchpar"):
+        first, other = on_ranks("auto", decode, vae=lambda: Squeezing(build(NAME)), folder=tmp_path)
+    assert torch.equal(first, Squeezing(build(NAME)).decode(given(NAME, "decode", *SIZE)[0]).sample)
+    assert not other.any()
+    (record,) = caplog.records
+    assert "one rank runs Squeezing whole, because it cannot be split" in record.message
+
+
+def test_a_verdict_is_kept(tmp_path: Path) -> None:
+    def error(vaes: ParallelVaes, vae: Any) -> float | None:
+        decode(vaes, vae)
+        return vaes.vaes[0].split["decode"].error
+
+    first, second = (on_ranks("exact", error, folder=tmp_path) for _ in range(2))
+    assert first == second
+    assert 0 < first[0] < 1e-5
+    assert len(list(tmp_path.rglob("*.json"))) == WORLD
+
+
+def test_compiled_blocks_are_refused() -> None:
+    def compiled() -> Any:
+        vae = build(NAME)
+        vae.decoder.mid_block.compile()
+        return vae
+
+    with pytest.raises(UnsupportedModel, match=r"compiled blocks.*use vae='rank0'"):
+        on_ranks("exact", decode, vae=compiled)
+
+
+@pytest.mark.parametrize("wrong", ["all", 3, None, ""])
+def test_ways_have_names(wrong: object) -> None:
+    with pytest.raises(PlanError, match=", ".join(WAYS)):
+        check_way(wrong)
