@@ -66,8 +66,8 @@ class Origins:
                 return None
             dims.append(dim)
             patches.append(shape[dim] // lines)
-        lines = [shape[dim] // patch for dim, patch in zip(dims, patches, strict=True)]
-        if len(dims) > MOST_AXES or sum(count > 1 for count in lines) < 2:  # else they lie in a row
+        counts = [shape[dim] // patch for dim, patch in zip(dims, patches, strict=True)]
+        if len(dims) > MOST_AXES or sum(count > 1 for count in counts) < 2:  # else they lie in a row
             return None
         return Origin(dims=tuple(dims), patches=tuple(patches))
 
