@@ -4,6 +4,7 @@
 # make check    lint, types, direction of imports
 # make figures  measure again what the docs state
 # make coverage every transformer and UNet class of diffusers, split and held against the plain model
+# make plans    find the token plans anew that come with the package
 # Each makes what it needs in .venv first; the second time that costs nothing.
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PROMPT ?= a red house on the left and a pine on the right, green hills at sunset
 
-.PHONY: demo test test-all lint format types imports check figures coverage clean
+.PHONY: demo test test-all lint format types imports check figures coverage plans clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -60,6 +61,10 @@ figures: $(VENV)/installed-dev
 # Writes docs/coverage.md; minutes on one core.
 coverage: $(VENV)/installed-dev
 	$(BIN)/python -m tests.coverage
+
+# Writes patchpar/token_split/plans; minutes on one core.
+plans: $(VENV)/installed-dev
+	$(BIN)/python -m tests.tokens.ship
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from patchpar.caches import caches_set_aside, refuse_caches
 from patchpar.clock import StepClock
+from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.exchange import Door, Gather
 from patchpar.first_use import Call, arguments_of, check_once, form_of, made_of
 from patchpar.history import History
@@ -21,13 +21,12 @@ from patchpar.pace import timestep_of
 from patchpar.sequence.modes import attend_together
 from patchpar.share import Share
 from patchpar.token_split.attention import Split, cut_for
-from patchpar.token_split.discovery import discover_tokens
 from patchpar.token_split.kernel import Choice, Kernel
 from patchpar.token_split.plan import NotWatched, TokenPlan
+from patchpar.token_split.search import PlanSearch
 from patchpar.token_split.shard import TokenShard
 from patchpar.token_split.verify import verify_tokens
-from patchpar.token_split.watch import Arguments, parameter_names, uncompiled
-from patchpar.token_split.written import from_json, to_json
+from patchpar.token_split.watch import parameter_names
 from patchpar.treatment import Treatment
 from patchpar.verdicts import Verdicts
 
@@ -63,6 +62,7 @@ class TokenDenoiser:
         self._ready: list[Any] = []  # forms of calls that have been seen
         self._parameters = parameter_names(denoiser)
         self._choice = Choice(denoiser)
+        self._search = PlanSearch(denoiser, mesh, verdicts)
 
     def denoise(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """One denoiser call; `forward` is the denoiser's own. Returns what it returns, for the whole picture.
@@ -92,43 +92,26 @@ class TokenDenoiser:
     def _know(self, forward: Forward, call: Call) -> None:
         known = self.plan is not None
         if self._shard is None:
-            self._take_up(self.plan or self._agreed(self._found(forward, call, "signature")))
+            self._take_up(self.plan or self._search.find(forward, call))
+        try:
+            self._check_or_extend(forward, call, known=known)
+        except (UnsupportedModel, VerificationError) as error:  # all ranks alike
+            if not self._search.second_hand:
+                raise
+            self._take_up(self._search.find_anew(forward, call, error))
+            self._check(forward, call, known=False)
+
+    def _check_or_extend(self, forward: Forward, call: Call, *, known: bool) -> None:
         try:
             self._check(forward, call, known=known)
         except NotWatched:  # every rank meets it at the same block
             assert self.plan is not None
-            self._take_up(self._agreed(self.plan.joined(self._found(forward, call, "arguments"))))
+            self._take_up(self.plan.joined(self._search.find(forward, call, otherwise=True)))
             self._check(forward, call, known=False)
 
     def _take_up(self, plan: TokenPlan) -> None:
         self.restore()
         self.plan, self._shard = plan, TokenShard(self.denoiser, plan, self._split())
-
-    def _found(self, forward: Forward, call: Call, kind: str) -> TokenPlan:
-        """The plan as it is known for calls of this "signature", or these "arguments"; or by watching this call."""
-        if self.verdicts is None:
-            return self._watched(forward, call)
-        signature = Arguments.of(self.denoiser, *call).signature() if kind == "signature" else arguments_of(call)
-        facts = {**made_of(self.denoiser), "plan for": signature}
-        key = self.verdicts.key(facts)
-        known = self.verdicts.find(key, "plan", from_json)
-        if known is None:
-            known = self._watched(forward, call)
-            self.verdicts.remember(key, facts, plan=to_json(known))
-        return known
-
-    def _watched(self, forward: Forward, call: Call) -> TokenPlan:
-        with uncompiled(self.denoiser):  # or it would not let itself be watched
-            return discover_tokens(self.denoiser, forward, *call)
-
-    def _agreed(self, plan: TokenPlan) -> TokenPlan:
-        """The plan of the first place, whatever the others have found: all must cut alike."""
-        door, axis = self.share.door, self.share.axis
-        own = torch.frombuffer(bytearray(to_json(plan).encode()), dtype=torch.uint8).to(door.transport.device)
-        gather = Gather(door, axis, "verify", "token plan")
-        sizes = [int(size) for size in gather.same(torch.tensor([len(own)], device=own.device))]
-        first = gather.shares(own, 0, sizes)[0]
-        return from_json(bytes(first.cpu().tolist()).decode())
 
     def _check(self, forward: Forward, call: Call, *, known: bool) -> None:
         """Verify, or where that is not wanted and the plan is of other calls, see whether it covers this one."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.token_split.anchor import Anchor, run_as_rows, run_of
+from patchpar.token_split.grouped import group_here
 from patchpar.token_split.latent import WAY_OUT, latent_size, name_of_latent, with_other_latent
 from patchpar.token_split.origin import Origins
 from patchpar.token_split.plan import BlockPlan, Rows, TokenPlan
@@ -37,7 +38,8 @@ def discover_tokens(denoiser: nn.Module, forward: Callable[..., Any], args: Any,
     for kind, block in seen.blocks.items():
         plan = None
         try:
-            plan = _BlockProbe(block, _the_same(moved.blocks.get(kind)), size).plan()
+            with group_here(block.module):
+                plan = _BlockProbe(block, _the_same(moved.blocks.get(kind)), size).plan()
         except UnsupportedModel as error:
             whole[f"{block.name}, {len(block.paths)} x {type(block.module).__name__}"] = str(error)
         if plan is not None:

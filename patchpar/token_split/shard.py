@@ -29,6 +29,7 @@ from patchpar.token_split.operator import answered_by, attend
 from patchpar.token_split.plan import BlockPlan, Rows, TokenPlan
 from patchpar.token_split.recipe import Recipe, Recipes
 from patchpar.token_split.shares import Shares
+from patchpar.token_split.strides import as_torch_lays
 from patchpar.token_split.watch import Arguments, is_compiled
 
 HOOK = "patchpar_tokens"
@@ -193,7 +194,7 @@ class _Call(TorchFunctionMode):
                 f"{block.path} calls attention more than {number} times, but did not when it was watched"
             )
         where = f"{block.path} attention {number}"
-        return attend_split(self.split, where, block.plan.attentions[number], block.shares, asked)
+        return as_torch_lays(attend_split(self.split, where, block.plan.attentions[number], block.shares, asked))
 
     def own_leaves(self, block: _Block, recipe: Recipe, leaves: list[Any]) -> list[Any]:
         """The arguments as our share of the block wants them. Raises PlanError, UnsupportedModel."""

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
 from patchpar.token_split.provenance import Observed
+from patchpar.token_split.strides import as_torch_lays
 
 ASKED = ("query", "key", "value", "mask")
 
@@ -153,7 +154,7 @@ class _Severed(TorchFunctionMode):
             self.calls.append((query, key, value, attn_mask))
         width = value.shape[-1]
         repeats = -(-width // query.shape[-1])
-        return query.repeat(*[1] * (query.ndim - 1), repeats)[..., :width].contiguous()
+        return as_torch_lays(query.repeat(*[1] * (query.ndim - 1), repeats)[..., :width].contiguous())
 
 
 class _Notes:

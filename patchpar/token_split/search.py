@@ -1,0 +1,92 @@
+"""Where the token plan of a denoiser comes from.
+
+    kept       an earlier program found it on this machine
+    shipped    it comes with the package
+    found      the denoiser is watched, now
+
+In this order. A plan that is kept or shipped is at second hand: where it turns out not to fit, the denoiser is watched
+after all.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from patchpar.exchange import Door, Gather
+from patchpar.first_use import Call, arguments_of, made_of
+from patchpar.mesh import Axis
+from patchpar.token_split.discovery import discover_tokens
+from patchpar.token_split.plan import TokenPlan
+from patchpar.token_split.shipped import shipped_for
+from patchpar.token_split.watch import Arguments, uncompiled
+from patchpar.token_split.written import from_json, to_json
+from patchpar.verdicts import Verdicts
+
+Forward = Callable[..., Any]
+log = logging.getLogger(__name__)
+
+
+class PlanSearch:
+    """Finds plans for one denoiser; all ranks of the axis call it together, and all get the first one's.
+
+    Without `verdicts` nothing is kept, nor taken from what is shipped, since nobody would verify it. `second_hand`:
+    whether it was not by watching alone that it was found.
+    """
+
+    def __init__(self, denoiser: nn.Module, mesh: tuple[Door, Axis], verdicts: Verdicts | None) -> None:
+        self.denoiser, self.mesh, self.verdicts = denoiser, mesh, verdicts
+        self.second_hand = False
+
+    def find(self, forward: Forward, call: Call, *, otherwise: bool = False) -> TokenPlan:
+        """A plan for calls like this one; `otherwise` for what no plan of others covers. Raises UnsupportedModel."""
+        plan = self._kept(call, otherwise) or (None if otherwise else self._shipped())
+        second_hand = plan is not None or (otherwise and self.second_hand)
+        return self._agreed(plan or self._watched(forward, call, otherwise), second_hand=second_hand)
+
+    def find_anew(self, forward: Forward, call: Call, why: Exception) -> TokenPlan:
+        """The plan found by watching, since the one that was known did not do. Raises UnsupportedModel."""
+        self._say(f"the plan known for splitting its tokens does not fit ({why})")
+        return self._agreed(self._watched(forward, call, otherwise=False), second_hand=False)
+
+    def _kept(self, call: Call, otherwise: bool) -> TokenPlan | None:
+        if self.verdicts is None:
+            return None
+        return self.verdicts.find(self.verdicts.key(self._facts(call, otherwise)), "plan", from_json)
+
+    def _shipped(self) -> TokenPlan | None:
+        shipped = shipped_for(self.denoiser) if self.verdicts is not None else None
+        if shipped is None:
+            return None
+        plan = shipped.plan_for(self.denoiser)
+        if plan is None:
+            self._say(f"its blocks are others than those of diffusers {shipped.diffusers}, for which a plan is shipped")
+        return plan
+
+    def _watched(self, forward: Forward, call: Call, otherwise: bool) -> TokenPlan:
+        with uncompiled(self.denoiser):  # or it would not let itself be watched
+            found = discover_tokens(self.denoiser, forward, *call)
+        if self.verdicts is not None:
+            facts = self._facts(call, otherwise)
+            self.verdicts.remember(self.verdicts.key(facts), facts, plan=to_json(found))
+        return found
+
+    def _facts(self, call: Call, otherwise: bool) -> dict[str, Any]:
+        signature = arguments_of(call) if otherwise else Arguments.of(self.denoiser, *call).signature()
+        return {**made_of(self.denoiser), "plan for": signature}
+
+    def _agreed(self, plan: TokenPlan, *, second_hand: bool) -> TokenPlan:
+        """The plan of the first place, whatever the others have found: all must cut alike."""
+        door, axis = self.mesh
+        own = torch.frombuffer(bytearray(to_json(plan).encode()), dtype=torch.uint8).to(door.transport.device)
+        gather = Gather(door, axis, "verify", "token plan")
+        told = gather.same(torch.tensor([len(own), second_hand], device=own.device))
+        self.second_hand = bool(told[0][1])
+        first = gather.shares(own, 0, [int(size) for size, _ in told])[0]
+        return from_json(bytes(first.cpu().tolist()).decode())
+
+    def _say(self, what: str) -> None:
+        if self.mesh[1].rank == 0:
+            log.warning("%s: %s. Its tokens are looked for now, once", type(self.denoiser).__name__, what)

@@ -1,0 +1,52 @@
+"""What the ranks of these tests run: a pipeline that is changed between pictures, split, and the same in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from patchpar.call import DrawOptions
+from patchpar.engine import Engine
+from patchpar.plan import Plan
+from tests import tiny
+from tests.ranks import Place
+
+from .on_ranks import Drawing, arguments, latents_of
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A method of the pipeline, or of one of its networks, and what it is called with."""
+
+    method: str
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def drawn_between(
+    place: Place, drawing: Drawing, changes: Sequence[Change], pipe: Any = None
+) -> list[tuple[Tensor, Tensor]]:
+    """Latents of a picture after each change, split and plain. `pipe`: one that has come from the test's process.
+
+    Needs all ranks of the pool.
+    """
+    alone, found, engine = tiny.build(drawing.name), tiny.build(drawing.name), Engine(place.context)
+    plan, pictures = Plan.parse(drawing.plan), []
+    verify: Path | bool = drawing.verdicts / str(place.rank) if drawing.verdicts else False
+    engine.adopt(found.pipe if pipe is None else pipe)
+    try:
+        for change in changes:
+            engine.apply(change.method, change.args, change.kwargs)
+            attrgetter(change.method)(alone.pipe)(*change.args, **change.kwargs)
+            options = DrawOptions(plan=plan, verify=verify, quiet=True)
+            output = getattr(engine.draw(arguments(drawing, found), options), "output", None)
+            if output is not None:
+                pictures.append((latents_of(output), latents_of(alone.pipe(**arguments(drawing, alone)))))
+    finally:
+        engine.restore()
+    return pictures

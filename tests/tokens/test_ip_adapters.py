@@ -1,0 +1,51 @@
+"""IP-Adapters on transformers: what they add to attention is exact with tokens split, whatever their scale."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import POOL_SIZE
+from tests.exact.on_ranks import relative
+
+from .changed import Change
+from .ip_adapters import pictures, weights
+from .on_ranks import Drawing
+from .ranks import LIMIT
+
+LOAD: dict[str, dict[str, Any]] = {
+    "flux": {"weight_name": "ip.safetensors", "image_encoder_pretrained_model_name_or_path": None},
+    "sd3": {"image_encoder_folder": None},
+}
+
+
+@pytest.mark.parametrize("name", LOAD)
+def test_pictures_with_another_picture(ranks: Any, name: str, tmp_path: Path) -> None:
+    """Scales change from picture to picture, and with them how often a block of SD3 attends: not at all at none."""
+    changes = [
+        Change("load_ip_adapter", (weights(name),), LOAD[name]),
+        Change("set_ip_adapter_scale", (0.0,)),
+        Change("set_ip_adapter_scale", (0.8,)),
+    ]
+    for plan in ("patch=2", "cfg=2,patch=2"):
+        drawing = Drawing(name=name, plan=plan, verdicts=tmp_path / plan, options=pictures(name))
+        found = ranks.run("tests.tokens.changed:drawn_between", POOL_SIZE, drawing, changes)[0]
+        assert len(found) == len(changes)
+        for got, want in found:
+            assert relative(got, want) <= LIMIT
+        wanted = [want for _, want in found]
+        assert relative(wanted[0], wanted[1]) > 100 * LIMIT
+        assert relative(wanted[2], wanted[1]) > 100 * LIMIT
+
+
+def test_from_no_picture_to_one(ranks: Any, tmp_path: Path) -> None:
+    """The plan kept of a model that attends once is given up where it attends twice."""
+    name, drawn = "sd3", []
+    for scale in (0.0, 0.8):
+        changes = [Change("load_ip_adapter", (weights(name),), LOAD[name]), Change("set_ip_adapter_scale", (scale,))]
+        drawing = Drawing(name=name, plan="patch=2", verdicts=tmp_path, options=pictures(name))
+        drawn += ranks.run("tests.tokens.changed:drawn_between", POOL_SIZE, drawing, changes[:1] + changes[1:])[0][1:]
+    for got, want in drawn:
+        assert relative(got, want) <= LIMIT
