@@ -24,13 +24,13 @@ from torch import Tensor
 
 from patchpar.stream.audio import AudioConditioner, latent_tokens, sound_levels
 from patchpar.stream.causal_wan import CausalWan
-from patchpar.stream.decoders import WanDecoder
+from patchpar.stream.decoder import WanDecoder, from_pixels
 from patchpar.stream.wan import WanStream, WanStreamOptions
 from training.face import OPTIONS, SIDE, TEXT_TOKENS, FaceNetworks
 from training.face_data import AUDIO, FPS, SCHEDULE, openings, prompt_of
-from training.face_measure import correlation, identity_error, mouth_opening
+from training.face_measure import correlation, identity_error, moods_of, mouth_opening
 from training.face_vae import new_face_vae
-from training.faces import MOODS, Pose, draw_face, draw_identity
+from training.faces import MOODS, Identity, Pose, draw_face, draw_identity
 from training.package_face import FACE_FOLDER, assemble, averaged_face, trained_face_vae
 from training.speech import RATE, speech
 
@@ -53,12 +53,17 @@ class Avatar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Talk:
-    """What is to be said by whom: a reference picture (H, W, 3) uint8, samples (N,), a prompt and a seed."""
+    """What is to be said by whom and in which mood: samples (N,) at RATE, and the seed of the noise."""
 
-    reference: np.ndarray
+    identity: Identity
+    mood: str
     samples: np.ndarray
-    prompt: str
     seed: int
+
+    @property
+    def reference(self) -> np.ndarray:
+        """The picture (H, W, 3) uint8 that the avatar is shown: at rest and calm."""
+        return draw_face(self.identity, Pose(), side=SIDE)
 
     @property
     def levels(self) -> Tensor:
@@ -80,34 +85,36 @@ def packaged_avatar(folder: Path = FACE_FOLDER) -> Avatar:
 
 
 def held_out_talk(number: int, seconds: float) -> Talk:
-    """A face at rest and speech that training never sees."""
-    identity = draw_identity(random.Random(f"face held out {number}"))
-    samples = speech(f"held out {number}", round(seconds * RATE))
-    prompt = prompt_of(MOODS[number % len(MOODS)])
-    return Talk(reference=draw_face(identity, Pose(), side=SIDE), samples=samples, prompt=prompt, seed=number)
+    """A face and speech that training never sees."""
+    return Talk(
+        identity=draw_identity(random.Random(f"face held out {number}")),
+        mood=MOODS[number % len(MOODS)],
+        samples=speech(f"held out {number}", round(seconds * RATE)),
+        seed=number,
+    )
 
 
 @torch.no_grad()
 def frames_of(avatar: Avatar, talk: Talk, levels_PC: Tensor) -> np.ndarray:
     """The frames (F, H, W, 3) uint8 of a talk, by one process, with the sound of these levels; whole blocks only."""
-    picture = torch.from_numpy(talk.reference.copy()).permute(2, 0, 1)[None, :, None].float() / 127.5 - 1
-    sink = avatar.vae.encode(picture).latent_dist.mode()
+    decoder = WanDecoder(avatar.vae)
+    sink = decoder.encode(from_pixels(torch.from_numpy(talk.reference.copy())))
     options = WanStreamOptions(
-        height=sink.shape[3], width=sink.shape[4], seed=talk.seed, text=avatar.text(talk.prompt), sink=sink
+        height=sink.shape[3], width=sink.shape[4], seed=talk.seed, text=avatar.text(prompt_of(talk.mood)), sink=sink
     )
-    stream = WanStream(avatar.causal, SCHEDULE, WanDecoder(avatar.vae), options)
-    states, decoder, made = [stream.new_state(step) for step in range(stream.steps)], stream.new_decoder(), []
+    stream = WanStream(avatar.causal, SCHEDULE, decoder, options)
+    states, memory, made = [stream.new_state(step) for step in range(stream.steps)], stream.new_decoder(), []
     for block in range(len(levels_PC) // OPTIONS.frames):
         latents = range(block * OPTIONS.frames, (block + 1) * OPTIONS.frames)
         payload = stream.begin(block, (latent_tokens(levels_PC, latents, AUDIO)[None],))
         for state in states:
             payload = stream.step(state, block, payload)
-        made.append(stream.decode(decoder, payload))
+        made.append(stream.decode(memory, payload))
     return torch.cat(made).numpy()
 
 
 def judge(avatar: Avatar, talk: Talk) -> dict[str, float]:
-    """Correlations of the mouth with the loudness, at each lag and with shuffled sound, and errors of colours."""
+    """Correlations of mouth and loudness by lag and with shuffled sound, share of right moods, errors of colours."""
     levels = talk.levels
     wanted = openings(levels).numpy()
     frames = frames_of(avatar, talk, levels)
@@ -117,6 +124,7 @@ def judge(avatar: Avatar, talk: Talk) -> dict[str, float]:
     count = len(mouth)
     found = {f"lag {lag}": correlation(mouth, wanted[:count], lag) for lag in LAGS}
     found["shuffled"] = correlation(strange, wanted[:count])
+    found["mood"] = float(np.mean([mood == talk.mood for mood in moods_of(frames, talk.identity)]))
     errors = identity_error(frames[len(frames) // 2 :], talk.reference)
     return found | {f"{name} error": error for name, error in errors.items()}
 

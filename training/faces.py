@@ -24,7 +24,7 @@ INTERIOR, LIPS = (58, 14, 20), (176, 62, 68)
 """Colours of an open mouth and of the lips, the same for everyone, so that the opening can be measured."""
 
 Color = tuple[int, int, int]
-_SUPERSAMPLE = 3
+_SUPERSAMPLE = 2
 _SKIN = ((250, 218, 190), (236, 188, 150), (200, 142, 102), (150, 100, 68), (112, 74, 50))
 _HAIR = ((38, 32, 32), (98, 62, 38), (226, 192, 104), (178, 72, 36), (160, 160, 166), (240, 240, 236))
 

@@ -24,9 +24,9 @@ from training.face_data import (
     openings,
     speaking_mask,
 )
-from training.face_measure import correlation, identity_error, mouth_opening
+from training.face_measure import correlation, identity_error, moods_of, mouth_opening
 from training.face_vae import clip_latents, clip_pixels, decode, new_face_vae
-from training.faces import Pose, draw_face, draw_identity
+from training.faces import MOODS, Pose, draw_face, draw_identity
 from training.package_face import assemble, averaged_face, write_face
 from training.speech import RATE, speech
 from training.train_face import SHORT, batches, loss_of, new_face_run, start_from_face, train_step
@@ -100,6 +100,17 @@ def test_colours_tell_one_person_from_another():
     assert max(identity_error(moved[None], reference).values()) < 12
     strange = identity_error(draw_face(other, Pose(), side=96)[None], reference)
     assert max(strange.values()) > 30
+
+
+def test_moods_are_read_from_drawn_faces():
+    clip = draw_clip("moods", ClipShape(side=96, blocks=12, frames=3))
+    asked = [*clip.moods]
+    assert (
+        np.mean([seen == mood for seen, mood in zip(moods_of(clip.frames, clip.identity), asked, strict=True)]) > 0.95
+    )
+    for mood in MOODS:
+        frames = np.stack([draw_face(clip.identity, Pose(mood=mood, opening=0.5, dx=1, dy=-1), side=96)])
+        assert moods_of(frames, clip.identity) == [mood]
 
 
 def test_speech_has_syllables_and_pauses():
@@ -264,7 +275,8 @@ def test_the_average_is_packaged_streams_and_is_a_start(tmp_path):
     for name, value in run.average.items():
         assert torch.allclose(again.average[name], value, atol=1e-3), name
         assert torch.equal(again.networks.get_parameter(name), again.average[name]), name
-    talk = Talk(reference=np.zeros((SIDE, SIDE, 3), np.uint8), samples=speech("a", RATE // 2), prompt="", seed=0)
+    identity = draw_identity(random.Random(0))
+    talk = Talk(identity=identity, mood="calm", samples=speech("a", RATE // 2), seed=0)
     frames = frames_of(packaged_avatar(tmp_path / "model"), talk, talk.levels)
     assert frames.shape == (6, SIDE, SIDE, 3)
     assert frames.std() > 0
