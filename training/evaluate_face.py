@@ -31,7 +31,7 @@ from training.face_data import AUDIO, FPS, SCHEDULE, openings, prompt_of
 from training.face_measure import correlation, identity_error, moods_of, mouth_opening
 from training.face_vae import new_face_vae
 from training.faces import MOODS, Identity, Pose, draw_face, draw_identity
-from training.package_face import FACE_FOLDER, assemble, averaged_face, trained_face_vae
+from training.package_face import FACE_FOLDER, STREAM, assemble, averaged_face, trained_face_vae
 from training.speech import RATE, speech
 
 LAGS = range(-3, 4)
@@ -100,7 +100,12 @@ def frames_of(avatar: Avatar, talk: Talk, levels_PC: Tensor) -> np.ndarray:
     decoder = WanDecoder(avatar.vae)
     sink = decoder.encode(from_pixels(torch.from_numpy(talk.reference.copy())))
     options = WanStreamOptions(
-        height=sink.shape[3], width=sink.shape[4], seed=talk.seed, text=avatar.text(prompt_of(talk.mood)), sink=sink
+        height=sink.shape[3],
+        width=sink.shape[4],
+        seed=talk.seed,
+        text=avatar.text(prompt_of(talk.mood)),
+        sink=sink,
+        adapt_sink=STREAM.adapt_sink,
     )
     stream = WanStream(avatar.causal, SCHEDULE, decoder, options)
     states, memory, made = [stream.new_state(step) for step in range(stream.steps)], stream.new_decoder(), []

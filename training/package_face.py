@@ -14,6 +14,7 @@ from pathlib import Path
 
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline
 
+from patchpar.stream.config import CONFIG, StreamConfig
 from training.checkpoint import read
 from training.face import OPTIONS, SIDE, TEXT_TOKENS, FaceNetworks, build_face_tokenizer
 from training.face_data import FPS, PROMPTS, SCHEDULE
@@ -21,15 +22,16 @@ from training.face_vae import new_face_vae
 from training.package import FOLDER, write
 
 FACE_FOLDER = FOLDER.parent / "face-stream"
-STREAM = {
-    "blocks": asdict(OPTIONS),
-    "sigmas": SCHEDULE.sigmas,
-    "text_tokens": TEXT_TOKENS,
-    "fps": FPS,
-    "height": SIDE,
-    "width": SIDE,
-    "prompts": [prompt for prompt in PROMPTS if prompt],
-}
+STREAM = StreamConfig(
+    sigmas=SCHEDULE.sigmas,
+    fps=FPS,
+    height=SIDE,
+    width=SIDE,
+    blocks=OPTIONS,
+    text_tokens=TEXT_TOKENS,
+    adapt_sink=False,  # the reference is of the kind it was trained with, a frame of its own making is less so
+    prompts=tuple(prompt for prompt in PROMPTS if prompt),
+)
 
 
 def averaged_face(checkpoint: Path) -> FaceNetworks:
@@ -62,7 +64,7 @@ def write_face(networks: FaceNetworks, vae: AutoencoderKLWan, folder: Path) -> i
     """Save everything; returns the size in bytes. Raises ValueError above the limit of `training.package.write`."""
     write(assemble(networks, vae), folder)
     networks.audio.half().save(folder / "transformer")
-    (folder / "stream.json").write_text(json.dumps(STREAM, indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(asdict(STREAM), indent=2) + "\n")
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

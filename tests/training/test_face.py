@@ -5,10 +5,13 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from patchpar.stream.audio import sound_levels
 from patchpar.stream.causal_wan import CausalWan, Heard
+from patchpar.stream.config import StreamConfig
 from patchpar.stream.passes import CausalOptions
+from patchpar.stream.pipeline import StreamingPipeline
 from training import package
 from training.checkpoint import load, save
 from training.evaluate_face import Talk, avatar_of, frames_of, packaged_avatar
@@ -22,12 +25,13 @@ from training.face_data import (
     draw_clip,
     draw_levels,
     openings,
+    prompt_of,
     speaking_mask,
 )
 from training.face_measure import correlation, identity_error, moods_of, mouth_opening
 from training.face_vae import clip_latents, clip_pixels, decode, new_face_vae
 from training.faces import MOODS, Pose, draw_face, draw_identity
-from training.package_face import assemble, averaged_face, write_face
+from training.package_face import STREAM, assemble, averaged_face, write_face
 from training.speech import RATE, speech
 from training.train_face import SHORT, batches, loss_of, new_face_run, start_from_face, train_step
 from training.train_face_vae import clip_lesson
@@ -280,5 +284,14 @@ def test_the_average_is_packaged_streams_and_is_a_start(tmp_path):
     frames = frames_of(packaged_avatar(tmp_path / "model"), talk, talk.levels)
     assert frames.shape == (6, SIDE, SIDE, 3)
     assert frames.std() > 0
+    assert StreamConfig.load(tmp_path / "model") == STREAM
+    options = {"devices": 1, "variant": "fp16", "torch_dtype": torch.float32}
+    with StreamingPipeline.from_pretrained(tmp_path / "model", **options) as pipe:
+        heard = (torch.from_numpy(talk.samples), RATE)
+        with pipe.stream(
+            prompt_of(talk.mood), reference=Image.fromarray(talk.reference), audio=heard, seed=talk.seed
+        ) as session:
+            streamed = np.concatenate([np.asarray(chunk.frames) for chunk in session])
+    assert np.array_equal(streamed[: len(frames)], frames)
     own = frames_of(avatar_of(averaged_face(tmp_path / "state.pt"), new_face_vae().eval()), talk, talk.levels)
     assert own.shape == frames.shape
