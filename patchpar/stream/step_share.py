@@ -1,0 +1,127 @@
+"""A pipeline's own loop, run on every rank, of which each rank computes some denoiser calls and is given those before.
+
+    rank 0    0 1 | stop                     computes calls 0 and 1, hands their results on, begins the next picture
+    rank 1    . . 2 3 | stop                 is given 0 and 1
+    rank 2    . . . . 4 5 picture            is given 0 to 3, ends the loop and decodes
+
+Schedulers, guidance and noise are diffusers' own and see what they would see in one process, so that the picture is the
+same to the last bit. What every rank repeats is all that is not the denoiser: text and picture encoders, the scheduler.
+"""
+
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from diffusers.hooks import HookRegistry, ModelHook
+from torch import Tensor, nn
+
+from patchpar.batch import tensors_in, with_tensors
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.models.description import DENOISERS
+from patchpar.transport import Spec
+
+HOOK = "patchpar_steps"
+
+
+class HandedOn(BaseException):
+    """Ends a pipeline's loop where our calls end. No error: pipelines that catch errors must let it pass."""
+
+
+class StepShare:
+    """Which denoiser calls of a run are ours. Before `record` has been used nothing is known of a run."""
+
+    def __init__(self) -> None:
+        self._trees: list[Any] = []  # what each call returns, its tensors empty
+        self._own: range | None = None
+        self._given: list[Tensor] = []
+        self._specs: list[tuple[Spec, ...]] = []
+        self._number = 0
+        self.made: list[Tensor] = []
+
+    @property
+    def calls(self) -> int:
+        """Denoiser calls of one run."""
+        return len(self._trees)
+
+    def specs(self, calls: range) -> tuple[Spec, ...]:
+        """What these calls return, one after another."""
+        return tuple(spec for call in calls for spec in self._specs[call])
+
+    def record(self, run: Callable[[], Any]) -> Any:
+        """A whole run, of which is remembered what its calls return."""
+        self._trees, self._specs, self._own, self._number = [], [], None, 0
+        return run()
+
+    def run(self, run: Callable[[], Any], own: range, given: list[Tensor]) -> Any:
+        """A run of which `own` calls are computed here; None where it ends with them. Raises PlanError.
+
+        `given`: tensors of all calls before. Afterwards `made` holds those of our own.
+        """
+        self._own, self._given, self._number, self.made = own, given, 0, []
+        result = None
+        with suppress(HandedOn):
+            result = run()
+        if self._number < own.stop or (self._number > self.calls) or (result is None) != (own.stop < self.calls):
+            raise PlanError(
+                f"a picture took {self._number} denoiser calls, the first one {self.calls}: the number of steps and "
+                "guidance must stay the same throughout a stream"
+            )
+        return result
+
+    def call(self, forward: Callable[[], Any]) -> Any:
+        """One denoiser call: computed, or given, or the end."""
+        number, own = self._number, self._own
+        self._number += 1
+        if own is None:
+            result = forward()
+            tensors = tensors_in(result)
+            self._trees.append(with_tensors(result, [torch.empty(0)] * len(tensors)))
+            self._specs.append(tuple(map(Spec.of, tensors)))
+            return result
+        if number < own.start:
+            before = len(self.specs(range(number)))
+            return with_tensors(self._trees[number], self._given[before : before + len(self._specs[number])])
+        if number >= own.stop:
+            self._number = number
+            raise HandedOn
+        result = forward()
+        self.made += [x.clone() for x in tensors_in(result)]  # pipelines may change it where it lies
+        return result
+
+
+class StepHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+    """Stands before a denoiser's forward."""
+
+    def __init__(self, share: StepShare) -> None:
+        super().__init__()
+        self._share = share
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Replaces the denoiser's forward."""
+        return self._share.call(lambda: self.fn_ref.original_forward(*args, **kwargs))
+
+
+@contextmanager
+def shared_steps(pipe: Any) -> Any:
+    """A StepShare before all denoisers of a pipeline, while open. Raises UnsupportedModel."""
+    denoisers = [pipe.components[name] for name in DENOISERS if pipe.components.get(name) is not None]
+    if not denoisers:
+        raise UnsupportedModel(
+            f"a {type(pipe).__name__} has none of {', '.join(DENOISERS)}, so there are no steps to share"
+        )
+    for denoiser in denoisers:
+        if getattr(denoiser, "is_cache_enabled", False):
+            raise UnsupportedModel("a cache between steps would see some of them only: call disable_cache() first")
+    share = StepShare()
+    for denoiser in denoisers:
+        HookRegistry.check_if_exists_or_initialize(denoiser).register_hook(StepHook(share), HOOK)
+    try:
+        yield share
+    finally:
+        for denoiser in denoisers:
+            registry = denoiser._diffusers_hook
+            registry.remove_hook(HOOK, recurse=False)
+            if not registry.hooks:
+                del denoiser._diffusers_hook
+                denoiser.__dict__.pop("forward", None)

@@ -1,0 +1,140 @@
+"""A stream of pictures: the very pictures of the plain pipeline, its denoising steps spread over ranks."""
+
+from __future__ import annotations
+
+import copy
+import queue
+from typing import Any
+
+import pytest
+import torch
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.exchange import Door
+from patchpar.stream.picture_stage import PictureOrder, PictureStage, calls_of
+from patchpar.stream.step_share import StepShare, shared_steps
+from tests.tiny import image_pipelines, transformer_pipelines
+from tests.unit.threads import on_threads
+
+PICTURES = 3
+
+
+def orders(arguments: dict[str, Any]) -> list[PictureOrder]:
+    """Every picture has a seed and a text of its own."""
+    return [
+        PictureOrder(number=n, arguments=arguments | {"prompt": f"picture {n}"}, seed=10 + n) for n in range(PICTURES)
+    ]
+
+
+def quiet(pipe: Any) -> Any:
+    """Without a bar, and without dropout."""
+    pipe.set_progress_bar_config(disable=True)
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.eval()
+    return pipe
+
+
+def plain(pipe: Any, order: PictureOrder) -> Any:
+    return pipe(**order.arguments, generator=torch.Generator().manual_seed(order.seed)).images
+
+
+def on_rank(transport: Any, pipes: list[Any], todo: list[PictureOrder]) -> tuple[list[Any], int]:
+    waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for order in [*todo, None]:
+        waiting.put(order)
+    found: list[Any] = []
+    stage = PictureStage(pipes[transport.rank], transport.rank, len(pipes), Door(transport))
+    drawn = stage.run(waiting.get, lambda number, result: found.append((number, result.images)))
+    return found, drawn
+
+
+def same(one: Any, other: Any) -> bool:
+    return bool((torch.as_tensor(one) == torch.as_tensor(other)).all())
+
+
+BUILT = {
+    "sd img2img": image_pipelines.sd_img2img,
+    "sdxl": image_pipelines.sdxl,
+    "sd controlnet": image_pipelines.sd_controlnet,
+    "flux": transformer_pipelines.flux,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("sd img2img", 3), ("sdxl", 2), ("sd controlnet", 2), ("flux", 1), ("flux", 4)]
+)
+def test_pictures_are_those_of_the_plain_pipeline(name: str, ranks: int) -> None:
+    oracle, arguments = BUILT[name]()
+    quiet(oracle)
+    arguments |= {"num_inference_steps": 4, "output_type": "latent"}
+    if "strength" in arguments:
+        arguments["strength"] = 1.0
+    todo = orders(arguments)
+    found = on_threads(ranks, on_rank, [copy.deepcopy(oracle) for _ in range(ranks)], todo)
+    assert not [error for error in found if isinstance(error, Exception)], found
+    pictures, _ = found[-1]
+    assert [number for number, _ in pictures] == list(range(PICTURES))
+    assert all(same(picture, plain(oracle, order)) for (_, picture), order in zip(pictures, todo, strict=True))
+    assert not same(pictures[1][1], pictures[2][1])
+    assert [(len(out), drawn) for out, drawn in found[:-1]] == [(0, PICTURES)] * (ranks - 1)
+
+
+def test_each_rank_computes_its_own_calls_only() -> None:
+    pipe, arguments = image_pipelines.sd()
+    arguments |= {"num_inference_steps": 4, "output_type": "latent"}
+    computed: list[int] = []
+    handle = quiet(pipe).unet.register_forward_pre_hook(lambda *_: computed.append(1))
+    pipe.unet.conv_in.register_forward_hook(lambda *_: computed.append(2))
+    with shared_steps(pipe) as share:
+        whole = share.record(lambda: plain(pipe, orders(arguments)[0]))
+        assert (share.calls, computed.count(2)) == (4, 4)
+        computed.clear()
+        assert share.run(lambda: plain(pipe, orders(arguments)[0]), range(2), []) is None
+        first = share.made
+        assert computed.count(2) == 2
+        computed.clear()
+        again = share.run(lambda: plain(pipe, orders(arguments)[0]), range(2, 4), first)
+        assert computed.count(2) == 2
+        wrong = share.run(lambda: plain(pipe, orders(arguments)[0]), range(2, 4), [-x for x in first])
+    handle.remove()
+    assert same(again, whole)
+    assert not same(wrong, whole), "what is given is used"
+    assert not hasattr(pipe.unet, "_diffusers_hook")
+
+
+def test_calls_are_shared_evenly_and_each_once() -> None:
+    for calls in range(1, 9):
+        for ranks in range(1, calls + 1):
+            shares = [calls_of(rank, ranks, calls) for rank in range(ranks)]
+            assert [call for share in shares for call in share] == list(range(calls))
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    with pytest.raises(PlanError, match="at most 4 ranks"):
+        calls_of(0, 5, 4)
+
+
+@pytest.mark.parametrize("own", [range(2), range(2, 4)])
+@pytest.mark.parametrize("steps", [1, 3, 5])
+def test_another_number_of_steps_is_refused(own: range, steps: int) -> None:
+    pipe, arguments = image_pipelines.sd()
+    quiet(pipe)
+
+    def run(count: int) -> Any:
+        return pipe(**arguments | {"num_inference_steps": count, "output_type": "latent"})
+
+    with shared_steps(pipe) as share:
+        share.record(lambda: run(4))
+        share.run(lambda: run(4), range(2), [])
+        given = share.made if own.start else []
+        if own.start or steps < 2:
+            with pytest.raises(PlanError, match="the first one 4"):
+                share.run(lambda: run(steps), own, given)
+
+
+def test_what_has_no_steps_is_refused() -> None:
+    class Nothing:
+        components: dict[str, Any] = {}  # noqa: RUF012
+
+    with pytest.raises(UnsupportedModel, match="none of unet"), shared_steps(Nothing()):
+        pass
+    assert StepShare().calls == 0
