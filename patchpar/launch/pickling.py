@@ -3,6 +3,7 @@
     tensors (any device), arrays, pictures   their bytes go to the block, the pickle holds the place
     torch.Generator                          kind of device and state; comes to life on the receiver's own device
     functions inside functions               code and what it holds on to: libraries hook such into their modules
+    modules                                  by name
     everything else                          as pickle does it
 
 A tensor arrives on the CPU. Tensors that share a whole storage (tied weights) share it again on arrival; a view of a
@@ -19,7 +20,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from patchpar.launch.blocks import ALIGNMENT, BlockWriter
@@ -59,6 +60,8 @@ class BlockPickler(pickle.Pickler):
         parts: Any = NotImplemented
         if isinstance(value, (type, FunctionType)):
             parts = _code_parts(value)
+        elif isinstance(value, ModuleType):
+            parts = importlib.import_module, (value.__name__,)
         elif isinstance(value, _Storage):
             parts = _storage, (value.data,)
         elif _is_a(value, "torch", "Generator"):

@@ -21,6 +21,7 @@ from patchpar.pace import timestep_of
 from patchpar.sequence.modes import attend_together
 from patchpar.share import Share
 from patchpar.token_split.attention import Split, cut_for
+from patchpar.token_split.grouped import refuse_elsewhere
 from patchpar.token_split.kernel import Choice, Kernel
 from patchpar.token_split.plan import NotWatched, TokenPlan
 from patchpar.token_split.search import PlanSearch
@@ -86,6 +87,7 @@ class TokenDenoiser:
     def _prepare(self, forward: Forward, call: Call) -> None:
         """Know the tokens of such calls, and that splitting them changes nothing: another number is another matter."""
         refuse_caches(self.denoiser, stale=self.history is not None)
+        refuse_elsewhere(self.denoiser, self.share.door.transport.device)
         with caches_set_aside(self.denoiser):
             self._know(forward, call)
 

@@ -1,14 +1,17 @@
-"""diffusers' group offloading, while a block is tried by itself.
+"""diffusers' group offloading, where blocks are called by us.
 
 The first block of a group brings the weights of all of it, and the last one sends them away. A block amid them, called
-alone, would find none.
+alone while it is watched, would find none.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
+
+from patchpar.errors import UnsupportedModel
 
 HOOK = "group_offloading"  # as diffusers names it
 
@@ -16,8 +19,7 @@ HOOK = "group_offloading"  # as diffusers names it
 @contextmanager
 def group_here(block: nn.Module) -> Iterator[None]:
     """While open, the weights of the group that a block belongs to are where they are computed with."""
-    registry: Any = getattr(block, "_diffusers_hook", None)
-    hook = None if registry is None else registry.get_hook(HOOK)
+    hook = _hook_of(block)
     if hook is None:
         yield
         return
@@ -30,6 +32,22 @@ def group_here(block: nn.Module) -> Iterator[None]:
     finally:
         hook.group.offload_()
         reference.pre_forward, reference.post_forward = before
+
+
+def refuse_elsewhere(denoiser: nn.Module, device: torch.device) -> None:
+    """Raise UnsupportedModel if its groups come to another device than this rank's."""
+    hooks = [hook for hook in map(_hook_of, denoiser.modules()) if hook is not None]
+    for home in {torch.device(hook.config.onload_device) for hook in hooks}:
+        if home.type != device.type or (home.index is not None and home.index != device.index):
+            raise UnsupportedModel(
+                f"the groups of {type(denoiser).__name__} are brought to {home}, but this rank is on {device}: use "
+                f"onload_device=torch.device({device.type!r}), without a number, which is each rank's own"
+            )
+
+
+def _hook_of(module: nn.Module) -> Any:
+    registry: Any = getattr(module, "_diffusers_hook", None)
+    return None if registry is None else registry.get_hook(HOOK)
 
 
 def _as_it_is(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -199,6 +199,10 @@ def test_a_function_inside_a_function_travels_with_what_it_holds():
     assert step() == 2, "the sender's own is another"
 
 
+def test_a_module_travels_by_name():
+    assert there_and_back({"backend": torch.cpu})["backend"] is torch.cpu
+
+
 def test_an_argument_that_cannot_be_sent_is_named():
     with pytest.raises(PlanError, match=r"draw: argument 'lock' \(a lock\) cannot be sent.*pickle"):
         encode_call("draw", [1, "x"], {"fine": 2, "lock": threading.Lock()}, 0.0)

@@ -99,13 +99,12 @@ def test_every_way_of_exchanging_keys(ranks: Any, way: str) -> None:
         assert relative(got, plain(drawing.name)) <= EXACT
 
 
-def test_a_plan_is_found_once_and_kept(ranks: Any, tmp_path: Path) -> None:
+def test_a_model_is_verified_once(ranks: Any, tmp_path: Path) -> None:
     drawing = Drawing(name="sd3", plan="patch=2", verdicts=tmp_path, steps=2)
     first = draw(ranks, drawing)[0]
     kept = sorted(tmp_path.glob("*.json"))
     texts = [file.read_text() for file in kept]
-    assert sum("transformer_blocks" in text and "plan for" in text for text in texts) == 1
-    assert sum("relative_error" in text for text in texts) == 1
+    assert ["relative_error" in text for text in texts] == [True]
     assert torch.equal(draw(ranks, drawing)[0], first)
     assert sorted(tmp_path.glob("*.json")) == kept
 

@@ -187,6 +187,17 @@ def test_one_that_does_not_verify(
     assert len(searches) == 2
 
 
+def test_a_plan_that_is_not_shipped_is_found_once(
+    searches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "shipped_for", lambda denoiser: None)
+    models, want = models_of(FLUX)
+    for _ in range(2):
+        for got, _ in first_use(models, TRANSFORMERS[FLUX].call(0), tmp_path):
+            assert relative(got, want) <= LIMIT
+    assert searches == [FLUX] * 2  # by each rank, which has a folder of its own
+
+
 def test_blocks_of_another_version(
     searches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
