@@ -1,13 +1,17 @@
 """Refuse a call that cannot work before any worker does work: each message has the value, the limit, the way out."""
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.highres.geometry import refusal_of, scale_of, starts_of
 from patchpar.models.description import Description
 from patchpar.plan import Plan
+from patchpar.strategies import resolve_strategy
 from patchpar.strategies.data import Share
+from patchpar.strategies.structure_guidance import StructureGuidance
 
 OLD = ("callback", "callback_steps")  # taken by name only, and said to be deprecated when it is used
 COUNTS = ("num_inference_steps", "num_images_per_prompt", "num_videos_per_prompt", "num_frames")
@@ -70,6 +74,14 @@ def _check_side(name: str, value: Any, unit: int) -> None:
 
 def check_plan(model: Description, plan: Plan) -> None:
     """Raise UnsupportedModel when a plan can do no call of this model at all."""
+    strategy = resolve_strategy(plan.strategy)
+    if isinstance(strategy, StructureGuidance):
+        if plan.cfg > 1:
+            raise PlanError(
+                f"plan {plan} splits guidance over axis 'cfg', but strategy {strategy.name} shares out the branches of "
+                f"guidance itself: give all devices to axis 'patch', patch={plan.cfg * plan.patch}"
+            )
+        return
     if plan.patch > 1 and not (model.splits_into_bands or model.splits_into_tokens):
         raise UnsupportedModel(
             f"{', '.join(model.denoisers) or model.pipeline} cannot be split over axis 'patch', which takes a network "
@@ -81,8 +93,10 @@ def check_plan(model: Description, plan: Plan) -> None:
 def check_plan_for(model: Description, plan: Plan, kwargs: Mapping[str, Any]) -> None:
     """Raise PlanError when this plan cannot do this call."""
     check_plan(model, plan)
-    size = model.size(kwargs)
-    if plan.patch > 1 and size is not None and model.splits_into_bands:
+    size, strategy = model.size(kwargs), resolve_strategy(plan.strategy)
+    if isinstance(strategy, StructureGuidance):
+        _check_large(model, plan, strategy, kwargs)
+    elif plan.patch > 1 and size is not None and model.splits_into_bands:
         _check_bands(model, plan, size)
     if plan.cfg > 1 and not model.guided(kwargs):
         raise PlanError(
@@ -91,6 +105,26 @@ def check_plan_for(model: Description, plan: Plan, kwargs: Mapping[str, Any]) ->
         )
     if plan.data > 1:
         Share.of(kwargs, 0, plan.data)
+
+
+def _check_large(model: Description, plan: Plan, strategy: StructureGuidance, kwargs: Mapping[str, Any]) -> None:
+    """Raise PlanError for a picture that is not large, or that more ranks than it has windows would share."""
+    native, size = (strategy.native,) * 2 if strategy.native is not None else model.default_size, model.size(kwargs)
+    if size is None or native is None:
+        return
+    sides = list(zip(size, native, strict=True))
+    patches = math.prod(scale_of(side, own) for side, own in sides)
+    if patches == 1:
+        raise PlanError(refusal_of(size, native))
+    grid = model.size_unit
+    windows = math.prod(len(starts_of(side, min(side, own), strategy.overlap, grid)) for side, own in sides)
+    branches = 2 if model.guided(kwargs) else 1
+    most = branches * max(patches, windows)
+    if plan.patch > most:
+        raise PlanError(
+            f"{size[0]} x {size[1]} pixels are {patches} patches and then {windows} windows, of {branches} guidance "
+            f"branches at most, but axis 'patch' has {plan.patch} ranks: use at most {most}"
+        )
 
 
 def _check_bands(model: Description, plan: Plan, size: tuple[int, int]) -> None:

@@ -40,7 +40,7 @@ from patchpar.strategies import resolve_strategy
 from patchpar.strategies.data import as_one_call
 from patchpar.strategies.guidance import guidance_of
 from patchpar.together import Together
-from patchpar.transport import Transport, connect
+from patchpar.transport import Transport, alone, connect
 from patchpar.vae.course import StillNeeded
 from patchpar.verdicts import Verdicts
 
@@ -137,10 +137,11 @@ class Engine:
         `vae`: one of the ways of `vae.choice`.
         """
         self.restore()
-        resolve_strategy(plan.strategy)
-        if self.context.world_size > 1 and self._transport is None:
-            self._transport = connect(self.device, deadline=self.context.deadline)
-        if self.context.rank < plan.world_size > 1:
+        works = plan.world_size > 1 or resolve_strategy(plan.strategy).for_one_rank
+        if self._transport is None and (self.context.world_size > 1 or works):
+            join = connect if self.context.world_size > 1 else alone
+            self._transport = join(self.device, deadline=self.context.deadline)
+        if self.context.rank < plan.world_size and works:
             assert self._transport is not None
             mesh, verdicts = Mesh(self.context.rank, range(plan.world_size), **plan.degrees()), Verdicts.of(verify)
             doors = [Door(self._transport, self.context.mark) for _ in ("denoisers", "VAEs")]

@@ -12,13 +12,15 @@ from patchpar.clock import StepClock
 from patchpar.denoiser import ConditionerHook, DenoiserHook
 from patchpar.exchange import Door, Traffic
 from patchpar.guided import GuidanceCheck
+from patchpar.highres.denoiser import LargePicture
 from patchpar.ledger import Ledger
-from patchpar.mesh import Mesh
+from patchpar.mesh import Axis, Mesh
 from patchpar.models.description import DENOISERS, refuse_compiled
 from patchpar.patched import PatchedDenoiser
 from patchpar.plan import Plan
 from patchpar.strategies import resolve_strategy
 from patchpar.strategies.guidance import GuidanceSplit
+from patchpar.strategies.structure_guidance import StructureGuidance
 from patchpar.token_split.denoiser import TokenDenoiser
 from patchpar.vae.parallel import ParallelVaes
 from patchpar.verdicts import Verdicts
@@ -33,7 +35,7 @@ class Installed:
         self.pipe = pipe
         self.mesh: Mesh | None = None
         self.door: Door | None = None
-        self.patched: list[PatchedDenoiser | TokenDenoiser] = []
+        self.patched: list[PatchedDenoiser | TokenDenoiser | LargePicture] = []
         self.guidance: GuidanceSplit | None = None
         self.vaes: ParallelVaes | None = None
         self._hooked: list[nn.Module] = []
@@ -52,23 +54,22 @@ class Installed:
                 self._register(module, ConditionerHook(self.guidance))
         for module in self._denoisers():
             layers: list[Any] = [] if self.guidance is None else [self.guidance]
-            if plan.patch > 1:
-                patched = strategy.install(
-                    module, door, mesh["patch"], clock=clock, split=plan.split, verdicts=verdicts
-                )
-                self.patched.append(patched)
-                layers.append(patched)
+            if isinstance(strategy, StructureGuidance):
+                layers.append(strategy.install(module, door, mesh["patch"], pipe=self.pipe, clock=clock))
+            elif plan.patch > 1:
+                axis = mesh["patch"]
+                layers.append(strategy.install(module, door, axis, clock=clock, split=plan.split, verdicts=verdicts))
+            self.patched += [layer for layer in layers if layer is not self.guidance]
             check = GuidanceCheck(module, (door, mesh["cfg"]), clock, verdicts) if self.guidance and verdicts else None
             votes = CacheVote(module, door, (mesh["patch"], mesh["cfg"]), clock)
             self._register(module, DenoiserHook(clock, layers, guided, door, votes, check))
 
-    def put_in_vaes(self, way: str, door: Door, verdicts: Verdicts | None) -> None:
+    def put_in_vaes(self, way: str, door: Door | None, verdicts: Verdicts | None) -> None:
         """Let all ranks of one picture encode and decode it together. Their traffic is counted apart, by `door`."""
-        assert self.mesh is not None
-        axis = self.mesh.of_one_picture()
-        if axis.size > 1:
-            components = self.pipe.components
-            self.vaes = ParallelVaes(components, self._denoisers(), way, (door, axis), verdicts=verdicts)
+        axis = Axis("picture") if self.mesh is None else self.mesh.of_one_picture()
+        if axis.size > 1 or way == "tiled":
+            mesh = (door if axis.size > 1 else None, axis)
+            self.vaes = ParallelVaes(self.pipe.components, self._denoisers(), way, mesh, verdicts)
 
     def _register(self, module: nn.Module, hook: ModelHook) -> None:
         HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK)
@@ -115,7 +116,7 @@ class Installed:
         for patched in self.patched:
             patched.reset()
         traffic = Traffic() if self.door is None else self.door.traffic
-        of_vaes = Traffic() if self.vaes is None else self.vaes.door.traffic
+        of_vaes = Traffic() if self.vaes is None or self.vaes.door is None else self.vaes.door.traffic
         traffic.clear()
         of_vaes.clear()
         histories = [patched.history for patched in self.patched if patched.history is not None]

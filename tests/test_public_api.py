@@ -14,6 +14,7 @@ PUBLIC = {
     "DisplacedPatch",
     "ExactPatch",
     "PartiallyConditioned",
+    "StructureGuidance",
     "PatchparError",
     "PlanError",
     "ExchangeError",

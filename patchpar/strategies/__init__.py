@@ -12,8 +12,10 @@ def known() -> dict[str, Any]:
     from patchpar.strategies.exact import ExactPatch
     from patchpar.strategies.fresh_edges import FreshEdges
     from patchpar.strategies.pcpp import PartiallyConditioned
+    from patchpar.strategies.structure_guidance import StructureGuidance
 
-    return {found.name: found for found in (ExactPatch, FreshEdges, DisplacedPatch, PartiallyConditioned)}
+    strategies = (ExactPatch, FreshEdges, DisplacedPatch, PartiallyConditioned, StructureGuidance)
+    return {found.name: found for found in strategies}
 
 
 def parse_strategy(text: str) -> Any:
@@ -49,8 +51,8 @@ def _value(strategy: str, key: str, text: str) -> Any:
             return read(text)
         except ValueError:
             continue
-    if text in ("true", "false"):
-        return text == "true"
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
     if not text:
         raise PlanError(f"strategy {strategy!r}: {key} has no value")
     return text

@@ -2,11 +2,13 @@
 
 Halo rows and moments weigh a fiftieth of what displaced patches send, and nearly all of their error comes from those
 being old. Here they are of this step, in one round per norm and convolution; keys and values, which weigh the rest, are
-one step old and have a whole step to arrive.
+one step old and have a whole step to arrive. How they have changed since is mostly common to all of a place's tokens:
+a few numbers for each channel say it, and are of this step too.
 
 axis        patch
-exchanged   halo rows, moments; keys and values of all, or near ones as they are and far ones averaged, or now and then
-when        halo and moments this step's, keys and values last step's
+exchanged   halo rows, moments, how keys and values change; keys and values of all, or near ones as they are and far
+            ones averaged, or now and then
+when        halo, moments and change this step's, keys and values last step's
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from patchpar.selection import BandAndPooled, Everything
 from patchpar.strategies.strategy import PatchStrategy
 from patchpar.treatment import (
     BITS,
+    CORRECTIONS,
     CachedPartials,
     Context,
+    Correction,
     Treatment,
     check_choice,
     check_count,
@@ -39,6 +43,8 @@ class FreshEdges(PatchStrategy):
     averages over `pool` x `pool` tokens that count as many as they stand for; "partials": attention to other places is
     kept, and renewed for every layer in every `refresh`-th step.
     `extrapolated`: old keys and values are led on from the last two steps they are known of, along a straight line.
+    `correction`: what their owners send of them in this step: "affine", a factor and a summand for each channel;
+    "linear", a matrix for each head where it has tokens enough; "none". Neither is of use to partials.
     `bits`: 8 or 4 send the quantised difference to what the receiver holds.
     `quality`: make a step exact where old keys would cost more than this PSNR in dB allows; `budget`: MiB that a rank
     may send per step on average, spent on exact steps where they help most. `warmup_steps`: exact steps at the
@@ -52,6 +58,7 @@ class FreshEdges(PatchStrategy):
     pool: int = 4
     refresh: int = 4
     extrapolated: bool = True
+    correction: Correction = "affine"
     bits: int = 16
     quality: float | None = None
     budget: float | None = None
@@ -60,6 +67,7 @@ class FreshEdges(PatchStrategy):
         check_warmup(self.name, self.warmup_steps)
         check_choice(self.name, "context", self.context, ("all", "pooled", "partials"))
         check_choice(self.name, "bits", self.bits, BITS if self.context != "partials" else (16,))
+        check_choice(self.name, "correction", self.correction, CORRECTIONS)
         check_share(self.name, "band", self.band)
         check_count(self.name, "pool", self.pool)
         check_count(self.name, "refresh", self.refresh)
@@ -69,7 +77,9 @@ class FreshEdges(PatchStrategy):
     def treatment(self) -> Treatment:
         """Edges of this step, keys of the last."""
         selection = BandAndPooled(self.band, self.pool) if self.context == "pooled" else Everything()
-        context = Context(selection=selection, bits=self.bits, extrapolated=self.extrapolated)
+        context = Context(
+            selection=selection, bits=self.bits, extrapolated=self.extrapolated, correction=self.correction
+        )
         budget = None if self.budget is None else self.budget * MIB
         wanted = None if self.quality is None and budget is None else Resync(quality=self.quality, budget=budget)
         return Treatment(

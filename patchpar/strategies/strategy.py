@@ -6,7 +6,7 @@ A strategy is its treatment of the seams; this makes a denoiser of it, and reads
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from patchpar.treatment import Treatment
 
@@ -26,6 +26,8 @@ class PatchStrategy:
     """Options of a strategy. A subclass has a `name` and a `treatment`."""
 
     name: ClassVar[str]
+    for_one_rank: ClassVar[bool] = False
+    """Whether it does anything where there is one rank only."""
 
     @property
     def treatment(self) -> Treatment:
@@ -58,5 +60,10 @@ class PatchStrategy:
         return TokenDenoiser(denoiser, (door, axis), self.treatment, clock=clock, verdicts=verdicts)
 
     def __str__(self) -> str:
-        given = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return self.name + (":" + ":".join(given) if given else "")
+        return as_text(self)
+
+
+def as_text(options: Any) -> str:
+    """A strategy's name and the options that differ from their defaults, as it is read back from a command line."""
+    given = [f"{f.name}={getattr(options, f.name)}" for f in fields(options) if getattr(options, f.name) != f.default]
+    return str(options.name) + (":" + ":".join(given) if given else "")

@@ -8,8 +8,8 @@ Messages between two ranks arrive in the order they were sent. Every rank runs t
 so messages need no tags.
 """
 
-from patchpar.transport.connect import connect
+from patchpar.transport.connect import alone, connect
 from patchpar.transport.delayed import DelayedTransport
 from patchpar.transport.message import Incoming, Outgoing, Pending, Spec, Transport
 
-__all__ = ["DelayedTransport", "Incoming", "Outgoing", "Pending", "Spec", "Transport", "connect"]
+__all__ = ["DelayedTransport", "Incoming", "Outgoing", "Pending", "Spec", "Transport", "alone", "connect"]

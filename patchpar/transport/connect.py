@@ -29,6 +29,11 @@ def connect(device: torch.device | str, *, deadline: float, through: str = "auto
     return SharedMemoryTransport(dist.get_rank(), _links(deadline), device, deadline)
 
 
+def alone(device: torch.device | str, *, deadline: float) -> Transport:
+    """For a rank that has no others."""
+    return SharedMemoryTransport(0, {}, torch.device(device), deadline)
+
+
 def _one_host_over_gloo() -> bool:
     if dist.get_backend() != "gloo":
         return False

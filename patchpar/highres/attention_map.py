@@ -1,0 +1,129 @@
+"""Where in the picture the words are: attention of places to content tokens, without the map of attention.
+
+The probabilities that a place gives to all content tokens are attention whose values are one column, 1 for content and
+0 for the rest. So next to each attention call of interest there is a second one with that column, of any kernel, and no
+map of places x tokens is ever held. Resized to the patch, averaged over layers and scaled to 0..1 it is the mask M of
+ASGDiffusion (arXiv 2412.06163, equation 4).
+
+    UNets            cross-attention of the up blocks, sharper on objects than that of the down blocks
+    transformers     joint attention, queries of the picture, keys of the text; the middle half of the blocks
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+# Processors of joint attention, by whether the text's tokens come before the picture's.
+TEXT_FIRST = {"JointAttnProcessor2_0": False, "FluxAttnProcessor": True, "FluxAttnProcessor2_0": True}
+
+
+class AttentionMap:
+    """Attention to text in one denoiser: `layers` are those that are listened to. Without any there is no map."""
+
+    def __init__(self, denoiser: nn.Module) -> None:
+        self.layers = _cross_attentions(denoiser) or _joint_attentions(denoiser)
+
+    @contextmanager
+    def listening(self, recording: "Recording") -> Iterator[None]:
+        """Record calls of the denoiser while open."""
+        handles = []
+        for layer, text_first in self.layers:
+            handles.append(layer.register_forward_pre_hook(recording.enter(text_first)))
+            handles.append(layer.register_forward_hook(recording.leave))
+        try:
+            with recording:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class Recording(TorchFunctionMode):
+    """Sees every attention call of the layers that are listened to.
+
+    `weights_BT`: of the text's tokens, for the last B pictures of a batch.
+    """
+
+    def __init__(self, weights_BT: Tensor) -> None:
+        super().__init__()
+        self._weights_BT = weights_BT
+        self._inside = False
+        self._text_first: bool | None = None
+        self._seen: list[Tensor] = []
+
+    def enter(self, text_first: bool | None) -> Callable[..., None]:
+        """A hook before a layer: `text_first` is None where the text has an attention call of its own."""
+
+        def hook(*_: Any) -> None:
+            self._inside, self._text_first = True, text_first
+
+        return hook
+
+    def leave(self, *_: Any) -> None:
+        """The hook after a layer."""
+        self._inside = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention and self._inside:
+            named = dict(zip(("query", "key"), args, strict=False)) | (kwargs or {})
+            self._look(named["query"], named["key"], named.get("scale"))
+        return func(*args, **(kwargs or {}))
+
+    def _look(self, q_BNID: Tensor, k_BNTD: Tensor, scale: float | None) -> None:
+        tokens = self._weights_BT.shape[1]
+        if self._text_first is not None:
+            image = slice(tokens, None) if self._text_first else slice(None, -tokens)
+            text = slice(None, tokens) if self._text_first else slice(-tokens, None)
+            q_BNID, k_BNTD = q_BNID[:, :, image], k_BNTD[:, :, text]
+        if k_BNTD.shape[2] != tokens:
+            return  # keys of something else, such as a picture prompt
+        batch = len(self._weights_BT)
+        column = self._weights_BT.to(k_BNTD)[:, None, :, None].expand(-1, k_BNTD.shape[1], -1, -1).contiguous()
+        found = F.scaled_dot_product_attention(q_BNID[-batch:], k_BNTD[-batch:], column, scale=scale)
+        self._seen.append(found[..., 0].mean(1).float())
+
+    def mask(self, size: tuple[int, int]) -> Tensor | None:
+        """The mask (B, 1, h, w), each from 0 to 1; None if nothing has been seen."""
+        maps = [_as_picture(found, size) for found in self._seen]
+        resized = [F.interpolate(found, size, mode="bilinear") for found in maps if found is not None]
+        if not resized:
+            return None
+        mean = torch.stack(resized).mean(0)
+        low, high = mean.amin((2, 3), keepdim=True), mean.amax((2, 3), keepdim=True)
+        return (mean - low) / (high - low).clamp_min(1e-6)
+
+
+def _as_picture(found_BI: Tensor, size: tuple[int, int]) -> Tensor | None:
+    """Tokens in rows and columns, by the one power of two that a map of this size may have been divided by."""
+    stride = 1
+    while stride <= max(size):
+        rows, columns = (-(-side // stride) for side in size)
+        if rows * columns == found_BI.shape[1]:
+            return found_BI.reshape(-1, 1, rows, columns)
+        stride *= 2
+    return None
+
+
+def _cross_attentions(denoiser: nn.Module) -> list[tuple[nn.Module, bool | None]]:
+    return [
+        (module, None)
+        for path, module in denoiser.named_modules()
+        if path.startswith("up_blocks") and path.endswith(".attn2")
+    ]
+
+
+def _joint_attentions(denoiser: nn.Module) -> list[tuple[nn.Module, bool | None]]:
+    found: list[tuple[nn.Module, bool | None]] = []
+    for path, module in denoiser.named_modules():
+        order = TEXT_FIRST.get(type(getattr(module, "processor", None)).__name__)
+        if order is not None and path.endswith(".attn") and getattr(module, "add_k_proj", None) is not None:
+            found.append((module, order))
+    quarter = len(found) // 4
+    return found[quarter : len(found) - quarter]

@@ -1,0 +1,133 @@
+"""A denoiser that is asked for a large picture and answers out of native-size patches, spread over ranks.
+
+    pipeline, at H x W    --->  denoise(x)  --->  the prediction for H x W, the same on every rank
+                                  |    time above the switch:  interlaced patches, led by the anchor
+                                  |    below it:               overlapping windows, blended
+
+The pipeline, its scheduler, its guidance and its callbacks run as they are, once, on the large latent: predictions are
+put together, never samples, so that solvers with a memory work and the state of none has to be moved.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from patchpar.batch import count_branches
+from patchpar.clock import StepClock
+from patchpar.errors import PlanError
+from patchpar.exchange import Door
+from patchpar.highres.attention_map import AttentionMap
+from patchpar.highres.content import Content
+from patchpar.highres.detail_stage import DetailStage
+from patchpar.highres.evaluation import Asked
+from patchpar.highres.interlace import Interlace
+from patchpar.highres.layout import Layout
+from patchpar.highres.level import level_of, refuse_thresholding
+from patchpar.highres.method import Method
+from patchpar.highres.native import Native
+from patchpar.highres.noise import FreshNoise, SharedNoise
+from patchpar.highres.structure_stage import StructureStage
+from patchpar.mesh import Axis
+from patchpar.pace import timestep_of
+from patchpar.token_split.watch import parameter_names
+
+log = logging.getLogger(__name__)
+
+
+class LargePicture:
+    """A denoiser whose calls for a large picture are calls for patches. Every rank passes and gets whole tensors.
+
+    `pipe` is the pipeline that the denoiser belongs to: its scheduler says how noisy a timestep is. `reset` belongs
+    before every picture, `finish` after it. `exchange` is "on", or "off" on purpose, as a negative control: what other
+    ranks predict is then taken for 0.
+    """
+
+    history = None  # nothing of the last step travels
+
+    def __init__(
+        self, denoiser: nn.Module, mesh: tuple[Door, Axis], method: Method, *, pipe: Any, clock: StepClock | None = None
+    ) -> None:
+        self.denoiser, self.method, self.pipe = denoiser, method, pipe
+        self.axis, self.clock = mesh[1], clock or StepClock()
+        self.exchange = "on"
+        self.native = Native.of(pipe, denoiser, method.native)
+        attention = AttentionMap(denoiser)
+        if method.guidance.masked and not attention.layers:
+            log.warning(
+                "%s has no attention to text that is known here: its mask is 1 everywhere", type(denoiser).__name__
+            )
+        self._content = Content(pipe)
+        self._structure = StructureStage(method, mesh, self.clock, attention, self._content)
+        self._detail = DetailStage(method, mesh, self.clock)
+        self._fresh = FreshNoise(method.switch, method.seed) if method.renoised else None
+        self._shared = SharedNoise(pipe, method.shared_noise, self._interlace) if method.shared_noise else None
+        self._parameters = parameter_names(denoiser)
+        self._branches: dict[Any, int] = {}
+
+    def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """One denoiser call: `forward` is the denoiser's own. Returns what it would return for the whole picture.
+
+        Raises PlanError for a size, scheduler or number of ranks that this cannot do, UnsupportedModel for a call.
+        """
+        scheduler = self.pipe.scheduler
+        refuse_thresholding(scheduler)
+        layout = Layout.of((args, kwargs), pixels=self.native.pixels, told=self.method.told)
+        asked = Asked(forward=forward, layout=layout, branches=self._branches_of(layout.x_BCHW))
+        level = level_of(scheduler, timestep_of(self._parameters, args, kwargs))
+        interlace = self._interlace(layout.x_BCHW)
+        self._check_ranks(interlace, asked.branches)
+        silent = self.exchange == "off"
+        if level.time > self.method.switch:
+            whole, like = self._structure.predict(asked, level, interlace, silent=silent)
+        else:
+            key = f"{self.method.seed} {self.clock.evaluation}"
+            windows = self.method.tiling.lay(interlace.size, self.native.size, key=key, unit=self.native.grid)
+            whole, like = self._detail.predict(asked, level, windows, interlace, silent=silent)
+        return layout.output(like, whole)
+
+    def _branches_of(self, x_BCHW: Tensor) -> int:
+        """Branches of guidance in a batch, counted once for each form of it in a picture."""
+        if x_BCHW.shape not in self._branches:
+            self._branches[x_BCHW.shape] = count_branches(x_BCHW)
+        return self._branches[x_BCHW.shape]
+
+    def _interlace(self, x_BCHW: Tensor) -> Interlace:
+        size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
+        interlace = Interlace.of(size, self.native.size, self.native.unit)
+        if len(interlace) == 1:
+            raise PlanError(self.native.too_small(size))
+        return interlace
+
+    def _check_ranks(self, interlace: Interlace, branches: int) -> None:
+        windows = self.method.tiling.lay(interlace.size, self.native.size, key="", unit=self.native.grid)
+        most = branches * max(len(interlace), len(windows))
+        if self.axis.size > most:
+            raise PlanError(
+                f"axis 'patch' has {self.axis.size} ranks, but this size is {len(interlace)} patches and then "
+                f"{len(windows)} windows of {branches} guidance branches each: use at most {most}"
+            )
+
+    def reset(self) -> None:
+        """Begin a picture."""
+        self._branches.clear()
+        self._content.reset()
+        self._structure.reset()
+        if self._fresh is not None:
+            self._fresh.begin(self.pipe.scheduler)
+
+    def finish(self) -> None:
+        """End a picture."""
+        if self._fresh is not None:
+            self._fresh.end()
+
+    def forget(self) -> None:
+        """Nothing is held of the denoiser's modules from one call to the next."""
+
+    def restore(self) -> None:
+        """Leave the pipeline as it was."""
+        self.finish()
+        self._content.close()
+        if self._shared is not None:
+            self._shared.close()

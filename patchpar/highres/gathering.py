@@ -1,0 +1,122 @@
+"""Every rank's predictions to every rank: interlaced patches as they are, windows as sums over what they cover."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from patchpar.exchange import Door, Part
+from patchpar.highres.windows import Windows
+from patchpar.highres.work import Unit
+from patchpar.mesh import Axis
+from patchpar.transport import Spec
+
+Shares = Sequence[tuple[Unit, ...]]
+Expected = Callable[[int], Sequence[Spec]]
+PREDICTION, ANCHOR, MASK = "prediction", "anchor", "mask"
+
+
+def from_everyone(
+    mesh: tuple[Door, Axis],
+    where: str,
+    own: Mapping[str, Sequence[Tensor]],
+    expected: Mapping[str, Expected],
+    *,
+    silent: bool = False,
+) -> list[dict[str, list[Tensor]]]:
+    """Tensors by kind from every place, ours included, in one message to each rank.
+
+    `silent`: nothing is sent, and what others would have sent is 0. Raises ExchangeError.
+    """
+    door, axis = mesh
+    found: list[dict[str, list[Tensor]]] = [{kind: [] for kind in expected} for _ in range(axis.size)]
+    found[axis.rank] = {kind: [x.contiguous() for x in own.get(kind, ())] for kind in expected}
+    if silent:
+        for place in axis.others:
+            found[place] = {kind: _zeros(specs(place), door) for kind, specs in expected.items()}
+    elif axis.size > 1:
+        parts = [_part(axis, kind, found[axis.rank][kind], specs) for kind, specs in expected.items()]
+        parts = [part for part in parts if part.outgoing or part.incoming]
+        for part, received in zip(parts, door.exchange(where, parts).wait(), strict=True):
+            for peer, tensors in received.items():
+                found[axis.ranks.index(peer)][part.kind] = tensors
+    return found
+
+
+def _part(axis: Axis, kind: str, own: Sequence[Tensor], specs: Expected) -> Part:
+    peers = tuple(axis.ranks[place] for place in axis.others)
+    incoming = {axis.ranks[place]: tuple(specs(place)) for place in axis.others if specs(place)}
+    return Part(kind, [(peers, tuple(own))] if own else [], incoming)
+
+
+def _zeros(specs: Sequence[Spec], door: Door) -> list[Tensor]:
+    return [torch.zeros(spec.shape, dtype=spec.dtype, device=door.transport.device) for spec in specs]
+
+
+def stacked(units: Sequence[Unit], predictions: Mapping[Unit, Tensor]) -> list[Tensor]:
+    """Predictions of some units as one tensor to send, or as nothing."""
+    return [torch.stack([predictions[unit] for unit in units])] if units else []
+
+
+def stack_spec(units: Sequence[Unit], one: Tensor) -> list[Spec]:
+    """What `stacked` makes of predictions like `one`."""
+    return [Spec((len(units), *one.shape), one.dtype)] if units else []
+
+
+def by_unit(shares: Shares, found: Sequence[Mapping[str, Sequence[Tensor]]]) -> dict[Unit, Tensor]:
+    """The predictions of all units."""
+    return {
+        unit: tensors[PREDICTION][0][number]
+        for units, tensors in zip(shares, found, strict=True)
+        for number, unit in enumerate(units)
+    }
+
+
+def whole_of(predictions: Mapping[Unit, Tensor], patch: int, branches: int) -> Tensor:
+    """A patch's predictions of all branches as one batch."""
+    return torch.cat([predictions[Unit(patch, branch)] for branch in range(branches)])
+
+
+def covered(windows: Windows, units: Sequence[Unit]) -> dict[int, list[int]]:
+    """The windows among `units` by branch."""
+    found: dict[int, list[int]] = {}
+    for unit in units:
+        if unit.patch < len(windows):
+            found.setdefault(unit.branch, []).append(unit.patch)
+    return found
+
+
+def sums(windows: Windows, units: Sequence[Unit], predictions: Mapping[Unit, Tensor]) -> list[Tensor]:
+    """Weighted sums of own windows, branch by branch, over the rows and columns they cover."""
+    found = []
+    for branch, numbers in covered(windows, units).items():
+        one = predictions[Unit(numbers[0], branch)]
+        canvas = torch.zeros(*one.shape[:-2], *windows.size, dtype=torch.float32, device=one.device)
+        for number in numbers:
+            weighted = predictions[Unit(number, branch)].float() * windows.weight(number).to(one.device)
+            windows.cut(canvas, number).add_(weighted)
+        rows, columns = windows.box(numbers)
+        found.append(canvas[..., rows, columns].to(one.dtype))
+    return found
+
+
+def sum_specs(windows: Windows, units: Sequence[Unit], one: Tensor) -> list[Spec]:
+    """What `sums` makes of predictions like `one`."""
+    boxes = [windows.box(numbers) for numbers in covered(windows, units).values()]
+    return [
+        Spec((*one.shape[:-2], rows.stop - rows.start, columns.stop - columns.start), one.dtype)
+        for rows, columns in boxes
+    ]
+
+
+def blended(windows: Windows, shares: Shares, branches: int, found: Sequence[Mapping[str, Sequence[Tensor]]]) -> Tensor:
+    """The whole prediction, all branches as one batch."""
+    any_sum = next(tensors[PREDICTION][0] for tensors in found if tensors[PREDICTION])
+    shape = (branches, *any_sum.shape[:-2], *windows.size)
+    canvas = torch.zeros(shape, dtype=torch.float32, device=any_sum.device)
+    for units, tensors in zip(shares, found, strict=True):
+        parts = covered(windows, units).items()
+        for (branch, numbers), part in zip(parts, tensors[PREDICTION], strict=False):
+            rows, columns = windows.box(numbers)
+            canvas[branch][..., rows, columns] += part
+    return canvas.flatten(0, 1).to(any_sum.dtype)

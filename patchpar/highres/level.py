@@ -1,0 +1,103 @@
+"""Where a denoiser call stands: its time, its signal and noise, and what its prediction says of the clean latent.
+
+As the denoiser sees it, x = signal * x0 + noise * e, whatever the scheduler: those of the sigma family (Karras et al.,
+arXiv 2206.00364) scale their sample down before the call. Flow matching has signal = 1 - noise.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.errors import PlanError, UnsupportedModel
+
+KINDS = ("epsilon", "v_prediction", "sample", "flow")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """`time` runs from 1 (noise) to 0 (picture). `predicts`: one of KINDS."""
+
+    time: float
+    signal: float
+    noise: float
+    predicts: str
+
+    def clean(self, x: Tensor, prediction: Tensor) -> Tensor:
+        """The estimate of x0."""
+        if self.predicts == "epsilon":
+            return (x - self.noise * prediction) / self.signal
+        if self.predicts == "v_prediction":
+            return self.signal * x - self.noise * prediction
+        return prediction if self.predicts == "sample" else x - self.noise * prediction
+
+    def noise_in(self, x: Tensor, prediction: Tensor) -> Tensor:
+        """The estimate of the noise; of flow matching the velocity itself, which is what such a network gives."""
+        if self.predicts == "v_prediction":
+            return self.noise * x + self.signal * prediction
+        return (x - self.signal * prediction) / self.noise if self.predicts == "sample" else prediction
+
+    @property
+    def per_clean(self) -> float:
+        """How much the prediction changes with the estimate of x0, x as it is."""
+        slopes = {"epsilon": -self.signal / self.noise, "sample": 1.0}
+        return slopes.get(self.predicts, -1 / self.noise)
+
+    @property
+    def per_noise(self) -> float:
+        """How much the prediction changes with what `noise_in` tells, x as it is."""
+        slopes = {"v_prediction": 1 / self.signal, "sample": -self.noise / self.signal}
+        return slopes.get(self.predicts, 1.0)
+
+
+def level_of(scheduler: Any, timestep: Any) -> Level:
+    """The level of a denoiser call at `timestep`, as the denoiser gets it. Raises UnsupportedModel."""
+    config = scheduler.config
+    given = float(torch.as_tensor(timestep).detach().flatten()[0])
+    span = config.get("num_train_timesteps", 1000)
+    if _is_flow(scheduler):
+        sigma = _in_steps(scheduler, given, span) / span
+        return Level(time=sigma, signal=1 - sigma, noise=sigma, predicts="flow")
+    known = getattr(scheduler, "alphas_cumprod", None)
+    kind = config.get("prediction_type", "epsilon")
+    if known is None or kind not in KINDS or config.get("timestep_type", "discrete") != "discrete":
+        raise UnsupportedModel(
+            f"{type(scheduler).__name__} with prediction_type={kind!r} does not tell how much noise a timestep has: "
+            "structure guidance needs a scheduler with alphas_cumprod, or of flow matching"
+        )
+    power = _interpolated(known, given)
+    return Level(time=given / span, signal=math.sqrt(power), noise=math.sqrt(1 - power), predicts=kind)
+
+
+def refuse_thresholding(scheduler: Any) -> None:
+    """Raise PlanError for a scheduler that cuts off large values of x0, which guidance in x0 would fight."""
+    if scheduler.config.get("thresholding", False):
+        raise PlanError(
+            f"{type(scheduler).__name__} has thresholding=True, which is made for denoisers of pixels: switch it off, "
+            "pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, thresholding=False)"
+        )
+
+
+def _is_flow(scheduler: Any) -> bool:
+    config = scheduler.config
+    flows = config.get("prediction_type") == "flow_prediction" or config.get("use_flow_sigmas", False)
+    return flows or "FlowMatch" in type(scheduler).__name__
+
+
+def _in_steps(scheduler: Any, given: float, span: int) -> float:
+    """Some pipelines (FLUX) tell the denoiser its time between 0 and 1, others in timesteps."""
+    times = scheduler.timesteps.float()
+    near = [float((times - time).abs().min()) for time in (given, given * span)]
+    return given if near[0] <= near[1] else given * span
+
+
+def _interpolated(alphas_cumprod: Tensor, timestep: float) -> float:
+    """Signal power at a timestep that may lie between two, along a straight line of log(noise / signal)."""
+    last = len(alphas_cumprod) - 1
+    below = min(max(math.floor(timestep), 0), last)
+    powers = [float(alphas_cumprod[place]) for place in (below, min(below + 1, last))]
+    odds = [math.log((1 - power) / max(power, 1e-12)) for power in powers]
+    share = timestep - below if below < last else 0.0
+    return 1 / (1 + math.exp(odds[0] + share * (odds[1] - odds[0])))

@@ -1,0 +1,31 @@
+"""What structure guidance does, in parts: the whole of a strategy's options as the denoiser needs them."""
+
+from dataclasses import dataclass, field
+
+from patchpar.highres.structure import Guidance
+from patchpar.highres.windows import Tiling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """`switch`: the time, from 1 (noise) to 0 (picture), at which interlaced patches give way to windows.
+
+    `kept`: how far windows are drawn to the anchor's structure when they begin; it falls to 0 with the time. `native`:
+    the side in pixels that the denoiser was trained for, None for what its configuration says. `told`: see `Layout`.
+    `shared_noise`: the correlation of the patches' first noise. `renoised`: the noise is drawn anew at the switch.
+    `seed`: of what is drawn beside the pipeline's own noise.
+    """
+
+    guidance: Guidance = field(default_factory=Guidance)
+    tiling: Tiling = field(default_factory=Tiling)
+    switch: float = 0.5
+    kept: float = 0.0
+    native: int | None = None
+    told: str = "native"
+    shared_noise: float = 0.0
+    renoised: bool = False
+    seed: int = 0
+
+    def progress(self, time: float) -> float:
+        """How much of the first stage is behind, at a time within it."""
+        return (1 - time) / (1 - self.switch)

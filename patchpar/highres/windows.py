@@ -1,0 +1,99 @@
+"""Overlapping windows of native size over a large latent, and the weights that blend what is predicted in them.
+
+    starts along a side, window 8, overlap one half      0       4       8      12
+                                                         |-------|       |-------|
+                                                             |-------|
+    weights are raised cosines, divided by their sum: 1 everywhere, and no window ends in a step
+
+Inner windows are moved a little in every step, so that no border stays where it is (DemoFusion, arXiv 2311.16973).
+Where to is a function of a seed and the step alone: all ranks cut alike without a word.
+"""
+
+import math
+import random
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from patchpar.errors import PlanError
+from patchpar.highres.geometry import starts_of
+
+
+@dataclass(frozen=True)
+class Windows:
+    """`corners` (top, left) of windows of `window` (h, w) over a latent of `size` (H, W)."""
+
+    size: tuple[int, int]
+    window: tuple[int, int]
+    corners: tuple[tuple[int, int], ...]
+
+    def __len__(self) -> int:
+        return len(self.corners)
+
+    def cut(self, x_BCHW: Tensor, number: int) -> Tensor:
+        """What a window shows: x_BChw."""
+        (top, left), (height, width) = self.corners[number], self.window
+        return x_BCHW[..., top : top + height, left : left + width]
+
+    @cached_property
+    def _bump_hw(self) -> Tensor:
+        return _bump(self.window[0])[:, None] * _bump(self.window[1])
+
+    @cached_property
+    def _total_HW(self) -> Tensor:
+        total = torch.zeros(self.size, dtype=torch.float64)
+        for number in range(len(self)):
+            self.cut(total, number).add_(self._bump_hw)
+        return total
+
+    def weight(self, number: int) -> Tensor:
+        """The share of a window in each of its places, (h, w): those of all windows add up to 1."""
+        return (self._bump_hw / self.cut(self._total_HW, number)).float()
+
+    def box(self, numbers: list[int]) -> tuple[slice, slice]:
+        """The rows and columns that hold these windows."""
+        tops, lefts = zip(*(self.corners[number] for number in numbers), strict=True)
+        rows = slice(min(tops), max(tops) + self.window[0])
+        return rows, slice(min(lefts), max(lefts) + self.window[1])
+
+
+def _bump(count: int) -> Tensor:
+    """sin² over `count` samples, nowhere zero."""
+    return torch.sin(math.pi * (torch.arange(count, dtype=torch.float64) + 0.5) / count) ** 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """How windows are laid. `overlap`: the least share of a window that its neighbour sees too; `moved`: by steps."""
+
+    overlap: float = 0.5
+    moved: bool = True
+
+    def lay(self, size: tuple[int, int], native: tuple[int, int], *, key: str, unit: int = 1) -> Windows:
+        """Windows of native size, or of the whole side where that is less. `key` decides how inner ones are moved.
+
+        Raises PlanError for sides that are no multiple of `unit`.
+        """
+        for side in size:
+            if side % unit:
+                raise PlanError(f"a latent of {size[0]} x {size[1]} has a side that is no multiple of {unit}")
+        window = (min(size[0], native[0]), min(size[1], native[1]))
+        rng = random.Random(key)
+        corners = tuple(
+            (self._moved(top, 0, size, window, unit, rng), self._moved(left, 1, size, window, unit, rng))
+            for top in starts_of(size[0], window[0], self.overlap, unit)
+            for left in starts_of(size[1], window[1], self.overlap, unit)
+        )
+        return Windows(size, window, corners)
+
+    def _moved(
+        self, start: int, dim: int, size: tuple[int, int], window: tuple[int, int], unit: int, rng: random.Random
+    ) -> int:
+        """At most a quarter of the overlap away, so that two neighbours still meet; never beyond the frame."""
+        room = size[dim] - window[dim]
+        reach = int(window[dim] * self.overlap / 4) // unit
+        if not self.moved or not reach or start in (0, room):
+            return start
+        return min(max(start + rng.randint(-reach, reach) * unit, 0), room)

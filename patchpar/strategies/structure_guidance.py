@@ -1,0 +1,129 @@
+"""Structure guidance: pictures larger than a model was trained for, after ASGDiffusion (Li et al., arXiv:2412.06163).
+
+While a picture is still noise, its latent is taken for interlaced ones of native size; the first of them, the anchor,
+leads the others, so that they agree on what is where. Below the switch it is cut into overlapping windows, which draw
+the detail. The paper draws noise predictions together; by default the estimates of the clean latent are, which leaves
+the noise what it should be (docs/structure-guidance.md).
+
+axis        patch: patches and windows, each guidance branch by itself, are shared out between the ranks
+exchanged   predictions, once in a step, and the anchor's attention mask
+when        this step's; with lag=1 the anchor leads with what it predicted in the last step
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from patchpar.errors import PlanError
+from patchpar.strategies.strategy import as_text
+from patchpar.treatment import check_choice
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from patchpar.clock import StepClock
+    from patchpar.exchange import Door
+    from patchpar.highres.denoiser import LargePicture
+    from patchpar.highres.method import Method
+    from patchpar.mesh import Axis
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "calibrated": {
+        "space": "x0", "weight": 1.0, "decay": "none", "aligned": True, "masked": False, "kept": 0.0,
+        "told": "native", "shared_noise": 0.0,
+    },
+    "paper": {
+        "space": "eps", "weight": 0.5, "decay": "cosine", "aligned": False, "masked": True, "kept": 0.0,
+        "told": "whole", "shared_noise": 0.9,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructureGuidance:
+    """Options; those that are None are the preset's. Raises PlanError.
+
+    `preset`: "calibrated", or "paper" for equations 3 and 4 (what the paper leaves open is our assumption). `space`:
+    what is drawn together, "x0" or "eps". `weight`: how far, and `decay`: "none", or "cosine" to 0 at the switch.
+    `aligned`: towards what lies between the anchor's samples rather than to its values. `masked`: only where the anchor
+    attends to words. `lag`: 0, or 1 for the anchor of the last step. `switch`: the time, from 1 to 0, at which windows
+    take over. `overlap`: the share of a window that its neighbour sees too. `kept`: how far the anchor goes on leading
+    coarse structure below the switch, for one more evaluation a step. `native`: the side in pixels that the model was
+    trained for, where its configuration does not say. `told`: SDXL's size conditioning, that of a "native" picture or
+    of the "whole". `shared_noise`: how alike the patches' first noise is, 0 to 1. `renoised`: fresh noise at the
+    switch. `seed`: of that noise, and of where windows move from step to step.
+    """
+
+    name: ClassVar[str] = "asg"
+    for_one_rank: ClassVar[bool] = True
+    preset: Literal["calibrated", "paper"] = "calibrated"
+    space: Literal["x0", "eps"] | None = None
+    weight: float | None = None
+    decay: Literal["cosine", "none"] | None = None
+    aligned: bool | None = None
+    masked: bool | None = None
+    lag: int = 0
+    switch: float = 0.5
+    overlap: float = 0.5
+    kept: float | None = None
+    native: int | None = None
+    told: Literal["native", "whole"] | None = None
+    shared_noise: float | None = None
+    renoised: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice(self.name, "preset", self.preset, tuple(PRESETS))
+        check_choice(self.name, "space", self.space, (None, "x0", "eps"))
+        check_choice(self.name, "decay", self.decay, (None, "cosine", "none"))
+        check_choice(self.name, "told", self.told, (None, "native", "whole"))
+        check_choice(self.name, "lag", self.lag, (0, 1))
+        for option, most in (("weight", 1.0), ("switch", 1.0), ("overlap", 0.9), ("kept", 1.0), ("shared_noise", 1.0)):
+            self._check_number(option, most)
+        if self.switch == 0:
+            raise PlanError(f"{self.name}: switch=0: windows draw the detail below it, so it is above 0")
+        if self.native is not None and (not isinstance(self.native, int) or self.native < 8):
+            raise PlanError(f"{self.name}: native={self.native!r}: it is a side in pixels, such as 1024")
+
+    def _check_number(self, option: str, most: float) -> None:
+        value = getattr(self, option)
+        if value is not None and not (isinstance(value, (int, float)) and 0 <= value <= most):
+            raise PlanError(f"{self.name}: {option}={value!r}: it is a number from 0 to {most:g}")
+
+    def _chosen(self, option: str) -> Any:
+        value = getattr(self, option)
+        return PRESETS[self.preset][option] if value is None else value
+
+    @property
+    def method(self) -> Method:
+        """The options, as the denoiser takes them."""
+        from patchpar.highres.method import Method  # a caller that only names a strategy need not import torch
+        from patchpar.highres.structure import Guidance
+        from patchpar.highres.windows import Tiling
+
+        led = {option: self._chosen(option) for option in ("space", "weight", "decay", "aligned", "masked")}
+        rest = {option: self._chosen(option) for option in ("kept", "told", "shared_noise")}
+        return Method(
+            guidance=Guidance(**led, lag=self.lag),
+            tiling=Tiling(overlap=self.overlap),
+            switch=self.switch,
+            native=self.native,
+            renoised=self.renoised,
+            seed=self.seed,
+            **rest,
+        )
+
+    def check_places(self, places: int) -> None:
+        """Any number of ranks can share patches, up to their number, which the size of a picture decides."""
+
+    def install(
+        self, denoiser: nn.Module, door: Door, axis: Axis, *, pipe: Any, clock: StepClock | None = None
+    ) -> LargePicture:
+        """Make `denoiser`, which belongs to `pipe`, answer out of patches over `axis`. There is nothing to verify."""
+        from patchpar.highres.denoiser import LargePicture
+
+        return LargePicture(denoiser, (door, axis), self.method, pipe=pipe, clock=clock)
+
+    def __str__(self) -> str:
+        return as_text(self)

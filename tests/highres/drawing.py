@@ -1,0 +1,118 @@
+"""Tiny pipelines that draw more than they are made for, on ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from patchpar.clock import StepClock
+from patchpar.exchange import Door
+from patchpar.highres.denoiser import LargePicture
+from patchpar.mesh import Axis
+from patchpar.strategies.structure_guidance import StructureGuidance
+from tests.tiny import Tiny, build, latents
+from tests.unit.threads import on_threads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A picture: of which pipeline, how, and with what arguments."""
+
+    pipeline: str = "sd"
+    options: dict[str, Any] = field(default_factory=dict)
+    scheduler: Any = None
+    steps: int = 3
+    arguments: dict[str, Any] = field(default_factory=lambda: {"height": 128, "width": 128})
+    exchange: str = "on"
+
+    @property
+    def strategy(self) -> StructureGuidance:
+        """With a native size of 64 pixels, and two of three steps in the first stage."""
+        return StructureGuidance(**{"native": 64, "switch": 0.3} | self.options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """Final latents, and what this rank sent, by kind."""
+
+    latents: Tensor
+    bytes_sent: dict[str, int]
+
+
+@contextmanager
+def large(tiny: Tiny, strategy: StructureGuidance, door: Any, axis: Axis) -> Iterator[LargePicture]:
+    """The pipeline's denoiser answers out of patches while open, and its clock is that of its scheduler."""
+    denoiser, scheduler, clock = tiny.denoiser, tiny.pipe.scheduler, StepClock()
+    found = strategy.install(denoiser, door, axis, pipe=tiny.pipe, clock=clock)
+    plain = denoiser.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        clock.next_call()
+        return found.denoise(plain, *args, **kwargs)
+
+    found.reset()
+    original = scheduler.step
+
+    @functools.wraps(original)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        clock.tick()
+        return result
+
+    denoiser.forward, scheduler.step = forward, step
+    try:
+        yield found
+    finally:
+        del denoiser.forward, scheduler.step
+        found.finish()
+        found.restore()
+
+
+def prepared(case: Case) -> Tiny:
+    """The pipeline of a case with its scheduler."""
+    tiny = build(case.pipeline)
+    if case.scheduler is not None:
+        tiny.pipe.scheduler = case.scheduler.from_config(tiny.pipe.scheduler.config)
+    return tiny
+
+
+def draw(transport: Any, case: Case, tinies: list[Tiny]) -> Drawn:
+    """On one rank; `transport` is None for a rank that is alone."""
+    rank = 0 if transport is None else transport.rank
+    door = None if transport is None else Door(transport)
+    axis = Axis("patch", rank, len(tinies), tuple(range(len(tinies))))
+    with large(tinies[rank], case.strategy, door, axis) as found:
+        found.exchange = case.exchange
+        drawn = latents(tinies[rank], steps=case.steps, **case.arguments)
+    sent = {} if door is None else dict(door.traffic.bytes_sent)
+    return Drawn(latents=drawn, bytes_sent=sent)
+
+
+def alone(case: Case) -> Tensor:
+    """Final latents of one rank."""
+    return draw(None, case, [prepared(case)]).latents
+
+
+def together(case: Case, world: int) -> list[Drawn]:
+    """What each of `world` ranks drew."""
+    tinies = [prepared(case) for _ in range(world)]
+    found = on_threads(world, draw, case, tinies, deadline=60.0)
+    for each in found:
+        if isinstance(each, Exception):
+            raise each
+    return found
+
+
+def plain(case: Case) -> Tensor:
+    """Final latents of the pipeline as diffusers runs it."""
+    return latents(prepared(case), steps=case.steps, **case.arguments)
+
+
+def apart(got: Tensor, want: Tensor) -> float:
+    """Norm of the difference over the norm of what is wanted."""
+    return float((got.double() - want.double()).norm() / want.double().norm())

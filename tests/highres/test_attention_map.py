@@ -1,0 +1,110 @@
+"""The mask is the attention that places pay to content tokens, and costs the picture nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from patchpar.highres.attention_map import AttentionMap, Recording
+from patchpar.highres.content import Content
+from tests.tiny import Tiny, build
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer_of(tiny: Tiny) -> nn.Module:
+    return AttentionMap(tiny.denoiser).layers[0][0]
+
+
+@pytest.fixture(scope="module")
+def sd() -> Tiny:
+    return build("sd")
+
+
+def test_up_blocks_of_a_unet_are_listened_to(sd: Tiny) -> None:
+    layers = [layer for layer, _ in AttentionMap(sd.denoiser).layers]
+    named = {id(module): name for name, module in sd.denoiser.named_modules()}
+    assert layers
+    assert all(named[id(layer)].startswith("up_blocks") and named[id(layer)].endswith("attn2") for layer in layers)
+    assert AttentionMap(nn.Linear(2, 2)).layers == []
+
+
+@pytest.mark.parametrize("text_first", [None, True, False])
+def test_one_column_of_values_sums_the_map(text_first: bool | None) -> None:
+    """Against the softmax written out, for cross-attention and for joint attention in both orders."""
+    weights = torch.tensor([[0.0, 1, 1, 0, 1], [0, 0, 1, 1, 0]])
+    image_q, text_k, image_k = noise(4, 3, 16, 8), noise(4, 3, 5, 8, seed=1), noise(4, 3, 16, 8, seed=2)
+    query, key = image_q, text_k
+    if text_first is not None:
+        text_q = noise(4, 3, 5, 8, seed=3)
+        order = slice(None, None, 1 if text_first else -1)
+        query, key = torch.cat([text_q, image_q][order], 2), torch.cat([text_k, image_k][order], 2)
+    recording = Recording(weights)
+    with recording:
+        recording.enter(text_first)()
+        F.scaled_dot_product_attention(query, key, key)
+        recording.leave()
+        F.scaled_dot_product_attention(query, key, key)  # of another layer
+    written = (image_q[2:] @ text_k[2:].transpose(-1, -2) / 8**0.5).softmax(-1) @ weights[:, None, :, None]
+    mean = written[..., 0].mean(1).reshape(2, 1, 4, 4)
+    low, high = mean.amin((2, 3), keepdim=True), mean.amax((2, 3), keepdim=True)
+    mask = recording.mask((4, 4))
+    assert mask is not None
+    assert torch.allclose(mask, (mean - low) / (high - low), atol=1e-5)
+    assert recording.mask((5, 7)) is None  # no map of that size has sixteen places
+
+
+@pytest.mark.parametrize("pipeline", ["sd", "sdxl", "sd3", "flux"])
+def test_a_denoiser_tells_and_answers_as_before(pipeline: str) -> None:
+    """Maps of its own come out of a real call, which returns the same to the bit, and nothing stays behind."""
+    tiny, seen = build(pipeline), []
+    attention = AttentionMap(tiny.denoiser)
+
+    def record(module: Any, args: Any, kwargs: Any) -> None:
+        seen.append((args, kwargs))
+
+    hook = tiny.denoiser.register_forward_pre_hook(record, with_kwargs=True)
+    content = Content(tiny.pipe)
+    tiny.pipe(**tiny.call_kwargs, num_inference_steps=1, output_type="latent")
+    hook.remove()
+    args, kwargs = seen[0]
+    with torch.no_grad():
+        plain = tiny.denoiser(*args, **kwargs)[0]
+        recording = Recording(content.weights(1, kwargs["encoder_hidden_states"].shape[1]))
+        with attention.listening(recording):
+            assert torch.equal(tiny.denoiser(*args, **kwargs)[0], plain)
+    mask = recording.mask((16, 16))
+    assert mask is not None
+    assert mask.shape == (1, 1, 16, 16)
+    assert mask.min() == 0
+    assert mask.max() == 1
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer, _ in attention.layers)
+    content.close()
+
+
+def test_words_are_content(sd: Tiny) -> None:
+    """Not the marks of beginning and end, not padding, not words without a thing; the prompt's, not the negative's."""
+    content, tokenizer = Content(sd.pipe), sd.pipe.tokenizer
+    sd.pipe.encode_prompt("a small red house", "cpu", 1, True, negative_prompt="blue")
+    ids = tokenizer("a small red house").input_ids
+    count = tokenizer.model_max_length
+    weights = content.weights(1, count)[0]
+    words = [tokenizer.convert_ids_to_tokens(each).removesuffix("</w>") for each in ids]
+    wanted = [
+        float(each not in tokenizer.all_special_ids and word != "a") for each, word in zip(ids, words, strict=True)
+    ]
+    assert weights[: len(ids)].tolist() == wanted
+    assert 0 < sum(wanted) < len(wanted)
+    assert weights[len(ids) :].sum() == 0
+    assert torch.equal(content.weights(3, count), weights.expand(3, -1))
+    longer = content.weights(1, count + 4)[0]
+    assert longer[count:].sum() == 0
+    content.reset()
+    assert content.weights(1, 4).tolist() == [[0, 1, 1, 1]]  # nothing is known
+    content.close()

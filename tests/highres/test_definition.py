@@ -1,0 +1,179 @@
+"""What a call of the denoiser answers, by definition: patches by the plain denoiser, led and put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.highres.denoiser import LargePicture
+from patchpar.highres.level import level_of
+from patchpar.mesh import Axis
+from patchpar.strategies.structure_guidance import StructureGuidance
+from tests.tiny import Tiny, build
+
+EARLY, LATE = torch.tensor(801), torch.tensor(201)
+TEXT = 77
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Tiny:
+    return build("sd")
+
+
+@pytest.fixture(scope="module")
+def sdxl() -> Tiny:
+    return build("sdxl")
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def text(batch: int) -> Tensor:
+    return noise(batch, TEXT, 32, seed=1)
+
+
+def large(tiny: Tiny, **options: Any) -> LargePicture:
+    """Alone, for patches of 8 x 8 latents."""
+    strategy = StructureGuidance(**{"native": 64} | options)
+    return strategy.install(tiny.denoiser, None, Axis("patch"), pipe=tiny.pipe)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def both(tiny: Tiny, found: LargePicture, x: Tensor, time: Tensor) -> tuple[Tensor, Any]:
+    """What is answered, and a function that asks the plain denoiser."""
+    words = text(len(x))
+    answer = found.denoise(tiny.denoiser.forward, x, time, encoder_hidden_states=words, return_dict=False)[0]
+
+    @torch.no_grad()
+    def ask(patch: Tensor) -> Tensor:
+        return tiny.denoiser(patch, time, encoder_hidden_states=words, return_dict=False)[0]
+
+    return answer, ask
+
+
+def test_patches_that_nobody_leads(tiny: Tiny) -> None:
+    """Without guidance the prediction of every phase is the plain denoiser's."""
+    x = noise(2, 4, 16, 16)
+    answer, ask = both(tiny, large(tiny, weight=0.0), x, EARLY)
+    for row in range(2):
+        for column in range(2):
+            phase = (..., slice(row, None, 2), slice(column, None, 2))
+            assert torch.allclose(answer[phase], ask(x[phase]), atol=1e-5)
+
+
+def test_patches_that_only_follow(tiny: Tiny) -> None:
+    """With all its weight every patch's estimate of the clean latent is the anchor's; the anchor stays its own."""
+    x = noise(2, 4, 16, 16)
+    answer, ask = both(tiny, large(tiny, weight=1.0, aligned=False), x, EARLY)
+    level = level_of(tiny.pipe.scheduler, EARLY)
+    anchor = level.clean(x[..., ::2, ::2], ask(x[..., ::2, ::2]))
+    clean = level.clean(x, answer)
+    assert torch.allclose(answer[..., ::2, ::2], ask(x[..., ::2, ::2]), atol=1e-5)
+    assert torch.allclose(clean[..., 1::2, 1::2], anchor, atol=1e-3)
+    alone, _ = both(tiny, large(tiny, weight=0.0), x, EARLY)
+    assert (level.clean(x, alone)[..., 1::2, 1::2] - anchor).abs().max() > 1e-2
+
+
+def test_the_paper_draws_noise_together(tiny: Tiny) -> None:
+    """Equation 3: e + w (e_anchor - e)."""
+    x = noise(2, 4, 16, 16)
+    options = {"space": "eps", "aligned": False, "decay": "none", "weight": 0.3}
+    answer, ask = both(tiny, large(tiny, **options), x, EARLY)
+    anchor, other = ask(x[..., ::2, ::2]), ask(x[..., 1::2, ::2])
+    assert torch.allclose(answer[..., 1::2, ::2], other + 0.3 * (anchor - other), atol=1e-5)
+
+
+def test_windows(tiny: Tiny) -> None:
+    """Below the switch corners, which one window alone sees, are the plain denoiser's answer to that window."""
+    x = noise(2, 4, 16, 16)
+    answer, ask = both(tiny, large(tiny), x, LATE)
+    assert torch.allclose(answer[..., :2, :2], ask(x[..., :8, :8])[..., :2, :2], atol=1e-5)
+    assert torch.allclose(answer[..., -2:, :2], ask(x[..., -8:, :8])[..., -2:, :2], atol=1e-5)
+    level = level_of(tiny.pipe.scheduler, LATE)
+    kept, _ = both(tiny, large(tiny, kept=1.0), x, LATE)
+    anchor = level.clean(x[..., ::2, ::2], ask(x[..., ::2, ::2]))
+    strength = 0.201 / 0.5
+    towards = level.clean(x, answer)[..., ::2, ::2] * (1 - strength) + strength * anchor
+    assert torch.allclose(level.clean(x, kept)[..., ::2, ::2], towards, atol=1e-4)
+
+
+def test_a_patch_is_told_that_it_is_a_picture_of_its_size(sdxl: Tiny) -> None:
+    """Unless the caller chose the sizes; the paper's windows are told their corner instead."""
+    told: list[Tensor] = []
+
+    def forward(sample: Tensor, timestep: Tensor, **kwargs: Any) -> tuple[Tensor]:
+        told.append(kwargs["added_cond_kwargs"]["time_ids"])
+        return (sample,)
+
+    def ask(time: Tensor, sizes: list[int], **options: Any) -> list[list[float]]:
+        told.clear()
+        found = large(sdxl, **options)
+        ids = {"time_ids": torch.tensor([sizes, sizes], dtype=torch.float32)}
+        found.denoise(forward, noise(1, 4, 16, 16).repeat(2, 1, 1, 1), time, added_cond_kwargs=ids)
+        return [each[0].tolist() for each in told]
+
+    whole = [128, 128, 0, 0, 128, 128]
+    assert ask(EARLY, whole)[0] == [64, 64, 0, 0, 64, 64]
+    assert ask(EARLY, [1024, 1024, 0, 0, 128, 128])[0] == [1024, 1024, 0, 0, 64, 64]
+    assert ask(LATE, whole)[8] == [64, 64, 0, 0, 64, 64]
+    assert ask(EARLY, whole, told="whole")[0] == whole
+    assert ask(LATE, whole, told="whole")[8] == [128, 128, 64, 64, 128, 128]
+
+
+def test_the_form_of_an_output_stays(tiny: Tiny) -> None:
+    found, x = large(tiny), noise(2, 4, 16, 16)
+    output = found.denoise(tiny.denoiser.forward, x, EARLY, encoder_hidden_states=text(2))
+    assert type(output).__name__ == "UNet2DConditionOutput"
+    assert output.sample.shape == x.shape
+
+
+def test_what_is_refused(tiny: Tiny) -> None:
+    """Each with the figure and the way out."""
+
+    def ask(x: Tensor, **kwargs: Any) -> None:
+        large(tiny).denoise(tiny.denoiser.forward, x, EARLY, encoder_hidden_states=text(2), **kwargs)
+
+    with pytest.raises(PlanError, match=r"80 x 80 pixels are less than 1\.42 times the native size of 64 x 64: plain"):
+        ask(noise(2, 4, 10, 10))
+    with pytest.raises(UnsupportedModel, match="of one picture"):
+        ask(noise(2, 4, 3, 16, 16))
+    with pytest.raises(UnsupportedModel, match="mid_block_additional_residual"):
+        ask(noise(2, 4, 16, 16), mid_block_additional_residual=noise(2, 32, 4, 4))
+    found = large(tiny)
+    found.axis = Axis("patch", 0, 10, tuple(range(10)))
+    with pytest.raises(PlanError, match="10 ranks, but this size is 4 patches and then 9 windows of 1 guidance"):
+        found.denoise(tiny.denoiser.forward, noise(2, 4, 16, 16), EARLY, encoder_hidden_states=text(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"space": "v"}, "space='v': use None, x0, eps"),
+        ({"switch": 0.0}, "switch=0: windows draw the detail"),
+        ({"weight": 2.0}, "weight=2.0: it is a number from 0 to 1"),
+        ({"lag": 2}, "lag=2: use 0, 1"),
+        ({"native": 3}, "native=3: it is a side in pixels"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        StructureGuidance(**options)
+
+
+def test_nothing_is_left_behind(tiny: Tiny) -> None:
+    before = {name: set(vars(part)) for name, part in tiny.pipe.components.items() if part is not None}
+    own = set(vars(tiny.pipe))
+    hooks = [len(module._forward_pre_hooks) for module in tiny.pipe.text_encoder.modules()]
+    found = large(tiny, preset="paper", renoised=True)
+    found.reset()
+    assert "prepare_latents" in vars(tiny.pipe)
+    found.finish()
+    found.restore()
+    assert {name: set(vars(part)) for name, part in tiny.pipe.components.items() if part is not None} == before
+    assert set(vars(tiny.pipe)) == own
+    assert [len(module._forward_pre_hooks) for module in tiny.pipe.text_encoder.modules()] == hooks

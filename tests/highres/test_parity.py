@@ -1,0 +1,94 @@
+"""However many ranks share the patches, the picture is that of one rank: every mode, lag, scheduler and pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import pytest
+
+from .drawing import Case, alone, apart, plain, together
+
+LIMIT = 1e-5
+MODES: dict[str, dict[str, Any]] = {
+    "calibrated": {},
+    "lagging": {"lag": 1},
+    "masked": {"masked": True, "weight": 0.7, "decay": "cosine"},
+    "masked-lagging": {"masked": True, "lag": 1},
+    "kept": {"kept": 1.0},
+    "renoised": {"renoised": True},
+    "paper": {"preset": "paper"},
+    "paper-lagging": {"preset": "paper", "lag": 1},
+    "no-overlap": {"overlap": 0.0},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_draw_the_picture_of_one(mode: str) -> None:
+    case = Case(options=MODES[mode])
+    want = alone(case)
+    assert all(apart(drawn.latents, want) < LIMIT for drawn in together(case, 2))
+
+
+def test_no_exchange_no_picture() -> None:
+    """The negative control of all others."""
+    options = {"weight": 0.5}
+    found = together(Case(exchange="off", options=options), 2)
+    assert apart(found[0].latents, alone(Case(options=options))) > 1e-2
+
+
+@pytest.mark.parametrize("world", [3, 5, 11])
+def test_many_ranks(world: int) -> None:
+    """Eight units in the first stage, eighteen in the second: some ranks have none at first."""
+    case = Case(options={"masked": True}, steps=2)
+    want = alone(case)
+    assert all(apart(drawn.latents, want) < LIMIT for drawn in together(case, world))
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [diffusers.EulerDiscreteScheduler, diffusers.DPMSolverMultistepScheduler, diffusers.HeunDiscreteScheduler],
+)
+def test_schedulers(scheduler: Any) -> None:
+    """Of the sigma family, with a memory, with two evaluations a step."""
+    case = Case(scheduler=scheduler, options={"lag": 1})
+    want = alone(case)
+    assert all(apart(drawn.latents, want) < LIMIT for drawn in together(case, 2))
+
+
+SQUARE = {"height": 128, "width": 128}
+PIPELINES: dict[str, dict[str, Any]] = {
+    "sdxl": {"height": 128, "width": 192},
+    "sd_inpaint": {"height": 128, "width": 128, "strength": 0.99},
+    "sd3": {},
+    "flux": {},
+}
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_pipelines(pipeline: str) -> None:
+    """With size conditioning, nine channels, joint attention, packed tokens."""
+    case = Case(pipeline=pipeline, arguments=PIPELINES[pipeline] or SQUARE, options={"masked": True})
+    want = alone(case)
+    assert apart(plain(case), want) > 1e-2  # it would not show otherwise
+    assert all(apart(drawn.latents, want) < LIMIT for drawn in together(case, 2))
+
+
+@pytest.mark.parametrize("size", [(104, 128), (128, 64), (168, 96)])
+def test_sizes(size: tuple[int, int]) -> None:
+    """Sides that are no whole number of native ones, or only one of them larger."""
+    case = Case(arguments=dict(zip(("height", "width"), size, strict=True)), options={"masked": True})
+    want = alone(case)
+    assert all(apart(drawn.latents, want) < LIMIT for drawn in together(case, 2))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_traffic(world: int) -> None:
+    """Predictions, once in a step: interlaced patches as they are, windows as sums; a mask of one channel."""
+    case = Case(options={"masked": True}, steps=2)
+    sample = 2 * 4 * 16 * 16 * 4  # both branches of guidance, fp32
+    sent = [drawn.bytes_sent for drawn in together(case, world)]
+    assert sum(each.get("mask", 0) for each in sent) == (world - 1) * 8 * 8 * 4
+    of_patches, most_of_windows = sample * (world - 1) // world, 0.85 * sample * (world - 1)
+    assert all(each["prediction"] <= of_patches + most_of_windows for each in sent)
+    assert "anchor" not in sent[0]

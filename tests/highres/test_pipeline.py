@@ -1,0 +1,81 @@
+"""As a user has it: one device or several, the same large picture, and messages before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar import ParallelPipeline, Plan, PlanError, StructureGuidance
+from patchpar.checks import check_plan, check_plan_for
+from patchpar.models.description import describe
+from patchpar.strategies import parse_strategy, resolve_strategy
+from tests.tiny import build
+
+from .drawing import Case, alone, apart, plain
+
+CASE = Case(options={"masked": True, "lag": 1})
+LIMIT = 1e-5
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[ParallelPipeline]:
+    with ParallelPipeline(build("sd").pipe, devices="cpu:1", plan=Plan(strategy=CASE.strategy)) as pipe:
+        pipe.set_progress_bar_config(disable=True)
+        yield pipe
+
+
+def call(**changed: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    arguments = build("sd").call_kwargs | CASE.arguments | {"num_inference_steps": CASE.steps, "generator": generator}
+    return arguments | {"output_type": "latent"} | changed
+
+
+def test_one_device(one: ParallelPipeline) -> None:
+    """The strategy works there too; another plan takes it out without a trace, and back."""
+    got: Tensor = one(**call()).images
+    assert apart(got, alone(CASE)) < LIMIT
+    one.plan = Plan()
+    assert torch.equal(one(**call()).images, plain(CASE))
+    one.plan = Plan(strategy=CASE.strategy)
+    assert torch.equal(one(**call()).images, got)
+
+
+def test_two_devices() -> None:
+    plan = Plan(patch=2, strategy=CASE.strategy)
+    with ParallelPipeline(build("sd").pipe, devices="cpu:2", plan=plan) as pipe:
+        pipe.set_progress_bar_config(disable=True)
+        assert apart(pipe(**call()).images, alone(CASE)) < LIMIT
+        run = pipe.last_run
+        assert run is not None
+        assert all(rank.bytes_sent["prediction"] > 0 for rank in run.ranks)
+        picture = pipe(**call(output_type="pil")).images[0]
+        assert picture.size == (128, 128)
+
+
+def test_messages(one: ParallelPipeline) -> None:
+    """With the value, the limit, the way out, and before a rank works."""
+    with pytest.raises(PlanError, match=r"64 x 80 pixels are less than 1\.42 times the native size of 64 x 64: plain"):
+        one(**call(height=64, width=80))
+    model = describe(build("sd").pipe)
+    with pytest.raises(PlanError, match=r"shares out the branches of guidance itself.*patch=4"):
+        check_plan(model, Plan(cfg=2, patch=2, strategy=CASE.strategy))
+    with pytest.raises(PlanError, match=r"4 patches and then 9 windows, of 2 guidance branches.*19 ranks.*at most 18"):
+        check_plan_for(model, Plan(patch=19, strategy=CASE.strategy), call())
+    own = build("sd").pipe.scheduler
+    one.scheduler = type(own)(thresholding=True)
+    with pytest.raises(PlanError, match="thresholding=False"):
+        one(**call())
+    one.scheduler = own
+
+
+def test_options_as_text() -> None:
+    """From a command line, and back."""
+    strategy = parse_strategy("asg:preset=paper,lag=1,masked=false")
+    assert strategy == StructureGuidance(preset="paper", lag=1, masked=False)
+    assert parse_strategy(str(strategy)) == strategy
+    assert resolve_strategy("asg") == StructureGuidance()
+    assert str(StructureGuidance()) == "asg"
