@@ -5,8 +5,7 @@ rank r hands the results of all calls so far to rank r + 1, and begins the next 
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,16 +14,8 @@ from torch import Tensor
 from patchpar.errors import PlanError
 from patchpar.exchange import Arriving, Door
 from patchpar.stream.link import HELD
+from patchpar.stream.picture_talk import PictureOrder
 from patchpar.stream.step_share import StepShare, shared_steps
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PictureOrder:
-    """One picture to draw: arguments of the pipeline, and the seed of its generator."""
-
-    number: int
-    arguments: Mapping[str, Any]
-    seed: int
 
 
 def calls_of(rank: int, ranks: int, calls: int) -> range:
@@ -38,10 +29,14 @@ def calls_of(rank: int, ranks: int, calls: int) -> range:
 
 
 class PictureStage:
-    """What a rank does with its pipeline. `place` of `ranks`; `door` is None where there is one rank only."""
+    """What a rank does with its pipeline. `place` of `ranks`; `door` is None where there is one rank only.
 
-    def __init__(self, pipe: Any, place: int, ranks: int, door: Door | None) -> None:
-        self._pipe, self._place, self._ranks, self._door = pipe, place, ranks, door
+    `mark`: see StepShare.
+    """
+
+    def __init__(self, pipe: Any, place: int, ranks: int, door: Door | None, mark: Callable[[str], object]) -> None:
+        self._pipe, self._place, self._ranks, self._door, self._mark = pipe, place, ranks, door, mark
+        self._before: list[Tensor] = []
         self._held: deque[Arriving] = deque()
 
     def run(self, take: Callable[[], PictureOrder | None], put: Callable[[int, Any], object]) -> int:
@@ -50,7 +45,7 @@ class PictureStage:
         Raises ExchangeError if another rank is late or gone, and what the pipeline raises.
         """
         drawn = 0
-        with shared_steps(self._pipe) as share:
+        with shared_steps(self._pipe, self._mark) as share:
             while (order := take()) is not None:
                 result = self._draw(share, order)
                 drawn += 1
@@ -77,7 +72,7 @@ class PictureStage:
 
     def _receive(self, share: StepShare, own: range) -> list[Tensor]:
         """All results before ours. They are kept, to be handed on."""
-        self._before: list[Tensor] = []
+        self._before = []
         if own.start and self._door is not None:
             specs = share.specs(range(own.start))
             self._before = self._door.receive("steps", "stream", self._place - 1, specs).wait_for(0)

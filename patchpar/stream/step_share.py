@@ -8,7 +8,7 @@ Schedulers, guidance and noise are diffusers' own and see what they would see in
 same to the last bit. What every rank repeats is all that is not the denoiser: text and picture encoders, the scheduler.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -29,9 +29,13 @@ class HandedOn(BaseException):
 
 
 class StepShare:
-    """Which denoiser calls of a run are ours. Before `record` has been used nothing is known of a run."""
+    """Which denoiser calls of a run are ours. Before `record` has been used nothing is known of a run.
 
-    def __init__(self) -> None:
+    `mark` is called at every denoiser call, so that who watches this rank sees it at work.
+    """
+
+    def __init__(self, mark: Callable[[str], object]) -> None:
+        self._mark = mark
         self._trees: list[Any] = []  # what each call returns, its tensors empty
         self._own: range | None = None
         self._given: list[Tensor] = []
@@ -72,6 +76,7 @@ class StepShare:
     def call(self, forward: Callable[[], Any]) -> Any:
         """One denoiser call: computed, or given, or the end."""
         number, own = self._number, self._own
+        self._mark("denoiser")
         self._number += 1
         if own is None:
             result = forward()
@@ -103,7 +108,7 @@ class StepHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
 
 @contextmanager
-def shared_steps(pipe: Any) -> Any:
+def shared_steps(pipe: Any, mark: Callable[[str], object]) -> Iterator[StepShare]:
     """A StepShare before all denoisers of a pipeline, while open. Raises UnsupportedModel."""
     denoisers = [pipe.components[name] for name in DENOISERS if pipe.components.get(name) is not None]
     if not denoisers:
@@ -113,7 +118,7 @@ def shared_steps(pipe: Any) -> Any:
     for denoiser in denoisers:
         if getattr(denoiser, "is_cache_enabled", False):
             raise UnsupportedModel("a cache between steps would see some of them only: call disable_cache() first")
-    share = StepShare()
+    share = StepShare(mark)
     for denoiser in denoisers:
         HookRegistry.check_if_exists_or_initialize(denoiser).register_hook(StepHook(share), HOOK)
     try:

@@ -11,8 +11,9 @@ import torch
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door
-from patchpar.stream.picture_stage import PictureOrder, PictureStage, calls_of
-from patchpar.stream.step_share import StepShare, shared_steps
+from patchpar.stream.picture_stage import PictureStage, calls_of
+from patchpar.stream.picture_talk import PictureOrder
+from patchpar.stream.step_share import shared_steps
 from tests.tiny import image_pipelines, transformer_pipelines
 from tests.unit.threads import on_threads
 
@@ -44,7 +45,7 @@ def on_rank(transport: Any, pipes: list[Any], todo: list[PictureOrder]) -> tuple
     for order in [*todo, None]:
         waiting.put(order)
     found: list[Any] = []
-    stage = PictureStage(pipes[transport.rank], transport.rank, len(pipes), Door(transport))
+    stage = PictureStage(pipes[transport.rank], transport.rank, len(pipes), Door(transport), str)
     drawn = stage.run(waiting.get, lambda number, result: found.append((number, result.images)))
     return found, drawn
 
@@ -86,7 +87,7 @@ def test_each_rank_computes_its_own_calls_only() -> None:
     computed: list[int] = []
     handle = quiet(pipe).unet.register_forward_pre_hook(lambda *_: computed.append(1))
     pipe.unet.conv_in.register_forward_hook(lambda *_: computed.append(2))
-    with shared_steps(pipe) as share:
+    with shared_steps(pipe, str) as share:
         whole = share.record(lambda: plain(pipe, orders(arguments)[0]))
         assert (share.calls, computed.count(2)) == (4, 4)
         computed.clear()
@@ -122,7 +123,7 @@ def test_another_number_of_steps_is_refused(own: range, steps: int) -> None:
     def run(count: int) -> Any:
         return pipe(**arguments | {"num_inference_steps": count, "output_type": "latent"})
 
-    with shared_steps(pipe) as share:
+    with shared_steps(pipe, str) as share:
         share.record(lambda: run(4))
         share.run(lambda: run(4), range(2), [])
         given = share.made if own.start else []
@@ -135,6 +136,5 @@ def test_what_has_no_steps_is_refused() -> None:
     class Nothing:
         components: dict[str, Any] = {}  # noqa: RUF012
 
-    with pytest.raises(UnsupportedModel, match="none of unet"), shared_steps(Nothing()):
+    with pytest.raises(UnsupportedModel, match="none of unet"), shared_steps(Nothing(), str):
         pass
-    assert StepShare().calls == 0

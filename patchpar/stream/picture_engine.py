@@ -1,0 +1,63 @@
+"""What one rank of a stream of pictures does: loads the whole pipeline, draws its denoising steps of each picture."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from diffusers import DiffusionPipeline
+
+from patchpar.exchange import Door
+from patchpar.launch.context import ListeningContext
+from patchpar.stream.picture_stage import PictureStage
+from patchpar.stream.picture_talk import Drawn, PictureOrder
+from patchpar.stream.talk import Stop
+from patchpar.transport import Transport, connect
+
+REST_SECONDS = 5.0
+"""How often a rank that waits for orders shows that it is there."""
+
+
+class PictureEngine:
+    """One rank."""
+
+    def __init__(self, context: ListeningContext) -> None:
+        self._context = context
+        self._device = torch.device(context.device)
+        self._transport: Transport | None = None
+        self._pipe: Any = None
+
+    def load(self, model: str, options: Mapping[str, Any]) -> str:
+        """Load with diffusers, from safetensors only; the pipeline's class."""
+        if self._context.world_size > 1:  # one bar per rank and component would only be noise
+            diffusers.utils.logging.disable_progress_bar()
+            transformers.utils.logging.disable_progress_bar()
+            if self._transport is None:
+                self._transport = connect(self._device, deadline=self._context.deadline)
+        dtype = options.get("torch_dtype")
+        named = {**options, "torch_dtype": getattr(torch, dtype)} if isinstance(dtype, str) else options
+        self._pipe = DiffusionPipeline.from_pretrained(model, use_safetensors=True, **named).to(self._device)
+        self._pipe.set_progress_bar_config(disable=True)
+        return type(self._pipe).__name__
+
+    def run(self) -> int:
+        """Draw what the session orders, until it says Stop; how many. Raises what the pipeline raises."""
+        context, door = self._context, None
+        if self._transport is not None:
+            self._transport.deadline = context.deadline
+            door = Door(self._transport, context.mark)
+        stage = PictureStage(self._pipe, context.rank, context.world_size, door, context.mark)
+        return stage.run(self._take, self._put)
+
+    def _take(self) -> PictureOrder | None:
+        while True:
+            heard = self._context.hear(REST_SECONDS)
+            self._context.mark("stream")
+            if isinstance(heard, PictureOrder):
+                return heard
+            if isinstance(heard, Stop):
+                return None
+
+    def _put(self, number: int, result: Any) -> None:
+        self._context.emit(Drawn(number=number, picture=result.images[0]))

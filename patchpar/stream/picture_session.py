@@ -1,0 +1,205 @@
+"""A stream of pictures as its user holds it: frames or requests in, pictures out in the same order.
+
+push ---> [ a few that wait ] ---> every rank                  as soon as there is credit
+for shot in session  <--- [ at most as many as there is credit ] <--- last rank
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, get_args
+
+from patchpar.errors import PlanError
+from patchpar.launch.context import Tell
+from patchpar.stream.credits import Credits
+from patchpar.stream.picture_talk import Drawn, PictureOrder
+from patchpar.stream.talk import Stop
+
+Intake = Literal["all", "latest"]
+CLOSE_SECONDS = PUSH_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shot:
+    """A picture as the pipeline returned it. `number`: which push it answers. `latency`: seconds since that push."""
+
+    number: int
+    picture: Any
+    latency: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PictureManner:
+    """How a stream of pictures runs. Raises PlanError.
+
+    `intake`: with "all" a push waits for room, with "latest" a newer frame takes the place of one that waits. `credit`:
+    pictures between their beginning and the watcher. `seed`: of every picture.
+    """
+
+    ranks: int
+    seed: int
+    intake: Intake
+    credit: int
+
+    def __post_init__(self) -> None:
+        if self.intake not in get_args(Intake):
+            raise PlanError(f"intake={self.intake!r}: use one of {', '.join(get_args(Intake))}")
+        if not 0 <= self.seed < 2**63:
+            raise PlanError(f"seed={self.seed}: it must be at least 0 and below 2**63")
+
+
+class PictureSession:
+    """One stream of pictures. A context manager and an iterator."""
+
+    def __init__(self, run: Callable[..., Any], manner: PictureManner, arguments: Mapping[str, Any]) -> None:
+        self._run, self._manner, self._arguments = run, manner, dict(arguments)
+        self._changed = threading.Condition()
+        self._credits = Credits(manner.credit)
+        self._waiting: deque[tuple[int, Mapping[str, Any]]] = deque()
+        self._shots: deque[Shot] = deque()
+        self._pushed: dict[int, float] = {}
+        self._number = self._dropped = 0
+        self._tell: Tell | None = None
+        self._is_ending = self._is_over = self._is_cancelled = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._drive, name="patchpar-pictures", daemon=True)
+        self._thread.start()
+
+    def push(self, **arguments: Any) -> int:
+        """One more picture, with these arguments of the pipeline beside those of the stream; its number.
+
+        Raises PlanError if the stream has ended, or nobody takes pictures out for a minute.
+        """
+        with self._changed:
+            if self._manner.intake == "all":
+                self._wait_for_room()
+            if self._is_ending or self._is_over:
+                raise PlanError("this stream takes no more pictures: begin another one")
+            for number, _ in self._waiting:  # of which "latest" leaves none
+                del self._pushed[number]
+                self._dropped += 1
+            self._waiting.clear()
+            number, self._number = self._number, self._number + 1
+            self._pushed[number] = time.perf_counter()
+            self._waiting.append((number, {**self._arguments, **arguments}))
+            self._order()
+            return number
+
+    def map(self, requests: Iterable[Mapping[str, Any]]) -> Iterator[Shot]:
+        """Push all of these and give what comes out, as fast as there is credit. The stream ends with them."""
+        for arguments in requests:
+            while self._waiting and not self._is_over:
+                yield next(self)
+            self.push(**arguments)
+        self.stop()
+        yield from self
+
+    def set(self, **arguments: Any) -> int:
+        """Other arguments for all further pictures, such as `prompt`; the number of the first of them."""
+        with self._changed:
+            self._arguments.update(arguments)
+            return self._number
+
+    def stop(self) -> None:
+        """Take no more pictures; iteration ends when those that were pushed have come out."""
+        with self._changed:
+            self._is_ending = True
+            self._order()
+
+    def cancel(self) -> None:
+        """End now; what is under way is drawn and thrown away."""
+        with self._changed:
+            self._is_cancelled = self._is_ending = True
+            self._waiting.clear()
+            self._shots.clear()
+            self._order()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Cancel what is left and wait until the ranks are free. Raises PlanError if they are not within a minute."""
+        self.cancel()
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            raise PlanError(f"the ranks have not let go of the stream within {CLOSE_SECONDS:g} s")
+
+    def __iter__(self) -> Iterator[Shot]:
+        return self
+
+    def __next__(self) -> Shot:
+        """The next picture. Raises what the pipeline raised, or WorkerError."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._shots or self._is_over or self._is_cancelled)
+            if not self._shots:
+                if self._error is not None and not self._is_cancelled:
+                    raise self._error
+                raise StopIteration
+            shot = self._shots.popleft()
+            self._credits.give_back()
+            self._order()
+            return shot
+
+    @property
+    def dropped(self) -> int:
+        """Frames that a newer one has taken the place of."""
+        return self._dropped
+
+    @property
+    def in_flight(self) -> int:
+        """Pictures that have begun and have not been taken."""
+        return self._credits.in_flight
+
+    def _wait_for_room(self) -> None:
+        """Until no picture waits. Called under the lock."""
+        if not self._changed.wait_for(lambda: not self._waiting or self._is_over, PUSH_SECONDS):
+            raise PlanError(
+                f"nobody has taken a picture for {PUSH_SECONDS:g} s, and {self.in_flight} are under way: take them in "
+                "another thread, or use map()"
+            )
+
+    def _drive(self) -> None:
+        error: Exception | None = None
+        try:
+            self._run(on_event=self._hear, on_start=self._begun)
+        except Exception as raised:  # noqa: BLE001  the watcher gets it
+            error = raised
+        with self._changed:
+            self._error, self._is_over, self._tell = error, True, None
+            self._changed.notify_all()
+
+    def _begun(self, tell: Tell) -> None:
+        with self._changed:
+            self._tell = tell
+            self._order()
+
+    def _hear(self, rank: int, event: Any) -> None:
+        with self._changed:
+            if isinstance(event, Drawn) and not self._is_cancelled:
+                latency = time.perf_counter() - self._pushed.pop(event.number)
+                self._shots.append(Shot(number=event.number, picture=event.picture, latency=latency))
+                self._changed.notify_all()
+
+    def _order(self) -> None:
+        """Tell the ranks what is to be drawn, as far as there is credit, and when it was all. Under the lock."""
+        while self._tell is not None and self._waiting and self._credits.take():
+            number, arguments = self._waiting.popleft()
+            self._tell_all(PictureOrder(number=number, arguments=arguments, seed=self._manner.seed))
+            self._changed.notify_all()
+        if self._is_ending and not self._waiting and self._tell is not None:
+            self._tell_all(Stop())
+            self._tell = None
+
+    def _tell_all(self, word: Any) -> None:
+        for rank in range(self._manner.ranks):
+            assert self._tell is not None
+            self._tell(rank, word)
+
+    def __enter__(self) -> "PictureSession":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

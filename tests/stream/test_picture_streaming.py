@@ -1,0 +1,153 @@
+"""Frames pushed, pictures taken: in order, bounded, and those of the plain pipeline on any number of ranks."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+
+from patchpar.errors import PlanError
+from patchpar.stream import picture_session
+from patchpar.stream.picture_session import PictureManner, PictureSession
+from patchpar.stream.picture_talk import Drawn, PictureOrder
+from patchpar.stream.pictures import PictureStreamingPipeline
+from patchpar.stream.talk import Stop
+from tests.stream.test_pictures import quiet, same
+from tests.tiny import image_pipelines
+
+ARGUMENTS = {"num_inference_steps": 4, "strength": 1.0, "output_type": "np", "guidance_scale": 1.0}
+
+
+class Ranks:
+    """Pretend to draw; every picture is its arguments. They draw while `go` is set."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.go.set()
+        self.orders: list[PictureOrder] = []
+        self.stops: list[int] = []
+
+    def run(self, on_event: Callable[[int, Any], None], on_start: Callable[[Any], None]) -> list[Any]:
+        heard: queue.Queue[Any] = queue.Queue()
+
+        def tell(rank: int, word: Any) -> None:
+            if isinstance(word, Stop):
+                self.stops.append(rank)
+            if rank == 0:
+                heard.put(word)
+
+        on_start(tell)
+        while not isinstance(word := heard.get(timeout=10), Stop):
+            self.orders.append(word)
+            assert self.go.wait(10)
+            on_event(1, Drawn(number=word.number, picture=dict(word.arguments)))
+        return []
+
+
+def session(ranks: Ranks, intake: Any = "all", credit: int = 2) -> PictureSession:
+    return PictureSession(ranks.run, PictureManner(ranks=2, seed=1, intake=intake, credit=credit), {"prompt": "a"})
+
+
+def test_all_come_out_in_order() -> None:
+    ranks = Ranks()
+    with session(ranks) as stream:
+        shots = list(stream.map({"image": n} for n in range(20)))
+    assert [(shot.number, shot.picture["image"]) for shot in shots] == [(n, n) for n in range(20)]
+    assert ranks.stops == [0, 1]
+    assert {order.seed for order in ranks.orders} == {1}
+
+
+def test_arguments_hold_from_the_next_picture() -> None:
+    with session(Ranks()) as stream:
+        stream.push()
+        assert stream.set(prompt="b") == 1
+        stream.push()
+        stream.stop()
+        assert [shot.picture["prompt"] for shot in stream] == ["a", "b"]
+        with pytest.raises(PlanError, match="takes no more"):
+            stream.push()
+
+
+def test_what_is_under_way_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(picture_session, "PUSH_SECONDS", 0.05)
+    ranks = Ranks()
+    with session(ranks) as stream:
+        for number in range(3):  # two under way, one waits
+            stream.push(image=number)
+        with pytest.raises(PlanError, match="2 are under way"):
+            stream.push(image=3)
+        assert (stream.in_flight, len(ranks.orders) <= 2) == (2, True)
+
+
+def test_only_the_latest_frame_waits() -> None:
+    ranks = Ranks()
+    ranks.go.clear()
+    with session(ranks, "latest") as stream:
+        for number in range(10):
+            stream.push(image=number)
+        ranks.go.set()
+        stream.stop()
+        assert [shot.picture["image"] for shot in stream] == [0, 1, 9]
+        assert stream.dropped == 7
+
+
+def test_cancel_ends_at_once() -> None:
+    ranks = Ranks()
+    ranks.go.clear()
+    with session(ranks) as stream:
+        stream.push()
+        stream.cancel()
+        assert list(stream) == []
+        ranks.go.set()
+
+
+def test_what_cannot_be() -> None:
+    for wrong in ({"intake": "some"}, {"seed": -1}):
+        with pytest.raises(PlanError):
+            PictureManner(**{"ranks": 1, "seed": 0, "intake": "all", "credit": 1} | wrong)
+
+
+# --- real ranks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("img2img")
+    pipe, _ = image_pipelines.sd_img2img()
+    pipe.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module", params=["cpu", "cpu:2"])
+def pipe(request: pytest.FixtureRequest, folder: Path) -> Iterator[PictureStreamingPipeline]:
+    with PictureStreamingPipeline.from_pretrained(
+        folder, devices=request.param, deadline=30, safety_checker=None, feature_extractor=None
+    ) as made:
+        yield made
+
+
+def test_frames_are_those_of_the_plain_pipeline(pipe: PictureStreamingPipeline, folder: Path) -> None:
+    _, arguments = image_pipelines.sd_img2img()
+    frames = [arguments["image"].rotate(90 * turn) for turn in range(3)]
+    with pipe.stream(seed=5, prompt="a fox", **ARGUMENTS) as stream:
+        shots = list(stream.map({"image": frame} for frame in frames))
+    oracle = quiet(DiffusionPipeline.from_pretrained(folder, safety_checker=None, feature_extractor=None))
+    for shot, frame in zip(shots, frames, strict=True):
+        generator = torch.Generator().manual_seed(5)
+        wanted = oracle(prompt="a fox", image=frame, generator=generator, **ARGUMENTS).images[0]
+        assert same(shot.picture, wanted)
+    assert not same(shots[0].picture, shots[1].picture)
+
+
+def test_a_mistake_is_told_and_the_next_stream_is_well(pipe: PictureStreamingPipeline) -> None:
+    _, arguments = image_pipelines.sd_img2img()
+    with pipe.stream(prompt=3, **ARGUMENTS) as stream, pytest.raises(ValueError, match="`prompt` has to be"):
+        list(stream.map([{"image": arguments["image"]}]))
+    with pipe.stream(prompt="a fox", **ARGUMENTS) as stream:
+        assert len(list(stream.map([{"image": arguments["image"]}] * 2))) == 2
