@@ -112,6 +112,8 @@ class Engine:
     def set(self, name: str, value: Any, *, everywhere: bool = False) -> None:
         """Set an attribute of the pipeline, or "vae.attribute" of a network."""
         owner, _, attribute = name.rpartition(".")
+        if isinstance(value, nn.Module):
+            self.restore()  # the next call puts its hooks into this one
         setattr(attrgetter(owner)(self.pipe) if owner else self.pipe, attribute, value)
 
     def get(self, name: str, *, everywhere: bool = False) -> Any:
@@ -137,7 +139,7 @@ class Engine:
         `vae`: one of the ways of `vae.choice`.
         """
         self.restore()
-        works = plan.world_size > 1 or resolve_strategy(plan.strategy).for_one_rank
+        works = plan.world_size > 1 or resolve_strategy(plan.strategy).for_one_rank or vae == "tiled"
         if self._transport is None and (self.context.world_size > 1 or works):
             join = connect if self.context.world_size > 1 else alone
             self._transport = join(self.device, deadline=self.context.deadline)

@@ -14,7 +14,7 @@ from patchpar.exchange import Door, Traffic
 from patchpar.guided import GuidanceCheck
 from patchpar.highres.denoiser import LargePicture
 from patchpar.ledger import Ledger
-from patchpar.mesh import Axis, Mesh
+from patchpar.mesh import Mesh
 from patchpar.models.description import DENOISERS, refuse_compiled
 from patchpar.patched import PatchedDenoiser
 from patchpar.plan import Plan
@@ -64,12 +64,12 @@ class Installed:
             votes = CacheVote(module, door, (mesh["patch"], mesh["cfg"]), clock)
             self._register(module, DenoiserHook(clock, layers, guided, door, votes, check))
 
-    def put_in_vaes(self, way: str, door: Door | None, verdicts: Verdicts | None) -> None:
+    def put_in_vaes(self, way: str, door: Door, verdicts: Verdicts | None) -> None:
         """Let all ranks of one picture encode and decode it together. Their traffic is counted apart, by `door`."""
-        axis = Axis("picture") if self.mesh is None else self.mesh.of_one_picture()
+        assert self.mesh is not None
+        axis = self.mesh.of_one_picture()
         if axis.size > 1 or way == "tiled":
-            mesh = (door if axis.size > 1 else None, axis)
-            self.vaes = ParallelVaes(self.pipe.components, self._denoisers(), way, mesh, verdicts)
+            self.vaes = ParallelVaes(self.pipe.components, self._denoisers(), way, (door, axis), verdicts)
 
     def _register(self, module: nn.Module, hook: ModelHook) -> None:
         HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK)
@@ -116,7 +116,7 @@ class Installed:
         for patched in self.patched:
             patched.reset()
         traffic = Traffic() if self.door is None else self.door.traffic
-        of_vaes = Traffic() if self.vaes is None or self.vaes.door is None else self.vaes.door.traffic
+        of_vaes = Traffic() if self.vaes is None else self.vaes.door.traffic
         traffic.clear()
         of_vaes.clear()
         histories = [patched.history for patched in self.patched if patched.history is not None]

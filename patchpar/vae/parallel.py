@@ -7,7 +7,7 @@ vae.encode(picture)  ->  every rank its band of rows; the latent on all
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -55,8 +55,6 @@ class ParallelVae:
         if name == "encode":
             self.course.go_on()
         if self.way in ("auto", "exact") and not self._tiling_wins():
-            if not self.split[name].takes(call):
-                return call.on(call.x)
             try:
                 return self._exactly(name, call)
             except (UnsupportedModel, VerificationError) as error:
@@ -64,6 +62,8 @@ class ParallelVae:
         return self._whole(name, call)
 
     def _exactly(self, name: str, call: Call) -> Any:
+        if not self.split[name].takes(call):
+            return call.on(call.x)
         everywhere = name == "encode" or self.course.everywhere
         output = self.split[name](call, everywhere=everywhere)
         self.course.dropped |= not everywhere
@@ -108,11 +108,16 @@ class ParallelVaes:
     """All VAEs of a pipeline, which are its networks with `encode` and `decode`. `mesh`: the ranks of one picture."""
 
     def __init__(
-        self, components: Mapping[str, Any], denoisers: list[nn.Module], way: str, mesh: tuple[Door, Axis], **kept: Any
+        self,
+        components: Mapping[str, Any],
+        denoisers: Sequence[nn.Module],
+        way: str,
+        mesh: tuple[Door, Axis],
+        verdicts: Verdicts | None = None,
     ) -> None:
-        self.course, self.door = Course(), mesh[0]
-        found = [module for module in components.values() if _is_vae(module)]
-        self.vaes = [ParallelVae(module, way, mesh, kept["verdicts"], self.course) for module in found]
+        self.course, self.door = Course(everywhere=mesh[1].size == 1), mesh[0]
+        found = {id(module): module for module in components.values() if _is_vae(module)}
+        self.vaes = [ParallelVae(module, way, mesh, verdicts, self.course) for module in found.values()]
         self._watching = [module.register_forward_pre_hook(lambda *_: self.course.go_on()) for module in denoisers]
 
     def forget(self) -> None:

@@ -63,9 +63,12 @@ class SplitMethod:
         self._deadline = self.door.transport.deadline
 
     def takes(self, call: Call) -> bool:
-        """Whether a picture has rows for every place; if not, it is small enough for every rank to do it whole."""
+        """Whether a picture has rows for every place; if not, it is small enough for every rank to do it whole.
+
+        Raises UnsupportedModel.
+        """
         x = call.x
-        if x.ndim not in (4, 5) or not x.is_floating_point():
+        if x.ndim not in (4, 5) or x.dtype not in TOLERANCE:
             return False
         rows, unit = x.shape[longer_dim(x)], self._rows_per_unit(call)
         return rows % unit == 0 and rows // unit >= self.axis.size
@@ -94,7 +97,12 @@ class SplitMethod:
         if not self._unit:
             corner = call.x[:1, ..., :PROBE, :PROBE]
             corner = corner[:, :, :1] if corner.ndim == 5 else corner
-            latent = tensors_of(call.on(corner.contiguous()))[0]
+            try:
+                latent = tensors_of(call.on(corner.contiguous()))[0]
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise UnsupportedModel(
+                    f"{type(self.vae).__name__}.{self.name} does not take a small picture ({error})"
+                ) from error
             self._unit = corner.shape[-1] // latent.shape[-1]
         return self._unit
 

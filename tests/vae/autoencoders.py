@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,6 +27,7 @@ from tests.tiny import autoencoders
 from tests.tiny.weights import enliven
 from tests.unit.threads import on_threads
 
+ONE_AT_A_TIME = threading.Lock()
 SLOPE = 3.0  # power at frequency k falls as k ** -SLOPE
 
 
@@ -84,7 +86,7 @@ KINDS = {
 
 @cache
 def _built(name: str) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
+    with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):  # ranks are threads here, and share the random numbers
         torch.manual_seed(0)
         return enliven(KINDS[name].build().eval().requires_grad_(False))
 

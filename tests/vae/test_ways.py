@@ -39,7 +39,7 @@ def on_ranks(
         denoiser = nn.Identity()
         verdicts = None if folder is None else Verdicts(folder / str(transport.rank))
         mesh = (Door(transport), axis_of(transport, WORLD))
-        vaes = ParallelVaes({"vae": own, "unet": denoiser, "tokenizer": None}, [denoiser], way, mesh, verdicts=verdicts)
+        vaes = ParallelVaes({"vae": own, "unet": denoiser, "tokenizer": None}, [denoiser], way, mesh, verdicts)
         with torch.no_grad(), vaes.course.open():
             return function(vaes, own)
 
@@ -101,6 +101,23 @@ def test_tiles() -> None:
     assert on_ranks("tiled", lambda vaes, vae: (decode(vaes, vae), vae.use_tiling)[1]) == [False] * WORLD
 
 
+def test_tiles_on_one_rank() -> None:
+    def tiled(transport: Transport) -> tuple[Tensor, Tensor]:
+        vae, denoiser = build(NAME), nn.Identity()
+        vae.tile_sample_min_size, vae.tile_latent_min_size = 32, 4
+        vaes = ParallelVaes({"vae": vae, "vqvae": vae}, [denoiser], "tiled", (Door(transport), axis_of(transport, 1)))
+        with torch.no_grad(), vaes.course.open():
+            got = decode(vaes, vae)
+            denoiser(torch.ones(1))  # this rank has what it has decoded
+        vaes.restore()
+        assert "decode" not in vae.__dict__
+        return got, plain(vae, "decode", given(NAME, "decode", *SIZE)[0], {})
+
+    ((got, after),) = raised(on_threads(1, tiled))
+    assert not torch.equal(got, wanted("decode"))
+    assert torch.equal(after, wanted("decode"))
+
+
 def test_tiling_that_is_switched_on_wins_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     def tiled(vaes: ParallelVaes, vae: Any) -> Tensor:
         vae.enable_tiling()
@@ -154,7 +171,7 @@ def test_a_pipeline_that_goes_on_gets_the_picture_on_all_ranks(way: str) -> None
 def test_the_denoiser_is_watched() -> None:
     def draws_again(vaes: ParallelVaes, vae: Any) -> None:
         denoiser = nn.Identity()
-        watching = ParallelVaes({}, [denoiser], "exact", (vaes.door, vaes.vaes[0].split["decode"].axis), verdicts=None)
+        watching = ParallelVaes({}, [denoiser], "exact", (vaes.door, vaes.vaes[0].split["decode"].axis))
         with watching.course.open():
             denoiser(torch.ones(1))
             watching.course.dropped = True
@@ -227,6 +244,20 @@ def test_a_verdict_is_kept(tmp_path: Path) -> None:
     assert first == second
     assert 0 < first[0] < 1e-5
     assert len(list(tmp_path.rglob("*.json"))) == WORLD
+
+
+class Fixed(Squeezing):
+    """Encodes pictures of one size only."""
+
+    def encode(self, x: Tensor) -> Any:
+        return self.vae.encode(x + torch.zeros(8 * SIZE[0], 8 * SIZE[1]))
+
+
+def test_one_that_takes_no_small_picture_runs_whole(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"Fixed\.encode does not .* small .* use vae='rank0'"):
+        on_ranks("exact", encode, vae=lambda: Fixed(build(NAME)), folder=tmp_path)
+    for found in on_ranks("auto", encode, vae=lambda: Fixed(build(NAME)), folder=tmp_path):
+        assert torch.equal(found, wanted("encode"))
 
 
 def test_compiled_blocks_are_refused() -> None:
