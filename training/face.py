@@ -174,7 +174,7 @@ class _ClipAttention:
     def __call__(self, attn: nn.Module, hidden_states: Tensor, *_: object) -> Tensor:
         course = self._course
         q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
+        q, k, v = (x.to(v.dtype).unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
         if course.blocks:
             q, k, v = (x.unflatten(0, (-1, course.blocks)) for x in (q, k, v))
             seen = self._blocks(_turned(q, course.own), _turned(k, course.own), v)
@@ -201,10 +201,9 @@ class _TextAttention:
 
     def __call__(self, attn: nn.Module, hidden_states: Tensor, encoder_hidden_states: Tensor, *_: object) -> Tensor:
         q, k, v = attn.to_q(hidden_states), attn.to_k(encoder_hidden_states), attn.to_v(encoder_hidden_states)
-        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
+        q, k, v = (x.to(v.dtype).unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
         return attn.to_out[0](_attend(q, k, v).flatten(2))
 
 
 def _attend(q_BLhd: Tensor, k_BLhd: Tensor, v_BLhd: Tensor) -> Tensor:
-    q, k, v = (x.to(v_BLhd.dtype).transpose(1, 2) for x in (q_BLhd, k_BLhd, v_BLhd))
-    return attend(q, k, v).transpose(1, 2)
+    return attend(*(x.transpose(1, 2) for x in (q_BLhd, k_BLhd, v_BLhd))).transpose(1, 2)
