@@ -1,0 +1,113 @@
+"""The VAE in bands of rows against the plain one: accuracy, peak, bytes, time.
+
+    python -m benchmarks.vae --write docs/figures/vae.md
+    python -m benchmarks.vae AutoencoderKL AutoencoderKLWan
+    python -m benchmarks.vae --no-accuracy --pixels 512 --turns 5
+
+Every class of VAE, tiny, random weights, latents whose power falls as k^-3, fp32, CPU workers. PSNR is the least of any
+rank; "alone" is the negative control, every band by itself; "peak" is what one rank allocates, times the number of
+ranks, over what the plain method allocates. Time: SDXL's VAE with all its layers, a quarter as wide, one process with
+one thread and then two with one thread each, in turns, medians. The processor's time does not count waiting. Exit code
+1 if a cell is below 100 dB or a control is not wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+LEAST_DB, CONTROL_DB = 100.0, 60.0
+WORLDS = (2, 3, 4)
+SIZE = (17, 12)  # latent rows and columns: no number of ranks shares 17 rows evenly
+WIDTHS = (32, 64, 128, 128)
+ACCURACY = [
+    "| VAE | method | 2 ranks | 3 ranks | 4 ranks | alone | tiled | peak x ranks | sent by a rank of 4 | rounds |",
+    "|" + "---|" * 10,
+]
+TIME = [
+    "| method | pixels | one process | two | faster | processor, one | processor, two | without waiting | waited |",
+    "|" + "---|" * 9,
+]
+
+
+def accuracy_rows(pool: Any, names: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """One line for each class and method, and whether it keeps the promise."""
+    from benchmarks.vae_ranks import tiled_db
+
+    for name in names:
+        for method in ("decode", "encode"):
+            tiled = tiled_db(name, SIZE) if method == "decode" else None
+            found = [
+                pool.call("run", "benchmarks.vae_ranks:accuracy", world, "auto", (name, method, SIZE))[:world]
+                for world in WORLDS
+            ]
+            yield _accuracy_row(f"{name} | {method}", found, tiled)
+
+
+def _accuracy_row(lead: str, found: Sequence[Sequence[Any]], tiled: float | None) -> tuple[str, bool]:
+    exact = [min(each.psnr_db for each in ranks) for ranks in found]
+    alone = max(each.alone_db for ranks in found for each in ranks)
+    peak = max(each.peak * len(ranks) for ranks in found for each in ranks)
+    sent = max(each.bytes_sent for each in found[-1])
+    cells = " | ".join(f"{value:.0f} dB" for value in (*exact, alone))
+    tiles = "" if tiled is None else f"{tiled:.0f} dB"
+    good = min(exact) >= LEAST_DB and alone < CONTROL_DB
+    line = f"| {lead} | {cells} | {tiles} | {peak:.2f} | {sent / 1024:.0f} KiB | {found[-1][0].rounds} |"
+    return line, good
+
+
+def time_rows(pool: Any, pixels: int, turns: int) -> Iterator[str]:
+    """One line for each method."""
+    for method in ("decode", "encode"):
+        arguments = (WIDTHS, method, pixels, turns)
+        ranks = pool.call("run", "benchmarks.vae_ranks:times", 2, "auto", arguments)[:2]
+        plain, processor = (statistics.median(each) for each in (ranks[0].plain, ranks[0].plain_processor))
+        split = statistics.median(map(max, zip(*(rank.split for rank in ranks), strict=True)))
+        own = statistics.median(map(max, zip(*(rank.split_processor for rank in ranks), strict=True)))
+        waited = statistics.median(map(max, zip(*(rank.waited for rank in ranks), strict=True)))
+        clock = f"{plain:.2f} s | {split:.2f} s | {plain / split:.2f}"
+        computing = f"{processor:.2f} s | {own:.2f} s | {processor / own:.2f}"
+        yield f"| {method} | {pixels} x {pixels} | {clock} | {computing} | {waited:.2f} s |"
+
+
+def main() -> int:
+    """Print the tables."""
+    from patchpar.launch.local import LocalExecutor
+    from tests.vae.autoencoders import KINDS
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(KINDS), help=f"some of {', '.join(KINDS)}")
+    parser.add_argument("--no-accuracy", action="store_true", help="time only")
+    parser.add_argument("--pixels", type=int, default=512, help="side of the picture that is timed")
+    parser.add_argument("--turns", type=int, default=5, help="0: no times")
+    parser.add_argument("--write", type=Path, help="also write the tables to this file")
+    options = parser.parse_args()
+    lines, kept = ["# The VAE in bands of rows", ""], True
+    with LocalExecutor(["cpu"] * max(WORLDS), "tests.ranks:Ranks", deadline=600.0, preload=["tests.tiny"]) as pool:
+        if not options.no_accuracy:
+            size = f"{SIZE[0]} x {SIZE[1]}"
+            lines += [f"Latents of {size}, fp32. The promise is 100 dB and a peak of at most 1.15.", "", *ACCURACY]
+            print("\n".join(lines), flush=True)
+            for line, good in accuracy_rows(pool, options.names):
+                print(line, flush=True)
+                lines, kept = [*lines, line], kept and good
+            lines.append("")
+        if options.turns:
+            head = f"SDXL's VAE, a quarter as wide, fp32, one thread per process, medians of {options.turns} turns."
+            lines += [head, "", *TIME]
+            print("\n".join(["", head, "", *TIME]), flush=True)
+            for line in time_rows(pool, options.pixels, options.turns):
+                print(line, flush=True)
+                lines.append(line)
+    if options.write:
+        options.write.parent.mkdir(parents=True, exist_ok=True)
+        options.write.write_text("\n".join([*lines, ""]))
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""What the ranks of `benchmarks.vae` run: one method of a VAE, plain and in bands."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor
+
+from patchpar.mesh import Axis
+from patchpar.vae.join import tensors_of
+from patchpar.vae.split import Call, SplitMethod
+from tests.ranks import Place
+from tests.vae.allocations import Allocations
+from tests.vae.autoencoders import build, given, psnr_db, structured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """One rank: PSNR against the plain method and of every band alone, peak in parts of the plain one, traffic."""
+
+    psnr_db: float
+    alone_db: float
+    peak: float
+    bytes_sent: int
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """One rank, seconds of each turn: by the clock and of this rank's processor."""
+
+    plain: list[float]
+    split: list[float]
+    plain_processor: list[float]
+    split_processor: list[float]
+    waited: list[float]
+
+
+def accuracy(place: Place, name: str, method: str, size: tuple[int, int]) -> Accuracy:
+    """Of one class of VAE, on a latent of that size or the picture of one."""
+    vae, (x, kwargs) = build(name), given(name, method, *size)
+    call = Call(getattr(vae, method), x, (), kwargs)
+    split = _split(place, vae, method)
+    with torch.no_grad():
+        split.takes(call)
+        with Allocations() as plain:
+            want = tensors_of(call.on(x))[0]
+        split.door.traffic.clear()
+        with Allocations() as own:
+            got = tensors_of(split(call, everywhere=True))[0]
+        traffic = split.door.traffic
+        sent, rounds = traffic.total_bytes, sum(traffic.rounds.values())
+        split.exchanging = False
+        alone = tensors_of(split(call, everywhere=True))[0]
+    return Accuracy(
+        psnr_db=psnr_db(got, want),
+        alone_db=psnr_db(alone, want),
+        peak=own.peak / plain.peak,
+        bytes_sent=sent,
+        rounds=rounds,
+    )
+
+
+def times(place: Place, widths: tuple[int, ...], method: str, pixels: int, turns: int) -> Times:
+    """Of SDXL's VAE with other widths: plain on rank 0 alone, then in bands on all, in turns."""
+    torch.manual_seed(0)
+    vae: Any = diffusers.AutoencoderKL(
+        block_out_channels=widths,
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=2,
+    ).eval()
+    x = structured(1, 4, pixels // 8, pixels // 8) if method == "decode" else structured(1, 3, pixels, pixels)
+    call, split = Call(getattr(vae, method), x, (), {}), _split(place, vae, method)
+    found = Times(plain=[], split=[], plain_processor=[], split_processor=[], waited=[])
+    with torch.no_grad():
+        split.takes(call)
+        for turn in range(turns + 1):
+            plain = _timed(lambda: call.on(x)) if place.rank == 0 else (0.0, 0.0)
+            split.door.transport.deadline = 600.0
+            together(place, split)
+            split.door.traffic.clear()
+            own = _timed(lambda: split(call, everywhere=False))
+            if turn:  # the first warms up
+                found.plain.append(plain[0])
+                found.plain_processor.append(plain[1])
+                found.split.append(own[0])
+                found.split_processor.append(own[1])
+                found.waited.append(sum(split.door.traffic.seconds_waited.values()))
+    return found
+
+
+def together(place: Place, split: SplitMethod) -> None:
+    """Wait until all are here."""
+    from patchpar.exchange import Gather
+
+    Gather(split.door, split.axis, "begin", "begin").same(torch.zeros(1))
+
+
+def _split(place: Place, vae: Any, method: str) -> SplitMethod:
+    axis = Axis("picture", place.rank, place.world, tuple(range(place.world)))
+    return SplitMethod(vae, method, (place.door(), axis), None)
+
+
+def _timed(function: Any) -> tuple[float, float]:
+    start, processor = time.perf_counter(), time.process_time()
+    function()
+    return time.perf_counter() - start, time.process_time() - processor
+
+
+def tiled_db(name: str, size: tuple[int, int]) -> float | None:
+    """PSNR of diffusers' own tiles against the plain decode, four tiles to a side; None where it has none."""
+    vae, (z, kwargs) = build(name), given(name, "decode", *size)
+    if not hasattr(vae, "tile_latent_min_size"):
+        return None
+    want: Tensor = vae.decode(z, **kwargs).sample
+    vae.enable_tiling()
+    vae.tile_latent_min_size = max(size) // 2
+    vae.tile_sample_min_size = 8 * vae.tile_latent_min_size
+    return psnr_db(vae.decode(z, **kwargs).sample, want)
