@@ -18,8 +18,8 @@ class Method:
 
     guidance: Guidance = field(default_factory=Guidance)
     tiling: Tiling = field(default_factory=Tiling)
-    switch: float = 0.5
-    kept: float = 0.0
+    switch: float = 0.35
+    kept: float = 1.0
     native: int | None = None
     told: str = "native"
     shared_noise: float = 0.0

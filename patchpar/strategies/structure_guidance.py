@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "calibrated": {
-        "space": "x0", "weight": 1.0, "decay": "none", "aligned": True, "masked": False, "kept": 0.0,
+        "space": "x0", "weight": 1.0, "decay": "none", "aligned": True, "masked": False, "switch": 0.35, "kept": 1.0,
         "told": "native", "shared_noise": 0.0,
     },
     "paper": {
-        "space": "eps", "weight": 0.5, "decay": "cosine", "aligned": False, "masked": True, "kept": 0.0,
+        "space": "eps", "weight": 0.5, "decay": "cosine", "aligned": False, "masked": True, "switch": 0.5, "kept": 0.0,
         "told": "whole", "shared_noise": 0.9,
     },
 }  # fmt: skip
@@ -64,7 +64,7 @@ class StructureGuidance:
     aligned: bool | None = None
     masked: bool | None = None
     lag: int = 0
-    switch: float = 0.5
+    switch: float | None = None
     overlap: float = 0.5
     kept: float | None = None
     native: int | None = None
@@ -103,11 +103,10 @@ class StructureGuidance:
         from patchpar.highres.windows import Tiling
 
         led = {option: self._chosen(option) for option in ("space", "weight", "decay", "aligned", "masked")}
-        rest = {option: self._chosen(option) for option in ("kept", "told", "shared_noise")}
+        rest = {option: self._chosen(option) for option in ("switch", "kept", "told", "shared_noise")}
         return Method(
             guidance=Guidance(**led, lag=self.lag),
             tiling=Tiling(overlap=self.overlap),
-            switch=self.switch,
             native=self.native,
             renoised=self.renoised,
             seed=self.seed,

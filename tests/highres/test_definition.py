@@ -39,7 +39,7 @@ def text(batch: int) -> Tensor:
 
 def large(tiny: Tiny, **options: Any) -> LargePicture:
     """Alone, for patches of 8 x 8 latents."""
-    strategy = StructureGuidance(**{"native": 64} | options)
+    strategy = StructureGuidance(**{"native": 64, "switch": 0.5, "kept": 0.0} | options)
     return strategy.install(tiny.denoiser, None, Axis("patch"), pipe=tiny.pipe)  # type: ignore[arg-type]
 
 

@@ -15,7 +15,7 @@ MODES: dict[str, dict[str, Any]] = {
     "lagging": {"lag": 1},
     "masked": {"masked": True, "weight": 0.7, "decay": "cosine"},
     "masked-lagging": {"masked": True, "lag": 1},
-    "kept": {"kept": 1.0},
+    "not-kept": {"kept": 0.0},
     "renoised": {"renoised": True},
     "paper": {"preset": "paper"},
     "paper-lagging": {"preset": "paper", "lag": 1},
@@ -85,7 +85,7 @@ def test_sizes(size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_traffic(world: int) -> None:
     """Predictions, once in a step: interlaced patches as they are, windows as sums; a mask of one channel."""
-    case = Case(options={"masked": True}, steps=2)
+    case = Case(options={"masked": True, "kept": 0.0}, steps=2)
     sample = 2 * 4 * 16 * 16 * 4  # both branches of guidance, fp32
     sent = [drawn.bytes_sent for drawn in together(case, world)]
     assert sum(each.get("mask", 0) for each in sent) == (world - 1) * 8 * 8 * 4
