@@ -112,8 +112,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     costs = StreamCosts(step=options.step, decode=options.decode, frames=FRAMES)
     plans = [StreamPlan.even(steps, steps + 1) for steps in (2, 3, 4)] + [StreamPlan.even(4, 2), StreamPlan.even(4, 3)]
     lines = [
+        "# The stages of a stream against the law",
+        "",
         f"Stages that sleep: c = {options.step:g} s per step, v = {options.decode:g} s to decode, {FRAMES} frames per "
         f"block, blocks of {LATENTS} in bf16, {options.blocks} blocks per stream.",
+        "",
+        "FPS = F / max(c, v) and TTFF = S c + v, a stage of several steps takes several c. By benchmarks/stream.py.",
         "",
         "| plan | law, fps | simulated | measured | of the law | first frame, law, s | measured, s | gap p99, ms |",
         "|---|---|---|---|---|---|---|---|",

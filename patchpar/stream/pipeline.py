@@ -19,7 +19,7 @@ from patchpar.launch.local import LocalExecutor
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.driver import Limits
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.session import Delivery, StreamSession, Timing
+from patchpar.stream.session import StreamDelivery, StreamSession, Timing
 from patchpar.stream.talk import Course, Facts, Said, Shown, Wish
 from patchpar.stream.track import AudioTrack
 
@@ -79,7 +79,7 @@ class StreamingPipeline:
         audio: tuple[Tensor, int] | str | None = None,
         seed: int = 0,
         seconds: float | None = None,
-        delivery: Delivery | None = None,
+        delivery: StreamDelivery | None = None,
     ) -> StreamSession:
         """Begin a stream. One at a time; use it in a `with` block.
 
@@ -103,7 +103,7 @@ class StreamingPipeline:
             adapt_sink=config.adapt_sink,
         )
         timing = Timing(fps=config.fps, frames=config.blocks.frames, per_latent=facts.per_latent)
-        delivery = delivery or Delivery()
+        delivery = delivery or StreamDelivery()
         credit = self.plan.depth + delivery.lead
         limits = Limits(credit=credit, blocks=_blocks(seconds, timing), restarts=delivery.restarts)
         track = self._track(audio)

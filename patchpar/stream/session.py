@@ -70,7 +70,7 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delivery:
+class StreamDelivery:
     """How chunks reach the watcher. Raises PlanError.
 
     `output`: while the watcher is slow, "block" waits; "drop_oldest" and "skip_to_live" lose chunks. `pace`: chunks as
@@ -101,7 +101,7 @@ class StreamSession:
         course: Course,
         limits: Limits,
         timing: Timing,
-        delivery: Delivery,
+        delivery: StreamDelivery,
         track: AudioTrack | None,
     ) -> None:
         self._timing, self._delivery, self._track = timing, delivery, track

@@ -16,7 +16,7 @@ from patchpar.errors import PlanError, WorkerDied
 from patchpar.stream import session as session_module
 from patchpar.stream.driver import Limits
 from patchpar.stream.events import Parameter, Reference
-from patchpar.stream.session import Delivery, StreamSession, Timing
+from patchpar.stream.session import StreamDelivery, StreamSession, Timing
 from patchpar.stream.talk import Begin, Cancel, Course, Produced, Ready, Said, Shown, Stop
 from patchpar.stream.track import AudioTrack
 from tests.stream.tiny import AUDIO, FRAMES, noise, sink
@@ -70,7 +70,7 @@ def session(
     ranks: Ranks, *, blocks: int | None = 6, credit: int = 3, track: AudioTrack | None = None, **delivery: Any
 ) -> StreamSession:
     limits = Limits(credit=credit, blocks=blocks, restarts=delivery.get("restarts", 1))
-    return StreamSession(ranks.run, COURSE, limits, TIMING, Delivery(**delivery), track)
+    return StreamSession(ranks.run, COURSE, limits, TIMING, StreamDelivery(**delivery), track)
 
 
 def test_chunks_come_in_order_with_exact_times() -> None:
@@ -162,7 +162,7 @@ def test_wishes_that_cannot_be_are_refused_at_once() -> None:
             stream.end_audio()
     for wrong in ({"output": "x"}, {"pace": "x"}, {"lead": 0}, {"restarts": -1}):
         with pytest.raises(PlanError):
-            Delivery(**wrong)
+            StreamDelivery(**wrong)
 
 
 def test_cancel_ends_at_once_and_every_rank_is_told() -> None:

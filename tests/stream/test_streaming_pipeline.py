@@ -23,7 +23,7 @@ from patchpar.stream.decoder import WanDecoder, from_pixels
 from patchpar.stream.events import Change, Parameter, Prompt, Reference
 from patchpar.stream.pipeline import StreamingPipeline
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.session import Delivery
+from patchpar.stream.session import StreamDelivery
 from patchpar.stream.wan import WanStream, WanStreamOptions
 from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, TEXT, noise, write_folder
 
@@ -133,7 +133,7 @@ def test_streams_follow_one_another_on_the_same_ranks(three: StreamingPipeline) 
 
 
 def test_a_worker_that_dies_is_replaced_and_the_stream_goes_on(three: StreamingPipeline) -> None:
-    with three.stream(seed=5, seconds=1.9, delivery=Delivery(lead=1)) as stream:
+    with three.stream(seed=5, seconds=1.9, delivery=StreamDelivery(lead=1)) as stream:
         before = [next(stream) for _ in range(3)]
         os.kill(three._executor.pids[1], signal.SIGKILL)  # type: ignore[union-attr]
         after = list(stream)
