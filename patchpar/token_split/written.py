@@ -31,7 +31,7 @@ def _block(raw: dict[str, Any]) -> BlockPlan:
         attentions=tuple(_call(each) for each in raw["attentions"]),
         outputs={int(number): Rows(**rows) for number, rows in raw["outputs"].items()},
         ratio=raw["ratio"],
-        origin=None if raw.get("origin") is None else _origin(raw["origin"]),
+        origin=None if raw["origin"] is None else _origin(raw["origin"]),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from patchpar.clock import StepClock
 from patchpar.exchange import Door
 from patchpar.mesh import Axis
 from patchpar.strategies import parse_strategy
+from patchpar.token_split.discovery import discover_tokens
+from patchpar.token_split.plan import TokenPlan
 from tests.tiny.transformers import TRANSFORMERS
 from tests.tiny.transformers_entry import IMAGE, VIDEO
 from tests.unit.threads import on_threads
@@ -147,12 +150,13 @@ class Case:
 def on_ranks(case: Case) -> list[list[Tensor]]:
     """Every evaluation's prediction, as each rank has it."""
     models = [case.build() for _ in range(case.ranks)]  # threads share torch's random state
+    plan = _plan(case.name, case.variant, case.mask)
 
     def on_rank(transport: Any) -> list[Tensor]:
         axis = Axis("patch", transport.rank, case.ranks, tuple(range(case.ranks)))
         clock, model = StepClock(), models[transport.rank]
         split = parse_strategy(case.strategy).install(model, Door(transport), axis, clock=clock)
-        split.exchange = case.exchange
+        split.plan, split.exchange = plan, case.exchange
         clock.reset()
         split.reset()
         found = []
@@ -170,6 +174,13 @@ def on_ranks(case: Case) -> list[list[Tensor]]:
         if isinstance(each, Exception):
             raise each
     return found
+
+
+@cache
+def _plan(name: str, variant: int, mask: bool) -> TokenPlan:
+    case = Case(name=name, strategy="exact", variant=variant, mask=mask)
+    model = case.build()
+    return discover_tokens(model, model.forward, (), case.call(0))
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ CASES = [
     ],
     *[
         Case(name=name, strategy=pooled(pool), ranks=ranks, seen=0.4, pool=pool)
-        for name, pool, ranks in ((FLUX, 2, 2), (FLUX, 3, 3), (SD3, 2, 3), (PIXART, 3, 2), (QWEN, 2, 2))
+        for name, pool, ranks in ((FLUX, 3, 3), (SD3, 2, 3), (PIXART, 2, 2), (QWEN, 2, 2))
     ],
     # 5 frames of 5 rows: whole frames. 2 frames of 4 rows: rows of either, or equally many tokens of either
     *[
