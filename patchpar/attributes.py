@@ -9,7 +9,7 @@ NOT_IN_WORKERS = {
     "to": "devices= says where the pipeline runs, torch_dtype= in what",
     "enable_model_cpu_offload": ONE_COPY,
     "enable_sequential_cpu_offload": ONE_COPY,
-    "enable_group_offload": ONE_COPY,
+    "enable_group_offload": "call it of a network, which acts on all ranks: pipe.transformer.enable_group_offload(...)",
     "reset_device_map": ONE_COPY,
     "save_pretrained": NOT_SAVED,
     "save_lora_weights": NOT_SAVED,

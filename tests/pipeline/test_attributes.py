@@ -118,6 +118,7 @@ def test_freeu_with_guidance_split_only(parallel: ParallelPipeline, own_plain: A
         ("to", ("cuda",), "devices="),
         ("enable_model_cpu_offload", (), "its own device"),
         ("enable_sequential_cpu_offload", (), "its own device"),
+        ("enable_group_offload", (), "of a network"),
         ("save_pretrained", ("/nowhere",), "before parallelising"),
         ("push_to_hub", ("x/y",), "before parallelising"),
         ("from_pipe", (None,), "another pipeline"),
