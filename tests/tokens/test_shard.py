@@ -40,6 +40,7 @@ MODES = {
         "QwenImageTransformer2DModel",  # a mask over text and image
         "Lumina2Transformer2DModel",  # a mask, samples of different lengths, grouped heads
         "OmniGenTransformer2DModel",  # a mask of queries and keys
+        "PRXTransformer2DModel",  # text that sees nothing
     ],
 )
 def test_any_exact_mode(name: str, mode: str) -> None:

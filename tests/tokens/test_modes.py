@@ -1,0 +1,43 @@
+"""Which attention calls go the way of the mode: also those whose queries are tokens alone, beside keys of text."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from patchpar.exchange import Door
+from patchpar.key_exchange import KeyExchange
+from patchpar.mesh import Axis
+from patchpar.sequence.modes import attend_together
+from patchpar.token_split.attention import Split
+from patchpar.token_split.shard import TokenShard
+from tests.unit.threads import on_threads
+
+from .ranks import LIMIT, TRANSFORMERS, error, plain, plan_of, predictions
+
+PRX = "PRXTransformer2DModel"  # its text is seen, but sees nothing
+LUMINA = "LuminaNextDiT2DModel"  # makes a mask of the queries that are here
+
+
+@pytest.mark.parametrize(("name", "goes"), [(PRX, True), (LUMINA, False)])
+def test_keys_go_round(name: str, goes: bool) -> None:
+    plan, tiny = plan_of(name), TRANSFORMERS[name]
+    models = [tiny.build() for _ in range(3)]
+
+    def on_rank(transport: Any) -> Any:
+        door = Door(transport)
+        door.traffic.events = []
+        axis = Axis("patch", transport.rank, 3, (0, 1, 2))
+        mode = partial(attend_together, KeyExchange(way="ring"))
+        model = models[transport.rank]
+        shard = TokenShard(model, plan, Split(door, axis, mode))
+        with torch.no_grad():
+            found = predictions(shard.denoise(model.forward, **tiny.call(0)))
+        return found, {event.kind for event in door.traffic.events if " attention " in event.where}
+
+    results = on_threads(3, on_rank, deadline=30.0)
+    assert error([found for found, _ in results], plain(name, 0)) <= LIMIT
+    assert ["kv" in kinds for _, kinds in results] == [goes] * 3
