@@ -75,7 +75,7 @@ def pictures(captions: int, scale: int, steps: int, into: Path | None) -> Iterat
                 rows[name].append(drawn(pipe, name, subject, scale=scale, steps=steps, seed=seed))
                 print(f"{name}: {subject.caption}", file=sys.stderr, flush=True)
             if into is not None:
-                drawing = sheet(list(rows.values())).permute(1, 2, 0)
+                drawing = sheet(list(zip(*rows.values(), strict=True))).permute(1, 2, 0)
                 Image.fromarray((drawing * 255).round().byte().numpy()).save(into)
     yield "| | objects miscounted | repetition | seam, z | agrees with native, dB |"
     yield "|---|---|---|---|---|"
@@ -99,7 +99,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--scale", type=int, default=2, help="sides, as multiples of the native one")
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--write", type=Path, help="also write everything to this page")
-    parser.add_argument("--sheet", type=Path, help="pictures side by side, a row for each method")
+    parser.add_argument("--sheet", type=Path, help="pictures side by side, a row for each caption")
     return parser.parse_args()
 
 

@@ -8,17 +8,9 @@ from torch import Tensor
 
 from patchpar.clock import StepClock
 from patchpar.exchange import Door
+from patchpar.highres.blending import Blend, whole_of_bands
 from patchpar.highres.evaluation import Asked
-from patchpar.highres.gathering import (
-    ANCHOR,
-    PREDICTION,
-    blended,
-    from_everyone,
-    stack_spec,
-    stacked,
-    sum_specs,
-    sums,
-)
+from patchpar.highres.gathering import ANCHOR, PREDICTION, from_everyone, stack_spec, stacked
 from patchpar.highres.interlace import Interlace
 from patchpar.highres.layout import Spot
 from patchpar.highres.level import Level
@@ -50,20 +42,22 @@ class DetailStage:
             return interlace.split(x_BCHW)[0], Spot(interlace.patch_size)
 
         own, like = asked.predictions(shares[axis.rank], shown)
+        one, where = next(iter(own.values())), f"step {self._clock.evaluation}"
+        blend = Blend.of(windows, shares, branches)
+        mine = blend.sums({unit: own[unit] for unit in shares[axis.rank]}, one)
+        alone = axis.size == 1 or silent
+        band = blend.own_band(mine, axis.rank, one.dtype) if alone else blend.band(self._mesh, where, mine, one.dtype)
         anchors = [tuple(unit for unit in units if unit.patch == len(windows)) for units in shares]
-        one = next(iter(own.values()))
-        in_window = one.new_empty((*one.shape[:-2], *windows.window))
         in_anchor = one.new_empty((*one.shape[:-2], *interlace.patch_size))
-        sent = {PREDICTION: sums(windows, shares[axis.rank], own), ANCHOR: stacked(anchors[axis.rank], own)}
+        sent = {PREDICTION: [band], ANCHOR: stacked(anchors[axis.rank], own)}
         expected: dict[str, Callable[[int], list[Spec]]] = {
-            PREDICTION: lambda place: sum_specs(windows, shares[place], in_window),
+            PREDICTION: lambda place: blend.band_spec(place, mine, one.dtype),
             ANCHOR: lambda place: stack_spec(anchors[place], in_anchor),
         }
-        found = from_everyone(self._mesh, f"step {self._clock.evaluation}", sent, expected, silent=silent)
-        whole = blended(windows, shares, branches, found)
+        found = from_everyone(self._mesh, where, sent, expected, silent=silent)
+        whole = whole_of_bands([tensors[PREDICTION][0] for tensors in found])
         if kept > 0:
-            anchor = _anchor_of(anchors, found)
-            whole = _kept(level, interlace, anchor, (x_BCHW, whole), kept)
+            whole = _kept(level, interlace, _anchor_of(anchors, found), (x_BCHW, whole), kept)
         return whole, like
 
 

@@ -1,4 +1,4 @@
-"""Every rank's predictions to every rank: interlaced patches as they are, windows as sums over what they cover."""
+"""Tensors of every rank to every rank, and the predictions of interlaced patches as such tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from patchpar.exchange import Door, Part
-from patchpar.highres.windows import Windows
 from patchpar.highres.work import Unit
 from patchpar.mesh import Axis
 from patchpar.transport import Spec
@@ -75,48 +74,3 @@ def by_unit(shares: Shares, found: Sequence[Mapping[str, Sequence[Tensor]]]) -> 
 def whole_of(predictions: Mapping[Unit, Tensor], patch: int, branches: int) -> Tensor:
     """A patch's predictions of all branches as one batch."""
     return torch.cat([predictions[Unit(patch, branch)] for branch in range(branches)])
-
-
-def covered(windows: Windows, units: Sequence[Unit]) -> dict[int, list[int]]:
-    """The windows among `units` by branch."""
-    found: dict[int, list[int]] = {}
-    for unit in units:
-        if unit.patch < len(windows):
-            found.setdefault(unit.branch, []).append(unit.patch)
-    return found
-
-
-def sums(windows: Windows, units: Sequence[Unit], predictions: Mapping[Unit, Tensor]) -> list[Tensor]:
-    """Weighted sums of own windows, branch by branch, over the rows and columns they cover."""
-    found = []
-    for branch, numbers in covered(windows, units).items():
-        one = predictions[Unit(numbers[0], branch)]
-        canvas = torch.zeros(*one.shape[:-2], *windows.size, dtype=torch.float32, device=one.device)
-        for number in numbers:
-            weighted = predictions[Unit(number, branch)].float() * windows.weight(number).to(one.device)
-            windows.cut(canvas, number).add_(weighted)
-        rows, columns = windows.box(numbers)
-        found.append(canvas[..., rows, columns].to(one.dtype))
-    return found
-
-
-def sum_specs(windows: Windows, units: Sequence[Unit], one: Tensor) -> list[Spec]:
-    """What `sums` makes of predictions like `one`."""
-    boxes = [windows.box(numbers) for numbers in covered(windows, units).values()]
-    return [
-        Spec((*one.shape[:-2], rows.stop - rows.start, columns.stop - columns.start), one.dtype)
-        for rows, columns in boxes
-    ]
-
-
-def blended(windows: Windows, shares: Shares, branches: int, found: Sequence[Mapping[str, Sequence[Tensor]]]) -> Tensor:
-    """The whole prediction, all branches as one batch."""
-    any_sum = next(tensors[PREDICTION][0] for tensors in found if tensors[PREDICTION])
-    shape = (branches, *any_sum.shape[:-2], *windows.size)
-    canvas = torch.zeros(shape, dtype=torch.float32, device=any_sum.device)
-    for units, tensors in zip(shares, found, strict=True):
-        parts = covered(windows, units).items()
-        for (branch, numbers), part in zip(parts, tensors[PREDICTION], strict=False):
-            rows, columns = windows.box(numbers)
-            canvas[branch][..., rows, columns] += part
-    return canvas.flatten(0, 1).to(any_sum.dtype)

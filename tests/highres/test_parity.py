@@ -84,11 +84,11 @@ def test_sizes(size: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_traffic(world: int) -> None:
-    """Predictions, once in a step: interlaced patches as they are, windows as sums; a mask of one channel."""
+    """In a step no more than the denoiser's sample, and what windows cover of others' bands; a small mask, once."""
     case = Case(options={"masked": True, "kept": 0.0}, steps=2)
     sample = 2 * 4 * 16 * 16 * 4  # both branches of guidance, fp32
     sent = [drawn.bytes_sent for drawn in together(case, world)]
     assert sum(each.get("mask", 0) for each in sent) == (world - 1) * 8 * 8 * 4
-    of_patches, most_of_windows = sample * (world - 1) // world, 0.85 * sample * (world - 1)
-    assert all(each["prediction"] <= of_patches + most_of_windows for each in sent)
+    assert all(each["prediction"] == case.steps * sample * (world - 1) // world for each in sent)
+    assert all(each["windows"] <= 0.75 * sample for each in sent)
     assert "anchor" not in sent[0]

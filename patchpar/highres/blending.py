@@ -1,0 +1,120 @@
+"""Predictions of windows on many ranks as one: weighted sums meet at the rank that owns a band of rows.
+
+    rank 0    windows 0 1 2   -- what they cover of band 1 -->   rank 1: its band is complete
+    rank 1    windows 3 4 5   -- what they cover of band 0 -->   rank 0: its band is complete
+
+Windows are shared out in the order of rows, so that most of what a rank covers is its own band. Then every rank sends
+its band to all, and everyone has the whole.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from patchpar.exchange import Door, Part
+from patchpar.highres.gathering import Shares
+from patchpar.highres.windows import Windows
+from patchpar.highres.work import Unit
+from patchpar.mesh import Axis
+from patchpar.patches import Bands, split_bands
+from patchpar.transport import Spec
+
+KIND = "windows"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows and columns of one branch that one rank's windows cover within a band."""
+
+    branch: int
+    rows: slice
+    columns: slice
+
+    def of(self, x_GBCHW: Tensor) -> Tensor:
+        """What is there in a tensor of all branches and the whole picture."""
+        return x_GBCHW[self.branch, ..., self.rows, self.columns]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blend:
+    """Windows, who has which of them, and which rows every place completes. `branches`: of guidance."""
+
+    windows: Windows
+    shares: Shares
+    bands: Bands
+    branches: int
+
+    @classmethod
+    def of(cls, windows: Windows, shares: Shares, branches: int) -> "Blend":
+        """Bands as equal as they can be."""
+        return cls(
+            windows=windows, shares=shares, bands=split_bands(windows.size[0], len(shares), 1), branches=branches
+        )
+
+    def pieces(self, place: int, owner: int) -> list[Piece]:
+        """What `place` covers of the band of `owner`."""
+        band = slice(self.bands.starts[owner], self.bands.starts[owner + 1])
+        found = []
+        for branch, numbers in self._covered(place).items():
+            rows, columns = self.windows.box(numbers)
+            within = slice(max(rows.start, band.start), min(rows.stop, band.stop))
+            if within.start < within.stop:
+                found.append(Piece(branch, within, columns))
+        return found
+
+    def _covered(self, place: int) -> dict[int, list[int]]:
+        """The windows of a place by branch."""
+        found: dict[int, list[int]] = {}
+        for unit in self.shares[place]:
+            if unit.patch < len(self.windows):
+                found.setdefault(unit.branch, []).append(unit.patch)
+        return found
+
+    def sums(self, predictions: Mapping[Unit, Tensor], like: Tensor) -> Tensor:
+        """Weighted sums of own windows over the whole picture: x_GBCHW of all branches, in float32."""
+        shape = (self.branches, *like.shape[:-2], *self.windows.size)
+        canvas = torch.zeros(shape, dtype=torch.float32, device=like.device)
+        for unit, prediction in predictions.items():
+            if unit.patch < len(self.windows):
+                weight = self.windows.weight(unit.patch).to(prediction.device)
+                self.windows.cut(canvas[unit.branch], unit.patch).add_(prediction.float() * weight)
+        return canvas
+
+    def band(self, mesh: tuple[Door, Axis], where: str, own_GBCHW: Tensor, dtype: torch.dtype) -> Tensor:
+        """Our band of the whole prediction, x_GBChW, complete. Raises ExchangeError."""
+        door, axis = mesh
+        outgoing, incoming = [], {}
+        for place in axis.others:
+            pieces = self.pieces(axis.rank, place)
+            if pieces:
+                leaving = tuple(piece.of(own_GBCHW).to(dtype).contiguous() for piece in pieces)
+                outgoing.append(((axis.ranks[place],), leaving))
+            specs = tuple(self._spec(piece, own_GBCHW, dtype) for piece in self.pieces(place, axis.rank))
+            if specs:
+                incoming[axis.ranks[place]] = specs
+        whole = own_GBCHW.clone()
+        (received,) = door.exchange(where, [Part(KIND, outgoing, incoming)]).wait()
+        for peer, tensors in received.items():
+            for piece, x in zip(self.pieces(axis.ranks.index(peer), axis.rank), tensors, strict=True):
+                piece.of(whole).add_(x)
+        return self.own_band(whole, axis.rank, dtype)
+
+    def own_band(self, whole_GBCHW: Tensor, place: int, dtype: torch.dtype) -> Tensor:
+        """The rows of a place."""
+        return whole_GBCHW[..., self.bands.starts[place] : self.bands.starts[place + 1], :].to(dtype)
+
+    def band_spec(self, place: int, like_GBCHW: Tensor, dtype: torch.dtype) -> list[Spec]:
+        """What `band` is on another place."""
+        return [Spec((*like_GBCHW.shape[:-2], self.bands.size(place), like_GBCHW.shape[-1]), dtype)]
+
+    @staticmethod
+    def _spec(piece: Piece, like_GBCHW: Tensor, dtype: torch.dtype) -> Spec:
+        rows, columns = piece.rows.stop - piece.rows.start, piece.columns.stop - piece.columns.start
+        return Spec((*like_GBCHW.shape[1:-2], rows, columns), dtype)
+
+
+def whole_of_bands(bands: Sequence[Tensor]) -> Tensor:
+    """The whole prediction, all branches as one batch: x_BCHW."""
+    return torch.cat(list(bands), -2).flatten(0, 1)
