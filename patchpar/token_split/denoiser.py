@@ -3,6 +3,7 @@
 The counterpart of `patched` for denoisers of tokens.
 """
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from patchpar.treatment import Treatment
 from patchpar.verdicts import Verdicts
 
 Forward = Callable[..., Any]
+log = logging.getLogger(__name__)
 
 
 class TokenDenoiser:
@@ -72,15 +74,24 @@ class TokenDenoiser:
         """
         form = form_of((args, kwargs))
         with self._choice.set_aside() as kernel:
-            if self._shard is None or form not in self._ready:
+            first = self._shard is None or form not in self._ready
+            if first:
                 self._prepare(forward, (args, kwargs))
                 self._ready.append(form)
             assert self._shard is not None
             self._shard.split = self._split(kernel)
             if self.history is None:
                 self._this_step()
-                return self._shard.denoise(forward, *args, **kwargs)
-            return self._with_history(self.history, form, forward, *args, **kwargs)
+                output = self._shard.denoise(forward, *args, **kwargs)
+            else:
+                output = self._with_history(self.history, form, forward, *args, **kwargs)
+            if first and self.share.place == 0:
+                self._say_whose(self._shard)
+            return output
+
+    def _say_whose(self, shard: TokenShard) -> None:
+        for name, shares in shard.shares.items():
+            log.info("%s, %s: %s", type(self.denoiser).__name__, name, shares)
 
     # --- the first call of a form -------------------------------------------------------------------------------
 

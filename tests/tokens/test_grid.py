@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from patchpar.clock import StepClock
 from patchpar.exchange import Door
 from patchpar.key_exchange import KeyExchange
 from patchpar.mesh import Axis
@@ -320,3 +321,28 @@ def test_as_many_tokens_in_another_grid() -> None:
         return grids
 
     assert on_threads(1, pictures) == [[TokenGrid(1, 5, 7), TokenGrid(1, 7, 5)]]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "said"),
+    [
+        ("exact", "blocks: 48 tokens; split in runs: 2 x 24"),
+        ("displaced", "blocks: 48 tokens, 2 frames x 4 rows x 6 columns, frame-major; split along rows: 2 x 24 tokens"),
+        ("pcpp", "blocks: 48 tokens, 2 frames x 4 rows x 6 columns, frame-major; split along rows: 2 x 2"),
+    ],
+)
+def test_the_first_call_says_whose_tokens_are(strategy: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    tiny = TRANSFORMERS["WanTransformer3DModel"]
+    models = [tiny.build() for _ in range(2)]
+
+    def calls(transport):
+        axis = Axis("patch", transport.rank, 2, (0, 1))
+        layer = parse_strategy(strategy).install(models[axis.rank], Door(transport), axis, clock=StepClock())
+        layer.plan = plan_for("WanTransformer3DModel")
+        with torch.no_grad():
+            for _ in range(2):
+                layer.denoise(models[axis.rank].forward, **tiny.call(1))
+
+    with caplog.at_level("INFO", "patchpar.token_split.denoiser"):
+        assert on_threads(2, calls, deadline=30.0) == [None, None]
+    assert [record.getMessage() for record in caplog.records] == [f"WanTransformer3DModel, {said}"]
