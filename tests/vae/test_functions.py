@@ -128,6 +128,13 @@ def test_division_by_one_is_none() -> None:
     assert on_bands(same) == [(True, False, True)] * WORLD
 
 
+@pytest.mark.parametrize("heads", [(), (1,), (2,)], ids=str)
+def test_attention_is_over_the_tokens_of_all(heads: tuple[int, ...]) -> None:
+    q, k, v = (structured(2, *heads, ROWS, 8, seed=seed) for seed in range(3))
+    got = on_bands(lambda band: F.scaled_dot_product_attention(*(rows_of(band, x) for x in (q, k, v))))
+    assert close(got, F.scaled_dot_product_attention(q, k, v))
+
+
 def test_attention_that_does_not_grow_with_the_rows_is_refused() -> None:
     x = structured(1, 1, 7, 8)
     with pytest.raises(UnsupportedModel, match="7 tokens, which do not grow with the rows"):
