@@ -50,7 +50,7 @@ class Standing:
         """A block has come out: its wishes hold until others of their kind do."""
         self.next_out = produced.block + 1
         for wish in begun.wishes:
-            kind = "reference" if isinstance(wish, (Shown, Reference)) else type(wish).__name__
+            kind = "reference" if isinstance(wish, (Shown, Reference)) else getattr(wish, "name", "prompt")
             self.wishes[kind] = replace(wish, transition="switch", over=0) if isinstance(wish, Said) else wish
         if produced.sink is not None:
             self.wishes["reference"], self.has_sink = Reference(latents=produced.sink), True

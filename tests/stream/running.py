@@ -21,7 +21,7 @@ from patchpar.transport import Transport
 from tests.stream.tiny import sound
 from tests.unit.threads import on_threads
 
-BLOCKS = 7
+BLOCKS = 6
 Changes = Mapping[int, tuple[Change, ...]]
 Outcome = list[tuple[Tensor, Tensor]]
 """(latents, frames) of each block."""
@@ -102,7 +102,7 @@ def pipelined(
 ) -> tuple[Outcome, list[StageFigures]]:
     """Ranks as threads, each with a model of its own, made here: weights are drawn from a generator of all threads."""
     models = {rank: make() for rank in range(plan.ranks)}
-    found = on_threads(plan.ranks, stage, models, plan, script, uneven)
+    found = on_threads(plan.ranks, stage, models, plan, script, uneven, deadline=60.0)
     errors = [error for error in found if isinstance(error, Exception)]
     if errors:
         raise errors[0]

@@ -13,11 +13,12 @@ import torch
 from diffusers import DiffusionPipeline
 
 from patchpar.errors import PlanError
-from patchpar.stream import picture_session
+from patchpar.stream import picture_session, pictures
 from patchpar.stream.picture_session import PictureManner, PictureSession
 from patchpar.stream.picture_talk import Drawn, PictureOrder
 from patchpar.stream.pictures import PictureStreamingPipeline
 from patchpar.stream.talk import Stop
+from tests.stream.on_pool import PoolExecutor
 from tests.stream.test_pictures import quiet, same
 from tests.tiny import image_pipelines
 
@@ -124,12 +125,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=["cpu", "cpu:2"])
+@pytest.fixture(scope="module", params=["one rank", "four ranks"])
 def pipe(request: pytest.FixtureRequest, folder: Path) -> Iterator[PictureStreamingPipeline]:
-    with PictureStreamingPipeline.from_pretrained(
-        folder, devices=request.param, deadline=30, safety_checker=None, feature_extractor=None
-    ) as made:
-        yield made
+    options = {"safety_checker": None, "feature_extractor": None}
+    if request.param == "one rank":
+        with PictureStreamingPipeline.from_pretrained(folder, devices="cpu", **options) as made:
+            yield made
+    else:
+        executor = PoolExecutor(request.getfixturevalue("ranks"), "pictures", pictures.ENGINE)
+        yield PictureStreamingPipeline(executor, executor.call("load", str(folder), options)[0])
 
 
 def test_frames_are_those_of_the_plain_pipeline(pipe: PictureStreamingPipeline, folder: Path) -> None:

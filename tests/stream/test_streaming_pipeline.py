@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.stream import pipeline
 from patchpar.stream.audio import AudioConditioner, latent_tokens, sound_levels
 from patchpar.stream.causal_wan import CausalWan
 from patchpar.stream.config import StreamConfig
@@ -25,6 +26,7 @@ from patchpar.stream.pipeline import StreamingPipeline
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.session import StreamDelivery
 from patchpar.stream.wan import WanStream, WanStreamOptions
+from tests.stream.on_pool import PoolExecutor
 from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, TEXT, noise, write_folder
 
 BLOCKS = 6
@@ -44,9 +46,12 @@ def one(folder: Path) -> Iterator[StreamingPipeline]:
 
 
 @pytest.fixture(scope="module")
-def three(folder: Path) -> Iterator[StreamingPipeline]:
-    with StreamingPipeline.from_pretrained(folder, devices="cpu:3", deadline=30) as pipe:
-        yield pipe
+def three(folder: Path, ranks: Any) -> StreamingPipeline:
+    """Two stages and a decoder on ranks 0 to 2 of the pool; rank 3 has no part."""
+    config, plan = StreamConfig.load(folder), StreamPlan.even(2, 3)
+    executor = PoolExecutor(ranks, "stream", pipeline.ENGINE)
+    facts = executor.call("load", str(folder), config, plan, {})[0]
+    return StreamingPipeline(executor, config, plan, facts)
 
 
 @torch.no_grad()
@@ -132,10 +137,13 @@ def test_streams_follow_one_another_on_the_same_ranks(three: StreamingPipeline) 
     assert differing(runs[1], [chunk.frames for chunk in runs[0]]) == []
 
 
-def test_a_worker_that_dies_is_replaced_and_the_stream_goes_on(three: StreamingPipeline) -> None:
-    with three.stream(seed=5, seconds=1.9, delivery=StreamDelivery(lead=1)) as stream:
+def test_a_worker_that_dies_is_replaced_and_the_stream_goes_on(folder: Path) -> None:
+    with (
+        StreamingPipeline.from_pretrained(folder, devices="cpu:2", deadline=30) as two,
+        two.stream(seed=5, seconds=1.9, delivery=StreamDelivery(lead=1)) as stream,
+    ):
         before = [next(stream) for _ in range(3)]
-        os.kill(three._executor.pids[1], signal.SIGKILL)  # type: ignore[union-attr]
+        os.kill(two._executor.pids[1], signal.SIGKILL)  # type: ignore[union-attr]
         after = list(stream)
     assert [chunk.block for chunk in before + after] == list(range(10))
     assert [chunk.epoch for chunk in before] == [0, 0, 0]
