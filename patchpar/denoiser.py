@@ -12,9 +12,8 @@ from patchpar.caches import CacheVote
 from patchpar.clock import StepClock
 from patchpar.exchange import Door
 from patchpar.guided import GuidanceCheck
-from patchpar.patched import PatchedDenoiser
+from patchpar.shared_denoiser import SharedDenoiser
 from patchpar.strategies.guidance import GuidanceSplit
-from patchpar.token_split.denoiser import TokenDenoiser
 
 
 class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
@@ -60,7 +59,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         return module
 
     def _stale_calls(self) -> int:
-        split = [layer for layer in self.layers if isinstance(layer, (PatchedDenoiser, TokenDenoiser))]
+        split = [layer for layer in self.layers if isinstance(layer, SharedDenoiser)]
         return sum(layer.history.stale_calls for layer in split if layer.history is not None)
 
 

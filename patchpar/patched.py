@@ -3,7 +3,6 @@
 What every patch strategy shares; a strategy decides what its seams exchange and when.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,22 +12,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
 from patchpar.clock import StepClock
+from patchpar.compiled import is_compiled
 from patchpar.discover import Sites, discover, sample_of, stride_of
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door, Gather
 from patchpar.first_use import check_once, made_of
 from patchpar.history import History
 from patchpar.mesh import Axis
-from patchpar.pace import timestep_of
 from patchpar.patches import Bands, split_bands
 from patchpar.shard import Sharded, first_tensor, verify
-from patchpar.share import Share
+from patchpar.shared_denoiser import SharedDenoiser
 from patchpar.transport import Spec
 from patchpar.treatment import Treatment
 from patchpar.verdicts import Verdicts
 
 
-class PatchedDenoiser:
+class PatchedDenoiser(SharedDenoiser):
     """A denoiser whose calls are computed in bands. Every rank passes and gets whole tensors.
 
     `treatment` says what its seams exchange and when; one that uses values of the last step needs the `clock`. `reset`
@@ -46,16 +45,11 @@ class PatchedDenoiser:
         split: str = "auto",
         verdicts: Verdicts | None = None,
     ) -> None:
-        door, axis = mesh
-        self.denoiser, self.split, self.verdicts = denoiser, split, verdicts
-        self.share = Share(door, axis, treatment)
+        super().__init__(denoiser, mesh, treatment, clock, verdicts)
+        self.split = split
         self.sites: Sites | None = None
-        self.error: float | None = None
-        self.exchange = "on"
-        self.history = History(door, treatment, clock) if treatment.remembers else None
         self._sharded: Sharded | None = None
-        self._gather = Gather(door, axis, "prediction", "prediction")
-        self._parameters = tuple(inspect.signature(type(denoiser).forward).parameters)[1:]
+        self._gather = Gather(*mesh, "prediction", "prediction")
 
     def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """One denoiser call: `forward` is the denoiser's own. Returns what it returns, for the whole picture."""
@@ -72,7 +66,7 @@ class PatchedDenoiser:
 
     def _install(self, forward: Callable[..., Any], dim: int, call: tuple[Any, Any]) -> None:
         self.restore()
-        if any(module._compiled_call_impl is not None for module in self.denoiser.modules()):
+        if any(map(is_compiled, self.denoiser.modules())):
             raise UnsupportedModel(
                 f"{type(self.denoiser).__name__} has compiled blocks, and bands are exchanged inside of them: use plan "
                 "cfg=2 or data=N, or leave it uncompiled"
@@ -119,9 +113,7 @@ class PatchedDenoiser:
     def _with_history(self, history: History, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """With values of the last step, where it is known and the treatment wants them."""
         share, sample = self.share, sample_of(args, kwargs)
-        form = (sample.shape, sample.dtype, share.dim, history.clock.branches)  # a share of two branches is another one
-        share.fresh, share.ahead = history.begin(form), history.ahead(timestep_of(self._parameters, args, kwargs))
-        share.memory, share.frozen = history.memory, self.exchange == "frozen"
+        self._look_back(history, (sample.shape, sample.dtype, share.dim), (args, kwargs))
         share.treatment = history.treatment.frozen() if share.frozen else history.treatment
         output = self._in_bands(forward, *args, **kwargs)
         # The prediction is waited for now and what is left in the bucket a step later, so it goes first.
@@ -171,22 +163,8 @@ class PatchedDenoiser:
             return -2 if sample.shape[-2] >= sample.shape[-1] else -1
         return -2 if self.split == "rows" else -1
 
-    def reset(self) -> None:
-        """Begin a picture: nothing of the last one is used. Raises ExchangeError."""
-        if self.history is not None:
-            self.history.reset()
-
-    def finish(self) -> None:
-        """End a picture: take in what is still under way. Raises ExchangeError."""
-        if self.history is not None:
-            self.history.memory.settle()
-
-    def forget(self) -> None:
-        """Take the seams out and find them anew at the next call: the denoiser's modules may change."""
-        self.restore()
+    def _unlearn(self) -> None:
         self.sites = None
-        if self.history is not None:
-            self.history = self.history.anew()
 
     def restore(self) -> None:
         """Take the seams out."""

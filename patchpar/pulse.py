@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from patchpar.compiled import is_compiled
+
 
 class Pulse:
     """Marks on all blocks of all networks of a pipeline, until `stop`."""
@@ -35,7 +37,7 @@ def blocks(network: nn.Module) -> list[tuple[str, nn.Module]]:
         if isinstance(modules, nn.ModuleList)
         for name, block in modules.named_children()
     ]
-    compiled = tuple(f"{path}." for path, module in network.named_modules() if module._compiled_call_impl is not None)
+    compiled = tuple(f"{path}." for path, module in network.named_modules() if is_compiled(module))
     return [(path, block) for path, block in found if not f"{path}.".startswith(compiled)]
 
 

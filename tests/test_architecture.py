@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "patchpar"
 # A module may import modules of earlier lines, and of its own package.
 LINES = (
-    ("errors",),
+    ("errors", "compiled"),
     ("plan", "patches", "clock", "measure", "verdicts", "pulse", "trace", "selection"),
     ("resync", "figures", "key_exchange"),
     ("treatment",),
@@ -22,6 +22,7 @@ LINES = (
     ("stale_attention",),
     ("seam", "attention"),
     ("shard", "history", "first_use", "caches"),
+    ("shared_denoiser",),
     ("patched", "ledger", "token_split", "vae"),
     ("highres",),
     ("strategies", "guided"),

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from patchpar.compiled import is_compiled
 from patchpar.errors import UnsupportedModel
 
 DENOISERS = ("unet", "transformer", "transformer_2")
@@ -113,7 +114,7 @@ def refuse_parallel(pipe: Any) -> None:
 
 def refuse_compiled(network: Any) -> None:
     """Raise UnsupportedModel if torch compiles a network from its very call on."""
-    if network._compiled_call_impl is not None:
+    if is_compiled(network):
         raise UnsupportedModel(
             f"{type(network).__name__} is compiled as a whole, and with it what stands before its forward: compile its "
             "blocks instead, as pipe.transformer.compile_repeated_blocks() does"

@@ -18,9 +18,8 @@ from patchpar.first_use import Call, arguments_of, check_once, form_of, made_of
 from patchpar.history import History
 from patchpar.key_exchange import KeyExchange
 from patchpar.mesh import Axis
-from patchpar.pace import timestep_of
 from patchpar.sequence.modes import attend_together
-from patchpar.share import Share
+from patchpar.shared_denoiser import SharedDenoiser
 from patchpar.token_split.attention import Split, cut_for
 from patchpar.token_split.grouped import refuse_elsewhere
 from patchpar.token_split.kernel import Choice, Kernel
@@ -28,7 +27,6 @@ from patchpar.token_split.plan import NotWatched, TokenPlan
 from patchpar.token_split.search import PlanSearch
 from patchpar.token_split.shard import TokenShard
 from patchpar.token_split.verify import verify_tokens
-from patchpar.token_split.watch import parameter_names
 from patchpar.treatment import Treatment
 from patchpar.verdicts import Verdicts
 
@@ -36,7 +34,7 @@ Forward = Callable[..., Any]
 log = logging.getLogger(__name__)
 
 
-class TokenDenoiser:
+class TokenDenoiser(SharedDenoiser):
     """A denoiser whose calls are computed by tokens. Every rank passes and gets whole tensors.
 
     `treatment` says which keys are attended to; one that uses those of the last step needs the `clock`. The plan is
@@ -54,16 +52,10 @@ class TokenDenoiser:
         clock: StepClock | None = None,
         verdicts: Verdicts | None = None,
     ) -> None:
-        door, axis = mesh
-        self.denoiser, self.verdicts = denoiser, verdicts
-        self.share = Share(door, axis, treatment)
+        super().__init__(denoiser, mesh, treatment, clock, verdicts)
         self.plan: TokenPlan | None = None
-        self.error: float | None = None
-        self.exchange = "on"
-        self.history = History(door, treatment, clock) if treatment.remembers else None
         self._shard: TokenShard | None = None
         self._ready: list[Any] = []  # forms of calls that have been seen
-        self._parameters = parameter_names(denoiser)
         self._choice = Choice(denoiser)
         self._search = PlanSearch(denoiser, mesh, verdicts)
 
@@ -171,13 +163,10 @@ class TokenDenoiser:
     def _with_history(self, history: History, form: Any, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """With keys of the last step, where they are known and the treatment wants them."""
         assert self._shard is not None
-        share = self.share
-        share.fresh = history.begin((form, history.clock.branches))  # a share of two branches is another one
-        share.ahead = history.ahead(timestep_of(self._parameters, args, kwargs))
-        share.memory, share.frozen = history.memory, self.exchange == "frozen"
+        self._look_back(history, form, (args, kwargs))
         output = self._shard.denoise(forward, *args, **kwargs)
         history.memory.end()
-        history.heard(self._told(history.tell()), fresh=share.fresh)
+        history.heard(self._told(history.tell()), fresh=self.share.fresh)
         return output
 
     def _told(self, own: list[Tensor]) -> list[list[Tensor]]:
@@ -189,20 +178,10 @@ class TokenDenoiser:
         """Begin a picture: nothing of the last one is used. Raises ExchangeError."""
         if self._shard is not None:
             self._shard.begin()
-        if self.history is not None:
-            self.history.reset()
+        super().reset()
 
-    def finish(self) -> None:
-        """End a picture: take in what is still under way. Raises ExchangeError."""
-        if self.history is not None:
-            self.history.memory.settle()
-
-    def forget(self) -> None:
-        """Take the hooks out and watch anew at the next call: the denoiser's modules may change."""
-        self.restore()
+    def _unlearn(self) -> None:
         self.plan, self._choice = None, Choice(self.denoiser)
-        if self.history is not None:
-            self.history = self.history.anew()
 
     def restore(self) -> None:
         """Take the hooks out."""

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from patchpar.compiled import uncompiled
 from patchpar.exchange import Door, Gather
 from patchpar.first_use import Call, arguments_of, made_of
 from patchpar.mesh import Axis
 from patchpar.token_split.discovery import discover_tokens
 from patchpar.token_split.plan import TokenPlan
 from patchpar.token_split.shipped import shipped_for
-from patchpar.token_split.watch import Arguments, uncompiled
+from patchpar.token_split.watch import Arguments
 from patchpar.token_split.written import from_json, to_json
 from patchpar.verdicts import Verdicts
 

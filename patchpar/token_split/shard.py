@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from patchpar.compiled import is_compiled
 from patchpar.errors import UnsupportedModel
 from patchpar.token_split.attention import Asked, Split, attend_split
 from patchpar.token_split.layout import Grids, Layout
@@ -30,7 +31,7 @@ from patchpar.token_split.plan import BlockPlan, Rows, TokenPlan
 from patchpar.token_split.recipe import Recipe, Recipes
 from patchpar.token_split.shares import Shares
 from patchpar.token_split.strides import as_torch_lays
-from patchpar.token_split.watch import Arguments, is_compiled
+from patchpar.token_split.watch import Arguments
 
 HOOK = "patchpar_tokens"
 ASKED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

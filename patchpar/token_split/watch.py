@@ -203,25 +203,6 @@ def _blocks_noted(denoiser: nn.Module, seen: Seen, mode: _Severed) -> Iterator[N
             handle.remove()
 
 
-def is_compiled(module: Any) -> bool:
-    """Whether `module.compile()` or compile_repeated_blocks() has been there."""
-    return module._compiled_call_impl is not None
-
-
-@contextmanager
-def uncompiled(denoiser: nn.Module) -> Iterator[None]:
-    """While open, compiled modules run as they are written."""
-    found: list[Any] = [module for module in denoiser.modules() if is_compiled(module)]
-    compiled = [module._compiled_call_impl for module in found]
-    try:
-        for module in found:
-            module._compiled_call_impl = None
-        yield
-    finally:
-        for module, implementation in zip(found, compiled, strict=True):
-            module._compiled_call_impl = implementation
-
-
 def block_candidates(denoiser: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """(path, path of its list, module) of every item of every module list."""
     for name, module in denoiser.named_modules():

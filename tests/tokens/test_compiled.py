@@ -11,10 +11,10 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from patchpar.clock import StepClock
+from patchpar.compiled import is_compiled
 from patchpar.exchange import Door
 from patchpar.mesh import Axis
 from patchpar.strategies import parse_strategy
-from patchpar.token_split.watch import is_compiled
 from tests.breadth import first_of
 from tests.conftest import POOL_SIZE
 from tests.exact.on_ranks import relative

@@ -1,0 +1,26 @@
+"""Modules that torch has compiled: which they are, and how to run them as they are written."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether `module.compile()` or compile_repeated_blocks() has been there."""
+    return module._compiled_call_impl is not None
+
+
+@contextmanager
+def uncompiled(network: nn.Module) -> Iterator[None]:
+    """While open, compiled modules run as they are written."""
+    found: list[Any] = [module for module in network.modules() if is_compiled(module)]
+    compiled = [module._compiled_call_impl for module in found]
+    try:
+        for module in found:
+            module._compiled_call_impl = None
+        yield
+    finally:
+        for module, implementation in zip(found, compiled, strict=True):
+            module._compiled_call_impl = implementation
