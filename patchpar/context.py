@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from patchpar.correction import Fit, OwnPast, correct, on_the_line
 from patchpar.exchange import Part
 from patchpar.layers import Partial
 from patchpar.mesh import Axis
@@ -50,6 +51,7 @@ class RemoteTokens:
         self._copies: dict[int, list[Residual]] = {}  # what we hold of others
         self._bias = self._make_bias(order)
         self._ended = {p: tuple(x.clone() for x in self._held(p)) for p in axis.others if options.extrapolated}
+        self._past = OwnPast(options.correction, led_on=options.extrapolated)
         self._two_known = False  # whether `_ended` is of the evaluation before the one that is held
         self._held_is_newest = False  # and not led on
 
@@ -75,6 +77,7 @@ class RemoteTokens:
 
     def remember(self, own: KeysValues, others: Mapping[int, KeysValues], *, continues: bool) -> None:
         """Take what was exchanged whole in this step. `continues`: the step before is of the same picture."""
+        self._past.remember(own, continues=continues)
         self._two_known = continues and self._held_is_newest
         self._held_is_newest = True
         for place, ended in self._ended.items():
@@ -91,8 +94,13 @@ class RemoteTokens:
             self._copies = {place: [Residual(x, self.options.bits) for x in self._received(place)] for place in others}
 
     def _received(self, place: int) -> list[Tensor]:
-        """Where differences are added up: where the tokens lie, or beside it if what lies there is led on."""
-        return [x.clone() if self._ended else x for x in self._held(place)]
+        """Where differences are added up: where the tokens lie, or beside it if what lies there is made of them."""
+        return [x.clone() if self._is_apart else x for x in self._held(place)]
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether what is attended to is not what came."""
+        return bool(self._ended) or self.options.correction != "none"
 
     def _receivers(self) -> dict[tuple[Piece, ...], tuple[int, ...]]:
         """Who gets the same pieces of ours: global ranks by pieces."""
@@ -126,7 +134,7 @@ class RemoteTokens:
             found = received.get(self.axis.ranks[place], [])
             for index, residual in enumerate(residuals if found else []):
                 residual.decode(found[2 * index : 2 * index + 2])
-            if found and self._ended:
+            if found and self._is_apart:
                 _copy(self._held(place), [residual.copy for residual in residuals])
         self._held_is_newest = self._held_is_newest or bool(received)
 
@@ -141,11 +149,32 @@ class RemoteTokens:
             for before, held in zip(ended, self._held(place), strict=True):
                 newest = held.clone()
                 if self._two_known:
-                    torch.lerp(
-                        before, newest, 1 + torch.as_tensor(ahead, dtype=held.dtype, device=held.device), out=held
-                    )
+                    held.copy_(on_the_line(before, newest, ahead))
                 before.copy_(newest)
         self._two_known, self._held_is_newest = True, False
+
+    @property
+    def corrects(self) -> bool:
+        """Whether owners tell how their tokens have changed."""
+        return self.options.correction != "none"
+
+    def told(self, own: KeysValues, ahead: Tensor | float) -> list[Tensor]:
+        """What we say of our tokens of this step, before anything is led on. Once for each step."""
+        fits = self._past.fits(own, ahead)
+        self._past.remember(own, continues=True)
+        return fits
+
+    def specs_of_told(self, place: int) -> list[Spec]:
+        """What a place says of its own."""
+        count = self.grid.num_tokens(place)
+        return self._past.specs([(x.shape[0], count, *x.shape[2:]) for x in self._buffers])
+
+    def correct(self, place: int, told: Sequence[Tensor]) -> None:
+        """Bring what is held of a place, led on or not, to this step."""
+        held = self._held(place)
+        fits = (Fit(*told[:2]), Fit(*told[2:]))
+        for x, last, fit in zip(held, self._ended.get(place, held), fits, strict=True):
+            correct(x, last, fit)
 
     def attend(
         self,
@@ -210,6 +239,7 @@ class RemoteTokens:
     def tensors(self) -> Iterator[Tensor]:
         """Everything held for the next step."""
         yield from self._buffers
+        yield from self._past.tensors()
         yield from (x for ended in self._ended.values() for x in ended)
         for residuals in (*self._residuals.values(), *self._copies.values()):
             yield from (residual.copy for residual in residuals)

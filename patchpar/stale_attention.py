@@ -112,10 +112,21 @@ def _attend_beside_tokens(share: Share, where: str, grid: Grid, asked: Asked, sl
         state.remember(asked.own, others, continues=memory.continues)
         return result
     if not share.frozen:
+        told = _tell(share, where, asked.own, state)
         state.lead_on(share.ahead)
         send = memory.send if share.treatment.published else memory.send_at_once
         slot.coming = send(state.part(asked.own), where)
+        for place, fits in told.others() if told else ():
+            state.correct(place, fits)
     return state.attend(asked.query, asked.here, asked.scale, asked.bias, asked.kernel)
+
+
+def _tell(share: Share, where: str, own: KeysValues, state: RemoteTokens) -> Gathering | None:
+    """How everybody's tokens have changed since the last step, if the treatment wants to know."""
+    if not state.corrects:
+        return None
+    gather = Gather(share.door, share.axis, "correction", where)
+    return gather.start(state.told(own, share.ahead), state.specs_of_told)
 
 
 def _attend_beside_partials(share: Share, where: str, grid: Grid, asked: Asked, slot: Slot) -> Tensor:

@@ -16,7 +16,9 @@ from patchpar.selection import Everything, Selection
 
 Moments = Literal["fresh", "corrected", "guarded", "stale", "separate"]
 GroupNorm = Literal["corrected", "guarded", "stale", "separate", "sync"]
+Correction = Literal["affine", "linear", "none"]
 BITS = (16, 8, 4)
+CORRECTIONS: tuple[Correction, ...] = ("affine", "linear", "none")
 GROUP_NORMS: dict[GroupNorm, Moments] = {
     "corrected": "corrected",
     "guarded": "guarded",
@@ -36,12 +38,14 @@ class Context:
 
     `bits` below 16: the difference to what the receiver holds is sent, quantised. `narrow_to`: after it has come, only
     this selection of it is attended to. `extrapolated`: what is attended to is led on from the last two steps.
+    `correction`: what its owner says of it in this step, see `patchpar.correction`.
     """
 
     selection: Selection = field(default_factory=Everything)
     bits: int = 16
     narrow_to: Selection | None = None
     extrapolated: bool = False
+    correction: Correction = "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

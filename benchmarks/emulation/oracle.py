@@ -23,6 +23,7 @@ from benchmarks.emulation.sight import (
     context_of,
     convolve,
     corrected,
+    corrected_map,
     merge,
     merged,
     moments_of,
@@ -242,6 +243,13 @@ class Emulation:
             if shown is before and earlier is not None and not self.treatment.frozen:
                 line = ((new.double(), new.double() - old.double()) for new, old in zip(before, earlier, strict=True))
                 shown = KeyValues(*((new + self._ahead() * moved).to(call.key.dtype) for new, moved in line))
+        if self.treatment.correction != "none" and not (self.synchronous or self.treatment.frozen):
+            shown = KeyValues(
+                *(
+                    corrected_map(self.treatment.correction, each, spans, dim)
+                    for each in zip(now, shown, before, strict=True)
+                )
+            )
         query = call.query.mT.unflatten(-1, grid)
         queries = [narrow(query, dim, span).flatten(-2).mT for span in spans]
         remote = [list(context_of(place, shown, spans, dim, self.treatment)) for place in range(self.places)]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 HALOS = ("fresh", "stale", "none")
 MOMENTS = ("fresh", "corrected", "guarded", "stale", "separate")
+CORRECTIONS = ("none", "affine", "linear")
 CONTEXTS = ("fresh", "all", "band", "pooled", "partials", "none")
 
 
@@ -23,6 +24,9 @@ class Treatment:
               `refresh`-th evaluation. none: own only
     extrapolated   the others' keys and values that are old are led on along the straight line through the last two
               evaluations, as far as this one's timestep is from the last (at most twice their distance)
+    correction     what each place makes of its own change since the last evaluation, and others apply to what they
+              have of it: a factor and a summand for each channel, or for each head a matrix where there are at least
+              four tokens for each of its numbers; `none`
     frozen    after the synchronous evaluations nothing is sent any more, whatever is said above: a control. The last
               step is then the last synchronous one for ever, and partials are not looked at anew
 
@@ -37,16 +41,18 @@ class Treatment:
     pool: int = 4
     refresh: int = 4
     extrapolated: bool = False
+    correction: str = "none"
     warmup_steps: int = 1
     frozen: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in (("halo", HALOS), ("moments", MOMENTS), ("context", CONTEXTS)):
+        known_names = {"halo": HALOS, "moments": MOMENTS, "context": CONTEXTS, "correction": CORRECTIONS}
+        for name, known in known_names.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is none of {', '.join(known)}")
         self._check_numbers()
-        if self.extrapolated and self.context not in ("all", "band", "pooled"):
-            raise ValueError(f"extrapolated: with context={self.context!r} nothing old is attended to anew")
+        if (self.extrapolated or self.correction != "none") and self.context not in ("all", "band", "pooled"):
+            raise ValueError(f"extrapolated, corrected: with context={self.context!r} nothing old is attended to anew")
         if self.warmup_steps < int(self.needs_past):
             raise ValueError(f"warmup_steps={self.warmup_steps}: the first evaluation has no past, so at least 1")
 

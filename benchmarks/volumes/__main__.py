@@ -27,13 +27,15 @@ STRATEGIES = (
     "fresh-edges:context=partials",
     "fresh-edges:bits=8",
     "fresh-edges:bits=4",
+    "fresh-edges:correction=linear",
     "fresh-edges:context=pooled,pool=2",
     "fresh-edges:context=pooled",
     "fresh-edges:context=pooled,bits=8",
     "fresh-edges:context=pooled,bits=4",
 )
 PIXELS, WORLDS, MOST = (1024, 2048, 3840), (2, 4), 8
-SEAMS = ("kv", "halo", "moments")
+SEAMS = {"kv": 1, "halo": 1, "moments": 3, "correction": 1}
+"""Kinds of values that seams exchange, and with how many digits their MB are told."""
 INTRODUCTION = """\
 # What ranks send each other
 
@@ -51,7 +53,7 @@ class Received:
 
     @property
     def seams(self) -> float:
-        """Keys, values, halo and moments."""
+        """Keys, values, halo, moments, and how keys and values have changed."""
         return sum(self.by_kind[kind] for kind in SEAMS)
 
 
@@ -85,13 +87,15 @@ def table_of_sdxl(shapes: Mapping[int, Shapes]) -> Iterator[str]:
         f"step is {kv_rounds} exchanges of keys and values and {rounds} others."
     )
     yield ""
-    yield "| picture | strategy | keys and values | halo | moments | sum | first rank | of DistriFusion's | held |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield "| picture | strategy | keys, values | halo | moments | correction | sum | first | of DistriFusion's | held |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     for pixels in PIXELS:
         whole = received(shapes[pixels], pixels, MOST, PUBLISHED, inner(MOST)).seams
         for strategy in STRATEGIES:
             own, first = (received(shapes[pixels], pixels, MOST, strategy, place) for place in (inner(MOST), 0))
-            parts = " | ".join(f"{own.by_kind[kind]:.{digits}f}" for kind, digits in zip(SEAMS, (1, 1, 3), strict=True))
+            parts = " | ".join(
+                f"{own.by_kind[kind]:.{digits}f}" for kind, digits in zip(SEAMS, (1, 1, 3, 1), strict=True)
+            )
             sums = f"{own.seams:.1f} | {first.seams:.1f} | {100 * own.seams / whole:.1f} %"
             yield f"| {pixels}² | {strategy} | {parts} | {sums} | {own.held:.0f} |"
 
@@ -120,8 +124,8 @@ def table_of_tiny(name: str = "sdxl", height: int = 36, width: int = 24) -> Iter
         "the door. The formula gives the same to the byte for every rank, sent and received, and for what is held:"
     )
     yield ""
-    yield "| ranks | strategy | keys and values | halo | moments | prediction | counted | formula | held |"
-    yield "|---|---|---|---|---|---|---|---|---|"
+    yield "| ranks | strategy | keys and values | halo | moments | correction | prediction | counted | formula | held |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
     with LocalExecutor(["cpu"] * 4, "tests.ranks:Ranks") as pool:
         for world in (2, 3, 4):
             args = (STRATEGIES, name, (height, width))

@@ -20,14 +20,13 @@ from patchpar.treatment import Treatment
 
 Figures = dict[str, Any]
 """{"sent": bytes by kind in every measured step, "received": the same, "held": bytes}."""
-FIRST = 1
 
 
 @torch.no_grad()
 def counted(
     place: Any, strategies: Sequence[str], name: str, size: tuple[int, int], dtype: torch.dtype = torch.float32
 ) -> dict[str, Figures]:
-    """For every strategy {"counted": Figures, "formula": Figures, "rounds": of the last step}, after one exact step."""
+    """For every strategy {"counted": Figures, "formula": Figures, "rounds": of the last step}, after the exact ones."""
     from tests.exact import denoisers
 
     denoiser = denoisers.build(name).to(dtype)
@@ -54,15 +53,21 @@ def counted(
     return found
 
 
+def first_stale(treatment: Treatment) -> int:
+    """The first step after those that are exact: where drift decides, none is known before the second."""
+    return 1 if treatment.resync is None else 2
+
+
 def num_steps(treatment: Treatment) -> int:
     """How many are measured: one more than a cycle, for what is held of the exact step is gone after two."""
     return 1 + cycle_of(treatment)
 
 
 def measured(bands: Any, denoiser: nn.Module, call: Mapping[str, Any]) -> Figures:
-    """Run the first, exact step, and those that are measured."""
+    """Run the first, exact steps, and those that are measured."""
     door, history, ways = bands.share.door, bands.history, {"sent": [], "received": []}
-    for _ in range(FIRST + num_steps(bands.share.treatment)):
+    first = first_stale(bands.share.treatment)
+    for _ in range(first + num_steps(bands.share.treatment)):
         if history is not None:
             history.clock.next_call()
         door.traffic.clear()
@@ -74,12 +79,13 @@ def measured(bands: Any, denoiser: nn.Module, call: Mapping[str, Any]) -> Figure
     held = history.memory.num_bytes() if history is not None else 0
     bands.finish()
     bands.restore()
-    return {way: steps[FIRST:] for way, steps in ways.items()} | {"held": held}
+    return {way: steps[first:] for way, steps in ways.items()} | {"held": held}
 
 
 def expected(volumes: Volumes, place: int) -> Figures:
     """What the formula says of the measured steps."""
-    evaluations = range(FIRST, FIRST + num_steps(volumes.treatment))
+    first = first_stale(volumes.treatment)
+    evaluations = range(first, first + num_steps(volumes.treatment))
     return {
         "sent": [dict(volumes.sent(place, evaluation)) for evaluation in evaluations],
         "received": [dict(volumes.received(place, evaluation)) for evaluation in evaluations],

@@ -9,6 +9,8 @@ band on the map of a layer, a its columns:
                    pooled       m a + ceil((r_j - m) / s) ceil(a / s)    neighbours, with m = max(1, round(share r_j))
                                 ceil(r_j / s) ceil(a / s)                others
                    partials     r_j a, of every layer in every refresh-th step
+    correction     2 b N D itemsize for the factors, or 2 b N D^2 itemsize for matrices where l >= 4 (D + 1); and
+                   2 b N D itemsize for the summands; to everyone
     halo           itemsize b C W per row that i reads, neighbours only; published: 2 rows to everyone
     moments        4 (1 + 2 b G), nothing where each place keeps its own; G groups
     prediction     itemsize b C h_j W, and 12 where the drift is told
@@ -18,6 +20,7 @@ What place i holds for the next step, n places, l of its tokens:
     keys, values   those it attends to: 2 b N D itemsize for its own tokens and the t of every other place, and itemsize
                    for each of these tokens where some stand for several; as much again as it sends, once for all
                    places that get the same, where differences are sent
+    correction     2 b N D l itemsize for our own tokens of the last step, twice where they are led on
     partials       b N l (D itemsize + 4): outputs, and log-sum-exp in fp32
     halo           where it is of the last step: the rows it reads; published: the neighbours' rows, read or not
     moments        where they are of the last step: 4 n (1 + 2 b G)
@@ -36,7 +39,7 @@ from patchpar.patches import Bands
 from patchpar.selection import BandAndPooled, NearBand, Selection
 from patchpar.treatment import CachedPartials, Context, Treatment
 
-KINDS = ("kv", "halo", "moments", "prediction")
+KINDS = ("kv", "halo", "moments", "prediction", "correction")
 SCALE_BYTES, FLOAT_BYTES, DRIFT_STRIDE = 2, 4, 16
 
 
@@ -93,10 +96,20 @@ class Volumes:
                 if self._is_due(number, evaluation)
             ),
             "halo": rows,
+            "correction": sum(self._correction(layer, sender) for layer in shapes.attentions),
             "moments": 0 if treatment.moments == "separate" else self._moments(),
             "prediction": self.itemsize * band + told,
         }
         return Counter(sent)
+
+    def _correction(self, layer: Attended, sender: int) -> int:
+        """Bytes of what a place says of its keys and values."""
+        context = self.treatment.context
+        if not isinstance(context, Context) or context.correction == "none":
+            return 0
+        tokens = math.prod(self._grid(layer, sender))
+        matrices = context.correction == "linear" and tokens >= 4 * (layer.width + 1)
+        return 2 * layer.batch * layer.heads * layer.width * ((layer.width if matrices else 1) + 1) * self.itemsize
 
     def _is_due(self, layer: int, evaluation: int) -> bool:
         """Whether the keys of a layer leave in this evaluation: with partials, for a refresh in the next."""
@@ -154,14 +167,26 @@ class Volumes:
         tokens = own + came
         bias = self.itemsize * tokens if self._stand_for_several(layer, place) else 0
         copies = self._copied_tokens(layer, place) + came * self._kept_apart()
+        copies += own * self._own_steps()
         return 2 * heads * layer.width * self.itemsize * (tokens + copies) + bias + drift
 
-    def _kept_apart(self) -> int:
-        """How often what came is kept beside what is attended to: where that is led on from the last two steps."""
+    def _own_steps(self) -> int:
+        """Of how many steps our own tokens are kept, to tell how they have changed."""
         context = self.treatment.context
-        if not (isinstance(context, Context) and context.extrapolated):
+        if not isinstance(context, Context) or context.correction == "none":
             return 0
-        return 1 if context.bits == 16 else 2
+        return 2 if context.extrapolated else 1
+
+    def _kept_apart(self) -> int:
+        """How often what came is kept beside what is attended to.
+
+        Where that is led on from the last two steps, and where differences are added up to what it is made of.
+        """
+        context = self.treatment.context
+        if not isinstance(context, Context):
+            return 0
+        of_differences = context.bits < 16 and (context.extrapolated or context.correction != "none")
+        return context.extrapolated + of_differences
 
     def _copied_tokens(self, layer: Attended, place: int) -> int:
         """Tokens of ours that others hold and differences are taken to, once for all that get the same."""

@@ -74,18 +74,22 @@ def test_old_values_are_counted(parallel: ParallelPipeline, strategy: str) -> No
     for rank in run.ranks:
         assert [(step.exact_calls, step.stale_calls) for step in rank.steps] == [(1, 0), (0, 1), (0, 1)]
         assert rank.stale_bytes > 0
-        assert set(rank.bytes_sent) == PATCH_KINDS
+        assert set(rank.bytes_sent) == PATCH_KINDS | ({"correction"} if strategy == "fresh-edges" else set())
 
 
 def test_what_is_held_is_what_came_and_our_own(parallel: ParallelPipeline) -> None:
     """Fresh edges hold keys and values alone: of all tokens, in one buffer, so that nothing is copied together.
 
-    Led on, they also hold what came the step before.
+    Led on, they also hold what came the step before; and to tell how their own have changed, those of two steps.
     """
-    for strategy, copies in (("fresh-edges:extrapolated=false", 1), ("fresh-edges", 2)):
+    for strategy, came, own in (
+        ("fresh-edges:extrapolated=false,correction=none", 1, 1),
+        ("fresh-edges:correction=none", 2, 1),
+        ("fresh-edges", 2, 3),
+    ):
         for rank in draw(parallel, strategy).ranks:
             step = rank.steps[1]
-            assert rank.stale_bytes == copies * step.bytes_received["kv"] + step.bytes_sent["kv"]  # to one other rank
+            assert rank.stale_bytes == came * step.bytes_received["kv"] + own * step.bytes_sent["kv"], strategy
 
 
 def test_a_warm_up_of_all_steps_is_exact_and_says_so(parallel: ParallelPipeline) -> None:

@@ -92,7 +92,8 @@ def treatment_of(run: Run) -> Treatment:
     strategy: Any = parse_strategy(run.strategy)
     if strategy.name == "fresh-edges":
         found = Treatment(context=strategy.context, band=strategy.band, pool=strategy.pool, refresh=strategy.refresh)
-        found = replace(found, extrapolated=strategy.extrapolated and strategy.context != "partials")
+        if strategy.context != "partials":
+            found = replace(found, extrapolated=strategy.extrapolated, correction=strategy.correction)
     else:
         moments = MOMENTS.get(strategy.group_norm, strategy.group_norm)
         found = Treatment(halo="stale", moments=moments, context=CONTEXTS[strategy.name])

@@ -59,6 +59,12 @@ class Case:
         return f"{self.name}-{'x'.join(map(str, self.grid))}-{self.ranks}-{self.strategy}"
 
     @property
+    def correction(self) -> str:
+        """What ranks say of how their keys have changed."""
+        strategy: Any = parse_strategy(self.strategy)
+        return "none" if getattr(strategy, "context", "") == "partials" else getattr(strategy, "correction", "none")
+
+    @property
     def start(self) -> int | None:
         """Where the tokens of a joint sequence begin; None: after the text."""
         return 0 if self.name.startswith(("SD3", "PixArt")) else None
@@ -255,6 +261,8 @@ class _Replicas(TorchFunctionMode):
         kept, self.number = self.kept.setdefault(self.number, _Keys()), self.number + 1
         now = tuple(x.unflatten(0, (self.case.ranks, -1)) for x in (key, value))
         last = None if self.evaluation == 0 else tuple(self._last(kept, index) for index in range(2))
+        if last is not None and self.case.correction != "none":
+            last = tuple(self._corrected(*each, key.shape[-2]) for each in zip(now, last, kept.newest[-1], strict=True))
         kept.newest = [*kept.newest[-1:], tuple(x.clone() for x in now)]
         if last is None:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask, **options)
@@ -277,6 +285,24 @@ class _Replicas(TorchFunctionMode):
         ahead = (times[2] - times[1]) / (times[1] - times[0])
         before = kept.newest[0][index]
         return last + min(2.0, ahead) * (last - before)
+
+    def _corrected(self, now: Tensor, last: Tensor, old: Tensor, length: int) -> Tensor:
+        """What is held of every replica's own tokens, moved by what it says of them: a regression on the old ones."""
+        found = last.clone()
+        for sender, share in enumerate(self.case.shares):
+            where = self._start(length) + share
+            missing = (now[sender][..., where, :] - last[sender][..., where, :]).double()
+            centred = old[sender][..., where, :].double()
+            centred = centred - centred.mean(-2, keepdim=True)
+            squares = centred.square().mean(-2)
+            ridge = 1e-3 * squares.mean(-1, keepdim=True)
+            if self.case.correction == "linear" and len(share) >= 4 * (now.shape[-1] + 1):
+                covariance = centred.mT @ centred / len(share) + torch.diag_embed(ridge.expand_as(squares))
+                added = centred @ torch.linalg.inv(covariance) @ (centred.mT @ missing / len(share))
+            else:
+                added = centred * ((centred * missing).mean(-2) / (squares + ridge)).unsqueeze(-2)
+            found[sender][..., where, :] += (added + missing.mean(-2, keepdim=True)).to(now.dtype)
+        return found
 
     def _here(self, receiver: int, length: int) -> Tensor:
         """Where a replica's own tokens and those that everybody has are."""

@@ -132,12 +132,12 @@ def test_contexts() -> None:
     found = [
         FreshEdges(bits=8),
         FreshEdges(context="pooled", band=0.2, pool=3),
-        FreshEdges(extrapolated=False),
+        FreshEdges(extrapolated=False, correction="none"),
         FreshEdges(context="partials"),
     ]
     assert [strategy.treatment.context for strategy in found] == [
-        Context(selection=Everything(), bits=8, extrapolated=True),
-        Context(selection=BandAndPooled(0.2, 3), extrapolated=True),
+        Context(selection=Everything(), bits=8, extrapolated=True, correction="affine"),
+        Context(selection=BandAndPooled(0.2, 3), extrapolated=True, correction="affine"),
         Context(selection=Everything()),
         CachedPartials(refresh=4),
     ]

@@ -1,0 +1,123 @@
+"""How a place's keys and values have changed since the last step, in a few numbers that can be of this step.
+
+Most of that change is common to all tokens of a place: it comes from the timestep, and from how much noise is left. So
+the owner fits what it has now to what others hold of it, and sends the fit at once; whoever holds the old tokens
+applies it to them. Kilobytes again are of this step, and megabytes of the last.
+
+    affine   a factor and a summand for each channel: 2 numbers a channel, however many tokens
+    linear   a matrix for each head and a summand for each channel: D + 1 numbers a channel
+
+Averages over windows of tokens need no fit of their own, since both commute with averaging.
+
+Shape letters: B batch, l tokens, N heads, D head width.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from patchpar.transport import Spec
+from patchpar.treatment import Correction
+
+RIDGE = 1e-3  # of the mean square of the channels: what keeps a fit to few, or to equal tokens from running away
+TOKENS_PER_NUMBER = 4  # a matrix for fewer tokens than this would weigh more than a quarter of them
+
+
+class Fit(NamedTuple):
+    """What is added to what is held: `factor` times the tokens of the last step, and `summand` [B, N, D].
+
+    `factor` is [B, N, D], or [B, N, D, D], from old channels to what is added.
+    """
+
+    factor: Tensor
+    summand: Tensor
+
+
+def kind_for(wanted: Correction, tokens: int, width: int) -> Correction:
+    """Which fit is sent for so many tokens of heads of this width: a matrix only where it weighs little beside them."""
+    return "affine" if wanted == "linear" and tokens < TOKENS_PER_NUMBER * (width + 1) else wanted
+
+
+def specs_of(kind: Correction, shape: tuple[int, ...], dtype: torch.dtype) -> list[Spec]:
+    """What comes from a place whose tokens are of `shape` [B, l, N, D]."""
+    batch, _, heads, width = shape
+    factor = (batch, heads, width, width) if kind == "linear" else (batch, heads, width)
+    return [Spec(factor, dtype), Spec((batch, heads, width), dtype)]
+
+
+def fitted(kind: Correction, now_BlND: Tensor, held_BlND: Tensor, old_BlND: Tensor) -> Fit:
+    """The fit that takes `held`, which others make of the last steps, nearest to `now`, out of `old`, the last step's.
+
+    Least squares with a slight pull towards no factor, in fp32.
+    """
+    old, missing = old_BlND.float(), now_BlND.float() - held_BlND.float()
+    old_mean, missing_mean = old.mean(1, keepdim=True), missing.mean(1, keepdim=True)
+    old, missing = old - old_mean, missing - missing_mean
+    if kind == "linear":
+        factor = _matrix(old.transpose(1, 2), missing.transpose(1, 2))
+        moved = (old_mean.transpose(1, 2) @ factor).squeeze(2)
+    else:
+        square = old.square().mean(1)
+        pull = RIDGE * square.mean(-1, keepdim=True) + torch.finfo(torch.float32).tiny
+        factor = (old * missing).mean(1) / (square + pull)
+        moved = old_mean.squeeze(1) * factor
+    return Fit(factor.to(now_BlND.dtype), (missing_mean.squeeze(1) - moved).to(now_BlND.dtype))
+
+
+def _matrix(old_BNlD: Tensor, missing_BNlD: Tensor) -> Tensor:
+    gram = old_BNlD.mT @ old_BNlD
+    squares = gram.diagonal(dim1=-2, dim2=-1)
+    pull = RIDGE * squares.mean(-1, keepdim=True) + torch.finfo(torch.float32).tiny
+    return torch.linalg.solve(gram + torch.diag_embed(pull.expand_as(squares)), old_BNlD.mT @ missing_BNlD)
+
+
+def correct(held_BlND: Tensor, old_BlND: Tensor, fit: Fit) -> None:
+    """Bring `held` to this step, in place. `old` are the same tokens as they were in the last step."""
+    if fit.factor.ndim == 3:
+        held_BlND.add_(old_BlND * fit.factor[:, None]).add_(fit.summand[:, None])
+    else:
+        moved_BNlD = old_BlND.transpose(1, 2) @ fit.factor
+        held_BlND.add_(moved_BNlD.transpose(1, 2)).add_(fit.summand[:, None])
+
+
+class OwnPast:
+    """Our keys and values of the last two steps, out of which others make what they hold of us.
+
+    `led_on`: others follow the straight line through both.
+    """
+
+    def __init__(self, wanted: Correction, *, led_on: bool) -> None:
+        self._wanted, self._led_on = wanted, led_on
+        self._last: tuple[Tensor, ...] = ()
+        self._before: tuple[Tensor, ...] = ()
+
+    def remember(self, own: Sequence[Tensor], *, continues: bool) -> None:
+        """Our tokens [B, l, N, D] of this step. `continues`: what is remembered is of the step before."""
+        if self._wanted != "none":
+            self._before = self._last if continues and self._led_on else ()
+            self._last = tuple(x.clone() for x in own)
+
+    def fits(self, own: Sequence[Tensor], ahead: Tensor | float) -> list[Tensor]:
+        """What to send of our tokens of this step, which goes `ahead` as far as the last, in units of that."""
+        found: list[Tensor] = []
+        for index, (now, old) in enumerate(zip(own, self._last, strict=True)):
+            held = on_the_line(self._before[index], old, ahead) if self._before else old
+            found += fitted(kind_for(self._wanted, now.shape[1], now.shape[3]), now, held, old)
+        return found
+
+    def specs(self, shapes: Sequence[tuple[int, ...]]) -> list[Spec]:
+        """What comes from a place that has tokens of these shapes."""
+        dtype = self._last[0].dtype
+        return [s for shape in shapes for s in specs_of(kind_for(self._wanted, shape[1], shape[3]), shape, dtype)]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything held."""
+        yield from self._last
+        yield from self._before
+
+
+def on_the_line(before: Tensor, last: Tensor, ahead: Tensor | float) -> Tensor:
+    """From two values on to the next, `ahead` as far as from the first to the second."""
+    return torch.lerp(before, last, 1 + torch.as_tensor(ahead, dtype=last.dtype, device=last.device))

@@ -1,0 +1,122 @@
+"""A few numbers for each channel tell how tokens have changed, wherever that change is common to them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar.correction import Fit, OwnPast, correct, fitted, kind_for, on_the_line, specs_of
+from patchpar.plan import PlanError
+from patchpar.strategies.fresh_edges import FreshEdges
+from patchpar.transport import Spec
+
+SHAPE = (2, 60, 3, 8)
+
+
+def noise(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape or SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def off(kind: str, now: Tensor, old: Tensor) -> float:
+    """How much of the change is left, once what was told is applied."""
+    held = old.clone()
+    correct(held, old, fitted(kind, now, held, old))
+    return float((now - held).norm() / (now - old).norm())
+
+
+def scaled(old: Tensor) -> Tensor:
+    """Every channel of every head has a factor and a summand of its own."""
+    return old * (1 + 0.3 * noise(1, 2, 1, 3, 8)) + 5 * noise(2, 2, 1, 3, 8)
+
+
+def mixed(old: Tensor) -> Tensor:
+    """Every head has a matrix of its own."""
+    return (old.transpose(1, 2) @ noise(3, 2, 3, 8, 8)).transpose(1, 2) + noise(4, 2, 1, 3, 8)
+
+
+def test_what_channels_have_in_common_is_told() -> None:
+    old = noise(0) + 4
+    assert off("affine", scaled(old), old) < 2e-3
+    assert off("linear", scaled(old), old) < 2e-3
+    assert off("affine", mixed(old), old) > 0.1
+    assert off("linear", mixed(old), old) < 5e-3
+
+
+def test_what_tokens_do_not_share_is_not() -> None:
+    assert 0.65 < off("affine", noise(1), noise(0)) < 0.75  # independent tokens are as good as none: 1 of sqrt(2)
+
+
+def test_only_what_others_do_not_hold_already_is_told() -> None:
+    old, held = noise(0), noise(1)
+    fit = fitted("linear", held, held, old)
+    assert not fit.factor.any()
+    assert not fit.summand.any()
+
+
+@pytest.mark.parametrize("kind", ["affine", "linear"])
+def test_averages_are_corrected_like_their_tokens(kind: str) -> None:
+    old, now = noise(0), mixed(noise(0))
+    fit = fitted(kind, now, old, old)
+    each, mean = old.clone(), old.mean(1, keepdim=True)
+    correct(each, old, fit)
+    pooled = mean.clone()
+    correct(pooled, mean, fit)
+    assert torch.allclose(pooled, each.mean(1, keepdim=True), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["affine", "linear"])
+@pytest.mark.parametrize("tokens", [1, 2, 60])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_few_or_equal_tokens_do_no_harm(kind: str, tokens: int, dtype: torch.dtype) -> None:
+    old = torch.full((1, tokens, 2, 8), 300.0, dtype=dtype)
+    for now in (old.clone(), 2 * old):
+        held = old.clone()
+        correct(held, old, fitted(kind, now, held, old))
+        assert torch.allclose(held, now, rtol=1e-2)
+
+
+def test_matrices_only_where_tokens_outweigh_them() -> None:
+    assert kind_for("linear", 36, 8) == "linear"
+    assert kind_for("linear", 35, 8) == "affine"
+    assert kind_for("affine", 10_000, 8) == "affine"
+    assert kind_for("none", 10_000, 8) == "none"
+
+
+@pytest.mark.parametrize("kind", ["affine", "linear"])
+def test_what_is_told_is_of_the_shapes_that_are_expected(kind: str) -> None:
+    fit = fitted(kind, noise(1), noise(0), noise(0))
+    assert [Spec.of(x) for x in fit] == specs_of(kind, SHAPE, torch.float32)
+
+
+@pytest.mark.parametrize("led_on", [True, False])
+def test_the_owner_knows_what_others_make_of_its_past(led_on: bool) -> None:
+    steps = [noise(seed) for seed in range(4)]
+    past = OwnPast("linear", led_on=led_on)
+    past.remember([steps[0]], continues=False)
+    for number in (1, 2, 3):
+        held = steps[number - 1].clone()
+        if led_on and number > 1:
+            held = on_the_line(steps[number - 2], held, 0.7)
+        want = fitted("linear", steps[number], held, steps[number - 1])
+        got = Fit(*past.fits([steps[number]], 0.7))
+        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+        past.remember([steps[number]], continues=True)
+
+
+def test_a_new_picture_has_no_line() -> None:
+    past = OwnPast("affine", led_on=True)
+    for continues in (False, True, False):
+        past.remember([noise(0)], continues=continues)
+    assert len(list(past.tensors())) == 1
+
+
+def test_nothing_is_kept_for_no_correction() -> None:
+    past = OwnPast("none", led_on=True)
+    past.remember([noise(0)], continues=False)
+    assert not list(past.tensors())
+
+
+def test_an_unknown_correction_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"correction='quadratic': use affine, linear, none"):
+        FreshEdges(correction="quadratic")
