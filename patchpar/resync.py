@@ -9,21 +9,25 @@ from dataclasses import dataclass
 
 from patchpar.errors import PlanError
 
-DB_AT_FULL_DRIFT = 21.0
-"""PSNR in dB of a picture whose stale steps all had a relative drift of 1; half the drift is 6 dB more. Fitted on the
-embedded model, where keys that move by 6 % a step give 45 dB in 20 steps, and by 15 % give 40 dB in 8."""
+DB_AT_FULL_DRIFT = {"none": 21.0, "affine": 26.0, "linear": 34.0}
+"""PSNR in dB of a picture whose stale steps all had a relative drift of 1, by what owners tell of it; half the drift is
+6 dB more. Fitted on the embedded model, where keys move by 6 % a step in 20 steps and by 15 % in 8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resync:
-    """`quality`: aim at this PSNR against exact, in dB. `budget`: bytes that a rank may send per step on average."""
+    """`quality`: aim at this PSNR against exact, in dB. `budget`: bytes that a rank may send per step on average.
+
+    `correction`: what owners tell of how their keys have changed.
+    """
 
     quality: float | None = None
     budget: float | None = None
+    correction: str = "none"
 
     def limit(self) -> float:
         """The relative drift above which stale keys would cost more than `quality` allows."""
-        return math.inf if self.quality is None else 10 ** ((DB_AT_FULL_DRIFT - self.quality) / 20)
+        return math.inf if self.quality is None else 10 ** ((DB_AT_FULL_DRIFT[self.correction] - self.quality) / 20)
 
 
 def check_resync(name: str, quality: object, budget: object) -> None:

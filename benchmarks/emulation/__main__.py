@@ -45,9 +45,14 @@ ROWS: dict[str, Treatment] = {
     "partially conditioned .3": replace(LATE, context="band"),
     "fresh edges, all keys": replace(EDGES, context="all"),
     "fresh edges, all keys, led on": replace(EDGES, context="all", extrapolated=True),
+    "fresh edges, all keys, affine": replace(EDGES, context="all", extrapolated=True, correction="affine"),
+    "fresh edges, all keys, linear": replace(EDGES, context="all", extrapolated=True, correction="linear"),
     "fresh edges, band .3": replace(EDGES, context="band"),
     "fresh edges, band .1 + pooled 4x4": replace(EDGES, context="pooled", pool=4),
     "fresh edges, band .1 + pooled 4x4, led on": replace(EDGES, context="pooled", pool=4, extrapolated=True),
+    "fresh edges, band .1 + pooled 4x4, affine": replace(
+        EDGES, context="pooled", pool=4, extrapolated=True, correction="affine"
+    ),
     "fresh edges, band .1 + pooled 2x2": replace(EDGES, context="pooled", pool=2),
     "fresh edges, partials 1/4": replace(EDGES, context="partials", refresh=4),
     "fresh edges, partials 1/8": replace(EDGES, context="partials", refresh=8),
@@ -56,6 +61,7 @@ ROWS: dict[str, Treatment] = {
     "naive": Treatment(halo="none", moments="separate", context="none", warmup_steps=0),
 }
 
+AS_THEY_WERE = "extrapolated=false,correction=none"
 STRATEGIES: dict[str, str] = {
     "displaced, corrected moments": "displaced",
     "displaced, guarded moments": "displaced:group_norm=guarded",
@@ -63,11 +69,14 @@ STRATEGIES: dict[str, str] = {
     "displaced, separate moments": "displaced:group_norm=separate",
     "displaced, fresh moments": "displaced:group_norm=sync",
     "partially conditioned .3": "pcpp:fraction=0.3",
-    "fresh edges, all keys": "fresh-edges:extrapolated=false",
-    "fresh edges, all keys, led on": "fresh-edges",
-    "fresh edges, band .1 + pooled 4x4": "fresh-edges:context=pooled,band=0.1,pool=4,extrapolated=false",
-    "fresh edges, band .1 + pooled 4x4, led on": "fresh-edges:context=pooled,band=0.1,pool=4",
-    "fresh edges, band .1 + pooled 2x2": "fresh-edges:context=pooled,band=0.1,pool=2,extrapolated=false",
+    "fresh edges, all keys": f"fresh-edges:{AS_THEY_WERE}",
+    "fresh edges, all keys, led on": "fresh-edges:correction=none",
+    "fresh edges, all keys, affine": "fresh-edges",
+    "fresh edges, all keys, linear": "fresh-edges:correction=linear",
+    "fresh edges, band .1 + pooled 4x4": f"fresh-edges:context=pooled,band=0.1,pool=4,{AS_THEY_WERE}",
+    "fresh edges, band .1 + pooled 4x4, led on": "fresh-edges:context=pooled,band=0.1,pool=4,correction=none",
+    "fresh edges, band .1 + pooled 4x4, affine": "fresh-edges:context=pooled,band=0.1,pool=4",
+    "fresh edges, band .1 + pooled 2x2": f"fresh-edges:context=pooled,band=0.1,pool=2,{AS_THEY_WERE}",
     "fresh edges, partials 1/4": "fresh-edges:context=partials,refresh=4",
     "fresh edges, partials 1/8": "fresh-edges:context=partials,refresh=8",
 }

@@ -81,10 +81,11 @@ class FreshEdges(PatchStrategy):
             selection=selection, bits=self.bits, extrapolated=self.extrapolated, correction=self.correction
         )
         budget = None if self.budget is None else self.budget * MIB
-        wanted = None if self.quality is None and budget is None else Resync(quality=self.quality, budget=budget)
+        told = "none" if self.context == "partials" else self.correction
+        rules = Resync(quality=self.quality, budget=budget, correction=told)
         return Treatment(
             name=self.name,
             warmup_steps=self.warmup_steps,
             context=CachedPartials(refresh=self.refresh) if self.context == "partials" else context,
-            resync=wanted,
+            resync=None if self.quality is None and budget is None else rules,
         )

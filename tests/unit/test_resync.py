@@ -11,14 +11,15 @@ from patchpar.resync import DB_AT_FULL_DRIFT, Decider, Resync, check_resync
 
 
 def test_six_decibels_are_half_the_drift() -> None:
-    assert Resync(quality=DB_AT_FULL_DRIFT).limit() == pytest.approx(1.0)
+    for told, full in DB_AT_FULL_DRIFT.items():
+        assert Resync(quality=full, correction=told).limit() == pytest.approx(1.0)
     ratio = Resync(quality=40.0).limit() / Resync(quality=40.0 + 20 * math.log10(2)).limit()
     assert ratio == pytest.approx(2.0)
     assert Resync(budget=1e6).limit() == math.inf
 
 
 def test_a_quality_asks_for_a_fresh_step_above_its_drift() -> None:
-    decider = Decider(Resync(quality=DB_AT_FULL_DRIFT + 20))
+    decider = Decider(Resync(quality=DB_AT_FULL_DRIFT["none"] + 20))
     drifts = [0.05, 0.2, 0.09, 0.11]
     assert [decider.next_is_fresh(drift, 10.0, fresh=False) for drift in drifts] == [False, True, False, True]
 
