@@ -27,6 +27,8 @@ from patchpar.stream.talk import Begin, Cancel, Course, Facts, Produced, Ready, 
 from patchpar.stream.wan import WanStream, WanStreamOptions
 from patchpar.transport import Transport, connect
 
+THROUGH = "shared_memory"
+"""Not NCCL, which keeps the order of all messages of a rank: one that is expected early would hold up those we send."""
 REST_SECONDS = 5.0
 """How often a first rank that waits for orders shows that it is there."""
 
@@ -49,7 +51,7 @@ class StreamEngine:
         self._config, self._plan = config, plan
         rank = self._context.rank
         if self._context.world_size > 1 and self._transport is None:
-            self._transport = connect(self._device, deadline=self._context.deadline)
+            self._transport = connect(self._device, deadline=self._context.deadline, through=THROUGH)
         if rank >= plan.ranks:
             return None
         if self._context.world_size > 1:  # one bar per rank and component would only be noise

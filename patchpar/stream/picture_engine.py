@@ -15,6 +15,8 @@ from patchpar.stream.picture_talk import Drawn, PictureOrder
 from patchpar.stream.talk import Stop
 from patchpar.transport import Transport, connect
 
+THROUGH = "shared_memory"
+"""Ranks are workers of one host, and NCCL would have a message wait for those that are expected before it."""
 REST_SECONDS = 5.0
 """How often a rank that waits for orders shows that it is there."""
 
@@ -34,7 +36,7 @@ class PictureEngine:
             diffusers.utils.logging.disable_progress_bar()
             transformers.utils.logging.disable_progress_bar()
             if self._transport is None:
-                self._transport = connect(self._device, deadline=self._context.deadline)
+                self._transport = connect(self._device, deadline=self._context.deadline, through=THROUGH)
         dtype = options.get("torch_dtype")
         named = {**options, "torch_dtype": getattr(torch, dtype)} if isinstance(dtype, str) else options
         self._pipe = DiffusionPipeline.from_pretrained(model, use_safetensors=True, **named).to(self._device)
