@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_with_path
 
+from patchpar.batch import SAMPLE_NAMES
 from patchpar.errors import UnsupportedModel
 
 POINTWISE = (nn.SiLU, nn.GELU, nn.ReLU, nn.Mish, nn.Dropout, nn.Identity, nn.Tanh, nn.Sigmoid)
@@ -78,10 +79,9 @@ class _Seen:
     kept: list[Tensor] = field(default_factory=list)  # keeps those ids from being used again
 
 
-def sample_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """The latent of a denoiser call: its first tensor of at least four dims. Raises UnsupportedModel."""
-    candidates = [args[0] if args else None, kwargs.get("sample"), kwargs.get("hidden_states")]
-    for value in candidates:
+def picture_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """The sample of a denoiser call, if it is shaped as a picture: of at least four dims. Raises UnsupportedModel."""
+    for value in (args[0] if args else None, *map(kwargs.get, SAMPLE_NAMES)):
         if isinstance(value, Tensor) and value.ndim >= 4:
             return value
     raise UnsupportedModel("this denoiser takes no picture-shaped latent, so it has no rows to split: use cfg or data")
@@ -89,7 +89,7 @@ def sample_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
 
 def with_sample_size(args: Any, kwargs: Any, size: tuple[int, int], *, seed: int = 0) -> tuple[Any, Any]:
     """The same call at another latent size: picture-shaped arguments are replaced by noise, the rest stays."""
-    sample = sample_of(args, kwargs)
+    sample = picture_of(args, kwargs)
     generator = torch.Generator().manual_seed(seed)
 
     def resized(path: Any, x: Any) -> Any:
@@ -175,7 +175,7 @@ def _grows_in_rows(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
 
 def _probe(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> _Seen:
     seen = _Seen()
-    sample = sample_of(args, kwargs)
+    sample = picture_of(args, kwargs)
     with _watched(denoiser, seen, sample), torch.no_grad():
         forward(*args, **kwargs)
     return seen

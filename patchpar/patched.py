@@ -13,7 +13,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_pa
 
 from patchpar.clock import StepClock
 from patchpar.compiled import is_compiled
-from patchpar.discover import Sites, discover, sample_of, stride_of
+from patchpar.discover import Sites, discover, picture_of, stride_of
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door, Gather
 from patchpar.first_use import check_once, made_of
@@ -54,7 +54,7 @@ class PatchedDenoiser(SharedDenoiser):
     def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """One denoiser call: `forward` is the denoiser's own. Returns what it returns, for the whole picture."""
         refuse_arguments(kwargs)
-        dim = self._dim(sample_of(args, kwargs))
+        dim = self._dim(picture_of(args, kwargs))
         if self._sharded is None or self.share.dim != dim:
             self._install(forward, dim, (args, kwargs))
         try:
@@ -87,7 +87,7 @@ class PatchedDenoiser(SharedDenoiser):
 
     def _facts(self, sites: Sites, call: tuple[Any, Any]) -> dict[str, Any]:
         """What the verdict depends on."""
-        sample = sample_of(*call)
+        sample = picture_of(*call)
         leaves, _ = tree_flatten_with_path(call)
         return {
             **made_of(self.denoiser),
@@ -112,7 +112,7 @@ class PatchedDenoiser(SharedDenoiser):
 
     def _with_history(self, history: History, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """With values of the last step, where it is known and the treatment wants them."""
-        share, sample = self.share, sample_of(args, kwargs)
+        share, sample = self.share, picture_of(args, kwargs)
         self._look_back(history, (sample.shape, sample.dtype, share.dim), (args, kwargs))
         share.treatment = history.treatment.frozen() if share.frozen else history.treatment
         output = self._in_bands(forward, *args, **kwargs)
@@ -123,7 +123,7 @@ class PatchedDenoiser(SharedDenoiser):
 
     def _in_bands(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self.sites is not None
-        share, sample = self.share, sample_of(args, kwargs)
+        share, sample = self.share, picture_of(args, kwargs)
         share.bands = bands_of(sample.shape[share.dim], share.axis.size, self.sites.total_stride)
         share.whole, share.active = sample, self.exchange != "off"
         own_args, own_kwargs = tree_map_with_path(partial(self._cut, sample), (args, kwargs))

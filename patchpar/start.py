@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from patchpar.errors import PlanError
-from patchpar.launch.context import Executor
+from patchpar.errors import LaunchError, PlanError
+from patchpar.launch.context import Executor, check_deadline
 from patchpar.launch.devices import Devices, resolve_devices
 from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
@@ -110,6 +110,7 @@ def _devices_of(devices: object, plan: Plan | None) -> Devices:
 
 
 def _seconds(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise PlanError(f"{name}={value!r}: it is a number of seconds above 0")
-    return float(value)
+    try:
+        return check_deadline(name, value)
+    except LaunchError as error:
+        raise PlanError(str(error)) from error

@@ -81,16 +81,25 @@ def _move_in(built: Path, folder: Path) -> None:
             path.replace(place)
 
 
+def command_line(about: str | None, output: Path, **files: str) -> argparse.ArgumentParser:
+    """Where the pipeline goes, and the state files it is made of: what each is of."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, what in files.items():
+        parser.add_argument(f"--{name}", type=Path, required=True, help=f"state file of {what}")
+    parser.add_argument("--output", type=Path, default=output)
+    return parser
+
+
+def package(pipe: DiffusionPipeline, folder: Path, state: Path) -> None:
+    """Save the pipeline of the training run that left `state`, and say so."""
+    size, progress = write(pipe, folder), read(state)["progress"]
+    print(f"{folder}: {size / 1e6:.2f} MB after {progress['step']} steps, {progress['samples']} samples")
+
+
 def main() -> None:
     """Package as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--unet", type=Path, required=True, help="state file of train_unet")
-    parser.add_argument("--vae", type=Path, required=True, help="state file of train_vae")
-    parser.add_argument("--output", type=Path, default=FOLDER)
-    arguments = parser.parse_args()
-    progress = read(arguments.unet)["progress"]
-    size = write(assemble(averaged_networks(arguments.unet), trained_vae(arguments.vae)), arguments.output)
-    print(f"{arguments.output}: {size / 1e6:.2f} MB after {progress['step']} steps, {progress['samples']} samples")
+    given = command_line(__doc__, FOLDER, unet="train_unet", vae="train_vae").parse_args()
+    package(assemble(averaged_networks(given.unet), trained_vae(given.vae)), given.output, given.unet)
 
 
 if __name__ == "__main__":

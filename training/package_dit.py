@@ -5,7 +5,6 @@ python -m training.package_dit --dit runs/dit.pt --output assets/scenes-dit
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 
 from training.checkpoint import read
 from training.dit import DitNetworks, flow_scheduler
-from training.package import FOLDER, write
+from training.package import FOLDER, command_line, package
 from training.tokenizer import build_tokenizer
 
 DIT_FOLDER = FOLDER.parent / "scenes-dit"
@@ -51,14 +50,10 @@ def assemble(networks: DitNetworks, vae: AutoencoderKL) -> StableDiffusion3Pipel
 
 def main() -> None:
     """Package as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dit", type=Path, required=True, help="state file of train_dit")
+    parser = command_line(__doc__, DIT_FOLDER, dit="train_dit")
     parser.add_argument("--beside", type=Path, default=FOLDER, help="packaged UNet pipeline, for its autoencoder")
-    parser.add_argument("--output", type=Path, default=DIT_FOLDER)
-    arguments = parser.parse_args()
-    progress = read(arguments.dit)["progress"]
-    size = write(assemble(averaged_dit(arguments.dit), shared_vae(arguments.beside)), arguments.output)
-    print(f"{arguments.output}: {size / 1e6:.2f} MB after {progress['step']} steps, {progress['samples']} samples")
+    given = parser.parse_args()
+    package(assemble(averaged_dit(given.dit), shared_vae(given.beside)), given.output, given.dit)
 
 
 if __name__ == "__main__":

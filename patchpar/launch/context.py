@@ -173,7 +173,7 @@ def engine_method(engine: object, method: str) -> Callable[..., Any]:
     return found
 
 
-def check_deadline(name: str, seconds: float) -> float:
+def check_deadline(name: str, seconds: object) -> float:
     """`seconds` if it is a sensible time limit. Raises LaunchError otherwise."""
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
         raise LaunchError(f"{name}={seconds!r}: it must be a number of seconds above 0")

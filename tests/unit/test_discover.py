@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from patchpar.discover import Sites, discover, sample_of, splits_into_bands, stride_of, with_sample_size
+from patchpar.discover import Sites, discover, picture_of, splits_into_bands, stride_of, with_sample_size
 from patchpar.errors import UnsupportedModel
 from tests.exact import denoisers
 
@@ -82,11 +82,11 @@ def test_another_argument_as_large_as_the_picture_is_refused() -> None:
 
 def test_the_sample_of_a_call() -> None:
     x = torch.zeros(1, 4, 8, 8)
-    assert sample_of((x, 3), {}) is x
-    assert sample_of((), {"sample": x}) is x
-    assert sample_of((), {"hidden_states": x}) is x
+    assert picture_of((x, 3), {}) is x
+    assert picture_of((), {"sample": x}) is x
+    assert picture_of((), {"hidden_states": x}) is x
     with pytest.raises(UnsupportedModel, match="no picture-shaped latent"):
-        sample_of((torch.zeros(1, 64, 4),), {})
+        picture_of((torch.zeros(1, 64, 4),), {})
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 24), (33, 25), (35, 21)])
