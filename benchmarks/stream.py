@@ -24,6 +24,7 @@ from patchpar.launch.local import LocalExecutor
 from patchpar.stream.causal import Payload
 from patchpar.stream.events import Change, Reference
 from patchpar.stream.link import Sign
+from patchpar.stream.picture_talk import PictureOrder
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.simulate import StreamCosts, law, simulate
 from patchpar.stream.stage import Finished, Order, StageLoop, Surroundings
@@ -32,6 +33,7 @@ from patchpar.transport import Spec
 LATENTS = (1, 16, 3, 90, 50)
 """One block of Live Avatar at 720 x 400 (arXiv:2512.04677)."""
 FRAMES = 12
+PICTURE_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,32 @@ def on_rank(place: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tu
     return start, out
 
 
+def pictures_on_rank(place: Any, count: int, seconds: float) -> list[float]:
+    """When pictures came out of a small img2img pipeline whose denoiser sleeps, by time.time."""
+    from patchpar.stream.picture_stage import PictureStage  # with diffusers, which sleeping stages can do without
+    from tests.tiny import image_pipelines
+
+    pipe, arguments = image_pipelines.sd_img2img()
+    pipe.set_progress_bar_config(disable=True)
+    pipe.unet.register_forward_pre_hook(lambda *_: time.sleep(seconds))
+    arguments |= {"num_inference_steps": PICTURE_STEPS, "strength": 1.0, "output_type": "latent"}
+    orders = iter([PictureOrder(number=n, arguments=arguments, seed=n) for n in range(count)])
+    out: list[float] = []
+    stage = PictureStage(pipe, place.rank, place.world, Door(place.transport), lambda where: None)
+    stage.run(lambda: next(orders, None), lambda number, result: out.append(time.time()))
+    return out
+
+
+def picture_rows(pool: LocalExecutor, seconds: float, count: int) -> list[str]:
+    """Pictures per second by number of ranks."""
+    rates: list[tuple[int, float]] = []
+    for ranks in (1, 2, 4):
+        found = pool.call("run", "benchmarks.stream:pictures_on_rank", ranks, "auto", (count, seconds))
+        out = found[ranks - 1][ranks:]  # the first are drawn whole, or wait for the stages to fill
+        rates.append((ranks, (len(out) - 1) / (out[-1] - out[0])))
+    return [f"| {ranks} | {rate:.2f} | {rate / rates[0][1]:.2f} |" for ranks, rate in rates]
+
+
 def row(pool: LocalExecutor, plan: StreamPlan, costs: StreamCosts, blocks: int) -> str:
     """One line of the table."""
     found = pool.call("run", "benchmarks.stream:on_rank", plan.ranks, "auto", (plan, costs, blocks))[: plan.ranks]
@@ -108,6 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--step", type=float, default=0.2, help="seconds per denoising step (default: 0.2)")
     parser.add_argument("--decode", type=float, default=0.15, help="seconds per block to decode (default: 0.15)")
     parser.add_argument("--blocks", type=int, default=40, help="blocks per stream (default: 40)")
+    parser.add_argument("--picture", type=float, default=1.5, help="seconds per denoiser call of a picture (1.5)")
+    parser.add_argument("--pictures", type=int, default=9, help="pictures per stream (default: 9)")
     options = parser.parse_args(arguments)
     costs = StreamCosts(step=options.step, decode=options.decode, frames=FRAMES)
     plans = [StreamPlan.even(steps, steps + 1) for steps in (2, 3, 4)] + [StreamPlan.even(4, 2), StreamPlan.even(4, 3)]
@@ -124,6 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     with LocalExecutor(["cpu"] * 5, "tests.ranks:Ranks", deadline=120.0) as pool:
         lines += [row(pool, plan, costs, options.blocks) for plan in plans]
+        lines += ["", f"Pictures of {PICTURE_STEPS} steps, whose denoiser sleeps {options.picture:g} s per call:", ""]
+        lines += ["| ranks | pictures/s | against one |", "|---|---|---|"]
+        lines += picture_rows(pool, options.picture, options.pictures)
     text = "\n".join(lines) + "\n"
     if options.write:
         options.write.write_text(text)

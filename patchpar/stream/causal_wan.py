@@ -172,7 +172,9 @@ class Passing:
 
 
 class CausalProcessor:
-    """Wan's own self-attention, except for what it sees."""
+    """Wan's own self-attention, except for what it sees. `set_attention_backend` of diffusers chooses its kernel."""
+
+    _attention_backend: Any = None
 
     def __init__(self, layer: int, passing: Passing) -> None:
         self._layer, self._passing = layer, passing
@@ -186,7 +188,7 @@ class CausalProcessor:
             q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
         queries, keys, values, mask = self._passing.now.attend(self._layer, q, k, v)
-        out = dispatch_attention_fn(queries, keys, values, attn_mask=mask, dropout_p=0.0, is_causal=False)
+        out = dispatch_attention_fn(queries, keys, values, attn_mask=mask, backend=self._attention_backend)
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(queries)))
 
 

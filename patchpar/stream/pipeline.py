@@ -91,6 +91,8 @@ class StreamingPipeline:
             raise PlanError("this pipeline is closed; make a new one")
         if self._session is not None and self._session.status in ("running", "paused", "degraded"):
             raise PlanError("a stream is running on these ranks: close it first, or make another pipeline")
+        if self._session is not None:
+            self._session.close()
         if not 0 <= seed < 2**64:
             raise PlanError(f"seed={seed}: it must be at least 0 and below 2**64")
         config, facts = self.config, self._facts

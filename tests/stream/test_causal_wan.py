@@ -110,6 +110,14 @@ def test_restored_is_as_it_was() -> None:
     assert not any(block._forward_hooks for block in net.transformer.blocks)
 
 
+def test_a_kernel_chosen_in_diffusers_is_used() -> None:
+    net = causal()
+    whole = chunked(net, has_sink=True)
+    net.transformer.set_attention_backend("_native_math")
+    assert {str(block.attn1.processor._attention_backend.value) for block in net.transformer.blocks} == {"_native_math"}
+    assert apart(chunked(net, has_sink=True), whole) < 1e-5
+
+
 def test_one_transformer_serves_several_memories() -> None:
     net = causal()
     alone = chunked(net, has_sink=True)
