@@ -103,6 +103,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+SHEET = "The pictures, all shrunk to native size, a row for each caption, from the left:"
 FIELD = "A Gaussian field of 128 x 128, patches of 64 x 64, 50 steps, DDIM."
 ROUNDS = "Of 50 steps with equal steps of time, in evaluations of both guidance branches of one patch."
 SHOWN = (
@@ -120,6 +121,8 @@ def page(options: argparse.Namespace) -> Iterator[str]:
         facts = {"size": options.scale * NATIVE, "native": NATIVE, "right": accuracy(100)}
         yield from ("## Pictures", "", SHOWN.format(**facts, steps=options.steps, captions=options.captions), "")
         yield from (*pictures(options.captions, options.scale, options.steps, options.sheet), "")
+        if options.sheet is not None:
+            yield f"{SHEET} {', '.join(METHODS)}."
 
 
 def main() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from patchpar.clock import StepClock
+from patchpar.errors import ExchangeError
 from patchpar.exchange import Door
 from patchpar.highres.denoiser import LargePicture
 from patchpar.mesh import Axis
@@ -76,6 +78,8 @@ def large(tiny: Tiny, strategy: StructureGuidance, door: Any, axis: Axis) -> Ite
 def prepared(case: Case) -> Tiny:
     """The pipeline of a case with its scheduler."""
     tiny = build(case.pipeline)
+    parts = {name: part for name, part in tiny.pipe.components.items() if part and name.startswith("tokenizer")}
+    tiny.pipe.register_modules(**{name: deepcopy(part) for name, part in parts.items()})  # a padding is set, then used
     if case.scheduler is not None:
         tiny.pipe.scheduler = case.scheduler.from_config(tiny.pipe.scheduler.config)
     return tiny
@@ -102,9 +106,9 @@ def together(case: Case, world: int) -> list[Drawn]:
     """What each of `world` ranks drew."""
     tinies = [prepared(case) for _ in range(world)]
     found = on_threads(world, draw, case, tinies, deadline=60.0)
-    for each in found:
-        if isinstance(each, Exception):
-            raise each
+    errors = [each for each in found if isinstance(each, Exception)]
+    for each in sorted(errors, key=lambda error: isinstance(error, ExchangeError)):
+        raise each  # others wait in vain for the rank that failed first
     return found
 
 
