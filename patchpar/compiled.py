@@ -1,10 +1,16 @@
-"""Modules that torch has compiled: which they are, and how to run them as they are written."""
+"""Modules that torch has compiled: which they are, and how to run them as they are written.
+
+Without torch, since who only describes a pipeline need not import it.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def is_compiled(module: Any) -> bool:

@@ -34,9 +34,9 @@ def attend(  # noqa: PLR0913 - the signature is torch's
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if query.ndim == 3:  # one head, and no dim for it
-        heads = (x.unsqueeze(1) for x in (query, key, value))
+        q_BNlD, k_BNlD, v_BNlD = (x.unsqueeze(1) for x in (query, key, value))
         mask = None if attn_mask is None else attn_mask.unsqueeze(1)
-        return attend(band, *heads, mask, dropout_p, is_causal, scale, enable_gqa).squeeze(1)
+        return attend(band, q_BNlD, k_BNlD, v_BNlD, mask, dropout_p, is_causal, scale, enable_gqa).squeeze(1)
     if dropout_p or is_causal or query.ndim != 4 or query.shape[:3] != key.shape[:3]:
         raise UnsupportedModel(f"{band.where}: attention that is no self-attention over pixels")
     own = key.shape[2]

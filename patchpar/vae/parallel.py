@@ -116,7 +116,8 @@ class ParallelVaes:
         verdicts: Verdicts | None = None,
     ) -> None:
         self.course, self.door = Course(everywhere=mesh[1].size == 1), mesh[0]
-        found = {id(module): module for module in components.values() if _is_vae(module)}
+        compiled_or_not = (getattr(module, "_orig_mod", module) for module in components.values())
+        found = {id(module): module for module in compiled_or_not if _is_vae(module)}
         self.vaes = [ParallelVae(module, way, mesh, verdicts, self.course) for module in found.values()]
         self._watching = [module.register_forward_pre_hook(lambda *_: self.course.go_on()) for module in denoisers]
 

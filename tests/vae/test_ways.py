@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
+from patchpar.cli import app
 from patchpar.errors import PlanError, UnsupportedModel, VerificationError
 from patchpar.exchange import Door
+from patchpar.mesh import Mesh
+from patchpar.start import way_and_network
 from patchpar.transport import Transport
 from patchpar.vae.choice import WAYS, check_way
 from patchpar.vae.course import StillNeeded
@@ -263,7 +267,7 @@ def test_one_that_takes_no_small_picture_runs_whole(tmp_path: Path) -> None:
 def test_compiled_blocks_are_refused() -> None:
     def compiled() -> Any:
         vae = build(NAME)
-        vae.decoder.mid_block.compile()
+        vae.decoder.mid_block._compiled_call_impl = vae.decoder.mid_block._call_impl  # what compile() sets
         return vae
 
     with pytest.raises(UnsupportedModel, match=r"compiled blocks.*use vae='rank0'"):
@@ -274,3 +278,22 @@ def test_compiled_blocks_are_refused() -> None:
 def test_ways_have_names(wrong: object) -> None:
     with pytest.raises(PlanError, match=", ".join(WAYS)):
         check_way(wrong)
+
+
+def test_a_network_is_no_way() -> None:
+    """`vae=` of from_pretrained is diffusers' own where it is a network."""
+    network = nn.Identity()
+    assert way_and_network("tiled", {"variant": "fp16"}) == ("tiled", {"variant": "fp16"})
+    assert way_and_network(network, {"variant": "fp16"}) == ("auto", {"variant": "fp16", "vae": network})
+
+
+def test_the_command_line_names_what_is_valid() -> None:
+    result = CliRunner().invoke(app, ["generate", "a house", "--vae", "all"])
+    assert result.exit_code == 2
+    assert "vae='all': use auto, exact, tiled, rank0" in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_the_ranks_of_one_picture_decode_it() -> None:
+    """With several pictures at once, each is of other ranks."""
+    axis = Mesh(5, range(8), data=2, cfg=2, patch=2).of_one_picture()
+    assert (axis.rank, axis.size, axis.ranks) == (1, 4, (4, 5, 6, 7))
