@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 
 from patchpar.errors import ExchangeError, PlanError
+from patchpar.exchange import Door
 from patchpar.stream.events import Change, Parameter, Prompt, Reference
 from patchpar.stream.link import Sign
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.stage import Order, StageLoop, Surroundings
+from patchpar.stream.stage import Finished, Order, StageLoop, Surroundings
 from tests.stream.running import BLOCKS, Script, differing, pipelined, serial, stage
-from tests.stream.tiny import sink, stream, text
+from tests.stream.tiny import sink, sound, stream, text
 from tests.unit.threads import on_threads
 
 EVERYTHING: dict[int, tuple[Change, ...]] = {
@@ -112,6 +114,29 @@ def test_a_short_stream_ends_well(blocks: int) -> None:
     outcome, figures = pipelined(make, StreamPlan.even(3, 4), Script({}, blocks=blocks))
     assert differing(outcome, serial(make(), {}, blocks=blocks)) == []
     assert [one.blocks for one in figures] == [blocks] * 4
+
+
+def test_what_is_cancelled_passes_uncomputed_and_leaves_nothing_behind() -> None:
+    """The next stream on the same lines is the stream that it would have been."""
+    plan, cancelled, credit = StreamPlan.even(2, 3), threading.Event(), threading.Semaphore(6)
+    models, decoded = {rank: stream(2) for rank in range(3)}, []
+
+    def order(block: int, patience: float) -> Order:
+        sign = Sign.BLOCK if credit.acquire(timeout=0.05) else Sign.REST
+        return Order(sign=sign, inputs=(sound(block),))
+
+    def put(finished: Finished) -> None:
+        decoded.append(finished.block)
+        cancelled.set()
+
+    def twice(transport: Any) -> Any:
+        around = Surroundings(order=order, put=put, is_cancelled=cancelled.is_set)
+        StageLoop(models[transport.rank], plan, transport.rank, Door(transport), around).run()
+        return stage(transport, models, plan, Script(EVERYTHING))[0]
+
+    *_, outcome = on_threads(3, twice, deadline=60.0)
+    assert decoded == [0]
+    assert differing(outcome, serial(stream(2), EVERYTHING)) == []
 
 
 def test_a_stage_that_fails_is_noticed_by_all() -> None:
