@@ -10,6 +10,7 @@ import torch
 
 from patchpar.errors import UnsupportedModel
 from tests import tiny
+from tests.breadth import first_of
 from tests.conftest import POOL_SIZE
 from tests.exact.on_ranks import relative
 from tests.tiny.transformers import TRANSFORMERS
@@ -30,8 +31,8 @@ def offload(model: Any, kind: str, folder: Path) -> None:
     model.enable_group_offload(CPU, CPU, offload_type=kind, offload_to_disk_path=str(folder), **groups)
 
 
-@pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
-@pytest.mark.parametrize("name", [FLUX, WAN])
+@pytest.mark.parametrize("kind", first_of(["block_level", "leaf_level"], "block_level"))
+@pytest.mark.parametrize("name", first_of([FLUX, WAN], FLUX))
 def test_groups_of_blocks(name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while the model is watched, block by block: nothing is shipped here."""
     monkeypatch.setattr("patchpar.token_split.search.shipped_for", lambda _: None)
@@ -67,7 +68,7 @@ NOTHING = Change("transformer.num_parameters")
 
 
 @pytest.mark.parametrize("what", CHANGES)
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", first_of(PIPELINES, "flux"))
 def test_after_the_pipeline_is_parallel(ranks: Any, name: str, what: str, tmp_path: Path) -> None:
     """Between two pictures, and with the seams in."""
     drawing = Drawing(name=name, plan="patch=2", verdicts=tmp_path)
@@ -81,7 +82,7 @@ def test_after_the_pipeline_is_parallel(ranks: Any, name: str, what: str, tmp_pa
 
 
 @pytest.mark.parametrize("what", CHANGES)
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", first_of(PIPELINES, "flux"))
 def test_before_it_is(ranks: Any, name: str, what: str, tmp_path: Path) -> None:
     """The pipeline comes with its hooks from the process where they were set."""
     found, change = tiny.build(name), CHANGES[what]
