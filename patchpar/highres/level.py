@@ -88,9 +88,9 @@ def _is_flow(scheduler: Any) -> bool:
 
 def _in_steps(scheduler: Any, given: float, span: int) -> float:
     """Some pipelines (FLUX) tell the denoiser its time between 0 and 1, others in timesteps."""
-    times = scheduler.timesteps.float()
-    near = [float((times - time).abs().min()) for time in (given, given * span)]
-    return given if near[0] <= near[1] else given * span
+    place = scheduler.step_index if scheduler.step_index is not None else scheduler.begin_index or 0
+    now = float(scheduler.timesteps[place])
+    return min((given, given * span), key=lambda time: abs(time - now))
 
 
 def _interpolated(alphas_cumprod: Tensor, timestep: float) -> float:

@@ -40,6 +40,7 @@ def test_a_perfect_prediction_tells_the_clean_latent(scheduler: Any) -> None:
     scheduler.set_timesteps(10)
     clean, noise = torch.randn(2, 1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     for time in scheduler.timesteps[1:-1:3]:
+        scheduler.set_timesteps(10)  # the next one is the first that it is asked for
         level = level_of(scheduler, time)
         x = noised(scheduler, clean, noise, time)
         assert torch.allclose(x, level.signal * clean + level.noise * noise, atol=2e-3)
@@ -64,7 +65,8 @@ def test_times_of_flux() -> None:
     """FLUX tells its transformer times from 0 to 1."""
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     scheduler.set_timesteps(4)
-    for time in scheduler.timesteps:
+    for place, time in enumerate(scheduler.timesteps):
+        scheduler._step_index = place
         assert level_of(scheduler, time / 1000).time == pytest.approx(float(time) / 1000)
         assert level_of(scheduler, time).time == pytest.approx(float(time) / 1000)
 
