@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
 
@@ -111,11 +112,16 @@ def test_restored_is_as_it_was() -> None:
 
 
 def test_a_kernel_chosen_in_diffusers_is_used() -> None:
+    """Each processor is told, as by `set_attention_backend`, which would tell the rest of this process as well."""
     net = causal()
     whole = chunked(net, has_sink=True)
-    net.transformer.set_attention_backend("_native_math")
-    assert {str(block.attn1.processor._attention_backend.value) for block in net.transformer.blocks} == {"_native_math"}
+    for block in net.transformer.blocks:
+        block.attn1.processor._attention_backend = AttentionBackendName._NATIVE_MATH
     assert apart(chunked(net, has_sink=True), whole) < 1e-5
+    for block in net.transformer.blocks:
+        block.attn1.processor._attention_backend = "no such kernel"
+    with pytest.raises(ValueError, match="no such kernel"):
+        chunked(net, has_sink=True)
 
 
 def test_one_transformer_serves_several_memories() -> None:
