@@ -73,7 +73,7 @@ def face_reconstruction(vae: AutoencoderKLWan, count: int, *, side: int) -> dict
     """How well held-out clips come back: from their latents and through the encoder, in dB, and the encoder's error."""
     decoded, cycled, error = [], [], []
     for seed in range(count):
-        original = clip_pixels(f"held out {seed}", ClipShape(side=side, blocks=1, frames=3))[None]
+        original = clip_pixels(f"held out {seed}", ClipShape(side=side, blocks=1, frames=24))[None]
         latent, first = clip_latents(original), original[:, :, :1]
         guess = vae.encode(first).latent_dist.mode()
         decoded.append(psnr(vae.decode(latent).sample, original))

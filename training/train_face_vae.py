@@ -20,19 +20,22 @@ from training.face_vae import clip_latents, clip_pixels, decode, encode, face_re
 from training.latents import CELL, to_latent
 from training.train_vae import parse, train
 
-FRAMES, CROP, CLIPS, CROPS = 3, 48, 2, 3
+CLIPS, CROPS = 2, 3
+FRAMES, CROP = 3, 48
+LONG_FRAMES, LONG_CROP = 24, 24
+"""Every other step has long clips, for the decoder sees some twenty frames back: one that was trained on three alone
+grew brighter with every frame of a stream."""
 WHOLE_EVERY, ENCODER_EVERY = 8, 4
-MOST_NOISE = 0.3
-"""With less of it a decoder turns the small errors of a young transformer into wrong colours."""
+MOST_NOISE = 0.2
+"""A young transformer's latents are off by as much."""
 
 
-def draw_crops(key: str, *, whole: bool) -> Tensor:
-    """Crops (CLIPS * CROPS, 3, FRAMES, CROP, CROP) at whole cells of short clips, or whole clips."""
+def draw_crops(key: str, side: int, frames: int) -> Tensor:
+    """Crops (B, 3, frames, side, side) at whole cells of clips: CROPS of each clip, or all of it."""
     rng, found = random.Random(f"crop {key}"), []
     for index in range(CLIPS):
-        pixels = clip_pixels(f"{key} vae {index}", ClipShape(side=SIDE, blocks=1, frames=FRAMES))
-        for _ in range(1 if whole else CROPS):
-            side = SIDE if whole else CROP
+        pixels = clip_pixels(f"{key} vae {index}", ClipShape(side=SIDE, blocks=1, frames=frames))
+        for _ in range(CROPS if side < SIDE else 1):
             top, left = (CELL * rng.randint(0, (SIDE - side) // CELL) for _ in range(2))
             found.append(pixels[:, :, top : top + side, left : left + side])
     return torch.stack(found)
@@ -55,8 +58,9 @@ def encoder_loss_of(vae: AutoencoderKLWan, pictures_BCHW: Tensor) -> Tensor:
 
 
 def clip_lesson(vae: AutoencoderKLWan, step: int, generator: torch.Generator, seed: int) -> Tensor:
-    """The loss of a step: crops, now and then whole frames; every so often the encoder's too."""
-    target = draw_crops(f"{seed} {step}", whole=step % WHOLE_EVERY == 0)
+    """The loss of a step: small crops of long clips in turn with large ones of short clips, and the encoder's."""
+    side, frames = (LONG_CROP, LONG_FRAMES) if step % 2 else (SIDE if step % WHOLE_EVERY == 0 else CROP, FRAMES)
+    target = draw_crops(f"{seed} {step}", side, frames)
     batch, _, frames, height, width = target.shape
     noise = torch.randn(batch, 4, frames, height // CELL, width // CELL, generator=generator)
     noise = noise * MOST_NOISE * torch.rand(batch, 1, 1, 1, 1, generator=generator)
@@ -68,13 +72,13 @@ def clip_lesson(vae: AutoencoderKLWan, step: int, generator: torch.Generator, se
 
 
 def main() -> None:
-    """Train as the command line says, then print the reconstruction of 16 held-out clips."""
+    """Train as the command line says, then print the reconstruction of 6 held-out clips."""
     arguments = parse(__doc__)
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     vae = new_face_vae(arguments.resume_from).to(arguments.device)
     train(vae, clip_lesson, arguments)
-    print(face_reconstruction(vae.cpu().eval(), 16, side=SIDE), flush=True)
+    print(face_reconstruction(vae.cpu().eval(), 6, side=SIDE), flush=True)
 
 
 if __name__ == "__main__":
