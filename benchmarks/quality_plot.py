@@ -55,11 +55,16 @@ class Scale:
         return self.start + (value - low) / (high - low) * (self.end - self.start)
 
 
+PARTS_LEFT_OUT = ("extrapolated=false", "correction=none")
+"""Options that take a part of a method away: the tables have these rows, the picture would be full of them."""
+
+
 def chosen(rows: Iterable[Row]) -> list[Row]:
     """The methods of one setting and number of ranks: of those with most methods, the one with most captions.
 
     Raises ValueError if there is none.
     """
+    rows = [row for row in rows if not any(part in row.label for part in PARTS_LEFT_OUT)]
     groups = defaultdict(list)
     for row in rows:
         if row.method != ONE_PROCESS and row.bytes_per_step > 0:

@@ -31,7 +31,7 @@ from benchmarks.emulation.sight import (
     normalise,
 )
 from benchmarks.emulation.treatment import Treatment
-from patchpar.discover import Sites, discover, sample_of
+from patchpar.discover import Sites, discover, picture_of
 from patchpar.patches import split_bands
 
 DIMS = {"rows": -2, "columns": -1}
@@ -144,7 +144,7 @@ class Emulation:
         if self._sites is None:
             self._sites = discover(self.unet, original, args, kwargs)
             self._install(self._sites)
-        sample = sample_of(args, kwargs)
+        sample = picture_of(args, kwargs)
         if self._shape not in (None, sample.shape):
             raise ValueError(f"a latent of {tuple(sample.shape)} after {tuple(self._shape)}: reset() between pictures")
         self._shape = sample.shape

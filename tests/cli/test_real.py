@@ -39,6 +39,7 @@ def test_two_workers_draw_a_picture(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.breadth
 def test_json_of_generate(tmp_path: Path) -> None:
     target = tmp_path / "x.png"
     result = patchpar("generate", PROMPT, "--devices", "cpu:2", "--plan", "patch=2", *QUICK, "--json", "-o", target)
@@ -130,6 +131,7 @@ def test_a_folder_without_safetensors(run: Any, tmp_path: Path) -> None:
     assert "safetensors" in result.stderr
 
 
+@pytest.mark.breadth
 def test_a_transformer_on_two_workers(run: Any, tmp_path: Path) -> None:
     build("flux").pipe.save_pretrained(tmp_path / "model")
     small = ("--height", "128", "--width", "128", "--steps", "2")
@@ -157,6 +159,7 @@ def test_not_enough_memory(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "GiB" in result.stderr
 
 
+@pytest.mark.breadth
 def test_under_torchrun_each_process_is_a_rank(tmp_path: Path) -> None:
     target = tmp_path / "x.png"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "patchpar"]

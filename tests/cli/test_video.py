@@ -53,6 +53,7 @@ def test_two_workers_make_a_video(wan_folder: Path, tmp_path: Path) -> None:
     assert list(tmp_path.glob(".a-*")) == []
 
 
+@pytest.mark.breadth
 def test_json(wan_folder: Path, tmp_path: Path) -> None:
     words = ("--model", wan_folder, "--devices", "cpu", "--steps", 1, "--num-frames", 5, *SIZE, "--json")
     result = patchpar("video", "a boat", *words, "-o", tmp_path / "a.webm")
@@ -62,6 +63,7 @@ def test_json(wan_folder: Path, tmp_path: Path) -> None:
     assert len(decoded(tmp_path / "a.webm")) == 5
 
 
+@pytest.mark.breadth
 def test_a_model_that_goes_on_from_a_picture(tmp_path: Path) -> None:
     build("svd").pipe.save_pretrained(tmp_path / "svd")
     Image.new("RGB", (128, 128), "teal").save(tmp_path / "first.png")
