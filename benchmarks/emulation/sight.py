@@ -150,24 +150,28 @@ def as_tokens(piece: KeyValues) -> Tokens:
 def corrected_map(kind: str, maps: tuple[Tensor, Tensor, Tensor], spans: Sequence[Span], dim: int) -> Tensor:
     """What is shown of the others' keys or values, brought to this step by what each place says of its own.
 
-    `maps` [B, N, D, R, S]: as they are now, as they are shown, and as they were at the last evaluation. A regression of
-    what is missing on the old channels of the same place, all of it in fp64.
+    `maps` [B, N, D, R, S]: as they are now, as they are shown, and as they were at the last evaluation.
     """
     pieces = []
     for span in spans:
-        now, shown, old = (narrow(x, dim, span).double().flatten(-2) for x in maps)
+        now, shown, old = (narrow(x, dim, span).flatten(-2).mT for x in maps)
         size = narrow(maps[0], dim, span).shape[-2:]
-        enough = old.shape[-1] >= 4 * (old.shape[-2] + 1)
-        missing, centred = now - shown, old - old.mean(-1, keepdim=True)
-        squares = centred.square().mean(-1)
-        ridge = 1e-3 * squares.mean(-1, keepdim=True)
-        if kind == "linear" and enough:
-            covariance = centred @ centred.mT / old.shape[-1] + torch.diag_embed(ridge.expand_as(squares))
-            added = (missing @ centred.mT / old.shape[-1]) @ torch.linalg.inv(covariance) @ centred
-        else:
-            added = ((centred * missing).mean(-1) / (squares + ridge))[..., None] * centred
-        pieces.append((shown + added + missing.mean(-1, keepdim=True)).unflatten(-1, size))
-    return torch.cat(pieces, dim).to(maps[0].dtype)
+        pieces.append(corrected_tokens(kind, now, shown, old).mT.unflatten(-1, size))
+    return torch.cat(pieces, dim)
+
+
+def corrected_tokens(kind: str, now: Tensor, shown: Tensor, old: Tensor) -> Tensor:
+    """The same for the tokens of one place [..., l, D]: a regression of what is missing on the old ones, in fp64."""
+    missing, centred = now.double() - shown.double(), old.double() - old.double().mean(-2, keepdim=True)
+    tokens, width = centred.shape[-2:]
+    squares = centred.square().mean(-2)
+    ridge = 1e-3 * squares.mean(-1, keepdim=True)
+    if kind == "linear" and tokens >= 4 * (width + 1):
+        covariance = centred.mT @ centred / tokens + torch.diag_embed(ridge.expand_as(squares))
+        added = centred @ torch.linalg.inv(covariance) @ (centred.mT @ missing / tokens)
+    else:
+        added = centred * ((centred * missing).mean(-2) / (squares + ridge)).unsqueeze(-2)
+    return (shown.double() + added + missing.mean(-2, keepdim=True)).to(now.dtype)
 
 
 def pooled_tokens(piece: KeyValues, side: int) -> Tokens:

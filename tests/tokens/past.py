@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from benchmarks.emulation.sight import corrected_tokens
 from patchpar.clock import StepClock
 from patchpar.exchange import Door
 from patchpar.mesh import Axis
@@ -287,21 +288,12 @@ class _Replicas(TorchFunctionMode):
         return last + min(2.0, ahead) * (last - before)
 
     def _corrected(self, now: Tensor, last: Tensor, old: Tensor, length: int) -> Tensor:
-        """What is held of every replica's own tokens, moved by what it says of them: a regression on the old ones."""
+        """What is held of every replica's own tokens, moved by what it says of them."""
         found = last.clone()
         for sender, share in enumerate(self.case.shares):
             where = self._start(length) + share
-            missing = (now[sender][..., where, :] - last[sender][..., where, :]).double()
-            centred = old[sender][..., where, :].double()
-            centred = centred - centred.mean(-2, keepdim=True)
-            squares = centred.square().mean(-2)
-            ridge = 1e-3 * squares.mean(-1, keepdim=True)
-            if self.case.correction == "linear" and len(share) >= 4 * (now.shape[-1] + 1):
-                covariance = centred.mT @ centred / len(share) + torch.diag_embed(ridge.expand_as(squares))
-                added = centred @ torch.linalg.inv(covariance) @ (centred.mT @ missing / len(share))
-            else:
-                added = centred * ((centred * missing).mean(-2) / (squares + ridge)).unsqueeze(-2)
-            found[sender][..., where, :] += (added + missing.mean(-2, keepdim=True)).to(now.dtype)
+            own = (x[sender][..., where, :] for x in (now, last, old))
+            found[sender][..., where, :] = corrected_tokens(self.case.correction, *own)
         return found
 
     def _here(self, receiver: int, length: int) -> Tensor:
