@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from training.batches import Batch, draw_batch
-from training.checkpoint import Run, save
+from training.checkpoint import Run, load, save
 from training.stages import Schedule, Stage
 from training.stop import StopSignal
 from training.tokenizer import build_tokenizer
@@ -110,6 +110,22 @@ def renderers(count: int) -> Iterator[Executor | None]:
     """Processes that draw pictures; none where count is 0, and the training process draws them itself."""
     with ProcessPoolExecutor(count) if count else nullcontext() as executor:
         yield executor
+
+
+def parse_stage(description: str | None, stages: Mapping[str, Named], words: list[str] | None) -> argparse.Namespace:
+    """The command line of a training on these stages."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", choices=sorted(stages), required=True)
+    add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def take_up(run: Run, arguments: argparse.Namespace, start: Callable[[Run, Path], None]) -> None:
+    """Go on from the state file; where there is none, `start` from a pipeline if one is given."""
+    if arguments.state.exists():
+        load(run, arguments.state)
+    elif arguments.resume_from:
+        start(run, arguments.resume_from)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

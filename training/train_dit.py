@@ -17,10 +17,10 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from training.batches import Batch
-from training.checkpoint import Run, begin, load, reset_average
+from training.checkpoint import Run, begin, reset_average
 from training.dit import PATCH, DitNetworks, ready_for_training
 from training.heads import LOOK_WEIGHT, LookHeads
-from training.loop import add_arguments, object_weighted, optimise, train
+from training.loop import object_weighted, optimise, parse_stage, take_up, train
 from training.package import FOLDER
 from training.stages import DIT_STAGES
 
@@ -61,10 +61,7 @@ def train_step(run: Run, batch: Batch, rate: float) -> dict[str, float]:
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", choices=sorted(DIT_STAGES), required=True)
-    add_arguments(parser)
-    return parser.parse_args(words)
+    return parse_stage(__doc__, DIT_STAGES, words)
 
 
 def main() -> None:
@@ -73,10 +70,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     run = new_dit_run(torch.device(arguments.device))
-    if arguments.state.exists():
-        load(run, arguments.state)
-    elif arguments.resume_from:
-        start_from_dit(run, arguments.resume_from)
+    take_up(run, arguments, start_from_dit)
     trained = sum(value.numel() for value in run.average.values())
     print(f"{trained / 1e6:.2f} M parameters, {run.progress}", flush=True)
     train(run, DIT_STAGES[arguments.stage], arguments, train_step)

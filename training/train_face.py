@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers import UMT5EncoderModel
 
 from patchpar.stream.audio import AudioConditioner
-from training.checkpoint import Run, begin, load, reset_average
+from training.checkpoint import Run, begin, reset_average
 from training.face import OPTIONS, SIDE, ClipTraining, FaceNetworks
 from training.face_data import Batch, ClipShape, draw_batch
-from training.loop import add_arguments, object_weighted, optimise, train
+from training.loop import object_weighted, optimise, parse_stage, take_up, train
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +86,7 @@ def batches(run: Run, stage: FaceStage, arguments: argparse.Namespace, drawers: 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", choices=sorted(FACE_STAGES), required=True)
-    add_arguments(parser)
-    return parser.parse_args(words)
+    return parse_stage(__doc__, FACE_STAGES, words)
 
 
 def main() -> None:
@@ -98,10 +95,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     run = new_face_run(torch.device(arguments.device))
-    if arguments.state.exists():
-        load(run, arguments.state)
-    elif arguments.resume_from:
-        start_from_face(run, arguments.resume_from)
+    take_up(run, arguments, start_from_face)
     trained = sum(value.numel() for value in run.average.values())
     print(f"{trained / 1e6:.2f} M parameters, {run.progress}", flush=True)
     training = ClipTraining(run.networks)

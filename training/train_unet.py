@@ -15,9 +15,9 @@ from torch import Tensor
 
 from training.attention import use_plain_attention
 from training.batches import Batch
-from training.checkpoint import Run, load, new_run, start_from_pipeline
+from training.checkpoint import Run, new_run, start_from_pipeline
 from training.heads import LOOK_WEIGHT, PLACE_WEIGHT
-from training.loop import add_arguments, object_weighted, optimise, train
+from training.loop import object_weighted, optimise, parse_stage, take_up, train
 from training.model import Networks, noise_scheduler
 from training.stages import STAGES
 
@@ -42,10 +42,7 @@ def train_step(run: Run, batch: Batch, rate: float, alphas: Tensor) -> dict[str,
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", choices=sorted(STAGES), required=True)
-    add_arguments(parser)
-    return parser.parse_args(words)
+    return parse_stage(__doc__, STAGES, words)
 
 
 def main() -> None:
@@ -56,10 +53,7 @@ def main() -> None:
     run = new_run(torch.device(arguments.device))
     if arguments.device == "cpu":
         use_plain_attention(run.networks)
-    if arguments.state.exists():
-        load(run, arguments.state)
-    elif arguments.resume_from:
-        start_from_pipeline(run, arguments.resume_from)
+    take_up(run, arguments, start_from_pipeline)
     print(f"{sum(p.numel() for p in run.networks.parameters()) / 1e6:.2f} M parameters, {run.progress}", flush=True)
     alphas = noise_scheduler().alphas_cumprod.to(arguments.device)
     train(run, STAGES[arguments.stage], arguments, lambda *step: train_step(*step, alphas))
