@@ -60,7 +60,8 @@ def own_plain() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_loras(parallel: ParallelPipeline, own_plain: Any, loras: Path, plan: str) -> None:
+def test_loras(reloaded: ParallelPipeline, own_plain: Any, loras: Path, plan: str) -> None:
+    parallel = reloaded
     parallel.plan = plan
     pipes = (parallel, own_plain)
 
