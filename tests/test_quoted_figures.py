@@ -1,0 +1,123 @@
+"""Figures that the README and the pages quote are those that the benchmarks wrote into docs/figures."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+FIGURES = REPOSITORY / "docs" / "figures"
+CAPTIONED = {"`displaced`, as DistriFusion": "displaced:warmup_steps=1", "`pcpp`": "pcpp:warmup_steps=1"}
+"""Rows of the README whose method is another than what stands between the first backticks."""
+SETTINGS = {
+    "4 ranks, 20 steps": ("256 x 256 pixels, 20 steps, DDIM", 4),
+    "8 ranks, 20 steps": ("256 x 256 pixels, 20 steps, DDIM", 8),
+    "4 ranks, 8 steps": ("256 x 256 pixels, 8 steps, DDIM", 4),
+    "8 ranks, 8 steps": ("256 x 256 pixels, 8 steps, DDIM", 8),
+    "DPM++ 2M, 4 ranks, 20 steps": ("256 x 256 pixels, 20 steps, DPM++ 2M", 4),
+    "512 x 512, 4 ranks, 20 steps": ("512 x 512 pixels, 20 steps, DDIM", 4),
+}
+MODELS = {"SDXL-type UNet": "large", "embedded model": "embedded"}
+Row = dict[str, str]
+
+
+def section(text: str, heading: str) -> str:
+    """From a heading of second order to the next; the whole text for none."""
+    if not heading:
+        return text
+    found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found, f"no section {heading!r}"
+    return found[1]
+
+
+def rows(text: str, heading: str = "") -> list[Row]:
+    """Rows of the first table there, by the names of its columns."""
+    lines = [line for line in section(text, heading).splitlines() if line.startswith("|")]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    width = len(table[0])
+    return [dict(zip(table[0], cells, strict=True)) for cells in table[2:] if len(cells) == width]
+
+
+def measured(name: str) -> str:
+    return (FIGURES / f"{name}.md").read_text()
+
+
+def speeds(readme: str) -> Iterator[tuple[str, str, str]]:
+    """What is quoted, as it stands there and as it should: how fast."""
+    scaling = {(row["model"], row["plan"]): row["ratio"] for row in rows(measured("scaling"))}
+    tokens = {row["way"]: row["ratio"] for row in rows(measured("tokens"), "Two ranks against one process")}
+    for row in rows(readme, "How fast"):
+        label = row.pop("model")
+        model = next((model for words, model in MODELS.items() if label.startswith(words)), None)
+        for column, cell in row.items():
+            name = column.strip("`")
+            if cell and model:
+                plan = name if name in ("cfg=2", "patch=2") else f"patch=2, {name}"
+                yield f"{label}, {name}", cell, f"{float(scaling[model, plan]):.2f}x"
+            elif cell:
+                yield f"{label}, {name}", cell, f"{float(tokens['exact' if name == 'patch=2' else name]):.2f}x"
+
+
+def qualities(readme: str) -> Iterator[tuple[str, str, str]]:
+    """The same: how close, and how much is sent."""
+    text = measured("quality")
+    for row in rows(readme, "How close"):
+        label = row.pop("strategy").replace("**", "")
+        method = CAPTIONED.get(label) or (label.split("`")[1] if "`" in label else "naive")
+        for column, cell in row.items():
+            setting, ranks = SETTINGS.get(column, SETTINGS["4 ranks, 20 steps"])
+            known = {(each["method"].split(" (")[0], each["ranks"]): each for each in rows(text, setting)}
+            found = known.get((method, str(ranks)))
+            if cell:
+                assert found, f"{method} has not been measured with {ranks} ranks, {setting}"
+                sent = float(found["stale"] or found["sent, MB"])
+                should = f"{float(found['PSNR, dB']):.1f}" if column in SETTINGS else f"{sent:.1f} MB"
+                yield f"{label}, {column}", cell.replace("**", ""), should
+
+
+def sentences() -> Iterator[tuple[str, str]]:
+    """Page, and what it should say."""
+    beside = dict(
+        re.findall(r"Times as fast as diffusers (\w+), medians over the turns: exact ([\d.]+)", measured("tokens"))
+    )
+    yield (
+        "README.md",
+        f"{float(beside['ulysses']):.2f}x as fast as its Ulysses, {float(beside['ring']):.2f}x as its ring",
+    )
+    parity = rows(measured("parity"))
+    plans = [name for name in parity[0] if name.startswith(("patch", "cfg"))]
+    error = max(float(row[plan]) for row in parity for plan in plans)
+    decibels = min(int(row["least PSNR"].removesuffix(" dB")) for row in parity)
+    alone = [float(row["alone"]) for row in parity]
+    worst = f"{error:.1e}".replace("e-0", "e-")
+    yield "README.md", f"at most {worst}, at least {decibels} dB"
+    yield "docs/exact-patch.md", f"at most {worst} ({decibels} dB or more)"
+    yield "docs/exact-patch.md", f"without the exchange {min(alone):.2g} to {max(alone):.2g}"
+
+
+def outdated(readme: str) -> list[str]:
+    quoted = [*speeds(readme), *qualities(readme)]
+    return [f"{what}: {cell}, measured is {should}" for what, cell, should in quoted if cell != should]
+
+
+README = (REPOSITORY / "README.md").read_text()
+
+
+def test_tables_of_the_readme() -> None:
+    assert outdated(README) == []
+    assert len([*speeds(README)]) >= 15
+    assert len([*qualities(README)]) >= 25
+
+
+@pytest.mark.parametrize("quoted", [speeds, qualities])
+def test_an_outdated_figure_would_be_seen(quoted: Callable[[str], Iterator[tuple[str, str, str]]]) -> None:
+    cell = next(quoted(README))[1]
+    assert outdated(README.replace(cell, re.sub(r"\d", "9", cell)))
+
+
+@pytest.mark.parametrize(("page", "words"), [*sentences()], ids=lambda value: value[:40])
+def test_sentences(page: str, words: str) -> None:
+    assert words in (REPOSITORY / page).read_text()
