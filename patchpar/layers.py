@@ -56,6 +56,7 @@ class GroupNormLike(Protocol):
     def eps(self) -> float: ...
 
 
+VALUES_PER_WEIGHT = 8  # of a map, up to which a copy of it costs less than a second pass over the weights
 TINY = 1e-12  # keeps 1/std finite on a constant map, and is far below any variance that matters
 
 
@@ -184,8 +185,16 @@ def is_thin(size: int, stencil: Stencil) -> bool:
     return size < 2 * stencil.extent
 
 
+def is_heavy(conv: ConvolutionLike, x: Tensor) -> bool:
+    """Whether `x` is small beside the weights, so that `convolve_with_halo` is quicker once the halo is here.
+
+    A kernel reads its weights once per call, however few the rows, and some kernels copy them into another order first.
+    """
+    return x.numel() <= VALUES_PER_WEIGHT * conv.weight.numel()
+
+
 def convolve_with_halo(conv: ConvolutionLike, x: Tensor, dim: int, stencil: Stencil, halo: Halo) -> Tensor:
-    """The whole share at once, halo joined on, zeros at the picture's edges: for thin shares."""
+    """The whole share at once, halo joined on, zeros at the picture's edges: for thin shares and heavy weights."""
 
     def zeros(rows: int) -> list[Tensor]:
         shape = list(x.shape)

@@ -24,6 +24,7 @@ from patchpar.layers import (
     Normalise,
     convolve_with_halo,
     correct_moments,
+    is_heavy,
     is_thin,
     mend_borders,
     merge_moments,
@@ -126,33 +127,33 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             return self.fn_ref.original_forward(x)
         stencil = stencil_of(module, dim)
         own = x.narrow(dim, 0, x.shape[dim] - self.trailing)
-        fetch = self._start(own, stencil.before, stencil.after, left)
-        if is_thin(own.shape[dim], stencil):
-            return convolve_with_halo(module, own, dim, stencil, fetch())
+        halo = self._start(own, stencil.before, stencil.after, left)
+        reads_beyond, is_here = stencil.before + stencil.after > 0, isinstance(halo, Halo)
+        if is_thin(own.shape[dim], stencil) or (reads_beyond and is_here and is_heavy(module, own)):
+            return convolve_with_halo(module, own, dim, stencil, _waited_for(halo))
         y = self.fn_ref.original_forward(x)
-        return mend_borders(module, own, y, dim, stencil, fetch())
+        return mend_borders(module, own, y, dim, stencil, _waited_for(halo))
 
-    def _start(self, x: Tensor, before: int, after: int, left: Halo | None) -> Callable[[], Halo]:
-        """Start to get the rows outside; what is returned waits for them."""
+    def _start(self, x: Tensor, before: int, after: int, left: Halo | None) -> Halo | Callable[[], Halo]:
+        """The rows outside where they are here already; else start to get them, and return what waits for them."""
         share = self.share
         if self.reads_sample and share.whole is not None:
-            halo = _halo_of_whole(share, x, before, after)
-            return lambda: halo
+            return _halo_of_whole(share, x, before, after)
         slot = share.slot(self.where, share.treatment.halo)
         if slot is not None and not share.fresh:
             return self._of_last_step(x, before, after, slot)
-        if left is None:
-            pending = Round(share.door, share.axis, self.where).start([], share.edges(x, before, after))
 
-        def fetch() -> Halo:
-            halo = Halo(*pending.wait()[1:]) if left is None else left
+        def kept(halo: Halo) -> Halo:
             if slot is not None:
                 slot.keep({share.axis.ranks[place]: [rows] for place, rows in _by_place(share, halo)})
             return halo
 
-        return fetch
+        if left is not None:
+            return kept(left)
+        pending = Round(share.door, share.axis, self.where).start([], share.edges(x, before, after))
+        return lambda: kept(Halo(*pending.wait()[1:]))
 
-    def _of_last_step(self, x: Tensor, before: int, after: int, slot: Slot) -> Callable[[], Halo]:
+    def _of_last_step(self, x: Tensor, before: int, after: int, slot: Slot) -> Halo:
         """The neighbours' rows of the last step; ours leave for the next."""
         share = self.share
         edges, found = share.edges(x, before, after), slot.collect()
@@ -162,7 +163,11 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
                 slot.coming = _send_to_everyone(share, x, before, after, self.where)
             else:
                 slot.coming = share.memory.send(edges.kept().part(share.axis), self.where)
-        return lambda: halo
+        return halo
+
+
+def _waited_for(halo: Halo | Callable[[], Halo]) -> Halo:
+    return halo if isinstance(halo, Halo) else halo()
 
 
 def _send_to_everyone(share: Share, x: Tensor, before: int, after: int, where: str) -> Callable[[], Received]:

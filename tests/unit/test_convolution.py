@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from patchpar.layers import Halo, convolve_with_halo, is_thin, mend_borders, stencil_of
+from patchpar.layers import Halo, convolve_with_halo, is_heavy, is_thin, mend_borders, stencil_of
 from tests.unit.shares import with_halo
 
 SHAPES = {
@@ -50,12 +50,21 @@ def case(shape: str, dim: int, rows: int) -> tuple[nn.Conv2d, Tensor]:
     return nn.Conv2d(4, 6, **SHAPES[shape]).requires_grad_(False), torch.randn(2, 4, *size)
 
 
+@pytest.mark.parametrize("way", [mended, at_once])
 @pytest.mark.parametrize("starts", [(0, 20, 40), (0, 14, 40), (0, 14, 28, 44), (0, 20, 41), (0, 16, 30, 47)])
 @pytest.mark.parametrize("dim", [-2, -1])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_mended_borders(shape: str, dim: int, starts: Sequence[int]) -> None:
+def test_shares_with_rows_to_themselves(shape: str, dim: int, starts: Sequence[int], way: Way) -> None:
     conv, x = case(shape, dim, starts[-1])
-    torch.testing.assert_close(over_shares(mended, conv, x, starts, dim), conv(x), atol=1e-5, rtol=1e-5)
+    if conv.kernel_size == conv.stride:  # nothing is read beyond the share
+        way = mended
+    torch.testing.assert_close(over_shares(way, conv, x, starts, dim), conv(x), atol=1e-5, rtol=1e-5)
+
+
+def test_weights_are_heavy_where_the_map_is_small() -> None:
+    wide, narrow = (nn.Conv2d(width, width, 3, padding=1) for width in (64, 4))
+    assert is_heavy(wide, torch.empty(2, 64, 16, 32))
+    assert not is_heavy(narrow, torch.empty(2, 4, 16, 32))
 
 
 @pytest.mark.parametrize("starts", [(0, 4, 8), (0, 2, 6, 12), (0, 4, 9), (0, 4, 12, 19)])
