@@ -1,0 +1,86 @@
+"""The tab Compare: the same seed in two ways, a slider over the pair, where they differ."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import gradio as gr
+
+from patchpar import PatchparError
+
+from . import words
+from .comparison import HEAD, Comparison, compare
+from .fields import Fields, picture_fields
+from .image_tab import buttons
+from .jobs import Job, View
+from .studio import Studio
+from .watching import looked_at
+from .ways import Way, way_named
+
+KIND = "compare"
+
+
+class CompareTab:
+    """What the tab does."""
+
+    def __init__(self, studio: Studio) -> None:
+        self._studio = studio
+
+    def submit(self, owner: str, fields: tuple[Any, ...], labels: tuple[str, str]) -> Job:
+        """Begin. Raises PlanError."""
+        studio, order = self._studio, Fields.order(*fields)
+        first, second = (way_named(label, studio.workers.count) for label in labels)
+
+        def work(job: Job) -> tuple[Comparison, tuple[Way, Way]]:
+            return compare(studio.artist, job, order, (first, second)), (first, second)
+
+        return studio.desk.submit(owner, KIND, work)
+
+    async def run(self, owner: str, one: str, other: str, *fields: Any) -> AsyncIterator[Any]:
+        """The button."""
+        try:
+            job = self.submit(owner, fields, (one, other))
+        except PatchparError as error:
+            yield gr.skip(), gr.skip(), words.failure(str(error)), gr.skip(), *buttons(None)
+            return
+        async for shown in looked_at(job, show):
+            yield shown
+
+    async def resume(self, owner: str) -> AsyncIterator[Any]:
+        """The page has been reloaded."""
+        async for shown in looked_at(self._studio.desk.job_of(owner, KIND), show):
+            yield shown
+
+
+def show(view: View | None) -> tuple[Any, ...]:
+    """Pair, difference, status, table, both buttons."""
+    if view is None or view.state != "done":
+        return gr.skip(), gr.skip(), words.status(view), gr.skip(), *buttons(view)
+    found: Comparison
+    found, ways = view.result
+    pair = (found.one.image, found.other.image)
+    label = f"Difference, {found.gain:.0f} times as bright" if found.largest else "Difference: none"
+    table = words.table(HEAD, found.rows((ways[0].label, ways[1].label)))
+    return pair, gr.update(value=found.difference, label=label), words.notice(found.verdict), table, *buttons(view)
+
+
+def build(studio: Studio, owner: gr.State) -> tuple[CompareTab, list[Any]]:
+    """Lay the tab out. Returns it, and what `resume` fills."""
+    tab = CompareTab(studio)
+    labels = [way.label for way in studio.workers.ways]
+    with gr.Row(equal_height=False):
+        with gr.Column(scale=5, min_width=320):
+            fields = picture_fields()
+            one = gr.Dropdown(labels, value=labels[min(1, len(labels) - 1)], label="Left: drawn by")
+            other = gr.Dropdown(labels, value=labels[-2 if len(labels) > 2 else 0], label="Right: drawn by")
+            with gr.Row():
+                begin = gr.Button("Compare", variant="primary", elem_id="compare-run")
+                cancel = gr.Button("Cancel", interactive=False, elem_id="compare-cancel")
+            status = gr.HTML(words.status(None), elem_id="compare-status")
+        with gr.Column(scale=6, min_width=320):
+            pair = gr.ImageSlider(label="Left and right", format="png", interactive=False, elem_id="compare-pair")
+            difference = gr.Image(label="Difference", format="png", interactive=False, elem_id="compare-difference")
+    table = gr.HTML(elem_id="compare-table")
+    filled = [pair, difference, status, table, begin, cancel]
+    gr.on([begin.click], tab.run, [owner, one, other, *fields.components], filled, show_progress="hidden")
+    cancel.click(studio.desk.cancel, owner, None, show_progress="hidden")
+    return tab, filled

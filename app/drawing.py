@@ -1,0 +1,121 @@
+"""Draw a picture for a page: steps and previews while it is made, the run's figures with the result."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from patchpar import ParallelPipeline, PlanError, Run
+
+from .jobs import Job
+from .orders import Order
+from .preview import ColourMap
+from .ways import Way
+from .workers import Workers
+
+READY_STEPS = 4  # of the picture that is drawn when the page opens: it loads, verifies and shows what latents look like
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """What was drawn: a PIL picture, its exact values (H, W, 3) in 0..1 where they were asked for, and the run."""
+
+    image: Any
+    run: Run
+    why: str
+    values: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manner:
+    """`title`: what the page says meanwhile. `traced`: keep every event. `exact`: keep values beside the picture."""
+
+    title: str = "drawing"
+    traced: bool = True
+    exact: bool = False
+
+
+class Artist:
+    """Draws with the workers, and learns from every picture how to show the next while it is being made."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+        self.colours = ColourMap()
+
+    def prepare(self, job: Job) -> None:
+        """Start the workers and draw a little, so that the first real picture is as quick as those after it."""
+        job.show(note="starting the workers and loading the model")
+        pipe = self.workers.pictures(self.workers.ways[0])
+        job.show(note="checking the split model against the plain one", steps=READY_STEPS)
+        arguments = {"prompt": "a picture", "num_inference_steps": READY_STEPS}
+        self._call(pipe, arguments, job, Manner(title="trying the model", traced=False))
+
+    def draw(self, job: Job, order: Order, way: Way, manner: Manner | None = None) -> Picture:
+        """One picture. Raises PlanError, Cancelled, and what the pipeline raises."""
+        manner = manner or Manner()
+        job.check()
+        job.show(note=manner.title, step=0, steps=order.steps)
+        pipe = self.workers.pictures(way)
+        arguments = order.arguments(self.workers.described().parameters)
+        if manner.exact:
+            arguments["output_type"] = "np"
+        return self._call(pipe, arguments, job, manner)
+
+    def _call(self, pipe: ParallelPipeline, arguments: dict[str, Any], job: Job, manner: Manner) -> Picture:
+        has_callback = "callback_on_step_end" in self.workers.described().parameters
+        watched = Watched(job, manner.title, self.colours, has_callback=has_callback)
+        pipe.tracing = manner.traced
+        if has_callback:
+            arguments["callback_on_step_end"] = watched.after_step
+        pipe.on_step = watched.count
+        try:
+            output = pipe(**arguments)
+        finally:
+            pipe.on_step, pipe.tracing = None, False
+        image, values = picture_of(output)
+        watched.teach(image)
+        assert pipe.last_run is not None
+        return Picture(image=image, values=values, run=pipe.last_run, why=pipe.explain())
+
+
+class Watched:
+    """Shows the steps of one call. Cancelling ends it between two steps, and the workers stay as they are.
+
+    Only the end of a step as the pipeline's callback sees it is such a place. A pipeline without callbacks is left in
+    the middle of things instead, which costs its workers: they are started again for the next picture.
+    """
+
+    def __init__(self, job: Job, title: str, colours: ColourMap, *, has_callback: bool) -> None:
+        self._job, self._title, self._colours, self._has_callback = job, title, colours, has_callback
+        self._latents: Any = None
+
+    def after_step(self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        """A callback_on_step_end. Raises Cancelled."""
+        self._job.check()
+        latents = tensors.get("latents")
+        if latents is not None:
+            self._latents = latents[0].detach().float().cpu().numpy()
+            self._job.show(preview=self._colours.show(self._latents))
+        return {}
+
+    def count(self, step: int, steps: int) -> None:
+        """A hook of `pipe.on_step`. Raises Cancelled where there is no callback to do so."""
+        self._job.show(step=step, steps=steps, note=self._title)
+        if not self._has_callback:
+            self._job.check()
+
+    def teach(self, image: Any) -> None:
+        """The picture is done: this is what its last latents look like."""
+        if self._latents is not None:
+            self._colours.learn(self._latents, image)
+
+
+def picture_of(output: Any) -> tuple[Any, Any]:
+    """(PIL picture, exact values or None) of a pipeline's output. Raises PlanError for one that draws no pictures."""
+    images = getattr(output, "images", None)
+    if images is None:
+        raise PlanError(f"this model returns {type(output).__name__}, which has no pictures: load one that draws them")
+    first = images[0]
+    if hasattr(first, "convert"):
+        return first, None
+    from patchpar.measure import as_picture
+
+    return as_picture(first), first

@@ -1,0 +1,92 @@
+"""A face that talks, for a page: sound in, film with sound out, the prompt changed while it runs."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from patchpar import PlanError
+
+from .film import FilmWriter
+from .jobs import Job
+from .live import FilmFeed
+from .streaming import Controls, Streamed
+from .workers import Workers
+
+LONGEST = 120.0  # seconds; all of the film is held, for pages that are reloaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaceOrder:
+    """What the face is to say and look like. `sound`: (samples, rate), or None for silence of `seconds`."""
+
+    prompt: str = ""
+    reference: Any = None
+    sound: tuple[Any, int] | None = None
+    seconds: float = 5.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sound is None and not 0 < self.seconds <= LONGEST:
+            raise PlanError(f"{self.seconds:g} seconds: a film has more than 0 and at most {LONGEST:g}")
+
+
+class FaceStream:
+    """A talking face as work for the desk."""
+
+    def __init__(self, workers: Workers, wanted: FaceOrder, controls: Controls, feed: FilmFeed) -> None:
+        self._workers, self._wanted, self._controls, self._feed = workers, wanted, controls, feed
+
+    def run(self, job: Job) -> Streamed:
+        """Stream until the sound ends, or the page stops it. Raises what the stream raises, and Cancelled."""
+        try:
+            job.show(note="starting the workers of the face")
+            pipe = self._workers.face_stream()
+            job.check()
+            with pipe.stream(self._wanted.prompt, **self._conditions()) as session:
+                return self._take(session, pipe.config, job)
+        finally:
+            self._feed.close()
+
+    def _conditions(self) -> dict[str, Any]:
+        wanted = self._wanted
+        found: dict[str, Any] = {"reference": wanted.reference, "seed": wanted.seed}
+        if wanted.sound is None:
+            return {**found, "seconds": wanted.seconds}
+        import torch
+
+        samples, rate = wanted.sound
+        return {**found, "audio": (torch.as_tensor(samples), rate)}
+
+    def _take(self, session: Any, config: Any, job: Job) -> Streamed:
+        began, frames, latencies, film = time.perf_counter(), 0, [], None
+        for chunk in session:
+            self._follow(session, job)
+            samples = None if chunk.audio is None else chunk.audio.numpy()
+            if film is None:
+                film = self._film(config, samples, chunk)
+            film.put(chunk.frames.numpy(), samples)
+            frames += len(chunk.frames)
+            latencies.append(chunk.latency)
+            job.show(note=f"streaming: {frames / config.fps:.1f} s of film")
+        if film is not None:
+            film.close()
+        return Streamed(
+            pictures=frames,
+            seconds=time.perf_counter() - began,
+            latency=sum(latencies) / max(1, len(latencies)),
+            devices=self._workers.setup.devices.note,
+        )
+
+    def _follow(self, session: Any, job: Job) -> None:
+        """Do what the page has asked for meanwhile."""
+        job.check()
+        prompt = self._controls.heard()
+        if prompt is not None:
+            session.set_prompt(prompt)
+        if self._controls.is_stopped:
+            session.stop()
+
+    def _film(self, config: Any, samples: Any, chunk: Any) -> FilmWriter:
+        """The first chunk tells how many samples belong to a frame."""
+        rate = None if samples is None else round(len(samples) * config.fps / len(chunk.frames))
+        return FilmWriter(self._feed.put, fps=config.fps, size=(config.width, config.height), rate=rate)

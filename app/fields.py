@@ -1,0 +1,53 @@
+"""Fields that several tabs have: what to draw, how large, how long."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import gradio as gr
+
+from .orders import LARGEST_SEED, LONGEST_PROMPT, MOST_STEPS, Order
+
+CAPTIONS = (
+    "a red house on the left and a pine on the right, green hills at sunset",
+    "a blue balloon on the right, a calm lake at night",
+    "a yellow tower on the left, desert dunes at noon",
+    "a white house on the left and a tree on the right, snowy mountains at noon",
+)
+SIZES = (128, 1024, 64)  # least, most and step of the sliders; the API takes others
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """Components whose values make an Order, in the order of `names`."""
+
+    prompt: gr.Textbox
+    components: list[Any]
+
+    @staticmethod
+    def order(*values: Any) -> Order:
+        """What the components hold. Raises PlanError."""
+        names = ("prompt", "negative", "width", "height", "steps", "guidance", "seed")
+        return Order.of(**dict(zip(names, values, strict=True)))
+
+
+def picture_fields(*, side: int = 256, steps: int = 20, sizes: tuple[int, int, int] = SIZES) -> Fields:
+    """Lay them out."""
+    least, most, unit = sizes
+    prompt = gr.Textbox(CAPTIONS[0], label="Prompt", lines=2, max_length=LONGEST_PROMPT, submit_btn=False)
+    with gr.Row():
+        width = gr.Slider(least, most, side, step=unit, label="Width", min_width=140)
+        height = gr.Slider(least, most, side, step=unit, label="Height", min_width=140)
+    with gr.Row():
+        count = gr.Slider(1, MOST_STEPS, steps, step=1, label="Steps", min_width=140)
+        seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=LARGEST_SEED, min_width=140)
+    with gr.Accordion("Guidance", open=False):
+        guidance = gr.Slider(
+            0, 20, 4.0, step=0.5, label="Guidance scale", info="1 and below: none, and nothing to split"
+        )
+        negative = gr.Textbox(label="Negative prompt", max_lines=2, max_length=LONGEST_PROMPT)
+    return Fields(prompt, [prompt, negative, width, height, count, guidance, seed])
+
+
+def captions(prompt: gr.Textbox) -> None:
+    """Prompts that the embedded model understands."""
+    gr.Examples([[text] for text in CAPTIONS], prompt, label="What the embedded model can draw", cache_examples=False)

@@ -1,0 +1,106 @@
+"""The tab Image: a prompt, a way to share the work, the picture while it is made."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import gradio as gr
+
+from patchpar import PatchparError
+
+from . import words
+from .drawing import Manner, Picture
+from .fields import Fields, captions, picture_fields
+from .jobs import Job, View
+from .orders import Order
+from .studio import Studio
+from .watching import looked_at
+from .ways import Way, own_way, way_named
+
+KIND = "image"
+
+
+class ImageTab:
+    """What the tab does, apart from how it looks."""
+
+    def __init__(self, studio: Studio) -> None:
+        self._studio = studio
+
+    def explain(self, label: str) -> str:
+        """What a way means."""
+        return words.notice(way_named(label, self._studio.workers.count).means)
+
+    def way(self, label: str, degrees: str, strategy: str) -> Way:
+        """The way that a person has chosen. Raises PlanError."""
+        count = self._studio.workers.count
+        return own_way(degrees, strategy, count) or way_named(label, count)
+
+    def submit(self, owner: str, order: Order, way: Way, traced: bool) -> Job:
+        """Begin to draw. Raises PlanError."""
+        studio = self._studio
+
+        def work(job: Job) -> Picture:
+            picture = studio.artist.draw(job, order, way, Manner(traced=traced))
+            studio.desk.keep(owner, "run", picture.run)
+            return picture
+
+        return studio.desk.submit(owner, KIND, work)
+
+    async def draw(self, owner: str, label: str, degrees: str, strategy: str, *rest: Any) -> AsyncIterator[Any]:
+        """The button: check, wait in line, draw. `rest`: whether to trace, then the fields of an order."""
+        traced, *fields = rest
+        try:
+            job = self.submit(owner, Fields.order(*fields), self.way(label, degrees, strategy), bool(traced))
+        except PatchparError as error:
+            yield gr.skip(), words.failure(str(error)), gr.skip(), *buttons(None)
+            return
+        async for shown in looked_at(job, show):
+            yield shown
+
+    async def resume(self, owner: str) -> AsyncIterator[Any]:
+        """The page has been reloaded: go on showing what it had."""
+        async for shown in looked_at(self._studio.desk.job_of(owner, KIND), show):
+            yield shown
+
+
+def show(view: View | None) -> tuple[Any, ...]:
+    """Picture, status, figures, both buttons."""
+    if view is not None and view.state == "done":
+        picture: Picture = view.result
+        return picture.image, words.status(view), words.facts(picture.run, picture.why), *buttons(view)
+    shown = view.preview if view is not None and view.preview is not None else gr.skip()
+    return shown, words.status(view), "", *buttons(view)
+
+
+def buttons(view: View | None) -> tuple[Any, Any]:
+    """The one that begins and the one that cancels: one of them can be pressed."""
+    is_busy = view is not None and not view.is_over
+    return gr.update(interactive=not is_busy), gr.update(interactive=is_busy)
+
+
+def build(studio: Studio, owner: gr.State) -> tuple[ImageTab, list[Any]]:
+    """Lay the tab out. Returns it, and what `resume` fills."""
+    tab = ImageTab(studio)
+    ways = studio.workers.ways
+    with gr.Row(equal_height=False):
+        with gr.Column(scale=5, min_width=320):
+            fields = picture_fields()
+            way = gr.Dropdown([each.label for each in ways], value=ways[0].label, label="Devices and strategy")
+            means = gr.HTML(words.notice(ways[0].means))
+            with gr.Accordion("Your own plan", open=False):
+                degrees = gr.Textbox(label="Plan", placeholder="cfg=2,patch=2", max_lines=1)
+                strategy = gr.Textbox(label="Strategy", placeholder="fresh-edges:context=pooled", max_lines=1)
+                traced = gr.Checkbox(True, label="Record a timeline")
+            with gr.Row():
+                begin = gr.Button("Draw", variant="primary", elem_id="image-draw")
+                cancel = gr.Button("Cancel", interactive=False, elem_id="image-cancel")
+        with gr.Column(scale=6, min_width=320):
+            picture = gr.Image(label="Picture", format="png", interactive=False, elem_id="image-picture", height=420)
+            status = gr.HTML(words.status(None), elem_id="image-status")
+            facts = gr.HTML(elem_id="image-facts")
+    captions(fields.prompt)
+    filled = [picture, status, facts, begin, cancel]
+    way.change(tab.explain, way, means, show_progress="hidden")
+    inputs = [owner, way, degrees, strategy, traced, *fields.components]
+    gr.on([begin.click, fields.prompt.submit], tab.draw, inputs, filled, show_progress="hidden")
+    cancel.click(studio.desk.cancel, owner, None, show_progress="hidden")
+    return tab, filled

@@ -1,0 +1,75 @@
+"""What a person asks for: checked before it waits for the workers, so that a bad wish is told at once."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from patchpar import PlanError
+
+LONGEST_PROMPT = 1000  # characters
+MOST_STEPS = 150
+MOST_PIXELS = 4096 * 4096
+LEAST_SIDE = 64
+LARGEST_SEED = 2**53 - 1  # a page's numbers are exact up to here
+WHOLE = ("height", "width", "steps", "seed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One picture. Sizes in pixels. Raises PlanError."""
+
+    prompt: str
+    negative: str = ""
+    height: int = 256
+    width: int = 256
+    steps: int = 20
+    guidance: float = 4.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.prompt.strip():
+            raise PlanError("there is no prompt: say what to draw")
+        for what, text in (("prompt", self.prompt), ("negative prompt", self.negative)):
+            if len(text) > LONGEST_PROMPT:
+                raise PlanError(f"the {what} has {len(text)} characters: at most {LONGEST_PROMPT}")
+        _check_whole("steps", self.steps, 1, MOST_STEPS)
+        _check_whole("seed", self.seed, 0, LARGEST_SEED)
+        for name in ("height", "width"):
+            _check_whole(name, getattr(self, name), LEAST_SIDE, MOST_PIXELS // LEAST_SIDE)
+        if self.height * self.width > MOST_PIXELS:
+            raise PlanError(f"{self.height} x {self.width} pixels: at most {MOST_PIXELS} in all, as 4096 x 4096")
+        if not 0 <= self.guidance <= 50:
+            raise PlanError(f"guidance scale {self.guidance:g}: it is a number from 0 to 50")
+
+    @classmethod
+    def of(cls, **fields: Any) -> "Order":
+        """From what a page sends, where a field that was emptied is None. Raises PlanError."""
+        missing = [name for name, value in fields.items() if value is None]
+        if missing:
+            raise PlanError(f"{missing[0]} is empty: fill it in")
+        whole = {name: _whole(fields[name]) for name in WHOLE if name in fields}
+        return cls(**{**fields, **whole})
+
+    def arguments(self, known: Any) -> dict[str, Any]:
+        """Arguments of the pipeline's call. `known`: names of the arguments that it takes."""
+        from torch import Generator
+
+        wanted = {
+            "prompt": self.prompt,
+            "negative_prompt": self.negative or None,
+            "height": self.height,
+            "width": self.width,
+            "guidance_scale": self.guidance,
+        }
+        usable = {name: value for name, value in wanted.items() if value is not None and name in known}
+        generator = Generator("cpu").manual_seed(self.seed)
+        return {**usable, "num_inference_steps": self.steps, "generator": generator}
+
+
+def _whole(value: Any) -> Any:
+    """A number field may send 20.0 for 20."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _check_whole(name: str, value: Any, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise PlanError(f"{name} {value!r}: it is a whole number from {least} to {most}")

@@ -1,0 +1,86 @@
+"""The page: its tabs, its colours, what happens when somebody comes and goes."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from . import compare_tab, image_tab, large_tab, plan_tab, stream_tab, timeline_tab, words
+from .jobs import View
+from .studio import Studio
+from .visits import ASK_PAGE
+from .watching import looked_at
+
+STYLE = Path(__file__).with_name("style.css")
+CACHE = (600, 3600)  # every so many seconds files older than that are deleted: previews, results, uploads
+FONT = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif")  # nothing is fetched from anywhere
+
+
+def theme() -> Any:
+    """Plain, by day and by night."""
+    return gr.themes.Base(
+        primary_hue="teal", neutral_hue="slate", font=FONT, font_mono=("ui-monospace", "Menlo", "monospace")
+    )
+
+
+def build(studio: Studio) -> gr.Blocks:
+    """The whole page."""
+    with gr.Blocks(title="patchpar", analytics_enabled=False, delete_cache=CACHE, fill_width=True) as page:
+        owner, asked = gr.State(""), gr.Textbox(visible="hidden")
+        gr.HTML(_heading(studio))
+        ready = gr.HTML(words.notice("Starting."), elem_id="ready")
+        with gr.Tabs():
+            with gr.Tab("Image"):
+                image = image_tab.build(studio, owner)
+            with gr.Tab("Compare"):
+                pair = compare_tab.build(studio, owner)
+            with gr.Tab("High resolution"):
+                large = large_tab.build(studio, owner)
+            with gr.Tab("Stream"):
+                stream = stream_tab.build(studio, owner)
+            with gr.Tab("Timeline") as shown:
+                timeline, lanes = timeline_tab.build(studio, owner)
+            with gr.Tab("Plan"):
+                plan_tab.build(studio, owner)
+        shown.select(timeline.refresh, owner, lanes, show_progress="hidden")
+        _welcome(page, studio, owner, asked, (image, pair, large, stream))
+        page.load(_Readiness(studio).show, None, ready, show_progress="hidden")
+    return page
+
+
+def _heading(studio: Studio) -> str:
+    setup = studio.workers.setup
+    line = f"{setup.model}, on {setup.devices.note}"
+    return f"<header><h1>patchpar</h1>{words.caption(line)}</header>"
+
+
+def _welcome(page: gr.Blocks, studio: Studio, owner: gr.State, asked: gr.Textbox, tabs: tuple[Any, ...]) -> None:
+    """Who comes gets back what was under way; who goes leaves nothing behind."""
+
+    def arrive(name: str, request: gr.Request) -> str:
+        return studio.visits.arrive(str(request.session_hash), name)
+
+    def leave(request: gr.Request) -> None:
+        studio.visits.leave(str(request.session_hash))
+
+    arrived = page.load(arrive, asked, owner, js=ASK_PAGE, show_progress="hidden")
+    for tab, filled in tabs:
+        arrived.then(tab.resume, owner, filled, show_progress="hidden")
+    page.unload(leave)
+
+
+class _Readiness:
+    """How far the first job is: starting the workers."""
+
+    def __init__(self, studio: Studio) -> None:
+        self._studio = studio
+
+    async def show(self) -> AsyncIterator[str]:
+        """One line, until they are ready; then nothing."""
+        async for line in looked_at(self._studio.desk.job_of("", "prepare"), _ready):
+            yield line
+
+
+def _ready(view: View | None) -> str:
+    return "" if view is None or view.state == "done" else words.status(view)

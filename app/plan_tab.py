@@ -1,0 +1,78 @@
+"""The tab Plan: what would run on a cluster that is not here."""
+
+from typing import Any
+
+import gradio as gr
+
+from patchpar import PlanError
+from patchpar.planner.links import Link
+
+from . import words
+from .forecast import MOST_DEVICES, MOST_PROMPTS, Call, drawing, forecast, link_verdict
+from .studio import Studio
+
+NOT_YET = "The model is being loaded: try again in a moment."
+
+
+class PlanTab:
+    """What the tab does."""
+
+    def __init__(self, studio: Studio) -> None:
+        self._studio = studio
+
+    def show(self, devices: Any, width: Any, height: Any, guided: bool, prompts: Any) -> tuple[str, str, str]:
+        """(the choice, its drawing, all plans)."""
+        model = self._studio.workers.model
+        if model is None:
+            return words.notice(NOT_YET), "", ""
+        try:
+            numbers = {"devices": devices, "width": width, "height": height, "prompts": prompts}
+            call = Call(**{name: _whole(value) for name, value in numbers.items()}, guided=bool(guided))
+            found = forecast(model, call)
+        except PlanError as error:
+            return words.failure(str(error)), "", ""
+        said = words.pairs([("Plan", str(found.chosen)), ("Because", found.reason), ("Model", model.pipeline)])
+        rows = [(str(offer.plan), offer.work, offer.refusal or "can be run") for offer in found.offers]
+        chosen = next((number for number, offer in enumerate(found.offers) if offer.plan == found.chosen), None)
+        table = words.table(("plan", "who does what", "verdict"), rows, chosen)
+        return said, drawing(found.chosen, model, (call.height, call.width)), table
+
+    def weigh(self, owner: str, latency: Any, rate: Any) -> str:
+        """What the page's last run would cost on a link of `latency` milliseconds and `rate` gigabytes per second."""
+        try:
+            if latency is None or rate is None:
+                raise PlanError("fill in latency and rate of the link")
+            link = Link(latency=float(latency) / 1e3, rate=float(rate) * 1e9)
+        except PlanError as error:
+            return words.failure(str(error))
+        return words.notice(link_verdict(self._studio.desk.kept(owner, "run"), link))
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def build(studio: Studio, owner: gr.State) -> None:
+    """Lay the tab out."""
+    tab = PlanTab(studio)
+    with gr.Row(equal_height=False):
+        with gr.Column(scale=5, min_width=320):
+            devices = gr.Slider(1, MOST_DEVICES, 8, step=1, label="Devices")
+            with gr.Row():
+                width = gr.Number(1024, label="Width", precision=0, min_width=120)
+                height = gr.Number(1024, label="Height", precision=0, min_width=120)
+                prompts = gr.Slider(1, MOST_PROMPTS, 1, step=1, label="Prompts", min_width=120)
+            guided = gr.Checkbox(True, label="Guidance is on")
+            begin = gr.Button("Plan", variant="primary", elem_id="plan-run")
+        with gr.Column(scale=6, min_width=320):
+            said = gr.HTML(words.notice("What the loaded model would do there."), elem_id="plan-said")
+            picture = gr.HTML(elem_id="plan-drawing")
+    table = gr.HTML(elem_id="plan-table")
+    with gr.Accordion("A slower link", open=False):
+        with gr.Row():
+            latency = gr.Number(0.05, label="Latency, milliseconds", minimum=0)
+            rate = gr.Number(10.0, label="Rate, gigabytes per second", minimum=0)
+            weigh = gr.Button("Weigh the last run", elem_id="plan-weigh")
+        verdict = gr.HTML(elem_id="plan-verdict")
+    begin.click(tab.show, [devices, width, height, guided, prompts], [said, picture, table], show_progress="hidden")
+    weigh.click(tab.weigh, [owner, latency, rate], verdict, show_progress="hidden")

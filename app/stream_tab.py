@@ -1,0 +1,202 @@
+"""The tab Stream: pictures one after another while they are drawn, and a face that talks."""
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import gradio as gr
+
+from patchpar import PatchparError
+
+from . import words
+from .face import LONGEST, FaceOrder, FaceStream
+from .fields import Fields, picture_fields
+from .image_tab import buttons
+from .jobs import Job, View
+from .limits import picture_from, sound_from
+from .live import Feed, FilmFeed, PictureFeed
+from .orders import LONGEST_PROMPT
+from .streaming import Controls, PictureStream, Streamed, StreamOrder
+from .studio import Studio
+from .watching import looked_at
+
+KIND = "stream"
+SOURCES = {"The prompt alone": "prompt", "A picture": "picture", "The camera": "camera"}
+NO_FACE = "No model of a face is loaded. Start the app with --face FOLDER to have one talk here."
+
+
+class StreamTab:
+    """What the tab does."""
+
+    def __init__(self, studio: Studio) -> None:
+        self._studio = studio
+
+    async def draw(self, owner: str, source: str, picture: Any, strength: Any, *fields: Any) -> AsyncIterator[Any]:
+        """The button of streams of pictures."""
+
+        def begin() -> Job:
+            kind: Any = SOURCES.get(source, "prompt")
+            still = picture_from(picture) if kind == "picture" else None
+            wanted = StreamOrder(order=Fields.order(*fields), source=kind, picture=still, strength=float(strength or 0))
+            controls, feed = self._live(owner, PictureFeed())
+            return self._studio.desk.submit(
+                owner, KIND, PictureStream(self._studio.workers, wanted, controls, feed).run
+            )
+
+        async for shown in self._begun(owner, begin):
+            yield shown
+
+    async def talk(self, owner: str, sound: Any, reference: Any, prompt: str, seconds: Any) -> AsyncIterator[Any]:
+        """The button of the face."""
+
+        def begin() -> Job:
+            looks = picture_from(reference) if reference is not None else None
+            spoken = sound_from(sound) if sound is not None else None
+            wanted = FaceOrder(prompt=prompt or "", reference=looks, sound=spoken, seconds=float(seconds or 0))
+            controls, feed = self._live(owner, FilmFeed())
+            return self._studio.desk.submit(owner, KIND, FaceStream(self._studio.workers, wanted, controls, feed).run)
+
+        async for shown in self._begun(owner, begin):
+            yield shown
+
+    def say(self, owner: str, prompt: str) -> str:
+        """Another prompt, while the stream runs."""
+        job = self._studio.desk.job_of(owner, KIND)
+        controls = self._studio.desk.kept(owner, "controls")
+        if job is None or job.view.is_over or controls is None:
+            return words.failure("no stream is running: start one first")
+        try:
+            controls.say(prompt or "")
+        except PatchparError as error:
+            return words.failure(str(error))
+        return words.notice(f"From the next picture on: {prompt}")
+
+    def stop(self, owner: str) -> None:
+        """Let come out what is under way; what waits in line is cancelled."""
+        job, controls = self._studio.desk.job_of(owner, KIND), self._studio.desk.kept(owner, "controls")
+        if controls is not None:
+            controls.is_stopped = True
+        if job is not None and job.view.state == "waiting":
+            job.cancel()
+
+    def see(self, owner: str, frame: Any) -> None:
+        """A picture from the camera."""
+        controls = self._studio.desk.kept(owner, "controls")
+        if controls is not None and frame is not None:
+            controls.frame = frame
+
+    async def resume(self, owner: str) -> AsyncIterator[Any]:
+        """The page has been reloaded."""
+        async for shown in self._looked_at(owner):
+            yield shown
+
+    def _live(self, owner: str, feed: Any) -> tuple[Controls, Any]:
+        """What a page needs to see and change its stream, remembered for it."""
+        controls = Controls()
+        self._studio.desk.keep(owner, "controls", controls)
+        self._studio.desk.keep(owner, "feed", self._studio.feeds.add(feed))
+        return controls, feed
+
+    async def _begun(self, owner: str, begin: Callable[[], Job]) -> AsyncIterator[Any]:
+        try:
+            begin()
+        except PatchparError as error:
+            yield gr.skip(), words.failure(str(error)), gr.skip(), *_buttons(None)
+            return
+        async for shown in self._looked_at(owner):
+            yield shown
+
+    async def _looked_at(self, owner: str) -> AsyncIterator[Any]:
+        feed, is_shown = self._studio.desk.kept(owner, "feed"), False
+        async for view in looked_at(self._studio.desk.job_of(owner, KIND), lambda view: view):
+            window = gr.skip() if is_shown or view is None or view.state == "waiting" else live(feed)
+            is_shown = is_shown or (view is not None and view.state != "waiting")
+            yield window, *show(view)
+
+
+def live(feed: Feed | None) -> Any:
+    """Where a browser looks at a feed."""
+    if feed is None:
+        return gr.skip()
+    if isinstance(feed, FilmFeed):
+        return f'<div class="live"><video src="{feed.address}" autoplay controls playsinline></video></div>'
+    return f'<div class="live"><img src="{feed.address}" alt="the stream"></div>'
+
+
+def show(view: View | None) -> tuple[Any, ...]:
+    """Status, figures, buttons."""
+    facts = gr.skip()
+    if view is not None and view.state == "done":
+        streamed: Streamed = view.result
+        facts = words.pairs(streamed.rows())
+    return words.status(view), facts, *_buttons(view)
+
+
+def _buttons(view: View | None) -> tuple[Any, Any, Any]:
+    begin, stop = buttons(view)
+    return begin, begin, stop
+
+
+def build(studio: Studio, owner: gr.State) -> tuple[StreamTab, list[Any]]:
+    """Lay the tab out. Returns it, and what `resume` fills."""
+    tab = StreamTab(studio)
+    with gr.Row(equal_height=False):
+        with gr.Column(scale=5, min_width=320), gr.Tabs():
+            with gr.Tab("Pictures"):
+                pictures = _PictureFields(studio)
+            with gr.Tab("Face"):
+                face = _FaceFields(studio)
+        with gr.Column(scale=6, min_width=320):
+            window = gr.HTML(words.notice("The stream will be here."), elem_id="stream-window")
+            status = gr.HTML(words.status(None), elem_id="stream-status")
+            with gr.Row():
+                prompt = gr.Textbox(label="Another prompt, from now on", max_lines=1, elem_id="stream-prompt", scale=4)
+                say = gr.Button("Change", scale=1, min_width=90, elem_id="stream-say")
+            stop = gr.Button("Stop", interactive=False, elem_id="stream-stop")
+            said, facts = gr.HTML(), gr.HTML(elem_id="stream-facts")
+    filled = [window, status, facts, pictures.begin, face.begin, stop]
+    pictures.begin.click(tab.draw, [owner, *pictures.components], filled, show_progress="hidden")
+    face.begin.click(tab.talk, [owner, *face.components], filled, show_progress="hidden")
+    gr.on([say.click, prompt.submit], tab.say, [owner, prompt], said, show_progress="hidden")
+    stop.click(tab.stop, owner, None, show_progress="hidden")
+    pictures.camera.stream(tab.see, [owner, pictures.camera], None, stream_every=0.2, show_progress="hidden")
+    return tab, filled
+
+
+class _PictureFields:
+    """What a stream of pictures is told."""
+
+    def __init__(self, studio: Studio) -> None:
+        fields = picture_fields(side=studio.workers.setup.side, steps=8)
+        source = gr.Radio(list(SOURCES), value=next(iter(SOURCES)), label="Begin with", elem_id="stream-source")
+        picture = gr.Image(label="Picture", type="filepath", sources=["upload", "clipboard"], visible=False)
+        self.camera = gr.Image(
+            label="Camera", type="pil", sources=["webcam"], streaming=True, visible=False, elem_id="stream-camera"
+        )
+        strength = gr.Slider(0.05, 1, 0.6, step=0.05, label="Strength: how much is drawn anew", visible=False)
+        self.begin = gr.Button("Stream", variant="primary", elem_id="stream-run")
+        self.components = [source, picture, strength, *fields.components]
+        source.change(_fields_of, source, [picture, self.camera, strength], show_progress="hidden")
+
+
+class _FaceFields:
+    """What a face is told."""
+
+    def __init__(self, studio: Studio) -> None:
+        has_face = studio.workers.setup.face is not None
+        gr.HTML(words.notice(NO_FACE), visible=not has_face)
+        prompt = gr.Textbox(label="Prompt", max_lines=2, max_length=LONGEST_PROMPT)
+        sound = gr.Audio(label="What it says", sources=["upload", "microphone"], type="numpy")
+        reference = gr.Image(label="Whose looks it has", type="filepath", sources=["upload", "webcam"])
+        seconds = gr.Slider(1, LONGEST, 5, step=1, label="Seconds, without sound")
+        self.begin = gr.Button("Talk", variant="primary", interactive=has_face, elem_id="stream-talk")
+        self.components = [sound, reference, prompt, seconds]
+
+
+def _fields_of(source: str) -> tuple[Any, Any, Any]:
+    """The fields that a source needs."""
+    kind = SOURCES.get(source)
+    return (
+        gr.update(visible=kind == "picture"),
+        gr.update(visible=kind == "camera"),
+        gr.update(visible=kind != "prompt"),
+    )

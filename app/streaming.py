@@ -1,0 +1,176 @@
+"""Streams of pictures for a page: one after another, out of a prompt, a picture or a camera."""
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, Literal
+
+from patchpar import PlanError
+
+from .jobs import Job
+from .live import PictureFeed
+from .orders import LONGEST_PROMPT, Order
+from .walk import NoiseWalk
+from .workers import Workers
+
+Source = Literal["prompt", "picture", "camera"]
+MOST_SECONDS = 600.0  # a stream that nobody stops ends by itself, because others wait
+CAMERA_SECONDS = 20.0
+LEAD = 1  # pictures that may be ready: a changed prompt is to be seen soon
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOrder:
+    """What to stream. `picture`: what each picture begins with, of source "picture". `strength`: how much is new."""
+
+    order: Order
+    source: Source = "prompt"
+    picture: Any = None
+    strength: float = 0.6
+
+    def __post_init__(self) -> None:
+        if self.source == "picture" and self.picture is None:
+            raise PlanError("there is no picture to begin with: choose one, or another source")
+        if not 0.05 <= self.strength <= 1:
+            raise PlanError(f"strength {self.strength:g}: it is a number from 0.05 to 1")
+
+
+@dataclass(slots=True)
+class Controls:
+    """What a page may change while its stream runs; read by the stream between two pictures."""
+
+    prompt: str | None = None
+    frame: Any = None
+    is_stopped: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def say(self, prompt: str) -> None:
+        """Another prompt from now on. Raises PlanError."""
+        if not prompt.strip() or len(prompt) > LONGEST_PROMPT:
+            raise PlanError(f"a prompt has 1 to {LONGEST_PROMPT} characters, not {len(prompt.strip())}")
+        with self.lock:
+            self.prompt = prompt
+
+    def heard(self) -> str | None:
+        """The new prompt, once."""
+        with self.lock:
+            prompt, self.prompt = self.prompt, None
+            return prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streamed:
+    """How a stream went. `latency`: mean seconds from a picture's order to the picture."""
+
+    pictures: int
+    seconds: float
+    latency: float
+    devices: str
+
+    @property
+    def rate(self) -> float:
+        """Pictures per second."""
+        return self.pictures / max(self.seconds, 1e-6)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """For the page."""
+        return [
+            ("Pictures", f"{self.pictures} in {self.seconds:.1f} s, {self.rate:.2f} per second"),
+            ("Latency", f"{self.latency:.2f} s from the order of a picture to the picture"),
+            ("Devices", self.devices),
+        ]
+
+
+class PictureStream:
+    """A stream of pictures as work for the desk."""
+
+    def __init__(self, workers: Workers, wanted: StreamOrder, controls: Controls, feed: PictureFeed) -> None:
+        self._workers, self._wanted, self._controls, self._feed = workers, wanted, controls, feed
+
+    def run(self, job: Job) -> Streamed:
+        """Draw picture after picture until the page stops it. Raises what the pipeline raises, and Cancelled."""
+        try:
+            job.show(note="starting the workers of the stream")
+            inputs = self._inputs(job)
+            pipe = self._workers.picture_stream(None if self._wanted.source == "prompt" else "image-to-image")
+            job.check()
+            with pipe.stream(seed=self._wanted.order.seed, lead=LEAD, **self._arguments()) as session:
+                return self._take(session.map(self._asked(session, inputs)), job)
+        finally:
+            self._feed.close()
+
+    def _arguments(self) -> dict[str, Any]:
+        """What all pictures share."""
+        order = self._wanted.order
+        shared = {"prompt": order.prompt, "num_inference_steps": order.steps, "guidance_scale": order.guidance}
+        if order.negative:
+            shared["negative_prompt"] = order.negative
+        if self._wanted.source == "prompt":
+            return {**shared, "height": order.height, "width": order.width}
+        return {**shared, "strength": self._wanted.strength}
+
+    def _take(self, shots: Iterator[Any], job: Job) -> Streamed:
+        began, latencies = time.perf_counter(), []
+        for shot in shots:
+            self._feed.put(shot.picture.images[0] if hasattr(shot.picture, "images") else shot.picture)
+            latencies.append(shot.latency)
+            rate = len(latencies) / (time.perf_counter() - began)
+            job.show(note=f"streaming: {len(latencies)} pictures, {rate:.2f} per second")
+            if self._controls.is_stopped:
+                break
+            job.check()
+        return Streamed(
+            pictures=len(latencies),
+            seconds=time.perf_counter() - began,
+            latency=sum(latencies) / max(1, len(latencies)),
+            devices=self._workers.setup.devices.note,
+        )
+
+    def _asked(self, session: Any, inputs: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """What differs from picture to picture, as long as somebody wants it."""
+        give_up = time.monotonic() + MOST_SECONDS
+        for entry in inputs:
+            if self._controls.is_stopped or time.monotonic() > give_up:
+                return
+            prompt = self._controls.heard()
+            if prompt is not None:
+                session.set(prompt=prompt)
+            yield entry
+
+    def _inputs(self, job: Job) -> Iterator[dict[str, Any]]:
+        if self._wanted.source == "prompt":
+            return self._noises()
+        return self._pictures(job)
+
+    def _noises(self) -> Iterator[dict[str, Any]]:
+        order, model = self._wanted.order, self._workers.described()
+        shape = (model.latent_channels, order.height // model.vae_scale, order.width // model.vae_scale)
+        walk = NoiseWalk(order.seed, shape)
+        return ({"latents": walk.at(number)} for number in count())
+
+    def _pictures(self, job: Job) -> Iterator[dict[str, Any]]:
+        size = (self._wanted.order.width, self._wanted.order.height)
+        while True:
+            picture = self._wanted.picture if self._wanted.source == "picture" else self._camera(job)
+            if picture is None:
+                return
+            yield {"image": fitted(picture, size)}
+
+    def _camera(self, job: Job) -> Any:
+        """What the camera has sent last; None when the page has stopped. Raises PlanError."""
+        give_up = time.monotonic() + CAMERA_SECONDS
+        while self._controls.frame is None and not self._controls.is_stopped:
+            job.check()
+            if time.monotonic() > give_up:
+                raise PlanError(f"no picture from the camera for {CAMERA_SECONDS:g} s: allow the page to use it")
+            time.sleep(0.05)
+        return None if self._controls.is_stopped else self._controls.frame
+
+
+def fitted(picture: Any, size: tuple[int, int]) -> Any:
+    """A PIL picture, cut and scaled to (width, height)."""
+    from PIL import ImageOps
+
+    return ImageOps.fit(picture.convert("RGB"), size)

@@ -1,0 +1,34 @@
+"""Everything behind the page: one desk, one set of workers, and who is there."""
+
+from dataclasses import dataclass
+
+from .drawing import Artist
+from .jobs import Desk
+from .live import Feeds
+from .visits import Visits
+from .workers import Setup, Workers
+
+
+@dataclass(frozen=True, slots=True)
+class Studio:
+    """What every tab is given. `close` ends jobs and workers."""
+
+    workers: Workers
+    artist: Artist
+    desk: Desk
+    visits: Visits
+    feeds: Feeds
+
+    @classmethod
+    def open(cls, setup: Setup) -> "Studio":
+        """Nothing is started before a job needs it; the first is to get ready."""
+        workers, desk = Workers(setup), Desk()
+        studio = cls(workers, Artist(workers), desk, Visits(desk), Feeds())
+        desk.submit("", "prepare", studio.artist.prepare)
+        return studio
+
+    def close(self) -> None:
+        """End jobs and workers. Idempotent."""
+        self.feeds.close()
+        self.desk.close()
+        self.workers.close()

@@ -1,0 +1,98 @@
+"""What the page says, as HTML: everything that came from a person or a model is escaped here, and nowhere else."""
+
+from collections.abc import Sequence
+from html import escape
+
+from patchpar import Run
+from patchpar.run import readable_bytes
+
+from .jobs import View
+
+
+def status(view: View | None) -> str:
+    """How a job stands: one line and a bar."""
+    if view is None:
+        return _line("idle", "Nothing has been asked for yet.")
+    if view.state == "waiting":
+        before = "one job is before it" if view.ahead == 1 else f"{view.ahead} jobs are before it"
+        return _line("waiting", f"Waiting: {before}." if view.ahead else "Waiting for the workers.")
+    if view.state == "running":
+        return _bar(view)
+    if view.state == "failed":
+        return failure(view.error)
+    return _line(view.state, {"done": "Done.", "cancelled": "Cancelled. The workers are free."}[view.state])
+
+
+def failure(sentence: str) -> str:
+    """What went wrong, for the person."""
+    return _line("failed", sentence)
+
+
+def notice(sentence: str) -> str:
+    """Something to know."""
+    return _line("idle", sentence)
+
+
+def facts(run: Run, why: str) -> str:
+    """The result's figures: seconds, plan, bytes."""
+    sent = sum(run.bytes_per_step)
+    vae = sum(run.vae_bytes)
+    rows = [
+        ("Time", f"{run.seconds:.1f} s for {run.steps} steps"),
+        ("Plan", str(run.plan)),
+        ("Why", why.partition(": ")[2] or why),
+        (
+            "Sent",
+            f"{readable_bytes(sent)} a step by all ranks" + (f", {readable_bytes(vae)} for the VAE" if vae else ""),
+        ),
+        (
+            "Waited",
+            f"{max((sum(rank.seconds_waited.values()) for rank in run.ranks), default=0.0):.2f} s at most, of a rank",
+        ),
+    ]
+    if run.exact_steps is not None:
+        rows.append(("Exact steps", f"{run.exact_steps} of {run.steps}"))
+    if run.stale_bytes:
+        rows.append(("Held", f"{readable_bytes(run.stale_bytes)} of the last step"))
+    return pairs(rows)
+
+
+def pairs(rows: Sequence[tuple[str, str]]) -> str:
+    """Names and values."""
+    body = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in rows)
+    return f'<dl class="facts">{body}</dl>'
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], marked: int | None = None) -> str:
+    """A table; row `marked` stands out."""
+    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join(
+        f"<tr{_marked(number == marked)}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+        for number, row in enumerate(rows)
+    )
+    return f'<div class="wide"><table class="figures"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _marked(wanted: bool) -> str:
+    return ' class="marked"' if wanted else ""
+
+
+def _line(kind: str, sentence: str) -> str:
+    role = "alert" if kind == "failed" else "status"
+    return f'<div class="state {kind}" role="{role}">{escape(sentence)}</div>'
+
+
+def _bar(view: View) -> str:
+    if not view.step:
+        return _line("running", f"{view.note or 'working'} …")
+    share = 100 * view.step / max(1, view.steps)
+    text = f"{view.note}: step {view.step} of {view.steps}"
+    return (
+        f'<div class="state running" role="status">{escape(text)}'
+        f'<div class="bar"><div style="width:{share:.0f}%"></div></div></div>'
+    )
+
+
+def caption(text: str) -> str:
+    """A line in small print."""
+    return f'<span class="caption">{escape(text)}</span>'

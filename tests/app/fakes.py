@@ -1,0 +1,132 @@
+"""Workers that draw at once, so that all but the drawing can be tested without them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from app.ways import Way, ways_for
+from app.workers import Setup, set_way
+from patchpar import Plan
+from patchpar.figures import RankFigures
+from patchpar.run import Run
+
+PARAMETERS = ("prompt", "negative_prompt", "height", "width", "guidance_scale", "callback_on_step_end")
+
+
+class FakePipeline:
+    """Stands for ParallelPipeline of two devices."""
+
+    def __init__(self, *, has_callback: bool = True) -> None:
+        self.has_callback = has_callback
+        self.calls: list[dict[str, Any]] = []
+        self.plans: list[Any] = []
+        self.on_step: Any = None
+        self.tracing = False
+        self.last_run: Run | None = None
+        self.error: Exception | None = None
+        self.go = threading.Event()
+        self.go.set()
+
+    @property
+    def plan(self) -> Any:
+        return self.plans[-1] if self.plans else "auto"
+
+    @plan.setter
+    def plan(self, plan: Any) -> None:
+        self.plans.append(plan)
+
+    def restore(self) -> None:
+        self.plans.append("restored")
+
+    def explain(self) -> str:
+        return f"2 CPU workers; plan {self.plan}: as asked for"
+
+    def __call__(self, **arguments: Any) -> Any:
+        self.calls.append(arguments)
+        latents = torch.zeros(1, 4, 16, 16)
+        for step in range(arguments["num_inference_steps"]):
+            assert self.go.wait(10)
+            if self.on_step is not None:
+                self.on_step(step + 1, arguments["num_inference_steps"])
+            if "callback_on_step_end" in arguments:
+                arguments["callback_on_step_end"](self, step, 0, {"latents": latents})
+            if self.error is not None:
+                raise self.error
+        seed = arguments["generator"].initial_seed() if "generator" in arguments else 0
+        values = np.random.default_rng(seed).random((64, 64, 3))
+        if self.plan == "restored":
+            values = np.clip(values + 0.01, 0, 1)
+        figures: dict[str, Any] = {"bytes_sent": {}, "bytes_received": {}, "seconds_waited": {}}
+        self.last_run = Run(plan=Plan(), seconds=0.5, ranks=(RankFigures(rank=0, device="cpu", **figures),))
+        if arguments.get("output_type") == "np":
+            return SimpleNamespace(images=[values])
+        from patchpar.measure import as_picture
+
+        return SimpleNamespace(images=[as_picture(values)])
+
+
+class FakeWorkers:
+    """Stands for Workers."""
+
+    def __init__(self, pipe: FakePipeline, count: int = 2) -> None:
+        self.pipe, self.count, self.setup = pipe, count, Setup()
+        self.streamed: list[dict[str, Any]] = []
+        self.closed = False
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        return ways_for(self.count)
+
+    def pictures(self, way: Way | None = None) -> Any:
+        if way is not None:
+            set_way(self.pipe, way, self.count)  # type: ignore[arg-type]
+        return self.pipe
+
+    @property
+    def model(self) -> Any:
+        return self.described()
+
+    def described(self) -> Any:
+        known = [name for name in PARAMETERS if self.pipe.has_callback or name != "callback_on_step_end"]
+        return SimpleNamespace(parameters=dict.fromkeys(known), latent_channels=4, vae_scale=4)
+
+    def picture_stream(self, task: str | None) -> Any:
+        return FakeStreams(self, task)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeStreams:
+    """Stands for PictureStreamingPipeline: every picture is grey, as bright as its number."""
+
+    def __init__(self, workers: FakeWorkers, task: str | None) -> None:
+        self._workers, self._task = workers, task
+
+    @contextmanager
+    def stream(self, **arguments: Any) -> Iterator[Any]:
+        yield FakeSession(self._workers, {"task": self._task, **arguments})
+
+
+class FakeSession:
+    """Stands for PictureSession."""
+
+    def __init__(self, workers: FakeWorkers, arguments: dict[str, Any]) -> None:
+        self._workers, self._arguments = workers, arguments
+
+    def set(self, **arguments: Any) -> None:
+        self._arguments.update(arguments)
+
+    def map(self, requests: Any) -> Iterator[Any]:
+        from PIL import Image
+
+        for number, request in enumerate(requests):
+            self._workers.streamed.append({**self._arguments, **request})
+            yield SimpleNamespace(number=number, picture=Image.new("RGB", (32, 32), (number,) * 3), latency=0.25)

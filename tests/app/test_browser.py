@@ -1,0 +1,225 @@
+"""The page in a real browser, with real workers: what a person does, and what a person sees.
+
+Screenshots are left in build/screenshots, to be looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from app.server import Address, Server
+from app.workers import Setup, devices_of
+
+from .browser import installed, started
+
+SCREENSHOTS = Path(__file__).parent.parent.parent / "build" / "screenshots"
+PATIENCE = 60_000  # milliseconds, on a busy machine
+PHONE = {"width": 390, "height": 844}
+CHROMIUM = installed()
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium, or make browser")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server(Setup(devices=devices_of("cpu:2")), Address(port=0)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    assert CHROMIUM is not None
+    with started(CHROMIUM) as found:
+        yield found
+
+
+@pytest.fixture
+def opened(server: Server, browser: Any) -> Iterator[Any]:
+    """Opens a page as a person of its own; what a page says in its console as an error fails the test."""
+    contexts: list[Any] = []
+    errors: list[str] = []
+
+    def open_page(**options: Any) -> Page:
+        context = browser.new_context(permissions=["camera", "microphone"], **options)
+        contexts.append(context)
+        page: Page = context.new_page()
+        page.set_default_timeout(PATIENCE)
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(server.url)
+        page.get_by_role("tab", name="Image", exact=True).wait_for()
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert errors == []
+
+
+def fill(page: Page, label: str, value: object) -> None:
+    """A number field, or the number beside a slider, of the tab that is shown."""
+    field = page.locator(
+        f"input[aria-label*='{label}'][type=number]:visible, label:has-text('{label}') input:visible"
+    ).first
+    field.fill(str(value))
+    field.first.press("Tab")
+
+
+def small(page: Page, *, steps: int, side: int = 128) -> None:
+    """A picture that is drawn soon."""
+    fill(page, "Width", side)
+    fill(page, "Height", side)
+    fill(page, "Steps", steps)
+
+
+def status(page: Page, name: str) -> Any:
+    return page.locator(f"#{name}-status .state")
+
+
+def tab(page: Page, name: str) -> None:
+    page.get_by_role("tab", name=name, exact=True).click()
+
+
+def keep(page: Page, name: str) -> None:
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)
+
+
+def test_a_picture_is_drawn_with_its_figures_and_its_timeline(opened: Any) -> None:
+    page = opened(viewport={"width": 1280, "height": 900})
+    small(page, steps=6)
+    page.click("#image-draw")
+    expect(status(page, "image")).to_have_class(re.compile("running"), timeout=PATIENCE)
+    expect(status(page, "image")).to_have_class(re.compile("done"), timeout=PATIENCE)
+    picture = page.locator("#image-picture img")
+    expect(picture).to_be_visible()
+    assert picture.evaluate("image => image.naturalWidth") == 128
+    expect(page.locator("#image-facts")).to_contain_text("cfg=2")
+    expect(page.locator("#image-facts")).to_contain_text("6 steps")
+    keep(page, "image")
+    tab(page, "Timeline")
+    expect(page.locator("#timeline-drawing svg path.wait")).to_have_count(2)
+    with page.expect_download() as download:
+        page.click("#timeline-save")
+    assert "traceEvents" in download.value.path().read_text()
+    keep(page, "timeline")
+
+
+def test_a_picture_is_cancelled_and_the_workers_are_free(opened: Any) -> None:
+    page = opened()
+    small(page, steps=150)
+    page.click("#image-draw")
+    expect(status(page, "image")).to_contain_text("step 2 of 150", timeout=PATIENCE)
+    expect(page.locator("#image-picture img")).to_be_visible()  # the preview
+    page.click("#image-cancel")
+    expect(status(page, "image")).to_contain_text("Cancelled")
+    fill(page, "Steps", 2)
+    page.click("#image-draw")
+    expect(status(page, "image")).to_have_class(re.compile("done"), timeout=PATIENCE)
+
+
+def test_two_browsers_wait_for_each_other_and_see_their_own(opened: Any) -> None:
+    one, other = opened(), opened()
+    small(one, steps=30)
+    small(other, steps=3, side=192)
+    one.click("#image-draw")
+    expect(status(one, "image")).to_have_class(re.compile("running"))
+    other.click("#image-draw")
+    expect(status(other, "image")).to_contain_text("one job is before it")
+    for page, side in ((one, 128), (other, 192)):
+        expect(status(page, "image")).to_have_class(re.compile("done"), timeout=PATIENCE)
+        assert page.locator("#image-picture img").evaluate("image => image.naturalWidth") == side
+
+
+def test_a_page_that_is_reloaded_goes_on_with_its_run(opened: Any) -> None:
+    page = opened()
+    small(page, steps=60)
+    page.click("#image-draw")
+    expect(status(page, "image")).to_contain_text("step 3 of 60", timeout=PATIENCE)
+    page.reload()
+    expect(status(page, "image")).to_contain_text("of 60")
+    page.click("#image-cancel")
+    expect(status(page, "image")).to_contain_text("Cancelled")
+
+
+def test_two_ways_are_compared(opened: Any) -> None:
+    page = opened(viewport={"width": 1280, "height": 900})
+    tab(page, "Compare")
+    small(page, steps=4)
+    page.click("#compare-run")
+    expect(page.locator("#compare-table table")).to_be_visible(timeout=PATIENCE)
+    expect(status(page, "compare")).to_contain_text("PSNR")
+    expect(page.locator("#compare-difference img")).to_be_visible()
+    assert page.locator("#compare-pair img").count() == 2
+    keep(page, "compare")
+
+
+def test_a_large_picture_is_drawn(opened: Any) -> None:
+    page = opened(viewport={"width": 1280, "height": 900})
+    tab(page, "High resolution")
+    small(page, steps=2, side=512)
+    page.click("#large-run")
+    expect(status(page, "large")).to_have_class(re.compile("done"), timeout=2 * PATIENCE)
+    expect(page.locator("#large-facts")).to_contain_text("asg")
+    keep(page, "large")
+
+
+def test_a_stream_is_seen_while_it_runs_and_follows_a_new_prompt(opened: Any) -> None:
+    page = opened(viewport={"width": 1280, "height": 900})
+    tab(page, "Stream")
+    small(page, steps=2)
+    page.click("#stream-run")
+    picture = page.locator("#stream-window img")
+    expect(picture).to_be_visible(timeout=2 * PATIENCE)
+    page.wait_for_function("document.querySelector('#stream-window img')?.naturalWidth === 128", timeout=2 * PATIENCE)
+    seen = set()
+    for _ in range(40):
+        seen.add(picture.screenshot())
+        if len(seen) > 2:
+            break
+        page.wait_for_timeout(250)
+    assert len(seen) > 2  # it moves
+    page.fill("#stream-prompt input, #stream-prompt textarea", "a blue balloon on the right, a calm lake at night")
+    page.click("#stream-say")
+    expect(page.get_by_text("From the next picture on")).to_be_visible()
+    keep(page, "stream")
+    page.click("#stream-stop")
+    expect(page.locator("#stream-facts")).to_contain_text("per second", timeout=PATIENCE)
+
+
+def test_a_wrong_wish_is_told_at_once(opened: Any) -> None:
+    page = opened()
+    page.get_by_label("Prompt", exact=True).first.fill("")
+    page.click("#image-draw")
+    expect(page.locator("#image-status [role=alert]")).to_contain_text("there is no prompt: say what to draw")
+    page.get_by_label("Prompt", exact=True).first.fill("<b>x</b>")
+    page.get_by_text("Your own plan").click()
+    page.get_by_label("Plan", exact=True).first.fill("<i>patch</i>=2")
+    page.click("#image-draw")
+    alert = page.locator("#image-status [role=alert]")
+    expect(alert).to_contain_text("unknown axis '<i>patch</i>'")
+    assert alert.locator("i").count() == 0  # said, not obeyed
+
+
+def test_a_plan_for_a_cluster_that_is_not_here(opened: Any) -> None:
+    page = opened(viewport={"width": 1280, "height": 900})
+    expect(page.locator("#ready .state")).to_have_count(0, timeout=PATIENCE)
+    tab(page, "Plan")
+    page.click("#plan-run")
+    expect(page.locator("#plan-table tr.marked, #plan-said dl")).not_to_have_count(0)
+    expect(page.locator("#plan-drawing svg rect.place")).not_to_have_count(0)
+    keep(page, "plan")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone_by_day_and_by_night(opened: Any, scheme: Any) -> None:
+    page = opened(viewport=PHONE, color_scheme=scheme, has_touch=True, is_mobile=True)
+    page.wait_for_timeout(300)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    dark = page.evaluate("document.body.classList.contains('dark')")
+    assert dark == (scheme == "dark")
+    keep(page, f"phone-{scheme}")

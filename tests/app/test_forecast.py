@@ -1,0 +1,104 @@
+"""The plan tab says what the package itself would do, and why it refuses the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from app.forecast import Call, drawing, forecast, link_verdict, places, plans
+from patchpar import Plan, PlanError
+from patchpar.figures import RankFigures, StepFigures
+from patchpar.models.description import Description
+from patchpar.planner.auto import choose
+from patchpar.planner.links import Link
+from patchpar.run import Run
+from patchpar.trace import Event, RankTrace
+
+MODEL = Description(
+    pipeline="StableDiffusionXLPipeline",
+    module="diffusers",
+    denoisers=("unet (UNet2DConditionModel)",),
+    splits_into_bands=True,
+    splits_into_tokens=False,
+    total_stride=4,
+    vae_scale=8,
+    size_unit=8,
+    parameters={"prompt": None, "guidance_scale": 5.0, "height": None, "width": None, "num_inference_steps": 50},
+    takes_any=False,
+    distilled=False,
+    default_size=(1024, 1024),
+    methods=frozenset(),
+    networks={},
+)
+CALL = Call(devices=8, height=1024, width=1024, guided=True)
+
+
+def test_what_is_chosen_is_what_auto_chooses() -> None:
+    found = forecast(MODEL, CALL)
+    wanted = choose(MODEL, 8, CALL.arguments(MODEL.parameters))
+    assert (found.chosen, found.reason) == (wanted.plan, wanted.reason)
+    assert found.chosen in [offer.plan for offer in found.offers]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 6, 7, 8])
+def test_every_plan_takes_all_devices_once(devices: int) -> None:
+    found = list(plans(devices))
+    assert len(set(found)) == len(found)
+    assert all(plan.world_size == devices for plan in found)
+    assert {plan.patch for plan in found} >= {devices}
+
+
+def test_refusals_are_the_package_s_own_sentences() -> None:
+    verdicts = {str(offer.plan): offer.refusal for offer in forecast(MODEL, replace(CALL, guided=False)).offers}
+    assert "this call uses none" in verdicts["cfg=2,patch=4,strategy=exact"]
+    assert verdicts["patch=8,strategy=exact"] == ""
+    small = {str(offer.plan): offer.refusal for offer in forecast(MODEL, replace(CALL, height=64, width=64)).offers}
+    assert "use at most 2" in small["patch=8,strategy=exact"]
+
+
+def test_guidance_that_goes_by_another_name() -> None:
+    parameters = {"prompt": None, "true_cfg_scale": 1.0, "negative_prompt": None}
+    model = replace(MODEL, parameters=parameters)
+    assert [model.guided(replace(CALL, guided=on).arguments(parameters)) for on in (True, False)] == [True, False]
+
+
+def test_ranks_lie_where_the_mesh_puts_them() -> None:
+    plan = Plan(cfg=2, patch=2)
+    assert places(plan, 128, 4) == [(0, 0, 64), (0, 64, 128), (1, 0, 64), (1, 64, 128)]
+    shown = drawing(plan, MODEL, (1024, 1024))
+    assert shown.count("<rect") == 4
+    assert "what the negative prompt says" in shown
+    wide = drawing(Plan(patch=4), MODEL, (512, 1024))
+    assert len({part.split('"')[0] for part in wide.split('x="')[1:]}) >= 4  # side by side
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"devices": 0}, "devices 0"), ({"devices": 65}, "from 1 to 64"), ({"height": None}, "height None")],
+)
+def test_a_call_that_cannot_be(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        replace(CALL, **changes)
+
+
+def test_a_link_is_weighed_by_the_last_run() -> None:
+    """Two steps of a second; in each a rank sends a megabyte and waits three times."""
+    step = StepFigures(bytes_sent={"kv": 10**6}, bytes_received={}, seconds_waited={})
+    events = [Event("wait", "kv", "x", 0.0, 0.1)] * 6 + [Event("step", "", "s", 0.0, 1.0)] * 2
+    rank = RankFigures(
+        rank=0,
+        device="cpu",
+        bytes_sent={"kv": 2 * 10**6},
+        bytes_received={},
+        seconds_waited={},
+        steps=(step, step),
+        trace=RankTrace(0, "cpu", 0.0, tuple(events)),
+    )
+    run = Run(plan=Plan(patch=2), seconds=2.0, ranks=(rank, replace(rank, rank=1)))
+    said = link_verdict(run, Link(latency=0.01, rate=1e8))
+    assert "waited 3 times" in said
+    assert "these take 0.040 s" in said
+    assert "4% of such a step" in said
+    assert "Draw a picture on several devices first" in link_verdict(None, Link())

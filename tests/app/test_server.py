@@ -1,0 +1,142 @@
+"""The page is this machine's own unless somebody says otherwise, and says what is wrong when it cannot be served."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from typer.testing import CliRunner
+
+from app.drawing import Artist
+from app.jobs import Desk
+from app.live import Feeds, FilmFeed
+from app.server import Address, application, bound_socket, read_users
+from app.studio import Studio
+from app.visits import Visits
+from app.workers import Setup, devices_of
+from patchpar import PlanError
+from patchpar.cli import app as command
+
+from .fakes import FakePipeline, FakeWorkers
+
+
+@pytest.fixture
+def studio() -> Iterator[Studio]:
+    workers: Any = FakeWorkers(FakePipeline())
+    desk = Desk()
+    yield Studio(workers, Artist(workers), desk, Visits(desk), Feeds())
+    desk.close()
+
+
+@pytest.fixture
+def client(studio: Studio) -> Iterator[TestClient]:
+    with TestClient(application(studio, Address()), base_url="http://127.0.0.1:7860") as found:
+        yield found
+
+
+def test_the_page_is_there_and_nothing_is_fetched_from_elsewhere(client: TestClient) -> None:
+    answer = client.get("/")
+    assert answer.status_code == 200
+    assert "fonts.googleapis" not in answer.text
+    assert client.get("/docs").status_code == 404
+
+
+def test_a_foreign_name_for_this_machine_is_refused(client: TestClient) -> None:
+    """A page elsewhere that points its own name here (DNS rebinding) gets nothing."""
+    assert client.get("/", headers={"host": "evil.example"}).status_code == 400
+    assert client.get("/", headers={"host": "localhost:7860"}).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/gradio_api/file=/etc/passwd", "/gradio_api/file=../../etc/passwd", "/live/../x"])
+def test_files_of_this_machine_are_not_served(client: TestClient, path: str) -> None:
+    answer = client.get(path)
+    assert answer.status_code in (403, 404)
+    assert "root:" not in answer.text
+
+
+def test_a_stream_is_found_by_its_name_only(client: TestClient, studio: Studio) -> None:
+    feed = studio.feeds.add(FilmFeed())
+    feed.put(b"film")
+    feed.close()
+    answer = client.get(feed.address)
+    assert (answer.content, answer.headers["content-type"]) == (b"film", "video/mp4")
+    assert client.get("/live/another").status_code == 404
+
+
+def test_uploads_are_limited(client: TestClient) -> None:
+    large = {"files": ("a.png", b"x" * (21 * 2**20), "image/png")}
+    assert client.post("/gradio_api/upload", files=large).status_code == 413
+    assert client.post("/gradio_api/upload", files={"files": ("a.png", b"x" * 1000, "image/png")}).status_code == 200
+
+
+def test_who_has_to_log_in_sees_nothing_before(studio: Studio) -> None:
+    address = Address(users=(("ann", "secret"),))
+    with TestClient(application(studio, address), base_url="http://127.0.0.1:7860") as client:
+        assert client.get("/config").status_code == 401
+        assert client.post("/gradio_api/upload", files={"files": ("a", b"x", "image/png")}).status_code == 401
+        assert client.post("/login", data={"username": "ann", "password": "wrong"}).status_code == 400
+        assert client.post("/login", data={"username": "ann", "password": "secret"}).status_code == 200
+        assert client.get("/config").status_code == 200
+
+
+def test_beyond_this_machine_somebody_has_to_log_in_or_to_say_so() -> None:
+    for host in ("0.0.0.0", "192.168.1.2", "::", "example.org"):
+        with pytest.raises(PlanError, match="add --auth NAME:PASSWORD, or --open"):
+            Address(host=host)
+        assert Address(host=host, is_open=True).names == ["*"]
+        assert Address(host=host, users=(("a", "b"),)).port == 7860
+    for host in ("127.0.0.1", "localhost", "::1"):
+        assert Address(host=host).is_local
+    with pytest.raises(PlanError, match="port 70000"):
+        Address(port=70000)
+
+
+def test_users_come_from_the_command_line_or_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "users"
+    file.write_text("ann:one\n\nbob:two:three\n")
+    assert read_users(None) == ()
+    assert read_users("ann:one") == (("ann", "one"),)
+    assert read_users(str(file)) == (("ann", "one"), ("bob", "two:three"))
+    for bad in ("ann", ":x", "ann:"):
+        with pytest.raises(PlanError, match="--auth"):
+            read_users(bad)
+
+
+def test_a_busy_port_is_a_sentence() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(PlanError, match=f"127.0.0.1:{port} cannot be had: .*; choose another with --port"):
+            bound_socket(Address(port=port))
+
+
+def test_without_a_gpu_there_are_two_cpu_workers() -> None:
+    names = devices_of("auto").names
+    assert names == ("cpu", "cpu") or all(name.startswith("cuda") for name in names)
+    assert devices_of("cpu:3").names == ("cpu",) * 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--host", "0.0.0.0"], "everybody who reaches this machine"),
+        (["--model", "nowhere"], "'nowhere' is no model"),
+        (["--devices", "gpu"], "is not a device"),
+        (["--face", "nowhere"], "--face nowhere: there is no such folder"),
+        (["--auth", "ann"], "--auth: give NAME:PASSWORD"),
+    ],
+)
+def test_what_cannot_work_is_told_before_anything_is_started(words: list[str], said: str) -> None:
+    answer = CliRunner().invoke(command, ["app", "--port", "0", *words])
+    assert answer.exit_code == 2
+    assert said in answer.output
+
+
+def test_a_model_that_is_none_is_refused_early() -> None:
+    with pytest.raises(PlanError, match="no model"):
+        Setup(model="nowhere").check()

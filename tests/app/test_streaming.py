@@ -1,0 +1,188 @@
+"""A stream goes on until its page stops it, follows a new prompt, and says how it went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from app import streaming
+from app.face import FaceOrder, FaceStream
+from app.jobs import Desk, Job
+from app.live import FilmFeed, PictureFeed
+from app.orders import Order
+from app.streaming import Controls, PictureStream, StreamOrder
+from app.walk import PICTURES_PER_ROUND, NoiseWalk
+from patchpar import PlanError
+
+from .fakes import FakePipeline, FakeWorkers
+from .waiting import over, until
+
+ORDER = Order(prompt="a fox", width=64, height=64, steps=4, guidance=1.5)
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    found = Desk()
+    yield found
+    found.close()
+
+
+class Streaming:
+    """A stream on workers that draw at once."""
+
+    def __init__(self, desk: Desk, **wanted: Any) -> None:
+        self.workers, self.controls, self.feed = FakeWorkers(FakePipeline()), Controls(), PictureFeed()
+        work = PictureStream(self.workers, StreamOrder(order=ORDER, **wanted), self.controls, self.feed)  # type: ignore[arg-type]
+        self.job = desk.submit("A", "stream", work.run)
+
+
+def test_a_prompt_becomes_pictures_until_it_is_stopped(desk: Desk) -> None:
+    stream = Streaming(desk)
+    until(lambda: stream.feed.count >= 5, "five pictures")
+    stream.controls.is_stopped = True
+    view = over(stream.job)
+    assert view.state == "done"
+    assert view.result.pictures == stream.feed.count
+    assert view.result.latency == 0.25
+    assert stream.feed.is_over
+    first, second = (request["latents"] for request in stream.workers.streamed[:2])
+    assert 0 < float((first - second).abs().max()) < 0.5  # a little further on the walk
+    assert stream.workers.streamed[0]["task"] is None
+
+
+def test_a_prompt_can_be_changed_while_it_runs(desk: Desk) -> None:
+    stream = Streaming(desk)
+    until(lambda: stream.feed.count >= 2, "two pictures")
+    stream.controls.say("a pine")
+    until(lambda: any(request["prompt"] == "a pine" for request in stream.workers.streamed), "the new prompt")
+    stream.controls.is_stopped = True
+    over(stream.job)
+    prompts = [request["prompt"] for request in stream.workers.streamed]
+    assert prompts == sorted(prompts)  # "a fox", then "a pine", and never back
+    with pytest.raises(PlanError, match="1 to 1000 characters"):
+        stream.controls.say(" ")
+
+
+def test_a_picture_is_drawn_anew_again_and_again(desk: Desk) -> None:
+    stream = Streaming(desk, source="picture", picture=Image.new("RGB", (200, 100)), strength=0.5)
+    until(lambda: stream.feed.count >= 2, "two pictures")
+    stream.controls.is_stopped = True
+    over(stream.job)
+    request = stream.workers.streamed[0]
+    assert (request["task"], request["strength"], request["image"].size) == ("image-to-image", 0.5, (64, 64))
+    assert "height" not in request
+
+
+def test_the_camera_s_newest_picture_is_taken(desk: Desk) -> None:
+    stream = Streaming(desk, source="camera")
+    for shade in (10, 200):
+        stream.controls.frame = Image.new("RGB", (80, 60), (shade,) * 3)
+        until(lambda shade=shade: stream.workers.streamed and _shade(stream) == shade, "the new frame")
+    stream.controls.is_stopped = True
+    assert over(stream.job).state == "done"
+
+
+def _shade(stream: Streaming) -> int:
+    return int(stream.workers.streamed[-1]["image"].getpixel((0, 0))[0])
+
+
+def test_a_camera_that_sends_nothing_is_a_sentence(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "CAMERA_SECONDS", 0.1)
+    view = over(Streaming(desk, source="camera").job)
+    assert (view.state, view.error) == ("failed", "no picture from the camera for 0.1 s: allow the page to use it")
+
+
+def test_a_stream_is_cancelled_like_any_job(desk: Desk) -> None:
+    stream = Streaming(desk)
+    until(lambda: stream.feed.count >= 1, "a picture")
+    desk.cancel("A")
+    assert over(stream.job).state == "cancelled"
+    assert stream.feed.is_over
+
+
+def test_a_stream_that_nobody_stops_ends(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "MOST_SECONDS", 0.1)
+    assert over(Streaming(desk).job).state == "done"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [({"source": "picture"}, "no picture to begin with"), ({"strength": 0.0}, "strength 0: it is a number from 0.05")],
+)
+def test_a_bad_wish_is_a_sentence(wanted: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        StreamOrder(order=ORDER, **wanted)
+
+
+def test_a_walk_of_noise_stays_white_and_closes() -> None:
+    walk = NoiseWalk(3, (4, 32, 32))
+    for number in (0, 7, 40):
+        assert float(walk.at(number).std()) == pytest.approx(1, abs=0.05)
+    assert torch.allclose(walk.at(0), walk.at(PICTURES_PER_ROUND), atol=1e-5)
+    assert torch.equal(NoiseWalk(3, (4, 32, 32)).at(5), walk.at(5))
+    assert float((walk.at(0) - walk.at(24)).abs().max()) > 1
+
+
+class FakeFace:
+    """Stands for StreamingPipeline: blocks of eight grey frames, with their sound."""
+
+    config = SimpleNamespace(fps=16.0, width=32, height=32)
+
+    def __init__(self) -> None:
+        self.asked: dict[str, Any] = {}
+        self.prompts: list[str] = []
+        self.is_stopped = False
+
+    def stream(self, prompt: str, **conditions: Any) -> Any:
+        self.asked = {"prompt": prompt, **conditions}
+        return self
+
+    def __enter__(self) -> FakeFace:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(100):
+            if self.is_stopped:
+                return
+            yield SimpleNamespace(
+                frames=torch.full((8, 32, 32, 3), 90, dtype=torch.uint8), audio=torch.zeros(8000), latency=0.1
+            )
+
+    def set_prompt(self, prompt: str) -> None:
+        self.prompts.append(prompt)
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+
+def test_a_face_talks_until_it_is_stopped(desk: Desk) -> None:
+    pytest.importorskip("av")
+    face, controls, feed = FakeFace(), Controls(), FilmFeed()
+    workers: Any = SimpleNamespace(face_stream=lambda: face, setup=FakeWorkers(FakePipeline()).setup)
+    wanted = FaceOrder(prompt="smile", sound=([0.0] * 16000, 16000), seed=3)
+    seen = []
+
+    def work(job: Job) -> Any:
+        controls.say("frown")
+        controls.is_stopped = True
+        return FaceStream(workers, wanted, controls, feed).run(job)
+
+    view = over(desk.submit("A", "stream", work))
+    seen.append(view)
+    assert view.state == "done", view.error
+    assert (view.result.pictures, face.prompts) == (8, ["frown"])
+    assert (face.asked["prompt"], face.asked["seed"], face.asked["audio"][1]) == ("smile", 3, 16000)
+    assert b"".join(feed._fragments)[4:8] == b"ftyp"
+    assert feed.is_over
+
+
+def test_a_film_has_an_end() -> None:
+    with pytest.raises(PlanError, match="500 seconds: a film has more than 0 and at most 120"):
+        FaceOrder(seconds=500)

@@ -1,0 +1,82 @@
+"""The timeline shows where the time went: computing, sending and waiting, of any stretch of steps."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from app import timeline
+from app.timeline import Window, draw, longest_waits, shares, traces_of, window_of
+from patchpar.figures import RankFigures
+from patchpar.plan import Plan
+from patchpar.run import Run
+from patchpar.trace import Event, RankTrace
+
+
+def trace(rank: int) -> RankTrace:
+    """Two steps of one second: half computed, rank 0 waits, rank 1 sends."""
+    what = "wait" if rank == 0 else "send"
+    events = [
+        Event("call", "", "step 0, call 0 (exact)", 0.0, 1.0),
+        Event(what, "kv", "up.<0>", 0.25, 0.5),
+        Event("step", "", "step 0", 0.0, 1.0),
+        Event("call", "", "step 1, call 0 (exact)", 1.0, 1.0),
+        Event(what, "kv", "up.<0>", 1.5, 0.5),
+        Event("step", "", "step 1", 1.0, 1.0),
+        Event("vae", "", "decode", 2.5, 0.5),
+    ]
+    return RankTrace(rank, f"cpu & {rank}", 1000.0, tuple(events))
+
+
+TRACES = [trace(0), trace(1)]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "window"),
+    [(0, 1, (1000.0, 1003.0)), (0, 0, (1000.0, 1001.0)), (1, 1, (1001.0, 1003.0)), (0, 99, (1000.0, 1003.0))],
+)
+def test_a_window_goes_from_step_to_step(first: int, last: int, window: tuple[float, float]) -> None:
+    assert window_of(TRACES, first, last) == Window(*window)
+
+
+def test_shares_add_up_to_the_time_spent() -> None:
+    window = window_of(TRACES, 0, 1)
+    spent = {kind: float(part.sum()) * 3 / timeline.COLUMNS for kind, part in shares(TRACES[0], window).items()}
+    assert spent == pytest.approx({"compute": 1.5, "wait": 1.0, "send": 0.0, "check": 0.0}, abs=0.01)
+    other = {kind: float(part.sum()) * 3 / timeline.COLUMNS for kind, part in shares(TRACES[1], window).items()}
+    assert other == pytest.approx({"compute": 1.5, "wait": 0.0, "send": 1.0, "check": 0.0}, abs=0.01)
+
+
+def test_no_column_holds_more_than_all_of_its_time() -> None:
+    rng = np.random.default_rng(0)
+    starts = np.sort(rng.uniform(0, 1, 300))
+    events = [Event("wait", "kv", "a", float(s), float(e - s)) for s, e in zip(starts[::2], starts[1::2], strict=True)]
+    found = shares(RankTrace(0, "cpu", 0.0, (Event("call", "", "x", 0.0, 1.0), *events)), Window(0.0, 1.0))
+    total = sum(found.values())
+    assert np.all(total <= 1 + 1e-9)
+    assert float(found["wait"].mean()) == pytest.approx(sum(event.seconds for event in events))
+
+
+def test_the_drawing_has_a_lane_for_each_rank_and_nothing_but_text() -> None:
+    shown = draw(TRACES, 0, 1)
+    assert shown.count('class="wait"') == shown.count('class="compute"') == 2
+    assert "cpu &amp; 0" in shown
+    assert len(shown) < 200_000
+    numbers = [float(number) for number in re.findall(r"[ML]([\d.]+),", shown)]
+    assert max(numbers) <= timeline.WIDTH + 0.1
+    assert "rank 1" in shown
+
+
+def test_the_longest_waits_come_first_and_belong_to_the_window() -> None:
+    assert longest_waits(TRACES, window_of(TRACES, 0, 1)) == [("0", "kv", "up.<0>", "2", "1000.0 ms")]
+    assert longest_waits(TRACES, window_of(TRACES, 0, 0)) == [("0", "kv", "up.<0>", "1", "500.0 ms")]
+
+
+def test_a_run_without_a_trace_has_nothing_to_show() -> None:
+    empty: dict[str, Any] = {"bytes_sent": {}, "bytes_received": {}, "seconds_waited": {}}
+    run = Run(plan=Plan(), seconds=1.0, ranks=(RankFigures(rank=0, device="cpu", **empty),))
+    assert traces_of(run) == traces_of(None) == []
+    assert "<svg" in draw([], 0, 0)

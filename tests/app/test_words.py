@@ -1,0 +1,48 @@
+"""What a person or a model says is shown as it is, and never run."""
+
+from __future__ import annotations
+
+import pytest
+
+from app import words
+from app.jobs import View
+
+EVIL = '<img src=x onerror="alert(1)"> & <b>'
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        words.failure(EVIL),
+        words.notice(EVIL),
+        words.caption(EVIL),
+        words.pairs([(EVIL, EVIL)]),
+        words.table([EVIL], [[EVIL]]),
+        words.status(View(state="running", note=EVIL)),
+        words.status(View(state="running", note=EVIL, step=1, steps=2)),
+        words.status(View(state="failed", error=EVIL)),
+    ],
+)
+def test_it_is_escaped(shown: str) -> None:
+    assert "<img" not in shown
+    assert "<b>" not in shown
+    assert "&lt;img src=x onerror=&quot;alert(1)&quot;&gt; &amp; &lt;b&gt;" in shown
+
+
+@pytest.mark.parametrize(
+    ("view", "said"),
+    [
+        (None, "Nothing has been asked for yet."),
+        (View(ahead=1), "Waiting: one job is before it."),
+        (View(ahead=3), "Waiting: 3 jobs are before it."),
+        (View(state="running", step=3, steps=12, note="drawing"), "drawing: step 3 of 12"),
+        (View(state="cancelled"), "Cancelled. The workers are free."),
+    ],
+)
+def test_a_job_says_how_it_stands(view: View | None, said: str) -> None:
+    assert said in words.status(view)
+
+
+def test_an_error_is_announced_and_the_chosen_row_marked() -> None:
+    assert 'role="alert"' in words.status(View(state="failed", error="no"))
+    assert words.table(["a"], [["1"], ["2"]], marked=1).count('class="marked"') == 1
