@@ -146,11 +146,10 @@ class RemoteTokens:
         if not (self._ended and self._held_is_newest):
             return
         for place, ended in self._ended.items():
-            for before, held in zip(ended, self._held(place), strict=True):
-                newest = held.clone()
-                if self._two_known:
-                    held.copy_(on_the_line(before, newest, ahead))
-                before.copy_(newest)
+            self._ended[place] = tuple(held.clone() for held in self._held(place))
+            if self._two_known:
+                for before, newest, held in zip(ended, self._ended[place], self._held(place), strict=True):
+                    on_the_line(before, newest, ahead, into=held)
         self._two_known, self._held_is_newest = True, False
 
     @property
@@ -160,9 +159,7 @@ class RemoteTokens:
 
     def told(self, own: KeysValues, ahead: Tensor | float) -> list[Tensor]:
         """What we say of our tokens of this step, before anything is led on. Once for each step."""
-        fits = self._past.fits(own, ahead)
-        self._past.remember(own, continues=True)
-        return fits
+        return self._past.fits(own, ahead)
 
     def specs_of_told(self, place: int) -> list[Spec]:
         """What a place says of its own."""

@@ -22,6 +22,7 @@ from patchpar.transport import Spec
 from patchpar.treatment import Correction
 
 RIDGE = 1e-3  # of the mean square of the channels: what keeps a fit to few, or to equal tokens from running away
+SAMPLE = 256  # tokens that are enough for a factor a channel
 TOKENS_PER_NUMBER = 4  # a matrix for fewer tokens than this would weigh more than a quarter of them
 
 
@@ -47,23 +48,47 @@ def specs_of(kind: Correction, shape: tuple[int, ...], dtype: torch.dtype) -> li
     return [Spec(factor, dtype), Spec((batch, heads, width), dtype)]
 
 
-def fitted(kind: Correction, now_BlND: Tensor, held_BlND: Tensor, old_BlND: Tensor) -> Fit:
+class Seen(NamedTuple):
+    """What a fit reads of tokens [B, l, N, D]: the mean of all [B, N, D] in fp32, and every so manyth of them."""
+
+    mean: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def of(cls, x_BlND: Tensor, kind: Correction) -> "Seen":
+        """Every token for matrices; else an odd stride, so that rows of a picture begin at other columns."""
+        tokens = x_BlND.shape[1]
+        stride = 1 if kind == "linear" or tokens < 2 * SAMPLE else tokens // SAMPLE | 1
+        return cls(x_BlND.mean(1, dtype=torch.float32), x_BlND[:, ::stride])
+
+    def kept(self) -> "Seen":
+        """The same, in memory of its own."""
+        return Seen(self.mean, self.tokens.clone())
+
+    def line_to(self, last: "Seen", ahead: Tensor | float) -> "Seen":
+        """What receivers make of these and of the last ones."""
+        return Seen(*(on_the_line(x, y, ahead) for x, y in zip(self, last, strict=True)))
+
+
+def fitted(kind: Correction, now: Seen, held: Seen, old: Seen) -> Fit:
     """The fit that takes `held`, which others make of the last steps, nearest to `now`, out of `old`, the last step's.
 
-    Least squares with a slight pull towards no factor, in fp32.
+    Least squares with a slight pull towards no factor, in fp32. Means are those of all tokens, since all would share
+    an error in them, and attention does not average that away; factors are less delicate.
     """
-    old, missing = old_BlND.float(), now_BlND.float() - held_BlND.float()
-    old_mean, missing_mean = old.mean(1, keepdim=True), missing.mean(1, keepdim=True)
-    old, missing = old - old_mean, missing - missing_mean
+    few_old, few_missing = old.tokens.float(), now.tokens.float() - held.tokens.float()
+    few_old = few_old - few_old.mean(1, keepdim=True)
     if kind == "linear":
-        factor = _matrix(old.transpose(1, 2), missing.transpose(1, 2))
-        moved = (old_mean.transpose(1, 2) @ factor).squeeze(2)
+        few_missing = few_missing - few_missing.mean(1, keepdim=True)
+        factor = _matrix(few_old.transpose(1, 2), few_missing.transpose(1, 2))
+        moved = (old.mean.unsqueeze(-2) @ factor).squeeze(-2)
     else:
-        square = old.square().mean(1)
+        square = few_old.square().mean(1)
         pull = RIDGE * square.mean(-1, keepdim=True) + torch.finfo(torch.float32).tiny
-        factor = (old * missing).mean(1) / (square + pull)
-        moved = old_mean.squeeze(1) * factor
-    return Fit(factor.to(now_BlND.dtype), (missing_mean.squeeze(1) - moved).to(now_BlND.dtype))
+        factor = (few_old * few_missing).mean(1) / (square + pull)
+        moved = old.mean * factor
+    dtype = now.tokens.dtype
+    return Fit(factor.to(dtype), (now.mean - held.mean - moved).to(dtype))
 
 
 def _matrix(old_BNlD: Tensor, missing_BNlD: Tensor) -> Tensor:
@@ -76,7 +101,7 @@ def _matrix(old_BNlD: Tensor, missing_BNlD: Tensor) -> Tensor:
 def correct(held_BlND: Tensor, old_BlND: Tensor, fit: Fit) -> None:
     """Bring `held` to this step, in place. `old` are the same tokens as they were in the last step."""
     if fit.factor.ndim == 3:
-        held_BlND.add_(old_BlND * fit.factor[:, None]).add_(fit.summand[:, None])
+        held_BlND.addcmul_(old_BlND, fit.factor[:, None]).add_(fit.summand[:, None])
     else:
         moved_BNlD = old_BlND.transpose(1, 2) @ fit.factor
         held_BlND.add_(moved_BNlD.transpose(1, 2)).add_(fit.summand[:, None])
@@ -90,34 +115,45 @@ class OwnPast:
 
     def __init__(self, wanted: Correction, *, led_on: bool) -> None:
         self._wanted, self._led_on = wanted, led_on
-        self._last: tuple[Tensor, ...] = ()
-        self._before: tuple[Tensor, ...] = ()
+        self._last: tuple[Seen, ...] = ()
+        self._before: tuple[Seen, ...] = ()
 
     def remember(self, own: Sequence[Tensor], *, continues: bool) -> None:
         """Our tokens [B, l, N, D] of this step. `continues`: what is remembered is of the step before."""
         if self._wanted != "none":
-            self._before = self._last if continues and self._led_on else ()
-            self._last = tuple(x.clone() for x in own)
+            self._keep([Seen.of(x, self._kind(x.shape)) for x in own], continues=continues)
 
     def fits(self, own: Sequence[Tensor], ahead: Tensor | float) -> list[Tensor]:
-        """What to send of our tokens of this step, which goes `ahead` as far as the last, in units of that."""
+        """What to send of our tokens of this step, which goes `ahead` as far as the last, in units of that.
+
+        They are remembered.
+        """
         found: list[Tensor] = []
-        for index, (now, old) in enumerate(zip(own, self._last, strict=True)):
-            held = on_the_line(self._before[index], old, ahead) if self._before else old
-            found += fitted(kind_for(self._wanted, now.shape[1], now.shape[3]), now, held, old)
+        seen = [Seen.of(x, self._kind(x.shape)) for x in own]
+        for index, (x, now, old) in enumerate(zip(own, seen, self._last, strict=True)):
+            held = self._before[index].line_to(old, ahead) if self._before else old
+            found += fitted(self._kind(x.shape), now, held, old)
+        self._keep(seen, continues=True)
         return found
+
+    def _kind(self, shape: tuple[int, ...]) -> Correction:
+        return kind_for(self._wanted, shape[1], shape[3])
+
+    def _keep(self, seen: Sequence[Seen], *, continues: bool) -> None:
+        self._before = self._last if continues and self._led_on else ()
+        self._last = tuple(each.kept() for each in seen)
 
     def specs(self, shapes: Sequence[tuple[int, ...]]) -> list[Spec]:
         """What comes from a place that has tokens of these shapes."""
-        dtype = self._last[0].dtype
-        return [s for shape in shapes for s in specs_of(kind_for(self._wanted, shape[1], shape[3]), shape, dtype)]
+        dtype = self._last[0].tokens.dtype
+        return [s for shape in shapes for s in specs_of(self._kind(shape), shape, dtype)]
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything held."""
-        yield from self._last
-        yield from self._before
+        for seen in (*self._last, *self._before):
+            yield from seen
 
 
-def on_the_line(before: Tensor, last: Tensor, ahead: Tensor | float) -> Tensor:
-    """From two values on to the next, `ahead` as far as from the first to the second."""
-    return torch.lerp(before, last, 1 + torch.as_tensor(ahead, dtype=last.dtype, device=last.device))
+def on_the_line(before: Tensor, last: Tensor, ahead: Tensor | float, *, into: Tensor | None = None) -> Tensor:
+    """From two values on to the next, `ahead` as far as from the first to the second; written `into`, if given."""
+    return torch.lerp(before, last, 1 + torch.as_tensor(ahead, dtype=last.dtype, device=last.device), out=into)

@@ -161,16 +161,24 @@ def corrected_map(kind: str, maps: tuple[Tensor, Tensor, Tensor], spans: Sequenc
 
 
 def corrected_tokens(kind: str, now: Tensor, shown: Tensor, old: Tensor) -> Tensor:
-    """The same for the tokens of one place [..., l, D]: a regression of what is missing on the old ones, in fp64."""
-    missing, centred = now.double() - shown.double(), old.double() - old.double().mean(-2, keepdim=True)
-    tokens, width = centred.shape[-2:]
+    """The same for the tokens of one place [..., l, D]: a regression of what is missing on the old ones, in fp64.
+
+    A factor for each channel comes from some 256 tokens; a mean is that of all.
+    """
+    missing, old_mean = now.double() - shown.double(), old.double().mean(-2, keepdim=True)
+    tokens, width = old.shape[-2:]
+    matrices = kind == "linear" and tokens >= 4 * (width + 1)
+    apart = 1 if matrices or tokens < 512 else tokens // 256 // 2 * 2 + 1
+    some_missing, some_old = (x[..., ::apart, :] for x in (missing, old.double()))
+    centred = some_old - some_old.mean(-2, keepdim=True)
     squares = centred.square().mean(-2)
     ridge = 1e-3 * squares.mean(-1, keepdim=True)
-    if kind == "linear" and tokens >= 4 * (width + 1):
+    if matrices:
         covariance = centred.mT @ centred / tokens + torch.diag_embed(ridge.expand_as(squares))
-        added = centred @ torch.linalg.inv(covariance) @ (centred.mT @ missing / tokens)
+        added = (old - old_mean) @ torch.linalg.inv(covariance) @ (centred.mT @ missing / tokens)
     else:
-        added = centred * ((centred * missing).mean(-2) / (squares + ridge)).unsqueeze(-2)
+        factor = (centred * some_missing).mean(-2) / (squares + ridge)
+        added = (old - old_mean) * factor.unsqueeze(-2)
     return (shown.double() + added + missing.mean(-2, keepdim=True)).to(now.dtype)
 
 

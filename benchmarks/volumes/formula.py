@@ -20,7 +20,9 @@ What place i holds for the next step, n places, l of its tokens:
     keys, values   those it attends to: 2 b N D itemsize for its own tokens and the t of every other place, and itemsize
                    for each of these tokens where some stand for several; as much again as it sends, once for all
                    places that get the same, where differences are sent
-    correction     2 b N D l itemsize for our own tokens of the last step, twice where they are led on
+    correction     2 b N D (itemsize ceil(l / s) + 4) for what we remember of our own tokens of the last step: every
+                   s-th, 1 for matrices and for fewer than 512 tokens, else the whole part of l / 256, and the next
+                   number where that is even; and their mean in fp32. Twice where they are led on
     partials       b N l (D itemsize + 4): outputs, and log-sum-exp in fp32
     halo           where it is of the last step: the rows it reads; published: the neighbours' rows, read or not
     moments        where they are of the last step: 4 n (1 + 2 b G)
@@ -107,9 +109,12 @@ class Volumes:
         context = self.treatment.context
         if not isinstance(context, Context) or context.correction == "none":
             return 0
-        tokens = math.prod(self._grid(layer, sender))
-        matrices = context.correction == "linear" and tokens >= 4 * (layer.width + 1)
+        matrices = self._tells_matrices(layer, math.prod(self._grid(layer, sender)))
         return 2 * layer.batch * layer.heads * layer.width * ((layer.width if matrices else 1) + 1) * self.itemsize
+
+    def _tells_matrices(self, layer: Attended, tokens: int) -> bool:
+        context = self.treatment.context
+        return isinstance(context, Context) and context.correction == "linear" and tokens >= 4 * (layer.width + 1)
 
     def _is_due(self, layer: int, evaluation: int) -> bool:
         """Whether the keys of a layer leave in this evaluation: with partials, for a refresh in the next."""
@@ -167,8 +172,14 @@ class Volumes:
         tokens = own + came
         bias = self.itemsize * tokens if self._stand_for_several(layer, place) else 0
         copies = self._copied_tokens(layer, place) + came * self._kept_apart()
-        copies += own * self._own_steps()
-        return 2 * heads * layer.width * self.itemsize * (tokens + copies) + bias + drift
+        remembered = self._own_steps() * (self.itemsize * self._sampled(layer, place) + FLOAT_BYTES)
+        return 2 * heads * layer.width * (self.itemsize * (tokens + copies) + remembered) + bias + drift
+
+    def _sampled(self, layer: Attended, place: int) -> int:
+        """How many of our tokens a fit is made of."""
+        own = math.prod(self._grid(layer, place))
+        apart = 1 if own < 512 or self._tells_matrices(layer, own) else own // 256
+        return math.ceil(own / (apart + 1 if apart % 2 == 0 else apart))
 
     def _own_steps(self) -> int:
         """Of how many steps our own tokens are kept, to tell how they have changed."""
