@@ -1,13 +1,14 @@
 """Refuse a call that cannot work before any worker does work: each message has the value, the limit, the way out."""
 
 import difflib
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.highres.geometry import refusal_of, scale_of, starts_of
+from patchpar.highres.footprint import check_room
+from patchpar.highres.geometry import refusal_of, units_of
 from patchpar.models.description import Description
+from patchpar.models.folder import free_memory
 from patchpar.plan import Plan
 from patchpar.strategies import resolve_strategy
 from patchpar.strategies.data import Share
@@ -90,12 +91,15 @@ def check_plan(model: Description, plan: Plan) -> None:
         )
 
 
-def check_plan_for(model: Description, plan: Plan, kwargs: Mapping[str, Any]) -> None:
-    """Raise PlanError when this plan cannot do this call."""
+def check_plan_for(model: Description, plan: Plan, kwargs: Mapping[str, Any], devices: Sequence[str] = ()) -> None:
+    """Raise PlanError when this plan cannot do this call, or the CPU ranks among `devices` have no room for it."""
     check_plan(model, plan)
     size, strategy = model.size(kwargs), resolve_strategy(plan.strategy)
     if isinstance(strategy, StructureGuidance):
         _check_large(model, plan, strategy, kwargs)
+        ranks = sum(device == "cpu" for device in devices[: plan.world_size])
+        if size is not None and ranks:
+            check_room(model, size, 1 + model.guided(kwargs), ranks=ranks, free=free_memory())
     elif plan.patch > 1 and size is not None and model.splits_into_bands:
         _check_bands(model, plan, size)
     if plan.cfg > 1 and not model.guided(kwargs):
@@ -112,12 +116,9 @@ def _check_large(model: Description, plan: Plan, strategy: StructureGuidance, kw
     native, size = (strategy.native,) * 2 if strategy.native is not None else model.default_size, model.size(kwargs)
     if size is None or native is None:
         return
-    sides = list(zip(size, native, strict=True))
-    patches = math.prod(scale_of(side, own) for side, own in sides)
+    patches, windows = units_of(size, native, model.size_unit, overlap=strategy.overlap, margin=strategy.margin)
     if patches == 1:
         raise PlanError(refusal_of(size, native))
-    grid = model.size_unit
-    windows = math.prod(len(starts_of(side, min(side, own), strategy.overlap, grid)) for side, own in sides)
     branches = 2 if model.guided(kwargs) else 1
     most = branches * max(patches, windows)
     if plan.patch > most:

@@ -12,6 +12,7 @@ The cut is at the denoiser call, so schedulers, callbacks, LoRA and post-process
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,11 @@ from patchpar.drawing import Drawing, Randomness, random_state, take_random_stat
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door
 from patchpar.figures import RankFigures
+from patchpar.highres.suitable import why_kept_native
 from patchpar.installed import Installed
 from patchpar.launch.context import Bystander, RankContext
 from patchpar.mesh import Mesh
-from patchpar.models.arrival import settle_in
+from patchpar.models.arrival import for_task, settle_in
 from patchpar.models.description import Description, describe, refuse_parallel
 from patchpar.plan import Plan
 from patchpar.strategies import resolve_strategy
@@ -71,8 +73,10 @@ class Engine:
             transformers.utils.logging.disable_progress_bar()
             # Every rank would say, each time, that image processors use PIL where torchvision is not installed.
             logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
-        pipe = DiffusionPipeline.from_pretrained(model, use_safetensors=True, **_dtype_named(options))
-        return self.adopt(pipe.to(self.device))
+        options = _dtype_named(options)
+        task = options.pop("task", None)
+        pipe = DiffusionPipeline.from_pretrained(model, use_safetensors=True, **options)
+        return self.adopt(for_task(pipe, task).to(self.device))
 
     def _check_memory(self, weight_bytes: int) -> None:
         if self.device.type != "cuda":
@@ -95,7 +99,7 @@ class Engine:
         self.restore()
         settle_in(pipe)
         self.pipe = pipe if offloaded or pipe.device == self.device else pipe.to(self.device)
-        return describe(self.pipe)
+        return replace(describe(self.pipe), kept_native=why_kept_native(self.pipe))
 
     def apply(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, everywhere: bool = False) -> Returned:
         """Call a method of the pipeline, or "vae.method" of a network, with the seams out: it may exchange modules.
@@ -109,12 +113,13 @@ class Engine:
             return Returned(itself=True)
         return Returned(result if everywhere else self._sent(f"what {name}() returned", result))
 
-    def set(self, name: str, value: Any, *, everywhere: bool = False) -> None:
-        """Set an attribute of the pipeline, or "vae.attribute" of a network."""
+    def set(self, name: str, value: Any, *, everywhere: bool = False) -> str:
+        """Set an attribute of the pipeline, or "vae.attribute" of a network; what `Description.kept_native` then is."""
         owner, _, attribute = name.rpartition(".")
         if isinstance(value, nn.Module):
             self.restore()  # the next call puts its hooks into this one
         setattr(attrgetter(owner)(self.pipe) if owner else self.pipe, attribute, value)
+        return why_kept_native(self.pipe)
 
     def get(self, name: str, *, everywhere: bool = False) -> Any:
         """An attribute of the pipeline, from rank 0 or from `everywhere`. Networks do not leave their worker."""

@@ -25,7 +25,7 @@ from patchpar.models.description import Description
 from patchpar.models.folder import check_memory, needed_bytes, resolve_model
 from patchpar.outcome import Caller, move_generators_on, output_of, refuse_old_callback, run_of
 from patchpar.plan import Plan
-from patchpar.planner.auto import choose
+from patchpar.planner.auto import choose, without
 from patchpar.run import Run
 from patchpar.start import Request, check_options, check_request, plan_of, way_and_network
 from patchpar.state import State
@@ -77,6 +77,7 @@ class ParallelPipeline:
         """Load `model` (a folder, a hub name, or "embedded") in every rank; `options` go to diffusers' from_pretrained.
 
         Weights are read from safetensors only. A `vae` that is no text is a network for the pipeline, as in diffusers.
+        With `task="image-to-image"` the model's networks make a pipeline that begins with a picture.
         Raises PlanError for a bad path, folder, weight file, plan or device, and for a model that does not fit into
         memory.
         """
@@ -133,15 +134,15 @@ class ParallelPipeline:
         return output
 
     def _drawn(self, executor: Executor, caller: Caller) -> tuple[Plan, list[Drawn]]:
-        """The plan and what its ranks return. The first call tells an automatic plan whether tokens can be split."""
+        """The plan and what its ranks return. The first call tells an automatic plan what cannot be done."""
         plan = self._plan_for(caller.kwargs)
         try:
             return plan, self._draw(executor, caller, plan)
-        except UnsupportedModel as error:
-            state, model = self._state, self._model
-            if state.wanted is not None or plan.patch == 1 or not model.splits_into_tokens or executor.kind != "local":
+        except (UnsupportedModel, PlanError) as error:
+            state, learnt = self._state, without(self._model, plan, error)
+            if state.wanted is not None or learnt is None or executor.kind != "local":
                 raise  # elsewhere the caller's generators have moved on
-            state.model = replace(model, splits_into_tokens=False, kept_whole=str(error))
+            state.model = learnt
             return self._drawn(executor, caller)
 
     def _draw(self, executor: Executor, caller: Caller, plan: Plan) -> list[Drawn]:
@@ -156,7 +157,7 @@ class ParallelPipeline:
         if plan is None:
             choice = choose(self._model, self._executor.world_size, kwargs)
             plan, state.reason = choice.plan, choice.reason
-        check_plan_for(self._model, plan, kwargs)
+        check_plan_for(self._model, plan, kwargs, state.request.devices.names)
         return plan
 
     # --- what the user may look at and set -----------------------------------------------------------------------
@@ -250,7 +251,9 @@ class ParallelPipeline:
         elif caller is not None and caller.in_callback:
             caller.set_attribute(name, value)
         else:
-            self._executor.call("set", name, value, replay=True)
+            results = self._executor.call("set", name, value, replay=True)
+            kept_native = next(result for result in results if result is not None)
+            self._state.model = replace(self._model, kept_native=kept_native)
 
     def __dir__(self) -> Iterable[str]:
         model = self._state.model

@@ -17,6 +17,7 @@ from patchpar.vae.choice import check_way
 
 ENGINE = "patchpar.engine:Engine"
 PRELOAD = ("patchpar.engine",)
+TASKS = (None, "image-to-image")
 REFUSED_OPTIONS = {
     "device_map": "every rank holds the whole pipeline; plan= says how they share the work",
     "use_safetensors": "weights are always read from safetensors, because pickles can run code",
@@ -73,7 +74,10 @@ def check_request(
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise PlanError for options of from_pretrained that contradict how ranks load."""
+    """Raise PlanError for options of from_pretrained that contradict how ranks load, or a task that is not known."""
+    task = options.get("task")
+    if task not in TASKS:
+        raise PlanError(f"task={task!r}: use one of {', '.join(map(repr, TASKS))}")
     for name, reason in REFUSED_OPTIONS.items():
         if options.get(name) is not None:
             raise PlanError(f"{name}={options[name]!r} cannot be passed on: {reason}")

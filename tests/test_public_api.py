@@ -31,6 +31,7 @@ PUBLIC = {
     "WorkerDied",
     "WorkerError",
     "WorkerHung",
+    "upscale",
 }
 HEAVY = {"torch", "diffusers", "transformers", "accelerate", "numpy", "PIL"}
 

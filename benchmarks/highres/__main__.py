@@ -2,7 +2,8 @@
 
     python -m benchmarks.highres                                             4 captions at twice the native size
     python -m benchmarks.highres --captions 16 --scale 4 --steps 20 --write docs/figures/highres.md
-    python -m benchmarks.highres --captions 0                                what needs no model: calibration and work
+    python -m benchmarks.highres --captions 0                                calibration, work and speed only
+    python -m benchmarks.highres --method native --method flow --scale 4     some methods only
 
 Objects are counted on pictures of the embedded model, whose captions say how many there are; the classifier of
 `training` names what it sees and does not count.
@@ -23,6 +24,7 @@ from torch import Tensor
 from benchmarks.highres.analytic import calibrate
 from benchmarks.highres.counting import accuracy, subjects
 from benchmarks.highres.drawing import METHODS, NATIVE, Look, drawn, looked_at, pipeline, sheet
+from benchmarks.highres.speed import table
 from patchpar import StructureGuidance
 from patchpar.highres.geometry import starts_of
 from patchpar.highres.work import rounds_of
@@ -38,6 +40,11 @@ CALIBRATED = {
     "paper, noise of their own": StructureGuidance(preset="paper", shared_noise=0.0),
 }
 RANKS, SCALES, TRAINED = (1, 4, 8), (2, 3, 4), 128
+PREDICTED = {
+    "paper": StructureGuidance(preset="paper"),
+    "calibrated": StructureGuidance(),
+    "calibrated, touching windows": StructureGuidance(margin=0.0),
+}
 
 
 def calibration() -> Iterator[str]:
@@ -65,13 +72,13 @@ def work() -> Iterator[str]:
             yield f"| {scale} x {scale}, {name} | {windows} | {cells} |"
 
 
-def pictures(captions: int, scale: int, steps: int, into: Path | None) -> Iterator[str]:
+def pictures(methods: Sequence[str], captions: int, scale: int, steps: int, into: Path | None) -> Iterator[str]:
     """Every method on every caption."""
     chosen = subjects(captions)
-    rows: dict[str, list[Tensor]] = {name: [] for name in METHODS}
+    rows: dict[str, list[Tensor]] = {name: [] for name in methods}
     with pipeline() as pipe:
         for seed, subject in enumerate(chosen):
-            for name in METHODS:
+            for name in methods:
                 rows[name].append(drawn(pipe, name, subject, scale=scale, steps=steps, seed=seed))
                 print(f"{name}: {subject.caption}", file=sys.stderr, flush=True)
             if into is not None:
@@ -80,7 +87,8 @@ def pictures(captions: int, scale: int, steps: int, into: Path | None) -> Iterat
     yield "| | objects miscounted | repetition | seam, z | agrees with native, dB |"
     yield "|---|---|---|---|---|"
     for name, found in rows.items():
-        looks = [looked_at(one, native, each) for one, native, each in zip(found, rows["native"], chosen, strict=True)]
+        beside = zip(found, rows["native"], chosen, strict=True)
+        looks = [looked_at(name, one, native, each) for one, native, each in beside]
         yield f"| {name} | {fmean(look.miscounted for look in looks):.2f} | {_cells(looks)} |"
 
 
@@ -98,6 +106,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--captions", type=int, default=4)
     parser.add_argument("--scale", type=int, default=2, help="sides, as multiples of the native one")
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--method", action="append", choices=METHODS, help="by default all; native is always drawn")
     parser.add_argument("--write", type=Path, help="also write everything to this page")
     parser.add_argument("--sheet", type=Path, help="pictures side by side, a row for each caption")
     return parser.parse_args()
@@ -106,6 +115,10 @@ def parse() -> argparse.Namespace:
 SHEET = "The pictures, all shrunk to native size, a row for each caption, from the left:"
 FIELD = "A Gaussian field of 128 x 128, patches of 64 x 64, 50 steps, DDIM."
 ROUNDS = "Of 50 steps with equal steps of time, in evaluations of both guidance branches of one patch."
+SPEED = (
+    "Of 50 steps with guidance by the embedded model, from what its parts take on one core, the decode in bands and "
+    "the PNG by bands: predicted, not run (`benchmarks/highres/speed.py`)."
+)
 SHOWN = (
     "{size} x {size} pixels by a model trained for {native}, {steps} steps, {captions} captions. Native pictures are "
     "what the anchor alone becomes. The counter is right on {right:.0%} of renders."
@@ -117,12 +130,16 @@ def page(options: argparse.Namespace) -> Iterator[str]:
     yield from ("# Large pictures", "", "Written by `python -m benchmarks.highres`.", "")
     yield from ("## Noise at the switch", "", FIELD, "", *calibration(), "")
     yield from ("## Work", "", ROUNDS, "", *work(), "")
+    yield from ("## Predicted speed", "", SPEED, "")
+    for scale in SCALES:
+        yield from (*table(PREDICTED, scale), "")
     if options.captions:
         facts = {"size": options.scale * NATIVE, "native": NATIVE, "right": accuracy(100)}
         yield from ("## Pictures", "", SHOWN.format(**facts, steps=options.steps, captions=options.captions), "")
-        yield from (*pictures(options.captions, options.scale, options.steps, options.sheet), "")
+        methods = [name for name in METHODS if name == "native" or name in (options.method or METHODS)]
+        yield from (*pictures(methods, options.captions, options.scale, options.steps, options.sheet), "")
         if options.sheet is not None:
-            yield f"{SHEET} {', '.join(METHODS)}."
+            yield f"{SHEET} {', '.join(methods)}."
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor
 from benchmarks.highres.counting import Subject, miscounted
 from benchmarks.highres.measures import agreement_db, repetition_index, seam_index
 from patchpar import ParallelPipeline, Plan, StructureGuidance
-from patchpar.highres.geometry import starts_of
 
 NATIVE, CELL, GUIDANCE = 256, 4, 3.5  # pixels; pixels of a latent
+STRIDE = 4  # latents: what the sides of windows are multiples of
 DEADLINE = 600.0
 METHODS: dict[str, Any] = {
     "native": None,
@@ -24,6 +24,12 @@ METHODS: dict[str, Any] = {
     "paper": StructureGuidance(preset="paper"),
     "calibrated, not kept": StructureGuidance(kept=0.0),
     "calibrated": StructureGuidance(),
+    "touching": StructureGuidance(margin=0.0),
+    "touching, context": StructureGuidance(margin=0.0, context=0.25),
+    "grown": StructureGuidance(margin=0.125),
+    "grown, context": StructureGuidance(margin=0.125, context=0.25),
+    "flow": StructureGuidance(guide="flow"),
+    "grown, flow": StructureGuidance(margin=0.125, guide="flow"),
 }
 """Native pictures are drawn from every s-th sample of the noise of the large ones: the anchor's own beginning."""
 
@@ -67,12 +73,21 @@ def drawn(pipe: ParallelPipeline, name: str, subject: Subject, *, scale: int, st
     return picture.float().clamp(0, 1)
 
 
-def looked_at(picture_CHW: Tensor, native_CHW: Tensor, subject: Subject) -> Look:
-    """The figures of a picture beside the native one of the same caption."""
+def borders(name: str, side: int) -> list[int]:
+    """Rows in pixels at which windows of a method begin or end within a picture; of others those of half overlap."""
+    tiling = (METHODS[name] or StructureGuidance()).method.tiling
+    cells = side // CELL
+    windows = replace(tiling, moved=False).lay((cells, cells), (NATIVE // CELL,) * 2, key="", step=STRIDE)
+    starts = {top for top, _ in windows.corners}
+    return sorted(CELL * row for row in starts | {start + windows.window[0] for start in starts} if 0 < row < cells)
+
+
+def looked_at(name: str, picture_CHW: Tensor, native_CHW: Tensor, subject: Subject) -> Look:
+    """The figures of a method's picture beside the native one of the same caption."""
     side = picture_CHW.shape[-1]
     if side == NATIVE:
         return Look(miscounted=miscounted(picture_CHW, subject))
-    rows = [CELL * start for start in starts_of(side // CELL, NATIVE // CELL, 0.5, 1) if start]
+    rows = borders(name, side)
     return Look(
         miscounted=miscounted(picture_CHW, subject),
         repetition=repetition_index(picture_CHW, (NATIVE, NATIVE)).value,

@@ -1,4 +1,4 @@
-"""The command line: patchpar generate | video | compare | doctor. Nothing heavy is imported before a verb runs."""
+"""The command line: generate | upscale | video | compare | doctor. Nothing heavy is imported before a verb runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from patchpar.cli.compare import Compare, compare
 from patchpar.cli.doctor import Doctor, doctor
 from patchpar.cli.flags import takes
 from patchpar.cli.generate import Generate, generate
+from patchpar.cli.upscale import Upscale, enlarge
 from patchpar.cli.video import Video, video
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(takes(Generate, generate))
+app.command("upscale")(takes(Upscale, enlarge))
 app.command()(takes(Video, video))
 app.command()(takes(Compare, compare))
 app.command()(takes(Doctor, doctor))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -14,6 +14,9 @@ from patchpar.cli.generate import images_of
 from patchpar.cli.pictures import check_writable, names_for, save
 from patchpar.cli.speech import friendly_errors, print_json, progress, stdout_kept_clean
 from patchpar.errors import PlanError
+
+if TYPE_CHECKING:
+    from patchpar import Plan
 
 WARM_UP_STEPS = 2  # first steps allocate and choose kernels; they are not what is compared
 
@@ -63,12 +66,21 @@ def _both(request: Compare) -> tuple[Outcome, Outcome]:
         raise PlanError("compare runs one process beside the plan's, which torchrun cannot: start it without torchrun")
     plan = plan_of(request.plan, request.strategy)
     alone = resolve_devices(request.devices).names[:1]
-    planned = _draw(request, {"devices": request.devices, "plan": plan}, "under the plan")
-    return planned, _draw(request, {"devices": alone, "plan": "auto"}, "on one process")
+    planned, used = _draw(request, {"devices": request.devices, "plan": plan}, "under the plan")
+    single, _ = _draw(request, {"devices": alone, "plan": of_one(used)}, "on one process")
+    return planned, single
 
 
-def _draw(request: Compare, where: dict[str, Any], title: str) -> Outcome:
-    from patchpar import ParallelPipeline
+def of_one(plan: Plan) -> Plan:
+    """What one process draws to compare with: the plain pipeline, or the same large picture out of patches."""
+    from patchpar import Plan
+    from patchpar.strategies import resolve_strategy
+
+    return Plan(strategy=plan.strategy) if resolve_strategy(plan.strategy).for_one_rank else Plan()
+
+
+def _draw(request: Compare, where: dict[str, Any], title: str) -> tuple[Outcome, Plan]:
+    from patchpar import ParallelPipeline, Plan
 
     opened = {**where, **request.for_loading()}
     with progress(title) as step, ParallelPipeline.from_pretrained(request.model, **opened) as pipe:
@@ -77,7 +89,7 @@ def _draw(request: Compare, where: dict[str, Any], title: str) -> Outcome:
         pipe(**request.for_drawing() | exact | {"num_inference_steps": WARM_UP_STEPS})
         pipe.on_step, pipe.tracing = step, request.trace is not None
         output = pipe(**request.for_drawing() | exact)
-        return Outcome(pipe.last_run, images_of(output) or [])
+        return Outcome(pipe.last_run, images_of(output) or []), pipe.plan or Plan()
 
 
 def measure_pair(planned: Outcome, single: Outcome) -> dict[str, float]:

@@ -36,7 +36,7 @@ Model = Annotated[str, typer.Option(help="A folder, a hub id, or a model in the 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Opened:
     """With what to draw, on which devices, in which way."""
 
     model: Model = "embedded"
@@ -44,8 +44,6 @@ class Asked:
     plan: Annotated[str, typer.Option(help="auto, or degrees per axis: cfg=2,patch=2.")] = "auto"
     strategy: Annotated[str, typer.Option(help="How patches travel: name, or name:key=value,key=value.")] = "exact"
     vae: Annotated[str, typer.Option(help="How devices encode and decode: auto, exact, tiled or rank0.")] = "auto"
-    height: Annotated[int | None, typer.Option(help="Pixels; by default the model's own size.")] = None
-    width: Annotated[int | None, typer.Option(help="Pixels; by default the model's own size.")] = None
     steps: Annotated[int | None, typer.Option(help="Denoising steps; by default the pipeline's own.")] = None
     guidance_scale: Annotated[float | None, typer.Option(help="By default the pipeline's own.")] = None
     negative_prompt: Annotated[str | None, typer.Option(help="What must not be seen.")] = None
@@ -59,7 +57,7 @@ class Asked:
 
     def check_counts(self, *names: str) -> None:
         """Raise PlanError for a count or a size below 1 or a trace that has no place, before anything is started."""
-        for name in ("height", "width", "steps", *names):
+        for name in ("steps", *names):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
@@ -72,17 +70,28 @@ class Asked:
         return given(torch_dtype=dtype, variant=self.variant, vae=self.vae)
 
     def for_sampling(self) -> dict[str, Any]:
-        """Size, steps and guidance, as diffusers names them."""
-        return given(
-            height=self.height,
-            width=self.width,
-            num_inference_steps=self.steps,
-            guidance_scale=self.guidance_scale,
-        )
+        """Steps and guidance, as diffusers names them."""
+        return given(num_inference_steps=self.steps, guidance_scale=self.guidance_scale)
 
     def traced(self) -> dict[str, str]:
         """Where the trace is, for the report; empty where none was asked for."""
         return {} if self.trace is None else {"trace": str(self.trace)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked(Opened):
+    """The same, at a size."""
+
+    height: Annotated[int | None, typer.Option(help="Pixels; by default the model's own size.")] = None
+    width: Annotated[int | None, typer.Option(help="Pixels; by default the model's own size.")] = None
+
+    def check_counts(self, *names: str) -> None:
+        """As of all, and of the size."""
+        Opened.check_counts(self, "height", "width", *names)
+
+    def for_sampling(self) -> dict[str, Any]:
+        """Size, steps and guidance, as diffusers names them."""
+        return {**given(height=self.height, width=self.width), **Opened.for_sampling(self)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

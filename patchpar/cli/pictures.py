@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from patchpar.cli.files import check_place, written_whole
+from patchpar.cli.png import write_png
 from patchpar.errors import PlanError
+from patchpar.launch.devices import available_cores
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+LARGE = 1024 * 1024  # pixels: below that a PNG is written before threads have begun
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 
 
@@ -29,7 +32,21 @@ def check_writable(path: Path) -> None:
     check_place(path, "--output", "picture.png")
 
 
+def opened(path: Path, said: str) -> Image:
+    """The picture in a file. Raises PlanError where it cannot be read; `said`: how it was asked for."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(path).convert("RGB")
+    except (UnidentifiedImageError, OSError) as error:
+        raise PlanError(f"{said} cannot be read as a picture: {error}") from error
+
+
 def save(picture: Image, path: Path) -> None:
-    """Whole, or not at all."""
+    """Whole, or not at all. PNG of a large picture takes all cores."""
     with written_whole(path) as beside:
-        picture.save(beside)
+        if path.suffix.lower() == ".png" and picture.mode == "RGB" and picture.width * picture.height > LARGE:
+            with beside.open("wb") as stream:
+                write_png(picture, stream, cores=available_cores())
+        else:
+            picture.save(beside)

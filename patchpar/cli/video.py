@@ -11,6 +11,7 @@ import typer
 from patchpar.cli.drawing import draw
 from patchpar.cli.film import check_film, check_folder, frames_of, save_film, save_frames
 from patchpar.cli.flags import Asked, given
+from patchpar.cli.pictures import opened
 from patchpar.cli.speech import friendly_errors, print_json, stdout_kept_clean
 from patchpar.errors import PlanError
 
@@ -56,14 +57,7 @@ class Video(Asked):
 
     def picture(self) -> Any:
         """The one to begin with, None without. Raises PlanError."""
-        if self.image is None:
-            return None
-        from PIL import Image, UnidentifiedImageError
-
-        try:
-            return Image.open(self.image).convert("RGB")
-        except (UnidentifiedImageError, OSError) as error:
-            raise PlanError(f"--image {self.image} cannot be read as a picture: {error}") from error
+        return None if self.image is None else opened(self.image, f"--image {self.image}")
 
 
 def video(request: Video) -> None:

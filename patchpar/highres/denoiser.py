@@ -29,6 +29,7 @@ from patchpar.highres.method import Method
 from patchpar.highres.native import Native
 from patchpar.highres.noise import FreshNoise, SharedNoise
 from patchpar.highres.structure_stage import StructureStage
+from patchpar.highres.windows import Windows
 from patchpar.mesh import Axis
 from patchpar.pace import timestep_of
 from patchpar.token_split.watch import parameter_names
@@ -44,7 +45,7 @@ class LargePicture:
     ranks predict is then taken for 0.
     """
 
-    history = None  # nothing of the last step travels
+    history = None  # whether a call is exact is no question here
 
     def __init__(
         self, denoiser: nn.Module, mesh: tuple[Door, Axis], method: Method, *, pipe: Any, clock: StepClock | None = None
@@ -60,7 +61,7 @@ class LargePicture:
             )
         self._content = Content(pipe)
         self._structure = StructureStage(method, mesh, self.clock, attention, self._content)
-        self._detail = DetailStage(method, mesh, self.clock)
+        self._detail = DetailStage(method, mesh, self.clock, denoiser)
         self._fresh = FreshNoise(method.switch, method.seed) if method.renoised else None
         self._shared = SharedNoise(pipe, method.shared_noise, self._interlace) if method.shared_noise else None
         self._parameters = parameter_names(denoiser)
@@ -83,7 +84,7 @@ class LargePicture:
             whole, like = self._structure.predict(asked, level, interlace, silent=silent)
         else:
             key = f"{self.method.seed} {self.clock.evaluation}"
-            windows = self.method.tiling.lay(interlace.size, self.native.size, key=key, unit=self.native.grid)
+            windows = self._windows(interlace.size, key)
             whole, like = self._detail.predict(asked, level, windows, interlace, silent=silent)
         return layout.output(like, whole)
 
@@ -100,8 +101,12 @@ class LargePicture:
             raise PlanError(self.native.too_small(size))
         return interlace
 
+    def _windows(self, size: tuple[int, int], key: str) -> Windows:
+        native = self.native
+        return self.method.tiling.lay(size, native.size, key=key, unit=native.grid, step=native.unit)
+
     def _check_ranks(self, interlace: Interlace, branches: int) -> None:
-        windows = self.method.tiling.lay(interlace.size, self.native.size, key="", unit=self.native.grid)
+        windows = self._windows(interlace.size, "")
         most = branches * max(len(interlace), len(windows))
         if self.axis.size > most:
             raise PlanError(
@@ -114,11 +119,13 @@ class LargePicture:
         self._branches.clear()
         self._content.reset()
         self._structure.reset()
+        self._detail.begin(self.pipe.scheduler, self.native.channels)
         if self._fresh is not None:
             self._fresh.begin(self.pipe.scheduler)
 
     def finish(self) -> None:
-        """End a picture."""
+        """End a picture. Raises ExchangeError."""
+        self._detail.end()
         if self._fresh is not None:
             self._fresh.end()
 

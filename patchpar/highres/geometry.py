@@ -2,6 +2,8 @@
 
 import math
 
+LARGE = 1.5  # times the native size, on both sides: from there on a denoiser repeats itself
+
 
 def scale_of(side: int, native: int) -> int:
     """How many patches along a side: the number that brings a patch nearest to its native size, as a ratio.
@@ -19,6 +21,30 @@ def starts_of(side: int, window: int, overlap: float, unit: int) -> list[int]:
     room = side - window
     count = -(-room // stride)
     return [round(room * place / count / unit) * unit for place in range(count)] + [room] if room else [0]
+
+
+def fewest_of(side: int, native: int, margin: float, unit: int, step: int) -> tuple[int, list[int]]:
+    """The fewest native-size windows that cover a side, each larger by `margin` of its size: their size and starts."""
+    count = -(-side // native)
+    window = min(side, -(-round(native * (1 + margin)) // step) * step)
+    room = side - window
+    return window, [round(room * place / (count - 1) / unit) * unit for place in range(count)] if count > 1 else [0]
+
+
+def is_large(size: tuple[int, int], native: tuple[int, int]) -> bool:
+    """Whether a picture is so much larger than what a denoiser was trained for that it should be led."""
+    return all(side >= LARGE * own for side, own in zip(size, native, strict=True))
+
+
+def units_of(
+    size: tuple[int, int], native: tuple[int, int], grid: int, *, overlap: float, margin: float | None
+) -> tuple[int, int]:
+    """How many patches and how many windows a size makes."""
+    sides = list(zip(size, native, strict=True))
+    patches = math.prod(scale_of(side, own) for side, own in sides)
+    if margin is not None:
+        return patches, math.prod(-(-side // own) for side, own in sides)
+    return patches, math.prod(len(starts_of(side, min(side, own), overlap, grid)) for side, own in sides)
 
 
 def refusal_of(size: tuple[int, int], native: tuple[int, int]) -> str:

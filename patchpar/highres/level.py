@@ -52,23 +52,34 @@ class Level:
         return slopes.get(self.predicts, 1.0)
 
 
-def level_of(scheduler: Any, timestep: Any) -> Level:
-    """The level of a denoiser call at `timestep`, as the denoiser gets it. Raises UnsupportedModel."""
-    config = scheduler.config
+def level_of(scheduler: Any, timestep: Any, *, step: int | None = None) -> Level:
+    """The level of a denoiser call at `timestep`, as the denoiser gets it, of `step` or the present one.
+
+    Raises UnsupportedModel.
+    """
+    kind = kind_of(scheduler)
     given = float(torch.as_tensor(timestep).detach().flatten()[0])
-    span = config.get("num_train_timesteps", 1000)
+    span = scheduler.config.get("num_train_timesteps", 1000)
+    if kind == "flow":
+        sigma = _in_steps(scheduler, given, span, step) / span
+        return Level(time=sigma, signal=1 - sigma, noise=sigma, predicts=kind)
+    power = _interpolated(scheduler.alphas_cumprod, given)
+    return Level(time=given / span, signal=math.sqrt(power), noise=math.sqrt(1 - power), predicts=kind)
+
+
+def kind_of(scheduler: Any) -> str:
+    """What a denoiser predicts: one of KINDS. Raises UnsupportedModel where the scheduler hides its noise levels."""
     if _is_flow(scheduler):
-        sigma = _in_steps(scheduler, given, span) / span
-        return Level(time=sigma, signal=1 - sigma, noise=sigma, predicts="flow")
-    known = getattr(scheduler, "alphas_cumprod", None)
-    kind = config.get("prediction_type", "epsilon")
-    if known is None or kind not in KINDS or config.get("timestep_type", "discrete") != "discrete":
+        return "flow"
+    config = scheduler.config
+    kind: str = config.get("prediction_type", "epsilon")
+    known = getattr(scheduler, "alphas_cumprod", None) is not None
+    if not known or kind not in KINDS or config.get("timestep_type", "discrete") != "discrete":
         raise UnsupportedModel(
             f"{type(scheduler).__name__} with prediction_type={kind!r} does not tell how much noise a timestep has: "
             "structure guidance needs a scheduler with alphas_cumprod, or of flow matching"
         )
-    power = _interpolated(known, given)
-    return Level(time=given / span, signal=math.sqrt(power), noise=math.sqrt(1 - power), predicts=kind)
+    return kind
 
 
 def refuse_thresholding(scheduler: Any) -> None:
@@ -86,9 +97,10 @@ def _is_flow(scheduler: Any) -> bool:
     return flows or "FlowMatch" in type(scheduler).__name__
 
 
-def _in_steps(scheduler: Any, given: float, span: int) -> float:
+def _in_steps(scheduler: Any, given: float, span: int, step: int | None) -> float:
     """Some pipelines (FLUX) tell the denoiser its time between 0 and 1, others in timesteps."""
-    place = scheduler.step_index if scheduler.step_index is not None else scheduler.begin_index or 0
+    present = scheduler.step_index if scheduler.step_index is not None else scheduler.begin_index or 0
+    place = present if step is None else step
     now = float(scheduler.timesteps[place])
     return min((given, given * span), key=lambda time: abs(time - now))
 

@@ -12,9 +12,13 @@ from patchpar.models.description import describe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Native:
-    """`size` (h, w) in latents, each of `pixels` a side. Sides are multiples of `unit`, corners of `grid`."""
+    """`size` (h, w) in latents of so many `channels`, each of `pixels` a side.
+
+    Sides are multiples of `unit`, corners of `grid`.
+    """
 
     size: tuple[int, int]
+    channels: int
     pixels: int
     unit: int
     grid: int
@@ -33,7 +37,8 @@ class Native:
         if getattr(pipe, "scheduler", None) is None:
             raise UnsupportedModel(f"{known.pipeline} has no scheduler that says how noisy a timestep is")
         unit = max(grid, known.total_stride)
-        return cls(size=_on_grid(whole, pixels, unit), pixels=pixels, unit=unit, grid=grid)
+        size = _on_grid(whole, pixels, unit)
+        return cls(size=size, channels=known.latent_channels, pixels=pixels, unit=unit, grid=grid)
 
     def too_small(self, size: tuple[int, int]) -> str:
         """The message for a picture that needs none of this."""

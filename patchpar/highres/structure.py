@@ -67,14 +67,14 @@ def guided(
 
 
 def kept_in_place(
-    level: Level, interlace: Interlace, anchor_BChw: Tensor, whole: tuple[Tensor, Tensor], strength: float
+    level: Level, interlace: Interlace, clean_BChw: Tensor, whole: tuple[Tensor, Tensor], strength: float
 ) -> Tensor:
-    """A whole prediction whose coarse structure is drawn towards the anchor's, its detail untouched.
+    """A whole prediction whose coarse structure is drawn towards a small clean estimate, its detail untouched.
 
-    `anchor_BChw` is the anchor's prediction, `whole` is x_BCHW and prediction_BCHW. What they differ by where the
-    anchor has its samples is spread over the places between.
+    `whole` is x_BCHW and prediction_BCHW. What they differ by where the anchor has its samples is spread over the
+    places between.
     """
     x_BCHW, prediction_BCHW = whole
     first = interlace.split(x_BCHW)[0], interlace.split(prediction_BCHW)[0]
-    differ = level.clean(first[0], anchor_BChw) - level.clean(*first)
+    differ = clean_BChw - level.clean(*first)
     return prediction_BCHW + strength * level.per_clean * interlace.join(interlace.enlarge(differ))

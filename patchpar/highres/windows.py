@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.highres.geometry import starts_of
+from patchpar.highres.geometry import fewest_of, starts_of
 
 
 @dataclass(frozen=True)
@@ -66,27 +66,40 @@ def _bump(count: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """How windows are laid. `overlap`: the least share of a window that its neighbour sees too; `moved`: by steps."""
+    """How windows are laid. `overlap`: the least share of a window that its neighbour sees too; `moved`: by steps.
+
+    With a `margin` they are as few as native windows that only touch would be, and larger by that share of their size.
+    """
 
     overlap: float = 0.5
+    margin: float | None = None
     moved: bool = True
 
-    def lay(self, size: tuple[int, int], native: tuple[int, int], *, key: str, unit: int = 1) -> Windows:
+    def lay(self, size: tuple[int, int], native: tuple[int, int], *, key: str, unit: int = 1, step: int = 1) -> Windows:
         """Windows of native size, or of the whole side where that is less. `key` decides how inner ones are moved.
 
-        Raises PlanError for sides that are no multiple of `unit`.
+        Corners are multiples of `unit`, sizes of `step` but for a whole side. Raises PlanError for sides that are no
+        multiple of `unit`.
         """
         for side in size:
             if side % unit:
                 raise PlanError(f"a latent of {size[0]} x {size[1]} has a side that is no multiple of {unit}")
-        window = (min(size[0], native[0]), min(size[1], native[1]))
-        rng = random.Random(key)
+        (height, tops), (width, lefts) = (
+            self._laid(side, own, unit, step) for side, own in zip(size, native, strict=True)
+        )
+        window, rng = (height, width), random.Random(key)
         corners = tuple(
             (self._moved(top, 0, size, window, unit, rng), self._moved(left, 1, size, window, unit, rng))
-            for top in starts_of(size[0], window[0], self.overlap, unit)
-            for left in starts_of(size[1], window[1], self.overlap, unit)
+            for top in tops
+            for left in lefts
         )
         return Windows(size, window, corners)
+
+    def _laid(self, side: int, native: int, unit: int, step: int) -> tuple[int, list[int]]:
+        """The size of windows along a side, and where they begin."""
+        if self.margin is not None:
+            return fewest_of(side, native, self.margin, unit, step)
+        return min(side, native), starts_of(side, min(side, native), self.overlap, unit)
 
     def _moved(
         self, start: int, dim: int, size: tuple[int, int], window: tuple[int, int], unit: int, rng: random.Random
@@ -94,6 +107,6 @@ class Tiling:
         """At most a quarter of the overlap away, so that two neighbours still meet; never beyond the frame."""
         room = size[dim] - window[dim]
         reach = int(window[dim] * self.overlap / 4) // unit
-        if not self.moved or not reach or start in (0, room):
+        if not self.moved or self.margin is not None or not reach or start in (0, room):
             return start
         return min(max(start + rng.randint(-reach, reach) * unit, 0), room)

@@ -1,9 +1,25 @@
-"""What a pipeline needs that has come from another process, where its constructors ran."""
+"""What becomes of a pipeline when it arrives in a rank: made for another task, or come from another process."""
 
 from typing import Any
 
 import transformers
+from diffusers import AutoPipelineForImage2Image
 from torch import nn
+
+from patchpar.errors import UnsupportedModel
+
+
+def for_task(pipe: Any, task: str | None) -> Any:
+    """The pipeline of a model for "image-to-image", with the same networks; as it is without a task.
+
+    Raises UnsupportedModel where diffusers has none for such a model.
+    """
+    if task is None:
+        return pipe
+    try:
+        return AutoPipelineForImage2Image.from_pipe(pipe)
+    except ValueError as error:
+        raise UnsupportedModel(f"diffusers has no pipeline of task {task!r} for a {type(pipe).__name__}") from error
 
 
 def settle_in(pipe: Any) -> None:

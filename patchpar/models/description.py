@@ -25,7 +25,9 @@ class Description:
     """A pipeline in names and numbers. `parameters` are those of its call, with defaults (None where there is none).
 
     `splits_into_tokens`: its denoisers are made of blocks, and nothing is known against splitting their tokens; whether
-    it can be done shows in the first call, and `kept_whole` says why not.
+    it can be done shows in the first call, and `kept_whole` says why not. `kept_native`: why pictures beyond the size
+    it was trained for are drawn as any others; empty where structure guidance can, None where nobody has looked.
+    `decoded_bytes`: what decoding takes for each pixel, as far as that is known of its VAE.
     """
 
     pipeline: str
@@ -43,6 +45,9 @@ class Description:
     methods: frozenset[str]
     networks: Mapping[str, Network]
     kept_whole: str = ""
+    kept_native: str | None = None
+    latent_channels: int = 4
+    decoded_bytes: int = 0
 
     def guided(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether a call with `kwargs` would use classifier-free guidance, as far as its arguments tell.
@@ -94,6 +99,8 @@ def describe(pipe: Any) -> Description:
         distilled=bool(config.get("guidance_embeds")) or config.get("time_cond_proj_dim") is not None,
         default_size=_default_size(pipe, config, scale),
         methods=_methods_of(pipe),
+        latent_channels=_of_vae(pipe).get("latent_channels") or 4,
+        decoded_bytes=_decoded_bytes(pipe),
         networks={
             name: Network(kind=type(each).__name__, methods=_methods_of(each))
             for name, each in pipe.components.items()
@@ -166,6 +173,22 @@ def _size_unit(pipe: Any, config: Mapping[str, Any], scale: int) -> int:
     processor = getattr(getattr(pipe, "image_processor", None), "config", None) or {}
     packed = processor.get("vae_scale_factor") or 1  # pipelines that pack 2 x 2 latents say so here
     return max(8, scale * (patch if isinstance(patch, int) else patch[-1]), packed)
+
+
+def _of_vae(pipe: Any) -> Mapping[str, Any]:
+    """The configuration of its VAE."""
+    found: Mapping[str, Any] = getattr(pipe.components.get("vae"), "config", None) or {}
+    return found
+
+
+def _decoded_bytes(pipe: Any) -> int:
+    """Six maps of the decoder's last width at full size: what AutoencoderKL holds at most, twice in a decode."""
+    config = _of_vae(pipe)
+    levels = config.get("block_out_channels")
+    if not levels:
+        return 0
+    element: int = 4 if config.get("force_upcast") else next(pipe.components["vae"].parameters()).element_size()
+    return 6 * levels[0] * element
 
 
 def _default_size(pipe: Any, config: Mapping[str, Any], scale: int) -> tuple[int, int] | None:

@@ -1,5 +1,7 @@
 """The rule behind plan="auto", until the planner measures: stated, so that a user can argue with it.
 
+0. A picture of at least 1.5 times the model's native size on both sides: structure guidance, on one device too, for the
+   picture does not depend on the number of devices. Where the pipeline cannot do it, the reason says so.
 1. Guidance on and an even number of devices: cfg=2. Exact, one prediction exchanged per step, half the work each.
    With an odd number too, if the devices cannot all have a band: two that help are better than one.
 2. The rest cuts the picture into bands, where the denoiser is a UNet, as far as every band keeps two units of rows;
@@ -9,13 +11,18 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from patchpar.errors import UnsupportedModel
+from patchpar.highres.footprint import Footprint
+from patchpar.highres.geometry import is_large, units_of
 from patchpar.models.description import Description
 from patchpar.plan import Plan
 from patchpar.strategies.data import PICTURES
+from patchpar.strategies.structure_guidance import StructureGuidance
 
+ADDRESSED = ("ip_adapter_masks", "gligen")  # in cross_attention_kwargs: places in the whole picture
 UNITS_PER_BAND = 2  # below that, halos and waiting cost more than a further rank computes
 
 
@@ -29,6 +36,27 @@ class Choice:
 
 def choose(model: Description, devices: int, kwargs: Mapping[str, Any]) -> Choice:
     """The plan for a call with `kwargs` on `devices` devices."""
+    size, native = model.size(kwargs), model.default_size
+    if model.kept_native is None or size is None or native is None or not is_large(size, native):
+        return _exact(model, devices, kwargs)
+    ratios = dict.fromkeys(f"{side / own:.3g}" for side, own in zip(size, native, strict=True))
+    large = f"{' x '.join(ratios)} times the native {native[0]} x {native[1]}"
+    addressed = [name for name in kwargs.get("cross_attention_kwargs") or () if name in ADDRESSED]
+    why_not = f"{addressed[0]} has places in the whole picture" if addressed else model.kept_native
+    if why_not:
+        plain = _exact(model, devices, kwargs)
+        return Choice(plain.plan, f"{plain.reason}; {large}, but no structure guidance: {why_not}")
+    strategy = StructureGuidance()
+    branches = 2 if model.guided(kwargs) else 1
+    most = branches * max(units_of(size, native, model.size_unit, overlap=strategy.overlap, margin=strategy.margin))
+    patch = min(devices, most)
+    idle = f"; {devices - patch} of {devices} devices idle: no more windows" if patch < devices else ""
+    takes = Footprint.of(model, size, branches)
+    return Choice(Plan(patch=patch, strategy=strategy), f"{large}: structure guidance{idle}; about {takes}")
+
+
+def _exact(model: Description, devices: int, kwargs: Mapping[str, Any]) -> Choice:
+    """The plan that draws what plain diffusers draws."""
     if devices == 1:
         return Choice(Plan(), "one device: the plain pipeline")
     guided, size, prompts = model.guided(kwargs), model.size(kwargs), _spreadable(kwargs)
@@ -48,6 +76,15 @@ def choose(model: Description, devices: int, kwargs: Mapping[str, Any]) -> Choic
     if plan.world_size < devices:
         reasons.append(f"{devices - plan.world_size} of {devices} devices idle: {_why_no_more(model, guided, devices)}")
     return Choice(plan, "; ".join(reasons))
+
+
+def without(model: Description, plan: Plan, error: Exception) -> Description | None:
+    """The model less what an automatic plan tried and could not do; None where that is not what failed."""
+    if isinstance(plan.strategy, StructureGuidance):
+        return replace(model, kept_native=str(error))
+    if plan.patch == 1 or not model.splits_into_tokens or not isinstance(error, UnsupportedModel):
+        return None
+    return replace(model, splits_into_tokens=False, kept_whole=str(error))
 
 
 def _spreadable(kwargs: Mapping[str, Any]) -> int:

@@ -39,6 +39,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+MOST = {"weight": 1.0, "switch": 1.0, "overlap": 0.9, "margin": 0.5, "context": 1.0, "kept": 1.0, "shared_noise": 1.0}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructureGuidance:
@@ -48,11 +50,15 @@ class StructureGuidance:
     what is drawn together, "x0" or "eps". `weight`: how far, and `decay`: "none", or "cosine" to 0 at the switch.
     `aligned`: towards what lies between the anchor's samples rather than to its values. `masked`: only where the anchor
     attends to words. `lag`: 0, or 1 for the anchor of the last step. `switch`: the time, from 1 to 0, at which windows
-    take over. `overlap`: the share of a window that its neighbour sees too. `kept`: how far the anchor goes on leading
-    coarse structure below the switch, for one more evaluation a step. `native`: the side in pixels that the model was
-    trained for, where its configuration does not say. `told`: SDXL's size conditioning, that of a "native" picture or
-    of the "whole". `shared_noise`: how alike the patches' first noise is, 0 to 1. `renoised`: fresh noise at the
-    switch. `seed`: of that noise, and of where windows move from step to step.
+    take over. `overlap`: the share of a window that its neighbour sees too. `margin`: as few windows as native ones
+    that touch would be, larger by this share, in place of an overlap. `context`: how far a window's self-attention sees
+    beyond its border, as a share of its side, in keys and values of the last step (UNets only). `kept`: how far the
+    anchor goes on leading coarse structure below the switch, for one more evaluation a step. `guide`: what leads there,
+    the "anchor" of the large latent, or the "flow" of a picture of native size that goes on by itself: a cascade.
+    `native`: the side in pixels that the model was trained for, where its configuration does not say. `told`: SDXL's
+    size conditioning, that of a "native" picture or of the "whole". `shared_noise`: how alike the patches' first noise
+    is, 0 to 1. `renoised`: fresh noise at the switch. `seed`: of that noise, and of where windows move from step to
+    step.
     """
 
     name: ClassVar[str] = "asg"
@@ -66,7 +72,10 @@ class StructureGuidance:
     lag: int = 0
     switch: float | None = None
     overlap: float = 0.5
+    margin: float | None = None
+    context: float = 0.0
     kept: float | None = None
+    guide: Literal["anchor", "flow"] = "anchor"
     native: int | None = None
     told: Literal["native", "whole"] | None = None
     shared_noise: float | None = None
@@ -79,7 +88,10 @@ class StructureGuidance:
         check_choice(self.name, "decay", self.decay, (None, "cosine", "none"))
         check_choice(self.name, "told", self.told, (None, "native", "whole"))
         check_choice(self.name, "lag", self.lag, (0, 1))
-        for option, most in (("weight", 1.0), ("switch", 1.0), ("overlap", 0.9), ("kept", 1.0), ("shared_noise", 1.0)):
+        check_choice(self.name, "guide", self.guide, ("anchor", "flow"))
+        if self.guide == "flow" and self.renoised:
+            raise PlanError(f"{self.name}: renoised=true gives noise that guide=flow would not see: use guide=anchor")
+        for option, most in MOST.items():
             self._check_number(option, most)
         if self.switch == 0:
             raise PlanError(f"{self.name}: switch=0: windows draw the detail below it, so it is above 0")
@@ -106,7 +118,9 @@ class StructureGuidance:
         rest = {option: self._chosen(option) for option in ("switch", "kept", "told", "shared_noise")}
         return Method(
             guidance=Guidance(**led, lag=self.lag),
-            tiling=Tiling(overlap=self.overlap),
+            tiling=Tiling(overlap=self.overlap, margin=self.margin, moved=self.context == 0),
+            context=self.context,
+            guide=self.guide,
             native=self.native,
             renoised=self.renoised,
             seed=self.seed,

@@ -50,8 +50,8 @@ class FakePipeline:
     def set_progress_bar_config(self, **_: Any) -> None: ...
 
     @property
-    def plan(self) -> str:
-        return "cfg=2"
+    def plan(self) -> Plan:
+        return Plan(cfg=2)
 
     def explain(self) -> str:
         return "guidance is on and there are two devices"

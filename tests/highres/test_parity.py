@@ -22,10 +22,16 @@ MODES: dict[str, dict[str, Any]] = {
     "paper": {"preset": "paper"},
     "paper-lagging": {"preset": "paper", "lag": 1},
     "no-overlap": {"overlap": 0.0},
+    "touching-with-context": {"margin": 0.0, "context": 0.5, "switch": 0.7},
+    "overlapping-with-context": {"context": 0.25, "switch": 0.7},
+    "flow": {"guide": "flow", "switch": 0.7},
+    "flow-lagging": {"guide": "flow", "switch": 0.7, "lag": 1, "margin": 0.25},
 }
 
 
-@pytest.mark.parametrize("mode", first_of(MODES, "calibrated", "masked-lagging", "paper"))
+@pytest.mark.parametrize(
+    "mode", first_of(MODES, "calibrated", "masked-lagging", "paper", "touching-with-context", "flow-lagging")
+)
 def test_ranks_draw_the_picture_of_one(mode: str) -> None:
     case = Case(options=MODES[mode])
     want = alone(case)
@@ -37,6 +43,16 @@ def test_no_exchange_no_picture() -> None:
     options = {"weight": 0.5}
     found = together(Case(exchange="off", options=options), 2)
     assert apart(found[0].latents, alone(Case(options=options))) > 1e-2
+
+
+def test_context_travels() -> None:
+    """Windows of other ranks are seen: without exchange, or without context, the picture is another one."""
+    options = {"margin": 0.0, "context": 0.5, "switch": 0.7, "kept": 0.0}
+    want = alone(Case(options=options))
+    assert apart(alone(Case(options=options | {"context": 0.0})), want) > 1e-3
+    found = together(Case(options=options), 3)
+    assert all(drawn.bytes_sent["context"] > 0 for drawn in found)
+    assert all(apart(drawn.latents, want) < LIMIT for drawn in found)
 
 
 @pytest.mark.parametrize("world", first_of([3, 5, 11], 11))

@@ -1,0 +1,107 @@
+"""How long a large picture takes on so many ranks, from what an evaluation, a decode and a PNG take on one core.
+
+    steps above the switch   the longest rank's evaluations of patches
+    steps below it           the longest rank's evaluations of windows and of what leads them
+    then                     the decode, shared by rows, and the PNG, by bands
+
+Predicted, not run: exchange is left out (its bytes are in docs/structure-guidance.md), and a core a rank is assumed.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import diffusers
+import torch
+from PIL import Image
+
+from patchpar import StructureGuidance
+from patchpar.cli.png import write_png
+from patchpar.highres.geometry import units_of
+from patchpar.highres.work import evaluations_of, share_out
+from patchpar.models.folder import embedded_model
+
+STEPS, NATIVE, CELL, TURNS = 50, 256, 4, 3
+RANKS = (1, 2, 4, 8)
+DECODED = 1.99 / 2  # of the ideal, measured with two ranks: docs/figures/vae.md
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seconds:
+    """Of one evaluation of both guidance branches and of one, of a decode, and of a PNG."""
+
+    both: float
+    one: float
+    decode: float
+    png: float
+
+
+def measured(scale: int) -> Seconds:
+    """On this machine, one thread, with the embedded model: medians."""
+    pipe = diffusers.DiffusionPipeline.from_pretrained(embedded_model(), variant="fp16").to(torch.float32)
+    cells = NATIVE // CELL
+    latent = torch.randn(1, 4, scale * cells, scale * cells)
+    picture = Image.fromarray(torch.randint(0, 8, (scale * NATIVE, scale * NATIVE, 3), dtype=torch.uint8).numpy())
+    with torch.no_grad():
+        return Seconds(
+            both=_median(lambda: _evaluate(pipe, 2, cells)),
+            one=_median(lambda: _evaluate(pipe, 1, cells)),
+            decode=_median(lambda: pipe.vae.decode(latent)),
+            png=_median(lambda: write_png(picture, io.BytesIO(), cores=1)),
+        )
+
+
+def _evaluate(pipe: Any, branches: int, side: int) -> None:
+    config = pipe.unet.config
+    pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+    added = {"text_embeds": torch.zeros(branches, pooled), "time_ids": torch.zeros(branches, 6)}
+    text = torch.zeros(branches, 77, config.cross_attention_dim)
+    pipe.unet(torch.zeros(branches, 4, side, side), 500, encoder_hidden_states=text, added_cond_kwargs=added)
+
+
+def _median(call: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(TURNS + 1):
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return median(taken[1:])
+
+
+def predicted(strategy: StructureGuidance, seconds: Seconds, scale: int, ranks: int) -> float:
+    """Seconds of a picture of 50 steps at `scale` times the native side, both branches of guidance."""
+    method = strategy.method
+    tiling = {"overlap": strategy.overlap, "margin": strategy.margin}
+    patches, windows = units_of((scale * NATIVE,) * 2, (NATIVE,) * 2, CELL, **tiling)
+    follows = method.guidance.strength(0) == 1 and method.guidance.decay == "none" and not method.guidance.masked
+    before = round(STEPS * (1 - method.switch))
+    larger = (1 + (strategy.margin or 0)) ** 2  # evaluations grow with the area of a window
+    first = before * _step(1 if follows else patches, seconds, ranks)
+    second = (STEPS - before) * larger * _step(windows + (method.kept > 0), seconds, ranks)
+    decode = seconds.decode / (1 if ranks == 1 else ranks * DECODED)
+    return first + second + decode + seconds.png / ranks
+
+
+def _step(patches: int, seconds: Seconds, ranks: int) -> float:
+    costs = {1: seconds.one, 2: seconds.both}
+    return max(
+        sum(costs[len(call.branches)] for call in evaluations_of(units, 2)) for units in share_out(patches, 2, ranks)
+    )
+
+
+def table(strategies: dict[str, StructureGuidance], scale: int) -> Iterator[str]:
+    """Seconds on one rank, and how many times as fast on more."""
+    seconds = measured(scale)
+    evaluations = f"An evaluation of both branches takes {seconds.both:.3f} s, of one {seconds.one:.3f} s"
+    yield f"{evaluations}, the decode {seconds.decode:.1f} s, the PNG {seconds.png:.2f} s."
+    yield ""
+    yield f"| {scale} x {scale} | 1 rank | " + " | ".join(f"{ranks} ranks" for ranks in RANKS[1:]) + " |"
+    yield "|---|---|" + "---|" * (len(RANKS) - 1)
+    for name, strategy in strategies.items():
+        taken = [predicted(strategy, seconds, scale, ranks) for ranks in RANKS]
+        yield f"| {name} | {taken[0]:.0f} s | " + " | ".join(f"{taken[0] / each:.2f}x" for each in taken[1:]) + " |"

@@ -1,0 +1,82 @@
+"""`patchpar upscale PICTURE`: draw a picture again, larger, and save it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from patchpar.cli.drawing import drawn_by
+from patchpar.cli.flags import Opened, given
+from patchpar.cli.pictures import check_writable, opened, save
+from patchpar.cli.speech import friendly_errors, print_json, stdout_kept_clean
+from patchpar.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upscale(Opened):
+    """The flags of `upscale`."""
+
+    picture: Annotated[Path, typer.Argument(help="The picture to make larger.")]
+    scale: Annotated[float, typer.Option(help="How many times as large on both sides.")] = 2.0
+    strength: Annotated[
+        float, typer.Option(help="How much is drawn anew, from 0 to 1: more of it is more detail, less of the old.")
+    ] = 0.35
+    prompt: Annotated[str, typer.Option(help="What the picture shows; detail is drawn for it.")] = ""
+    seed: Annotated[int, typer.Option(help="Same seed, same picture, on any devices.")] = 0
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the larger picture goes.")] = Path(
+        "upscaled.png"
+    )
+
+    def check(self) -> None:
+        """Raise PlanError for flags that cannot be, before anything is started."""
+        self.check_counts()
+        if not self.picture.is_file():
+            raise PlanError(f"{self.picture}: there is no such file")
+        check_writable(self.output)
+
+    def for_drawing(self) -> dict[str, Any]:
+        """Keyword arguments of `patchpar.upscale`."""
+        from torch import Generator
+
+        return given(
+            scale=self.scale,
+            strength=self.strength,
+            prompt=self.prompt,
+            negative_prompt=self.negative_prompt,
+            generator=Generator("cpu").manual_seed(self.seed),
+            **self.for_sampling(),
+        )
+
+
+def enlarge(request: Upscale) -> None:
+    """Draw a picture again, larger, on several devices, and save it."""
+    with friendly_errors(request.debug):
+        request.check()
+        picture = opened(request.picture, str(request.picture))
+        with stdout_kept_clean(request.json):
+            run, larger = drawn_by(request, lambda pipe: _upscaled(pipe, picture, request), task="image-to-image")
+        if larger is None:
+            return  # under torchrun, a rank that has no result: rank 0 saves and reports
+        save(larger, request.output)
+        if request.trace is not None:
+            run.save_trace(request.trace)
+        _report(run, larger.size, request)
+
+
+def _upscaled(pipe: Any, picture: Any, request: Upscale) -> Any:
+    from patchpar import upscale
+
+    return upscale(pipe, picture, **request.for_drawing())
+
+
+def _report(run: Any, size: tuple[int, int], request: Upscale) -> None:
+    if request.json:
+        print_json({**run.as_dict(), "size": list(size), "outputs": [str(request.output)], **request.traced()})
+        return
+    typer.echo(str(run))
+    typer.echo(f"saved {request.output}: {size[0]} x {size[1]} pixels")
+    for path in request.traced().values():
+        typer.echo(f"saved {path}")

@@ -1,0 +1,115 @@
+"""The guide of a cascade: the picture at native size, which goes on by itself beside the large one.
+
+    time        1 ... switch                     ... 0
+    large       led by its anchor                windows, kept in place by the guide
+    guide       is the anchor                    a latent of its own, one evaluation a step beside the windows
+
+The anchor of a large latent holds ever finer detail, sampled too sparsely to be a picture; the guide stays the picture
+that the model draws at native size. It takes a deterministic step of its own (DDIM, arXiv 2010.02502) wherever the
+pipeline's scheduler takes one, with the same weights of the guidance branches, which are found by comparison.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.highres.interlace import Interlace
+from patchpar.highres.level import Level, level_of
+
+APART = 0.02  # of a prediction: more than rounding explains
+
+
+class Flow:
+    """The guide on one rank; all ranks have the same. `begin` belongs before every picture, `end` after it."""
+
+    def __init__(self) -> None:
+        self._scheduler: Any = None
+        self._channels = 0
+        self._latent_BChw: Tensor | None = None
+        self._heard: tuple[Level, Tensor, Tensor] | None = None
+
+    def begin(self, scheduler: Any, channels: int) -> None:
+        """Stand behind the scheduler's step; a latent has so many channels.
+
+        Raises PlanError for a scheduler that takes a step in two halves.
+        """
+        self.end()
+        if getattr(scheduler, "order", 1) != 1:
+            raise PlanError(f"guide=flow: {type(scheduler).__name__} steps in two halves: use another, or guide=anchor")
+        original, self._scheduler, self._channels = scheduler.step, scheduler, channels
+
+        @functools.wraps(original)  # diffusers reads the signature of scheduler.step
+        def step(model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._go_on(model_output, timestep)
+            return original(model_output, timestep, sample, *args, **kwargs)
+
+        scheduler.step = step
+
+    def end(self) -> None:
+        """Stand aside, and forget."""
+        if self._scheduler is not None:
+            vars(self._scheduler).pop("step", None)
+        self._scheduler = self._latent_BChw = self._heard = None
+
+    def shown(self, x_BCHW: Tensor, interlace: Interlace, branches: int) -> Tensor:
+        """What the denoiser is shown of the guide, in the place of the anchor. At first it is the anchor.
+
+        Channels beyond the latent's are a picture to fill in: the anchor's.
+        """
+        anchor = interlace.split(x_BCHW)[0]
+        if self._latent_BChw is None:
+            self._latent_BChw = anchor[: len(anchor) // branches, : self._channels].float()
+        own = self._latent_BChw.to(anchor).repeat(branches, 1, 1, 1)
+        return torch.cat([own, anchor[:, self._channels :]], 1)
+
+    def heard(self, level: Level, prediction_BChw: Tensor, whole_BCHW: Tensor) -> None:
+        """Predictions of all branches in this step: the guide's, and those that the pipeline is answered with."""
+        self._heard = level, prediction_BChw, whole_BCHW
+
+    def _go_on(self, model_output: Tensor, timestep: Any) -> None:
+        if self._heard is None or self._latent_BChw is None:
+            return
+        (level, prediction, whole), self._heard = self._heard, None
+        later = self._next(timestep)
+        if later is None:
+            return
+        combined = weighed(model_output, whole, prediction)[:, : self._latent_BChw.shape[1]]
+        clean = level.clean(self._latent_BChw, combined)
+        noise = (self._latent_BChw - level.signal * clean) / level.noise
+        self._latent_BChw = later.signal * clean + later.noise * noise
+
+    def _next(self, timestep: Any) -> Level | None:
+        times = self._scheduler.timesteps
+        place = int((times - torch.as_tensor(timestep).to(times)).abs().argmin()) + 1
+        return level_of(self._scheduler, times[place], step=place) if place < len(times) else None
+
+
+def weighed(output_BCHW: Tensor, branches_KCHW: Tensor, others_Kchw: Tensor) -> Tensor:
+    """`others` of all branches put together as `output` is of `branches`, a weighted sum for each picture.
+
+    Raises UnsupportedModel where the output is no such sum.
+    """
+    count = len(output_BCHW)
+    known = _apart(branches_KCHW.float().reshape(-1, count, output_BCHW[0].numel()).transpose(0, 1).double())
+    wanted = output_BCHW.float().flatten(1).double()
+    gram = known @ known.transpose(1, 2)
+    weights = torch.linalg.pinv(gram, hermitian=True, rtol=1e-10) @ (known @ wanted[:, :, None])
+    left = (wanted - (weights.transpose(1, 2) @ known)[:, 0]).norm()
+    if left > APART * wanted.norm():
+        raise UnsupportedModel(
+            "guide=flow: this pipeline does not guide by a weighted sum of its branches, so that the guide cannot "
+            "follow it: use guide=anchor"
+        )
+    others = others_Kchw.float().reshape(-1, count, *others_Kchw.shape[1:])
+    parts = _apart(others.flatten(2).transpose(0, 1))
+    summed = weights.transpose(1, 2).float() @ parts
+    return summed[:, 0].reshape(others.shape[1:])
+
+
+def _apart(branches_BKN: Tensor) -> Tensor:
+    """The first branch, and what the others differ by from it: nearly alike branches would hide their weights."""
+    first = branches_BKN[:, :1]
+    return torch.cat([first, branches_BKN[:, 1:] - first], 1)

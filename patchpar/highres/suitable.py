@@ -1,0 +1,29 @@
+"""Whether a pipeline can draw large pictures out of patches, told before it is called."""
+
+from typing import Any
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.highres.level import kind_of, refuse_thresholding
+from patchpar.highres.native import Native
+from patchpar.models.description import DENOISERS
+
+TESTED = (
+    "StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline",
+    "StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline",
+    "StableDiffusion3Pipeline", "FluxPipeline",
+)  # fmt: skip
+"""Pipelines that tests draw large pictures with. Nobody else gets another method without asking for it."""
+
+
+def why_kept_native(pipe: Any) -> str:
+    """Why nothing but plain generation is chosen for large pictures of this pipeline; empty where it can be led."""
+    denoisers = [pipe.components[name] for name in DENOISERS if pipe.components.get(name) is not None]
+    if type(pipe).__name__ not in TESTED or not denoisers:
+        return f"{type(pipe).__name__} is not known to draw well out of patches"
+    try:
+        Native.of(pipe, denoisers[0], None)
+        refuse_thresholding(pipe.scheduler)
+        kind_of(pipe.scheduler)
+    except (PlanError, UnsupportedModel) as error:
+        return str(error)
+    return ""

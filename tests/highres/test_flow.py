@@ -1,0 +1,93 @@
+"""The guide of a cascade is the picture that the model draws at native size, whatever becomes of the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.highres.flow import weighed
+from patchpar.mesh import Axis
+from patchpar.strategies.structure_guidance import StructureGuidance
+from tests.tiny import Tiny, latents
+
+from .drawing import Case, alone, apart, large, plain, prepared
+
+STEPS = 6
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def before_the_last_step(tiny: Tiny, found: list[Tensor]) -> Any:
+    """A callback that keeps the latents with which the last step begins."""
+
+    def callback(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        if step == STEPS - 2:
+            found.append(values["latents"])
+        return {}
+
+    return callback
+
+
+@pytest.mark.parametrize("guidance", [7.5, 1.0])
+def test_the_guide_is_the_native_picture(guidance: float) -> None:
+    """Begun by the anchor, whose first stage is the native picture's when it alone is followed, and led on by DDIM."""
+    case = Case(scheduler=diffusers.DDIMScheduler)
+    start, call = noise(1, 4, 16, 16), {"steps": STEPS, "guidance_scale": guidance}
+    tiny, native = prepared(case), list[Tensor]()
+    own = {"latents": start[..., ::2, ::2].contiguous(), "height": 64, "width": 64}
+    latents(tiny, **call, **own, callback_on_step_end=before_the_last_step(tiny, native))
+    strategy = StructureGuidance(native=64, switch=0.6, guide="flow")
+    shown: list[Tensor] = []
+    with large(tiny, strategy, None, Axis("patch")) as found:
+        flow = found._detail._flow
+        assert flow is not None
+        original = flow.shown
+        flow.shown = lambda *args: shown.append(original(*args)) or shown[-1]  # type: ignore[method-assign]
+        latents(tiny, **call, latents=start, height=128, width=128)
+    assert len(shown) == 4  # of six steps those below 0.6
+    assert apart(shown[-1][:1], native[0]) < 1e-4
+
+
+def test_the_guide_leads() -> None:
+    """A guide makes another picture than the anchor, and that is not the plain one."""
+    options = {"switch": 0.7}
+    by_flow, by_anchor = (alone(Case(options=options | {"guide": each})) for each in ("flow", "anchor"))
+    assert apart(by_flow, by_anchor) > 1e-4
+    assert apart(by_flow, plain(Case())) > 1e-2
+
+
+@pytest.mark.parametrize("branches", [1, 2, 3])
+def test_weights_of_branches_are_found(branches: int) -> None:
+    """For each picture of a batch, and where branches are nearly alike."""
+    weights = torch.tensor([[3.5], [-2.0], [-0.5]])[:branches] + torch.arange(2.0)
+    for differ in (1.0, 1e-3):
+        known = noise(1, 2, 4, 6, 6) + differ * noise(branches, 2, 4, 6, 6, seed=1)
+        others = noise(1, 2, 4, 3, 3, seed=2) + differ * noise(branches, 2, 4, 3, 3, seed=3)
+        summed, want = ((weights[:, :, None, None, None] * x).sum(0) for x in (known, others))
+        got = weighed(summed, known.flatten(0, 1), others.flatten(0, 1))
+        assert torch.allclose(got, want, atol=2e-3, rtol=1e-3)
+
+
+def test_what_a_guide_cannot_follow() -> None:
+    known = noise(2, 4, 6, 6)
+    with pytest.raises(UnsupportedModel, match="not guide by a weighted sum of its branches"):
+        weighed(known[:1] * known[1:].sign(), known, known)
+    with pytest.raises(PlanError, match="HeunDiscreteScheduler steps in two halves"):
+        alone(Case(options={"guide": "flow"}, scheduler=diffusers.HeunDiscreteScheduler))
+    with pytest.raises(PlanError, match="guide=flow would not see"):
+        StructureGuidance(guide="flow", renoised=True)
+
+
+def test_nothing_is_left_behind() -> None:
+    tiny = prepared(Case())
+    before = set(vars(tiny.pipe.scheduler))
+    with large(tiny, StructureGuidance(native=64, guide="flow"), None, Axis("patch")):
+        assert "step" in vars(tiny.pipe.scheduler)
+    assert set(vars(tiny.pipe.scheduler)) == before
