@@ -2,6 +2,8 @@
 # make test     the whole test suite
 # make test-all the same for every model, scheduler and option that a promise names
 # make check    lint, types, direction of imports
+# make docs     the docs as a site, in build/site
+# make drawings the drawings of the docs, drawn again
 # make figures  measure again what the docs state
 # make coverage every transformer and UNet class of diffusers, split and held against the plain model
 # make plans    find the token plans anew that come with the package
@@ -14,7 +16,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PROMPT ?= a red house on the left and a pine on the right, green hills at sunset
 
-.PHONY: demo test test-all lint format types imports check figures coverage plans clean
+.PHONY: demo test test-all lint format types imports check docs drawings figures coverage plans clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -26,7 +28,7 @@ test: $(VENV)/installed-dev
 test-all: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15 -m ""
 
-check: lint types imports
+check: lint types imports docs
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -41,6 +43,13 @@ types: $(VENV)/installed-dev
 
 imports: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+# A warning is an error: a dead link, a page that is not in the menu, a name that the reference does not find.
+docs: $(VENV)/installed-docs
+	$(BIN)/mkdocs build --quiet
+
+drawings: $(VENV)/installed
+	$(BIN)/python -m benchmarks.drawings
 
 # Every figure of the docs, measured again; takes the better part of an hour, and an otherwise idle machine.
 figures: $(VENV)/installed-dev
@@ -88,6 +97,10 @@ $(VENV)/torch:
 $(VENV)/installed: $(VENV)/torch pyproject.toml
 	$(PIP) install --editable .
 	touch $@
+
+$(VENV)/installed-docs: $(VENV)/torch pyproject.toml
+	$(PIP) install --editable ".[docs]"
+	touch $@ $(VENV)/installed
 
 $(VENV)/installed-dev: $(VENV)/torch pyproject.toml
 	$(PIP) install --editable ".[dev]"

@@ -22,6 +22,7 @@ PAGES = [
     *sorted((REPOSITORY / "pipelines").glob("*.md")),
 ]
 BLOCK = re.compile(r"^```(?P<language>\w*)(?P<note>[^\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+VERBS = "|".join(get_command(app).commands)  # type: ignore[attr-defined]
 LINK = re.compile(r"(?<!`)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 
 
@@ -36,14 +37,13 @@ def python_blocks(page: Path, *, runnable: bool) -> list[str]:
 
 
 def command_lines(page: Path) -> list[str]:
+    """Commands to be typed, without the synopsis of the command line's page and what only explains."""
     found = []
     for match in BLOCK.finditer(page.read_text()):
         if match["language"] in ("", "bash", "sh", "console"):
             lines = match["text"].replace("\\\n", " ").splitlines()
-            found += [
-                line.removeprefix("$ ") for line in lines if re.match(r"(\$ )?patchpar (generate|compare|doctor)", line)
-            ]
-    return [line for line in found if "PROMPT..." not in line and not line.startswith("patchpar doctor  ")]
+            found += [line.removeprefix("$ ") for line in lines if re.match(rf"(\$ )?patchpar ({VERBS})\b", line)]
+    return [line for line in found if "   " not in line and "..." not in line]
 
 
 def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -62,6 +62,12 @@ def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """All blocks of a page are one script, in order, run by a plain Python in an empty folder."""
     answer = run("\n".join(python_blocks(page, runnable=True)), tmp_path)
     assert answer.returncode == 0, answer.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_no_block_hides_in_a_list(page: Path) -> None:
+    """What is indented is no block to the tests here."""
+    assert not re.search(r"^[ \t]+```", page.read_text(), re.MULTILINE)
 
 
 def test_a_broken_block_would_be_seen(tmp_path: Path) -> None:
@@ -99,15 +105,16 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_every_page_is_in_the_index(folder: str) -> None:
     index = (REPOSITORY / folder / "README.md").read_text()
     pages = {page.name for page in (REPOSITORY / folder).glob("*.md")} - {"README.md"}
+    pages |= {f"howto/{page.name}" for page in (REPOSITORY / folder / "howto").glob("*.md")}
     assert {page for page in pages if f"({page})" not in index} == set()
 
 
-def test_the_file_tree_of_the_readme_is_the_file_tree() -> None:
-    """Every module of the package is named in the README's tree, and nothing else is."""
+def test_the_file_tree_is_the_file_tree() -> None:
+    """Every module of the package is named in the tree of docs/architecture.md, and nothing else is."""
     tree = next(
         match["text"]
-        for match in BLOCK.finditer((REPOSITORY / "README.md").read_text())
-        if "patchpar/" in match["text"] and "├" not in match["text"] and "plan.py" in match["text"]
+        for match in BLOCK.finditer((REPOSITORY / "docs" / "architecture.md").read_text())
+        if "patchpar/" in match["text"] and "plan.py" in match["text"]
     )
     package = REPOSITORY / "patchpar"
     modules = {path.name for path in package.glob("*.py")} - {"__init__.py", "__main__.py"}

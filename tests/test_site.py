@@ -1,0 +1,31 @@
+"""The docs as a site have every page and every public name. `make docs` builds it and takes a warning as an error."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import patchpar
+
+REPOSITORY = Path(__file__).parent.parent
+DOCS = REPOSITORY / "docs"
+MENU = (REPOSITORY / "mkdocs.yml").read_text()
+PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md") if not page.name.startswith("0"))
+"""Without decisions, to which their own index leads."""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_is_in_the_menu_once(page: str) -> None:
+    assert len(re.findall(rf"(: |- ){re.escape(page)}$", MENU, re.MULTILINE)) == 1
+
+
+def test_the_menu_has_no_page_that_is_gone() -> None:
+    named = set(re.findall(r"(?<=[ -])[\w/-]+\.md$", MENU, re.MULTILINE))
+    assert named - {"CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "pipelines/README.md"} == set(PAGES)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    named = re.findall(r"^::: patchpar\.(\w+)$", (DOCS / "reference.md").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(patchpar.__all__)
