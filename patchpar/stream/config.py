@@ -1,12 +1,14 @@
 """How a model is to be streamed: `stream.json` in its folder, or an object of the same facts."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
 from patchpar.stream.flow import FlowSchedule, Sampler
+from patchpar.stream.model_index import self_forcing_facts
 from patchpar.stream.passes import CausalOptions
 
 CONFIG = "stream.json"
@@ -51,23 +53,29 @@ class StreamConfig:
     def load(cls, folder: Path) -> "StreamConfig":
         """Read `stream.json`. Raises PlanError."""
         file = folder / CONFIG
+        known = None if file.is_file() else self_forcing_facts(folder)
+        if known is not None:
+            return cls.of(known)
         if not file.is_file():
             raise PlanError(
                 f"{folder} has no {CONFIG}, so nobody knows how to stream it: pass config=StreamConfig(...)"
             )
         try:
-            facts: dict[str, Any] = json.loads(file.read_text())
-            facts["blocks"] = CausalOptions(**facts.get("blocks", {}))
+            return cls.of(json.loads(file.read_text()))
+        except PlanError as error:
+            raise PlanError(f"{file}: {error}") from error
         except (ValueError, TypeError, AttributeError) as error:
-            raise PlanError(f"{file} cannot be read: {error}") from error
+            raise PlanError(f"{file} is not complete, or cannot be read: {error}") from error
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> "StreamConfig":
+        """From what JSON keeps of one. Raises PlanError; TypeError where a fact is missing or of another kind."""
         unknown = sorted(set(facts) - {known.name for known in fields(cls)})
         if unknown:
-            raise PlanError(f"{file}: {', '.join(unknown)} means nothing; it may have {_names(cls)}")
-        facts.update({name: tuple(facts[name]) for name in ("sigmas", "prompts") if name in facts})
-        try:
-            return cls(**facts)
-        except TypeError as error:
-            raise PlanError(f"{file} is not complete: {error}") from error
+            raise PlanError(f"{', '.join(unknown)} means nothing; a stream may have {_names(cls)}")
+        values: dict[str, Any] = {**facts, "blocks": CausalOptions(**facts.get("blocks", {}))}
+        values.update({name: tuple(facts[name]) for name in ("sigmas", "prompts") if name in facts})
+        return cls(**values)
 
 
 def _names(kind: type[Any]) -> str:

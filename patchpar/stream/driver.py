@@ -7,9 +7,10 @@ conditions are those of before, and the sink is the one it had; what the window 
 """
 
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from patchpar.stream.credits import Credits
 from patchpar.stream.events import Reference
 from patchpar.stream.stage import StageFigures
 from patchpar.stream.talk import Begin, Cancel, Course, Produced, Ready, Said, Shown, Stop, Wish
-from patchpar.stream.track import AudioTrack
 
 Status = Literal["running", "paused", "degraded", "finished", "cancelled", "failed"]
 Run = Callable[..., list[Any]]
@@ -35,6 +35,30 @@ class Limits:
     credit: int
     blocks: int | None = None
     restarts: int = 1
+
+
+class Source(Protocol):
+    """Where the sound of a stream comes from."""
+
+    def is_here(self, block: int) -> bool:
+        """Whether all that block `block` hears has come."""
+
+    def is_over(self, block: int) -> bool:
+        """Whether the sound ended before this block begins."""
+
+    def take(self, block: int) -> tuple[Tensor, Tensor]:
+        """(audio tokens (1, F, n, C), samples (N,)) of a block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Came:
+    """A block that has come out: what was produced, of which order, its sound, in which course."""
+
+    produced: Produced
+    begun: Begin
+    samples: Tensor | None
+    course: Course
+    epoch: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,20 +83,21 @@ class Standing:
 class Driver:
     """One stream on the ranks, in a thread of its own. All its methods are for several threads.
 
-    `run(course, on_event, on_start)` runs the stages. `deliver(produced, samples, epoch)` takes what comes out, under
-    the lock of `changed`, which is notified of everything that happens.
+    `run(course, on_event, on_start)` runs the stages, `courses` one after another: each ends where the next begins.
+    `deliver` takes what comes out, under the lock of `changed`, which is notified of everything that happens.
     """
 
     def __init__(
         self,
         run: Run,
-        course: Course,
+        courses: Sequence[Course],
         limits: Limits,
-        track: AudioTrack | None,
-        deliver: Callable[[Produced, Tensor | None, int], object],
+        track: Source | None,
+        deliver: Callable[[Came], object],
         changed: threading.Condition,
     ) -> None:
-        self._run, self._course, self._limits, self._track = run, course, limits, track
+        self._course, *later = courses
+        self._run, self._later, self._limits, self._track = run, deque(later), limits, track
         self._deliver, self._changed = deliver, changed
         self._credits = Credits(limits.credit)
         self._wishes: dict[int, list[Wish]] = {}
@@ -133,7 +158,7 @@ class Driver:
         """Begin no further block, or begin again; the block that is held up."""
         with self._changed:
             self._is_paused = is_paused
-            if not self.is_over:
+            if self.status in ("running", "paused"):
                 self.status = "paused" if is_paused else "running"
             return self.look()
 
@@ -165,9 +190,20 @@ class Driver:
                 continue
             with self._changed:
                 self.figures = tuple(figures for figures in found if isinstance(figures, StageFigures))
-                self.status = "cancelled" if self.status == "cancelled" else "finished"
+                course = self._next_course()
                 self._changed.notify_all()
-            return
+
+    def _next_course(self) -> Course | None:
+        """After one has come to its end. Called under the lock."""
+        self._tell = self._ready = None
+        if self.status == "cancelled":
+            return None
+        if not self._later or self._is_stopping:
+            self.status = "finished"
+            return None
+        self._course = self._later.popleft()
+        self._standing.epoch += 1
+        return self._course
 
     def _begun(self, tell: Tell) -> None:
         with self._changed:
@@ -190,7 +226,9 @@ class Driver:
                 self._standing.note(event, begun)
                 if self.status == "degraded":
                     self.status = "paused" if self._is_paused else "running"
-                self._deliver(event, samples, self._standing.epoch)
+                epoch = self._standing.epoch
+                came = Came(produced=event, begun=begun, samples=samples, course=self._course, epoch=epoch)
+                self._deliver(came)
             self._changed.notify_all()
 
     def _order(self) -> None:
@@ -218,6 +256,8 @@ class Driver:
     def _has_ended(self, block: int) -> bool:
         if self._is_stopping or block == self._limits.blocks:
             return True
+        if self._later and block == self._later[0].first_block:
+            return True
         return self._track is not None and self._track.is_over(block)
 
     def _interrupted(self, error: Exception) -> Course | None:
@@ -238,4 +278,5 @@ class Driver:
         else:
             self._wishes.setdefault(standing.next_out, [])[:0] = again
         adapts = self._course.adapt_sink and not standing.has_sink
-        return replace(self._course, first_block=standing.next_out, adapt_sink=adapts)
+        self._course = replace(self._course, first_block=standing.next_out, adapt_sink=adapts)
+        return self._course

@@ -1,13 +1,15 @@
 """What one rank of a stream of pictures does: loads the whole pipeline, draws its denoising steps of each picture."""
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 import diffusers
 import torch
 import transformers
-from diffusers import DiffusionPipeline
+from diffusers import AutoPipelineForImage2Image, DiffusionPipeline
 
+from patchpar.errors import PlanError
 from patchpar.exchange import Door
 from patchpar.launch.context import ListeningContext
 from patchpar.stream.picture_stage import PictureStage
@@ -30,8 +32,8 @@ class PictureEngine:
         self._transport: Transport | None = None
         self._pipe: Any = None
 
-    def load(self, model: str, options: Mapping[str, Any]) -> str:
-        """Load with diffusers, from safetensors only; the pipeline's class."""
+    def load(self, model: str, options: Mapping[str, Any], takes_image: bool = False) -> str:
+        """Load with diffusers, from safetensors only; the pipeline's class. Raises PlanError."""
         if self._context.world_size > 1:  # one bar per rank and component would only be noise
             diffusers.utils.logging.disable_progress_bar()
             transformers.utils.logging.disable_progress_bar()
@@ -39,7 +41,8 @@ class PictureEngine:
                 self._transport = connect(self._device, deadline=self._context.deadline, through=THROUGH)
         dtype = options.get("torch_dtype")
         named = {**options, "torch_dtype": getattr(torch, dtype)} if isinstance(dtype, str) else options
-        self._pipe = DiffusionPipeline.from_pretrained(model, use_safetensors=True, **named).to(self._device)
+        pipe = DiffusionPipeline.from_pretrained(model, use_safetensors=True, **named)
+        self._pipe = (_taking_image(pipe) if takes_image else pipe).to(self._device)
         self._pipe.set_progress_bar_config(disable=True)
         return type(self._pipe).__name__
 
@@ -63,3 +66,16 @@ class PictureEngine:
 
     def _put(self, number: int, result: Any) -> None:
         self._context.emit(Drawn(number=number, picture=result.images[0]))
+
+
+def _taking_image(pipe: Any) -> Any:
+    """The pipeline itself, or the one of its family that starts from an image. Raises PlanError if there is none."""
+    if "image" in signature(pipe.__call__).parameters:
+        return pipe
+    try:
+        return AutoPipelineForImage2Image.from_pipe(pipe)
+    except ValueError as error:
+        raise PlanError(
+            f"a {type(pipe).__name__} draws from text alone, and diffusers knows none of its family that starts from "
+            "an image: use another model"
+        ) from error

@@ -4,17 +4,19 @@ push ---> [ a few that wait ] ---> every rank                  as soon as there 
 for shot in session  <--- [ at most as many as there is credit ] <--- last rank
 """
 
+import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, get_args
 
 from patchpar.errors import PlanError
 from patchpar.launch.context import Tell
 from patchpar.stream.credits import Credits
+from patchpar.stream.held import Closing
+from patchpar.stream.outlet import Outlet, Output, check_output
 from patchpar.stream.picture_talk import Drawn, PictureOrder
 from patchpar.stream.talk import Stop
 
@@ -35,35 +37,40 @@ class Shot:
 class PictureManner:
     """How a stream of pictures runs. Raises PlanError.
 
-    `intake`: with "all" a push waits for room, with "latest" a newer frame takes the place of one that waits. `credit`:
-    pictures between their beginning and the watcher. `seed`: of every picture.
+    `intake`: with "all" a push waits for room, with "latest" a newer frame takes the place of one that waits. `output`:
+    while the watcher is slow, "block" waits; "drop_oldest" and "skip_to_live" lose pictures. `lead`: pictures that may
+    be ready beyond one under way on each rank. `seed`: of every picture.
     """
 
     ranks: int
     seed: int
-    intake: Intake
-    credit: int
+    intake: Intake = "all"
+    output: Output = "block"
+    lead: int = 2
 
     def __post_init__(self) -> None:
+        check_output(self.output)
+        if self.lead < 1:
+            raise PlanError(f"lead={self.lead}: at least 1")
         if self.intake not in get_args(Intake):
             raise PlanError(f"intake={self.intake!r}: use one of {', '.join(get_args(Intake))}")
         if not 0 <= self.seed < 2**63:
             raise PlanError(f"seed={self.seed}: it must be at least 0 and below 2**63")
 
 
-class PictureSession:
-    """One stream of pictures. A context manager and an iterator."""
+class PictureSession(Closing):
+    """One stream of pictures. A context manager and an iterator, plain and async."""
 
     def __init__(self, run: Callable[..., Any], manner: PictureManner, arguments: Mapping[str, Any]) -> None:
         self._run, self._manner, self._arguments = run, manner, dict(arguments)
         self._changed = threading.Condition()
-        self._credits = Credits(manner.credit)
+        self._credits = Credits(manner.ranks + manner.lead)
         self._waiting: deque[tuple[int, Mapping[str, Any]]] = deque()
-        self._shots: deque[Shot] = deque()
+        self._outlet: Outlet[Shot] = Outlet(manner.output, manner.lead, self._credits.give_back)
         self._pushed: dict[int, float] = {}
-        self._number = self._dropped = 0
+        self._number = self._replaced = 0
         self._tell: Tell | None = None
-        self._is_ending = self._is_over = self._is_cancelled = False
+        self._is_ending = self._is_over = self._is_cancelled = self._is_paused = False
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._drive, name="patchpar-pictures", daemon=True)
         self._thread.start()
@@ -76,11 +83,10 @@ class PictureSession:
         with self._changed:
             if self._manner.intake == "all":
                 self._wait_for_room()
-            if self._is_ending or self._is_over:
-                raise PlanError("this stream takes no more pictures: begin another one")
+            self._check_running()
             for number, _ in self._waiting:  # of which "latest" leaves none
                 del self._pushed[number]
-                self._dropped += 1
+                self._replaced += 1
             self._waiting.clear()
             number, self._number = self._number, self._number + 1
             self._pushed[number] = time.perf_counter()
@@ -88,11 +94,17 @@ class PictureSession:
             self._order()
             return number
 
+    def push_frame(self, image: Any, **arguments: Any) -> int:
+        """`push(image=image)`: the next frame of a camera, a film or a folder."""
+        return self.push(image=image, **arguments)
+
     def map(self, requests: Iterable[Mapping[str, Any]]) -> Iterator[Shot]:
         """Push all of these and give what comes out, as fast as there is credit. The stream ends with them."""
         for arguments in requests:
-            while self._waiting and not self._is_over:
-                yield next(self)
+            while self._waiting and not self.is_over:
+                if (shot := next(self, None)) is None:
+                    return
+                yield shot
             self.push(**arguments)
         self.stop()
         yield from self
@@ -100,8 +112,24 @@ class PictureSession:
     def set(self, **arguments: Any) -> int:
         """Other arguments for all further pictures, such as `prompt`; the number of the first of them."""
         with self._changed:
+            self._check_running()
             self._arguments.update(arguments)
             return self._number
+
+    def pause(self) -> int:
+        """Begin no further picture until `resume`; what is under way comes out. The number that is held up."""
+        return self._set_paused(True)
+
+    def resume(self) -> int:
+        """Go on with the pictures that wait; the number of the first."""
+        return self._set_paused(False)
+
+    def flush(self) -> int:
+        """Throw away pictures that are ready and have not been taken; how many."""
+        with self._changed:
+            count = self._outlet.flush()
+            self._order()
+            return count
 
     def stop(self) -> None:
         """Take no more pictures; iteration ends when those that were pushed have come out."""
@@ -114,7 +142,7 @@ class PictureSession:
         with self._changed:
             self._is_cancelled = self._is_ending = True
             self._waiting.clear()
-            self._shots.clear()
+            self._outlet.clear()
             self._order()
             self._changed.notify_all()
 
@@ -131,25 +159,47 @@ class PictureSession:
     def __next__(self) -> Shot:
         """The next picture. Raises what the pipeline raised, or WorkerError."""
         with self._changed:
-            self._changed.wait_for(lambda: self._shots or self._is_over or self._is_cancelled)
-            if not self._shots:
+            self._changed.wait_for(lambda: len(self._outlet) or self.is_over)
+            if not len(self._outlet):
                 if self._error is not None and not self._is_cancelled:
                     raise self._error
                 raise StopIteration
-            shot = self._shots.popleft()
+            shot = self._outlet.take()
             self._credits.give_back()
             self._order()
             return shot
 
+    async def __aiter__(self) -> AsyncIterator[Shot]:
+        """The same without blocking the event loop."""
+        while (shot := await asyncio.to_thread(next, self, None)) is not None:
+            yield shot
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come out, beyond what is ready."""
+        return self._is_over or self._is_cancelled
+
     @property
     def dropped(self) -> int:
-        """Frames that a newer one has taken the place of."""
-        return self._dropped
+        """Frames that a newer one has taken the place of, and pictures lost to a slow watcher or flushed."""
+        return self._replaced + self._outlet.dropped
 
     @property
     def in_flight(self) -> int:
         """Pictures that have begun and have not been taken."""
         return self._credits.in_flight
+
+    def _check_running(self) -> None:
+        if self._is_ending or self.is_over:
+            raise PlanError("this stream takes no more pictures: begin another one")
+
+    def _set_paused(self, is_paused: bool) -> int:
+        with self._changed:
+            self._check_running()
+            self._is_paused = is_paused
+            first = self._waiting[0][0] if self._waiting else self._number
+            self._order()
+            return first
 
     def _wait_for_room(self) -> None:
         """Until no picture waits. Called under the lock."""
@@ -178,12 +228,14 @@ class PictureSession:
         with self._changed:
             if isinstance(event, Drawn) and not self._is_cancelled:
                 latency = time.perf_counter() - self._pushed.pop(event.number)
-                self._shots.append(Shot(number=event.number, picture=event.picture, latency=latency))
+                self._outlet.put(Shot(number=event.number, picture=event.picture, latency=latency))
+                self._order()
                 self._changed.notify_all()
 
     def _order(self) -> None:
         """Tell the ranks what is to be drawn, as far as there is credit, and when it was all. Under the lock."""
-        while self._tell is not None and self._waiting and self._credits.take():
+        goes_on = not self._is_paused or self._is_ending
+        while goes_on and self._tell is not None and self._waiting and self._credits.take():
             number, arguments = self._waiting.popleft()
             self._tell_all(PictureOrder(number=number, arguments=arguments, seed=self._manner.seed))
             self._changed.notify_all()
@@ -195,11 +247,3 @@ class PictureSession:
         for rank in range(self._manner.ranks):
             assert self._tell is not None
             self._tell(rank, word)
-
-    def __enter__(self) -> "PictureSession":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

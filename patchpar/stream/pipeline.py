@@ -1,40 +1,40 @@
 """`StreamingPipeline`: a block-causal model, its denoising steps on ranks of their own, frames as they are made."""
 
-import math
-from collections.abc import Sequence
-from functools import partial
+import warnings
+from importlib.metadata import version
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.launch.devices import Devices, resolve_devices
-from patchpar.launch.inline import InlineExecutor
-from patchpar.launch.local import LocalExecutor
 from patchpar.stream.config import StreamConfig
-from patchpar.stream.driver import Limits
+from patchpar.stream.crew import Crew, Loading
+from patchpar.stream.delivery import StreamDelivery, StreamFormat
+from patchpar.stream.driver import Limits, Source
+from patchpar.stream.folder import StreamFolder
+from patchpar.stream.held import HeldRanks
+from patchpar.stream.journal import Journal, Origin
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.session import StreamDelivery, StreamSession, Timing
+from patchpar.stream.recording import RecordedSound, Recording
+from patchpar.stream.reference import reference_picture
+from patchpar.stream.session import StreamSession
+from patchpar.stream.sound_file import read_sound
 from patchpar.stream.talk import Course, Facts, Said, Shown, Wish
 from patchpar.stream.track import AudioTrack
 
-ENGINE = "patchpar.stream.engine:StreamEngine"
-LOAD_SECONDS = 600.0
+Sound = tuple[Tensor, int] | str | Path | None
 
 
-class StreamingPipeline:
+class StreamingPipeline(HeldRanks[Crew, StreamSession]):
     """A model that streams. Made by `from_pretrained`; a context manager."""
 
-    def __init__(self, executor: Any, config: StreamConfig, plan: StreamPlan, facts: Facts) -> None:
-        self._executor: LocalExecutor | InlineExecutor | None = executor
-        self._facts = facts
-        self.config, self.plan = config, plan
-        self._session: StreamSession | None = None
+    def __init__(self, crew: Crew, config: StreamConfig, facts: Facts, loading: Loading) -> None:
+        super().__init__(crew)
+        self._crew, self._facts, self._loading = crew, facts, loading
+        self.config = config
 
     @classmethod
     def from_pretrained(
@@ -53,70 +53,127 @@ class StreamingPipeline:
         where the folder has no stream.json. `deadline`: seconds that a rank may wait for another. Other options are
         those of diffusers' from_pretrained. Raises PlanError, UnsupportedModel, LaunchError.
         """
-        path = Path(folder).expanduser()
-        if not (path / "model_index.json").is_file():
-            raise PlanError(f"{path} has no model_index.json: give the folder of a WanPipeline")
-        config = config or StreamConfig.load(path)
+        known = StreamFolder.read(
+            folder, config=config, options={name: _plain(value) for name, value in options.items()}
+        )
+        config = known.config
         found = resolve_devices(devices)
         plan = plan or StreamPlan.even(config.steps, min(len(found.names), config.steps + 1))
         _check(plan, config, found)
-        names = found.names[: plan.ranks]
-        executor: LocalExecutor | InlineExecutor = InlineExecutor(names[0], ENGINE, deadline=deadline)
-        if len(names) > 1:
-            executor = LocalExecutor(names, ENGINE, deadline=deadline, preload=["patchpar.stream.engine"])
-        try:
-            facts = executor.call("load", str(path), config, plan, options, replay=True, expected=LOAD_SECONDS)[0]
-        except BaseException:
-            executor.close()
-            raise
-        return cls(executor, config, plan, facts)
+        loading = Loading(
+            folder=known.path, config=config, options=known.options, devices=found.names, deadline=deadline
+        )
+        ranks, facts = loading.start(plan)
+        return cls(Crew(ranks, plan, loading.start), config, facts, loading)
+
+    @property
+    def plan(self) -> StreamPlan:
+        """Which rank does which steps; another plan than it was if workers could not be had again."""
+        return self._crew.plan
+
+    @property
+    def rate(self) -> int | None:
+        """Samples per second that the model hears; None if it hears nothing."""
+        return None if self._facts.audio is None else int(self._facts.audio.rate)
 
     def stream(
         self,
         prompt: str = "",
         *,
         reference: Any = None,
-        audio: tuple[Tensor, int] | str | None = None,
+        audio: Sound = None,
         seed: int = 0,
         seconds: float | None = None,
         delivery: StreamDelivery | None = None,
     ) -> StreamSession:
         """Begin a stream. One at a time; use it in a `with` block.
 
-        `reference`: a picture (PIL, or (height, width, 3) in uint8) whose looks the stream keeps. `audio`: (samples,
-        rate) for a stream as long as the sound, "live" for `push_audio`, None for silence. `seconds`: how long; without
-        it, and without sound that ends, there is no end. Raises PlanError.
+        `reference`: a picture (file, PIL, or (height, width, 3) in uint8) whose looks the stream keeps. `audio`: a
+        file, or (samples, rate), for a stream as long as the sound, "live" for `push_audio`, None for silence.
+        `seconds`: how long; without it, and without sound that ends, there is no end. Raises PlanError.
         """
-        if self._executor is None:
-            raise PlanError("this pipeline is closed; make a new one")
-        if self._session is not None and self._session.status in ("running", "paused", "degraded"):
-            raise PlanError("a stream is running on these ranks: close it first, or make another pipeline")
-        if self._session is not None:
-            self._session.close()
+        crew = self._free_ranks()
         if not 0 <= seed < 2**64:
             raise PlanError(f"seed={seed}: it must be at least 0 and below 2**64")
+        delivery = delivery or StreamDelivery()
+        form = self._format(delivery.fps or self.config.fps)
+        limits = self._limits(delivery, form.blocks(seconds))
+        source, wishes = self._track(audio), self._wishes(prompt, reference)
+        course = self._course(seed)
+        record = delivery.record
+        journal = None if record is None else Journal(Path(record), self._origin(course, form.fps))
+        self._session = StreamSession(crew.run, (course,), limits, form, delivery, source)
+        return self._session.begin(*wishes, journal=journal)
+
+    def replay(self, recording: Recording, *, delivery: StreamDelivery | None = None) -> StreamSession:
+        """Make a stream again that was taken down, bit for bit, also on other ranks.
+
+        `recording`: see Recording.read; its `is_as_it_was` compares a chunk with what it was. A worker that dies ends
+        it. Raises PlanError.
+        """
+        crew = self._free_ranks()
+        delivery, form = delivery or StreamDelivery(), self._format(recording.origin.fps)
+        blocks = recording.blocks
+        source: Source | None = RecordedSound(blocks) if blocks[0].heard else None
+        if (source is None) != (self.rate is None):
+            raise PlanError("this model hears and the recorded one did not, or the other way round: it is another one")
+        limits = Limits(credit=self.plan.depth + delivery.lead, blocks=len(blocks), restarts=0)
+        courses = recording.courses(self.plan.ranks)
+        self._session = StreamSession(crew.run, courses, limits, form, delivery, source)
+        return self._session.begin(changes=recording.wishes())
+
+    def _format(self, fps: float) -> StreamFormat:
+        """How frames come. Raises PlanError for a rate at which sound and frames would drift apart."""
         config, facts = self.config, self._facts
-        course = Course(
+        if facts.audio is not None and fps != facts.audio.fps:
+            raise PlanError(
+                f"fps={fps:g}, but this model hears {facts.audio.fps:g} frames in a second, so that sound and frames "
+                f"would drift apart: use fps={facts.audio.fps:g}"
+            )
+        if fps != config.fps:
+            text = f"fps={fps:g}: this model was made for {config.fps:g}, so that all moves faster or slower"
+            warnings.warn(text, stacklevel=3)
+        return StreamFormat(
+            fps=fps,
+            height=config.height,
+            width=config.width,
+            frames=config.blocks.frames,
+            per_latent=facts.per_latent,
+        )
+
+    def _limits(self, delivery: StreamDelivery, blocks: int | None) -> Limits:
+        return Limits(credit=self.plan.depth + delivery.lead, blocks=blocks, restarts=delivery.restarts)
+
+    def _course(self, seed: int) -> Course:
+        config, spatial = self.config, self._facts.spatial
+        return Course(
             ranks=self.plan.ranks,
             seed=seed,
-            rows=config.height // facts.spatial,
-            columns=config.width // facts.spatial,
+            rows=config.height // spatial,
+            columns=config.width // spatial,
             first_block=0,
             adapt_sink=config.adapt_sink,
         )
-        timing = Timing(fps=config.fps, frames=config.blocks.frames, per_latent=facts.per_latent)
-        delivery = delivery or StreamDelivery()
-        credit = self.plan.depth + delivery.lead
-        limits = Limits(credit=credit, blocks=_blocks(seconds, timing), restarts=delivery.restarts)
-        track = self._track(audio)
+
+    def _wishes(self, prompt: str, reference: Any) -> list[Wish]:
         wishes: list[Wish] = [Said(text=prompt)]
         if reference is not None:
-            wishes.append(Shown(picture=_picture(reference, config)))
-        run = partial(self._executor.call, "run")
-        self._session = StreamSession(run, course, limits, timing, delivery, track).begin(*wishes)
-        return self._session
+            wishes.append(Shown(picture=reference_picture(reference, self.config.height, self.config.width)))
+        return wishes
 
-    def _track(self, audio: tuple[Tensor, int] | str | None) -> AudioTrack | None:
+    def _origin(self, course: Course, fps: float) -> Origin:
+        loading = self._loading
+        return Origin(
+            model=loading.folder,
+            config=self.config,
+            options=loading.options,
+            seed=course.seed,
+            fps=fps,
+            size=(course.rows, course.columns),
+            versions={name: version(name) for name in ("patchpar", "torch", "diffusers")},
+        )
+
+    def _track(self, audio: Sound) -> AudioTrack | None:
         """The sound of a stream. A model that hears gets silence where there is none."""
         config = self._facts.audio
         if config is None:
@@ -126,67 +183,32 @@ class StreamingPipeline:
                 )
             return None
         track = AudioTrack(config, self.config.blocks.frames)
-        if isinstance(audio, tuple):
+        if audio is None:
+            track.be_silent()
+        elif isinstance(audio, tuple):
             track.push(torch.as_tensor(audio[0]), audio[1])
             track.end()
-        elif audio is None:
-            track.be_silent()
+        elif not isinstance(audio, (str, Path)):
+            raise PlanError(f"audio={audio!r}: give a file, (samples, rate), 'live', or None")
         elif audio != "live":
-            raise PlanError(f"audio={audio!r}: give (samples, rate), 'live', or None")
+            sound = read_sound(Path(audio).expanduser(), config.rate)
+            track.push(sound.samples, sound.rate)
+            track.end()
         return track
-
-    def close(self) -> None:
-        """End stream and workers. Idempotent."""
-        executor, self._executor = self._executor, None
-        if self._session is not None:
-            self._session.close()
-        if executor is not None:
-            executor.close()
 
     def __repr__(self) -> str:
         return f"<StreamingPipeline, {self.plan}>"
-
-    def __enter__(self) -> "StreamingPipeline":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _check(plan: StreamPlan, config: StreamConfig, devices: Devices) -> None:
     if plan.steps != config.steps:
         raise PlanError(f"the plan has {plan.steps} steps, but the model has {config.steps}")
-    if plan.inner > 1:
-        raise PlanError(f"inner={plan.inner}: several ranks for one step can be forecast, but not run: use inner=1")
     if plan.ranks > len(devices.names):
         raise PlanError(
             f"the plan needs {plan.ranks} ranks, but there are {len(devices.names)} devices ({devices.note})"
         )
 
 
-def _blocks(seconds: float | None, timing: Timing) -> int | None:
-    """Blocks that make so many seconds."""
-    if seconds is None:
-        return None
-    if not 0 < seconds < float("inf"):
-        raise PlanError(f"seconds={seconds}: it must be above 0; None for a stream without end")
-    blocks = 1
-    while timing.first_frame(blocks) < math.ceil(seconds * timing.fps):
-        blocks += 1
-    return blocks
-
-
-def _picture(reference: Any, config: StreamConfig) -> Tensor:
-    """As (height, width, 3) in uint8; a PIL picture is cut and scaled to the stream's size. Raises PlanError."""
-    if isinstance(reference, Image.Image):
-        reference = np.array(ImageOps.fit(reference.convert("RGB"), (config.width, config.height)))
-    picture = torch.as_tensor(reference)
-    wanted: Sequence[int] = (config.height, config.width, 3)
-    if picture.dtype is not torch.uint8 or tuple(picture.shape) != tuple(wanted):
-        raise PlanError(
-            f"a reference of shape {tuple(picture.shape)} in {picture.dtype}: give a PIL picture, or "
-            f"{tuple(wanted)} in uint8"
-        )
-    return picture
+def _plain(option: Any) -> Any:
+    """An option as a journal can keep it."""
+    return str(option).removeprefix("torch.") if isinstance(option, torch.dtype) else option

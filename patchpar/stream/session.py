@@ -10,112 +10,55 @@ output="drop_oldest" or "skip_to_live" it loses chunks instead.
 import asyncio
 import threading
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Literal, get_args
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.stream.driver import Driver, Limits, Run, Status
+from patchpar.stream.delivery import Chunk, Effect, StreamDelivery, StreamFormat
+from patchpar.stream.driver import Came, Driver, Limits, Run, Source, Status
 from patchpar.stream.events import Parameter, Transition
+from patchpar.stream.held import Closing
+from patchpar.stream.journal import Journal
+from patchpar.stream.outlet import Outlet
+from patchpar.stream.reference import reference_picture
 from patchpar.stream.stage import StageFigures
-from patchpar.stream.talk import Course, Produced, Said, Shown, Wish
-from patchpar.stream.track import AudioTrack, first_picture
+from patchpar.stream.talk import Course, Said, Shown, Wish
+from patchpar.stream.track import AudioTrack
 
-Output = Literal["block", "drop_oldest", "skip_to_live"]
-Pace = Literal["fast", "realtime"]
 CLOSE_SECONDS = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effect:
-    """From when a control holds: block, and seconds from the beginning of the stream."""
-
-    block: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """Frames (frames, height, width, 3) in uint8 of one block.
-
-    `pts`: seconds from the beginning of the stream to the first frame. `audio`: its samples (N,) between -1 and 1, or
-    None. `latency`: seconds from the block's first step to its frames. `epoch`: how often the stream has been taken up
-    again.
-    """
-
-    block: int
-    frames: Tensor
-    pts: float
-    audio: Tensor | None
-    latency: float
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """Frames per second, latent frames per block, pictures per latent frame."""
-
-    fps: float
-    frames: int
-    per_latent: int
-
-    def first_frame(self, block: int) -> int:
-        """The number of a block's first frame."""
-        return first_picture(block * self.frames, self.per_latent)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamDelivery:
-    """How chunks reach the watcher. Raises PlanError.
-
-    `output`: while the watcher is slow, "block" waits; "drop_oldest" and "skip_to_live" lose chunks. `pace`: chunks as
-    soon as they are there ("fast"), or by the clock ("realtime"). `lead`: chunks that may be ready beyond the blocks
-    under way. `restarts`: how often the stream is taken up again when a worker has died.
-    """
-
-    output: Output = "block"
-    pace: Pace = "fast"
-    lead: int = 2
-    restarts: int = 1
-
-    def __post_init__(self) -> None:
-        if self.output not in get_args(Output):
-            raise PlanError(f"output={self.output!r}: use one of {', '.join(get_args(Output))}")
-        if self.pace not in get_args(Pace):
-            raise PlanError(f"pace={self.pace!r}: use 'fast' or 'realtime'")
-        if self.lead < 1 or self.restarts < 0:
-            raise PlanError(f"lead={self.lead}, restarts={self.restarts}: at least 1 and 0")
-
-
-class StreamSession:
+class StreamSession(Closing):
     """One stream. `StreamingPipeline.stream` makes it; a context manager and an iterator, plain and async."""
 
     def __init__(
         self,
         run: Run,
-        course: Course,
+        courses: Sequence[Course],
         limits: Limits,
-        timing: Timing,
+        form: StreamFormat,
         delivery: StreamDelivery,
-        track: AudioTrack | None,
+        source: Source | None,
     ) -> None:
-        self._timing, self._delivery, self._track = timing, delivery, track
+        self._format, self._delivery, self._source = form, delivery, source
         self._changed = threading.Condition(threading.RLock())
-        self._chunks: deque[Chunk] = deque()
-        self._room = delivery.lead
-        self._dropped = 0
+        self._driver = Driver(run, courses, limits, source, self._take_in, self._changed)
+        self._outlet: Outlet[Chunk] = Outlet(delivery.output, delivery.lead, self._driver.give_back)
+        self._journal: Journal | None = None
+        self._last: Chunk | None = None
         self._clock: float | None = None
-        self._driver = Driver(run, course, limits, track, self._take_in, self._changed)
 
-    def begin(self, *wishes: Wish) -> "StreamSession":
-        """Set off with these conditions."""
-        for wish in wishes:
-            self._driver.wish(wish, 0)
+    def begin(
+        self, *wishes: Wish, changes: Iterable[tuple[int, Wish]] = (), journal: Journal | None = None
+    ) -> "StreamSession":
+        """Set off with these conditions, and `changes` at their blocks. `journal` takes down what comes out."""
+        self._journal = journal
+        for block, wish in (*((0, wish) for wish in wishes), *changes):
+            self._driver.wish(wish, block)
         self._driver.start()
         return self
 
@@ -127,16 +70,17 @@ class StreamSession:
     def __next__(self) -> Chunk:
         """The next chunk. Raises WorkerError and the like if the stream cannot go on."""
         with self._changed:
-            self._changed.wait_for(lambda: self._chunks or self._driver.is_over)
-            if not self._chunks:
+            while not self._changed.wait_for(lambda: len(self._outlet) or self._driver.is_over, self._delivery.hold):
+                if self.status == "degraded" and self._last is not None:
+                    return self._last
+            if not len(self._outlet):
                 if self._driver.error is not None:
                     raise self._driver.error
                 raise StopIteration
-            if self._delivery.output == "skip_to_live":
-                self._drop(len(self._chunks) - 1)
-            chunk = self._chunks.popleft()
+            chunk = self._outlet.take()
         if self._delivery.pace == "realtime":
             self._wait_for(chunk)
+        self._last = self._held(chunk)
         self._driver.give_back()
         return chunk
 
@@ -145,25 +89,29 @@ class StreamSession:
         while (chunk := await asyncio.to_thread(next, self, None)) is not None:
             yield chunk
 
-    def _take_in(self, produced: Produced, samples: Tensor | None, epoch: int) -> None:
+    def _take_in(self, came: Came) -> None:
         """What came out, under the lock."""
-        first = self._timing.first_frame(produced.block)
-        missing = self._timing.first_frame(produced.block + 1) - first - len(produced.frames)
+        produced, first = came.produced, self._format.first_frame(came.produced.block)
+        missing = self._format.first_frame(produced.block + 1) - first - len(produced.frames)
         frames = produced.frames
         if missing > 0:  # a decoder that began anew gives one frame for its first latent frame
             frames = torch.cat([frames[:1].expand(missing, -1, -1, -1), frames])
-        pts = first / self._timing.fps
-        self._chunks.append(
-            Chunk(block=produced.block, frames=frames, pts=pts, audio=samples, latency=produced.seconds, epoch=epoch)
+        chunk = Chunk(
+            block=produced.block,
+            frames=frames,
+            pts=first / self._format.fps,
+            audio=came.samples,
+            latency=produced.seconds,
+            epoch=came.epoch,
         )
-        if self._delivery.output != "block":
-            self._drop(len(self._chunks) - self._room)
+        if self._journal is not None:
+            self._journal.note(came, frames)
+        self._outlet.put(chunk)
 
-    def _drop(self, count: int) -> None:
-        for _ in range(max(0, count)):
-            self._chunks.popleft()
-            self._dropped += 1
-            self._driver.give_back()
+    def _held(self, chunk: Chunk) -> Chunk:
+        """The last frame of a chunk, to be shown again when no other comes."""
+        pts = chunk.pts + (len(chunk.frames) - 1) / self._format.fps
+        return replace(chunk, frames=chunk.frames[-1:].clone(), pts=pts, audio=None, is_held=True)
 
     def _wait_for(self, chunk: Chunk) -> None:
         """Until the chunk is due. A stream that was late goes on from now: lateness does not add up to haste."""
@@ -176,20 +124,16 @@ class StreamSession:
 
     def push_audio(self, samples: Tensor, rate: int) -> Effect:
         """More sound, (N,) or (channels, N) between -1 and 1, at `rate` samples per second. Raises PlanError."""
-        if self._track is None:
-            raise PlanError(
-                "this stream does not listen: the model has no ears, or audio=None was not meant to be live"
-            )
+        track = self._listening("use audio='live'")
         with self._changed:
-            self._track.push(torch.as_tensor(samples), rate)
+            track.push(torch.as_tensor(samples), rate)
             return self._effect(self._driver.look())
 
     def end_audio(self) -> Effect:
         """There is no more sound to come: the stream ends with it."""
-        if self._track is None:
-            raise PlanError("this stream does not listen, so that there is no sound to end: use stop()")
+        track = self._listening("use stop()")
         with self._changed:
-            self._track.end()
+            track.end()
             return self._effect(self._driver.look())
 
     def set_prompt(
@@ -202,24 +146,25 @@ class StreamSession:
         """Another value of a parameter, see events.PARAMETERS. Raises PlanError."""
         return self._wished(Parameter(name=name, value=value), at)
 
-    def set_reference(self, picture: Tensor, *, at: int | None = None) -> Effect:
-        """Another face: a picture (height, width, 3) in uint8 of the stream's size."""
-        return self._wished(Shown(picture=torch.as_tensor(picture)), at)
+    def set_reference(self, reference: Any, *, at: int | None = None) -> Effect:
+        """Another face: a file, a PIL picture, or (height, width, 3) in uint8 of the stream's size."""
+        picture = reference_picture(reference, self._format.height, self._format.width)
+        return self._wished(Shown(picture=picture), at)
 
     def pause(self) -> Effect:
         """Begin no further block until `resume`; what is under way comes out."""
+        self._check_running()
         return self._effect(self._driver.pause(True))
 
     def resume(self) -> Effect:
         """Go on as if nothing had been."""
+        self._check_running()
         return self._effect(self._driver.pause(False))
 
     def flush(self) -> int:
         """Throw away chunks that are ready and have not been taken; how many."""
         with self._changed:
-            count = len(self._chunks)
-            self._drop(count)
-            return count
+            return self._outlet.flush()
 
     def stop(self) -> Effect:
         """Begin no further block; iteration ends when what is under way has come out."""
@@ -228,22 +173,34 @@ class StreamSession:
     def cancel(self) -> None:
         """End now: iteration ends, and what is under way is thrown away."""
         with self._changed:
-            self._chunks.clear()
+            self._outlet.clear()
             self._driver.cancel()
 
     def close(self) -> None:
         """Cancel what is left and wait until the ranks are free. Raises PlanError if they are not within a minute."""
         self._driver.cancel()
-        if not self._driver.join(CLOSE_SECONDS):
+        is_free = self._driver.join(CLOSE_SECONDS)
+        if self._journal is not None:
+            self._journal.close()
+        if not is_free:
             raise PlanError(f"the ranks have not let go of the stream within {CLOSE_SECONDS:g} s")
 
+    def _listening(self, instead: str) -> AudioTrack:
+        self._check_running()
+        if not isinstance(self._source, AudioTrack):
+            raise PlanError(f"this stream does not listen, for its model has no ears: {instead}")
+        return self._source
+
+    def _check_running(self) -> None:
+        if self.is_over:
+            raise PlanError(f"this stream is {self.status}: begin another one")
+
     def _wished(self, wish: Wish, at: int | None) -> Effect:
-        if self._driver.is_over:
-            raise PlanError(f"this stream is {self._driver.status}: begin another one")
+        self._check_running()
         return self._effect(self._driver.wish(wish, at))
 
     def _effect(self, block: int) -> Effect:
-        return Effect(block=block, seconds=self._timing.first_frame(block) / self._timing.fps)
+        return Effect(block=block, seconds=self._format.seconds(block))
 
     # --- what can be seen -------------------------------------------------------------------------------------------
 
@@ -253,9 +210,14 @@ class StreamSession:
         return self._driver.status
 
     @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come out, beyond what is ready."""
+        return self._driver.is_over
+
+    @property
     def dropped(self) -> int:
         """Chunks lost to a slow watcher, or flushed."""
-        return self._dropped
+        return self._outlet.dropped
 
     @property
     def in_flight(self) -> int:
@@ -266,11 +228,3 @@ class StreamSession:
     def figures(self) -> tuple[StageFigures, ...]:
         """What each stage did, when the stream has ended."""
         return self._driver.figures
-
-    def __enter__(self) -> "StreamSession":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from patchpar.errors import PlanError
 from patchpar.stream.audio import AudioConfig, last_heard, latent_tokens, sound_levels
+from patchpar.stream.resample import Resampler
 
 
 def first_picture(latent: int, per_latent: int) -> int:
@@ -22,6 +23,7 @@ class AudioTrack:
         self._config, self._frames = config, frames
         self._samples = torch.zeros(0)
         self._start = 0  # number of the first sample that is kept
+        self._resampler = Resampler(config.rate, config.rate)
         self._has_ended = self._is_silent = False
 
     @property
@@ -30,18 +32,22 @@ class AudioTrack:
         return len(self._samples) / self._config.rate
 
     def push(self, samples: Tensor, rate: int) -> None:
-        """More sound, (N,) or (channels, N) between -1 and 1. Channels are averaged. Raises PlanError."""
+        """More sound, (N,) or (channels, N) between -1 and 1. Channels are averaged. Raises PlanError.
+
+        In which pieces it comes makes no difference, at any rate.
+        """
         mono = _checked(samples, rate)
-        if rate != self._config.rate and len(mono):
-            size = max(1, round(len(mono) * self._config.rate / rate))
-            mode = "area" if size < len(mono) else "linear"
-            mono = functional.interpolate(mono[None, None], size=size, mode=mode)[0, 0]
         if self._has_ended:
             raise PlanError("the sound of this stream has ended: begin another stream, or do not end it")
-        self._samples = torch.cat([self._samples, mono])
+        if rate != self._resampler.rate:
+            self._add(self._resampler.end())
+            self._resampler = Resampler(rate, self._config.rate)
+        self._add(self._resampler.push(mono))
 
     def end(self) -> None:
         """There is no more to come; the last block is filled up with silence."""
+        if not self._has_ended:
+            self._add(self._resampler.end())
         self._has_ended = True
 
     def be_silent(self) -> None:
@@ -85,6 +91,9 @@ class AudioTrack:
     def _last_sample(self, picture: int) -> int:
         """The end of all samples that frames before `picture` may hear."""
         return math.ceil(picture * self._config.rate / self._config.fps)
+
+    def _add(self, samples: Tensor) -> None:
+        self._samples = torch.cat([self._samples, samples])
 
     def _between(self, start: int, end: int) -> Tensor:
         return self._samples[start - self._start : end - self._start]

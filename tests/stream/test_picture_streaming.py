@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -51,8 +52,9 @@ class Ranks:
         return []
 
 
-def session(ranks: Ranks, intake: Any = "all", credit: int = 2) -> PictureSession:
-    return PictureSession(ranks.run, PictureManner(ranks=2, seed=1, intake=intake, credit=credit), {"prompt": "a"})
+def session(ranks: Ranks, **manner: Any) -> PictureSession:
+    """Three pictures at most are under way."""
+    return PictureSession(ranks.run, PictureManner(ranks=2, seed=1, lead=1, **manner), {"prompt": "a"})
 
 
 def test_all_come_out_in_order() -> None:
@@ -79,23 +81,63 @@ def test_what_is_under_way_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picture_session, "PUSH_SECONDS", 0.05)
     ranks = Ranks()
     with session(ranks) as stream:
-        for number in range(3):  # two under way, one waits
+        for number in range(4):  # three under way, one waits
             stream.push(image=number)
-        with pytest.raises(PlanError, match="2 are under way"):
-            stream.push(image=3)
-        assert (stream.in_flight, len(ranks.orders) <= 2) == (2, True)
+        with pytest.raises(PlanError, match="3 are under way"):
+            stream.push(image=4)
+        assert (stream.in_flight, len(ranks.orders) <= 3) == (3, True)
 
 
 def test_only_the_latest_frame_waits() -> None:
     ranks = Ranks()
     ranks.go.clear()
-    with session(ranks, "latest") as stream:
+    with session(ranks, intake="latest") as stream:
         for number in range(10):
-            stream.push(image=number)
+            stream.push_frame(number)
         ranks.go.set()
         stream.stop()
-        assert [shot.picture["image"] for shot in stream] == [0, 1, 9]
-        assert stream.dropped == 7
+        assert [shot.picture["image"] for shot in stream] == [0, 1, 2, 9]
+        assert stream.dropped == 6
+
+
+@pytest.mark.parametrize(("output", "seen"), [("drop_oldest", [19]), ("skip_to_live", [19])])
+def test_a_slow_watcher_loses_pictures_instead(output: str, seen: list[int]) -> None:
+    ranks = Ranks()
+    with session(ranks, output=output) as stream:
+        for number in range(20):
+            stream.push_frame(number)
+        stream.stop()
+        while not stream.is_over:
+            pass
+        assert [shot.number for shot in stream] == seen
+        assert stream.dropped == 19
+
+
+def test_a_pause_holds_what_waits() -> None:
+    ranks = Ranks()
+    with session(ranks) as stream:
+        assert stream.pause() == 0
+        stream.push_frame(0)
+        assert (stream.in_flight, stream.resume()) == (0, 0)
+        assert next(stream).number == 0
+        stream.push_frame(1)
+        stream.push_frame(2)
+        while stream.in_flight != 2 or len(ranks.orders) != 3:
+            pass
+        while not (flushed := stream.flush()):
+            pass
+        assert flushed <= 2
+
+
+def test_async() -> None:
+    async def numbers() -> list[int]:
+        async with session(Ranks()) as stream:
+            stream.push_frame(0)
+            stream.push_frame(1)
+            stream.stop()
+            return [shot.number async for shot in stream]
+
+    assert asyncio.run(numbers()) == [0, 1]
 
 
 def test_cancel_ends_at_once() -> None:
@@ -106,12 +148,15 @@ def test_cancel_ends_at_once() -> None:
         stream.cancel()
         assert list(stream) == []
         ranks.go.set()
+        for control in (stream.push, stream.set, stream.pause, stream.resume):
+            with pytest.raises(PlanError, match="takes no more pictures"):
+                control()
 
 
 def test_what_cannot_be() -> None:
-    for wrong in ({"intake": "some"}, {"seed": -1}):
+    for wrong in ({"intake": "some"}, {"seed": -1}, {"output": "some"}, {"lead": 0}):
         with pytest.raises(PlanError):
-            PictureManner(**{"ranks": 1, "seed": 0, "intake": "all", "credit": 1} | wrong)
+            PictureManner(**{"ranks": 1, "seed": 0} | wrong)
 
 
 # --- real ranks ----------------------------------------------------------------------------------------------------

@@ -14,15 +14,16 @@ from torch import Tensor
 
 from patchpar.errors import PlanError, WorkerDied
 from patchpar.stream import session as session_module
+from patchpar.stream.delivery import StreamDelivery, StreamFormat
 from patchpar.stream.driver import Limits
 from patchpar.stream.events import Parameter, Reference
-from patchpar.stream.session import StreamDelivery, StreamSession, Timing
+from patchpar.stream.session import StreamSession
 from patchpar.stream.talk import Begin, Cancel, Course, Produced, Ready, Said, Shown, Stop
 from patchpar.stream.track import AudioTrack
 from tests.stream.tiny import AUDIO, FRAMES, noise, sink
 
 COURSE = Course(ranks=2, seed=0, rows=4, columns=6, first_block=0, adapt_sink=True)
-TIMING = Timing(fps=20, frames=FRAMES, per_latent=2)
+FORMAT = StreamFormat(fps=20, height=8, width=12, frames=FRAMES, per_latent=2)
 PICTURE = torch.zeros(8, 12, 3, dtype=torch.uint8)
 
 
@@ -67,10 +68,16 @@ class Ranks:
 
 
 def session(
-    ranks: Ranks, *, blocks: int | None = 6, credit: int = 3, track: AudioTrack | None = None, **delivery: Any
+    ranks: Ranks,
+    *,
+    blocks: int | None = 6,
+    credit: int = 3,
+    track: AudioTrack | None = None,
+    courses: tuple[Course, ...] = (COURSE,),
+    **delivery: Any,
 ) -> StreamSession:
     limits = Limits(credit=credit, blocks=blocks, restarts=delivery.get("restarts", 1))
-    return StreamSession(ranks.run, COURSE, limits, TIMING, StreamDelivery(**delivery), track)
+    return StreamSession(ranks.run, courses, limits, FORMAT, StreamDelivery(**delivery), track)
 
 
 def test_chunks_come_in_order_with_exact_times() -> None:
@@ -151,7 +158,7 @@ def test_a_wish_holds_from_the_block_that_it_names() -> None:
 
 
 def test_wishes_that_cannot_be_are_refused_at_once() -> None:
-    with session(Ranks()).begin() as stream:
+    with session(Ranks(), blocks=None).begin() as stream:
         with pytest.raises(PlanError, match="'fade'"):
             stream.set_prompt("x", transition="fade")  # type: ignore[arg-type]
         with pytest.raises(PlanError, match="'loudness' is unknown"):
@@ -160,7 +167,9 @@ def test_wishes_that_cannot_be_are_refused_at_once() -> None:
             stream.push_audio(torch.zeros(5), 2000)
         with pytest.raises(PlanError, match="use stop"):
             stream.end_audio()
-    for wrong in ({"output": "x"}, {"pace": "x"}, {"lead": 0}, {"restarts": -1}):
+        with pytest.raises(PlanError, match=r"shape \(5, 5, 3\)"):
+            stream.set_reference(PICTURE[:5, :5])
+    for wrong in ({"output": "x"}, {"pace": "x"}, {"lead": 0}, {"restarts": -1}, {"hold": 0}, {"fps": 0}):
         with pytest.raises(PlanError):
             StreamDelivery(**wrong)
 
@@ -173,6 +182,37 @@ def test_cancel_ends_at_once_and_every_rank_is_told() -> None:
         assert list(stream) == []
     assert stream.status == "cancelled"
     assert [rank for rank, word in ranks.told if isinstance(word, Cancel)] == [0, 1]
+
+
+def test_a_control_after_the_end_says_that_it_is_too_late() -> None:
+    with session(Ranks(), blocks=None, track=AudioTrack(AUDIO, FRAMES)).begin() as stream:
+        pass
+    controls: list[Callable[[], Any]] = [
+        lambda: stream.push_audio(torch.zeros(5), 2000),
+        stream.end_audio,
+        lambda: stream.set_prompt("a"),
+        lambda: stream.set_param("audio_scale", 1),
+        lambda: stream.set_reference(PICTURE),
+        stream.pause,
+        stream.resume,
+    ]
+    for control in controls:
+        with pytest.raises(PlanError, match="this stream is cancelled: begin another one"):
+            control()
+    stream.stop()
+    stream.cancel()
+    stream.close()
+    assert stream.flush() == 0
+
+
+def test_an_abandoned_async_stream_lets_go() -> None:
+    async def first() -> int:
+        async with session(Ranks(), blocks=None).begin() as stream:
+            async for chunk in stream:
+                return chunk.block
+        raise AssertionError
+
+    assert asyncio.run(first()) == 0
 
 
 def test_stop_lets_come_out_what_is_under_way() -> None:
@@ -209,6 +249,49 @@ def test_a_dead_worker_begins_a_new_epoch() -> None:
     assert isinstance(shown, Reference)
     assert torch.equal(shown.latents, sink(5))
     assert param == Parameter(name="audio_scale", value=0.5)
+
+
+def test_the_last_frame_is_held_while_the_stream_is_degraded() -> None:
+    """Not before, and not without being asked for."""
+    ranks, again = Ranks((0, 2)), threading.Event()
+    run = ranks.run
+
+    def slow_to_come_back(course: Course, **talk: Any) -> list[Any]:
+        assert course.first_block == 0 or again.wait(10)
+        return run(course, **talk)
+
+    ranks.run = slow_to_come_back  # type: ignore[method-assign]
+    with session(ranks, blocks=4, hold=0.01).begin() as stream:
+        chunks = [next(stream) for _ in range(4)]
+        again.set()
+        while (chunk := next(stream)).is_held:
+            pass
+        chunks += [chunk, *stream]
+    assert [(c.block, c.is_held) for c in chunks] == [
+        (0, False), (1, False), (1, True), (1, True), (2, False), (3, False),
+    ]  # fmt: skip
+    assert torch.equal(chunks[2].frames, chunks[1].frames[-1:])
+    assert (chunks[2].pts, chunks[2].audio) == (6 / 20, None)
+    assert stream.status == "finished"
+
+
+def test_a_pause_while_degraded_is_still_degraded() -> None:
+    ranks, again = Ranks((0, 1)), threading.Event()
+    run = ranks.run
+
+    def slow_to_come_back(course: Course, **talk: Any) -> list[Any]:
+        assert course.first_block == 0 or again.wait(10)
+        return run(course, **talk)
+
+    ranks.run = slow_to_come_back  # type: ignore[method-assign]
+    with session(ranks, blocks=3, hold=0.01).begin() as stream:
+        next(stream)
+        assert next(stream).is_held
+        stream.pause()
+        assert stream.status == "degraded"
+        stream.resume()
+        again.set()
+        assert [chunk.block for chunk in stream if not chunk.is_held] == [1, 2]
 
 
 def test_before_its_first_block_a_stream_begins_as_it_was() -> None:
@@ -319,6 +402,7 @@ def test_sound_does_not_pile_up() -> None:
 def test_other_rates_are_brought_to_the_model_s(rate: int) -> None:
     track = AudioTrack(AUDIO, FRAMES)
     track.push(torch.ones(2, rate), rate)
+    track.end()
     assert track.seconds_ahead == pytest.approx(1.0)
     assert track.take(0)[1].tolist() == [1.0] * 300
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,16 @@ from diffusers import WanPipeline
 from PIL import Image
 from torch import Tensor
 
-from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.stream import pipeline
+from patchpar.errors import PlanError
 from patchpar.stream.audio import AudioConditioner, latent_tokens, sound_levels
 from patchpar.stream.causal_wan import CausalWan
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.decoder import WanDecoder, from_pixels
+from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.events import Change, Parameter, Prompt, Reference
 from patchpar.stream.pipeline import StreamingPipeline
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.session import StreamDelivery
 from patchpar.stream.wan import WanStream, WanStreamOptions
-from tests.stream.on_pool import PoolExecutor
 from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, TEXT, noise, write_folder
 
 BLOCKS = 6
@@ -34,31 +31,11 @@ SOUND = noise(2000, seed=9) * 0.3  # one second: 20 frames, in blocks of 3, 4, 4
 FACE = (noise(2 * ROWS, 2 * COLUMNS, 3, seed=8) * 60 + 128).clamp(0, 255).to(torch.uint8)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("face"))
-
-
-@pytest.fixture(scope="module")
-def one(folder: Path) -> Iterator[StreamingPipeline]:
-    with StreamingPipeline.from_pretrained(folder, devices="cpu") as pipe:
-        yield pipe
-
-
-@pytest.fixture(scope="module")
-def three(folder: Path, ranks: Any) -> StreamingPipeline:
-    """Two stages and a decoder on ranks 0 to 2 of the pool; rank 3 has no part."""
-    config, plan = StreamConfig.load(folder), StreamPlan.even(2, 3)
-    executor = PoolExecutor(ranks, "stream", pipeline.ENGINE)
-    facts = executor.call("load", str(folder), config, plan, {})[0]
-    return StreamingPipeline(executor, config, plan, facts)
-
-
 @torch.no_grad()
-def plain(folder: Path, changes: dict[int, list[Any]], seed: int = 3) -> list[Tensor]:
+def plain(face_folder: Path, changes: dict[int, list[Any]], seed: int = 3) -> list[Tensor]:
     """Frames by block, from one loop over blocks and steps. A text stands for a switch to that prompt."""
-    pipe, config = WanPipeline.from_pretrained(folder), StreamConfig.load(folder)
-    network = CausalWan(pipe.transformer.eval(), config.blocks, AudioConditioner.load(folder / "transformer"))
+    pipe, config = WanPipeline.from_pretrained(face_folder), StreamConfig.load(face_folder)
+    network = CausalWan(pipe.transformer.eval(), config.blocks, AudioConditioner.load(face_folder / "transformer"))
     decoder = WanDecoder(pipe.vae)
 
     def change(wish: Any) -> Change:
@@ -97,20 +74,20 @@ def differing(found: list[Any], wanted: list[Tensor]) -> list[int]:
 
 
 @pytest.mark.parametrize("which", ["one", "three"])
-def test_the_frames_of_one_loop(which: str, folder: Path, request: pytest.FixtureRequest) -> None:
+def test_the_frames_of_one_loop(which: str, face_folder: Path, request: pytest.FixtureRequest) -> None:
     pipe: StreamingPipeline = request.getfixturevalue(which)
     with pipe.stream("a fox", reference=FACE, audio=(SOUND, 2000), seed=3) as stream:
         stream.set_prompt("a hen", at=3)
         stream.set_param("audio_scale", 2.0, at=4)
         chunks = list(stream)
-    wanted = plain(folder, {0: ["a fox"], 3: ["a hen"], 4: [Parameter(name="audio_scale", value=2.0)]})
+    wanted = plain(face_folder, {0: ["a fox"], 3: ["a hen"], 4: [Parameter(name="audio_scale", value=2.0)]})
     assert differing(chunks, wanted) == []
-    assert differing(chunks, plain(folder, {0: ["a fox"]})) == [3, 4, 5]
-    assert differing(chunks, plain(folder, {0: ["a fox"]}, seed=4)) == list(range(6))
+    assert differing(chunks, plain(face_folder, {0: ["a fox"]})) == [3, 4, 5]
+    assert differing(chunks, plain(face_folder, {0: ["a fox"]}, seed=4)) == list(range(6))
     assert [one.blocks for one in stream.figures] == [BLOCKS] * pipe.plan.ranks
 
 
-def test_live_sound_and_a_pause_change_nothing(three: StreamingPipeline, folder: Path) -> None:
+def test_live_sound_and_a_pause_change_nothing(three: StreamingPipeline, face_folder: Path) -> None:
     with three.stream("a fox", reference=Image.fromarray(FACE.numpy()), audio="live", seed=3) as stream:
         for piece in SOUND.split(300):
             stream.push_audio(piece, 2000)
@@ -119,7 +96,7 @@ def test_live_sound_and_a_pause_change_nothing(three: StreamingPipeline, folder:
         stream.end_audio()
         stream.resume()
         chunks += list(stream)
-    assert differing(chunks, plain(folder, {0: ["a fox"]})) == []
+    assert differing(chunks, plain(face_folder, {0: ["a fox"]})) == []
 
 
 def test_streams_follow_one_another_on_the_same_ranks(three: StreamingPipeline) -> None:
@@ -137,13 +114,13 @@ def test_streams_follow_one_another_on_the_same_ranks(three: StreamingPipeline) 
     assert differing(runs[1], [chunk.frames for chunk in runs[0]]) == []
 
 
-def test_a_worker_that_dies_is_replaced_and_the_stream_goes_on(folder: Path) -> None:
+def test_a_worker_that_dies_is_replaced_and_the_stream_goes_on(face_folder: Path) -> None:
     with (
-        StreamingPipeline.from_pretrained(folder, devices="cpu:2", deadline=30) as two,
+        StreamingPipeline.from_pretrained(face_folder, devices="cpu:2", deadline=30) as two,
         two.stream(seed=5, seconds=1.9, delivery=StreamDelivery(lead=1)) as stream,
     ):
         before = [next(stream) for _ in range(3)]
-        os.kill(two._executor.pids[1], signal.SIGKILL)  # type: ignore[union-attr]
+        os.kill(two._crew.pids[1], signal.SIGKILL)
         after = list(stream)
     assert [chunk.block for chunk in before + after] == list(range(10))
     assert [chunk.epoch for chunk in before] == [0, 0, 0]
@@ -161,12 +138,25 @@ def test_a_stream_can_be_streamed_without_ears(tmp_path: Path) -> None:
             assert all(chunk.audio is None for chunk in stream)
 
 
+def test_a_rate_that_a_model_was_not_made_for_is_said(tmp_path: Path) -> None:
+    with (
+        StreamingPipeline.from_pretrained(write_folder(tmp_path, hears=False), devices="cpu") as pipe,
+        pytest.warns(UserWarning, match="fps=25: this model was made for 20"),
+        pipe.stream(seconds=0.2, delivery=StreamDelivery(fps=25)) as stream,
+    ):
+        assert [chunk.pts for chunk in stream] == [0, 3 / 25]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"seed": -1}, "seed=-1"),
         ({"seconds": 0}, "seconds=0"),
-        ({"audio": "speech.wav"}, r"\(samples, rate\)"),
+        ({"audio": 3}, r"\(samples, rate\)"),
+        ({"audio": "speech.wav"}, "there is no such sound file"),
+        ({"delivery": StreamDelivery(fps=12)}, "fps=12, but this model hears 20 frames in a second"),
+        ({"delivery": StreamDelivery(record="no/such/folder/a.jsonl")}, "cannot be written"),
+        ({"reference": "face.png"}, "face.png cannot be read as a picture"),
         ({"reference": torch.zeros(5, 5, 3)}, "in torch.float32"),
         ({"audio": (torch.zeros(5, dtype=torch.int16), 2000)}, "int16"),
     ],
@@ -176,27 +166,28 @@ def test_what_cannot_be_streamed(one: StreamingPipeline, arguments: dict[str, An
         one.stream(**arguments)
 
 
-def test_what_cannot_be_loaded(folder: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_loaded(face_folder: Path, tmp_path: Path) -> None:
     make = StreamingPipeline.from_pretrained
     with pytest.raises(PlanError, match=r"no model_index\.json"):
         make(tmp_path)
     with pytest.raises(PlanError, match="3 steps, but the model has 2"):
-        make(folder, plan=StreamPlan.even(3, 1))
+        make(face_folder, plan=StreamPlan.even(3, 1))
     with pytest.raises(PlanError, match="needs 3 ranks, but there are 1 devices"):
-        make(folder, devices="cpu", plan=StreamPlan.even(2, 3))
-    with pytest.raises(PlanError, match="use inner=1"):
-        make(folder, devices="cpu:5", plan=StreamPlan.even(2, 5))
-    closed = make(folder, devices="cpu")
+        make(face_folder, devices="cpu", plan=StreamPlan.even(2, 3))
+    with pytest.raises(PlanError, match="needs 5 ranks, but there are 4 devices"):
+        make(face_folder, devices="cpu:4", plan=StreamPlan.even(2, 5))
+    closed = make(face_folder, devices="cpu")
     closed.close()
     with pytest.raises(PlanError, match="closed"):
         closed.stream()
 
 
-def test_a_pipeline_of_two_transformers_is_refused(tmp_path: Path) -> None:
+def test_two_transformers_without_a_boundary_are_refused(tmp_path: Path) -> None:
     path = write_folder(tmp_path)
     index = json.loads((path / "model_index.json").read_text())
-    (path / "model_index.json").write_text(json.dumps(index | {"expand_timesteps": True}))
-    with pytest.raises(UnsupportedModel, match="one transformer"):
+    other = {"transformer_2": ["diffusers", "WanTransformer3DModel"]}
+    (path / "model_index.json").write_text(json.dumps(index | other))
+    with pytest.raises(PlanError, match="no boundary_ratio"):
         StreamingPipeline.from_pretrained(path, devices="cpu")
 
 

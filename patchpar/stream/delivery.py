@@ -1,0 +1,101 @@
+"""What a stream gives and how: chunks of frames with their times, their pace, and what becomes of those not taken."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from patchpar.errors import PlanError
+from patchpar.stream.outlet import Output, check_output
+from patchpar.stream.track import first_picture
+
+Pace = Literal["fast", "realtime"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """From when a control holds: block, and seconds from the beginning of the stream."""
+
+    block: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Frames (frames, height, width, 3) in uint8 of one block.
+
+    `pts`: seconds from the beginning of the stream to the first frame. `audio`: its samples (N,) between -1 and 1, or
+    None. `latency`: seconds from the block's first step to its frames. `epoch`: how often the stream has been taken up
+    again. `is_held`: no new block, but the last frame once more, see StreamDelivery.
+    """
+
+    block: int
+    frames: Tensor
+    pts: float
+    audio: Tensor | None
+    latency: float
+    epoch: int
+    is_held: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamFormat:
+    """Frames per second, their height and width, latent frames per block, pictures per latent frame."""
+
+    fps: float
+    height: int
+    width: int
+    frames: int
+    per_latent: int
+
+    def first_frame(self, block: int) -> int:
+        """The number of a block's first frame."""
+        return first_picture(block * self.frames, self.per_latent)
+
+    def seconds(self, block: int) -> float:
+        """When a block's first frame is due, from the beginning of the stream."""
+        return self.first_frame(block) / self.fps
+
+    def blocks(self, seconds: float | None) -> int | None:
+        """Blocks that make so many seconds; None for a stream without end. Raises PlanError."""
+        if seconds is None:
+            return None
+        if not 0 < seconds < float("inf"):
+            raise PlanError(f"seconds={seconds}: it must be above 0; None for a stream without end")
+        blocks = 1
+        while self.first_frame(blocks) < math.ceil(seconds * self.fps):
+            blocks += 1
+        return blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamDelivery:
+    """How chunks reach the watcher. Raises PlanError.
+
+    `output`: while the watcher is slow, "block" waits; "drop_oldest" and "skip_to_live" lose chunks. `pace`: chunks as
+    soon as they are there ("fast"), or by the clock ("realtime"). `lead`: chunks that may be ready beyond the blocks
+    under way. `restarts`: how often the stream is taken up again when a worker has died. `hold`: while that happens,
+    the last frame is given again every so many seconds, as a chunk with `is_held`; None: nothing is given. `fps`: the
+    rate of times, by default the model's. `record`: a file to take the stream down in, see StreamingPipeline.replay.
+    """
+
+    output: Output = "block"
+    pace: Pace = "fast"
+    lead: int = 2
+    restarts: int = 1
+    hold: float | None = None
+    fps: float | None = None
+    record: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        check_output(self.output)
+        if self.pace not in get_args(Pace):
+            raise PlanError(f"pace={self.pace!r}: use 'fast' or 'realtime'")
+        if self.lead < 1 or self.restarts < 0:
+            raise PlanError(f"lead={self.lead}, restarts={self.restarts}: at least 1 and 0")
+        if self.hold is not None and not 0 < self.hold < float("inf"):
+            raise PlanError(f"hold={self.hold}: seconds above 0, or None")
+        if self.fps is not None and not 0 < self.fps <= 1000:
+            raise PlanError(f"fps={self.fps:g}: it must be above 0, and at most 1000")

@@ -1,0 +1,55 @@
+"""What a model's folder says of how it streams, read without loading it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from patchpar.errors import PlanError
+from patchpar.models.folder import resolve_model
+from patchpar.stream.audio import CONFIG as AUDIO_FILE
+from patchpar.stream.config import StreamConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamFolder:
+    """A WanPipeline folder. `options`: those to load it with. `rate`: samples per second that it hears, or None.
+
+    `per_latent`: pictures that one latent frame stands for.
+    """
+
+    path: str
+    options: Mapping[str, Any]
+    config: StreamConfig
+    rate: int | None
+    per_latent: int
+
+    @classmethod
+    def read(
+        cls, model: str | Path, *, config: StreamConfig | None = None, options: Mapping[str, Any] | None = None
+    ) -> "StreamFolder":
+        """Of a folder, or a model that comes with the package. `config`: in place of stream.json. Raises PlanError."""
+        path, options, _ = resolve_model(model, options or {})
+        folder = Path(path)
+        if not (folder / "model_index.json").is_file():
+            raise PlanError(f"{path} has no model_index.json: give the folder of a WanPipeline")
+        return cls(
+            path=path,
+            options={name: value for name, value in options.items() if value is not None},
+            config=config or StreamConfig.load(folder),
+            rate=_fact(folder / "transformer" / AUDIO_FILE, "rate"),
+            per_latent=_fact(folder / "vae" / "config.json", "scale_factor_temporal") or 1,
+        )
+
+    @property
+    def frames(self) -> int:
+        """Pictures of one block, in the steady state."""
+        return self.config.blocks.frames * self.per_latent
+
+
+def _fact(file: Path, name: str) -> int | None:
+    try:
+        return int(json.loads(file.read_text())[name]) if file.is_file() else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"{file} cannot be read, or has no {name}: {error}") from error

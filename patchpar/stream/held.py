@@ -1,0 +1,78 @@
+"""What is open until its `with` block ends: sessions, and pipelines with the ranks that they hold."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Generic, Protocol, TypeVar
+
+from patchpar.errors import PlanError
+
+Self = TypeVar("Self", bound="Closing")
+R = TypeVar("R", bound="Closable")
+S = TypeVar("S", bound="OneStream")
+
+
+class Closing:
+    """Is closed at the end of its `with` block."""
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        raise NotImplementedError
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self: Self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.close)
+
+
+class Closable(Protocol):
+    """Ranks, as a pipeline holds them."""
+
+    def close(self) -> None:
+        """End them."""
+
+
+class OneStream(Closable, Protocol):
+    """A session, as its pipeline sees it."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come out."""
+
+
+class HeldRanks(Closing, Generic[R, S]):
+    """Ranks, and at most one stream on them."""
+
+    def __init__(self, ranks: R) -> None:
+        self._ranks: R | None = ranks
+        self._session: S | None = None
+
+    def _free_ranks(self) -> R:
+        """The ranks for another stream. Raises PlanError if a stream is running on them, or they are closed."""
+        if self._ranks is None:
+            raise PlanError("this pipeline is closed; make a new one")
+        if self._session is not None and not self._session.is_over:
+            raise PlanError("a stream is running on these ranks: close it first, or make another pipeline")
+        if self._session is not None:
+            self._session.close()
+        return self._ranks
+
+    def close(self) -> None:
+        """End stream and workers. Idempotent."""
+        ranks, self._ranks = self._ranks, None
+        if self._session is not None:
+            self._session.close()
+        if ranks is not None:
+            ranks.close()

@@ -1,0 +1,89 @@
+"""Sound out of a file, as one channel at the rate that a model hears. Read by PyAV: sound files, and films' sound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from patchpar.errors import PlanError
+
+GUESSED = ("mp3", "aac", "ac3", "mpeg", "mpegts")
+MISSING = 0.25
+"""Seconds that a file may be shorter than it says: encoders round up."""
+GAP = 0.05
+"""Seconds between the parts of a file that are more than rounding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoundFile:
+    """Mono samples (N,) at `rate`. `facts`: what the file holds, in words."""
+
+    samples: Tensor
+    rate: int
+    facts: str
+
+
+def read_sound(path: Path, rate: int) -> SoundFile:
+    """The whole first sound track. Raises PlanError, with the file's facts, if it cannot be read or is empty."""
+    if not path.is_file():
+        raise PlanError(f"{path}: there is no such sound file")
+    if find_spec("av") is None:
+        raise PlanError("sound files are read by PyAV, which is not installed: pip install 'patchpar[video]'")
+    import av
+
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.audio:
+                raise PlanError(f"{path} has no sound: {container.format.name}, {len(container.streams)} other tracks")
+            facts = _facts(container.streams.audio[0])
+            declared = _declared(container)
+            samples = _decoded(container, rate, f"{path} ({facts})")
+    except av.FFmpegError as error:
+        raise PlanError(f"{path} cannot be read as sound: {error}") from error
+    if not len(samples):
+        raise PlanError(f"{path} ({facts}) holds no samples")
+    if declared - len(samples) / rate > MISSING:
+        raise PlanError(
+            f"{path} ({facts}) ends after {len(samples) / rate:.1f} s of {declared:.1f} s: repair it, or cut it there"
+        )
+    return SoundFile(samples=samples, rate=rate, facts=f"{facts}, {len(samples) / rate:.1f} s")
+
+
+def _decoded(container: Any, rate: int, name: str) -> Tensor:
+    import av
+
+    container.streams.audio[0].codec_context.options = {"err_detect": "crccheck+explode"}
+    resampler = av.AudioResampler(format="fltp", rate=rate)
+    pieces: list[Any] = []
+    due: float | None = None  # when the next samples should begin
+    try:
+        for frame in container.decode(audio=0):
+            if due is not None and (frame.time is None or abs(frame.time - due) > GAP):  # None: not known any more
+                raise PlanError(f"{name} is broken after {due:.1f} s: samples are missing. Repair it, or cut it there")
+            due = None if frame.time is None else frame.time + frame.samples / frame.sample_rate
+            pieces += [made.to_ndarray().mean(0) for made in resampler.resample(frame)]
+        pieces += [made.to_ndarray().mean(0) for made in resampler.resample(None)]
+    except av.FFmpegError as error:
+        seconds = sum(map(len, pieces)) / rate
+        raise PlanError(f"{name} is broken after {seconds:.1f} s: {error}. Repair it, or cut it there") from error
+    return torch.from_numpy(np.concatenate(pieces)) if pieces else torch.zeros(0)
+
+
+def _declared(container: Any) -> float:
+    """Seconds that the file says it has; 0 for formats that say nothing, whose length is guessed from their size."""
+    stream = container.streams.audio[0]
+    if container.format.name in GUESSED or stream.duration is None:
+        return 0.0
+    return float(stream.duration * stream.time_base)
+
+
+def _facts(stream: Any) -> str:
+    codec = stream.codec_context
+    channels = codec.layout.nb_channels
+    return f"{codec.name}, {codec.sample_rate} samples/s, {channels} channel{'s' if channels != 1 else ''}"

@@ -1,0 +1,206 @@
+"""A stream that was taken down can be made again bit for bit, on any ranks; another line makes another stream."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from patchpar.errors import PlanError
+from patchpar.stream.delivery import Chunk, StreamDelivery
+from patchpar.stream.driver import Came
+from patchpar.stream.events import Parameter, Reference
+from patchpar.stream.journal import Journal, Origin, as_wish, as_words
+from patchpar.stream.pipeline import StreamingPipeline
+from patchpar.stream.recording import Recording
+from patchpar.stream.talk import Begin, Course, Produced, Said, Shown
+from tests.stream.test_session import COURSE, Ranks, session
+from tests.stream.test_streaming_pipeline import FACE, SOUND
+from tests.stream.tiny import STREAM, noise, write_folder
+
+
+@pytest.fixture(scope="module")
+def taken_down(one: StreamingPipeline, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Chunk]]:
+    """A journal, and the chunks that came out."""
+    path = tmp_path_factory.mktemp("journal") / "session.jsonl"
+    delivery = StreamDelivery(record=path)
+    with one.stream("a fox", reference=FACE, audio=(SOUND, 2000), seed=3, delivery=delivery) as stream:
+        stream.set_prompt("a hen", at=3, transition="blend", over=2)
+        stream.set_param("audio_scale", 2.0, at=4)
+        return path, list(stream)
+
+
+def changed(path: Path, line: int, target: Path, **facts: Any) -> Path:
+    """A journal with other facts in one of its lines."""
+    lines = path.read_text().splitlines()
+    lines[line] = json.dumps({**json.loads(lines[line]), **facts})
+    target.write_text("\n".join(lines) + "\n")
+    return target
+
+
+def differing(pipe: StreamingPipeline, path: Path) -> list[int]:
+    recording = Recording.read(path)
+    with pipe.replay(recording) as stream:
+        chunks = list(stream)
+    assert [chunk.block for chunk in chunks] == list(range(len(recording.blocks)))
+    return [chunk.block for chunk in chunks if not recording.is_as_it_was(chunk)]
+
+
+@pytest.mark.parametrize("which", ["one", "three"])
+def test_the_same_bits_again(which: str, taken_down: Any, request: pytest.FixtureRequest) -> None:
+    pipe: StreamingPipeline = request.getfixturevalue(which)
+    path, before = taken_down
+    assert differing(pipe, path) == []
+    with pipe.replay(Recording.read(path)) as stream:
+        again = list(stream)
+    assert all(torch.equal(a.frames, b.frames) for a, b in zip(before, again, strict=True))
+    assert [chunk.pts for chunk in before] == [chunk.pts for chunk in again]
+    played = [torch.cat([chunk.audio for chunk in chunks]) for chunks in (before, again)]
+    assert (played[0].clamp(-1, 1) - played[1]).abs().max() <= 0.5 / 32767 + 1e-7
+
+
+def test_another_line_is_another_stream(one: StreamingPipeline, taken_down: Any, tmp_path: Path) -> None:
+    """From its block on and not before, and the comparison sees it."""
+    path, target = taken_down[0], tmp_path / "a.jsonl"
+    wish = {"kind": "Said", "text": "a cow", "transition": "blend", "over": 2}
+    assert differing(one, changed(path, 4, target, wishes=[wish])) == [3, 4, 5]
+    assert differing(one, changed(path, 5, target, wishes=[])) == [4, 5]
+    assert differing(one, changed(path, 0, target, seed=4)) == list(range(6))
+    silent = Recording.read(path).blocks[5].heard[0] * 0
+    other = as_words(Reference(latents=silent))["latents"]
+    assert differing(one, changed(path, 6, target, heard=[other])) == [5]
+
+
+def test_a_broken_end_is_left_out(one: StreamingPipeline, taken_down: Any, tmp_path: Path) -> None:
+    """As it is when the process was killed in the middle of a line."""
+    (tmp_path / "a.jsonl").write_text(taken_down[0].read_text()[:-40])
+    assert len(Recording.read(tmp_path / "a.jsonl").blocks) == 5
+    assert differing(one, tmp_path / "a.jsonl") == []
+
+
+def test_a_stream_without_ears(tmp_path: Path, one: StreamingPipeline) -> None:
+    path = tmp_path / "a.jsonl"
+    with StreamingPipeline.from_pretrained(write_folder(tmp_path / "m", hears=False), devices="cpu") as pipe:
+        with pipe.stream("a fox", seconds=0.3, delivery=StreamDelivery(record=path)) as stream:
+            assert len(list(stream)) == 2
+        assert differing(pipe, path) == []
+    with pytest.raises(PlanError, match="it is another one"):
+        one.replay(Recording.read(path))
+
+
+# --- what is taken down --------------------------------------------------------------------------------------------
+
+ORIGIN: dict[str, Any] = {
+    "model": "m", "config": STREAM, "options": {}, "seed": 0, "fps": 20, "size": [4, 6], "versions": {}, "format": 1,
+}  # fmt: skip
+
+
+def origin() -> Origin:
+    from patchpar.stream.config import StreamConfig
+
+    return Origin(model="m", config=StreamConfig.of(STREAM), options={}, seed=0, fps=20, size=(4, 6), versions={})
+
+
+def came(block: int, course: Course = COURSE, epoch: int = 0, *wishes: Any) -> tuple[Came, Any]:
+    frames = noise(4, 8, 12, 3, seed=block).to(torch.uint8)
+    begun = Begin(inputs=(noise(1, 2, 3, 4),), wishes=wishes)
+    produced = Produced(block=block, frames=frames, seconds=0.1, sink=None)
+    return Came(produced=produced, begun=begun, samples=torch.zeros(400), course=course, epoch=epoch), frames
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        Said(text="a “fox”\n", transition="blend", over=3),
+        Shown(picture=FACE),
+        Parameter(name="audio_scale", value=0.1),
+        Reference(latents=noise(1, 4, 1, 2, 2).to(torch.bfloat16)),
+    ],
+    ids=lambda wish: type(wish).__name__,
+)
+def test_every_change_survives(wish: Any) -> None:
+    found = as_wish(json.loads(json.dumps(as_words(wish))))
+    assert type(found) is type(wish)
+    for name in wish.__dataclass_fields__:
+        a, b = getattr(found, name), getattr(wish, name)
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_epochs_are_made_again_as_they_were(tmp_path: Path) -> None:
+    """A worker died before block 4: the recording has two courses, and the second begins with what held then."""
+    path, ranks = tmp_path / "a.jsonl", Ranks((0, 4))
+    with session(ranks, blocks=7, credit=1).begin(Said(text="first"), journal=Journal(path, origin())) as stream:
+        before = list(stream)
+    recording = Recording.read(path)
+    first, second = recording.courses(2)
+    assert (first, second) == tuple(ranks.courses)
+    again = Ranks()
+    replayed = session(again, blocks=7, credit=1, courses=(first, second))
+    with replayed.begin(changes=recording.wishes()) as stream:
+        after = list(stream)
+    assert again.courses == ranks.courses
+    assert [(c.block, c.epoch) for c in before] == [(c.block, c.epoch) for c in after]
+    wishes = [[(b, [type(w) for w in o.wishes]) for b, o in one.begun if o.wishes] for one in (ranks, again)]
+    assert wishes[1] == [(0, [Said]), (4, [Said, Reference])]
+    assert wishes[0] == [(0, [Said]), (4, [Said, Reference])]
+
+
+def test_silence_takes_next_to_nothing_and_a_limit_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a.jsonl"
+    journal = Journal(path, origin(), limit=4000)
+    with caplog.at_level(logging.WARNING):
+        for block in range(100):
+            journal.note(*came(block))
+    assert path.stat().st_size <= 4000
+    assert len(Recording.read(path).blocks) == journal.blocks > 5
+    assert [record.message for record in caplog.records] == [
+        f"{path} ends after {journal.blocks} blocks: it has reached its limit of 4000 bytes; the stream goes on"
+    ]
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_stream(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = Journal(tmp_path / "a.jsonl", origin())
+
+    class Full:
+        def write(self, line: str) -> None:
+            raise OSError("no space left on device")
+
+        def close(self) -> None:
+            pass
+
+    journal._file = Full()  # type: ignore[assignment]
+    with session(Ranks(), blocks=3).begin(journal=journal) as stream:
+        assert len(list(stream)) == 3
+    assert "no space left on device; the stream goes on" in caplog.text
+
+
+def test_options_that_cannot_be_written(tmp_path: Path) -> None:
+    odd = Origin(**{**{n: getattr(origin(), n) for n in Origin.__dataclass_fields__}, "options": {"vae": object()}})
+    with pytest.raises(PlanError, match="an option of this pipeline cannot be written"):
+        Journal(tmp_path / "a.jsonl", odd)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "its first line does not say how one was begun"),
+        ("[]\n", "its first line does not say"),
+        ('{"format": 9}\n', "is of format 9, and this patchpar reads format 1"),
+        ('{"format": 1}\n', "line 1: it does not say how a stream was begun"),
+        (json.dumps(ORIGIN) + "\n", "has no block"),
+        (json.dumps(ORIGIN) + "\nnonsense\n", "line 2 is no block of a stream"),
+        (json.dumps(ORIGIN) + '\n{"block": 1, "epoch": 0, "frames": ""}\n', "a line is missing"),
+        (json.dumps(ORIGIN) + '\n{"block": 0, "epoch": 0, "frames": "", "wishes": [{"kind": "x"}]}\n', "line 2 is no"),
+        (json.dumps(ORIGIN) + '\n{"block": 0, "epoch": 0, "frames": "", "colour": 1}\n', "line 2 is no"),
+    ],
+)
+def test_what_is_no_journal(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(PlanError, match=message):
+        Recording.read(tmp_path / "a.jsonl")
+    with pytest.raises(PlanError, match="cannot be read as the journal"):
+        Recording.read(tmp_path)

@@ -1,0 +1,91 @@
+"""Sound files: any rate and any channels become what a model hears; what cannot be is refused with the file's facts."""
+
+from __future__ import annotations
+
+import math
+import wave
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+
+from patchpar.errors import PlanError
+from patchpar.stream import sound_file
+from patchpar.stream.sound_file import read_sound
+
+
+def tone(rate: int, seconds: float, hertz: float = 220.0) -> np.ndarray:
+    return np.sin(2 * math.pi * hertz * np.arange(round(rate * seconds)) / rate) * 0.5
+
+
+def write_wav(path: Path, samples: np.ndarray, rate: int, channels: int = 1) -> Path:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(channels)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes((np.repeat(samples, channels) * 32767).astype("<i2").tobytes())
+    return path
+
+
+@pytest.mark.parametrize(("rate", "channels"), [(16000, 1), (44100, 2), (8000, 1)])
+def test_any_rate_and_channels(rate: int, channels: int, tmp_path: Path) -> None:
+    found = read_sound(write_wav(tmp_path / "a.wav", tone(rate, 1.0), rate, channels), 16000)
+    assert found.rate == 16000
+    assert abs(len(found.samples) - 16000) < 40
+    wanted = tone(16000, 1.0)[: len(found.samples)]
+    assert np.abs(found.samples.numpy()[100:15900] - wanted[100:15900]).mean() < 0.02
+    plural = "s" if channels > 1 else ""
+    assert found.facts == f"pcm_s16le, {rate} samples/s, {channels} channel{plural}, {len(found.samples) / 16000:.1f} s"
+
+
+def test_files_without_sound(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"none.wav: there is no such sound file"):
+        read_sound(tmp_path / "none.wav", 16000)
+    (tmp_path / "text.wav").write_text("no sound at all")
+    with pytest.raises(PlanError, match=r"text.wav cannot be read as sound"):
+        read_sound(tmp_path / "text.wav", 16000)
+    with pytest.raises(PlanError, match=r"pcm_s16le, 8000 samples/s, 1 channel\) holds no samples"):
+        read_sound(write_wav(tmp_path / "empty.wav", tone(8000, 0), 8000), 16000)
+    with av.open(str(tmp_path / "mute.mp4"), "w") as container:
+        stream = container.add_stream("libx264", rate=5)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        container.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8))))
+        container.mux(stream.encode())
+    with pytest.raises(PlanError, match=r"mute.mp4 has no sound"):
+        read_sound(tmp_path / "mute.mp4", 16000)
+
+
+def write_flac(path: Path) -> Path:
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("flac", rate=16000, layout="mono")
+        samples = (tone(16000, 3.0) * 32767).astype(np.int16)
+        frame = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
+        frame.sample_rate = 16000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+def test_a_file_that_is_broken_says_where(tmp_path: Path) -> None:
+    """What comes before would be sound, but nothing is guessed."""
+    path = write_flac(tmp_path / "a.flac")
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 2
+    data[middle : middle + 4000] = bytes(4000)
+    path.write_bytes(data)
+    with pytest.raises(PlanError, match=r"a.flac \(flac, 16000 samples/s, 1 channel\) is broken after [012]\.\d s"):
+        read_sound(path, 16000)
+
+
+def test_a_file_that_was_cut_off(tmp_path: Path) -> None:
+    path = write_flac(tmp_path / "a.flac")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(PlanError, match=r"(ends|is broken) after [12]\.\d s"):
+        read_sound(path, 16000)
+
+
+def test_without_pyav(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sound_file, "find_spec", lambda name: None)
+    with pytest.raises(PlanError, match=r"pip install 'patchpar\[video\]'"):
+        read_sound(write_wav(tmp_path / "a.wav", tone(8000, 0.1), 8000), 16000)
