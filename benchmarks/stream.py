@@ -43,6 +43,7 @@ class Sleeper:
     steps: int
     costs: StreamCosts
     adapts_sink: bool = True
+    inner: int = 1
 
     def payload(self) -> tuple[Spec, ...]:
         return (Spec(LATENTS, torch.bfloat16),)

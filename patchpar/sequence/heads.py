@@ -59,12 +59,12 @@ def attend_by_heads(door: Door, axis: Axis, where: str, shared: Shared, *, degre
         split = split_heads(shared.q_BNlD.shape[1], shared.k_BMlD.shape[1], degree)
     except PlanError as error:
         raise UnsupportedModel(f"{where}: {error}") from error
-    inner = _to_heads(door, group, where, shared, split, sizes)
+    inner = tokens_to_heads(door, group, where, shared, split, sizes)
     totals = [sum(shared.sizes[start : start + degree]) for start in range(0, axis.size, degree)]
     mine = split[group.rank].query
     inner = replace(inner, sizes=tuple(totals), place=across.rank).with_heads(mine.start, mine.stop)
     out_BnLD = attend_own(inner).out_BNlD if across.size == 1 else between(door, across, where, inner)
-    return _to_tokens(door, group, where, out_BnLD, split, (shared.asking, sizes))
+    return heads_to_tokens(door, group, where, out_BnLD, split, (shared.asking, sizes))
 
 
 def _axes(axis: Axis, degree: int) -> tuple[Axis, Axis]:
@@ -75,7 +75,7 @@ def _axes(axis: Axis, degree: int) -> tuple[Axis, Axis]:
     return group, across
 
 
-def _to_heads(
+def tokens_to_heads(
     door: Door, group: Axis, where: str, shared: Shared, split: Sequence[Heads], sizes: Sequence[int]
 ) -> Shared:
     """All tokens of the group, of our heads. Sizes and place are still those of the whole."""
@@ -119,7 +119,7 @@ def _to_heads(
     )
 
 
-def _to_tokens(
+def heads_to_tokens(
     door: Door,
     group: Axis,
     where: str,

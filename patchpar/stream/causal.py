@@ -25,6 +25,10 @@ class CausalModel(Protocol):
     def steps(self) -> int:
         """Denoising steps of a block."""
 
+    @property
+    def inner(self) -> int:
+        """Ranks that share each step. They make the same calls of `new_state`, `apply` and `step`, in one order."""
+
     def payload(self) -> tuple[Spec, ...]:
         """What travels from one step to the next, the same for every block of a stream."""
 

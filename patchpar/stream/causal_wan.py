@@ -15,9 +15,11 @@ import torch
 from diffusers import WanTransformer3DModel
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.audio import AudioConditioner
+from patchpar.stream.inner import InnerShare, SharedFrames
 from patchpar.stream.passes import BandedPass, BlockPass, CausalOptions, Pass, SinkPass
 from patchpar.stream.rope import Grid, Positions
 from patchpar.stream.window import WindowMemory, WindowSize
@@ -33,18 +35,23 @@ class Heard(NamedTuple):
 class CausalWan:
     """A `WanTransformer3DModel` that sees one block of a stream at a time. Raises UnsupportedModel.
 
-    `audio`: cross-attention to sound after some of its blocks, or None.
+    `audio`: cross-attention to sound after some of its blocks, or None. `inner`: our place among ranks that share every
+    forward pass but `banded`; each of them has to make the same calls.
     """
 
     def __init__(
-        self, transformer: WanTransformer3DModel, options: CausalOptions, audio: AudioConditioner | None = None
+        self,
+        transformer: WanTransformer3DModel,
+        options: CausalOptions,
+        audio: AudioConditioner | None = None,
+        inner: InnerShare | None = None,
     ) -> None:
         _refuse(transformer)
-        self.transformer, self.options, self.audio = transformer, options, audio
+        self.transformer, self.options, self.audio, self.inner = transformer, options, audio, inner
         self._passing = Passing()
         self._positions: dict[Grid, Positions] = {}
         self._plain = [block.attn1.processor for block in transformer.blocks]
-        self._handles = []
+        self._handles = [] if inner is None else share_tokens(transformer, self._passing)
         for layer, block in enumerate(transformer.blocks):
             block.attn1.processor = CausalProcessor(layer, self._passing)
             if audio is not None and layer in audio.config.after:
@@ -67,14 +74,20 @@ class CausalWan:
             window=self.options.window,
             block_tokens=self.options.frames * tokens,
             sink_tokens=tokens,
-            heads=config.num_attention_heads,
+            heads=self._heads,
             head_width=config.attention_head_dim,
         )
         return WindowMemory(size, self.transformer.device, self.transformer.dtype)
 
+    @property
+    def _heads(self) -> int:
+        """Attention heads of this rank."""
+        heads: int = self.transformer.config.num_attention_heads
+        return heads if self.inner is None else len(self.inner.heads(heads).query)
+
     def remember_sink(self, memory: WindowMemory, latents_BCFHW: Tensor, text_BTD: Tensor) -> None:
         """Put one clean latent frame (1, C, 1, H, W) into `memory` as its sink."""
-        with self._during(SinkPass(memory, self._at(latents_BCFHW))):
+        with self._during(SinkPass(memory, self._at(latents_BCFHW)), frames=self._shared(latents_BCFHW)):
             self._forward(latents_BCFHW, latents_BCFHW.new_zeros(1, dtype=torch.float32), text_BTD)
 
     def velocity(
@@ -93,7 +106,8 @@ class CausalWan:
         the block's sound.
         """
         memory.advance()
-        with self._during(BlockPass(memory, self._at(x_BCFHW), self.options, block), heard):
+        now = BlockPass(memory, self._at(x_BCFHW), self.options, block)
+        with self._during(now, heard, frames=self._shared(x_BCFHW)):
             return self._forward(x_BCFHW, torch.full((1,), timestep, device=x_BCFHW.device), text_BTD)
 
     def banded(
@@ -124,7 +138,7 @@ class CausalWan:
             x_BCFHW = torch.cat([sink_BCFHW, x_BCFHW], 2)
         banded = BandedPass(positions, self.options, blocks, sink_BCFHW is not None)
         silent = positions.grid.tokens if sink_BCFHW is not None else 0
-        with self._during(banded, None if audio_BFnC is None else Heard(audio_BFnC), silent):
+        with self._during(banded, None if audio_BFnC is None else Heard(audio_BFnC), silent=silent):
             out = self._forward(x_BCFHW, levels, text_BTD)
         return out[:, :, 1:] if sink_BCFHW is not None else out
 
@@ -132,15 +146,23 @@ class CausalWan:
         return self.transformer(x_BCFHW, timestep, text_BTD, return_dict=False)[0]
 
     @contextmanager
-    def _during(self, now: Pass, heard: Heard | None = None, silent: int = 0) -> Iterator[None]:
+    def _during(
+        self, now: Pass, heard: Heard | None = None, *, silent: int = 0, frames: SharedFrames | None = None
+    ) -> Iterator[None]:
         passing = self._passing
-        passing.now, passing.silent_tokens = now, silent
+        passing.now, passing.silent_tokens, passing.frames = now, silent, frames
         if self.audio is not None and heard is not None:
             passing.audio, passing.audio_scale = self.audio.encode(heard.tokens_BFnC), heard.scale
         try:
             yield
         finally:
-            passing.now = passing.audio = None
+            passing.now = passing.audio = passing.frames = None
+
+    def _shared(self, x_BCFHW: Tensor) -> SharedFrames | None:
+        """How a forward pass over these latents is shared."""
+        if self.inner is None:
+            return None
+        return self.inner.of_frames(x_BCFHW.shape[2], self._grid(*x_BCFHW.shape[3:]).tokens)
 
     def _grid(self, height: int, width: int) -> Grid:
         _, rows, columns = self.transformer.config.patch_size
@@ -162,10 +184,14 @@ class CausalWan:
 
 
 class Passing:
-    """Which forward pass the transformer is in. `silent_tokens` at the front of a sequence hear nothing."""
+    """Which forward pass the transformer is in. `silent_tokens` at the front of a sequence hear nothing.
+
+    `frames`: how ranks share the pass, or None where it is all ours.
+    """
 
     def __init__(self) -> None:
         self.now: Pass | None = None
+        self.frames: SharedFrames | None = None
         self.audio: Tensor | None = None
         self.audio_scale = 1.0
         self.silent_tokens = 0
@@ -181,15 +207,24 @@ class CausalProcessor:
 
     def __call__(self, attn: Any, hidden_states: Tensor, *_: object) -> Tensor:
         """As WanAttnProcessor; positions come from the pass."""
-        assert self._passing.now is not None, "a block-causal transformer is called through CausalWan"
         if attn.fused_projections:
             q, k, v = attn.to_qkv(hidden_states).chunk(3, dim=-1)
         else:
             q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
-        queries, keys, values, mask = self._passing.now.attend(self._layer, q, k, v)
-        out = dispatch_attention_fn(queries, keys, values, attn_mask=mask, backend=self._attention_backend)
-        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(queries)))
+        frames = self._passing.frames
+        if frames is None:
+            out = self._see(q, k, v)
+        else:
+            out = frames.attend(f"blocks.{self._layer}.attn1", (q, k, v), self._see)
+        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))
+
+    def _see(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        now = self._passing.now
+        assert now is not None, "a block-causal transformer is called through CausalWan"
+        queries, keys, values, mask = now.attend(self._layer, q, k, v)
+        out: Tensor = dispatch_attention_fn(queries, keys, values, attn_mask=mask, backend=self._attention_backend)
+        return out
 
 
 class AudioHook:
@@ -208,6 +243,23 @@ class AudioHook:
         return torch.cat([front, rest + added], 1) if silent else rest + added
 
 
+def share_tokens(transformer: WanTransformer3DModel, passing: Passing) -> list[RemovableHandle]:
+    """From the first block to the last projection this rank has its own tokens only, in passes that are shared."""
+
+    def ours(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        frames = passing.frames
+        return None if frames is None else (frames.own(args[0]), *args[1:])
+
+    def everybodys(module: nn.Module, args: tuple[Any, ...], out_BlD: Tensor) -> Tensor | None:
+        frames = passing.frames
+        return None if frames is None else frames.whole("proj_out", out_BlD)
+
+    return [
+        transformer.blocks[0].register_forward_pre_hook(ours),
+        transformer.proj_out.register_forward_hook(everybodys),
+    ]
+
+
 def _refuse(transformer: WanTransformer3DModel) -> None:
     config = transformer.config
     if config.patch_size[0] != 1:
@@ -216,6 +268,6 @@ def _refuse(transformer: WanTransformer3DModel) -> None:
         )
     if config.image_dim is not None or config.added_kv_proj_dim is not None:
         raise UnsupportedModel(
-            "this transformer looks at an embedded image beside its text: a stream shows its reference through the "
-            "sink frame, so load a text-to-video checkpoint"
+            "this transformer looks at an embedded image beside its text: load a text-to-video checkpoint, whose "
+            "reference is its sink frame, or Wan 2.2, which is given pictures in channels"
         )

@@ -45,10 +45,15 @@ class WanDecoder:
             out = unpatchify(out, patch_size=vae.config.patch_size)
         return out.clamp(-1, 1)[0].transpose(0, 1)
 
-    def encode(self, picture_1CHW: Tensor) -> Tensor:
-        """One latent frame (1, C, 1, H, W), as the transformer sees latents, of a picture between -1 and 1."""
+    def encode(self, picture_1CHW: Tensor, *, chunks: int = 0) -> Tensor:
+        """One latent frame (1, C, 1, H, W), as the transformer sees latents, of a picture between -1 and 1.
+
+        With `chunks` of 4 grey pictures behind it, the latent frames of all: what models draw from that were made to
+        go on from a picture.
+        """
         picture = picture_1CHW[:, :, None].to(self._vae.device, self._vae.dtype)
-        latents = self._vae.encode(picture).latent_dist.mode()
+        grey = picture.new_zeros(*picture.shape[:2], 4 * chunks, *picture.shape[3:])
+        latents = self._vae.encode(torch.cat([picture, grey], 2)).latent_dist.mode()
         return (latents - self._mean.to(latents)) * self._inverse_std.to(latents)
 
 

@@ -31,7 +31,7 @@ def check_transition(transition: str, over: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """Another text, as embeddings (1, T, D).
+    """Another text, as embeddings (1, T, D). `negative`: what guidance leads away from, where there is guidance.
 
     `transition`: "switch" keeps what the window holds; "cut" forgets it; "blend" goes over to the new text evenly in
     `over` blocks; "recache" computes the window again under the new text (LongLive, arXiv:2509.22622, section 3.2).
@@ -40,6 +40,7 @@ class Prompt:
     text: Tensor
     transition: Transition = "switch"
     over: int = 0
+    negative: Tensor | None = None
 
     def __post_init__(self) -> None:
         check_transition(self.transition, self.over)
@@ -47,9 +48,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Another sink: one clean latent frame (1, C, 1, H, W)."""
+    """Another sink: one clean latent frame (1, C, 1, H, W).
+
+    `film`: for models that draw from a picture, latents (1, C, F, H, W) of it with nothing behind it.
+    """
 
     latents: Tensor
+    film: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,10 @@ class FlowSchedule:
         """The noise level at which `step` begins, 0 to 1000, as networks are told it."""
         return 1000.0 * self.sigmas[step]
 
+    def steps_above(self, level: float) -> range:
+        """The steps that begin at noise level `level`, 0 to 1, or above."""
+        return range(sum(sigma >= level for sigma in self.sigmas[:-1]))
+
     def needs_noise(self, step: int) -> bool:
         """Whether the end of `step` takes new noise."""
         return self.sampler == "renoise" and self.sigmas[step + 1] > 0

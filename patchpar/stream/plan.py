@@ -67,9 +67,11 @@ class StreamPlan:
         if left > steps:
             inner, rest = divmod(left, steps)
             if rest:
+                apart = ranks - left
                 raise PlanError(
-                    f"{left} ranks for {steps} steps: use {steps * inner} or {steps * (inner + 1)}, "
-                    "a whole number for each"
+                    f"{ranks} ranks: {left} of them cannot be shared evenly by {steps} steps"
+                    f"{', as 1 decodes' if apart else ''}; use {steps * inner + apart} or {steps * (inner + 1) + apart}"
+                    f"{_by_the_way(steps, ranks, decode)}"
                 )
             return cls(sizes=(1,) * steps, decode=decode, inner=inner)
         whole, extra = divmod(steps, left)
@@ -106,6 +108,11 @@ class StreamPlan:
         """Blocks that are under way at once when every stage is busy."""
         return len(self.stages)
 
+    @property
+    def decoder(self) -> int:
+        """The rank that decodes."""
+        return self.stages[-1].ranks[0]
+
     def stage_of(self, rank: int) -> int:
         """The number of the stage that a rank belongs to. Raises PlanError."""
         for number, stage in enumerate(self.stages):
@@ -128,6 +135,13 @@ def plans(steps: int, ranks: int) -> Iterator[StreamPlan]:
                 yield StreamPlan(sizes=sizes, decode=decode)
         for inner in range(2, left // steps + 1):
             yield StreamPlan(sizes=(1,) * steps, decode=decode, inner=inner)
+
+
+def _by_the_way(steps: int, ranks: int, decode: Decode) -> str:
+    """The way to use exactly `ranks` ranks, where there is one."""
+    if decode == "own" and ranks % steps == 0:
+        return ", or decode='last'"
+    return ", or decode='own'" if decode == "last" and ranks > 1 and (ranks - 1) % steps == 0 else ""
 
 
 def _span(what: str, numbers: range) -> str:

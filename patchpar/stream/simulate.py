@@ -9,6 +9,7 @@ For steady stages this gives the law FPS = F / max(stage, link) and TTFF = S c +
 arXiv:2512.04677, table 5).
 """
 
+import math
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -73,7 +74,7 @@ class Forecast:
 
 def stage_seconds(plan: StreamPlan, costs: StreamCosts) -> tuple[float, ...]:
     """What one block costs on each stage."""
-    share = costs.inner_speedup ** (plan.inner.bit_length() - 1) if plan.inner > 1 else 1.0
+    share = costs.inner_speedup ** math.log2(plan.inner)
     return tuple(
         len(stage.steps) * costs.step / share + (costs.decode if stage.decodes else 0.0) for stage in plan.stages
     )
@@ -83,6 +84,46 @@ def law(plan: StreamPlan, costs: StreamCosts) -> tuple[float, float]:
     """(frames per second, seconds to the first frame) of steady stages, in closed form."""
     seconds = stage_seconds(plan, costs)
     return costs.frames / max(*seconds, costs.link, costs.source), sum(seconds) + costs.link * (plan.depth - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnsetBudget:
+    """Seconds from a sound to its picture, in a live stream that is shown by the clock."""
+
+    fill: float
+    steps: float
+    decode: float
+    link: float
+
+    @property
+    def seconds(self) -> float:
+        """All together."""
+        return self.fill + self.steps + self.decode + self.link
+
+    def __str__(self) -> str:
+        return (
+            f"{self.seconds:.2f} s from sound to picture: {self.fill:.2f} until a block is full, {self.steps:.2f} to "
+            f"denoise it, {self.decode:.2f} to decode it, {self.link:.2f} on the way"
+        )
+
+
+def onset(plan: StreamPlan, costs: StreamCosts) -> OnsetBudget:
+    """What is between a sound and its picture where `costs.source` seconds of sound make a block. Raises PlanError.
+
+    The same for each sound of a block: those that come first wait until the block is full, and those that come last
+    until they are due. Nothing waits in a queue, as long as every stage keeps pace.
+    """
+    if costs.source <= 0:
+        raise PlanError("source=0: say how many seconds of live sound make a block")
+    slowest = max(*stage_seconds(plan, costs), costs.link)
+    if slowest > costs.source:
+        raise PlanError(
+            f"the slowest stage takes {slowest:.2f} s for a block, but {costs.source:.2f} s of sound make one, so that "
+            "pictures would come later and later: use more ranks, fewer steps, or larger blocks"
+        )
+    *denoise, last = stage_seconds(plan, costs)
+    steps = sum(denoise) + last - costs.decode
+    return OnsetBudget(fill=costs.source, steps=steps, decode=costs.decode, link=costs.link * (plan.depth - 1))
 
 
 def simulate(

@@ -6,8 +6,10 @@
     rank 2                     b0    b1    b2    b3      decode
 
 There is no tick, and no collective: a stage waits for its block and for nothing else (Live Avatar, arXiv:2512.04677,
-section 4.2). The first finished block goes back to rank 0, which makes the adaptive sink of it: an event like any
-other, at the block that enters when block 0 has left the last step, so that nobody has to wait for it.
+section 4.2). Where several ranks share a stage, its first one takes the block, hands it to the others before anything
+is computed, and passes on what all have made. The first finished block goes back to rank 0, which makes the adaptive
+sink of it: an event like any other, at the block that enters when block 0 has left the last step, so that nobody has to
+wait for it.
 """
 
 import time
@@ -22,7 +24,7 @@ from patchpar.exchange import Arriving, Door
 from patchpar.stream.causal import CausalModel, Payload
 from patchpar.stream.events import Change, Event, Reference
 from patchpar.stream.link import Downstream, Envelope, Sign, Upstream
-from patchpar.stream.plan import StreamPlan
+from patchpar.stream.plan import StageSteps, StreamPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,27 +135,32 @@ class StageLoop:
         around: Surroundings,
         first_block: int = 0,
     ) -> None:
-        _check(model, plan, door)
         stages = plan.stages
         number = plan.stage_of(rank)
+        _check(model, plan, stages[number], door)
         stage, specs = stages[number], model.payload()
+        leader, *mates = stage.ranks
+        leads = rank == leader
         self._model, self._rank, self._around, self._door = model, rank, around, door
         self._first_block = first_block
-        self._is_last_step = bool(stage.steps) and stage.steps[-1] == plan.steps - 1
+        self._makes_first = leads and bool(stage.steps) and stage.steps[-1] == plan.steps - 1
         self._states = [model.new_state(step) for step in stage.steps]
-        self._decodes = stage.decodes
-        self._decoder = model.new_decoder() if stage.decodes else None
+        self._decodes = leads and stage.decodes
+        self._decoder = model.new_decoder() if self._decodes else None
         self._beginning: Beginning | None = None
+        self._mates = Downstream(_there(door), mates, specs) if leads and mates else None
         self._out: Downstream | None = None
-        if number == 0:
+        if rank == 0:
             patience = 1.0 if door is None else door.transport.deadline / 4
             self._beginning = Beginning(model, around, patience, first_block)
-            if model.adapts_sink and not self._is_last_step:
-                back = _there(door).receive("first", "stream", len(plan.sizes) - 1, specs)
+            if model.adapts_sink and not self._makes_first:
+                back = _there(door).receive("first", "stream", stages[len(plan.sizes) - 1].ranks[0], specs)
                 self._beginning.expect_first(back)
-        self._in: Inlet = self._beginning or Upstream(_there(door), stages[number - 1].ranks[0], specs)
-        if number + 1 < len(stages):
-            self._out = Downstream(_there(door), stages[number + 1].ranks[0], specs)
+        before = stages[number - 1].ranks[0] if leads else leader
+        self._in: Inlet = self._beginning or Upstream(_there(door), before, specs, ahead=leads)
+        if leads and number + 1 < len(stages):
+            self._out = Downstream(_there(door), [stages[number + 1].ranks[0]], specs)
+        self._leads = leads
         self._first_sent: Arriving | None = None
 
     def run(self) -> StageFigures:
@@ -161,31 +168,40 @@ class StageLoop:
         blocks, busy, waited = 0, 0.0, 0.0
         while True:
             start = time.perf_counter()
-            envelope = self._in.take()
+            envelope = self._taken()
             arrived = time.perf_counter()
-            if envelope.sign is Sign.BLOCK:
+            if envelope.sign.is_block:
                 envelope = self._work(envelope)
                 waited += arrived - start if blocks else 0.0
                 blocks += 1
             if self._out is not None:
                 self._out.send(envelope)
-            busy += time.perf_counter() - arrived if envelope.sign is Sign.BLOCK else 0.0
+            busy += time.perf_counter() - arrived if envelope.sign.is_block else 0.0
             if envelope.sign is Sign.END:
                 break
         self._settle()
         return StageFigures(rank=self._rank, blocks=blocks, busy=busy, waited=waited)
 
+    def _taken(self) -> Envelope:
+        """The next message, which all ranks of the stage have: whether its block is wanted is told by the first."""
+        envelope = self._in.take()
+        if self._leads and envelope.sign is Sign.BLOCK and self._around.is_cancelled():
+            envelope = replace(envelope, sign=Sign.VOID)
+        if self._mates is not None:
+            self._mates.send(envelope)
+        return envelope
+
     def _work(self, envelope: Envelope) -> Envelope:
         payload = envelope.payload
-        is_cancelled = self._around.is_cancelled()
-        if not is_cancelled:
+        is_wanted = envelope.sign is Sign.BLOCK
+        if is_wanted:
             for state in self._states:
                 for event in envelope.events:
                     self._model.apply(state, event.change)
                 payload = self._model.step(state, envelope.block, payload)
-        if self._is_last_step and envelope.block == self._first_block and self._model.adapts_sink:
+        if self._makes_first and envelope.block == self._first_block and self._model.adapts_sink:
             self._send_first(payload)
-        if self._decodes and not is_cancelled:
+        if self._decodes and is_wanted:
             frames = self._model.decode(self._decoder, payload)
             self._around.put(Finished(block=envelope.block, frames=frames, latents=payload, born=envelope.born))
         return replace(envelope, payload=payload)
@@ -199,8 +215,9 @@ class StageLoop:
     def _settle(self) -> None:
         if self._first_sent is not None:
             self._first_sent.wait()
-        if self._out is not None:
-            self._out.settle()
+        for way in (self._mates, self._out):
+            if way is not None:
+                way.settle()
 
 
 def _there(door: Door | None) -> Door:
@@ -208,13 +225,10 @@ def _there(door: Door | None) -> Door:
     return door
 
 
-def _check(model: CausalModel, plan: StreamPlan, door: Door | None) -> None:
+def _check(model: CausalModel, plan: StreamPlan, stage: StageSteps, door: Door | None) -> None:
     if plan.steps != model.steps:
         raise PlanError(f"the plan has {plan.steps} steps, but the model has {model.steps}")
-    if plan.inner > 1:
-        raise PlanError(
-            f"inner={plan.inner}: several ranks for one step can be forecast, but not run yet; use at most "
-            f"{plan.steps + 1} ranks"
-        )
+    if stage.steps and plan.inner != model.inner:
+        raise PlanError(f"the plan has {plan.inner} ranks for each step, but the model was made for {model.inner}")
     if plan.ranks > 1 and door is None:
         raise PlanError(f"the plan has {plan.ranks} ranks, but there is no way to the others")

@@ -57,33 +57,58 @@ class Blending:
 
 @dataclass(slots=True, kw_only=True)
 class StepState:
-    """What one denoising step remembers. `recent`: number and payload of the last blocks, for a window made anew."""
+    """What one denoising step remembers. `recent`: number and payload of the last blocks, for a window made anew.
+
+    `film`: see Reference.
+    """
 
     step: int
     memory: WindowMemory
     text: Tensor
     sink: Tensor | None
     blending: Blending | None = None
+    film: Tensor | None = None
     audio_scale: float = 1.0
     recent: deque[tuple[int, Payload]] = field(default_factory=deque)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowNoise:
+    """Another transformer for steps from number `start` on, as Wan 2.2 has one for low noise levels."""
+
+    network: CausalWan
+    start: int
 
 
 class WanStream:
     """A CausalModel. Its payload is (latents, audio tokens), or latents alone where the transformer hears nothing."""
 
     def __init__(
-        self, network: CausalWan, schedule: FlowSchedule, decoder: WanDecoder | None, options: WanStreamOptions
+        self,
+        network: CausalWan,
+        schedule: FlowSchedule,
+        decoder: WanDecoder | None,
+        options: WanStreamOptions,
+        low_noise: LowNoise | None = None,
     ) -> None:
         self._network, self._schedule, self._decoder, self._options = network, schedule, decoder, options
+        self._low_noise = low_noise
         transformer = network.transformer
         self._device, self._dtype = transformer.device, transformer.dtype
-        shape = (1, transformer.config.in_channels, network.options.frames, options.height, options.width)
+        channels = transformer.config.out_channels
+        self._is_conditioned = transformer.config.in_channels > channels
+        shape = (1, channels, network.options.frames, options.height, options.width)
         self._latents = Spec(shape, self._dtype)
 
     @property
     def steps(self) -> int:
         """See CausalModel."""
         return self._schedule.steps
+
+    @property
+    def inner(self) -> int:
+        """See CausalModel."""
+        return 1 if self._network.inner is None else self._network.inner.ranks
 
     def payload(self) -> tuple[Spec, ...]:
         """See CausalModel."""
@@ -99,13 +124,18 @@ class WanStream:
         options = self._options
         state = StepState(
             step=step,
-            memory=self._network.memory(options.height, options.width),
+            memory=self._of(step).memory(options.height, options.width),
             text=self._own(options.text),
             sink=None if options.sink is None else self._own(options.sink),
             recent=deque(maxlen=self._network.options.window - 1),
         )
         self._fill_sink(state)
         return state
+
+    def _of(self, step: int) -> CausalWan:
+        """The transformer of a step."""
+        low = self._low_noise
+        return self._network if low is None or step < low.start else low.network
 
     def begin(self, block: int, inputs: Payload) -> Payload:
         """See CausalModel. `inputs`: the block's audio tokens, if the transformer hears."""
@@ -119,6 +149,7 @@ class WanStream:
             self._change_text(state, change)
         elif isinstance(change, Reference):
             state.sink = self._own(change.latents)
+            state.film = state.film if change.film is None else self._own(change.film)
             self._fill_sink(state)
         else:
             self._set(state, change)
@@ -164,16 +195,34 @@ class WanStream:
     def _velocity(self, state: StepState, block: int, payload: Payload) -> Tensor:
         timestep = self._schedule.timestep(state.step)
         heard = Heard(payload[1], state.audio_scale) if len(payload) > 1 else None
-        return self._network.velocity(state.memory, payload[0], timestep, state.text, block=block, heard=heard)
+        network = self._of(state.step)
+        x_BCFHW = self._with_condition(state, payload[0], block * network.options.frames)
+        return network.velocity(state.memory, x_BCFHW, timestep, state.text, block=block, heard=heard)
 
     def _fill_sink(self, state: StepState) -> None:
         if state.sink is not None:
-            self._network.remember_sink(state.memory, state.sink, state.text)
+            sink = self._with_condition(state, state.sink, 0)
+            self._of(state.step).remember_sink(state.memory, sink, state.text)
+
+    def _with_condition(self, state: StepState, x_BCFHW: Tensor, first: int) -> Tensor:
+        """Latent frames from number `first` on, with what such a model draws from behind their channels.
+
+        As WanImageToVideoPipeline has it: which frame is given, and the latents of the picture and of nothing after it.
+        """
+        if not self._is_conditioned:
+            return x_BCFHW
+        if state.film is None:
+            raise PlanError("this model draws from a picture: begin the stream with reference=")
+        numbers = torch.arange(first, first + x_BCFHW.shape[2], device=x_BCFHW.device)
+        latents = state.film[:, :, numbers.clamp(max=state.film.shape[2] - 1)]
+        masks = self._network.transformer.config.in_channels - x_BCFHW.shape[1] - latents.shape[1]
+        given = (numbers == 0).to(x_BCFHW.dtype)[None, None, :, None, None]
+        return torch.cat([x_BCFHW, given.expand(1, masks, -1, *x_BCFHW.shape[3:]), latents], 1)
 
     @property
     def adapts_sink(self) -> bool:
         """See CausalModel."""
-        return self._options.adapt_sink
+        return self._options.adapt_sink and not self._is_conditioned
 
     def adaptive_sink(self, payload: Payload) -> Change:
         """See CausalModel. It never leaves latent space, so that decoding and encoding add nothing to it."""

@@ -51,7 +51,9 @@ def test_all_plans_differ() -> None:
         (lambda: StreamPlan(sizes=(1,), decode="host"), "'own' or 'last'"),  # type: ignore[arg-type]
         (lambda: StreamPlan(sizes=(2, 1), inner=2), "stage of its own"),
         (lambda: StreamPlan(sizes=(1, 1), inner=0), "at least 1 rank"),
-        (lambda: StreamPlan.even(4, 7), "use 4 or 8"),
+        (lambda: StreamPlan.even(4, 7), "6 of them cannot be shared evenly by 4 steps, as 1 decodes; use 5 or 9$"),
+        (lambda: StreamPlan.even(2, 4), "use 3 or 5, or decode='last'"),
+        (lambda: StreamPlan.even(2, 5, decode="last"), "use 4 or 6, or decode='own'"),
         (lambda: StreamPlan.even(4, 1, decode="own"), "use 2 ranks"),
         (lambda: StreamPlan.even(0, 1), "at least 1 of each"),
         (lambda: StreamPlan.even(2, 3).stage_of(3), "ranks 0 to 2"),

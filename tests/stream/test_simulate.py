@@ -6,7 +6,7 @@ import pytest
 
 from patchpar.errors import PlanError
 from patchpar.stream.plan import StreamPlan, plans
-from patchpar.stream.simulate import Forecast, StreamCosts, best_plan, law, simulate
+from patchpar.stream.simulate import Forecast, StreamCosts, best_plan, law, onset, simulate, stage_seconds
 
 LIVE_AVATAR = StreamCosts(step=12 / 45.2, decode=0.150, frames=12)
 """Live Avatar (arXiv:2512.04677v5), table 3: 45.2 frames/s in blocks of 12; decoding a block takes about 0.15 s."""
@@ -69,6 +69,32 @@ def test_live_sound_sets_the_pace() -> None:
     forecast = simulate(StreamPlan.even(4, 5), live)
     assert forecast.fps == pytest.approx(25)
     assert forecast.first_frame == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 5])
+def test_from_sound_to_picture(ranks: int) -> None:
+    """The budget is what the simulator finds: a block of sound, and then the time to its first frame."""
+    plan = StreamPlan.even(4, ranks)
+    live = StreamCosts(step=0.1, decode=0.05, frames=12, link=0.01, source=0.48)
+    budget = onset(plan, live)
+    assert budget.seconds == pytest.approx(0.48 + simulate(plan, live).first_frame)
+    assert budget.steps == pytest.approx(0.4)
+    assert str(budget).startswith(f"{budget.seconds:.2f} s from sound to picture: 0.48 until a block is full, 0.40 to")
+
+
+def test_stages_that_cannot_keep_pace_have_no_budget() -> None:
+    slow = StreamCosts(step=0.3, decode=0.05, frames=12, source=0.48)
+    with pytest.raises(PlanError, match=r"slowest stage takes 0\.65 s for a block, but 0\.48 s"):
+        onset(StreamPlan.even(4, 2), slow)
+    with pytest.raises(PlanError, match="source=0"):
+        onset(StreamPlan.even(4, 2), LIVE_AVATAR)
+
+
+def test_ranks_that_share_a_step() -> None:
+    """Three ranks lie between two and four: the speed-up is for each doubling."""
+    costs = StreamCosts(step=1.0, decode=0.1, frames=12, inner_speedup=1.6)
+    seconds = [stage_seconds(StreamPlan(sizes=(1,), inner=inner), costs)[0] for inner in (1, 2, 3, 4)]
+    assert seconds == pytest.approx([1, 1 / 1.6, 1 / 1.6**1.585, 1 / 1.6**2], rel=1e-3)
 
 
 def test_the_best_plan() -> None:

@@ -170,7 +170,7 @@ def test_what_cannot_be_run() -> None:
     model = stream(2)
     with pytest.raises(PlanError, match="3 steps, but the model has 2"):
         StageLoop(model, StreamPlan.even(3, 1), 0, None, around)
-    with pytest.raises(PlanError, match="use at most 3 ranks"):
+    with pytest.raises(PlanError, match="2 ranks for each step, but the model was made for 1"):
         StageLoop(model, StreamPlan.even(2, 5), 0, None, around)
     with pytest.raises(PlanError, match="no way to the others"):
         StageLoop(model, StreamPlan.even(2, 2), 0, None, around)

@@ -14,6 +14,7 @@ from patchpar.stream.audio import AudioConditioner, AudioConfig
 from patchpar.stream.causal_wan import CausalWan
 from patchpar.stream.decoder import WanDecoder
 from patchpar.stream.flow import FlowSchedule
+from patchpar.stream.inner import InnerShare
 from patchpar.stream.passes import CausalOptions
 from patchpar.stream.wan import WanStream, WanStreamOptions
 from tests.tiny import encoders, tokenizers
@@ -26,11 +27,11 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def transformer(dtype: torch.dtype = torch.float32, text_dim: int = 8) -> WanTransformer3DModel:
+def transformer(dtype: torch.dtype = torch.float32, text_dim: int = 8, heads: int = 2) -> WanTransformer3DModel:
     torch.manual_seed(0)
     net = WanTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=12,
+        num_attention_heads=heads,
+        attention_head_dim=24 // heads,
         in_channels=16,
         out_channels=16,
         text_dim=text_dim,
@@ -79,9 +80,16 @@ def sound(block: int, batch: int = 1) -> Tensor:
     return noise(batch, FRAMES, AUDIO.tokens, AUDIO.levels, seed=300 + block)
 
 
-def causal(*, dtype: torch.dtype = torch.float32, hears: bool = True, **options: Any) -> CausalWan:
+def causal(
+    *,
+    dtype: torch.dtype = torch.float32,
+    hears: bool = True,
+    heads: int = 2,
+    inner: InnerShare | None = None,
+    **options: Any,
+) -> CausalWan:
     chosen = CausalOptions(**{"frames": FRAMES, "window": 3, "sink_distance": 5} | options)
-    return CausalWan(transformer(dtype), chosen, conditioner(dtype) if hears else None)
+    return CausalWan(transformer(dtype, heads=heads), chosen, conditioner(dtype) if hears else None, inner)
 
 
 def stream(

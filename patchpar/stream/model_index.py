@@ -1,0 +1,76 @@
+"""What the files of a WanPipeline folder say of it, read without loading anything."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from patchpar.errors import PlanError
+from patchpar.stream.flow import FlowSchedule
+
+SELF_FORCING = "SelfForcingFlowMatchScheduler"
+"""The scheduler that FastVideo writes into such folders, as in wlsaidhi/SFWan2.1-T2V-1.3B-Diffusers."""
+HIGH_NOISE, LOW_NOISE = "transformer", "transformer_2"
+"""The parts of a pipeline that denoise. Wan 2.2 has one for each range of noise levels, all others have the first."""
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """What model_index.json says. Raises PlanError."""
+    file = folder / "model_index.json"
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{file} cannot be read: give the folder of a WanPipeline ({error})") from error
+    return found
+
+
+def low_noise_below(folder: Path) -> float | None:
+    """The noise level, 0 to 1, below which a pipeline has another transformer; None if it has one only.
+
+    Raises PlanError.
+    """
+    index = read_index(folder)
+    part = index.get(LOW_NOISE)
+    if not isinstance(part, list) or part[-1] is None:
+        return None
+    boundary = index.get("boundary_ratio")
+    if not isinstance(boundary, (int, float)):
+        raise PlanError(f"{folder / 'model_index.json'} has two transformers, but no boundary_ratio between them")
+    return float(boundary)
+
+
+def self_forcing_facts(folder: Path) -> dict[str, Any] | None:
+    """How a model distilled by Self-Forcing (arXiv:2506.08009) streams, as stream.json would say; None for others.
+
+    It is told by its scheduler. Four steps, warped by the scheduler's shift, with new noise in each; blocks of 3 latent
+    frames in a window of 21; no sink. Other numbers in the transformer's configuration are followed. Raises PlanError.
+    """
+    scheduler = _read(folder / "scheduler" / "scheduler_config.json")
+    if scheduler.get("_class_name") != SELF_FORCING:
+        return None
+    if low_noise_below(folder) is not None:
+        raise PlanError(
+            f"{folder} was distilled by Self-Forcing for two transformers, and its steps are nowhere in it: pass "
+            "config=StreamConfig(...)"
+        )
+    causal = _read(folder / HIGH_NOISE / "config.json")
+    frames = int(causal.get("num_frames_per_block", 3))
+    seen = int(causal.get("local_attn_size", -1))
+    seen = seen if seen > 0 else int(causal.get("sliding_window_num_frames", 21))
+    return {
+        "sigmas": FlowSchedule.shifted(4, shift=float(scheduler.get("shift", 5.0))).sigmas,
+        "sampler": "renoise",
+        "fps": 16,
+        "height": 480,
+        "width": 832,
+        "blocks": {"frames": frames, "window": max(1, seen // frames)},
+        "adapt_sink": False,
+    }
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A configuration; nothing where there is none. Raises PlanError."""
+    try:
+        found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{file} cannot be read: {error}") from error
+    return found

@@ -1,0 +1,317 @@
+"""A queue of frames spread over ranks gives the very bits of one loop over one list, whatever happens in mid-stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from torch import Tensor
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.exchange import Door
+from patchpar.stream.decoder import DecoderState, WanDecoder, as_pixels
+from patchpar.stream.events import Change, Parameter, Prompt
+from patchpar.stream.fifo import FifoOptions, draw_first_film
+from patchpar.stream.fifo_model import FifoStreamOptions, WanFifo
+from patchpar.stream.fifo_stage import FifoStage, Neighbours, fifo_plan
+from patchpar.stream.flow import FlowSchedule
+from patchpar.stream.link import Sign
+from patchpar.stream.noise import keyed_noise
+from patchpar.stream.plan import StreamPlan
+from patchpar.stream.stage import Finished, Order, Surroundings
+from patchpar.transport import Transport
+from tests.stream.running import Outcome, Script, differing
+from tests.stream.tiny import COLUMNS, ROWS, noise, text, transformer, vae
+from tests.unit.threads import on_threads
+
+QUEUE = FifoOptions(window=4, partitions=2, first_steps=3)
+FRAME = (1, 16, 1, ROWS, COLUMNS)
+TOKENS = ROWS * COLUMNS // 4
+BLOCKS, SEED = 4, 7
+START = Prompt(text=text(0), negative=text(9))
+PLANS = [fifo_plan(QUEUE.zones, ranks) for ranks in range(1, QUEUE.zones + 2)]
+DRAWING = threading.Lock()
+"""Weights are drawn from a generator of all threads."""
+
+
+def options(**other: Any) -> FifoStreamOptions:
+    return FifoStreamOptions(**{"height": ROWS, "width": COLUMNS, "seed": SEED, **other})
+
+
+def model(queue: FifoOptions = QUEUE, **other: Any) -> WanFifo:
+    with DRAWING:
+        return WanFifo(transformer(), WanDecoder(vae()), queue, options(**other))
+
+
+# --- the oracle: one list, one loop, plain calls of the transformer ---------------------------------------------------
+
+
+def draw_noise(frame: int, draw: int) -> Tensor:
+    return keyed_noise(SEED, frame, draw, FRAME)
+
+
+def predicted(net: Any, x: Tensor, levels: list[float], prompt: Prompt, scale: float) -> Tensor:
+    """One timestep for each token."""
+    timesteps = torch.tensor([1000 * level for level in levels]).repeat_interleave(TOKENS)[None]
+    found = net(x, timesteps, prompt.text, return_dict=False)[0]
+    if scale == 1:
+        return found
+    away = net(x, timesteps, prompt.negative, return_dict=False)[0]
+    return away + scale * (found - away)
+
+
+@torch.no_grad()
+def plain(
+    blocks: int = BLOCKS,
+    prompts: Mapping[int, Prompt] | None = None,
+    queue: FifoOptions = QUEUE,
+    scale: float = 1.0,
+) -> Outcome:
+    """(latents, pictures) of each frame. `prompts`: switches, by the block that enters."""
+    net, prompt, f, n = transformer(), START, queue.window, queue.levels
+    table = FlowSchedule.shifted(n, shift=queue.shift).sigmas
+    steps = FlowSchedule.shifted(queue.first_steps, shift=queue.shift).sigmas
+    film = torch.cat([draw_noise(i, 0) for i in range(f)], 2)
+    for now, after in pairwise(steps):
+        film = film + (after - now) * predicted(net, film, [now] * f, prompt, scale)
+    clean = [film[:, :, i : i + 1] for i in range(f)]
+    line, gone = [], [clean[0]] * (f // 2)
+    for time in range(n):
+        number = time - (n - f)
+        level = table[n - time]
+        drawn = draw_noise(number, 1) if number >= 0 else draw_noise(0, 2 + time)
+        line.append((1 - level) * clean[max(0, number)] + level * drawn)
+    before = [0.0] * (f // 2) + list(reversed(table[:-1]))  # levels in the order of time, at the start of a tick
+    after = [0.0] * (f // 2) + list(reversed(table[1:]))
+    for block in range(f, blocks + n):
+        prompt = (prompts or {}).get(block, prompt)
+        gone.append(line.pop(0))
+        line.append(draw_noise(block, 0))
+        seen, line = gone[-(f // 2) :] + line, []
+        for start in range(0, n, f // 2):
+            levels = before[start : start + f]
+            velocity = predicted(net, torch.cat(seen[start : start + f], 2), levels, prompt, scale)
+            for i in range(f // 2, f):
+                line.append(seen[start + i] + (after[start + i] - levels[i]) * velocity[:, :, i : i + 1])
+    shown = gone[f // 2 + n - f :][:blocks]
+    decoder, state = WanDecoder(vae()), DecoderState()
+    return [(frame, as_pixels(decoder.decode(state, frame))) for frame in shown]
+
+
+# --- the same on ranks ------------------------------------------------------------------------------------------------
+
+
+def on_rank(transport: Transport, plan: StreamPlan, script: Script, deaf: bool, given: Mapping[str, Any]) -> Outcome:
+    outcome: Outcome = []
+
+    def put(finished: Finished) -> None:
+        assert finished.block == len(outcome), "frames come out in order"
+        outcome.append((finished.latents[0], finished.frames))
+
+    around = Surroundings(order=script.order, put=put, is_cancelled=lambda: False)
+    stage = FifoStage(model(**given), plan, transport.rank, Door(transport), around)
+    if deaf:
+        stage._neighbours = Deaf(stage._neighbours)
+    stage.run()
+    return outcome
+
+
+class Deaf(Neighbours):
+    """The negative control: what a neighbour says is not heard."""
+
+    def __init__(self, other: Neighbours) -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, value)
+
+    def hear(self) -> Tensor | None:
+        heard = super().hear()
+        return None if heard is None else torch.zeros_like(heard)
+
+
+def script(changes: Mapping[int, tuple[Change, ...]] | None = None, blocks: int = BLOCKS, **other: Any) -> Script:
+    changes = changes or {}
+    return Script({**changes, 0: (START, *changes.get(0, ()))}, blocks=blocks, hears=False, **other)
+
+
+def spread(plan: StreamPlan, script: Script, *, deaf: bool = False, **given: Any) -> Outcome:
+    found = on_threads(plan.ranks, on_rank, plan, script, deaf, given, deadline=60.0)
+    errors = [error for error in found if isinstance(error, Exception)]
+    if errors:
+        raise errors[0]
+    return found[plan.decoder]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_every_plan_gives_the_bits_of_one_loop(plan: StreamPlan) -> None:
+    assert differing(spread(plan, script()), plain()) == []
+
+
+@pytest.mark.parametrize("queue", [FifoOptions(window=6, partitions=1, first_steps=2)], ids=str)
+def test_another_queue(queue: FifoOptions) -> None:
+    outcome = spread(StreamPlan.even(queue.zones, 2), script(), queue=queue)
+    assert differing(outcome, plain(queue=queue)) == []
+
+
+def test_guidance_and_another_prompt() -> None:
+    """A prompt holds in all windows from the tick on in which its block enters."""
+    other = Prompt(text=text(1), negative=text(8))
+    outcome = spread(PLANS[2], script({6: (other,)}, blocks=7), guidance_scale=3.0)
+    assert differing(outcome, plain(7, {6: other}, scale=3.0)) == []
+    assert differing(outcome, plain(7, scale=3.0)) == list(range(7))
+
+
+def test_a_prompt_that_changes_within_the_first_film_holds_from_the_first_tick_on() -> None:
+    other = Prompt(text=text(1))
+    assert differing(spread(PLANS[1], script({2: (other,)})), plain(prompts={QUEUE.window: other})) == []
+
+
+def test_a_blend_goes_over_tick_by_tick() -> None:
+    other = Prompt(text=text(1), transition="blend", over=2)
+    half, whole = Prompt(text=torch.lerp(text(0), text(1), 0.5)), Prompt(text=torch.lerp(text(0), text(1), 1.0))
+    outcome = spread(PLANS[1], script({6: (other,)}, blocks=7))
+    assert differing(outcome, plain(7, {6: half, 7: whole})) == []
+
+
+def test_without_the_neighbours_frames_it_is_another_stream() -> None:
+    assert differing(spread(PLANS[1], script(), deaf=True), plain()) == [0, 1, 2, 3]
+    assert differing(spread(PLANS[0], script(), deaf=True), plain()) == []  # who has no neighbour misses nothing
+
+
+def test_another_seed_is_another_stream() -> None:
+    assert differing(spread(PLANS[0], script(), seed=8), plain()) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+def test_a_short_stream_ends_well(blocks: int) -> None:
+    """What comes out does not depend on when the stream ends: there is always noise behind the last frame."""
+    assert differing(spread(PLANS[2], script(blocks=blocks)), plain(blocks)) == []
+    assert differing(plain(blocks), plain()[:blocks]) == []
+
+
+def test_rests_change_nothing() -> None:
+    assert differing(spread(PLANS[1], script(rests={0: 2, 2: 1})), plain()) == []
+
+
+def test_an_interrupted_stream_begins_with_another_film() -> None:
+    """From its first frame on it is a stream of its own, with the noise of its own frames."""
+    outcome: Outcome = []
+    orders = Script({2: (START,)}, blocks=4, hears=False)
+    around = Surroundings(
+        order=orders.order,
+        put=lambda finished: outcome.append((finished.latents[0], finished.frames)),
+        is_cancelled=lambda: False,
+    )
+    FifoStage(model(first_frame=2), PLANS[0], 0, None, around).run()
+    assert len(outcome) == 2
+    assert differing(outcome, plain()[:2]) == [0, 1]
+
+
+class Impatient:
+    """Somebody who cancels after `looks` looks of whatever rank."""
+
+    def __init__(self, looks: int) -> None:
+        self._left = looks
+
+    def is_cancelled(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+
+@pytest.mark.parametrize("looks", [3, 60])
+def test_what_is_cancelled_leaves_nothing_behind(looks: int) -> None:
+    """In the first film or later; the next stream on the same lines is the stream that it would have been."""
+    watcher, decoded, endless = Impatient(looks), list[int](), script(blocks=1000)
+
+    def twice(transport: Transport) -> Outcome:
+        around = Surroundings(
+            order=endless.order,
+            put=lambda finished: decoded.append(finished.block),
+            is_cancelled=watcher.is_cancelled,
+        )
+        FifoStage(model(), PLANS[2], transport.rank, Door(transport), around).run()
+        return on_rank(transport, PLANS[2], script(), False, {})
+
+    *_, outcome = on_threads(3, twice, deadline=30.0)
+    assert len(decoded) < 20
+    assert differing(outcome, plain()) == []
+
+
+def test_only_neighbours_talk_and_say_little() -> None:
+    """In a tick: one frame to the cleaner side, half a window less one to the noisier, however long the queue is."""
+
+    def sent(transport: Transport) -> dict[str, int]:
+        door = Door(transport)
+        around = Surroundings(order=orders.order, put=lambda finished: None, is_cancelled=lambda: False)
+        FifoStage(model(queue), plan, transport.rank, door, around).run()
+        return dict(+door.traffic.bytes_sent)
+
+    frame, header = 16 * ROWS * COLUMNS * 4, 4 * 8
+    for partitions in (2, 3):
+        queue = FifoOptions(window=4, partitions=partitions, first_steps=1)
+        plan, orders = StreamPlan.even(queue.zones, 3), script()
+        first, middle, last = on_threads(3, sent, deadline=30.0)
+        ticks = BLOCKS + queue.levels - queue.window
+        events = first["event"]
+        messages = BLOCKS + queue.levels + 1  # ticks, frames of the first film, and the end
+        assert first == {"block": messages * (frame + header), "event": events}
+        context = (1 + ticks) * (queue.half - 1) * frame
+        assert middle == {"block": messages * (frame + header), "event": events, "context": context}
+        assert last == {"context": context}
+
+
+def test_the_first_film_is_that_of_diffusers() -> None:
+    """A level for each token is that level for all of them; diffusers' own scheduler and one timestep as the oracle."""
+    net, schedule = transformer(), FlowSchedule.shifted(3, shift=3.0)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
+    scheduler.set_timesteps(sigmas=list(schedule.sigmas[:-1]))
+    start = noise(1, 16, 4, ROWS, COLUMNS)
+    wanted = start
+    for step, timestep in enumerate(scheduler.timesteps):
+        found = net(wanted, timestep.expand(1), text(0), return_dict=False)[0]
+        assert float(timestep) == pytest.approx(schedule.timestep(step), rel=1e-5)
+        wanted = scheduler.step(found, timestep, wanted, return_dict=False)[0]
+    film = draw_first_film(QUEUE, start, lambda x, s: predicted(net, x, list(s), START, 1.0), lambda: True)
+    assert float((film - wanted).abs().max() / wanted.abs().max()) < 1e-5
+
+
+def test_levels_differ_frame_by_frame() -> None:
+    """The transformer is told what level each frame is at: other levels, another prediction, and at that frame most."""
+    net, x = transformer(), noise(1, 16, 4, ROWS, COLUMNS)
+    one, other = (predicted(net, x, levels, START, 1.0) for levels in ([0.5] * 4, [0.5, 0.5, 0.9, 0.5]))
+    moved = (one - other).abs().amax((0, 1, 3, 4))
+    assert int(moved.argmax()) == 2
+
+
+def test_what_cannot_be() -> None:
+    around = Surroundings(order=lambda *_: Order(sign=Sign.END), put=print, is_cancelled=lambda: False)
+    stream = model()
+    with pytest.raises(PlanError, match="even number of latent frames"):
+        FifoOptions(window=5)
+    with pytest.raises(PlanError, match="at least 1 of each"):
+        FifoOptions(partitions=0)
+    with pytest.raises(PlanError, match="use at most 5, or more partitions"):
+        fifo_plan(QUEUE.zones, 6)
+    with pytest.raises(PlanError, match="the plan has 3 zones, but the queue has 4"):
+        FifoStage(stream, StreamPlan.even(3, 1), 0, None, around)
+    with pytest.raises(PlanError, match="use more partitions"):
+        FifoStage(stream, StreamPlan.even(4, 8, decode="last"), 0, None, around)
+    with pytest.raises(PlanError, match="no way to the others"):
+        FifoStage(stream, PLANS[1], 0, None, around)
+    with pytest.raises(PlanError, match="no window to forget"):
+        stream.apply(Prompt(text=text(0), transition="cut"))
+    with pytest.raises(PlanError, match="all that can change"):
+        stream.apply(Parameter(name="audio_scale", value=1.0))
+    with pytest.raises(PlanError, match="needs a negative prompt"):
+        model(guidance_scale=2.0).apply(Prompt(text=text(0)))
+    stream.apply(START)
+    with pytest.raises(PlanError, match="cannot be blended"):
+        stream.apply(Prompt(text=text(1)[:, :2], transition="blend", over=1))
+    net = transformer()
+    net.register_to_config(in_channels=36)
+    with pytest.raises(UnsupportedModel, match="text-to-video"):
+        WanFifo(net, None, QUEUE, options())

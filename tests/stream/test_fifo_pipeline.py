@@ -1,0 +1,118 @@
+"""A folder and a prompt in, video without end out: the frames of one process, on any ranks, with the usual controls."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.stream.crew import Crew
+from patchpar.stream.delivery import StreamDelivery
+from patchpar.stream.fifo import FifoOptions
+from patchpar.stream.fifo_pipeline import ENGINE, FifoConfig, FifoStreamingPipeline
+from patchpar.stream.plan import StreamPlan
+from tests.stream.on_pool import PoolExecutor
+from tests.stream.tiny import COLUMNS, ROWS, TEXT
+
+QUEUE = FifoOptions(window=4, partitions=2, first_steps=2)
+CONFIG = FifoConfig(fps=20, height=2 * ROWS, width=2 * COLUMNS, queue=QUEUE, text_tokens=TEXT)
+
+
+@pytest.fixture(scope="module")
+def alone(face_folder: Path) -> Iterator[FifoStreamingPipeline]:
+    with FifoStreamingPipeline.from_pretrained(face_folder, devices="cpu", config=CONFIG) as pipe:
+        yield pipe
+
+
+@pytest.fixture(scope="module")
+def spread(face_folder: Path, ranks: Any) -> FifoStreamingPipeline:
+    """Zones 0-1 and 2-3, and decoding, on ranks 0 to 2 of the pool; rank 3 has no part."""
+    plan = StreamPlan(sizes=(2, 2), decode="own")
+    executor: Any = PoolExecutor(ranks, "fifo", ENGINE)
+    facts = executor.call("load", str(face_folder), QUEUE, plan, TEXT, {})[0]
+    return FifoStreamingPipeline(Crew(executor, plan), CONFIG, facts)
+
+
+def frames(pipe: FifoStreamingPipeline, seconds: float = 1.0, **arguments: Any) -> list[Tensor]:
+    """Of 11 latent frames: one picture, and then two each. Another prompt in mid-stream."""
+    with pipe.stream("a fox", seed=3, seconds=seconds, **arguments) as session:
+        session.set_prompt("a hen", at=6)
+        chunks = list(session)
+    assert [chunk.pts for chunk in chunks] == [max(0, 2 * number - 1) / 20 for number in range(len(chunks))]
+    return [chunk.frames for chunk in chunks]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> list[bool]:
+    assert len(one) == len(other)
+    return [torch.equal(a, b) for a, b in zip(one, other, strict=True)]
+
+
+def test_ranks_show_the_frames_of_one_process(alone: FifoStreamingPipeline, spread: FifoStreamingPipeline) -> None:
+    wanted = frames(alone, negative_prompt="blue", guidance_scale=3.0)
+    assert len(wanted) == 11
+    assert all(same(frames(spread, negative_prompt="blue", guidance_scale=3.0), wanted))
+    assert not any(same(frames(alone, negative_prompt="red", guidance_scale=3.0), wanted))
+    assert not any(same(frames(alone, guidance_scale=1.0), wanted))
+
+
+def test_what_comes_out_does_not_depend_on_when_it_ends(spread: FifoStreamingPipeline) -> None:
+    assert all(same(frames(spread, 0.4), frames(spread)[:5]))
+
+
+def test_it_can_be_cancelled_and_begun_again(spread: FifoStreamingPipeline) -> None:
+    first = frames(spread)
+    with spread.stream("a fox", seed=3) as session:  # without an end
+        next(session)
+        with pytest.raises(PlanError, match="a stream is running"):
+            spread.stream("another")
+        session.cancel()
+    assert session.status == "cancelled"
+    assert all(same(frames(spread), first))
+
+
+def test_a_slow_watcher_holds_it_up(alone: FifoStreamingPipeline) -> None:
+    """Credit is for the frames in the queue, and a few more; nothing is queued beyond."""
+    with alone.stream("a fox", delivery=StreamDelivery(lead=1)) as session:
+        for _ in range(3):
+            next(session)
+        assert session.in_flight <= QUEUE.levels + alone.plan.depth + 1
+
+
+def test_only_the_prompt_can_change(alone: FifoStreamingPipeline) -> None:
+    with alone.stream("a fox", seconds=1.0) as session:
+        with pytest.raises(PlanError, match="no window to forget"):
+            session.set_prompt("a hen", transition="cut")
+        with pytest.raises(PlanError, match="looks at no reference"):
+            session.set_reference(torch.zeros(8, 12, 3, dtype=torch.uint8))
+        with pytest.raises(PlanError, match="all that can change"):
+            session.set_param("audio_scale", 2.0)
+        with pytest.raises(PlanError, match="does not listen"):
+            session.push_audio(torch.zeros(8), 2000)
+
+
+def test_what_cannot_be(alone: FifoStreamingPipeline, face_folder: Path, tmp_path: Path) -> None:
+    make = FifoStreamingPipeline.from_pretrained
+    with pytest.raises(PlanError, match=r"no model_index\.json"):
+        make(tmp_path, config=CONFIG)
+    with pytest.raises(PlanError, match="does not fit a queue of 4 zones on 1 devices"):
+        make(face_folder, devices="cpu", plan=StreamPlan.even(4, 2), config=CONFIG)
+    with pytest.raises(PlanError, match="fps=0"):
+        FifoConfig(fps=0)
+    with pytest.raises(PlanError, match="seconds=0"):
+        alone.stream("a fox", seconds=0)
+    with pytest.raises(PlanError, match="seed=-1"):
+        alone.stream("a fox", seed=-1)
+    folder = tmp_path / "two"
+    shutil.copytree(face_folder, folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.9}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(UnsupportedModel, match="windows of a queue see both"):
+        make(folder, devices="cpu", config=CONFIG)

@@ -1,0 +1,201 @@
+"""Ranks that share a step give the stream of one process up to rounding, and each keeps its part of the window only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar.errors import PlanError
+from patchpar.exchange import Door
+from patchpar.mesh import Axis
+from patchpar.stream.inner import InnerShare, See, SharedFrames
+from patchpar.stream.plan import StreamPlan
+from patchpar.stream.stage import Finished, StageLoop, Surroundings
+from patchpar.transport import Transport
+from tests.stream.running import BLOCKS, Outcome, Script, serial, stage
+from tests.stream.test_stages import EVERYTHING
+from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, noise, stream, text
+from tests.unit.threads import on_threads
+
+TOKENS = ROWS * COLUMNS // 4  # of a frame
+DRAWING = threading.Lock()
+"""Weights are drawn from a generator of all threads."""
+
+
+class Deaf(InnerShare):
+    """The negative control: in attention, keys and values of the others' tokens are zero."""
+
+    def of_frames(self, frames: int, tokens: int) -> SharedFrames:
+        shared = super().of_frames(frames, tokens)
+        return DeafFrames(door=shared.door, axis=shared.axis, frames=shared.frames, bands=shared.bands)
+
+
+class DeafFrames(SharedFrames):
+    def attend(self, where: str, qkv_BlNd: tuple[Tensor, Tensor, Tensor], see: See) -> Tensor:
+        start, size = self.bands.starts[self.axis.rank], self.bands.size(self.axis.rank)
+
+        def own(x: Tensor) -> Tensor:
+            frames = torch.zeros_like(x).unflatten(1, (self.frames, -1))
+            frames[:, :, start : start + size] = x.unflatten(1, (self.frames, -1))[:, :, start : start + size]
+            return frames.flatten(1, 2)
+
+        return SharedFrames.attend(self, where, qkv_BlNd, lambda q, k, v: see(q, own(k), own(v)))
+
+
+def share(transport: Transport, ranks: Sequence[int], kind: type[InnerShare] = InnerShare) -> InnerShare | None:
+    if len(ranks) == 1:
+        return None
+    return kind(Door(transport), Axis("inner", ranks.index(transport.rank), len(ranks), tuple(ranks)))
+
+
+def on_rank(transport: Transport, plan: StreamPlan, script: Script, kind: type[InnerShare], options: Any) -> Outcome:
+    inner = share(transport, plan.stages[plan.stage_of(transport.rank)].ranks, kind)
+    with DRAWING:
+        model = stream(plan.steps, inner=inner, **options)
+    return stage(transport, {transport.rank: model}, plan, script)[0]
+
+
+def shared(plan: StreamPlan, script: Script, kind: type[InnerShare] = InnerShare, **options: Any) -> Outcome:
+    found = on_threads(plan.ranks, on_rank, plan, script, kind, options, deadline=60.0)
+    errors = [error for error in found if isinstance(error, Exception)]
+    if errors:
+        raise errors[0]
+    return found[plan.decoder]
+
+
+def apart(one: Outcome, other: Outcome) -> float:
+    """How far latents are apart, in units of the largest; pictures may differ by one level."""
+    assert len(one) == len(other)
+    for (_, frames), (_, wanted) in zip(one, other, strict=True):
+        assert int((frames.int() - wanted.int()).abs().max()) <= 1
+    return latents_apart(one, other)
+
+
+def latents_apart(one: Outcome, other: Outcome) -> float:
+    return max(float((a - b).abs().max() / b.abs().max()) for (a, _), (b, _) in zip(one, other, strict=True))
+
+
+PLANS = [
+    StreamPlan(sizes=(1, 1), inner=2, decode="own"),
+    StreamPlan(sizes=(1, 1), inner=2, decode="last"),
+    StreamPlan(sizes=(1,), inner=3, decode="own"),  # 4 heads: 2, 1 and 1
+    StreamPlan(sizes=(1,), inner=4, decode="last"),  # 6 tokens of a frame: 2, 2, 1 and 1
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_ranks_that_share_a_step_make_the_stream_of_one_process(plan: StreamPlan) -> None:
+    """Not to the last bit: a matrix product of fewer rows may round otherwise."""
+    outcome = shared(plan, Script(EVERYTHING), heads=4)
+    assert apart(outcome, serial(stream(plan.steps, heads=4), EVERYTHING)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "options", [{"positions": "relative"}, {"sampler": "renoise"}, {"has_sink": False}, {"window": 1}], ids=str
+)
+def test_every_kind_of_model(options: dict[str, Any]) -> None:
+    outcome = shared(StreamPlan(sizes=(1, 1), inner=2), Script(EVERYTHING), **options)
+    assert apart(outcome, serial(stream(2, **options), EVERYTHING)) < 1e-5
+
+
+def test_without_the_others_tokens_it_is_another_stream() -> None:
+    outcome = shared(PLANS[0], Script({}), Deaf)
+    assert latents_apart(outcome, serial(stream(2), {})) > 1e-3
+
+
+def test_each_rank_keeps_its_heads_only() -> None:
+    def held(transport: Transport) -> int:
+        with DRAWING:
+            net = causal(inner=share(transport, range(2)))
+        return net.memory(ROWS, COLUMNS).num_bytes
+
+    whole = causal().memory(ROWS, COLUMNS).num_bytes
+    assert on_threads(2, held) == [whole // 2, whole // 2]
+
+
+def sent(transport: Transport, window: int) -> dict[str, int]:
+    """Bytes that this rank sends for the last of several blocks."""
+    inner = share(transport, range(2))
+    assert inner is not None
+    with DRAWING:
+        net = causal(window=window, inner=inner, hears=False)
+    memory, traffic = net.memory(ROWS, COLUMNS), inner._door.traffic
+    for block in range(4):
+        traffic.clear()
+        net.velocity(memory, noise(1, 16, FRAMES, ROWS, COLUMNS), 500.0, text(0), block=block)
+    return dict(traffic.bytes_sent)
+
+
+def test_what_is_sent_does_not_grow_with_the_window() -> None:
+    """Of 2 ranks each sends half of its queries, keys, values and results in each of 2 layers, and its output."""
+    width, own_tokens, out = 24, FRAMES * TOKENS // 2, 16 * 4
+    wanted = {"heads": 2 * 4 * own_tokens * width // 2 * 4, "tokens": own_tokens * out * 4}
+    for window in (1, 3):
+        assert on_threads(2, sent, window) == [wanted, wanted]
+
+
+def test_whether_a_block_is_wanted_is_told_by_one_rank() -> None:
+    """The others hear of a cancellation sooner or later; nobody waits for what they do not compute."""
+
+    def run(transport: Transport) -> Outcome:
+        outcome: Outcome = []
+
+        def put(finished: Finished) -> None:
+            outcome.append((finished.latents[0], finished.frames))
+
+        around = Surroundings(order=script.order, put=put, is_cancelled=lambda: transport.rank in (1, 3))
+        inner = share(transport, plan.stages[plan.stage_of(transport.rank)].ranks)
+        with DRAWING:
+            model = stream(2, inner=inner)
+        StageLoop(model, plan, transport.rank, Door(transport), around).run()
+        return outcome
+
+    plan, script = StreamPlan(sizes=(1, 1), inner=2, decode="last"), Script({})
+    found = on_threads(4, run, deadline=10.0)
+    assert apart(found[2], serial(stream(2), {})) < 1e-5
+
+
+def test_a_stage_of_several_ranks_can_be_cancelled() -> None:
+    cancelled = threading.Event()
+
+    def run(transport: Transport) -> Any:
+        def put(finished: Finished) -> None:
+            decoded.append(finished.block)
+            cancelled.set()
+
+        around = Surroundings(order=Script({}, blocks=1000).order, put=put, is_cancelled=cancelled.is_set)
+        inner = share(transport, plan.stages[plan.stage_of(transport.rank)].ranks)
+        with DRAWING:
+            model = stream(2, inner=inner)
+        return StageLoop(model, plan, transport.rank, Door(transport), around).run()
+
+    plan, decoded = PLANS[0], list[int]()
+    found = on_threads(plan.ranks, run, deadline=10.0)
+    assert [one for one in found if isinstance(one, Exception)] == []
+    assert decoded == [0]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (partial(InnerShare.heads, heads=2), "2: use at most inner=2"),
+        (partial(InnerShare.of_frames, frames=1, tokens=2), "a frame of 2 tokens cannot be shared by 3"),
+    ],
+)
+def test_what_cannot_be_shared(make: Any, message: str) -> None:
+    def refused(transport: Transport) -> str:
+        with pytest.raises(PlanError, match=message) as caught:
+            make(InnerShare(Door(transport), Axis("inner", transport.rank, 3, (0, 1, 2))))
+        return str(caught.value)
+
+    assert len(set(on_threads(3, refused))) == 1
+
+
+def test_the_tiny_model_is_what_the_counts_above_say() -> None:
+    assert (AUDIO.dim, TOKENS, BLOCKS) == (24, 6, 6)

@@ -1,0 +1,93 @@
+"""Models that go on from a picture are given what diffusers gives them, block by block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline, WanTransformer3DModel
+from torch import Tensor
+
+from patchpar.errors import PlanError
+from patchpar.stream.causal_wan import CausalWan
+from patchpar.stream.decoder import WanDecoder
+from patchpar.stream.events import Change, Prompt, Reference
+from patchpar.stream.flow import FlowSchedule
+from patchpar.stream.passes import CausalOptions
+from patchpar.stream.plan import StreamPlan
+from patchpar.stream.wan import WanStream, WanStreamOptions
+from tests.stream.running import Script, differing, pipelined, serial
+from tests.stream.tiny import COLUMNS, FRAMES, ROWS, noise, text, vae
+
+MASKS, CHUNKS = 2, 2  # one mask for each picture of a latent frame of this VAE; a film of 1 + 8 pictures, 5 latents
+PICTURE = noise(1, 3, 2 * ROWS, 2 * COLUMNS, seed=8).clamp(-1, 1)
+
+
+def stream(steps: int = 2) -> WanStream:
+    torch.manual_seed(0)
+    net = WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=32 + MASKS,
+        out_channels=16,
+        text_dim=8,
+        freq_dim=16,
+        ffn_dim=32,
+        num_layers=2,
+        cross_attn_norm=True,
+        rope_max_seq_len=64,
+    )
+    causal = CausalWan(net.eval().requires_grad_(False), CausalOptions(frames=FRAMES, window=3, sink_distance=5))
+    options = WanStreamOptions(height=ROWS, width=COLUMNS, seed=7, text=text(0))
+    return WanStream(causal, FlowSchedule.shifted(steps), WanDecoder(vae()), options)
+
+
+def reference(picture: Tensor = PICTURE) -> Reference:
+    decoder = WanDecoder(vae())
+    return Reference(latents=decoder.encode(picture), film=decoder.encode(picture, chunks=CHUNKS))
+
+
+def test_the_condition_is_that_of_diffusers() -> None:
+    """Masks and latents of a whole film, put together from blocks; behind the film its last frame goes on."""
+    pipe = WanImageToVideoPipeline(
+        tokenizer=None,
+        text_encoder=None,
+        vae=vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        image_processor=None,
+        image_encoder=None,
+        transformer=None,
+    )
+    size, latents = (2 * ROWS, 2 * COLUMNS), noise(1, 16, 5, ROWS, COLUMNS)
+    _, wanted = pipe.prepare_latents(PICTURE, 1, 16, *size, 9, torch.float32, torch.device("cpu"), latents=latents)
+    model = stream()
+    state = model.new_state(0)
+    model.apply(state, reference())
+    given = torch.cat(
+        [model._with_condition(state, torch.zeros(1, 16, 2, ROWS, COLUMNS), first)[:, 16:] for first in (0, 2, 4)], 2
+    )
+    assert wanted.shape == (1, MASKS + 16, 5, ROWS, COLUMNS)
+    assert torch.equal(given[:, :, :5], wanted)
+    assert torch.equal(given[:, :, 5], wanted[:, :, 4])
+    assert given[:, :MASKS, 0].eq(1).all()
+    assert given[:, :MASKS, 1:].eq(0).all()
+
+
+def test_steps_on_ranks_are_one_process() -> None:
+    changes: dict[int, tuple[Change, ...]] = {0: (reference(),), 3: (Prompt(text=text(1), transition="recache"),)}
+    outcome, _ = pipelined(stream, StreamPlan.even(2, 3), Script(changes, hears=False))
+    assert differing(outcome, serial(stream(), changes, hears=False)) == []
+    other = {**changes, 0: (reference(-PICTURE),)}
+    assert differing(outcome, serial(stream(), other, hears=False)) == list(range(6))
+
+
+def test_its_picture_stays_its_sink() -> None:
+    assert not stream().adapts_sink
+
+
+def test_without_a_picture_it_is_refused() -> None:
+    with pytest.raises(PlanError, match="begin the stream with reference="):
+        serial(stream(), {}, hears=False)
+    model, only_sink = stream(), Reference(latents=reference().latents)
+    state = model.new_state(0)
+    with pytest.raises(PlanError, match="begin the stream with reference="):
+        model.apply(state, only_sink)
