@@ -9,7 +9,7 @@ from patchpar import PatchparError
 
 from . import words
 from .comparison import HEAD, Comparison, compare
-from .fields import Fields, picture_fields
+from .fields import Fields, picture_fields, result, result_pair
 from .image_tab import buttons
 from .jobs import Job, View
 from .studio import Studio
@@ -69,7 +69,7 @@ def build(studio: Studio, owner: gr.State) -> tuple[CompareTab, list[Any]]:
     labels = [way.label for way in studio.workers.ways]
     with gr.Row(equal_height=False):
         with gr.Column(scale=5, min_width=320):
-            fields = picture_fields()
+            fields = picture_fields(studio.workers.setup.side)
             one = gr.Dropdown(labels, value=labels[min(1, len(labels) - 1)], label="Left: drawn by")
             other = gr.Dropdown(labels, value=labels[-2 if len(labels) > 2 else 0], label="Right: drawn by")
             with gr.Row():
@@ -77,8 +77,8 @@ def build(studio: Studio, owner: gr.State) -> tuple[CompareTab, list[Any]]:
                 cancel = gr.Button("Cancel", interactive=False, elem_id="compare-cancel")
             status = gr.HTML(words.status(None), elem_id="compare-status")
         with gr.Column(scale=6, min_width=320):
-            pair = gr.ImageSlider(label="Left and right", format="png", interactive=False, elem_id="compare-pair")
-            difference = gr.Image(label="Difference", format="png", interactive=False, elem_id="compare-difference")
+            pair = result_pair("Left and right", "compare-pair")
+            difference = result("Difference", "compare-difference")
     table = gr.HTML(elem_id="compare-table")
     filled = [pair, difference, status, table, begin, cancel]
     gr.on([begin.click], tab.run, [owner, one, other, *fields.components], filled, show_progress="hidden")

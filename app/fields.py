@@ -13,7 +13,8 @@ CAPTIONS = (
     "a yellow tower on the left, desert dunes at noon",
     "a white house on the left and a tree on the right, snowy mountains at noon",
 )
-SIZES = (128, 1024, 64)  # least, most and step of the sliders; the API takes others
+SHOWN = ("download", "fullscreen")  # what a picture offers
+UNIT = 64  # pixels between the places of a slider
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +31,13 @@ class Fields:
         return Order.of(**dict(zip(names, values, strict=True)))
 
 
-def picture_fields(*, side: int = 256, steps: int = 20, sizes: tuple[int, int, int] = SIZES) -> Fields:
-    """Lay them out."""
-    least, most, unit = sizes
+def picture_fields(native: int, *, times: int = 1, steps: int = 20) -> Fields:
+    """Lay them out, for a model of pictures of `native` pixels a side; they begin with `times` that."""
+    least, most, side = native // 2, 4 * native, times * native
     prompt = gr.Textbox(CAPTIONS[0], label="Prompt", lines=2, max_length=LONGEST_PROMPT, submit_btn=False)
     with gr.Row():
-        width = gr.Slider(least, most, side, step=unit, label="Width", min_width=140)
-        height = gr.Slider(least, most, side, step=unit, label="Height", min_width=140)
+        width = gr.Slider(least, most, side, step=UNIT, label="Width", min_width=140)
+        height = gr.Slider(least, most, side, step=UNIT, label="Height", min_width=140)
     with gr.Row():
         count = gr.Slider(1, MOST_STEPS, steps, step=1, label="Steps", min_width=140)
         seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=LARGEST_SEED, min_width=140)
@@ -46,6 +47,21 @@ def picture_fields(*, side: int = 256, steps: int = 20, sizes: tuple[int, int, i
         )
         negative = gr.Textbox(label="Negative prompt", max_lines=2, max_length=LONGEST_PROMPT)
     return Fields(prompt, [prompt, negative, width, height, count, guidance, seed])
+
+
+def result(label: str, name: str, **options: Any) -> gr.Image:
+    """Where a picture that was drawn is shown."""
+    return gr.Image(label=label, elem_id=name, format="png", interactive=False, buttons=[*SHOWN], **options)
+
+
+def result_pair(label: str, name: str, **options: Any) -> gr.ImageSlider:
+    """Where two of them are, under a slider."""
+    return gr.ImageSlider(label=label, elem_id=name, format="png", interactive=False, buttons=[*SHOWN], **options)
+
+
+def uploaded(label: str, **options: Any) -> gr.Image:
+    """A picture from the person, as a file that nobody has decoded yet."""
+    return gr.Image(label=label, type="filepath", image_mode=None, **options)
 
 
 def captions(prompt: gr.Textbox) -> None:

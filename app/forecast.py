@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from patchpar import Plan, PlanError, Run
+from patchpar import Plan, PlanError, Run, StructureGuidance
 from patchpar.checks import check_plan_for
 from patchpar.mesh import Mesh
 from patchpar.patches import split_bands
@@ -55,13 +55,15 @@ class Offer:
     def work(self) -> str:
         """Who does what."""
         degrees = self.plan.degrees()
+        if isinstance(self.plan.strategy, StructureGuidance):
+            return f"patches and windows of native size, shared out between {degrees['patch']}"
         shares = [f"{meaning} ({degrees[name]} in all)" for name, meaning in AXIS_MEANINGS.items() if degrees[name] > 1]
         return f"each rank has {', '.join(shares)}" if shares else "one rank does everything"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What is chosen, why, and all there is to choose from."""
+    """What is chosen, why, and all there is to choose from, the chosen one first."""
 
     chosen: Plan
     reason: str
@@ -72,7 +74,8 @@ def forecast(model: Any, call: Call) -> Forecast:
     """For a model's Description. Raises PlanError for a call that no plan can do."""
     arguments = call.arguments(model.parameters)
     choice = choose(model, call.devices, arguments)
-    offers = tuple(_tried(model, plan, arguments) for plan in plans(call.devices))
+    others = (plan for plan in plans(call.devices) if plan != choice.plan)
+    offers = tuple(_tried(model, plan, arguments) for plan in (choice.plan, *others))
     return Forecast(chosen=choice.plan, reason=choice.reason, offers=offers)
 
 
@@ -106,7 +109,12 @@ def places(plan: Plan, rows: int, unit: int) -> list[tuple[int, int, int]]:
 
 
 def drawing(plan: Plan, model: Any, size: tuple[int, int]) -> str:
-    """The picture, once for each branch of guidance, cut into what each rank has. Bands lie along the longer side."""
+    """The picture, once for each branch of guidance, cut into what each rank has. Bands lie along the longer side.
+
+    Windows of structure guidance move from step to step, and are not drawn.
+    """
+    if isinstance(plan.strategy, StructureGuidance):
+        return ""
     height, width = size
     is_wide, long = width > height, max(size)
     unit = model.vae_scale * model.total_stride if model.splits_into_bands else model.size_unit

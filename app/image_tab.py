@@ -9,7 +9,7 @@ from patchpar import PatchparError
 
 from . import words
 from .drawing import Manner, Picture
-from .fields import Fields, captions, picture_fields
+from .fields import Fields, captions, picture_fields, result
 from .jobs import Job, View
 from .orders import Order
 from .studio import Studio
@@ -32,7 +32,7 @@ class ImageTab:
     def way(self, label: str, degrees: str, strategy: str) -> Way:
         """The way that a person has chosen. Raises PlanError."""
         count = self._studio.workers.count
-        return own_way(degrees, strategy, count) or way_named(label, count)
+        return own_way(degrees or "", strategy or "", count) or way_named(label, count)
 
     def submit(self, owner: str, order: Order, way: Way, traced: bool) -> Job:
         """Begin to draw. Raises PlanError."""
@@ -83,7 +83,7 @@ def build(studio: Studio, owner: gr.State) -> tuple[ImageTab, list[Any]]:
     ways = studio.workers.ways
     with gr.Row(equal_height=False):
         with gr.Column(scale=5, min_width=320):
-            fields = picture_fields()
+            fields = picture_fields(studio.workers.setup.side)
             way = gr.Dropdown([each.label for each in ways], value=ways[0].label, label="Devices and strategy")
             means = gr.HTML(words.notice(ways[0].means))
             with gr.Accordion("Your own plan", open=False):
@@ -94,7 +94,7 @@ def build(studio: Studio, owner: gr.State) -> tuple[ImageTab, list[Any]]:
                 begin = gr.Button("Draw", variant="primary", elem_id="image-draw")
                 cancel = gr.Button("Cancel", interactive=False, elem_id="image-cancel")
         with gr.Column(scale=6, min_width=320):
-            picture = gr.Image(label="Picture", format="png", interactive=False, elem_id="image-picture", height=420)
+            picture = result("Picture", "image-picture", height=420)
             status = gr.HTML(words.status(None), elem_id="image-status")
             facts = gr.HTML(elem_id="image-facts")
     captions(fields.prompt)

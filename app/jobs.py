@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from patchpar.errors import PatchparError, PlanError
+from patchpar import PatchparError, PlanError
 
 JobState = Literal["waiting", "running", "done", "failed", "cancelled"]
 MOST_WAITING = 8  # jobs; who comes later is told so at once, instead of waiting for minutes

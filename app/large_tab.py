@@ -10,7 +10,7 @@ from patchpar import PatchparError
 
 from . import words
 from .drawing import Artist, Manner, Picture
-from .fields import Fields, picture_fields
+from .fields import Fields, picture_fields, result, result_pair
 from .image_tab import buttons
 from .jobs import Job, View
 from .orders import Order
@@ -65,7 +65,7 @@ class LargeTab:
     def submit(self, owner: str, fields: tuple[Any, ...], options: str, beside: bool) -> Job:
         """Begin. Raises PlanError."""
         studio, order = self._studio, Fields.order(*fields)
-        way = large_way(studio.workers.count, options)
+        way = large_way(studio.workers.count, options or "")
 
         def work(job: Job) -> LargePictures:
             found = draw_large(studio.artist, job, order, way, beside=beside)
@@ -106,11 +106,10 @@ def show(view: View | None) -> tuple[Any, ...]:
 def build(studio: Studio, owner: gr.State) -> tuple[LargeTab, list[Any]]:
     """Lay the tab out. Returns it, and what `resume` fills."""
     tab = LargeTab(studio)
-    side = studio.workers.setup.side
     with gr.Row(equal_height=False):
         with gr.Column(scale=5, min_width=320):
             gr.HTML(words.notice(EXPLAINED))
-            fields = picture_fields(side=2 * side, steps=12)
+            fields = picture_fields(studio.workers.setup.side, times=2, steps=12)
             options = gr.Textbox(
                 label="Options of structure guidance", placeholder="overlap=0.25,kept=0.5", max_lines=1
             )
@@ -119,12 +118,10 @@ def build(studio: Studio, owner: gr.State) -> tuple[LargeTab, list[Any]]:
                 begin = gr.Button("Draw large", variant="primary", elem_id="large-run")
                 cancel = gr.Button("Cancel", interactive=False, elem_id="large-cancel")
         with gr.Column(scale=6, min_width=320):
-            picture = gr.Image(label="Structure guidance", format="png", interactive=False, elem_id="large-picture")
+            picture = result("Structure guidance", "large-picture")
             status = gr.HTML(words.status(None), elem_id="large-status")
             figures = gr.HTML(elem_id="large-facts")
-            pair = gr.ImageSlider(
-                label="Directly, and with structure guidance", format="png", interactive=False, visible=False
-            )
+            pair = result_pair("Directly, and with structure guidance", "large-pair", visible=False)
     filled = [picture, pair, status, figures, begin, cancel]
     begin.click(tab.run, [owner, options, beside, *fields.components], filled, show_progress="hidden")
     cancel.click(studio.desk.cancel, owner, None, show_progress="hidden")

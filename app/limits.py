@@ -6,10 +6,13 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 
 from patchpar import PlanError
+from patchpar.stream.sound_file import read_sound
 
 MOST_BYTES = 20 * 2**20
 MOST_PICTURE_PIXELS = 40_000_000  # a decoded picture takes three bytes for each
 MOST_SECONDS = 120.0
+MOST_UNKNOWN_BYTES = 4 * 2**20  # of sound that does not tell its length, as what a browser records
+RATE = 16000  # samples per second
 PICTURES = ("PNG", "JPEG", "WEBP", "BMP")
 
 
@@ -36,18 +39,29 @@ def picture_from(path: str | Path | None) -> Image.Image:
         raise PlanError(f"the file is no picture that can be read: use {', '.join(PICTURES)}") from error
 
 
-def sound_from(recorded: tuple[int, Any] | None) -> tuple[Any, int]:
-    """(samples between -1 and 1, rate) of sound as the page hands it over. Raises PlanError."""
-    import numpy as np
-
-    if recorded is None:
+def sound_from(path: str | Path | None) -> tuple[Any, int]:
+    """(samples between -1 and 1, rate) of a sound file, whose length is looked at first. Raises PlanError."""
+    if path is None:
         raise PlanError("there is no sound: record some, or choose a file")
-    rate, samples = recorded
-    values = np.asarray(samples)
-    if len(values) > MOST_SECONDS * rate:
-        raise PlanError(f"the sound has {len(values) / rate:.0f} s: at most {MOST_SECONDS:.0f} s are taken")
-    if not len(values):
-        raise PlanError("the sound is empty: record some, or choose another file")
-    scale = float(np.iinfo(values.dtype).max) if np.issubdtype(values.dtype, np.integer) else 1.0
-    floats = values.astype(np.float32) / scale
-    return (floats.mean(axis=1) if floats.ndim == 2 else floats), rate
+    check_size(path)
+    try:
+        seconds = _seconds_of(path)
+        if seconds is None and Path(path).stat().st_size > MOST_UNKNOWN_BYTES:
+            raise PlanError("the sound does not say how long it is, and is not short: save it in another format")
+        if seconds is not None and seconds > MOST_SECONDS:
+            raise PlanError(f"the sound has {seconds:.0f} s: at most {MOST_SECONDS:.0f} s are taken")
+        found = read_sound(Path(path), RATE)
+    except PlanError as error:  # the person knows a file by its name, not by where it lies here
+        raise PlanError(str(error).replace(str(path), Path(path).name)) from error
+    return found.samples, found.rate
+
+
+def _seconds_of(path: str | Path) -> float | None:
+    """As the file itself says; None where it does not, or is no sound at all."""
+    import av
+
+    try:
+        with av.open(str(path)) as container:
+            return None if container.duration is None else container.duration / 1e6
+    except av.FFmpegError:
+        return None

@@ -43,6 +43,7 @@ class Order:
     @classmethod
     def of(cls, **fields: Any) -> "Order":
         """From what a page sends, where a field that was emptied is None. Raises PlanError."""
+        fields = {**fields, "negative": fields.get("negative") or ""}  # an empty text may come as None
         missing = [name for name, value in fields.items() if value is None]
         if missing:
             raise PlanError(f"{missing[0]} is empty: fill it in")

@@ -76,11 +76,12 @@ class _Readiness:
     def __init__(self, studio: Studio) -> None:
         self._studio = studio
 
-    async def show(self) -> AsyncIterator[str]:
+    async def show(self) -> AsyncIterator[Any]:
         """One line, until they are ready; then nothing."""
         async for line in looked_at(self._studio.desk.job_of("", "prepare"), _ready):
             yield line
 
 
-def _ready(view: View | None) -> str:
-    return "" if view is None or view.state == "done" else words.status(view)
+def _ready(view: View | None) -> Any:
+    is_ready = view is None or view.state == "done"
+    return gr.update(value="" if is_ready else words.status(view), visible=not is_ready)

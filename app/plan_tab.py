@@ -33,8 +33,7 @@ class PlanTab:
             return words.failure(str(error)), "", ""
         said = words.pairs([("Plan", str(found.chosen)), ("Because", found.reason), ("Model", model.pipeline)])
         rows = [(str(offer.plan), offer.work, offer.refusal or "can be run") for offer in found.offers]
-        chosen = next((number for number, offer in enumerate(found.offers) if offer.plan == found.chosen), None)
-        table = words.table(("plan", "who does what", "verdict"), rows, chosen)
+        table = words.table(("plan", "who does what", "verdict"), rows, marked=0)
         return said, drawing(found.chosen, model, (call.height, call.width)), table
 
     def weigh(self, owner: str, latency: Any, rate: Any) -> str:
@@ -54,13 +53,13 @@ def _whole(value: Any) -> Any:
 
 def build(studio: Studio, owner: gr.State) -> None:
     """Lay the tab out."""
-    tab = PlanTab(studio)
+    tab, side = PlanTab(studio), studio.workers.setup.side
     with gr.Row(equal_height=False):
         with gr.Column(scale=5, min_width=320):
             devices = gr.Slider(1, MOST_DEVICES, 8, step=1, label="Devices")
             with gr.Row():
-                width = gr.Number(1024, label="Width", precision=0, min_width=120)
-                height = gr.Number(1024, label="Height", precision=0, min_width=120)
+                width = gr.Number(side, label="Width", precision=0, min_width=120)
+                height = gr.Number(side, label="Height", precision=0, min_width=120)
                 prompts = gr.Slider(1, MOST_PROMPTS, 1, step=1, label="Prompts", min_width=120)
             guided = gr.Checkbox(True, label="Guidance is on")
             begin = gr.Button("Plan", variant="primary", elem_id="plan-run")

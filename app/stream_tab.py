@@ -9,7 +9,7 @@ from patchpar import PatchparError
 
 from . import words
 from .face import LONGEST, FaceOrder, FaceStream
-from .fields import Fields, picture_fields
+from .fields import Fields, picture_fields, uploaded
 from .image_tab import buttons
 from .jobs import Job, View
 from .limits import picture_from, sound_from
@@ -166,9 +166,9 @@ class _PictureFields:
     """What a stream of pictures is told."""
 
     def __init__(self, studio: Studio) -> None:
-        fields = picture_fields(side=studio.workers.setup.side, steps=8)
+        fields = picture_fields(studio.workers.setup.side, steps=8)
         source = gr.Radio(list(SOURCES), value=next(iter(SOURCES)), label="Begin with", elem_id="stream-source")
-        picture = gr.Image(label="Picture", type="filepath", sources=["upload", "clipboard"], visible=False)
+        picture = uploaded("Picture", sources=["upload", "clipboard"], visible=False)
         self.camera = gr.Image(
             label="Camera", type="pil", sources=["webcam"], streaming=True, visible=False, elem_id="stream-camera"
         )
@@ -185,8 +185,8 @@ class _FaceFields:
         has_face = studio.workers.setup.face is not None
         gr.HTML(words.notice(NO_FACE), visible=not has_face)
         prompt = gr.Textbox(label="Prompt", max_lines=2, max_length=LONGEST_PROMPT)
-        sound = gr.Audio(label="What it says", sources=["upload", "microphone"], type="numpy")
-        reference = gr.Image(label="Whose looks it has", type="filepath", sources=["upload", "webcam"])
+        sound = gr.Audio(label="What it says", sources=["upload", "microphone"], type="filepath")
+        reference = uploaded("Whose looks it has", sources=["upload", "webcam"])
         seconds = gr.Slider(1, LONGEST, 5, step=1, label="Seconds, without sound")
         self.begin = gr.Button("Talk", variant="primary", interactive=has_face, elem_id="stream-talk")
         self.components = [sound, reference, prompt, seconds]

@@ -1,6 +1,7 @@
 """Everything behind the page: one desk, one set of workers, and who is there."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 
 from .drawing import Artist
 from .jobs import Desk
@@ -9,15 +10,20 @@ from .visits import Visits
 from .workers import Setup, Workers
 
 
+def _scratch() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="patchpar-app-")
+
+
 @dataclass(frozen=True, slots=True)
 class Studio:
-    """What every tab is given. `close` ends jobs and workers."""
+    """What every tab is given. `scratch`: for files on their way to a page. `close` ends jobs and workers."""
 
     workers: Workers
     artist: Artist
     desk: Desk
     visits: Visits
     feeds: Feeds
+    scratch: TemporaryDirectory[str] = field(default_factory=_scratch)
 
     @classmethod
     def open(cls, setup: Setup) -> "Studio":
@@ -32,3 +38,4 @@ class Studio:
         self.feeds.close()
         self.desk.close()
         self.workers.close()
+        self.scratch.cleanup()

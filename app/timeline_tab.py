@@ -1,6 +1,5 @@
 """The tab Timeline: what each rank did in the page's last run."""
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,12 @@ class TimelineTab:
         most = max(2, count)
         first = gr.update(maximum=most, value=1, interactive=count > 1)
         last = gr.update(maximum=most, value=max(1, count), interactive=count > 1)
-        return *self.show(owner, 1, max(1, count)), first, last, gr.update(interactive=count > 0)
+        return (
+            *self.show(owner, 1, max(1, count)),
+            first,
+            last,
+            gr.update(value=self.save(owner), interactive=count > 0),
+        )
 
     def show(self, owner: str, first: int, last: int) -> tuple[str, str]:
         """(drawing, tables) of steps `first` to `last`, counted from one."""
@@ -53,7 +57,8 @@ class TimelineTab:
         run = self.run_of(owner)
         if run is None or not timeline.traces_of(run):
             return None
-        path = Path(tempfile.mkdtemp(prefix="patchpar-trace-")) / "trace.json"
+        path = Path(self._studio.scratch.name) / owner / "trace.json"
+        path.parent.mkdir(exist_ok=True)
         run.save_trace(path)
         return str(path)
 
@@ -81,7 +86,8 @@ def build(studio: Studio, owner: gr.State) -> tuple[TimelineTab, list[Any]]:
         last = gr.Slider(1, 2, 1, step=1, label="To step", interactive=False)
         save = gr.DownloadButton("Trace for Perfetto", interactive=False, elem_id="timeline-save")
     tables = gr.HTML(elem_id="timeline-tables")
-    for slider in (first, last):
-        slider.release(tab.show, [owner, first, last], [drawing, tables], show_progress="hidden")
-    save.click(tab.save, owner, save, show_progress="hidden")
+    changes = [first.input, last.input]
+    gr.on(
+        changes, tab.show, [owner, first, last], [drawing, tables], trigger_mode="always_last", show_progress="hidden"
+    )
     return tab, [drawing, tables, first, last, save]

@@ -39,7 +39,7 @@ def automatic(count: int) -> Way:
     return Way(
         label=f"Automatic, {count} devices",
         degrees=AUTOMATIC,
-        means="The plan is chosen for each picture, and always exact: the same picture as on one device.",
+        means="The plan is chosen for each picture and never approximate: any number of devices draws the same.",
     )
 
 

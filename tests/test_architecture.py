@@ -53,13 +53,13 @@ ONLY = {
     "call": {"errors", "figures", "plan"},
     "launch": {"errors"},
     "transport": {"errors"},
-    "cli": {"errors", "measure", "launch", "strategies", "PUBLIC"},
+    "cli": {"errors", "measure", "launch", "strategies", "stream", "PUBLIC"},
     "__main__": {"cli"},
 }
 # The demo shows what pure modules know (plans, figures, traces), and nothing of how ranks work.
 THE_APP_MAY = {
     *("PUBLIC", "plan", "run", "trace", "measure", "patches", "mesh", "checks", "planner", "strategies"),
-    *("launch", "models"),
+    *("launch", "models", "stream"),
 }
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "types", "base", "misc"}
 MAY_TALK_TO_RANKS = {"transport", "launch"}

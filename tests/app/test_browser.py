@@ -6,6 +6,9 @@ Screenshots are left in build/screenshots, to be looked at.
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,33 +16,43 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from app.server import Address, Server
-from app.workers import Setup, devices_of
-
 from .browser import installed, started
 
-SCREENSHOTS = Path(__file__).parent.parent.parent / "build" / "screenshots"
-PATIENCE = 60_000  # milliseconds, on a busy machine
+REPOSITORY = Path(__file__).parent.parent.parent
+SCREENSHOTS = REPOSITORY / "build" / "screenshots"
+PATIENCE = 120_000  # milliseconds, on a busy machine
 PHONE = {"width": 390, "height": 844}
 CHROMIUM = installed()
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium, or make browser")
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server(Setup(devices=devices_of("cpu:2")), Address(port=0)) as found:
-        yield found
+def server() -> Iterator[str]:
+    """The command itself, on any free port; its address. Ctrl-C ends it and everything that it has started."""
+    command = [sys.executable, "-m", "patchpar", "app", "--port", "0", "--devices", "cpu:2"]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        found = re.search(r"http://\S+", process.stdout.readline())
+        assert found is not None
+        yield found[0]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait(10)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     assert CHROMIUM is not None
+    expect.set_options(timeout=PATIENCE)
     with started(CHROMIUM) as found:
         yield found
 
 
 @pytest.fixture
-def opened(server: Server, browser: Any) -> Iterator[Any]:
+def opened(server: str, browser: Any) -> Iterator[Any]:
     """Opens a page as a person of its own; what a page says in its console as an error fails the test."""
     contexts: list[Any] = []
     errors: list[str] = []
@@ -50,7 +63,7 @@ def opened(server: Server, browser: Any) -> Iterator[Any]:
         page: Page = context.new_page()
         page.set_default_timeout(PATIENCE)
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(server.url)
+        page.goto(server)
         page.get_by_role("tab", name="Image", exact=True).wait_for()
         return page
 
@@ -93,8 +106,8 @@ def test_a_picture_is_drawn_with_its_figures_and_its_timeline(opened: Any) -> No
     page = opened(viewport={"width": 1280, "height": 900})
     small(page, steps=6)
     page.click("#image-draw")
-    expect(status(page, "image")).to_have_class(re.compile("running"), timeout=PATIENCE)
-    expect(status(page, "image")).to_have_class(re.compile("done"), timeout=PATIENCE)
+    expect(status(page, "image")).to_have_class(re.compile("running"))
+    expect(status(page, "image")).to_have_class(re.compile("done"))
     picture = page.locator("#image-picture img")
     expect(picture).to_be_visible()
     assert picture.evaluate("image => image.naturalWidth") == 128
@@ -113,13 +126,13 @@ def test_a_picture_is_cancelled_and_the_workers_are_free(opened: Any) -> None:
     page = opened()
     small(page, steps=150)
     page.click("#image-draw")
-    expect(status(page, "image")).to_contain_text("step 2 of 150", timeout=PATIENCE)
+    expect(status(page, "image")).to_contain_text("step 2 of 150")
     expect(page.locator("#image-picture img")).to_be_visible()  # the preview
     page.click("#image-cancel")
     expect(status(page, "image")).to_contain_text("Cancelled")
     fill(page, "Steps", 2)
     page.click("#image-draw")
-    expect(status(page, "image")).to_have_class(re.compile("done"), timeout=PATIENCE)
+    expect(status(page, "image")).to_have_class(re.compile("done"))
 
 
 def test_two_browsers_wait_for_each_other_and_see_their_own(opened: Any) -> None:
@@ -131,7 +144,7 @@ def test_two_browsers_wait_for_each_other_and_see_their_own(opened: Any) -> None
     other.click("#image-draw")
     expect(status(other, "image")).to_contain_text("one job is before it")
     for page, side in ((one, 128), (other, 192)):
-        expect(status(page, "image")).to_have_class(re.compile("done"), timeout=PATIENCE)
+        expect(status(page, "image")).to_have_class(re.compile("done"))
         assert page.locator("#image-picture img").evaluate("image => image.naturalWidth") == side
 
 
@@ -139,7 +152,7 @@ def test_a_page_that_is_reloaded_goes_on_with_its_run(opened: Any) -> None:
     page = opened()
     small(page, steps=60)
     page.click("#image-draw")
-    expect(status(page, "image")).to_contain_text("step 3 of 60", timeout=PATIENCE)
+    expect(status(page, "image")).to_contain_text("step 3 of 60")
     page.reload()
     expect(status(page, "image")).to_contain_text("of 60")
     page.click("#image-cancel")
@@ -163,7 +176,7 @@ def test_a_large_picture_is_drawn(opened: Any) -> None:
     tab(page, "High resolution")
     small(page, steps=2, side=512)
     page.click("#large-run")
-    expect(status(page, "large")).to_have_class(re.compile("done"), timeout=2 * PATIENCE)
+    expect(status(page, "large")).to_have_class(re.compile("done"))
     expect(page.locator("#large-facts")).to_contain_text("asg")
     keep(page, "large")
 
@@ -175,7 +188,7 @@ def test_a_stream_is_seen_while_it_runs_and_follows_a_new_prompt(opened: Any) ->
     page.click("#stream-run")
     picture = page.locator("#stream-window img")
     expect(picture).to_be_visible(timeout=2 * PATIENCE)
-    page.wait_for_function("document.querySelector('#stream-window img')?.naturalWidth === 128", timeout=2 * PATIENCE)
+    page.wait_for_function("document.querySelector('#stream-window img')?.naturalWidth === 128")
     seen = set()
     for _ in range(40):
         seen.add(picture.screenshot())
@@ -188,7 +201,7 @@ def test_a_stream_is_seen_while_it_runs_and_follows_a_new_prompt(opened: Any) ->
     expect(page.get_by_text("From the next picture on")).to_be_visible()
     keep(page, "stream")
     page.click("#stream-stop")
-    expect(page.locator("#stream-facts")).to_contain_text("per second", timeout=PATIENCE)
+    expect(page.locator("#stream-facts")).to_contain_text("per second")
 
 
 def test_a_wrong_wish_is_told_at_once(opened: Any) -> None:
@@ -207,7 +220,7 @@ def test_a_wrong_wish_is_told_at_once(opened: Any) -> None:
 
 def test_a_plan_for_a_cluster_that_is_not_here(opened: Any) -> None:
     page = opened(viewport={"width": 1280, "height": 900})
-    expect(page.locator("#ready .state")).to_have_count(0, timeout=PATIENCE)
+    expect(page.locator("#ready .state")).to_have_count(0)
     tab(page, "Plan")
     page.click("#plan-run")
     expect(page.locator("#plan-table tr.marked, #plan-said dl")).not_to_have_count(0)

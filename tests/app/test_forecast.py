@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from app.forecast import Call, drawing, forecast, link_verdict, places, plans
-from patchpar import Plan, PlanError
+from app.forecast import Call, Offer, drawing, forecast, link_verdict, places, plans
+from patchpar import Plan, PlanError, StructureGuidance
 from patchpar.figures import RankFigures, StepFigures
 from patchpar.models.description import Description
 from patchpar.planner.auto import choose
@@ -39,7 +39,7 @@ def test_what_is_chosen_is_what_auto_chooses() -> None:
     found = forecast(MODEL, CALL)
     wanted = choose(MODEL, 8, CALL.arguments(MODEL.parameters))
     assert (found.chosen, found.reason) == (wanted.plan, wanted.reason)
-    assert found.chosen in [offer.plan for offer in found.offers]
+    assert found.chosen == found.offers[0].plan
 
 
 @pytest.mark.parametrize("devices", [1, 2, 6, 7, 8])
@@ -62,6 +62,12 @@ def test_guidance_that_goes_by_another_name() -> None:
     parameters = {"prompt": None, "true_cfg_scale": 1.0, "negative_prompt": None}
     model = replace(MODEL, parameters=parameters)
     assert [model.guided(replace(CALL, guided=on).arguments(parameters)) for on in (True, False)] == [True, False]
+
+
+def test_large_pictures_are_said_to_be_drawn_in_windows() -> None:
+    plan = Plan(patch=4, strategy=StructureGuidance())
+    assert "windows of native size" in Offer(plan=plan).work
+    assert drawing(plan, MODEL, (2048, 2048)) == ""
 
 
 def test_ranks_lie_where_the_mesh_puts_them() -> None:

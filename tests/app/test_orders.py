@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ def test_an_order_becomes_the_pipeline_s_arguments() -> None:
         "num_inference_steps": 20,
     }
     assert generator.initial_seed() == 7
+
+
+def test_no_negative_prompt_is_an_empty_one() -> None:
+    assert Order.of(**GOOD | {"negative": None}).negative == ""
 
 
 def test_a_pipeline_is_given_only_what_it_takes() -> None:
@@ -106,13 +111,28 @@ def test_pictures_that_are_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         picture_from(None)
 
 
-def test_sound_that_is_recorded() -> None:
-    stereo = np.array([[32767, -32767], [32767, 32767]], np.int16)
-    samples, rate = sound_from((16000, stereo))
-    assert (rate, samples.tolist()) == (16000, [0.0, 1.0])
+def sound(path: Path, seconds: float, rate: int = 8000) -> Path:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(np.full(round(seconds * rate), 16384, np.int16).tobytes())
+    return path
+
+
+def test_sound_that_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, rate = sound_from(sound(tmp_path / "a.wav", 0.5))
+    assert (rate, len(samples) / rate) == (16000, pytest.approx(0.5, abs=0.01))
+    assert float(samples[2000]) == pytest.approx(0.5, abs=0.01)
     with pytest.raises(PlanError, match="121 s: at most 120 s"):
-        sound_from((10, np.zeros(1210, np.float32)))
-    with pytest.raises(PlanError, match="empty"):
-        sound_from((10, np.zeros(0, np.float32)))
+        sound_from(sound(tmp_path / "long.wav", 121, rate=1000))
     with pytest.raises(PlanError, match="no sound"):
         sound_from(None)
+    bad = tmp_path / "bad.wav"
+    bad.write_bytes(b"no sound at all" * 100)
+    with pytest.raises(PlanError, match=r"bad\.wav cannot be read as sound") as refused:
+        sound_from(bad)
+    assert str(tmp_path) not in str(refused.value)
+    monkeypatch.setattr(limits, "MOST_UNKNOWN_BYTES", 10)
+    with pytest.raises(PlanError, match="does not say how long it is"):
+        sound_from(bad)

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from app import timeline
+from app.drawing import Artist
+from app.jobs import Desk
+from app.live import Feeds
+from app.studio import Studio
 from app.timeline import Window, draw, longest_waits, shares, traces_of, window_of
+from app.timeline_tab import TimelineTab
+from app.visits import Visits
 from patchpar.figures import RankFigures
 from patchpar.plan import Plan
 from patchpar.run import Run
 from patchpar.trace import Event, RankTrace
+
+from .fakes import FakePipeline, FakeWorkers
 
 
 def trace(rank: int) -> RankTrace:
@@ -80,3 +89,27 @@ def test_a_run_without_a_trace_has_nothing_to_show() -> None:
     run = Run(plan=Plan(), seconds=1.0, ranks=(RankFigures(rank=0, device="cpu", **empty),))
     assert traces_of(run) == traces_of(None) == []
     assert "<svg" in draw([], 0, 0)
+
+
+def test_a_page_is_shown_its_own_last_run_and_given_the_trace() -> None:
+    workers: Any = FakeWorkers(FakePipeline())
+    desk = Desk()
+    studio = Studio(workers, Artist(workers), desk, Visits(desk), Feeds())
+    try:
+        figures: dict[str, Any] = {"device": "cpu", "bytes_sent": {}, "bytes_received": {}, "seconds_waited": {}}
+        ranks = tuple(RankFigures(rank=rank, trace=trace(rank), **figures) for rank in range(2))
+        desk.keep("a" * 32, "run", Run(plan=Plan(patch=2), seconds=3.0, ranks=ranks))
+        tab = TimelineTab(studio)
+        drawing, tables, _, last, save = tab.refresh("a" * 32)
+        assert "<svg" in drawing
+        assert "up.&lt;0&gt;" in tables
+        assert (last["value"], last["maximum"]) == (2, 2)
+        assert "traceEvents" in Path(save["value"]).read_text()
+        assert timeline_is_empty(tab.refresh("b" * 32))
+    finally:
+        studio.close()
+    assert not Path(save["value"]).exists()
+
+
+def timeline_is_empty(shown: tuple[Any, ...]) -> bool:
+    return "Draw a picture first" in shown[0] and shown[4]["value"] is None
