@@ -64,7 +64,7 @@ def _both(request: Compare) -> tuple[Outcome, Outcome]:
 
     if torchrun_world() is not None:
         raise PlanError("compare runs one process beside the plan's, which torchrun cannot: start it without torchrun")
-    plan = plan_of(request.plan, request.strategy)
+    plan = plan_of(request.plan, request.strategy, request.devices)
     alone = resolve_devices(request.devices).names[:1]
     planned, used = _draw(request, {"devices": request.devices, "plan": plan}, "under the plan")
     single, _ = _draw(request, {"devices": alone, "plan": of_one(used)}, "on one process")

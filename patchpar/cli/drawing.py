@@ -18,7 +18,7 @@ def drawn_by(request: Opened, call: Callable[[Any], Any], **options: Any) -> tup
     """(figures of the call, what `call` made of the pipeline). `options` are of how it is loaded."""
     from patchpar import ParallelPipeline
 
-    plan = plan_of(request.plan, request.strategy)
+    plan = plan_of(request.plan, request.strategy, request.devices)
     opened = {"devices": request.devices, "plan": plan, **request.for_loading(), **options}
     with progress("drawing") as step, ParallelPipeline.from_pretrained(request.model, **opened) as pipe:
         pipe.set_progress_bar_config(disable=True)

@@ -132,8 +132,11 @@ class Request(Asked):
         return len(self.prompt) * self.num_images
 
 
-def plan_of(plan: str, strategy: str) -> Plan | str:
-    """`--plan` and `--strategy` as `ParallelPipeline` takes them. Raises PlanError, naming what is valid."""
+def plan_of(plan: str, strategy: str, devices: str) -> Plan | str:
+    """`--plan` and `--strategy` as `ParallelPipeline` takes them. Raises PlanError, naming what is valid.
+
+    A strategy that is one way for any number of ranks needs no plan: all `devices` take part.
+    """
     from patchpar import Plan
 
     options: object = "exact"
@@ -143,9 +146,18 @@ def plan_of(plan: str, strategy: str) -> Plan | str:
         options = parse_strategy(strategy)
     if plan != "auto":
         return Plan.parse(plan, strategy=options)
+    if getattr(options, "for_one_rank", False):
+        return Plan(patch=_count(devices), strategy=options)
     if strategy != "exact":
         raise PlanError(f"--strategy {strategy} needs a plan to go with: add, for example, --plan patch=2")
     return "auto"
+
+
+def _count(devices: str) -> int:
+    from patchpar.launch.devices import resolve_devices
+    from patchpar.launch.torchrun import torchrun_world
+
+    return torchrun_world() or len(resolve_devices(devices).names)
 
 
 def takes(flags: type[F], command: Callable[[F], None]) -> Callable[..., None]:

@@ -55,7 +55,7 @@ class LargePicture:
         self.exchange = "on"
         self.native = Native.of(pipe, denoiser, method.native)
         attention = AttentionMap(denoiser)
-        if method.guidance.masked and not attention.layers:
+        if method.guidance.masked and not attention.layers and self.axis.rank == 0:
             log.warning(
                 "%s has no attention to text that is known here: its mask is 1 everywhere", type(denoiser).__name__
             )

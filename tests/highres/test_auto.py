@@ -11,13 +11,16 @@ import torch
 
 from patchpar import ParallelPipeline, Plan, PlanError, StructureGuidance
 from patchpar.cli.compare import of_one
+from patchpar.cli.flags import plan_of
 from patchpar.errors import UnsupportedModel
-from patchpar.highres.footprint import Footprint, check_room
+from patchpar.highres.footprint import COPIES, Footprint, check_room
 from patchpar.highres.suitable import TESTED, why_kept_native
+from patchpar.mesh import Axis
 from patchpar.models.description import Description, describe
 from patchpar.planner.auto import choose, without
 from tests.breadth import first_of
 from tests.tiny import build
+from tests.vae.allocations import Allocations
 
 from .drawing import Case, alone, apart, plain
 
@@ -112,6 +115,26 @@ def test_memory_is_estimated_first(model: Description) -> None:
     with pytest.raises(PlanError, match="ask for at most 2048 x 2048"):
         check_room(model, (4096, 4096), 2, ranks=4, free=takes.latents)
     assert "GiB to decode" in choose(model, 2, LARGE).reason
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("time", [801, 201])
+def test_no_more_is_held_than_estimated(time: int) -> None:
+    """Beside what the denoiser itself takes; the scheduler's own share of the estimate is not seen here."""
+    tiny, x = build("sd"), torch.randn(2, 4, 48, 48)
+    found = StructureGuidance(switch=0.5).install(tiny.denoiser, None, Axis("patch"), pipe=tiny.pipe)  # type: ignore[arg-type]
+    found.reset()
+    with Allocations() as held:
+        found.denoise(lambda x, *_, **__: (x,), x, torch.tensor(time), encoder_hidden_states=torch.zeros(2, 77, 32))
+    assert 2 * x.nbytes < held.peak < COPIES * x.nbytes
+
+
+def test_on_the_command_line_it_needs_no_plan() -> None:
+    """All devices take part; other strategies must be told how many."""
+    assert plan_of("auto", "asg:lag=1", "cpu:3") == Plan(patch=3, strategy=StructureGuidance(lag=1))
+    assert plan_of("patch=2", "asg", "cpu:3") == Plan(patch=2, strategy=StructureGuidance())
+    with pytest.raises(PlanError, match="--strategy pcpp needs a plan to go with"):
+        plan_of("auto", "pcpp", "cpu:3")
 
 
 def test_compared_with_the_same_on_one_process() -> None:
