@@ -1,4 +1,5 @@
 # make demo     a picture by two workers on this machine, from a fresh clone
+# make app      the demo, a page in the browser
 # make test     the whole test suite
 # make test-all the same for every model, scheduler and option that a promise names
 # make check    lint, types, direction of imports
@@ -16,16 +17,22 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PROMPT ?= a red house on the left and a pine on the right, green hills at sunset
 
-.PHONY: demo test test-all lint format types imports check docs drawings figures coverage plans clean
+.PHONY: demo app browser test test-all lint format types imports check docs drawings figures coverage plans clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
 	$(BIN)/patchpar generate "$(PROMPT)" --devices 2 --output demo.png
 
-test: $(VENV)/installed-dev
+app: $(VENV)/installed-app
+	$(BIN)/patchpar app
+
+# The tests look at the page of `make app` in a real browser, where one is there or can be had.
+browser: $(VENV)/browser
+
+test: $(VENV)/installed-dev $(VENV)/browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15
 
-test-all: $(VENV)/installed-dev
+test-all: $(VENV)/installed-dev $(VENV)/browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15 -m ""
 
 check: lint types imports docs
@@ -101,6 +108,18 @@ $(VENV)/installed: $(VENV)/torch pyproject.toml
 $(VENV)/installed-docs: $(VENV)/torch pyproject.toml
 	$(PIP) install --editable ".[docs]"
 	touch $@ $(VENV)/installed
+
+$(VENV)/installed-app: $(VENV)/torch pyproject.toml
+	$(PIP) install --editable ".[app]"
+	touch $@ $(VENV)/installed
+
+# A Chromium that is here, or Debian's, or Playwright's own. Without any the tests in a browser are skipped, and say so.
+$(VENV)/browser: $(VENV)/installed-dev
+	$(BIN)/python -m tests.app.browser 2>/dev/null \
+	|| { test "$$(id -u)" = 0 && apt-get update && apt-get install -y --no-install-recommends chromium; } >/dev/null 2>&1 \
+	|| timeout 120 $(BIN)/python -m playwright install --with-deps chromium >/dev/null 2>&1 \
+	|| echo "No Chromium here, and none could be installed: the page is not tested in a browser."
+	touch $@
 
 $(VENV)/installed-dev: $(VENV)/torch pyproject.toml
 	$(PIP) install --editable ".[dev]"

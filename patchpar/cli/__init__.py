@@ -11,6 +11,7 @@ from patchpar.cli.compare import Compare, compare
 from patchpar.cli.doctor import Doctor, doctor
 from patchpar.cli.flags import takes
 from patchpar.cli.generate import Generate, generate
+from patchpar.cli.page import App, serve_app
 from patchpar.cli.upscale import Upscale, enlarge
 from patchpar.cli.video import Video, video
 
@@ -25,6 +26,7 @@ app.command()(takes(Generate, generate))
 app.command("upscale")(takes(Upscale, enlarge))
 app.command()(takes(Video, video))
 app.command()(takes(Compare, compare))
+app.command("app")(takes(App, serve_app))
 app.command()(takes(Doctor, doctor))
 
 
