@@ -33,7 +33,8 @@ def load_wan(folder: Path, needs: Needs, options: Mapping[str, Any]) -> WanPipel
     if not needs.vae:
         spared["vae"] = None
     spared |= dict.fromkeys((HIGH_NOISE, LOW_NOISE, "scheduler"))
-    pipe = WanPipeline.from_pretrained(str(folder), use_safetensors=True, **spared, **options)
+    options = {name: value for name, value in options.items() if value is not None}
+    pipe = WanPipeline.from_pretrained(str(folder), use_safetensors=True, **(options | spared))
     parts: dict[str, Any] = {part: load_transformer(folder, part, options) for part in needs.transformers}
     parts = parts or {HIGH_NOISE: hollow_transformer(folder, options)}
     pipe.register_modules(**parts, scheduler=FlowMatchEulerDiscreteScheduler())  # of which a stream needs nothing

@@ -95,6 +95,7 @@ class StreamEngine:
             per_latent=int(vae.scale_factor_temporal),
             spatial=int(vae.scale_factor_spatial),
             speaks=self._pipe.text_encoder is not None,
+            draws_from_pictures=self._draws_from_pictures,
         )
 
     def run(self, course: Course) -> StageFigures | Bystander:

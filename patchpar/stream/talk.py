@@ -91,9 +91,13 @@ class Course:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a session must know of a model. `audio` is the model's AudioConfig, or None if it hears nothing."""
+    """What a session must know of a model. `audio` is the model's AudioConfig, or None if it hears nothing.
+
+    `draws_from_pictures`: it cannot begin without a reference.
+    """
 
     audio: Any
     per_latent: int
     spatial: int
     speaks: bool
+    draws_from_pictures: bool = False

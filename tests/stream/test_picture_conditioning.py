@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline, WanTransformer3DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
 from torch import Tensor
 
 from patchpar.errors import PlanError
@@ -13,30 +16,36 @@ from patchpar.stream.decoder import WanDecoder
 from patchpar.stream.events import Change, Prompt, Reference
 from patchpar.stream.flow import FlowSchedule
 from patchpar.stream.passes import CausalOptions
+from patchpar.stream.pipeline import StreamingPipeline
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.wan import WanStream, WanStreamOptions
 from tests.stream.running import Script, differing, pipelined, serial
-from tests.stream.tiny import COLUMNS, FRAMES, ROWS, noise, text, vae
+from tests.stream.tiny import COLUMNS, FRAMES, ROWS, STREAM, noise, text, vae
+from tests.tiny import encoders, tokenizers
 
 MASKS, CHUNKS = 2, 2  # one mask for each picture of a latent frame of this VAE; a film of 1 + 8 pictures, 5 latents
 PICTURE = noise(1, 3, 2 * ROWS, 2 * COLUMNS, seed=8).clamp(-1, 1)
 
 
-def stream(steps: int = 2) -> WanStream:
+def transformer(text_dim: int = 8) -> WanTransformer3DModel:
     torch.manual_seed(0)
     net = WanTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=12,
         in_channels=32 + MASKS,
         out_channels=16,
-        text_dim=8,
+        text_dim=text_dim,
         freq_dim=16,
         ffn_dim=32,
         num_layers=2,
         cross_attn_norm=True,
         rope_max_seq_len=64,
     )
-    causal = CausalWan(net.eval().requires_grad_(False), CausalOptions(frames=FRAMES, window=3, sink_distance=5))
+    return net.eval().requires_grad_(False)
+
+
+def stream(steps: int = 2) -> WanStream:
+    causal = CausalWan(transformer(), CausalOptions(frames=FRAMES, window=3, sink_distance=5))
     options = WanStreamOptions(height=ROWS, width=COLUMNS, seed=7, text=text(0))
     return WanStream(causal, FlowSchedule.shifted(steps), WanDecoder(vae()), options)
 
@@ -91,3 +100,25 @@ def test_without_a_picture_it_is_refused() -> None:
     state = model.new_state(0)
     with pytest.raises(PlanError, match="begin the stream with reference="):
         model.apply(state, only_sink)
+
+
+def test_a_pipeline_goes_on_from_its_picture(tmp_path: Path) -> None:
+    encoder = encoders.umt5()
+    WanPipeline(
+        tokenizer=tokenizers.t5(),
+        text_encoder=encoder,
+        vae=vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        transformer=transformer(encoder.config.d_model),
+    ).save_pretrained(tmp_path)
+    (tmp_path / "stream.json").write_text(json.dumps(STREAM))
+    one, other = ((noise(2 * ROWS, 2 * COLUMNS, 3, seed=n) * 60 + 128).clamp(0, 255).to(torch.uint8) for n in (1, 2))
+    with StreamingPipeline.from_pretrained(tmp_path, devices="cpu") as pipe:
+        with pytest.raises(PlanError, match="give one, reference="):
+            pipe.stream("a fox")
+        made = []
+        for picture in (one, one, other):
+            with pipe.stream("a fox", reference=picture, seconds=0.5) as session:
+                made.append(torch.cat([chunk.frames for chunk in session]))
+    assert torch.equal(made[0], made[1])
+    assert not torch.equal(made[0], made[2])
