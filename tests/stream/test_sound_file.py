@@ -81,7 +81,7 @@ def test_a_file_that_is_broken_says_where(tmp_path: Path) -> None:
 def test_a_file_that_was_cut_off(tmp_path: Path) -> None:
     path = write_flac(tmp_path / "a.flac")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(PlanError, match=r"(ends|is broken) after [12]\.\d s"):
+    with pytest.raises(PlanError, match=r"(ends|is broken) after [012]\.\d s"):
         read_sound(path, 16000)
 
 
