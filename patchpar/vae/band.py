@@ -74,6 +74,7 @@ class Band:
         """Send `shared` to all and edge rows to the neighbours; what is returned waits for theirs."""
         if not self.exchanging:
             return lambda: ({}, NOTHING)
+        edges = None if edges is None else edges.kept()  # or the whole map would stay until they have been waited for
         rounding = Round(self.share.door, self.share.axis, self.where).start(shared, edges)
 
         def wait() -> tuple[Received, Halo]:
