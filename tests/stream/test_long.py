@@ -1,0 +1,73 @@
+"""A stream may go on for ever: what it holds does not grow, and its times stay exact."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from patchpar.stream.delivery import StreamFormat
+from patchpar.stream.fifo_stage import FifoStage, fifo_plan
+from patchpar.stream.plan import StreamPlan
+from patchpar.stream.stage import Finished, StageLoop, Surroundings
+from tests.stream.running import Script
+from tests.stream.test_fifo import QUEUE, model, script
+from tests.stream.tiny import stream
+
+BLOCKS, WARM = 60, 15
+
+
+def live_bytes() -> int:
+    """Of all tensors that somebody holds."""
+    gc.collect()
+    storages = {}
+    for thing in gc.get_objects():
+        if type(thing) is torch.Tensor:
+            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def watched(run: Callable[[Callable[[Finished], object]], object], *, hoards: bool) -> list[int]:
+    """Bytes held after every few blocks, the first ones left out. `hoards`: the watcher keeps what it gets."""
+    held, kept = list[int](), list[Finished]()
+
+    def put(finished: Finished) -> None:
+        if hoards:
+            kept.append(finished)
+        if finished.block >= WARM and finished.block % 5 == 0:
+            held.append(live_bytes())
+
+    run(put)
+    return held
+
+
+def talk(put: Callable[[Finished], object]) -> None:
+    around = Surroundings(order=Script({}, blocks=BLOCKS).order, put=put, is_cancelled=lambda: False)
+    StageLoop(stream(2), StreamPlan.even(2, 1), 0, None, around).run()
+
+
+def queue(put: Callable[[Finished], object]) -> None:
+    around = Surroundings(order=script(blocks=BLOCKS).order, put=put, is_cancelled=lambda: False)
+    FifoStage(model(), fifo_plan(QUEUE.zones, 1), 0, None, around).run()
+
+
+@pytest.mark.parametrize("run", [talk, queue])
+def test_what_a_stream_holds_does_not_grow(run: Callable[[Callable[[Finished], object]], object]) -> None:
+    held = watched(run, hoards=False)
+    assert len(held) == (BLOCKS - WARM) // 5
+    assert max(held) - min(held) < 0.02 * held[0]
+    hoarded = watched(run, hoards=True)
+    assert hoarded == sorted(hoarded)
+    assert hoarded[-1] - hoarded[0] > 0.02 * held[0]
+
+
+def test_times_are_exact_after_hours() -> None:
+    """Frame number over rate: no sum that rounding could creep into."""
+    form = StreamFormat(fps=25, height=8, width=8, frames=3, per_latent=4)
+    hours = 10 * 3600
+    block = form.blocks(hours)
+    assert block is not None
+    assert form.seconds(block) == form.first_frame(block) / 25 >= hours
+    assert form.first_frame(block) == 1 + 4 * (3 * block - 1)
