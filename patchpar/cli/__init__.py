@@ -1,4 +1,4 @@
-"""The command line: generate | upscale | video | compare | doctor. Nothing heavy is imported before a verb runs."""
+"""The command line: one verb per file. Nothing heavy is imported before a verb runs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from patchpar.cli.doctor import Doctor, doctor
 from patchpar.cli.flags import takes
 from patchpar.cli.generate import Generate, generate
 from patchpar.cli.page import App, serve_app
+from patchpar.cli.stream import Stream, stream
+from patchpar.cli.stream_replay import Replay, replay
 from patchpar.cli.upscale import Upscale, enlarge
 from patchpar.cli.video import Video, video
 
@@ -25,6 +27,8 @@ app = typer.Typer(
 app.command()(takes(Generate, generate))
 app.command("upscale")(takes(Upscale, enlarge))
 app.command()(takes(Video, video))
+app.command()(takes(Stream, stream))
+app.command()(takes(Replay, replay))
 app.command()(takes(Compare, compare))
 app.command("app")(takes(App, serve_app))
 app.command()(takes(Doctor, doctor))

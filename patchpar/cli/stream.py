@@ -1,0 +1,105 @@
+"""`patchpar stream`: video while it is being made, out of sound, a face and a prompt; or frames drawn anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from patchpar.cli.files import check_place
+from patchpar.cli.film import check_film
+from patchpar.cli.flags import Debug, Devices, Dtype, Json, given
+from patchpar.cli.speech import friendly_errors
+from patchpar.errors import PlanError
+
+OF_VIDEO = ("audio", "reference", "seconds", "record")
+OF_PICTURES = ("steps", "strength", "guidance_scale", "negative_prompt", "height", "width")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """The flags of `stream`."""
+
+    prompt: Annotated[str, typer.Argument(help="What to show, where the model reads text.")] = ""
+    model: Annotated[
+        str, typer.Option(help="A folder of a block-causal model; with --input, a folder or hub id of an image model.")
+    ]
+    devices: Devices = "auto"
+    audio: Annotated[Path | None, typer.Option(help="Sound to speak; the stream is as long as it.")] = None
+    reference: Annotated[Path | None, typer.Option(help="A picture whose looks the stream keeps.")] = None
+    seconds: Annotated[float | None, typer.Option(help="How long; without it and --audio, until ctrl-C.")] = None
+    input: Annotated[Path | None, typer.Option(help="Frames to draw anew: a folder of pictures, or a film.")] = None
+    seed: Annotated[int, typer.Option(help="Same seed, same video, on any devices.")] = 0
+    fps: Annotated[float | None, typer.Option(help="Frames per second; by default the model's, or the film's.")] = None
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="A file for frames and sound: .mp4, .mkv or .webm.")
+    ] = None
+    record: Annotated[Path | None, typer.Option(help="Take it down in this file, for `patchpar replay`.")] = None
+    steps: Annotated[int | None, typer.Option(help="With --input: denoising steps.")] = None
+    strength: Annotated[float | None, typer.Option(help="With --input: how far from the frame, 0 to 1.")] = None
+    guidance_scale: Annotated[float | None, typer.Option(help="With --input: by default the pipeline's own.")] = None
+    negative_prompt: Annotated[str | None, typer.Option(help="With --input: what must not be seen.")] = None
+    height: Annotated[int | None, typer.Option(help="With --input: frames are cut and scaled to it.")] = None
+    width: Annotated[int | None, typer.Option(help="With --input: frames are cut and scaled to it.")] = None
+    dtype: Annotated[Dtype | None, typer.Option(help="Load the weights in this format.")] = None
+    variant: Annotated[str | None, typer.Option(help="Weight files to take, such as fp16.")] = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print which rank would do what.")] = False
+    costs: Annotated[str | None, typer.Option(help="With --dry-run: seconds of one block, step=0.265,decode=0.15.")] = (
+        None
+    )
+    json: Json = False
+    debug: Debug = False
+
+    def check(self) -> None:
+        """Raise PlanError for flags that cannot be, before anything is started."""
+        self._check_kind()
+        for name in ("seconds", "fps", "steps", "height", "width"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise PlanError(f"--{name} {value}: it must be above 0")
+        if (self.height is None) != (self.width is None):
+            raise PlanError("--height and --width: give both or none")
+        if not self.dry_run:
+            self._check_outputs()
+
+    def _check_kind(self) -> None:
+        takes_frames = self.input is not None
+        for name in OF_VIDEO if takes_frames else OF_PICTURES:
+            if getattr(self, name) is not None:
+                raise PlanError(f"--{name.replace('_', '-')} is {'not ' * takes_frames}for streams with --input")
+        if self.dry_run and takes_frames:
+            raise PlanError("--dry-run forecasts streams of a video model: leave out --input")
+        if self.costs is not None and not self.dry_run:
+            raise PlanError("--costs goes with --dry-run: a stream that runs is measured")
+
+    def _check_outputs(self) -> None:
+        if self.output is None:
+            raise PlanError("nobody would see the frames: add --output talk.mp4")
+        check_film(self.output)
+        if self.record is not None:
+            check_place(self.record, "--record", "session.jsonl")
+
+    def for_loading(self) -> dict[str, Any]:
+        """Keyword arguments of `from_pretrained`."""
+        dtype = None if self.dtype is None else self.dtype.value
+        return given(devices=self.devices, torch_dtype=dtype, variant=self.variant)
+
+
+def stream(request: Stream) -> None:
+    """Show a video while it is made; save it with its sound."""
+    with friendly_errors(request.debug):
+        request.check()
+        if request.dry_run:
+            from patchpar.cli.stream_forecast import forecast
+
+            forecast(request)
+        elif request.input is not None:
+            from patchpar.cli.stream_pictures import stream_pictures
+
+            stream_pictures(request)
+        else:
+            from patchpar.cli.stream_video import stream_video
+
+            stream_video(request)

@@ -1,0 +1,132 @@
+"""`patchpar stream --input`: the frames of a folder or a film, each drawn anew by an image pipeline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from patchpar.cli.flags import given
+from patchpar.cli.pictures import SUFFIXES
+from patchpar.cli.speech import stdout_kept_clean
+from patchpar.cli.stream_film import film_at
+from patchpar.cli.stream_meter import Meter, living_line
+from patchpar.cli.stream_run import Part, Report, show_all
+from patchpar.errors import PlanError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from patchpar.cli.stream import Stream
+
+FPS = 16.0
+"""Of a folder of pictures, where --fps does not say otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frames:
+    """Pictures of `source` one after another, at `fps` frames per second."""
+
+    source: Path
+    fps: float
+
+    @classmethod
+    def of(cls, source: Path, fps: float | None) -> Frames:
+        """Look whether there are any. Raises PlanError."""
+        if source.is_dir():
+            if not _pictures_in(source):
+                raise PlanError(f"--input {source}: this folder has no pictures, that is {', '.join(SUFFIXES)}")
+            return cls(source=source, fps=fps or FPS)
+        if not source.is_file():
+            raise PlanError(f"--input {source}: there is no such folder or film")
+        return cls(source=source, fps=fps or _rate_of(source))
+
+    def __iter__(self) -> Iterator[Image]:
+        return self._from_folder() if self.source.is_dir() else self._from_film()
+
+    def _from_folder(self) -> Iterator[Image]:
+        from PIL import Image, UnidentifiedImageError
+
+        for path in _pictures_in(self.source):
+            try:
+                yield Image.open(path).convert("RGB")
+            except (UnidentifiedImageError, OSError) as error:
+                raise PlanError(f"--input {path} cannot be read as a picture: {error}") from error
+
+    def _from_film(self) -> Iterator[Image]:
+        import av
+
+        try:
+            with av.open(str(self.source)) as container:
+                for frame in container.decode(video=0):
+                    yield frame.to_image()
+        except av.FFmpegError as error:
+            raise PlanError(f"--input {self.source} is broken: {error}") from error
+
+
+def stream_pictures(request: Stream) -> None:
+    """Run it and report. Raises PlanError and what the ranks raise."""
+    assert request.input is not None
+    frames = Frames.of(request.input, request.fps)
+    with stdout_kept_clean(request.json), ExitStack() as stack:
+        report = _run(request, frames, stack)
+    report.tell(request.json)
+    report.finish(is_endless=False)
+
+
+def _run(request: Stream, frames: Frames, stack: ExitStack) -> Report:
+    from patchpar import PictureStreamingPipeline
+
+    say = stack.enter_context(living_line("starting"))
+    opened = {"takes_image": True, **request.for_loading()}
+    pipe = stack.enter_context(PictureStreamingPipeline.from_pretrained(request.model, **opened))
+    arguments = given(
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
+        num_inference_steps=request.steps,
+        strength=request.strength,
+        guidance_scale=request.guidance_scale,
+    )
+    meter = Meter()
+    session = stack.enter_context(pipe.stream(seed=request.seed, **arguments))
+    assert request.output is not None
+    screens = [stack.enter_context(film_at(request.output, frames.fps, None))]
+    shots = session.map({"image": _sized(frame, request)} for frame in frames)
+    ending = show_all(_parts(shots, frames.fps), session, screens, meter, say, frames.fps)
+    return Report(plan=repr(pipe), meter=meter, ending=ending, dropped=session.dropped, outputs=[request.output])
+
+
+def _sized(frame: Image, request: Stream) -> Image:
+    if request.height is None or request.width is None:
+        return frame
+    from PIL import ImageOps
+
+    return ImageOps.fit(frame, (request.width, request.height))
+
+
+def _parts(shots: Iterator[Any], fps: float) -> Iterator[Part]:
+    import numpy as np
+    import torch
+
+    for shot in shots:
+        picture = torch.from_numpy(np.array(shot.picture.convert("RGB")))
+        yield Part(frames=picture[None], pts=shot.number / fps, audio=None, status="running")
+
+
+def _pictures_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+
+
+def _rate_of(film: Path) -> float:
+    import av
+
+    try:
+        with av.open(os.fspath(film)) as container:
+            if not container.streams.video:
+                raise PlanError(f"--input {film} has no pictures: {container.format.name}")
+            return float(container.streams.video[0].average_rate or FPS)
+    except av.FFmpegError as error:
+        raise PlanError(f"--input {film} cannot be read as a film: {error}") from error

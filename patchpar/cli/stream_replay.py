@@ -1,0 +1,83 @@
+"""`patchpar replay SESSION`: a stream that was taken down, made again bit for bit, and compared with what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from patchpar.cli.film import check_film
+from patchpar.cli.flags import Debug, Devices, Json
+from patchpar.cli.speech import friendly_errors, stdout_kept_clean
+from patchpar.cli.stream_film import film_at
+from patchpar.cli.stream_meter import Meter, living_line
+from patchpar.cli.stream_run import Report, show_all
+from patchpar.cli.stream_video import parts_of
+from patchpar.errors import PatchparError
+
+if TYPE_CHECKING:
+    from patchpar.stream.recording import Recording
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """The flags of `replay`."""
+
+    session: Annotated[Path, typer.Argument(help="What `patchpar stream --record` has written.")]
+    model: Annotated[str | None, typer.Option(help="Where the model is now; by default where it was.")] = None
+    devices: Devices = "auto"
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A file for frames and sound.")] = None
+    json: Json = False
+    debug: Debug = False
+
+
+def replay(request: Replay) -> None:
+    """Make a stream again, on any devices, and compare its frames with those that were."""
+    with friendly_errors(request.debug):
+        if request.output is not None:
+            check_film(request.output)
+        from patchpar.stream.recording import Recording
+
+        recording, differing = Recording.read(request.session), list[int]()
+        with stdout_kept_clean(request.json), ExitStack() as stack:
+            report = _run(request, recording, differing, stack)
+        report.tell(request.json, differing=differing)
+        report.finish(is_endless=False)
+        if differing:
+            raise PatchparError(
+                f"{len(differing)} of {len(recording.blocks)} blocks are not what they were, from block "
+                f"{differing[0]} on: another model, another version ({_made_with(recording)}), or another journal"
+            )
+        if not request.json:
+            typer.echo(f"{len(recording.blocks)} blocks, every frame as it was")
+
+
+def _run(request: Replay, recording: Recording, differing: list[int], stack: ExitStack) -> Report:
+    from patchpar import StreamingPipeline
+
+    origin = recording.origin
+    say = stack.enter_context(living_line("starting"))
+    opened = {"devices": request.devices, "config": origin.config, **origin.options}
+    pipe = stack.enter_context(StreamingPipeline.from_pretrained(request.model or origin.model, **opened))
+    meter, plan = Meter(), str(pipe.plan)
+    session = stack.enter_context(pipe.replay(recording))
+    screens = [] if request.output is None else [stack.enter_context(film_at(request.output, origin.fps, pipe.rate))]
+    parts = parts_of(_compared(session, recording, differing), session)
+    ending = show_all(parts, session, screens, meter, say, origin.fps)
+    written = [] if request.output is None else [request.output]
+    return Report(plan=plan, meter=meter, ending=ending, dropped=0, outputs=written)
+
+
+def _compared(session: Any, recording: Recording, differing: list[int]) -> Iterator[Any]:
+    for chunk in session:
+        if not recording.is_as_it_was(chunk):
+            differing.append(chunk.block)
+        yield chunk
+
+
+def _made_with(recording: Recording) -> str:
+    return ", ".join(f"it was made with {name} {number}" for name, number in recording.origin.versions.items())

@@ -1,0 +1,123 @@
+"""A stream from its first frame to its last, or to ctrl-C: shown, counted, reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import typer
+
+from patchpar.cli.speech import print_json
+from patchpar.cli.stream_meter import Meter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+INTERRUPTED = 130
+"""What a shell expects of a command that ctrl-C has ended."""
+
+
+class Screen(Protocol):
+    """Where frames are shown."""
+
+    def show(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
+        """Frames in uint8, due at `pts` seconds from the beginning, and their sound."""
+
+
+class Session(Protocol):
+    """What the line says of a stream."""
+
+    @property
+    def in_flight(self) -> int:
+        """Blocks or pictures under way."""
+
+    @property
+    def dropped(self) -> int:
+        """Those that nobody has seen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Some frames of a stream, due at `pts` seconds. `frames` is None where the last one is held."""
+
+    frames: Tensor | None
+    pts: float
+    audio: Tensor | None
+    status: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a stream ended: by itself, by ctrl-C, or by an error. `seconds`: of video that have come out."""
+
+    seconds: float
+    was_interrupted: bool = False
+    error: Exception | None = None
+
+
+def show_all(
+    parts: Iterable[Part],
+    session: Session,
+    screens: Sequence[Screen],
+    meter: Meter,
+    say: Callable[[str], None],
+    fps: float,
+) -> Ending:
+    """Until the stream ends. What has come out by then is shown whole, whatever ends it."""
+    seconds = 0.0
+    try:
+        for part in parts:
+            if part.frames is not None:
+                for screen in screens:
+                    screen.show(part.frames, part.pts, part.audio)
+                seconds = part.pts + len(part.frames) / fps
+                meter.add(len(part.frames), session.in_flight)
+            say(meter.line(part.status, session.in_flight, seconds))
+    except KeyboardInterrupt:
+        return Ending(seconds=seconds, was_interrupted=True)
+    except Exception as error:
+        if not meter.frames:
+            raise
+        return Ending(seconds=seconds, error=error)
+    return Ending(seconds=seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What is said of a stream at its end. `plan`: who did what, in words."""
+
+    plan: str
+    meter: Meter
+    ending: Ending
+    dropped: int
+    outputs: Sequence[Path]
+
+    def tell(self, as_json: bool, **more: Any) -> None:
+        """Print it on stdout; `more` for those who read JSON."""
+        if as_json:
+            print_json({**self._as_dict(), **more})
+            return
+        typer.echo(self.plan)
+        lost = f", {self.dropped} lost" if self.dropped else ""
+        typer.echo(f"{self.meter}; {self.ending.seconds:.1f} s{lost}")
+        for path in self.outputs:
+            typer.echo(f"saved {path}")
+
+    def _as_dict(self) -> dict[str, Any]:
+        return {
+            "plan": self.plan,
+            **self.meter.as_dict(),
+            "seconds": self.ending.seconds,
+            "dropped": self.dropped,
+            "outputs": [str(path) for path in self.outputs],
+        }
+
+    def finish(self, *, is_endless: bool) -> None:
+        """Leave as it has ended: raise its error, or Exit if ctrl-C cut it short of its end."""
+        if self.ending.error is not None:
+            raise self.ending.error
+        if self.ending.was_interrupted and not is_endless:
+            raise typer.Exit(INTERRUPTED)

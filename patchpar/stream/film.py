@@ -1,0 +1,117 @@
+"""Frames and sound of a stream encoded as they come, by PyAV."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from patchpar.errors import PlanError
+
+SOUND_RATE = 48_000
+"""Both sound codecs take it."""
+
+TOLERANCE = 0.005
+"""Seconds between two blocks of sound that are rounding, and no gap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilmFormat:
+    """How a film is encoded. `rate`: samples per second of its sound, None for none.
+
+    `container`, `video` and `sound` are FFmpeg's names, `options` those of the video encoder.
+    """
+
+    fps: float
+    height: int
+    width: int
+    rate: int | None = None
+    container: str = "mp4"
+    video: str = "libx264"
+    sound: str = "aac"
+    options: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.height % 2 or self.width % 2:
+            raise PlanError(f"frames are {self.height} x {self.width}, and video formats want even sides")
+
+
+class Sink(Protocol):
+    """All that is used of a file."""
+
+    def write(self, data: bytes) -> int:
+        """Take these bytes."""
+
+
+class FilmWriter:
+    """Writes a film to `target`, a path or a file object. Frames that were lost leave a gap in it, of right length."""
+
+    def __init__(self, target: str | Sink, form: FilmFormat) -> None:
+        import av
+
+        self._form = form
+        self._container: Any = av.open(target, "w", format=form.container)
+        self._pace = Fraction(form.fps).limit_denominator(10_000)
+        try:
+            self._video: Any = self._container.add_stream(form.video, rate=self._pace, options=form.options)
+        except av.FFmpegError as error:
+            raise PlanError(f"this PyAV cannot encode {form.video}: {error}") from error
+        self._video.width, self._video.height, self._video.pix_fmt = form.width, form.height, "yuv420p"
+        self._video.codec_context.time_base = 1 / self._pace
+        self._sound: Any = None
+        if form.rate is not None:
+            self._sound = self._container.add_stream(form.sound, rate=SOUND_RATE, layout="mono")
+            self._resampler: Any = av.AudioResampler(format="fltp", layout="mono", rate=SOUND_RATE)
+        self._heard = self._written = 0
+
+    def add(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None = None) -> None:
+        """Frames in uint8, the first of which is due at `pts` seconds; the sound of the same time."""
+        import av
+
+        first = round(pts * self._form.fps)
+        for number, picture in enumerate(frames_FHWC.numpy()):
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
+            frame.pts, frame.time_base = first + number, 1 / self._pace
+            self._put(self._video.encode(frame))
+        if self._sound is not None and audio_N is not None:
+            self._container.mux(list(self._encoded(audio_N, round(pts * self._rate))))
+
+    def close(self) -> None:
+        """Encode what is left, and finish the container."""
+        self._put(self._video.encode())
+        if self._sound is not None:
+            self._container.mux(self._sound.encode())
+        self._container.close()
+
+    def _put(self, packets: list[Any]) -> None:
+        for packet in packets:
+            packet.duration = round(1 / self._pace / packet.time_base)  # encoders leave it open, fragments need it
+            self._container.mux(packet)
+
+    @property
+    def _rate(self) -> int:
+        assert self._form.rate is not None, "who hears has a rate"
+        return self._form.rate
+
+    def _encoded(self, audio_N: Tensor, at: int) -> Iterator[Any]:
+        """Packets of sound. Where frames were lost there is silence, since an encoder knows no gaps."""
+        import av
+
+        lost = at - self._heard if at - self._heard > self._rate * TOLERANCE else 0
+        samples = np.concatenate([np.zeros(lost, np.float32), audio_N.numpy().astype(np.float32)])
+        frame = av.AudioFrame.from_ndarray(samples[None], format="fltp", layout="mono")
+        frame.sample_rate = self._rate
+        self._heard += len(samples)
+        for made in self._resampler.resample(frame):
+            yield from self._sound_packets(made.to_ndarray())
+
+    def _sound_packets(self, samples_1N: Any) -> Iterator[Any]:
+        """Their times are counted, so that nothing is rounded twice."""
+        import av
+
+        first, self._written = self._written, self._written + samples_1N.shape[1]
+        frame = av.AudioFrame.from_ndarray(samples_1N, format="fltp", layout="mono")
+        frame.sample_rate, frame.pts, frame.time_base = SOUND_RATE, first, Fraction(1, SOUND_RATE)
+        yield from self._sound.encode(frame)

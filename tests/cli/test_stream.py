@@ -1,0 +1,291 @@
+"""`patchpar stream`: sound, face and prompt in, a film with its sound out; frames drawn anew; what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from patchpar.cli import app, stream_film
+from patchpar.cli.stream_forecast import parse_costs
+from patchpar.cli.stream_meter import Meter
+from patchpar.cli.stream_run import Part, show_all
+from patchpar.errors import PlanError
+from patchpar.stream.pipeline import StreamingPipeline
+from tests.cli.test_real import patchpar
+from tests.stream.test_sound_file import tone, write_wav
+from tests.stream.tiny import write_folder
+from tests.tiny import image_pipelines
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that hears, of 20 frames per second in blocks of 3, 4, 4 and so on, 8 x 12 pixels."""
+    return write_folder(tmp_path_factory.mktemp("face"))
+
+
+@pytest.fixture(scope="module")
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("img2img")
+    pipe, _ = image_pipelines.sd_img2img()
+    pipe.register_modules(safety_checker=None, feature_extractor=None)
+    pipe.save_pretrained(path)
+    return path
+
+
+def film(path: Path) -> tuple[np.ndarray, list[float], np.ndarray]:
+    """(frames, their times, samples at 48000 per second) of a file."""
+    with av.open(str(path)) as container:
+        frames = list(container.decode(video=0))
+    with av.open(str(path)) as container:
+        sound = [frame.to_ndarray()[0] for frame in container.decode(audio=0)] if container.streams.audio else []
+    pixels = np.stack([frame.to_ndarray(format="rgb24") for frame in frames])
+    return pixels, [float(frame.time) for frame in frames], np.concatenate(sound) if sound else np.zeros(0)
+
+
+def run(*words: object) -> Any:
+    return CliRunner().invoke(app, ["stream", *map(str, words)])
+
+
+def test_two_stages_and_a_decoder_make_a_film_with_sound(folder: Path, tmp_path: Path) -> None:
+    """Frames are those of one process, at their times; the sound is what was spoken, at its time."""
+    loud_at = np.where(np.arange(8000) // 2000 % 2 == 1, tone(8000, 1.0), 0)  # silent, loud, silent, loud
+    sound = write_wav(tmp_path / "speech.wav", loud_at, 8000)
+    Image.new("RGB", (50, 40), "teal").save(tmp_path / "face.png")
+    words = ("a fox", "--model", folder, "--audio", sound, "--reference", tmp_path / "face.png", "--seed", 3)
+    result = patchpar("stream", *words, "--devices", "cpu:3", "-o", tmp_path / "talk.mp4")
+    assert result.returncode == 0, result.stderr
+    plan, figures, saved = result.stdout.strip().splitlines()
+    assert plan.startswith("2 steps on 3 ranks")
+    assert figures.startswith("23 frames at ")
+    assert figures.endswith("; 1.1 s")
+    assert saved == f"saved {tmp_path / 'talk.mp4'}"
+    assert f"{sound}: pcm_s16le, 8000 samples/s, 1 channel, 1.0 s" in result.stderr
+
+    pixels, times, heard = film(tmp_path / "talk.mp4")
+    assert times == pytest.approx([number / 20 for number in range(23)], abs=1e-3)
+    with StreamingPipeline.from_pretrained(folder, devices="cpu") as pipe:
+        arguments = {"reference": tmp_path / "face.png", "audio": sound, "seed": 3}
+        with pipe.stream("a fox", **arguments) as stream:
+            wanted = torch.cat([chunk.frames for chunk in stream]).numpy()
+    assert np.abs(pixels.astype(float) - wanted).mean() < 20  # noise is hard to encode
+    assert np.abs(pixels.astype(float) - wanted[::-1]).mean() > np.abs(pixels.astype(float) - wanted).mean() + 5
+    quarters = [np.abs(part).mean() for part in np.split(heard[:48000], 4)]
+    assert min(quarters[1], quarters[3]) > 5 * max(quarters[0], quarters[2])
+
+
+def test_json_and_an_image_stream(image_folder: Path, tmp_path: Path) -> None:
+    frames = tmp_path / "frames"
+    frames.mkdir()
+    for number, colour in enumerate(("teal", "red", "blue")):
+        Image.new("RGB", (80, 70), colour).save(frames / f"{number}.png")
+    flags = ("--steps", 2, "--strength", 1, "--height", 64, "--width", 64, "--fps", 5, "--devices", "cpu", "--json")
+    result = run("a fox", "--model", image_folder, "--input", frames, *flags, "-o", tmp_path / "a.mkv")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert (found["frames"], found["dropped"]) == (3, 0)
+    assert found["seconds"] == pytest.approx(0.6)
+    assert found["outputs"] == [str(tmp_path / "a.mkv")]
+    pixels, times, heard = film(tmp_path / "a.mkv")
+    assert pixels.shape == (3, 64, 64, 3)
+    assert times == pytest.approx([0, 0.2, 0.4], abs=1e-3)
+    assert not len(heard)
+
+
+def test_a_film_is_drawn_anew_frame_by_frame(image_folder: Path, tmp_path: Path) -> None:
+    with av.open(str(tmp_path / "in.mp4"), "w") as container:
+        stream = container.add_stream("libx264", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        for level in (0, 120, 240):
+            picture = np.full((64, 64, 3), level, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    flags = ("--steps", 2, "--strength", 0.5, "--devices", "cpu")
+    result = run("a fox", "--model", image_folder, "--input", tmp_path / "in.mp4", *flags, "-o", tmp_path / "a.mp4")
+    assert result.exit_code == 0, result.stderr
+    pixels, times, _ = film(tmp_path / "a.mp4")
+    assert times == pytest.approx([0, 1 / 8, 2 / 8], abs=1e-3)
+    assert pixels.shape == (3, 64, 64, 3)
+
+
+def test_ctrl_c_ends_a_stream_without_end_and_saves_what_came(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "patchpar", "stream", "--model", folder, "--devices", "cpu:2", "-o"]
+    target = tmp_path / "talk.webm"
+    process = subprocess.Popen(
+        [*map(str, command), str(target)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not any(path.stat().st_size > 1000 for path in tmp_path.glob(".talk-*")):
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert f"saved {target}" in out
+    assert "Traceback" not in err
+    assert len(film(target)[0]) > 0
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "Missing option '--model'"),
+        (("--model", "m"), "nobody would see the frames"),
+        (("--model", "m", "-o", "a.gif"), "names no video format"),
+        (("--model", "m", "-o", "a.mp4", "--seconds", "0"), "--seconds 0.0: it must be above 0"),
+        (("--model", "m", "-o", "a.mp4", "--steps", "2"), "--steps is for streams with --input"),
+        (
+            ("--model", "m", "-o", "a.mp4", "--input", "f", "--audio", "a.wav"),
+            "--audio is not for streams with --input",
+        ),
+        (("--model", "m", "-o", "a.mp4", "--input", "f", "--height", "64"), "--height and --width: give both or none"),
+        (("--model", "m", "-o", "a.mp4", "--input", "none"), "--input none: there is no such folder or film"),
+        (("--model", "m", "-o", "a.mp4", "--input", "."), "--input .: this folder has no pictures"),
+        (("--model", "m", "-o", "a.mp4", "--input", "text.mp4"), "--input text.mp4 cannot be read as a film"),
+        (("--model", "none", "-o", "a.mp4"), "'none' is no model"),
+        (("--model", "m", "-o", "a.mp4", "--costs", "step=1"), "--costs goes with --dry-run"),
+        (("--model", "m", "--dry-run", "--input", "."), "leave out --input"),
+    ],
+)
+def test_bad_use(words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.mp4").write_text("no film")
+    result = run(*words)
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_sound_and_face_are_looked_at_before_anything_is_started(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.wav").write_text("no sound")
+    mute = write_folder(tmp_path / "mute", hears=False)
+    common = ("-o", tmp_path / "a.mp4", "--devices", "cpu:99")  # too many: it would be said if it came so far
+    for words, said in (
+        (("--model", folder, "--audio", tmp_path / "a.wav"), "cannot be read as sound"),
+        (("--model", folder, "--reference", tmp_path / "a.wav"), "cannot be read as a picture"),
+        (("--model", mute, "--audio", tmp_path / "a.wav"), "was not made to hear"),
+    ):
+        result = run(*words, *common)
+        assert (result.exit_code, said in result.stderr) == (2, True), result.stderr
+
+
+def test_a_stream_that_was_taken_down_is_made_again(folder: Path, tmp_path: Path) -> None:
+    """And a journal of which a line was changed is told from it, with the block from which it differs."""
+    journal, common = tmp_path / "session.jsonl", ("--devices", "cpu")
+    words = ("a fox", "--model", folder, "--seconds", 0.5, "--record", journal, *common)
+    result = run(*words, "-o", tmp_path / "a.mp4")
+    assert result.exit_code == 0, result.stderr
+    assert f"saved {journal}" in result.stdout
+
+    def again(*more: object) -> Any:
+        return CliRunner().invoke(app, ["replay", *map(str, (journal, *common, *more))])
+
+    result = again("-o", tmp_path / "b.mp4")
+    assert result.exit_code == 0, result.stderr
+    assert "3 blocks, every frame as it was" in result.stdout
+    assert np.array_equal(film(tmp_path / "a.mp4")[0], film(tmp_path / "b.mp4")[0])
+    head, *lines = journal.read_text().splitlines()
+    lines[1] = json.dumps({**json.loads(lines[1]), "wishes": [{"kind": "Said", "text": "a hen"}]})
+    journal.write_text("\n".join([head, *lines]) + "\n")
+    result = again("--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["differing"] == [1, 2]
+    assert "2 of 3 blocks are not what they were, from block 1 on" in result.stderr
+
+
+# --- what would be -------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_says_who_would_do_what_and_how_fast(folder: Path) -> None:
+    words = ("--model", folder, "--dry-run", "--devices", 3)
+    plain = run(*words).stdout
+    assert plain.splitlines()[0] == "2 steps on 3 ranks (rank 0: step 0; rank 1: step 1; rank 2: decode)"
+    assert "4 frames per block: to keep up with 20 frames/s, each of these may take 0.200 s" in plain
+    assert "add --costs" in plain
+    fast = json.loads(run(*words, "--costs", "step=0.1,decode=0.05", "--json").stdout)
+    assert fast["forecast"]["fps"] == pytest.approx(40, rel=0.03)
+    assert fast["forecast"]["first_frame"] == pytest.approx(0.25, rel=0.03)
+    assert fast["forecast"]["keeps_up"]
+    slow = run(*words, "--costs", "step=0.4,decode=0.05").stdout
+    assert "this does not keep up with 20 frames/s" in slow
+    assert run("--model", folder, "--dry-run", "--devices", "4").exit_code == 2  # 3 ranks for 2 steps
+
+
+@pytest.mark.parametrize("text", ["step", "step=a,decode=1", "step=1", "step=1,decode=1,colour=2"])
+def test_costs_that_are_none(text: str) -> None:
+    with pytest.raises(PlanError, match=f"--costs {text}"):
+        parse_costs(text)
+
+
+# --- while it runs -------------------------------------------------------------------------------------------------
+
+
+def test_the_meter() -> None:
+    now = [10.0]
+    meter = Meter(lambda: now[0])
+    assert (meter.fps, meter.first_frame, str(meter)) == (None, None, "no frame came out")
+    for gap in (0.5, 1.0, 1.0, 1.0, 1.0, 0.5):
+        now[0] += gap
+        meter.add(10, under_way=3)
+    assert meter.first_frame == 0.5
+    assert meter.fps == pytest.approx(50 / 4.5)
+    assert meter.line("running", 2, 65.0) == "1:05.0, 12.0 frames/s, first frame after 0.50 s, 2 under way".replace(
+        "12.0", f"{30 / 2.5:.1f}"
+    )
+    assert meter.line("degraded", 2, 65.0).endswith(", degraded")
+    assert str(meter) == "60 frames at 11.1 frames/s, the first after 0.50 s"
+
+
+class Screen:
+    def __init__(self) -> None:
+        self.shown: list[float] = []
+
+    def show(self, frames: Any, pts: float, audio: Any) -> None:
+        self.shown.append(pts)
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt(), RuntimeError("a rank is gone")])
+def test_what_has_come_out_is_kept_whatever_ends_a_stream(fault: BaseException) -> None:
+    def parts() -> Iterator[Part]:
+        frames = torch.zeros(4, 2, 2, 3)
+        yield Part(frames=frames, pts=0.0, audio=None, status="running")
+        yield Part(frames=None, pts=0.15, audio=None, status="degraded")
+        yield Part(frames=frames, pts=0.2, audio=None, status="running")
+        raise fault
+
+    screen, said = Screen(), []
+    session = SimpleNamespace(in_flight=2, dropped=0)
+    ending = show_all(parts(), session, [screen], Meter(), said.append, 20)
+    assert screen.shown == [0.0, 0.2]
+    assert ending.seconds == 0.4
+    assert ending.was_interrupted == isinstance(fault, KeyboardInterrupt)
+    assert ending.error is (None if ending.was_interrupted else fault)
+    assert ["degraded" in line for line in said] == [False, True, False]
+
+
+def test_an_error_before_the_first_frame_leaves_no_film(tmp_path: Path) -> None:
+    def parts() -> Iterator[Part]:
+        raise RuntimeError("out of memory")
+        yield
+
+    with pytest.raises(RuntimeError), stream_film.film_at(tmp_path / "a.mp4", 20, None) as film:
+        show_all(parts(), SimpleNamespace(in_flight=0, dropped=0), [film], Meter(), print, 20)
+    assert list(tmp_path.iterdir()) == []
