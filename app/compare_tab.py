@@ -73,7 +73,7 @@ def build(studio: Studio, owner: gr.State) -> tuple[CompareTab, list[Any]]:
             one = gr.Dropdown(labels, value=labels[min(1, len(labels) - 1)], label="Left: drawn by")
             other = gr.Dropdown(labels, value=labels[-2 if len(labels) > 2 else 0], label="Right: drawn by")
             with gr.Row():
-                begin = gr.Button("Compare", variant="primary", elem_id="compare-run")
+                begin = gr.Button("Compare", variant="primary", interactive=False, elem_id="compare-run")
                 cancel = gr.Button("Cancel", interactive=False, elem_id="compare-cancel")
             status = gr.HTML(words.status(None), elem_id="compare-status")
         with gr.Column(scale=6, min_width=320):

@@ -91,7 +91,7 @@ def build(studio: Studio, owner: gr.State) -> tuple[ImageTab, list[Any]]:
                 strategy = gr.Textbox(label="Strategy", placeholder="fresh-edges:context=pooled", max_lines=1)
                 traced = gr.Checkbox(True, label="Record a timeline")
             with gr.Row():
-                begin = gr.Button("Draw", variant="primary", elem_id="image-draw")
+                begin = gr.Button("Draw", variant="primary", interactive=False, elem_id="image-draw")
                 cancel = gr.Button("Cancel", interactive=False, elem_id="image-cancel")
         with gr.Column(scale=6, min_width=320):
             picture = result("Picture", "image-picture", height=420)

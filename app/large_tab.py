@@ -115,7 +115,7 @@ def build(studio: Studio, owner: gr.State) -> tuple[LargeTab, list[Any]]:
             )
             beside = gr.Checkbox(False, label="Draw it directly as well, to compare")
             with gr.Row():
-                begin = gr.Button("Draw large", variant="primary", elem_id="large-run")
+                begin = gr.Button("Draw large", variant="primary", interactive=False, elem_id="large-run")
                 cancel = gr.Button("Cancel", interactive=False, elem_id="large-cancel")
         with gr.Column(scale=6, min_width=320):
             picture = result("Structure guidance", "large-picture")

@@ -173,7 +173,7 @@ class _PictureFields:
             label="Camera", type="pil", sources=["webcam"], streaming=True, visible=False, elem_id="stream-camera"
         )
         strength = gr.Slider(0.05, 1, 0.6, step=0.05, label="Strength: how much is drawn anew", visible=False)
-        self.begin = gr.Button("Stream", variant="primary", elem_id="stream-run")
+        self.begin = gr.Button("Stream", variant="primary", interactive=False, elem_id="stream-run")
         self.components = [source, picture, strength, *fields.components]
         source.change(_fields_of, source, [picture, self.camera, strength], show_progress="hidden")
 

@@ -148,6 +148,11 @@ class FifoStreamingPipeline(HeldRanks[Crew, FifoSession]):
             raise PlanError(f"seed={seed}: it must be at least 0 and below 2**64")
         config, facts = self.config, self._facts
         delivery = delivery or StreamDelivery()
+        if delivery.record is not None:
+            raise PlanError(
+                f"record={str(delivery.record)!r}: a stream of this kind cannot be recorded: its prompts and seed give "
+                "the same frames again"
+            )
         form = StreamFormat(
             fps=delivery.fps or config.fps,
             height=config.height,

@@ -105,6 +105,8 @@ def test_what_cannot_be(alone: FifoStreamingPipeline, face_folder: Path, tmp_pat
         alone.stream("a fox", seconds=0)
     with pytest.raises(PlanError, match="seed=-1"):
         alone.stream("a fox", seed=-1)
+    with pytest.raises(PlanError, match="cannot be recorded"):
+        alone.stream("a fox", delivery=StreamDelivery(record=tmp_path / "journal.jsonl"))
     folder = tmp_path / "two"
     shutil.copytree(face_folder, folder)
     index = json.loads((folder / "model_index.json").read_text())

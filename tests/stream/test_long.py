@@ -30,14 +30,17 @@ def live_bytes() -> int:
 
 
 def watched(run: Callable[[Callable[[Finished], object]], object], *, hoards: bool) -> list[int]:
-    """Bytes held after every few blocks, the first ones left out. `hoards`: the watcher keeps what it gets."""
-    held, kept = list[int](), list[Finished]()
+    """Bytes held after every few blocks, the first ones left out, beyond those that are there without the stream.
+
+    `hoards`: the watcher keeps what it gets.
+    """
+    held, kept, before = list[int](), list[Finished](), live_bytes()
 
     def put(finished: Finished) -> None:
         if hoards:
             kept.append(finished)
         if finished.block >= WARM and finished.block % 5 == 0:
-            held.append(live_bytes())
+            held.append(live_bytes() - before)
 
     run(put)
     return held
