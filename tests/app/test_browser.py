@@ -126,7 +126,7 @@ def test_a_picture_is_cancelled_and_the_workers_are_free(opened: Any) -> None:
     page = opened()
     small(page, steps=150)
     page.click("#image-draw")
-    expect(status(page, "image")).to_contain_text("step 2 of 150")
+    expect(status(page, "image")).to_contain_text(re.compile(r"step \d+ of 150"))
     expect(page.locator("#image-picture img")).to_be_visible()  # the preview
     page.click("#image-cancel")
     expect(status(page, "image")).to_contain_text("Cancelled")
