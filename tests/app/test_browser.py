@@ -106,7 +106,6 @@ def test_a_picture_is_drawn_with_its_figures_and_its_timeline(opened: Any) -> No
     page = opened(viewport={"width": 1280, "height": 900})
     small(page, steps=6)
     page.click("#image-draw")
-    expect(status(page, "image")).to_have_class(re.compile("running"))
     expect(status(page, "image")).to_have_class(re.compile("done"))
     picture = page.locator("#image-picture img")
     expect(picture).to_be_visible()
