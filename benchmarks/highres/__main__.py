@@ -1,9 +1,10 @@
 """Large pictures by structure guidance, beside plain generation, windows alone and the paper's equations.
 
     python -m benchmarks.highres                                             4 captions at twice the native size
-    python -m benchmarks.highres --captions 16 --scale 4 --steps 20 --write docs/figures/highres.md
+    python -m benchmarks.highres --captions 16 --scale 2 --steps 20 --write docs/figures/highres.md
     python -m benchmarks.highres --captions 0                                calibration, work and speed only
-    python -m benchmarks.highres --method native --method flow --scale 4     some methods only
+    python -m benchmarks.highres --only pictures --method flow --scale 4     some methods only
+    python -m benchmarks.highres --only pictures --kept drawn                pictures in a folder are not drawn again
 
 Objects are counted on pictures of the embedded model, whose captions say how many there are; the classifier of
 `training` names what it sees and does not count.
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.highres.analytic import calibrate
 from benchmarks.highres.counting import accuracy, subjects
-from benchmarks.highres.drawing import METHODS, NATIVE, Look, drawn, looked_at, pipeline, sheet
+from benchmarks.highres.drawing import METHODS, NATIVE, Kept, Look, looked_at, pipeline, sheet
 from benchmarks.highres.speed import table
 from patchpar import StructureGuidance
 from patchpar.highres.geometry import starts_of
@@ -72,19 +73,19 @@ def work() -> Iterator[str]:
             yield f"| {scale} x {scale}, {name} | {windows} | {cells} |"
 
 
-def pictures(methods: Sequence[str], captions: int, scale: int, steps: int, into: Path | None) -> Iterator[str]:
+def pictures(methods: Sequence[str], captions: int, kept: Kept, into: Path | None) -> Iterator[str]:
     """Every method on every caption."""
     chosen = subjects(captions)
     rows: dict[str, list[Tensor]] = {name: [] for name in methods}
     with pipeline() as pipe:
         for seed, subject in enumerate(chosen):
             for name in methods:
-                rows[name].append(drawn(pipe, name, subject, scale=scale, steps=steps, seed=seed))
+                rows[name].append(kept.drawn(pipe, name, subject, seed=seed))
                 print(f"{name}: {subject.caption}", file=sys.stderr, flush=True)
             if into is not None:
                 drawing = sheet(list(zip(*rows.values(), strict=True))).permute(1, 2, 0)
                 Image.fromarray((drawing * 255).round().byte().numpy()).save(into)
-    yield "| | objects miscounted | repetition | seam, z | agrees with native, dB |"
+    yield f"| {kept.scale} x {kept.scale} | objects miscounted | repetition | seam, z | agrees with native, dB |"
     yield "|---|---|---|---|---|"
     for name, found in rows.items():
         beside = zip(found, rows["native"], chosen, strict=True)
@@ -106,6 +107,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--captions", type=int, default=4)
     parser.add_argument("--scale", type=int, default=2, help="sides, as multiples of the native one")
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--kept", type=Path, help="a folder of pictures: what is there is not drawn again")
+    parser.add_argument("--only", choices=SECTIONS, help="one section of the page")
     parser.add_argument("--method", action="append", choices=METHODS, help="by default all; native is always drawn")
     parser.add_argument("--write", type=Path, help="also write everything to this page")
     parser.add_argument("--sheet", type=Path, help="pictures side by side, a row for each caption")
@@ -126,20 +129,40 @@ SHOWN = (
 
 
 def page(options: argparse.Namespace) -> Iterator[str]:
-    """All tables."""
+    """The sections that are asked for."""
     yield from ("# Large pictures", "", "Written by `python -m benchmarks.highres`.", "")
+    for name in SECTIONS:
+        if options.only in (None, name):
+            yield from SECTIONS[name](options)
+
+
+def _calibration(_: argparse.Namespace) -> Iterator[str]:
     yield from ("## Noise at the switch", "", FIELD, "", *calibration(), "")
+
+
+def _work(_: argparse.Namespace) -> Iterator[str]:
     yield from ("## Work", "", ROUNDS, "", *work(), "")
+
+
+def _speed(_: argparse.Namespace) -> Iterator[str]:
     yield from ("## Predicted speed", "", SPEED, "")
     for scale in SCALES:
         yield from (*table(PREDICTED, scale), "")
-    if options.captions:
-        facts = {"size": options.scale * NATIVE, "native": NATIVE, "right": accuracy(100)}
-        yield from ("## Pictures", "", SHOWN.format(**facts, steps=options.steps, captions=options.captions), "")
-        methods = [name for name in METHODS if name == "native" or name in (options.method or METHODS)]
-        yield from (*pictures(methods, options.captions, options.scale, options.steps, options.sheet), "")
-        if options.sheet is not None:
-            yield f"{SHEET} {', '.join(methods)}."
+
+
+def _pictures(options: argparse.Namespace) -> Iterator[str]:
+    if not options.captions:
+        return
+    facts = {"size": options.scale * NATIVE, "native": NATIVE, "right": accuracy(100)}
+    yield from ("## Pictures", "", SHOWN.format(**facts, steps=options.steps, captions=options.captions), "")
+    methods = [name for name in METHODS if name == "native" or name in (options.method or METHODS)]
+    kept = Kept(scale=options.scale, steps=options.steps, folder=options.kept)
+    yield from (*pictures(methods, options.captions, kept, options.sheet), "")
+    if options.sheet is not None:
+        yield f"{SHEET} {', '.join(methods)}."
+
+
+SECTIONS = {"calibration": _calibration, "work": _work, "speed": _speed, "pictures": _pictures}
 
 
 def main() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from benchmarks.highres.counting import Subject, miscounted
@@ -52,6 +55,27 @@ def pipeline() -> Iterator[ParallelPipeline]:
     ) as pipe:
         pipe.set_progress_bar_config(disable=True)
         yield pipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """How pictures are drawn, and a `folder` that those drawn before are taken from, as a PNG shows them."""
+
+    scale: int
+    steps: int
+    folder: Path | None = None
+
+    def drawn(self, pipe: ParallelPipeline, name: str, subject: Subject, *, seed: int) -> Tensor:
+        """A picture (3, H, W) in 0..1, drawn now or before."""
+        if self.folder is None:
+            return drawn(pipe, name, subject, scale=self.scale, steps=self.steps, seed=seed)
+        path = self.folder / f"{name.replace(', ', '-').replace(' ', '-')}-x{self.scale}-{self.steps}-{seed}.png"
+        if not path.exists():
+            picture = drawn(pipe, name, subject, scale=self.scale, steps=self.steps, seed=seed)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((picture.permute(1, 2, 0) * 255).round().byte().numpy()).save(path)
+        shown = np.asarray(Image.open(path).convert("RGB"))
+        return torch.from_numpy(shown.copy()).permute(2, 0, 1).float() / 255
 
 
 def drawn(pipe: ParallelPipeline, name: str, subject: Subject, *, scale: int, steps: int, seed: int) -> Tensor:
