@@ -1,6 +1,7 @@
 """How long a user waits for the first step, and what a call costs beyond the pipeline's own.
 
     python -m benchmarks.startup --runs 5
+    python -m benchmarks.startup --write docs/figures/startup.md
 
 Start-up: from the start of a Python process to the end of the first denoising step, of plain diffusers in one process
 and of a ParallelPipeline with two CPU workers, in turns. Overhead: one device, so this process; the same pipeline
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+STARTUP_LIMIT, OVERHEAD_LIMIT = 1.30, 0.05
 CALL = {"num_inference_steps": 2, "height": 128, "width": 128}
 PLAIN = """
 import os, sys, time
@@ -54,20 +56,40 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=30, help="calls of each kind")
     parser.add_argument("--model", type=Path, default=Path(__file__).parents[1] / "assets" / "scenes-unet")
     parser.add_argument("--json", action="store_true", help="print one object")
+    parser.add_argument("--write", type=Path, help="also write the tables to this file")
     options = parser.parse_args()
     found = {"startup": startup(options.model, options.runs), "call": call_overhead(options.model, options.calls)}
-    if options.json:
-        print(json.dumps(found))
-        return
+    text = tables(found, options.runs, options.calls)
+    print(json.dumps(found) if options.json else text)
+    if options.write:
+        options.write.write_text(text + "\n")
+
+
+def tables(found: dict[str, dict[str, float]], runs: int, calls: int) -> str:
+    """What was measured, as a page."""
     start, call = found["startup"], found["call"]
-    print(f"first step: plain {start['plain_s']:.2f} s, two workers {start['parallel_s']:.2f} s, ", end="")
-    print(f"ratio {start['ratio']:.2f} (limit 1.30), medians of {options.runs} in turns")
-    print(f"  processor time: plain {start['plain_cpu_s']:.2f} s, two workers {start['parallel_cpu_s']:.2f} s")
-    print(
-        f"one device: plain {call['plain_s'] * 1e3:.1f} ms, through ParallelPipeline {call['inline_s'] * 1e3:.1f} ms, ",
-        end="",
-    )
-    print(f"overhead {call['overhead']:+.1%} (limit 5 %), medians of {options.calls} in turns")
+    lines = [
+        "# Time to the first step",
+        "",
+        f"From the start of a Python process to the end of the first denoising step of the embedded model, medians of "
+        f"{runs} starts of each kind in turns:",
+        "",
+        "| | plain diffusers, one process | two CPU workers | ratio | limit |",
+        "|---|---|---|---|---|",
+        f"| first step, s | {start['plain_s']:.2f} | {start['parallel_s']:.2f} | {start['ratio']:.2f} | "
+        f"{STARTUP_LIMIT:.2f} |",
+        f"| processor time, s | {start['plain_cpu_s']:.2f} | {start['parallel_cpu_s']:.2f} | "
+        f"{start['parallel_cpu_s'] / start['plain_cpu_s']:.2f} | |",
+        "",
+        f"A call of {CALL['num_inference_steps']} steps at {CALL['height']} x {CALL['width']} pixels on one device, "
+        f"medians of {calls} in turns:",
+        "",
+        "| plain, ms | through ParallelPipeline, ms | overhead | limit |",
+        "|---|---|---|---|",
+        f"| {call['plain_s'] * 1e3:.1f} | {call['inline_s'] * 1e3:.1f} | {call['overhead']:+.1%} | "
+        f"{OVERHEAD_LIMIT:.0%} |",
+    ]
+    return "\n".join(lines)
 
 
 def startup(model: Path, runs: int) -> dict[str, float]:

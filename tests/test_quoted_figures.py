@@ -78,6 +78,12 @@ def qualities(readme: str) -> Iterator[tuple[str, str, str]]:
                 yield f"{label}, {column}", cell.replace("**", ""), should
 
 
+def started(text: str) -> str:
+    """What should be said of the time to the first step."""
+    (row,) = (row for row in rows(text) if row[""] == "first step, s")
+    return f"first step {float(row['ratio']):.2f} times as late as plain diffusers"
+
+
 def sentences() -> Iterator[tuple[str, str]]:
     """Page, and what it should say."""
     beside = dict(
