@@ -1,9 +1,11 @@
 """Draw a picture for a page: steps and previews while it is made, the run's figures with the result."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from patchpar import ParallelPipeline, PlanError, Run
+from patchpar import ParallelPipeline, PlanError, Run, upscale
 
 from .jobs import Job
 from .orders import Order
@@ -54,26 +56,43 @@ class Artist:
         job.check()
         job.show(note=manner.title, step=0, steps=order.steps)
         pipe = self.workers.pictures(way)
-        arguments = order.arguments(self.workers.described().parameters)
+        arguments = order.arguments(pipe.description.parameters)
         if manner.exact:
             arguments["output_type"] = "np"
         return self._call(pipe, arguments, job, manner)
 
+    def enlarge(self, job: Job, order: Order, picture: Any, *, scale: float, strength: float) -> Picture:
+        """A PIL picture drawn again, `scale` times as large. Raises as `draw` does."""
+        job.check()
+        job.show(note="starting the workers that begin with a picture")
+        pipe = self.workers.enlarging()
+        arguments = order.arguments(set(pipe.description.parameters) - {"height", "width"})
+        with self._watched(pipe, job, Manner(title="drawing it again")) as watched:
+            larger = upscale(pipe, picture, scale=scale, strength=strength, **arguments, **watched.arguments)
+        return _drawn_by(pipe, larger)
+
     def _call(self, pipe: ParallelPipeline, arguments: dict[str, Any], job: Job, manner: Manner) -> Picture:
-        has_callback = "callback_on_step_end" in self.workers.described().parameters
-        watched = Watched(job, manner.title, self.colours, has_callback=has_callback)
-        pipe.tracing = manner.traced
-        if has_callback:
-            arguments["callback_on_step_end"] = watched.after_step
-        pipe.on_step = watched.count
-        try:
-            output = pipe(**arguments)
-        finally:
-            pipe.on_step, pipe.tracing = None, False
+        with self._watched(pipe, job, manner) as watched:
+            output = pipe(**arguments, **watched.arguments)
         image, values = picture_of(output)
         watched.teach(image)
-        assert pipe.last_run is not None
-        return Picture(image=image, values=values, run=pipe.last_run, why=pipe.explain())
+        return _drawn_by(pipe, image, values)
+
+    @contextmanager
+    def _watched(self, pipe: ParallelPipeline, job: Job, manner: Manner) -> Iterator["Watched"]:
+        """While inside, a call of the pipeline is shown to the job's page."""
+        has_callback = "callback_on_step_end" in pipe.description.parameters
+        watched = Watched(job, manner.title, self.colours, has_callback=has_callback)
+        pipe.tracing, pipe.on_step = manner.traced, watched.count
+        try:
+            yield watched
+        finally:
+            pipe.on_step, pipe.tracing = None, False
+
+
+def _drawn_by(pipe: ParallelPipeline, image: Any, values: Any = None) -> Picture:
+    assert pipe.last_run is not None
+    return Picture(image=image, values=values, run=pipe.last_run, why=pipe.explain())
 
 
 class Watched:
@@ -86,6 +105,11 @@ class Watched:
     def __init__(self, job: Job, title: str, colours: ColourMap, *, has_callback: bool) -> None:
         self._job, self._title, self._colours, self._has_callback = job, title, colours, has_callback
         self._latents: Any = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of the call, so that its steps are seen."""
+        return {"callback_on_step_end": self.after_step} if self._has_callback else {}
 
     def after_step(self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         """A callback_on_step_end. Raises Cancelled."""

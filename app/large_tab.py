@@ -1,7 +1,6 @@
-"""The tab High resolution: pictures larger than the model was trained for, led by structure guidance."""
+"""The tab High resolution: pictures larger than the model was trained for, out of a prompt or of a smaller picture."""
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import gradio as gr
@@ -9,51 +8,25 @@ import gradio as gr
 from patchpar import PatchparError
 
 from . import words
-from .drawing import Artist, Manner, Picture
-from .fields import Fields, picture_fields, result, result_pair
+from .fields import CAPTIONS, Fields, picture_fields, result, result_pair, uploaded
 from .image_tab import buttons
 from .jobs import Job, View
-from .orders import Order
+from .large import LARGEST_SCALE, EnlargeOrder, Large, draw_again, draw_large, large_way
+from .limits import picture_from
+from .orders import LARGEST_SEED, LONGEST_PROMPT, MOST_STEPS, Order
 from .studio import Studio
 from .watching import looked_at
-from .ways import Way, plain
 
 KIND = "large"
 EXPLAINED = (
     "Asked for twice its native size, a model repeats itself: two horizons, three balloons. Structure guidance draws "
     "the whole at native size first, which then leads overlapping windows. All devices share them."
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LargePictures:
-    """One picture by structure guidance; and the same caption and seed drawn directly, where that was asked for."""
-
-    guided: Picture
-    direct: Picture | None
-
-
-def large_way(count: int, options: str) -> Way:
-    """Structure guidance on all devices, with options as on the command line. Raises PlanError."""
-    strategy = f"asg:{options.strip()}" if options.strip() else "asg"
-    way = Way(label="Structure guidance", degrees=f"patch={count}", strategy=strategy)
-    way.plan(count)
-    return way
-
-
-def direct_way(count: int) -> Way:
-    """The picture as the plain pipeline draws it at this size."""
-    return plain() if count == 1 else Way(label="Directly", degrees=f"patch={count}")
-
-
-def draw_large(artist: Artist, job: Job, order: Order, way: Way, *, beside: bool) -> LargePictures:
-    """Draw it; `beside`: also directly."""
-    guided = artist.draw(job, order, way, Manner(title="structure guidance"))
-    direct = None
-    if beside:
-        manner = Manner(title="directly, to compare", traced=False)
-        direct = artist.draw(job, order, direct_way(artist.workers.count), manner)
-    return LargePictures(guided=guided, direct=direct)
+AGAIN_EXPLAINED = (
+    "A picture of yours is resized, given some noise, and drawn again from there: resizing cannot make detail, the "
+    "model can. Say what it shows."
+)
+NEW = "how much is drawn anew"
 
 
 class LargeTab:
@@ -62,26 +35,28 @@ class LargeTab:
     def __init__(self, studio: Studio) -> None:
         self._studio = studio
 
-    def submit(self, owner: str, fields: tuple[Any, ...], options: str, beside: bool) -> Job:
-        """Begin. Raises PlanError."""
-        studio, order = self._studio, Fields.order(*fields)
-        way = large_way(studio.workers.count, options or "")
+    async def draw(self, owner: str, options: str, beside: bool, *fields: Any) -> AsyncIterator[Any]:
+        """The button of a prompt."""
 
-        def work(job: Job) -> LargePictures:
-            found = draw_large(studio.artist, job, order, way, beside=beside)
-            studio.desk.keep(owner, "run", found.guided.run)
-            return found
+        def begin() -> Job:
+            studio, order = self._studio, Fields.order(*fields)
+            way = large_way(studio.workers.count, options or "")
+            return self._submit(owner, lambda job: draw_large(studio.artist, job, order, way, beside=bool(beside)))
 
-        return studio.desk.submit(owner, KIND, work)
+        async for shown in self._begun(begin):
+            yield shown
 
-    async def run(self, owner: str, options: str, beside: bool, *fields: Any) -> AsyncIterator[Any]:
-        """The button."""
-        try:
-            job = self.submit(owner, fields, options, bool(beside))
-        except PatchparError as error:
-            yield gr.skip(), gr.skip(), words.failure(str(error)), gr.skip(), *buttons(None)
-            return
-        async for shown in looked_at(job, show):
+    async def enlarge(self, owner: str, picture: Any, scale: Any, strength: Any, *fields: Any) -> AsyncIterator[Any]:
+        """The button of a picture. `fields`: prompt, steps, seed."""
+
+        def begin() -> Job:
+            prompt, steps, seed = fields
+            order = Order.of(prompt=prompt, steps=steps, seed=seed)
+            small = picture_from(picture)
+            wanted = EnlargeOrder(picture=small, order=order, scale=float(scale or 0), strength=float(strength or 0))
+            return self._submit(owner, lambda job: draw_again(self._studio.artist, job, wanted))
+
+        async for shown in self._begun(begin):
             yield shown
 
     async def resume(self, owner: str) -> AsyncIterator[Any]:
@@ -89,18 +64,42 @@ class LargeTab:
         async for shown in looked_at(self._studio.desk.job_of(owner, KIND), show):
             yield shown
 
+    def _submit(self, owner: str, drawn: Callable[[Job], Large]) -> Job:
+        """Raises PlanError."""
+
+        def work(job: Job) -> Large:
+            found = drawn(job)
+            self._studio.desk.keep(owner, "run", found.drawn.run)
+            return found
+
+        return self._studio.desk.submit(owner, KIND, work)
+
+    async def _begun(self, begin: Callable[[], Job]) -> AsyncIterator[Any]:
+        try:
+            job = begin()
+        except PatchparError as error:
+            yield gr.skip(), gr.skip(), words.failure(str(error)), gr.skip(), *_buttons(None)
+            return
+        async for shown in looked_at(job, show):
+            yield shown
+
 
 def show(view: View | None) -> tuple[Any, ...]:
-    """Picture, pair, status, figures, both buttons."""
+    """Picture, pair, status, figures, buttons."""
     if view is None or view.state != "done":
         shown = view.preview if view is not None and view.preview is not None else gr.skip()
-        return shown, gr.skip(), words.status(view), "", *buttons(view)
-    found: LargePictures = view.result
+        return shown, gr.skip(), words.status(view), "", *_buttons(view)
+    found: Large = view.result
     pair = gr.update(visible=False)
-    if found.direct is not None:
-        pair = gr.update(value=(found.direct.image, found.guided.image), visible=True)
-    figures = words.facts(found.guided.run, found.guided.why)
-    return found.guided.image, pair, words.status(view), figures, *buttons(view)
+    if found.beside is not None:
+        pair = gr.update(value=(found.beside, found.drawn.image), label=found.pair, visible=True)
+    figures = words.facts(found.drawn.run, found.drawn.why)
+    return found.drawn.image, pair, words.status(view), figures, *_buttons(view)
+
+
+def _buttons(view: View | None) -> tuple[Any, Any, Any]:
+    begin, cancel = buttons(view)
+    return begin, begin, cancel
 
 
 def build(studio: Studio, owner: gr.State) -> tuple[LargeTab, list[Any]]:
@@ -108,21 +107,48 @@ def build(studio: Studio, owner: gr.State) -> tuple[LargeTab, list[Any]]:
     tab = LargeTab(studio)
     with gr.Row(equal_height=False):
         with gr.Column(scale=5, min_width=320):
-            gr.HTML(words.notice(EXPLAINED))
-            fields = picture_fields(studio.workers.setup.side, times=2, steps=12)
-            options = gr.Textbox(
-                label="Options of structure guidance", placeholder="overlap=0.25,kept=0.5", max_lines=1
-            )
-            beside = gr.Checkbox(False, label="Draw it directly as well, to compare")
-            with gr.Row():
-                begin = gr.Button("Draw large", variant="primary", interactive=False, elem_id="large-run")
-                cancel = gr.Button("Cancel", interactive=False, elem_id="large-cancel")
+            with gr.Tabs():
+                with gr.Tab("Out of a prompt"):
+                    prompted = _PromptFields(studio)
+                with gr.Tab("Out of a picture"):
+                    again = _PictureFields()
+            cancel = gr.Button("Cancel", interactive=False, elem_id="large-cancel")
         with gr.Column(scale=6, min_width=320):
-            picture = result("Structure guidance", "large-picture")
+            picture = result("Large picture", "large-picture")
             status = gr.HTML(words.status(None), elem_id="large-status")
             figures = gr.HTML(elem_id="large-facts")
-            pair = result_pair("Directly, and with structure guidance", "large-pair", visible=False)
-    filled = [picture, pair, status, figures, begin, cancel]
-    begin.click(tab.run, [owner, options, beside, *fields.components], filled, show_progress="hidden")
+            pair = result_pair("Beside it", "large-pair", visible=False)
+    filled = [picture, pair, status, figures, prompted.begin, again.begin, cancel]
+    prompted.begin.click(tab.draw, [owner, *prompted.components], filled, show_progress="hidden")
+    again.begin.click(tab.enlarge, [owner, *again.components], filled, show_progress="hidden")
     cancel.click(studio.desk.cancel, owner, None, show_progress="hidden")
     return tab, filled
+
+
+class _PromptFields:
+    """What a picture out of a prompt is told."""
+
+    def __init__(self, studio: Studio) -> None:
+        gr.HTML(words.notice(EXPLAINED))
+        fields = picture_fields(studio.workers.setup.side, times=2, steps=12)
+        options = gr.Textbox(label="Options of structure guidance", placeholder="overlap=0.25,kept=0.5", max_lines=1)
+        beside = gr.Checkbox(False, label="Draw it directly as well, to compare")
+        self.begin = gr.Button("Draw large", variant="primary", interactive=False, elem_id="large-run")
+        self.components = [options, beside, *fields.components]
+
+
+class _PictureFields:
+    """What a picture that is drawn again is told."""
+
+    def __init__(self) -> None:
+        gr.HTML(words.notice(AGAIN_EXPLAINED))
+        picture = uploaded("Picture", sources=["upload", "clipboard"], elem_id="again-picture", height=220)
+        prompt = gr.Textbox(label="What it shows", placeholder=CAPTIONS[0], max_lines=2, max_length=LONGEST_PROMPT)
+        with gr.Row():
+            scale = gr.Slider(1.25, LARGEST_SCALE, 2, step=0.25, label="Scale", min_width=140)
+            strength = gr.Slider(0.05, 0.95, 0.35, step=0.05, label="Strength", info=NEW, min_width=140)
+        with gr.Row():
+            steps = gr.Slider(1, MOST_STEPS, 30, step=1, label="Steps", min_width=140)
+            seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=LARGEST_SEED, min_width=140)
+        self.begin = gr.Button("Draw it larger", variant="primary", interactive=False, elem_id="again-run")
+        self.components = [picture, scale, strength, prompt, steps, seed]

@@ -10,6 +10,7 @@ from patchpar import PatchparError
 from . import words
 from .face import LONGEST, FaceOrder, FaceStream
 from .fields import Fields, picture_fields, uploaded
+from .footage import MOST_RATE, Footage
 from .image_tab import buttons
 from .jobs import Job, View
 from .limits import picture_from, sound_from
@@ -20,7 +21,7 @@ from .studio import Studio
 from .watching import looked_at
 
 KIND = "stream"
-SOURCES = {"The prompt alone": "prompt", "A picture": "picture", "The camera": "camera"}
+SOURCES = {"The prompt alone": "prompt", "A picture": "picture", "A film": "film", "The camera": "camera"}
 NO_FACE = "No model of a face is loaded. Start the app with --face FOLDER to have one talk here."
 
 
@@ -30,17 +31,15 @@ class StreamTab:
     def __init__(self, studio: Studio) -> None:
         self._studio = studio
 
-    async def draw(self, owner: str, source: str, picture: Any, strength: Any, *fields: Any) -> AsyncIterator[Any]:
-        """The button of streams of pictures."""
+    async def draw(self, owner: str, source: str, *fields: Any) -> AsyncIterator[Any]:
+        """The button of streams of pictures. `fields`: picture, film, rate, strength, then those of an order."""
 
         def begin() -> Job:
-            kind: Any = SOURCES.get(source, "prompt")
-            still = picture_from(picture) if kind == "picture" else None
-            wanted = StreamOrder(order=Fields.order(*fields), source=kind, picture=still, strength=float(strength or 0))
+            workers = self._studio.workers
+            wanted = stream_order(SOURCES.get(source, "prompt"), *fields)
+            wanted.check_devices(workers.count)
             controls, feed = self._live(owner, PictureFeed())
-            return self._studio.desk.submit(
-                owner, KIND, PictureStream(self._studio.workers, wanted, controls, feed).run
-            )
+            return self._studio.desk.submit(owner, KIND, PictureStream(workers, wanted, controls, feed).run)
 
         async for shown in self._begun(owner, begin):
             yield shown
@@ -113,6 +112,19 @@ class StreamTab:
             yield window, *show(view)
 
 
+def stream_order(source: Any, picture: Any, film: Any, rate: Any, *rest: Any) -> StreamOrder:
+    """What the fields of a page ask for. Raises PlanError."""
+    strength, *fields = rest
+    return StreamOrder(
+        order=Fields.order(*fields),
+        source=source,
+        picture=picture_from(picture) if source == "picture" else None,
+        film=Footage.of(film) if source == "film" else None,
+        rate=float(rate or 0),
+        strength=float(strength or 0),
+    )
+
+
 def live(feed: Feed | None) -> Any:
     """Where a browser looks at a feed."""
     if feed is None:
@@ -168,14 +180,18 @@ class _PictureFields:
     def __init__(self, studio: Studio) -> None:
         fields = picture_fields(studio.workers.setup.side, steps=8)
         source = gr.Radio(list(SOURCES), value=next(iter(SOURCES)), label="Begin with", elem_id="stream-source")
-        picture = uploaded("Picture", sources=["upload", "clipboard"], visible=False)
+        picture = uploaded(
+            "Picture", sources=["upload", "clipboard"], visible=False, height=240, elem_id="stream-picture"
+        )
         self.camera = gr.Image(
             label="Camera", type="pil", sources=["webcam"], streaming=True, visible=False, elem_id="stream-camera"
         )
+        film = gr.Video(label="Film", sources=["upload"], visible=False, height=240, elem_id="stream-film")
+        rate = gr.Slider(1, MOST_RATE, 8, step=1, label="Frames taken from a second of film", visible=False)
         strength = gr.Slider(0.05, 1, 0.6, step=0.05, label="Strength: how much is drawn anew", visible=False)
         self.begin = gr.Button("Stream", variant="primary", interactive=False, elem_id="stream-run")
-        self.components = [source, picture, strength, *fields.components]
-        source.change(_fields_of, source, [picture, self.camera, strength], show_progress="hidden")
+        self.components = [source, picture, film, rate, strength, *fields.components]
+        source.change(_fields_of, source, [picture, film, rate, self.camera, strength], show_progress="hidden")
 
 
 class _FaceFields:
@@ -192,11 +208,8 @@ class _FaceFields:
         self.components = [sound, reference, prompt, seconds]
 
 
-def _fields_of(source: str) -> tuple[Any, Any, Any]:
+def _fields_of(source: str) -> tuple[Any, ...]:
     """The fields that a source needs."""
     kind = SOURCES.get(source)
-    return (
-        gr.update(visible=kind == "picture"),
-        gr.update(visible=kind == "camera"),
-        gr.update(visible=kind != "prompt"),
-    )
+    shown = (kind == "picture", kind == "film", kind == "film", kind == "camera", kind != "prompt")
+    return tuple(gr.update(visible=each) for each in shown)

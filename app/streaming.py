@@ -1,21 +1,23 @@
-"""Streams of pictures for a page: one after another, out of a prompt, a picture or a camera."""
+"""Streams of pictures for a page: one after another, out of a prompt, a picture, a film or a camera."""
 
+import math
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, repeat
 from typing import Any, Literal
 
 from patchpar import PlanError
 
+from .footage import MOST_RATE, Footage
 from .jobs import Job
 from .live import PictureFeed
 from .orders import LONGEST_PROMPT, Order
 from .walk import NoiseWalk
 from .workers import Workers
 
-Source = Literal["prompt", "picture", "camera"]
+Source = Literal["prompt", "picture", "film", "camera"]
 MOST_SECONDS = 600.0  # a stream that nobody stops ends by itself, because others wait
 CAMERA_SECONDS = 20.0
 LEAD = 1  # pictures that may be ready: a changed prompt is to be seen soon
@@ -23,18 +25,41 @@ LEAD = 1  # pictures that may be ready: a changed prompt is to be seen soon
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamOrder:
-    """What to stream. `picture`: what each picture begins with, of source "picture". `strength`: how much is new."""
+    """What to stream. Raises PlanError.
+
+    `picture`: what each picture begins with, of source "picture"; `film`: whose frames they begin with, of source
+    "film", `rate` of them for a second. `strength`: how much is new.
+    """
 
     order: Order
     source: Source = "prompt"
     picture: Any = None
+    film: Footage | None = None
+    rate: float = 8.0
     strength: float = 0.6
 
     def __post_init__(self) -> None:
         if self.source == "picture" and self.picture is None:
             raise PlanError("there is no picture to begin with: choose one, or another source")
+        if self.source == "film" and self.film is None:
+            raise PlanError("there is no film to begin with: choose one, or another source")
         if not 0.05 <= self.strength <= 1:
             raise PlanError(f"strength {self.strength:g}: it is a number from 0.05 to 1")
+        if not 1 <= self.rate <= MOST_RATE:
+            raise PlanError(f"{self.rate:g} frames from a second: it is a number from 1 to {MOST_RATE:g}")
+
+    @property
+    def steps(self) -> int:
+        """How many are drawn of each picture: those that its strength leaves."""
+        return self.order.steps if self.source == "prompt" else int(self.order.steps * self.strength)
+
+    def check_devices(self, count: int) -> None:
+        """Raise PlanError if there is not a step for each of `count` devices."""
+        if self.steps >= count:
+            return
+        of_them = "" if self.source == "prompt" else f", of which strength {self.strength:g} leaves {self.steps}"
+        way_out = f"use at least {math.ceil(count / (1 if self.source == 'prompt' else self.strength))} steps"
+        raise PlanError(f"{self.order.steps} steps{of_them}, but each of {count} devices draws one: {way_out}")
 
 
 @dataclass(slots=True)
@@ -94,7 +119,7 @@ class PictureStream:
         try:
             job.show(note="starting the workers of the stream")
             inputs = self._inputs(job)
-            pipe = self._workers.picture_stream(None if self._wanted.source == "prompt" else "image-to-image")
+            pipe = self._workers.picture_stream(takes_image=self._wanted.source != "prompt")
             job.check()
             with pipe.stream(seed=self._wanted.order.seed, lead=LEAD, **self._arguments()) as session:
                 return self._take(session.map(self._asked(session, inputs)), job)
@@ -116,8 +141,7 @@ class PictureStream:
         for shot in shots:
             self._feed.put(shot.picture.images[0] if hasattr(shot.picture, "images") else shot.picture)
             latencies.append(shot.latency)
-            rate = len(latencies) / (time.perf_counter() - began)
-            job.show(note=f"streaming: {len(latencies)} pictures, {rate:.2f} per second")
+            job.show(note=self._progress(len(latencies), time.perf_counter() - began))
             if self._controls.is_stopped:
                 break
             job.check()
@@ -127,6 +151,12 @@ class PictureStream:
             latency=sum(latencies) / max(1, len(latencies)),
             devices=self._workers.setup.devices.note,
         )
+
+    def _progress(self, drawn: int, seconds: float) -> str:
+        film = self._wanted.film if self._wanted.source == "film" else None
+        expected = film.expected(self._wanted.rate) if film is not None else 0
+        of_all = f" of {max(expected, drawn)}" if expected else ""
+        return f"streaming: {drawn}{of_all} pictures, {drawn / max(seconds, 1e-6):.2f} per second"
 
     def _asked(self, session: Any, inputs: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """What differs from picture to picture, as long as somebody wants it."""
@@ -142,7 +172,8 @@ class PictureStream:
     def _inputs(self, job: Job) -> Iterator[dict[str, Any]]:
         if self._wanted.source == "prompt":
             return self._noises()
-        return self._pictures(job)
+        size = (self._wanted.order.width, self._wanted.order.height)
+        return ({"image": fitted(picture, size)} for picture in self._seen(job))
 
     def _noises(self) -> Iterator[dict[str, Any]]:
         order, model = self._wanted.order, self._workers.described()
@@ -150,13 +181,14 @@ class PictureStream:
         walk = NoiseWalk(order.seed, shape)
         return ({"latents": walk.at(number)} for number in count())
 
-    def _pictures(self, job: Job) -> Iterator[dict[str, Any]]:
-        size = (self._wanted.order.width, self._wanted.order.height)
-        while True:
-            picture = self._wanted.picture if self._wanted.source == "picture" else self._camera(job)
-            if picture is None:
-                return
-            yield {"image": fitted(picture, size)}
+    def _seen(self, job: Job) -> Iterator[Any]:
+        """What pictures begin with, one after another."""
+        wanted = self._wanted
+        if wanted.source == "film" and wanted.film is not None:
+            return wanted.film.frames(wanted.rate)
+        if wanted.source == "picture":
+            return repeat(wanted.picture)
+        return iter(lambda: self._camera(job), None)
 
     def _camera(self, job: Job) -> Any:
         """What the camera has sent last; None when the page has stopped. Raises PlanError."""

@@ -1,6 +1,7 @@
 """The pipelines that jobs work with: one set of devices, opened when first needed, used by the desk's thread only.
 
-Pictures and one stream stay side by side on the CPU; on GPUs, whose memory is dear, one makes room for the other.
+Pictures and one other pipeline stay side by side on the CPU; on GPUs, whose memory is dear, one makes room for the
+other.
 """
 
 import gc
@@ -11,6 +12,7 @@ from typing import Any
 
 from patchpar import ParallelPipeline, PictureStreamingPipeline, PlanError, StreamingPipeline
 from patchpar.launch.devices import Devices, resolve_devices
+from patchpar.models.description import Description
 from patchpar.models.folder import resolve_model
 
 from .ways import Way, plain, ways_for
@@ -52,18 +54,16 @@ class Workers:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self._open: dict[str, Any] = {}
-        self._model: Any = None
+        self._model: Description | None = None
 
     @property
-    def model(self) -> Any:
-        """The Description of the model for pictures; None before it has been loaded."""
+    def model(self) -> Description | None:
+        """The model for pictures; None before it has been loaded."""
         return self._model
 
-    def described(self) -> Any:
+    def described(self) -> Description:
         """The same, loaded if need be."""
-        if self._model is None:
-            self.pictures()
-        return self._model
+        return self._model or self.pictures().description
 
     @property
     def count(self) -> int:
@@ -82,9 +82,15 @@ class Workers:
             set_way(pipe, way, self.count)
         return pipe
 
-    def picture_stream(self, task: str | None) -> PictureStreamingPipeline:
-        """The pipeline for streams of pictures, out of prompts or ("image-to-image") out of pictures."""
-        found: PictureStreamingPipeline = self._opened(f"stream {task}", lambda: self._open_picture_stream(task))
+    def picture_stream(self, *, takes_image: bool) -> PictureStreamingPipeline:
+        """The pipeline for streams of pictures, out of prompts or out of pictures. Raises PlanError."""
+        name = f"stream of pictures from {'pictures' if takes_image else 'prompts'}"
+        found: PictureStreamingPipeline = self._opened(name, lambda: self._open_picture_stream(takes_image))
+        return found
+
+    def enlarging(self) -> ParallelPipeline:
+        """The pipeline that begins with a picture. Raises PlanError where the model's family has none."""
+        found: ParallelPipeline = self._opened("enlarging", self._open_enlarging)
         return found
 
     def face_stream(self) -> StreamingPipeline:
@@ -109,16 +115,24 @@ class Workers:
         return self._open[name]
 
     def _open_pictures(self) -> ParallelPipeline:
-        setup = self.setup
-        pipe = ParallelPipeline.from_pretrained(setup.model, devices=list(setup.devices.names), **setup.options)
-        pipe.set_progress_bar_config(disable=True)
-        self._model = pipe._model
+        pipe = self._open_parallel()
+        self._model = pipe.description
         return pipe
 
-    def _open_picture_stream(self, task: str | None) -> PictureStreamingPipeline:
+    def _open_enlarging(self) -> ParallelPipeline:
+        return self._open_parallel(task="image-to-image")
+
+    def _open_parallel(self, **options: Any) -> ParallelPipeline:
         setup = self.setup
-        options = setup.options if task is None else {**setup.options, "task": task}
-        return PictureStreamingPipeline.from_pretrained(setup.model, devices=list(setup.devices.names), **options)
+        opened = {**setup.options, **options}
+        pipe = ParallelPipeline.from_pretrained(setup.model, devices=list(setup.devices.names), **opened)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    def _open_picture_stream(self, takes_image: bool) -> PictureStreamingPipeline:
+        setup = self.setup
+        opened = {"takes_image": takes_image, **setup.options}
+        return PictureStreamingPipeline.from_pretrained(setup.model, devices=list(setup.devices.names), **opened)
 
     def _open_face(self) -> StreamingPipeline:
         if self.setup.face is None:

@@ -116,11 +116,11 @@ class ParallelPipeline:
         WorkerDied or WorkerHung if a rank fails (the next call starts it again).
         """
         state, executor = self._state, self._executor
-        bound = bind(self._model, args, kwargs)
-        check_call(self._model, bound)
+        bound = bind(self.description, args, kwargs)
+        check_call(self.description, bound)
         if executor.kind != "inline":
             refuse_old_callback(bound)
-        caller = Caller(self, bound, kind=executor.kind, output_module=self._model.module)
+        caller = Caller(self, bound, kind=executor.kind, output_module=self.description.module)
         with state.lock, caller.listening(state.on_step, state.progress):
             state.caller, start = caller, time.perf_counter()
             try:
@@ -139,7 +139,7 @@ class ParallelPipeline:
         try:
             return plan, self._draw(executor, caller, plan)
         except (UnsupportedModel, PlanError) as error:
-            state, learnt = self._state, without(self._model, plan, error)
+            state, learnt = self._state, without(self.description, plan, error)
             if state.wanted is not None or learnt is None or executor.kind != "local":
                 raise  # elsewhere the caller's generators have moved on
             state.model = learnt
@@ -155,12 +155,17 @@ class ParallelPipeline:
         state = self._state
         plan = state.wanted
         if plan is None:
-            choice = choose(self._model, self._executor.world_size, kwargs)
+            choice = choose(self.description, self._executor.world_size, kwargs)
             plan, state.reason = choice.plan, choice.reason
-        check_plan_for(self._model, plan, kwargs, state.request.devices.names)
+        check_plan_for(self.description, plan, kwargs, state.request.devices.names)
         return plan
 
     # --- what the user may look at and set -----------------------------------------------------------------------
+
+    @property
+    def description(self) -> Description:
+        """The pipeline in names and numbers: its class, the arguments of its call, the scale of its latents."""
+        return self._state.described
 
     @property
     def plan(self) -> Plan | None:
@@ -172,7 +177,7 @@ class ParallelPipeline:
         wanted = plan_of(plan)
         if wanted is not None:
             wanted.check_devices(self._executor.world_size)
-            check_plan(self._model, wanted)
+            check_plan(self.description, wanted)
         self._state.wanted = wanted
         self._state.plan = None
 
@@ -226,10 +231,10 @@ class ParallelPipeline:
         caller = self._state.caller
         if caller is not None and caller.in_callback:
             return caller.attribute(name)
-        if name in self._model.methods:
+        if name in self.description.methods:
             return self._method(name)
-        if name in self._model.networks and self._executor.kind == "local":
-            return Component(name, self._model.networks[name], self._ask_ranks)
+        if name in self.description.networks and self._executor.kind == "local":
+            return Component(name, self.description.networks[name], self._ask_ranks)
         return self._ask_ranks("get", name)
 
     def _method(self, name: str) -> Callable[..., Any]:
@@ -253,7 +258,7 @@ class ParallelPipeline:
         else:
             results = self._executor.call("set", name, value, replay=True)
             kept_native = next(result for result in results if result is not None)
-            self._state.model = replace(self._model, kept_native=kept_native)
+            self._state.model = replace(self.description, kept_native=kept_native)
 
     def __dir__(self) -> Iterable[str]:
         model = self._state.model
@@ -271,12 +276,6 @@ class ParallelPipeline:
         if executor is None:
             raise PlanError("this pipeline is closed; make a new one")
         return executor
-
-    @property
-    def _model(self) -> Description:
-        model = self._state.model
-        assert model is not None, "a pipeline is described as soon as it is loaded"
-        return model
 
     def _ask_ranks(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of every rank's engine. Rank 0 answers; under torchrun each process answers itself."""

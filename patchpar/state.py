@@ -27,3 +27,9 @@ class State:
         self.tracing = False
         self.caller: Caller | None = None
         self.lock = threading.RLock()
+
+    @property
+    def described(self) -> Description:
+        """The model, of a pipeline that has been loaded."""
+        assert self.model is not None, "a pipeline is described as soon as it is loaded"
+        return self.model

@@ -41,9 +41,9 @@ def _check(pipe: ParallelPipeline, scale: float, strength: float) -> None:
         raise PlanError(f"scale={scale:g}: a picture is made more than 1 and at most 16 times as large")
     if not 0 < strength < 1:
         raise PlanError(f"strength={strength:g}: it is between 0, which adds nothing, and 1, which leaves nothing")
-    if not {"image", "strength"} <= set(pipe._model.parameters):
+    if not {"image", "strength"} <= set(pipe.description.parameters):
         raise PlanError(
-            f"{pipe._model.pipeline} does not begin with a picture: open the model as "
+            f"{pipe.description.pipeline} does not begin with a picture: open the model as "
             "ParallelPipeline.from_pretrained(model, task='image-to-image')"
         )
 

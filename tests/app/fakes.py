@@ -23,8 +23,8 @@ PARAMETERS = ("prompt", "negative_prompt", "height", "width", "guidance_scale", 
 class FakePipeline:
     """Stands for ParallelPipeline of two devices."""
 
-    def __init__(self, *, has_callback: bool = True) -> None:
-        self.has_callback = has_callback
+    def __init__(self, *, has_callback: bool = True, more: tuple[str, ...] = ()) -> None:
+        self.has_callback, self.more = has_callback, more
         self.calls: list[dict[str, Any]] = []
         self.plans: list[Any] = []
         self.on_step: Any = None
@@ -41,6 +41,13 @@ class FakePipeline:
     @plan.setter
     def plan(self, plan: Any) -> None:
         self.plans.append(plan)
+
+    @property
+    def description(self) -> Any:
+        known = [name for name in PARAMETERS if self.has_callback or name != "callback_on_step_end"]
+        return SimpleNamespace(
+            pipeline="Fake", parameters=dict.fromkeys([*known, *self.more]), latent_channels=4, vae_scale=4
+        )
 
     def restore(self) -> None:
         self.plans.append("restored")
@@ -60,7 +67,8 @@ class FakePipeline:
             if self.error is not None:
                 raise self.error
         seed = arguments["generator"].initial_seed() if "generator" in arguments else 0
-        values = np.random.default_rng(seed).random((64, 64, 3))
+        image = arguments.get("image")
+        values = np.random.default_rng(seed).random((64, 64, 3) if image is None else (image.height, image.width, 3))
         if self.plan == "restored":
             values = np.clip(values + 0.01, 0, 1)
         figures: dict[str, Any] = {"bytes_sent": {}, "bytes_received": {}, "seconds_waited": {}}
@@ -94,11 +102,13 @@ class FakeWorkers:
         return self.described()
 
     def described(self) -> Any:
-        known = [name for name in PARAMETERS if self.pipe.has_callback or name != "callback_on_step_end"]
-        return SimpleNamespace(parameters=dict.fromkeys(known), latent_channels=4, vae_scale=4)
+        return self.pipe.description
 
-    def picture_stream(self, task: str | None) -> Any:
-        return FakeStreams(self, task)
+    def enlarging(self) -> Any:
+        return self.pipe
+
+    def picture_stream(self, *, takes_image: bool) -> Any:
+        return FakeStreams(self, takes_image)
 
     def close(self) -> None:
         self.closed = True
@@ -107,12 +117,12 @@ class FakeWorkers:
 class FakeStreams:
     """Stands for PictureStreamingPipeline: every picture is grey, as bright as its number."""
 
-    def __init__(self, workers: FakeWorkers, task: str | None) -> None:
-        self._workers, self._task = workers, task
+    def __init__(self, workers: FakeWorkers, takes_image: bool) -> None:
+        self._workers, self._takes_image = workers, takes_image
 
     @contextmanager
     def stream(self, **arguments: Any) -> Iterator[Any]:
-        yield FakeSession(self._workers, {"task": self._task, **arguments})
+        yield FakeSession(self._workers, {"takes_image": self._takes_image, **arguments})
 
 
 class FakeSession:

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from playwright.sync_api import Page, expect
 
 from .browser import installed, started
+from .films import grey_film
 
 REPOSITORY = Path(__file__).parent.parent.parent
 SCREENSHOTS = REPOSITORY / "build" / "screenshots"
@@ -201,6 +203,48 @@ def test_a_stream_is_seen_while_it_runs_and_follows_a_new_prompt(opened: Any) ->
     keep(page, "stream")
     page.click("#stream-stop")
     expect(page.locator("#stream-facts")).to_contain_text("per second")
+
+
+def test_frames_of_a_film_are_drawn_anew(opened: Any, tmp_path: Path) -> None:
+    page = opened(viewport={"width": 1280, "height": 900})
+    tab(page, "Stream")
+    small(page, steps=4)
+    page.get_by_label("A film", exact=True).check()
+    page.click("#stream-run")
+    expect(status(page, "stream")).to_contain_text("there is no film: choose one")
+    film = grey_film(tmp_path / "film.mp4", frames=6, fps=4)
+    page.locator("#stream-film input[type=file]").set_input_files(film)
+    expect(page.locator("#stream-film video")).to_be_visible()
+    fill(page, "Frames taken", 4)
+    page.click("#stream-run")
+    expect(page.locator("#stream-window img")).to_be_visible(timeout=2 * PATIENCE)
+    expect(status(page, "stream")).to_have_class(re.compile("done"))
+    expect(page.locator("#stream-facts")).to_contain_text("6 in")
+    keep(page, "stream-film")
+
+
+def test_an_uploaded_picture_is_drawn_again_larger(opened: Any, tmp_path: Path) -> None:
+    page = opened(viewport={"width": 1280, "height": 900})
+    tab(page, "High resolution")
+    tab(page, "Out of a picture")
+    page.click("#again-run")
+    expect(status(page, "large")).to_contain_text("there is no prompt: say what to draw")
+    page.get_by_label("What it shows").fill("a red house on the left, green hills at sunset")
+    page.click("#again-run")
+    expect(status(page, "large")).to_contain_text("there is no picture: choose one")
+    small_one = tmp_path / "small.png"
+    Image.radial_gradient("L").resize((96, 80)).save(small_one)
+    page.locator("#again-picture input[type=file]").set_input_files(small_one)
+    expect(page.locator("#again-picture img")).to_be_visible()
+    fill(page, "Steps", 8)
+    page.click("#again-run")
+    expect(status(page, "large")).to_have_class(re.compile("done"), timeout=2 * PATIENCE)
+    assert page.locator("#large-picture img").evaluate("image => [image.naturalWidth, image.naturalHeight]") == [
+        192,
+        160,
+    ]
+    expect(page.locator("#large-pair img").first).to_be_visible()
+    keep(page, "large-again")
 
 
 def test_a_wrong_wish_is_told_at_once(opened: Any) -> None:

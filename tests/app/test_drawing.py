@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from app.comparison import compare
 from app.drawing import Artist, Manner, Picture, picture_of
 from app.jobs import Cancelled, Desk
-from app.large_tab import draw_large, large_way
+from app.large import EnlargeOrder, draw_again, draw_large, large_way
 from app.orders import Order
 from app.ways import way_named, ways_for
 from patchpar import Plan, PlanError, StructureGuidance
@@ -144,7 +146,7 @@ def test_two_ways_are_compared_on_exact_values(desk: Desk) -> None:
 def test_large_pictures_are_led_by_structure_guidance(desk: Desk) -> None:
     drawer, way = artist(), large_way(2, "overlap=0.25")
     found = over(desk.submit("A", "large", lambda job: draw_large(drawer, job, ORDER, way, beside=True))).result
-    assert found.direct is not None
+    assert found.beside is not None
     pipe: Any = drawer.workers.pictures()
     guided, direct = pipe.plans
     assert isinstance(guided.strategy, StructureGuidance)
@@ -152,6 +154,49 @@ def test_large_pictures_are_led_by_structure_guidance(desk: Desk) -> None:
     assert str(direct) == "patch=2,strategy=exact"
     with pytest.raises(PlanError, match="asg"):
         large_way(2, "overlp=0.25")
+
+
+def test_an_uploaded_picture_is_drawn_again_larger(desk: Desk) -> None:
+    drawer = artist(more=("image", "strength"))
+    wanted = EnlargeOrder(picture=Image.new("RGB", (50, 30)), order=replace(ORDER, steps=8), scale=2.0, strength=0.5)
+    view = over(desk.submit("A", "large", lambda job: draw_again(drawer, job, wanted)))
+    assert view.state == "done", view.error
+    assert view.result.drawn.image.size == view.result.beside.size == (100, 60)
+    pipe: Any = drawer.workers.enlarging()
+    (call,) = pipe.calls
+    assert call["image"].size == (128, 64)  # continued to what any model can draw
+    assert (call["prompt"], call["strength"], call["num_inference_steps"]) == ("a fox", 0.5, 8)
+    assert call["generator"].initial_seed() == 5
+    assert "height" not in call
+    assert (pipe.tracing, pipe.on_step) == (False, None)
+
+
+def test_drawing_it_again_is_cancelled_between_two_steps(desk: Desk) -> None:
+    drawer = artist(more=("image", "strength"))
+    pipe: Any = drawer.workers.enlarging()
+    pipe.go.clear()
+    wanted = EnlargeOrder(picture=Image.new("RGB", (50, 30)), order=ORDER)
+    job = desk.submit("A", "large", lambda job: draw_again(drawer, job, wanted))
+    until(lambda: pipe.calls, "the call")
+    desk.cancel("A")
+    pipe.go.set()
+    assert over(job).state == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ({"scale": 1.0}, "scale 1: it is more than 1 and at most 8"),
+        ({"scale": 9.0}, "scale 9"),
+        ({"strength": 1.0}, "strength 1: it is a number from 0.05 to 0.95"),
+        ({"strength": 0.2}, "3 steps, of which strength 0.2 leaves none: use more of either"),
+        ({"picture": Image.new("L", (2048, 2048)), "scale": 3.0}, "6144 x 6144 pixels.*: use a scale of at most 2"),
+        ({"picture": Image.new("L", (5000, 5000))}, "10000 x 10000 pixels.*: use a smaller picture"),
+    ],
+)
+def test_what_cannot_be_drawn_larger_is_told_at_once(wanted: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        EnlargeOrder(**{"picture": Image.new("RGB", (50, 30)), "order": ORDER, **wanted})
 
 
 def test_a_model_that_draws_no_pictures_is_a_sentence() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from PIL import Image
 
 from app import streaming
 from app.face import FaceOrder, FaceStream
+from app.footage import Footage
 from app.jobs import Desk, Job
 from app.live import FilmFeed, PictureFeed
 from app.orders import Order
@@ -20,6 +22,7 @@ from app.walk import PICTURES_PER_ROUND, NoiseWalk
 from patchpar import PlanError
 
 from .fakes import FakePipeline, FakeWorkers
+from .films import grey_film
 from .waiting import over, until
 
 ORDER = Order(prompt="a fox", width=64, height=64, steps=4, guidance=1.5)
@@ -52,7 +55,7 @@ def test_a_prompt_becomes_pictures_until_it_is_stopped(desk: Desk) -> None:
     assert stream.feed.is_over
     first, second = (request["latents"] for request in stream.workers.streamed[:2])
     assert 0 < float((first - second).abs().max()) < 0.5  # a little further on the walk
-    assert stream.workers.streamed[0]["task"] is None
+    assert not stream.workers.streamed[0]["takes_image"]
 
 
 def test_a_prompt_can_be_changed_while_it_runs(desk: Desk) -> None:
@@ -74,8 +77,29 @@ def test_a_picture_is_drawn_anew_again_and_again(desk: Desk) -> None:
     stream.controls.is_stopped = True
     over(stream.job)
     request = stream.workers.streamed[0]
-    assert (request["task"], request["strength"], request["image"].size) == ("image-to-image", 0.5, (64, 64))
+    assert (request["takes_image"], request["strength"], request["image"].size) == (True, 0.5, (64, 64))
     assert "height" not in request
+
+
+def test_every_frame_of_a_film_is_drawn_anew_and_then_it_ends(desk: Desk, tmp_path: Path) -> None:
+    film = Footage.of(grey_film(tmp_path / "a.mp4", frames=20, fps=10))
+    stream = Streaming(desk, source="film", film=film, rate=5, strength=0.5)
+    view = over(stream.job)
+    assert view.state == "done", view.error
+    assert view.result.pictures == 10
+    assert "streaming: 10 of 10 pictures" in view.note
+    shades = [request["image"].getpixel((5, 5))[0] for request in stream.workers.streamed]
+    assert shades == pytest.approx([20 * frame for frame in range(10)], abs=4)
+    assert {request["image"].size for request in stream.workers.streamed} == {(64, 64)}
+
+
+def test_a_film_that_breaks_off_is_a_sentence(desk: Desk, tmp_path: Path) -> None:
+    path = grey_film(tmp_path / "a.mp4", frames=20, fps=10)
+    film = Footage.of(path)
+    path.write_bytes(path.read_bytes()[:60])
+    view = over(Streaming(desk, source="film", film=film).job)
+    assert view.state == "failed"
+    assert view.error.startswith("the film breaks off after 0 frames: ")
 
 
 def test_the_camera_s_newest_picture_is_taken(desk: Desk) -> None:
@@ -112,11 +136,35 @@ def test_a_stream_that_nobody_stops_ends(desk: Desk, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("wanted", "said"),
-    [({"source": "picture"}, "no picture to begin with"), ({"strength": 0.0}, "strength 0: it is a number from 0.05")],
+    [
+        ({"source": "picture"}, "no picture to begin with"),
+        ({"source": "film"}, "no film to begin with"),
+        ({"strength": 0.0}, "strength 0: it is a number from 0.05"),
+        ({"rate": 31.0}, "31 frames from a second: it is a number from 1 to 30"),
+    ],
 )
 def test_a_bad_wish_is_a_sentence(wanted: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         StreamOrder(order=ORDER, **wanted)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "devices", "said"),
+    [
+        ({"strength": 0.6}, 2, None),
+        ({"strength": 0.3}, 1, None),
+        ({"strength": 0.2}, 1, "4 steps, of which strength 0.2 leaves 0, but each of 1 devices .* at least 5 steps"),
+        ({"strength": 0.3}, 2, "4 steps, of which strength 0.3 leaves 1, but each of 2 devices .* at least 7 steps"),
+        ({"source": "prompt"}, 5, "4 steps, but each of 5 devices draws one: use at least 5 steps"),
+    ],
+)
+def test_there_is_a_step_for_every_device(wanted: dict[str, Any], devices: int, said: str | None) -> None:
+    order = StreamOrder(order=ORDER, **{"source": "camera", **wanted})
+    if said is None:
+        order.check_devices(devices)
+    else:
+        with pytest.raises(PlanError, match=said):
+            order.check_devices(devices)
 
 
 def test_a_walk_of_noise_stays_white_and_closes() -> None:
@@ -179,7 +227,9 @@ def test_a_face_talks_until_it_is_stopped(desk: Desk) -> None:
     assert view.state == "done", view.error
     assert (view.result.pictures, face.prompts) == (8, ["frown"])
     assert (face.asked["prompt"], face.asked["seed"], face.asked["audio"][1]) == ("smile", 3, 16000)
+    assert feed.head is not None
     assert b"".join(feed._fragments)[4:8] == b"ftyp"
+    assert feed.held > 0
     assert feed.is_over
 
 

@@ -1,0 +1,62 @@
+"""An uploaded film is looked at before it is decoded: what it is, how long, how large; then it comes frame by frame."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from app import footage, limits
+from app.footage import Footage
+from patchpar import PlanError
+
+from .films import BRIGHTER, grey_film
+
+
+def shades(film: Footage, rate: float) -> list[int]:
+    return [round(float(np.asarray(frame).mean()) / BRIGHTER) for frame in film.frames(rate)]
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".webm", ".mkv"])
+def test_so_many_frames_are_taken_from_a_second(tmp_path: Path, suffix: str) -> None:
+    film = Footage.of(grey_film(tmp_path / f"film{suffix}", frames=20, fps=10))
+    assert film.seconds == pytest.approx(2, abs=0.1)
+    assert shades(film, 10) == list(range(20))
+    assert shades(film, 5) == list(range(0, 20, 2))
+    assert shades(film, 1) == [0, 10]
+    assert shades(film, 30) == list(range(20))  # it has no more
+    assert film.expected(5) in (10, 11)
+
+
+def test_the_end_is_the_longest_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may say that it is short, and go on."""
+    film = Footage.of(grey_film(tmp_path / "a.mp4", frames=20, fps=10))
+    monkeypatch.setattr(footage, "LONGEST", 1.0)
+    assert shades(film, 10) == list(range(10))
+
+
+def test_what_is_no_film_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, picture, playlist = tmp_path / "a.mp4", tmp_path / "b.mp4", tmp_path / "c.mp4"
+    text.write_bytes(b"no film at all" * 100)
+    Image.new("RGB", (30, 20)).save(picture, "PNG")
+    playlist.write_text("#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n")
+    for bad in (text, picture, playlist):
+        with pytest.raises(PlanError, match=r"no film that can be read: use \.mp4") as refused:
+            Footage.of(bad)
+        assert str(tmp_path) not in str(refused.value)
+    with pytest.raises(PlanError, match="there is no film: choose one"):
+        Footage.of(None)
+    good = grey_film(tmp_path / "d.mp4", frames=20, fps=10)
+    for name, most, said in (
+        ("LONGEST", 1.0, "the film has 2 s: at most 1 s are taken, so cut it"),
+        ("MOST_FRAME_PIXELS", 6143, "a frame has 96 x 64 pixels: at most 0 million pixels are taken"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(footage, name, most)
+            with pytest.raises(PlanError, match=said):
+                Footage.of(good)
+    monkeypatch.setattr(limits, "MOST_BYTES", 10)
+    with pytest.raises(PlanError, match="the file has"):
+        Footage.of(good)
