@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from patchpar import PlanError
+from patchpar.live.fragments import Fragment, FragmentEncoder
 
-from .film import FilmWriter
 from .jobs import Job
 from .live import FilmFeed
 from .streaming import Controls, Streamed
@@ -61,15 +61,14 @@ class FaceStream:
         began, frames, latencies, film = time.perf_counter(), 0, [], None
         for chunk in session:
             self._follow(session, job)
-            samples = None if chunk.audio is None else chunk.audio.numpy()
             if film is None:
-                film = self._film(config, samples, chunk)
-            film.put(chunk.frames.numpy(), samples)
+                film = _encoder(config, chunk)
+            self._show(film, film.add(chunk.frames, frames / config.fps, chunk.audio))
             frames += len(chunk.frames)
             latencies.append(chunk.latency)
             job.show(note=f"streaming: {frames / config.fps:.1f} s of film")
         if film is not None:
-            film.close()
+            self._show(film, film.close())
         return Streamed(
             pictures=frames,
             seconds=time.perf_counter() - began,
@@ -86,7 +85,12 @@ class FaceStream:
         if self._controls.is_stopped:
             session.stop()
 
-    def _film(self, config: Any, samples: Any, chunk: Any) -> FilmWriter:
-        """The first chunk tells how many samples belong to a frame."""
-        rate = None if samples is None else round(len(samples) * config.fps / len(chunk.frames))
-        return FilmWriter(self._feed.put, fps=config.fps, size=(config.width, config.height), rate=rate)
+    def _show(self, film: FragmentEncoder, fragments: list[Fragment]) -> None:
+        if fragments:
+            self._feed.put(film.head, fragments)
+
+
+def _encoder(config: Any, chunk: Any) -> FragmentEncoder:
+    """The first chunk tells how many samples belong to a frame."""
+    rate = None if chunk.audio is None else round(len(chunk.audio) * config.fps / len(chunk.frames))
+    return FragmentEncoder(config.fps, config.height, config.width, rate)

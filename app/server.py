@@ -1,30 +1,24 @@
 """The page on a port of this machine: who may see it, how much they may send, how it ends."""
 
-import ipaddress
-import socket
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
-import uvicorn
 from fastapi import FastAPI, HTTPException
 from fastapi.responses import StreamingResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from patchpar import PlanError
+from patchpar.live.port import HOME, Port, check_port, is_local, names_of
 
 from .limits import MOST_BYTES
 from .page import STYLE, build, theme
 from .studio import Studio
 from .workers import Setup
 
-HOME = "127.0.0.1"
 WAITING = 64  # events of pages; each is short, as the work itself waits at the desk
-START_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +34,7 @@ class Address:
     is_open: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise PlanError(f"port {self.port}: it is a number from 1 to 65535, or 0 for any that is free")
+        check_port(self.port, "port")
         if not self.is_local and not self.users and not self.is_open:
             raise PlanError(
                 f"host {self.host}: everybody who reaches this machine could use it; add --auth NAME:PASSWORD, or "
@@ -51,17 +44,12 @@ class Address:
     @property
     def is_local(self) -> bool:
         """Whether only this machine can reach it."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_local(self.host)
 
     @property
     def names(self) -> list[str]:
-        """Names by which browsers may call it: on this machine no others, so that no foreign page can pose as it."""
-        return ["localhost", "127.0.0.1", "[::1]"] if self.is_local else ["*"]
+        """Names by which browsers may call it."""
+        return names_of(self.host)
 
 
 def read_users(text: str | None) -> tuple[tuple[str, str], ...]:
@@ -77,22 +65,6 @@ def read_users(text: str | None) -> tuple[tuple[str, str], ...]:
     if not pairs or not all(name.strip() and password for name, password in pairs):
         raise PlanError("--auth: each user has a name and a password, as NAME:PASSWORD")
     return tuple((name.strip(), password) for name, password in pairs)
-
-
-def bound_socket(address: Address) -> socket.socket:
-    """The port, taken before anything is started. Raises PlanError if somebody else has it."""
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    taken = socket.socket(family, socket.SOCK_STREAM)
-    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        taken.bind((address.host, address.port))
-    except OSError as error:
-        taken.close()
-        raise PlanError(
-            f"{address.host}:{address.port} cannot be had: {error.strerror}; choose another with --port, or --port 0 "
-            "for any that is free"
-        ) from error
-    return taken
 
 
 def application(studio: Studio, address: Address) -> FastAPI:
@@ -130,39 +102,24 @@ class Server:
     """Serves until it is closed. A context manager; `url` is where."""
 
     def __init__(self, setup: Setup, address: Address) -> None:
-        self._socket = bound_socket(address)
+        self._address, self._port = address, Port(address.host, address.port, "--port")
         self._studio = Studio.open(setup)
-        host = f"[{address.host}]" if ":" in address.host else address.host
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
-        config = uvicorn.Config(application(self._studio, address), log_level="warning", timeout_graceful_shutdown=2)
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._serve, name="patchpar-app", daemon=True)
-
-    def _serve(self) -> None:
-        self._server.run([self._socket])
+        self.url = self._port.url
 
     def start(self) -> "Server":
-        """Begin to serve. Raises PlanError if it does not come up."""
-        self._thread.start()
-        give_up = time.monotonic() + START_SECONDS
-        while not self._server.started:
-            if not self._thread.is_alive() or time.monotonic() > give_up:
-                raise PlanError(f"the page did not come up at {self.url}: what it printed says why")
-            time.sleep(0.02)
+        """Begin to serve. Raises LaunchError if it does not come up."""
+        self._port.serve(application(self._studio, self._address))
         return self
 
     def wait(self) -> None:
         """Until ctrl-C."""
-        while self._thread.is_alive():
-            self._thread.join(0.5)
+        self._port.wait()
 
     def close(self) -> None:
         """End page, jobs and workers. Idempotent."""
-        self._server.should_exit = True
+        self._port.end()
         self._studio.close()
-        if self._thread.is_alive():
-            self._thread.join(10)
-        self._socket.close()
+        self._port.close()
 
     def __enter__(self) -> "Server":
         return self.start()

@@ -15,7 +15,7 @@ LINES = (
     ("resync", "figures", "key_exchange"),
     ("treatment",),
     ("launch", "run", "call"),
-    ("mesh", "transport", "batch"),
+    ("mesh", "transport", "batch", "live"),
     ("exchange", "promise"),
     ("layers", "discover", "predictions", "memory", "tokens", "residual", "pace", "correction"),
     ("context", "share", "models", "sequence"),
@@ -52,14 +52,15 @@ ONLY = {
     "figures": {"errors", "trace"},
     "call": {"errors", "figures", "plan"},
     "launch": {"errors"},
+    "live": {"errors"},
     "transport": {"errors"},
-    "cli": {"errors", "measure", "launch", "strategies", "stream", "PUBLIC"},
+    "cli": {"errors", "measure", "launch", "live", "strategies", "stream", "PUBLIC"},
     "__main__": {"cli"},
 }
 # The demo shows what pure modules know (plans, figures, traces), and nothing of how ranks work.
 THE_APP_MAY = {
     *("PUBLIC", "plan", "run", "trace", "measure", "patches", "mesh", "checks", "planner", "strategies"),
-    *("launch", "models", "stream"),
+    *("launch", "live", "models", "stream"),
 }
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "types", "base", "misc"}
 MAY_TALK_TO_RANKS = {"transport", "launch"}

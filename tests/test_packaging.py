@@ -19,7 +19,7 @@ def test_the_wheel(tmp_path: Path) -> None:
     assert {name.split("/")[0].split("-")[0] for name in names} == {"patchpar"}
     plan = "patchpar/token_split/plans/FluxTransformer2DModel.json"
     assert {"patchpar/py.typed", "patchpar/cli/__init__.py", plan} <= names
-    assert {"patchpar/app/page.py", "patchpar/app/style.css"} <= names
+    assert {"patchpar/app/page.py", "patchpar/app/style.css", "patchpar/live/watch.html"} <= names
     for model, denoiser in (("scenes-unet", "unet"), ("scenes-dit", "transformer")):
         assert f"patchpar/assets/{model}/model_index.json" in names
         assert f"patchpar/assets/{model}/{denoiser}/diffusion_pytorch_model.fp16.safetensors" in names

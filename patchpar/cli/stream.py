@@ -13,6 +13,7 @@ from patchpar.cli.film import check_film
 from patchpar.cli.flags import Debug, Devices, Dtype, Json, given
 from patchpar.cli.speech import friendly_errors
 from patchpar.errors import PlanError
+from patchpar.live.port import check_port
 
 OF_VIDEO = ("audio", "reference", "seconds", "record")
 OF_PICTURES = ("steps", "strength", "guidance_scale", "negative_prompt", "height", "width")
@@ -36,6 +37,9 @@ class Stream:
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="A file for frames and sound: .mp4, .mkv or .webm.")
     ] = None
+    mjpeg: Annotated[int | None, typer.Option(help="A port for a page with its pictures; 0 is any free one.")] = None
+    ws: Annotated[int | None, typer.Option(help="A port for a page with a film and its sound; 0 is any.")] = None
+    host: Annotated[str | None, typer.Option(help="Of these pages; by default this machine only.")] = None
     record: Annotated[Path | None, typer.Option(help="Take it down in this file, for `patchpar replay`.")] = None
     steps: Annotated[int | None, typer.Option(help="With --input: denoising steps.")] = None
     strength: Annotated[float | None, typer.Option(help="With --input: how far from the frame, 0 to 1.")] = None
@@ -75,11 +79,21 @@ class Stream:
             raise PlanError("--costs goes with --dry-run: a stream that runs is measured")
 
     def _check_outputs(self) -> None:
-        if self.output is None:
-            raise PlanError("nobody would see the frames: add --output talk.mp4")
-        check_film(self.output)
+        if self.output is None and not self.is_live:
+            raise PlanError("nobody would see the frames: add --output talk.mp4, --mjpeg 8000 or --ws 8000")
+        if self.host is not None and not self.is_live:
+            raise PlanError(f"--host {self.host}: it goes with --mjpeg or --ws")
+        for flag, port in (("--mjpeg", self.mjpeg), ("--ws", self.ws)):
+            check_port(port or 0, flag)
+        if self.output is not None:
+            check_film(self.output)
         if self.record is not None:
             check_place(self.record, "--record", "session.jsonl")
+
+    @property
+    def is_live(self) -> bool:
+        """Whether somebody may watch meanwhile: then frames come by the clock."""
+        return self.mjpeg is not None or self.ws is not None
 
     def for_loading(self) -> dict[str, Any]:
         """Keyword arguments of `from_pretrained`."""

@@ -37,7 +37,7 @@ class StreamFilm:
         self._writer.close()
 
     def _opened(self, height: int, width: int) -> Any:
-        from patchpar.stream.film import FilmFormat, FilmWriter
+        from patchpar.live.film import FilmFormat, FilmWriter
 
         container, sound = CONTAINERS[self._suffix]
         codec = CODECS[self._suffix]

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from patchpar.cli.flags import given
 from patchpar.cli.pictures import SUFFIXES
 from patchpar.cli.speech import stdout_kept_clean
-from patchpar.cli.stream_film import film_at
 from patchpar.cli.stream_meter import Meter, living_line
-from patchpar.cli.stream_run import Part, Report, show_all
+from patchpar.cli.stream_run import Part, Report, paced, show_all
+from patchpar.cli.stream_screens import Screens
 from patchpar.errors import PlanError
 
 if TYPE_CHECKING:
@@ -80,7 +80,8 @@ def stream_pictures(request: Stream) -> None:
 def _run(request: Stream, frames: Frames, stack: ExitStack) -> Report:
     from patchpar import PictureStreamingPipeline
 
-    say = stack.enter_context(living_line("starting"))
+    screens = Screens.opened(request, frames.fps, None, stack)
+    say = screens.heard_by(stack.enter_context(living_line("starting")))
     opened = {"takes_image": True, **request.for_loading()}
     pipe = stack.enter_context(PictureStreamingPipeline.from_pretrained(request.model, **opened))
     arguments = given(
@@ -92,11 +93,11 @@ def _run(request: Stream, frames: Frames, stack: ExitStack) -> Report:
     )
     meter = Meter()
     session = stack.enter_context(pipe.stream(seed=request.seed, **arguments))
-    assert request.output is not None
-    screens = [stack.enter_context(film_at(request.output, frames.fps, None))]
     shots = session.map({"image": _sized(frame, request)} for frame in frames)
-    ending = show_all(_parts(shots, frames.fps), session, screens, meter, say, frames.fps)
-    return Report(plan=repr(pipe), meter=meter, ending=ending, dropped=session.dropped, outputs=[request.output])
+    parts = _parts(shots, frames.fps)
+    ending = show_all(paced(parts) if request.is_live else parts, session, screens.all, meter, say, frames.fps)
+    written = [] if request.output is None else [request.output]
+    return Report(plan=repr(pipe), meter=meter, ending=ending, dropped=session.dropped, outputs=written)
 
 
 def _sized(frame: Image, request: Stream) -> Image:

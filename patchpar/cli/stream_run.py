@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,6 +84,17 @@ def show_all(
             raise
         return Ending(seconds=seconds, error=error)
     return Ending(seconds=seconds)
+
+
+def paced(parts: Iterable[Part], clock: Any = time) -> Iterator[Part]:
+    """Each when it is due. After one that was late the others keep their distance from it."""
+    began: float | None = None
+    for part in parts:
+        now = clock.monotonic()
+        if began is None or now > began + part.pts:
+            began = now - part.pts
+        clock.sleep(max(0.0, began + part.pts - now))
+        yield part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from patchpar.cli.speech import stdout_kept_clean
-from patchpar.cli.stream_film import film_at
 from patchpar.cli.stream_meter import Meter, living_line
 from patchpar.cli.stream_run import Part, Report, show_all
+from patchpar.cli.stream_screens import Screens
 from patchpar.errors import PlanError
 
 if TYPE_CHECKING:
     from patchpar.cli.stream import Stream
+    from patchpar.stream.delivery import Pace
     from patchpar.stream.folder import StreamFolder
 
 HOLD = 0.5
@@ -55,15 +56,15 @@ def _run(request: Stream, folder: StreamFolder, given: dict[str, Any], stack: Ex
     from patchpar import StreamDelivery, StreamingPipeline
 
     fps = request.fps or folder.config.fps
-    say = stack.enter_context(living_line("starting"))
+    screens = Screens.opened(request, fps, folder.rate, stack)
+    say = screens.heard_by(stack.enter_context(living_line("starting")))
     pipe = stack.enter_context(StreamingPipeline.from_pretrained(request.model, **request.for_loading()))
-    delivery = StreamDelivery(hold=HOLD, fps=fps, record=request.record)
+    pace: Pace = "realtime" if request.is_live else "fast"
+    delivery = StreamDelivery(hold=HOLD, fps=fps, record=request.record, pace=pace)
     meter, plan = Meter(), str(pipe.plan)
     arguments = {"seed": request.seed, "seconds": request.seconds, "delivery": delivery, **given}
     session = stack.enter_context(pipe.stream(request.prompt, **arguments))
-    assert request.output is not None
-    screens = [stack.enter_context(film_at(request.output, fps, folder.rate))]
-    ending = show_all(parts_of(session, session), session, screens, meter, say, fps)
+    ending = show_all(parts_of(session, session), session, screens.all, meter, say, fps)
     written = [path for path in (request.output, request.record) if path is not None]
     return Report(plan=plan, meter=meter, ending=ending, dropped=session.dropped, outputs=written)
 

@@ -14,12 +14,14 @@ from typer.testing import CliRunner
 from app.drawing import Artist
 from app.jobs import Desk
 from app.live import Feeds, FilmFeed
-from app.server import Address, application, bound_socket, read_users
+from app.server import Address, application, read_users
 from app.studio import Studio
 from app.visits import Visits
 from app.workers import Setup, devices_of
 from patchpar import PlanError
 from patchpar.cli import app as command
+from patchpar.live.fragments import Fragment, Head
+from patchpar.live.port import Port
 
 from .fakes import FakePipeline, FakeWorkers
 
@@ -60,7 +62,7 @@ def test_files_of_this_machine_are_not_served(client: TestClient, path: str) -> 
 
 def test_a_stream_is_found_by_its_name_only(client: TestClient, studio: Studio) -> None:
     feed = studio.feeds.add(FilmFeed())
-    feed.put(b"film")
+    feed.put(Head(mime="video/mp4", data=b"fi"), [Fragment(data=b"lm", is_key=True)])
     feed.close()
     answer = client.get(feed.address)
     assert (answer.content, answer.headers["content-type"]) == (b"film", "video/mp4")
@@ -112,7 +114,7 @@ def test_a_busy_port_is_a_sentence() -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(PlanError, match=f"127.0.0.1:{port} cannot be had: .*; choose another with --port"):
-            bound_socket(Address(port=port))
+            Port("127.0.0.1", port, "--port")
 
 
 def test_without_a_gpu_there_are_two_cpu_workers() -> None:

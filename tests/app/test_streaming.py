@@ -228,7 +228,7 @@ def test_a_face_talks_until_it_is_stopped(desk: Desk) -> None:
     assert (view.result.pictures, face.prompts) == (8, ["frown"])
     assert (face.asked["prompt"], face.asked["seed"], face.asked["audio"][1]) == ("smile", 3, 16000)
     assert feed.head is not None
-    assert b"".join(feed._fragments)[4:8] == b"ftyp"
+    assert feed.head.data[4:8] == b"ftyp"
     assert feed.held > 0
     assert feed.is_over
 

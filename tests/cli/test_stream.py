@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +22,16 @@ import pytest
 import torch
 from PIL import Image
 from typer.testing import CliRunner
+from websockets.sync.client import connect
 
 from patchpar.cli import app, stream_film
 from patchpar.cli.stream_forecast import parse_costs
 from patchpar.cli.stream_meter import Meter
-from patchpar.cli.stream_run import Part, show_all
+from patchpar.cli.stream_run import Part, paced, show_all
 from patchpar.errors import PlanError
 from patchpar.stream.pipeline import StreamingPipeline
 from tests.cli.test_real import patchpar
+from tests.live.test_pages import jpegs
 from tests.stream.test_sound_file import tone, write_wav
 from tests.stream.tiny import write_folder
 from tests.tiny import image_pipelines
@@ -145,11 +150,55 @@ def test_ctrl_c_ends_a_stream_without_end_and_saves_what_came(folder: Path, tmp_
     assert list(tmp_path.iterdir()) == [target]
 
 
+def test_a_stream_can_be_watched_meanwhile_on_two_pages(folder: Path) -> None:
+    """What the pages are sent decodes to frames; ctrl-C ends pages and stream, and nothing hangs."""
+    words = ["stream", "--model", folder, "--devices", "cpu:2", "--mjpeg", 0, "--ws", 0]
+    command = [sys.executable, "-m", "patchpar", *map(str, words)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        pictures, film = (line.split()[-1] for line in (process.stderr.readline(), process.stderr.readline()))
+        with connect(film.replace("http", "ws") + "/film", open_timeout=60, close_timeout=0.5) as watcher:
+            kind = json.loads(watcher.recv(120))
+            received = b"".join(watcher.recv(60) for _ in range(20))
+        with urllib.request.urlopen(f"{pictures}/pictures", timeout=60) as answer:
+            seen = jpegs(answer)
+            assert min(next(seen), next(seen)) > 0
+        with urllib.request.urlopen(f"{film}/status", timeout=60) as answer:
+            assert "frames/s, first frame after" in json.load(answer)["status"]
+        os.kill(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+    assert "frames at " in out
+    assert kind["mime"].startswith('video/mp4; codecs="avc1')
+    with av.open(io.BytesIO(received)) as container:
+        times = [float(frame.time) for frame in container.decode(video=0)]
+    assert len(times) >= 4
+    assert np.diff(times) == pytest.approx([1 / 20] * (len(times) - 1), abs=2e-3)
+
+
+def test_a_port_that_is_taken_is_refused_before_anything_is_started(folder: Path, image_folder: Path) -> None:
+    frames = Path(__file__).parents[2] / "assets" / "figures"
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        for words in (("--model", folder, "--ws", port), ("--model", image_folder, "--input", frames, "--mjpeg", port)):
+            result = run(*words, "--devices", "cpu:99")  # too many: it would be said if it came so far
+            assert result.exit_code == 2
+            assert f"127.0.0.1:{port} cannot be had: Address already in use" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ((), "Missing option '--model'"),
-        (("--model", "m"), "nobody would see the frames"),
+        (("--model", "m"), "nobody would see the frames: add --output talk.mp4, --mjpeg 8000 or --ws 8000"),
+        (("--model", "m", "--ws", "70000"), "--ws 70000: it is a number from 1 to 65535, or 0 for any that is free"),
+        (("--model", "m", "-o", "a.mp4", "--host", "::"), "--host ::: it goes with --mjpeg or --ws"),
         (("--model", "m", "-o", "a.gif"), "names no video format"),
         (("--model", "m", "-o", "a.mp4", "--seconds", "0"), "--seconds 0.0: it must be above 0"),
         (("--model", "m", "-o", "a.mp4", "--steps", "2"), "--steps is for streams with --input"),
@@ -252,6 +301,21 @@ def test_the_meter() -> None:
     )
     assert meter.line("degraded", 2, 65.0).endswith(", degraded")
     assert str(meter) == "60 frames at 11.1 frames/s, the first after 0.50 s"
+
+
+def test_live_parts_come_by_the_clock() -> None:
+    """And after one that was late the others keep their distance from it."""
+    now, came = [100.0], []
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda gap: now.__setitem__(0, now[0] + gap))
+
+    def parts() -> Iterator[Part]:
+        for number, cost in enumerate((0.0, 0.01, 0.01, 1.0, 0.01)):
+            now[0] += cost
+            yield Part(frames=None, pts=number / 4, audio=None, status="running")
+
+    for _ in paced(parts(), clock):
+        came.append(now[0] - 100)
+    assert came == pytest.approx([0, 0.25, 0.5, 1.5, 1.75])
 
 
 class Screen:

@@ -1,4 +1,4 @@
-"""Frames and sound of a stream encoded as they come, by PyAV."""
+"""Frames and sound of a stream encoded as they come, by PyAV: into a file, or for browsers that watch meanwhile."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +13,12 @@ from patchpar.errors import PlanError
 SOUND_RATE = 48_000
 """Both sound codecs take it."""
 
+PRIMING = 1024
+"""Samples that an AAC encoder begins before the sound. In fragments nothing tells a player to skip them."""
+
+KEY_SECONDS = 0.4
+"""At least so much lies between two frames of a live film that need no other, for these are large."""
+
 TOLERANCE = 0.005
 """Seconds between two blocks of sound that are rounding, and no gap."""
 
@@ -22,6 +28,7 @@ class FilmFormat:
     """How a film is encoded. `rate`: samples per second of its sound, None for none.
 
     `container`, `video` and `sound` are FFmpeg's names, `options` those of the video encoder.
+    `is_live`: no time is below 0, and blocks begin with a frame that needs no other, where to begin to watch.
     """
 
     fps: float
@@ -32,6 +39,7 @@ class FilmFormat:
     video: str = "libx264"
     sound: str = "aac"
     options: dict[str, str] = field(default_factory=dict)
+    is_live: bool = False
 
     def __post_init__(self) -> None:
         if self.height % 2 or self.width % 2:
@@ -51,22 +59,43 @@ class FilmWriter:
     def __init__(self, target: str | Sink, form: FilmFormat) -> None:
         import av
 
-        self._form = form
         self._container: Any = av.open(target, "w", format=form.container)
+        self._encoder = FilmEncoder(self._container, form)
+
+    def add(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None = None) -> None:
+        """See FilmEncoder."""
+        for packet in self._encoder.add(frames_FHWC, pts, audio_N):
+            self._container.mux(packet)
+
+    def close(self) -> None:
+        """Encode what is left, and finish the container."""
+        for packet in self._encoder.rest():
+            self._container.mux(packet)
+        self._container.close()
+
+
+class FilmEncoder:
+    """Makes packets of frames and sound, for the first two tracks of a container of PyAV's."""
+
+    def __init__(self, container: Any, form: FilmFormat) -> None:
+        import av
+
+        self._form = form
         self._pace = Fraction(form.fps).limit_denominator(10_000)
         try:
-            self._video: Any = self._container.add_stream(form.video, rate=self._pace, options=form.options)
+            self._video: Any = container.add_stream(form.video, rate=self._pace, options=form.options)
         except av.FFmpegError as error:
             raise PlanError(f"this PyAV cannot encode {form.video}: {error}") from error
         self._video.width, self._video.height, self._video.pix_fmt = form.width, form.height, "yuv420p"
         self._video.codec_context.time_base = 1 / self._pace
         self._sound: Any = None
         if form.rate is not None:
-            self._sound = self._container.add_stream(form.sound, rate=SOUND_RATE, layout="mono")
+            self._sound = container.add_stream(form.sound, rate=SOUND_RATE, layout="mono")
             self._resampler: Any = av.AudioResampler(format="fltp", layout="mono", rate=SOUND_RATE)
         self._heard = self._written = 0
+        self._last_key: int | None = None
 
-    def add(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None = None) -> None:
+    def add(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None = None) -> Iterator[Any]:
         """Frames in uint8, the first of which is due at `pts` seconds; the sound of the same time."""
         import av
 
@@ -74,21 +103,31 @@ class FilmWriter:
         for number, picture in enumerate(frames_FHWC.numpy()):
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
             frame.pts, frame.time_base = first + number, 1 / self._pace
-            self._put(self._video.encode(frame))
+            if number == 0 and self._begins_anew(first):
+                frame.pict_type = av.video.frame.PictureType.I
+            yield from self._timed(self._video.encode(frame))
         if self._sound is not None and audio_N is not None:
-            self._container.mux(list(self._encoded(audio_N, round(pts * self._rate))))
+            yield from self._encoded(audio_N, round(pts * self._rate))
 
-    def close(self) -> None:
-        """Encode what is left, and finish the container."""
-        self._put(self._video.encode())
+    def rest(self) -> Iterator[Any]:
+        """What the encoders still hold."""
+        yield from self._timed(self._video.encode())
         if self._sound is not None:
-            self._container.mux(self._sound.encode())
-        self._container.close()
+            yield from self._sound.encode()
 
-    def _put(self, packets: list[Any]) -> None:
+    def _begins_anew(self, frame: int) -> bool:
+        """Whether this first frame of a block is one to begin with."""
+        if not self._form.is_live:
+            return False
+        if self._last_key is not None and frame - self._last_key < KEY_SECONDS * self._form.fps:
+            return False
+        self._last_key = frame
+        return True
+
+    def _timed(self, packets: list[Any]) -> Iterator[Any]:
         for packet in packets:
-            packet.duration = round(1 / self._pace / packet.time_base)  # encoders leave it open, fragments need it
-            self._container.mux(packet)
+            packet.duration = round(1 / self._pace / packet.time_base)  # encoders leave it open
+            yield packet
 
     @property
     def _rate(self) -> int:
@@ -108,10 +147,13 @@ class FilmWriter:
             yield from self._sound_packets(made.to_ndarray())
 
     def _sound_packets(self, samples_1N: Any) -> Iterator[Any]:
-        """Their times are counted, so that nothing is rounded twice."""
+        """Times are counted, so that nothing is rounded twice. Live, the first samples make room for PRIMING."""
         import av
 
         first, self._written = self._written, self._written + samples_1N.shape[1]
-        frame = av.AudioFrame.from_ndarray(samples_1N, format="fltp", layout="mono")
-        frame.sample_rate, frame.pts, frame.time_base = SOUND_RATE, first, Fraction(1, SOUND_RATE)
-        yield from self._sound.encode(frame)
+        missing = max(0, PRIMING - first) if self._form.is_live else 0
+        samples = np.ascontiguousarray(samples_1N[:, missing:])
+        if samples.size:
+            frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="mono")
+            frame.sample_rate, frame.pts, frame.time_base = SOUND_RATE, first + missing, Fraction(1, SOUND_RATE)
+            yield from self._sound.encode(frame)

@@ -1,4 +1,4 @@
-"""What is encoded as it comes can be decoded: frames at their times, sound at its time, also from the middle on."""
+"""What is encoded as it comes can be decoded: frames at their times, sound at its time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.stream.film import FilmFormat, FilmWriter
+from patchpar.live.film import FilmFormat, FilmWriter
+from patchpar.live.fragments import QUICK
 
 RATE = 16000
 
@@ -63,3 +64,17 @@ def test_lost_blocks_leave_a_gap_of_their_length(tmp_path: Path) -> None:
 def test_odd_sides_are_refused() -> None:
     with pytest.raises(PlanError, match="7 x 8, and video formats want even sides"):
         FilmFormat(fps=20, height=7, width=8)
+
+
+def test_a_live_film_begins_anew_with_a_block_and_not_too_often() -> None:
+    """Blocks of a frame each: one that can be begun with every 0.4 s. Without it: the first one only."""
+    for is_live, wanted in ((True, [0.0, 0.4, 0.8]), (False, [0.0])):
+        data = io.BytesIO()
+        form = FilmFormat(fps=20, height=32, width=48, options=QUICK, is_live=is_live)
+        writer = FilmWriter(data, form)
+        for number in range(20):
+            writer.add(frames(100, count=1), number / 20)
+        writer.close()
+        with av.open(io.BytesIO(data.getvalue())) as container:
+            keys = [float(packet.pts * packet.time_base) for packet in container.demux(video=0) if packet.is_keyframe]
+        assert keys == pytest.approx(wanted, abs=1e-3)

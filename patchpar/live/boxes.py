@@ -1,0 +1,55 @@
+"""Fragments of an MP4 file (ISO/IEC 14496-12, section 8.8) of one sample each, box by box."""
+
+from __future__ import annotations
+
+import re
+import struct
+from dataclasses import dataclass
+
+ALONE, NEEDS_OTHERS = 0x02000000, 0x01010000
+"""Sample flags, section 8.8.3: whether a sample can be decoded without any other."""
+TFHD = 0x020000 | 0x20 | 0x10 | 0x08
+"""Offsets count from the fragment's beginning; flags, size and duration of the sample follow."""
+TRUN = 0x01
+"""Where the data begins follows."""
+START = re.compile(b"\x00\x00\x00?\x01")
+"""Between units of H.264 in a stream of bytes (ITU-T H.264, annex B)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A frame or a bit of sound. `time` and `duration`: in units of its track. `is_key`: it needs no other."""
+
+    track: int
+    time: int
+    duration: int
+    is_key: bool
+    data: bytes
+
+
+def fragment(number: int, sample: Sample) -> bytes:
+    """Fragment `number` of a film, with this sample."""
+    flags = ALONE if sample.is_key else NEEDS_OTHERS
+    header = _full(b"tfhd", 0, TFHD, struct.pack(">4I", sample.track, sample.duration, len(sample.data), flags))
+    time = _full(b"tfdt", 1, 0, struct.pack(">Q", sample.time))
+
+    def moof(offset: int) -> bytes:
+        run = _full(b"trun", 0, TRUN, struct.pack(">2I", 1, offset))
+        return _box(b"moof", _full(b"mfhd", 0, 0, struct.pack(">I", number)), _box(b"traf", header, time, run))
+
+    return moof(len(moof(0)) + 8) + _box(b"mdat", sample.data)
+
+
+def with_lengths(units: bytes) -> bytes:
+    """Units of H.264 as MP4 has them: the length of each in front of it, instead of a start code."""
+    found = [unit.rstrip(b"\x00") for unit in START.split(units)]
+    return b"".join(struct.pack(">I", len(unit)) + unit for unit in found if unit)
+
+
+def _box(kind: bytes, *inside: bytes) -> bytes:
+    data = b"".join(inside)
+    return struct.pack(">I", 8 + len(data)) + kind + data
+
+
+def _full(kind: bytes, version: int, flags: int, data: bytes) -> bytes:
+    return _box(kind, struct.pack(">I", version << 24 | flags), data)

@@ -1,0 +1,146 @@
+"""Feeds: everybody who watches gets what they can take, a slow one holds nobody up, and what is held stays small."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+from PIL import Image
+
+from patchpar.live import feed as feed_module
+from patchpar.live.feed import Feed, FilmFeed, PictureFeed
+from patchpar.live.fragments import Fragment, Head
+
+HEAD = Head(mime="video/mp4", data=b"head ")
+T = TypeVar("T")
+
+
+def picture(value: int) -> Image.Image:
+    return Image.new("RGB", (16, 16), (value, 0, 0))
+
+
+def shade(part: bytes) -> int:
+    pixel = Image.open(io.BytesIO(part.split(b"\r\n\r\n", 1)[1])).getpixel((0, 0))
+    assert isinstance(pixel, tuple)
+    return round(pixel[0] / 50)
+
+
+def block(number: int, count: int = 3) -> list[Fragment]:
+    """A key and what needs it."""
+    return [Fragment(data=f"{number}.{place} ".encode(), is_key=place == 0) for place in range(count)]
+
+
+def read(parts: AsyncIterator[T], during: Callable[[int], object] = lambda count: None) -> list[T]:
+    """All of them; `during` is called after each."""
+
+    async def all_parts() -> list[T]:
+        found = []
+        async for part in parts:
+            found.append(part)
+            during(len(found))
+        return found
+
+    return asyncio.run(asyncio.wait_for(all_parts(), 30))
+
+
+def test_pictures_are_seen_as_they_come_and_at_once() -> None:
+    """Behind each stands the boundary of the next: that is when a browser shows it."""
+    feed = PictureFeed()
+    feed.put(picture(0))
+
+    def go_on(count: int) -> None:
+        if count in (2, 3):
+            feed.put(picture(50 * (count - 1)))
+        elif count == 4:
+            feed.close()
+
+    begun, *parts, end = read(feed.parts(), go_on)
+    boundary = f"--{feed_module.BOUNDARY}".encode()
+    assert [shade(part) for part in parts] == [0, 1, 2]
+    assert all(part.startswith(b"\r\n") and part.endswith(boundary) for part in parts)
+    assert (begun, end) == (boundary, b"--\r\n")
+    assert (feed.count, feed.watchers) == (3, 0)
+
+
+def test_who_comes_late_gets_the_newest_picture_only() -> None:
+    feed = PictureFeed()
+    for value in range(0, 150, 50):
+        feed.put(picture(value))
+    feed.close()
+    _, only, _ = read(feed.parts())
+    assert shade(only) == 2
+
+
+def test_a_film_that_is_held_whole_is_whole_for_everybody() -> None:
+    feed = FilmFeed()
+    for number in range(3):
+        feed.put(HEAD, block(number, 2))
+    feed.close()
+    whole = b"".join(read(feed.parts()))
+    assert whole == b"".join(read(feed.parts())) == b"head 0.0 0.1 1.0 1.1 2.0 2.1 "
+    assert read(FilmFeedThatIsOver().parts()) == []
+
+
+class FilmFeedThatIsOver(FilmFeed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.close()
+
+
+def test_of_a_long_film_a_few_keys_and_what_needs_them_are_held() -> None:
+    feed, held = FilmFeed(kept=2), []
+    feed.put(HEAD, [Fragment(data=b"sound before any picture ", is_key=False)])
+    for number in range(50):
+        feed.put(HEAD, block(number % 10))
+        held.append(feed.held)
+    assert held[2:] == [2 * len(b"0.0 0.1 0.2 ")] * 48
+    feed.close()
+    assert b"".join(read(feed.parts())) == b"head 9.0 9.1 9.2 "  # from the newest that can be begun with
+
+
+def test_who_is_too_slow_misses_the_middle_and_goes_on_with_a_key() -> None:
+    """While it has taken one fragment the others come: it finds the newest key, and nothing of what needs others."""
+    feed = FilmFeed(kept=2)
+    feed.put(HEAD, block(0))
+
+    def fall_behind(count: int) -> None:
+        if count == 1:
+            for number in range(1, 9):
+                feed.put(HEAD, block(number))
+            feed.close()
+
+    slow = read(feed.fragments(), fall_behind)
+    assert [part.data for part in slow] == [b"0.0 ", b"8.0 ", b"8.1 ", b"8.2 "]
+    assert feed.skipped == 3 * 8 - 1
+
+
+def test_who_keeps_up_misses_nothing_beside_a_slow_one() -> None:
+    feed = FilmFeed(kept=2)
+    feed.put(HEAD, block(0))
+
+    async def watch(every: int) -> tuple[list[bytes], list[bytes]]:
+        """Two watchers; the second takes one fragment in `every` turns of the first."""
+        quick, slow, seen = feed.fragments(), feed.fragments(), ([], [])
+        for turn in range(15):
+            seen[0].append((await anext(quick)).data)
+            if turn % every == 0:
+                seen[1].append((await anext(slow)).data)
+            if turn % 3 == 2:
+                feed.put(HEAD, block(turn // 3 + 1))
+        assert feed.watchers == 2
+        await quick.aclose()  # type: ignore[attr-defined]
+        await slow.aclose()  # type: ignore[attr-defined]
+        return seen
+
+    quick, slow = asyncio.run(asyncio.wait_for(watch(7), 30))
+    assert quick == [f"{turn // 3}.{turn % 3} ".encode() for turn in range(15)]
+    assert slow == [b"0.0 ", b"2.0 ", b"4.0 "]
+    assert feed.watchers == 0
+
+
+def test_names_cannot_be_guessed() -> None:
+    names = {Feed().name for _ in range(50)}
+    assert len(names) == 50
+    assert all(len(name) == 22 for name in names)

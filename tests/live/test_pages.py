@@ -1,0 +1,233 @@
+"""A stream in a browser: what its page fetches, from this machine only; a slow watcher costs nobody anything."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from patchpar.errors import PlanError
+from patchpar.live import screen as screen_module
+from patchpar.live.feed import BOUNDARY, FilmFeed
+from patchpar.live.fragments import Fragment, Head
+from patchpar.live.port import HOME, Port, names_of
+from patchpar.live.screen import KEPT, FilmScreen, PictureScreen, Player
+from tests.live.test_film import RATE, frames, sound
+
+
+@pytest.fixture
+def pictures() -> Iterator[PictureScreen]:
+    screen = PictureScreen(HOME, 0, fps=50)
+    screen.open()
+    yield screen
+    screen.close()
+
+
+@pytest.fixture
+def film() -> Iterator[FilmScreen]:
+    screen = FilmScreen(HOME, 0, 20, RATE)
+    screen.open()
+    yield screen
+    screen.close()
+
+
+def fetch(url: str, **headers: str) -> Any:
+    return urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=20)
+
+
+def jpegs(answer: Any) -> Iterator[float]:
+    """Mean levels of pictures as they come, until the end."""
+    while line := answer.readline():
+        if line.lower().startswith(b"content-length"):
+            size = int(line.split(b":")[1])
+            answer.readline()
+            yield float(np.asarray(Image.open(io.BytesIO(answer.read(size)))).mean())
+            assert answer.readline() == b"\r\n"  # behind the picture; then comes the boundary
+
+
+def watching(screen: FilmScreen, **options: Any) -> ClientConnection:
+    url = screen.page.url.replace("http", "ws") + "/film"
+    return connect(url, open_timeout=20, close_timeout=0.5, max_size=None, **options)
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    give_up = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < give_up, f"{what}: not within 20 s"
+        time.sleep(0.01)
+
+
+def test_pictures_follow_one_another(pictures: PictureScreen) -> None:
+    """The last one is there for whoever comes."""
+    pictures.show(frames(10, 1), 0.0, None)
+    until(lambda: pictures.page.feed.count == 1, "a picture")  # type: ignore[attr-defined]
+    with fetch(f"{pictures.page.url}/pictures") as answer:
+        assert answer.headers["Content-Type"] == f"multipart/x-mixed-replace; boundary={BOUNDARY}"
+        seen = jpegs(answer)
+        assert next(seen) == pytest.approx(10, abs=2)
+        for level in (50, 200):
+            pictures.show(frames(level, 1), 0.0, None)
+            assert next(seen) == pytest.approx(level, abs=2)
+        pictures.close()
+        assert list(seen) == []
+
+
+def test_two_see_the_same_film_with_its_sound(film: FilmScreen) -> None:
+    """What comes over the socket decodes to the frames that were shown, the last one included."""
+
+    def receive(watcher: ClientConnection) -> tuple[str, bytes]:
+        word, data = json.loads(watcher.recv(20)), b""
+        assert word["type"] == "media_init"
+        while isinstance(part := watcher.recv(20), bytes):
+            data += part
+        assert json.loads(part) == {"type": "media_end"}
+        return word["mime"], data
+
+    found: list[tuple[str, bytes]] = []
+    with watching(film) as one, watching(film) as two:
+        until(lambda: film.page.feed.watchers == 2, "two watchers")
+        threads = [threading.Thread(target=lambda each=each: found.append(receive(each))) for each in (one, two)]
+        for thread in threads:
+            thread.start()
+        for block in range(4):
+            film.show(frames(60 * block), block * 0.2, sound())
+        film.close()
+        for thread in threads:
+            thread.join(20)
+    assert len(found) == 2
+    for mime, data in found:
+        assert mime == 'video/mp4; codecs="avc1.64000a, mp4a.40.2"'
+        with av.open(io.BytesIO(data)) as container:
+            levels = [float(frame.to_ndarray(format="rgb24").mean()) for frame in container.decode(video=0)]
+        assert levels == pytest.approx([60 * (number // 4) for number in range(16)], abs=12)
+        with av.open(io.BytesIO(data)) as container:
+            assert sum(frame.samples for frame in container.decode(audio=0)) >= 0.7 * 48000
+
+
+def test_who_comes_late_begins_with_a_frame_that_needs_no_other(film: FilmScreen) -> None:
+    for block in range(10):
+        film.show(frames(20 * block), block * 0.2, sound())
+    with watching(film) as watcher:
+        watcher.recv(20)
+        data = b"".join(watcher.recv(20) for _ in range(2))
+    with av.open(io.BytesIO(data)) as container:
+        first = next(container.decode(video=0))
+    assert float(first.time) == pytest.approx(1.6, abs=0.01)
+    assert float(first.to_ndarray(format="rgb24").mean()) == pytest.approx(160, abs=12)
+
+
+def test_a_watcher_who_reads_nothing_costs_no_memory_and_no_time(film: FilmScreen) -> None:
+    """Far more than sockets hold. It misses the middle; one beside it, who reads, misses nothing."""
+    feed, size = film.page.feed, 2**19
+    assert isinstance(feed, FilmFeed)
+    received: list[bytes | str] = []
+    with watching(film, max_queue=1) as slow, watching(film) as quick:
+        until(lambda: feed.watchers == 2, "two watchers")
+        for number in range(100):
+            feed.put(Head(mime="video/mp4", data=b"head"), [Fragment(data=bytes([number]) * size, is_key=True)])
+            assert feed.held <= KEPT * size
+            received += [quick.recv(20) for _ in range(1 if received else 3)]
+        assert [part[0] for part in received[2:]] == list(range(100))
+        assert json.loads(slow.recv(20))["type"] == "media_init"
+        film.page.feed.close()
+        seen = [part[0] for part in slow if isinstance(part, bytes)][1:]
+    assert seen[-1] == 99
+    assert len(seen) < 100
+    assert feed.skipped == 100 - len(seen)
+
+
+def test_a_watcher_who_goes_is_forgotten_though_nothing_comes(film: FilmScreen) -> None:
+    with watching(film) as watcher:
+        until(lambda: film.page.feed.watchers == 1, "a watcher")
+        watcher.send("anything")
+    until(lambda: film.page.feed.watchers == 0, "nobody")
+
+
+def test_the_page_and_what_it_says(pictures: PictureScreen, film: FilmScreen) -> None:
+    for screen, kind in ((pictures, "pictures"), (film, "film")):
+        with fetch(screen.page.url) as answer:
+            assert f'data-kind="{kind}"' in answer.read().decode()
+        screen.page.status = "degraded"
+        with fetch(f"{screen.page.url}/status") as answer:
+            assert json.load(answer) == {"status": "degraded"}
+
+
+def test_only_this_machine_is_answered(pictures: PictureScreen, film: FilmScreen) -> None:
+    """A page of somebody else's, or a name of theirs that leads here, must not see what is shown."""
+    assert pictures.page.url.startswith("http://127.0.0.1:")
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        fetch(pictures.page.url, Host="evil.example")
+    with watching(film, origin=film.page.url):
+        pass
+    with pytest.raises(InvalidStatus, match="403"), watching(film, origin="http://evil.example"):
+        pass
+    assert names_of("0.0.0.0") == ["*"]
+
+
+def test_a_port_that_is_taken_is_a_sentence() -> None:
+    with socket.socket() as other:
+        other.bind((HOME, 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(PlanError, match=f"127.0.0.1:{port} cannot be had: Address already in use; .* --mjpeg 0"):
+            PictureScreen(HOME, port, 20)
+    Port(HOME, port, "--port").close()
+    with pytest.raises(PlanError, match="--ws 70000: it is a number from 1 to 65535"):
+        FilmScreen(HOME, 70000, 20, None)
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen_module, "find_spec", lambda name: None if name == "uvicorn" else name)
+    with pytest.raises(PlanError, match=r"--ws needs uvicorn: pip install 'patchpar\[serve\]'"):
+        FilmScreen(HOME, 0, 20, None)
+
+
+def test_frames_are_played_in_their_order_one_by_one_and_the_oldest_go() -> None:
+    """A block that comes while another plays: a second of frames, or two blocks, may wait."""
+    played, first, go = [], threading.Event(), threading.Event()
+
+    def put(frame: Tensor) -> None:
+        played.append(int(frame))
+        first.set()
+        assert go.wait(20)
+
+    player = Player(put, fps=10_000)
+    player.start()
+    player.add(torch.arange(1))
+    assert first.wait(20)
+    player.add(torch.arange(1, 700))
+    player.add(torch.arange(700, 1500))
+    go.set()
+    player.close()
+    assert played == [0, *range(1, 1500)]
+    go.clear()
+    slow = Player(played.append, fps=10)
+    for block in range(5):
+        slow.add(torch.arange(4 * block, 4 * block + 4))
+    assert [int(frame) for frame in slow._waiting] == list(range(10, 20))
+
+
+def test_frames_are_played_by_the_clock() -> None:
+    """No frame comes sooner than one period after the one before, whatever the burst."""
+    times = []
+    player = Player(lambda frame: times.append(time.monotonic()), fps=50)
+    player.start()
+    player.add(torch.zeros(10))
+    player.close()
+    assert len(times) == 10
+    assert times[-1] - times[0] > 9 / 50 - 0.005
