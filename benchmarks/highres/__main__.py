@@ -26,6 +26,7 @@ from benchmarks.highres.analytic import calibrate
 from benchmarks.highres.counting import accuracy, subjects
 from benchmarks.highres.drawing import METHODS, NATIVE, Kept, Look, looked_at, pipeline, sheet
 from benchmarks.highres.speed import table
+from benchmarks.highres.traffic import table as sent
 from patchpar import StructureGuidance
 from patchpar.highres.geometry import starts_of
 from patchpar.highres.work import rounds_of
@@ -118,6 +119,11 @@ def parse() -> argparse.Namespace:
 SHEET = "The pictures, all shrunk to native size, a row for each caption, from the left:"
 FIELD = "A Gaussian field of 128 x 128, patches of 64 x 64, 50 steps, DDIM."
 ROUNDS = "Of 50 steps with equal steps of time, in evaluations of both guidance branches of one patch."
+TRAFFIC = (
+    "Bytes that a rank sends in a step, in units of the latent of one picture, from the geometry: the mean of the "
+    "ranks above and below the switch, what the rank sends below it that has most to send, and the mean over 50 steps, "
+    "the first of which sends both branches of guidance (`benchmarks/highres/traffic.py`)."
+)
 SPEED = (
     "Of 50 steps with guidance by the embedded model, from what its parts take on one core, the decode in bands and "
     "the PNG by bands: predicted, not run (`benchmarks/highres/speed.py`)."
@@ -144,6 +150,11 @@ def _work(_: argparse.Namespace) -> Iterator[str]:
     yield from ("## Work", "", ROUNDS, "", *work(), "")
 
 
+def _traffic(_: argparse.Namespace) -> Iterator[str]:
+    strategies = {name: PREDICTED[name] for name in ("calibrated", "paper")}
+    yield from ("## Traffic", "", TRAFFIC, "", *sent(strategies, SCALES), "")
+
+
 def _speed(_: argparse.Namespace) -> Iterator[str]:
     yield from ("## Predicted speed", "", SPEED, "")
     for scale in SCALES:
@@ -162,7 +173,7 @@ def _pictures(options: argparse.Namespace) -> Iterator[str]:
         yield f"{SHEET} {', '.join(methods)}."
 
 
-SECTIONS = {"calibration": _calibration, "work": _work, "speed": _speed, "pictures": _pictures}
+SECTIONS = {"calibration": _calibration, "work": _work, "traffic": _traffic, "speed": _speed, "pictures": _pictures}
 
 
 def main() -> None:

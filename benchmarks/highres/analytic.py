@@ -24,6 +24,7 @@ from patchpar.highres.evaluation import Asked
 from patchpar.highres.interlace import Interlace
 from patchpar.highres.layout import Layout
 from patchpar.highres.level import level_of
+from patchpar.highres.meeting import Meeting
 from patchpar.highres.method import Method
 from patchpar.highres.noise import alike
 from patchpar.highres.structure_stage import StructureStage
@@ -92,7 +93,8 @@ def calibrate(method: Method, *, side: int = 64, scale: int = 2, pictures: int =
     for time in times:
         layout = Layout.of(((x, time), {}), pixels=8)
         asked = Asked(forward=forward, layout=layout, branches=1)
-        prediction, _ = stage.predict(asked, level_of(scheduler, time), interlace)
+        portion, _ = stage.predict(asked, level_of(scheduler, time), interlace)
+        prediction = portion.finish(Meeting(mesh, f"step {clock.evaluation}").at_once(portion))
         x = scheduler.step(prediction, time, x).prev_sample
         clock.tick()
     after = scheduler.timesteps[len(times)]

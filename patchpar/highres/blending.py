@@ -9,6 +9,7 @@ its band to all, and everyone has the whole.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from patchpar.mesh import Axis
 from patchpar.patches import Bands, split_bands
 from patchpar.transport import Spec
 
-KIND = "windows"
+KIND, WEIGHTS = "windows", "weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +55,17 @@ class Blend:
         )
 
     def pieces(self, place: int, owner: int) -> list[Piece]:
-        """What `place` covers of the band of `owner`."""
-        band = slice(self.bands.starts[owner], self.bands.starts[owner + 1])
+        """What `place` covers of the band of `owner`: rows that the same windows cover, as wide as those together."""
+        band = self.bands.starts[owner], self.bands.starts[owner + 1]
         found = []
         for branch, numbers in self._covered(place).items():
-            rows, columns = self.windows.box(numbers)
-            within = slice(max(rows.start, band.start), min(rows.stop, band.stop))
-            if within.start < within.stop:
-                found.append(Piece(branch, within, columns))
+            tops = [(self.windows.corners[number][0], number) for number in numbers]
+            height = self.windows.window[0]
+            edges = {row for top, _ in tops for row in (top, top + height) if band[0] < row < band[1]}
+            for rows in pairwise(sorted({*band, *edges})):
+                within = [number for top, number in tops if top <= rows[0] and rows[1] <= top + height]
+                if within:
+                    found.append(Piece(branch, slice(*rows), self.windows.columns(within)))
         return found
 
     def _covered(self, place: int) -> dict[int, list[int]]:
@@ -82,24 +86,47 @@ class Blend:
                 self.windows.cut(canvas[unit.branch], unit.patch).add_(prediction.float() * weight)
         return canvas
 
-    def band(self, mesh: tuple[Door, Axis], where: str, own_GBCHW: Tensor, dtype: torch.dtype) -> Tensor:
-        """Our band of the whole prediction, x_GBChW, complete. Raises ExchangeError."""
+    def covered(self, place: int, like: Tensor) -> Tensor:
+        """Where a place has windows of any branch, (H, W)."""
+        canvas = torch.zeros(self.windows.size, dtype=torch.bool, device=like.device)
+        for numbers in self._covered(place).values():
+            for number in numbers:
+                self.windows.cut(canvas, number).fill_(True)
+        return canvas
+
+    def band(
+        self, mesh: tuple[Door, Axis], where: str, own_GBCHW: Tensor, dtype: torch.dtype, told: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Our band of the whole prediction, x_GBChW, complete; and what every place has `told`, in order.
+
+        Raises ExchangeError.
+        """
         door, axis = mesh
         outgoing, incoming = [], {}
         for place in axis.others:
             pieces = self.pieces(axis.rank, place)
             if pieces:
-                leaving = tuple(piece.of(own_GBCHW).to(dtype).contiguous() for piece in pieces)
-                outgoing.append(((axis.ranks[place],), leaving))
-            specs = tuple(self._spec(piece, own_GBCHW, dtype) for piece in self.pieces(place, axis.rank))
-            if specs:
-                incoming[axis.ranks[place]] = specs
+                leaving = torch.cat([piece.of(own_GBCHW).flatten() for piece in pieces]).to(dtype)
+                outgoing.append(((axis.ranks[place],), (leaving,)))
+            sizes = self._sizes(place, axis.rank, own_GBCHW)
+            if sizes:
+                incoming[axis.ranks[place]] = (Spec((sum(sizes),), dtype),)
+        parts = [Part(KIND, outgoing, incoming)] + ([] if told is None else [_told_part(axis, told)])
         whole = own_GBCHW.clone()
-        (received,) = door.exchange(where, [Part(KIND, outgoing, incoming)]).wait()
-        for peer, tensors in received.items():
-            for piece, x in zip(self.pieces(axis.ranks.index(peer), axis.rank), tensors, strict=True):
-                piece.of(whole).add_(x)
-        return self.own_band(whole, axis.rank, dtype)
+        received, *heard = door.exchange(where, parts).wait()
+        for peer, (flat,) in received.items():
+            place = axis.ranks.index(peer)
+            sums = torch.split(flat, self._sizes(place, axis.rank, own_GBCHW))
+            for piece, x in zip(self.pieces(place, axis.rank), sums, strict=True):
+                rows = piece.of(whole)
+                rows.add_(x.view(rows.shape))
+        others = {axis.ranks.index(peer): x for each in heard for peer, (x,) in each.items()}
+        everyone = [told if place == axis.rank else others[place] for place in range(axis.size)] if heard else []
+        return self.own_band(whole, axis.rank, dtype), [x for x in everyone if x is not None]
+
+    def _sizes(self, place: int, owner: int, like_GBCHW: Tensor) -> list[int]:
+        """Of the pieces of a place, in numbers."""
+        return [piece.of(like_GBCHW).numel() for piece in self.pieces(place, owner)]
 
     def own_band(self, whole_GBCHW: Tensor, place: int, dtype: torch.dtype) -> Tensor:
         """The rows of a place."""
@@ -109,10 +136,10 @@ class Blend:
         """What `band` is on another place."""
         return [Spec((*like_GBCHW.shape[:-2], self.bands.size(place), like_GBCHW.shape[-1]), dtype)]
 
-    @staticmethod
-    def _spec(piece: Piece, like_GBCHW: Tensor, dtype: torch.dtype) -> Spec:
-        rows, columns = piece.rows.stop - piece.rows.start, piece.columns.stop - piece.columns.start
-        return Spec((*like_GBCHW.shape[1:-2], rows, columns), dtype)
+
+def _told_part(axis: Axis, told: Tensor) -> Part:
+    peers = tuple(axis.ranks[place] for place in axis.others)
+    return Part(WEIGHTS, [(peers, (told,))], {peer: (Spec.of(told),) for peer in peers})
 
 
 def whole_of_bands(bands: Sequence[Tensor]) -> Tensor:

@@ -18,6 +18,7 @@ from patchpar.batch import count_branches
 from patchpar.clock import StepClock
 from patchpar.errors import PlanError
 from patchpar.exchange import Door
+from patchpar.highres.after_guidance import AfterGuidance
 from patchpar.highres.attention_map import AttentionMap
 from patchpar.highres.content import Content
 from patchpar.highres.detail_stage import DetailStage
@@ -25,6 +26,7 @@ from patchpar.highres.evaluation import Asked
 from patchpar.highres.interlace import Interlace
 from patchpar.highres.layout import Layout
 from patchpar.highres.level import level_of, refuse_thresholding
+from patchpar.highres.meeting import Meeting
 from patchpar.highres.method import Method
 from patchpar.highres.native import Native
 from patchpar.highres.noise import FreshNoise, SharedNoise
@@ -51,7 +53,7 @@ class LargePicture:
         self, denoiser: nn.Module, mesh: tuple[Door, Axis], method: Method, *, pipe: Any, clock: StepClock | None = None
     ) -> None:
         self.denoiser, self.method, self.pipe = denoiser, method, pipe
-        self.axis, self.clock = mesh[1], clock or StepClock()
+        (self._door, self.axis), self.clock = mesh, clock or StepClock()
         self.exchange = "on"
         self.native = Native.of(pipe, denoiser, method.native)
         attention = AttentionMap(denoiser)
@@ -62,6 +64,7 @@ class LargePicture:
         self._content = Content(pipe)
         self._structure = StructureStage(method, mesh, self.clock, attention, self._content)
         self._detail = DetailStage(method, mesh, self.clock, denoiser)
+        self._after = AfterGuidance(mesh, self.clock)
         self._fresh = FreshNoise(method.switch, method.seed) if method.renoised else None
         self._shared = SharedNoise(pipe, method.shared_noise, self._interlace) if method.shared_noise else None
         self._parameters = parameter_names(denoiser)
@@ -81,12 +84,17 @@ class LargePicture:
         self._check_ranks(interlace, asked.branches)
         silent = self.exchange == "off"
         if level.time > self.method.switch:
-            whole, like = self._structure.predict(asked, level, interlace, silent=silent)
+            portion, like = self._structure.predict(asked, level, interlace)
         else:
-            key = f"{self.method.seed} {self.clock.evaluation}"
-            windows = self._windows(interlace.size, key)
-            whole, like = self._detail.predict(asked, level, windows, interlace, silent=silent)
-        return layout.output(like, whole)
+            windows = self._windows(interlace.size, f"{self.method.seed} {self.clock.evaluation}")
+            portion, like = self._detail.predict(asked, level, windows, interlace, silent=silent)
+        if self._after.takes(portion):
+            return layout.output(like, self._after.put_off(layout, portion))
+        meeting = Meeting((self._door, self.axis), f"step {self.clock.evaluation}", silent)
+        whole_BCHW = portion.finish(meeting.at_once(portion))
+        if not silent:
+            self._after.answered(layout, whole_BCHW, asked.branches)
+        return layout.output(like, whole_BCHW)
 
     def _branches_of(self, x_BCHW: Tensor) -> int:
         """Branches of guidance in a batch, counted once for each form of it in a picture."""
@@ -116,15 +124,19 @@ class LargePicture:
 
     def reset(self) -> None:
         """Begin a picture."""
+        self._after.end()
         self._branches.clear()
         self._content.reset()
         self._structure.reset()
         self._detail.begin(self.pipe.scheduler, self.native.channels)
         if self._fresh is not None:
             self._fresh.begin(self.pipe.scheduler)
+        if not self.method.guidance.lag:  # what leads is then what each branch said in the step before
+            self._after.begin(self.pipe.scheduler)
 
     def finish(self) -> None:
         """End a picture. Raises ExchangeError."""
+        self._after.end()
         self._detail.end()
         if self._fresh is not None:
             self._fresh.end()

@@ -18,8 +18,7 @@ from torch import Tensor
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.highres.interlace import Interlace
 from patchpar.highres.level import Level, level_of
-
-APART = 0.02  # of a prediction: more than rounding explains
+from patchpar.highres.weighing import Evidence, weighed
 
 
 class Flow:
@@ -76,7 +75,7 @@ class Flow:
         later = self._next(timestep)
         if later is None:
             return
-        combined = weighed(model_output, whole, prediction)[:, : self._latent_BChw.shape[1]]
+        combined = followed(model_output, whole, prediction)[:, : self._latent_BChw.shape[1]]
         clean = level.clean(self._latent_BChw, combined)
         noise = (self._latent_BChw - level.signal * clean) / level.noise
         self._latent_BChw = later.signal * clean + later.noise * noise
@@ -87,29 +86,16 @@ class Flow:
         return level_of(self._scheduler, times[place], step=place) if place < len(times) else None
 
 
-def weighed(output_BCHW: Tensor, branches_KCHW: Tensor, others_Kchw: Tensor) -> Tensor:
+def followed(output_BCHW: Tensor, branches_KCHW: Tensor, others_Kchw: Tensor) -> Tensor:
     """`others` of all branches put together as `output` is of `branches`, a weighted sum for each picture.
 
     Raises UnsupportedModel where the output is no such sum.
     """
     count = len(output_BCHW)
-    known = _apart(branches_KCHW.float().reshape(-1, count, output_BCHW[0].numel()).transpose(0, 1).double())
-    wanted = output_BCHW.float().flatten(1).double()
-    gram = known @ known.transpose(1, 2)
-    weights = torch.linalg.pinv(gram, hermitian=True, rtol=1e-10) @ (known @ wanted[:, :, None])
-    left = (wanted - (weights.transpose(1, 2) @ known)[:, 0]).norm()
-    if left > APART * wanted.norm():
+    evidence = Evidence.of(output_BCHW, branches_KCHW.reshape(-1, *output_BCHW.shape))
+    if not evidence.is_sum:
         raise UnsupportedModel(
             "guide=flow: this pipeline does not guide by a weighted sum of its branches, so that the guide cannot "
             "follow it: use guide=anchor"
         )
-    others = others_Kchw.float().reshape(-1, count, *others_Kchw.shape[1:])
-    parts = _apart(others.flatten(2).transpose(0, 1))
-    summed = weights.transpose(1, 2).float() @ parts
-    return summed[:, 0].reshape(others.shape[1:])
-
-
-def _apart(branches_BKN: Tensor) -> Tensor:
-    """The first branch, and what the others differ by from it: nearly alike branches would hide their weights."""
-    first = branches_BKN[:, :1]
-    return torch.cat([first, branches_BKN[:, 1:] - first], 1)
+    return weighed(evidence.weights_BK, others_Kchw.reshape(-1, count, *others_Kchw.shape[1:]))

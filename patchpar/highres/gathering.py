@@ -1,4 +1,4 @@
-"""Tensors of every rank to every rank, and the predictions of interlaced patches as such tensors."""
+"""Tensors of every rank to every rank."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -60,17 +60,3 @@ def stacked(units: Sequence[Unit], predictions: Mapping[Unit, Tensor]) -> list[T
 def stack_spec(units: Sequence[Unit], one: Tensor) -> list[Spec]:
     """What `stacked` makes of predictions like `one`."""
     return [Spec((len(units), *one.shape), one.dtype)] if units else []
-
-
-def by_unit(shares: Shares, found: Sequence[Mapping[str, Sequence[Tensor]]]) -> dict[Unit, Tensor]:
-    """The predictions of all units."""
-    return {
-        unit: tensors[PREDICTION][0][number]
-        for units, tensors in zip(shares, found, strict=True)
-        for number, unit in enumerate(units)
-    }
-
-
-def whole_of(predictions: Mapping[Unit, Tensor], patch: int, branches: int) -> Tensor:
-    """A patch's predictions of all branches as one batch."""
-    return torch.cat([predictions[Unit(patch, branch)] for branch in range(branches)])

@@ -40,6 +40,11 @@ class Interlace:
         )
         return height, width
 
+    @property
+    def exact(self) -> bool:
+        """Whether patches hold the latent and nothing else."""
+        return tuple(side * scale for side, scale in zip(self.patch_size, self.scales, strict=True)) == self.size
+
     def split(self, x_BCHW: Tensor) -> Tensor:
         """All patches: x_NBChw, the anchor first."""
         (height, width), (down, across) = self.patch_size, self.scales

@@ -1,7 +1,7 @@
 """The first stage: interlaced patches, each the whole picture at native size, led by the first of them."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,24 +10,18 @@ from torch import Tensor
 from patchpar.clock import StepClock
 from patchpar.exchange import Door
 from patchpar.highres.attention_map import AttentionMap, Recording
+from patchpar.highres.blending import Blend
 from patchpar.highres.content import Content
 from patchpar.highres.evaluation import Asked
-from patchpar.highres.gathering import (
-    MASK,
-    PREDICTION,
-    Shares,
-    by_unit,
-    from_everyone,
-    stack_spec,
-    stacked,
-    whole_of,
-)
+from patchpar.highres.gathering import Shares
 from patchpar.highres.interlace import Interlace
 from patchpar.highres.layout import Spot
 from patchpar.highres.level import Level
 from patchpar.highres.method import Method
+from patchpar.highres.portion import Portion, Whole
 from patchpar.highres.structure import Lead, guided, lead_of
-from patchpar.highres.work import Evaluation, Unit, share_out
+from patchpar.highres.windows import Windows
+from patchpar.highres.work import Evaluation, Unit, own_of, share_out
 from patchpar.mesh import Axis
 from patchpar.transport import Spec
 
@@ -40,15 +34,15 @@ class StructureStage:
     ) -> None:
         self._method, self._mesh, self._clock = method, mesh, clock
         self._attention, self._content = attention, content
-        self._mask: tuple[int, Tensor] | None = None  # of this step's first call, with its evaluation
+        self._mask: Tensor | None = None  # of this step's first call
         self._leads: dict[int, tuple[int, Lead]] = {}  # by call, with their evaluation
 
     def reset(self) -> None:
         """Begin a picture."""
         self._mask, self._leads = None, {}
 
-    def predict(self, asked: Asked, level: Level, interlace: Interlace, *, silent: bool = False) -> tuple[Tensor, Any]:
-        """The whole prediction and one output as the denoiser gives it. `silent`: nothing is heard of other ranks."""
+    def predict(self, asked: Asked, level: Level, interlace: Interlace) -> tuple[Portion, Any]:
+        """Our portion of the prediction and one output as the denoiser gives it."""
         axis, size = self._mesh[1], interlace.patch_size
         x_NBChw = interlace.split(asked.layout.x_BCHW)
         asks = 1 if self._only_follow(level) else len(interlace)
@@ -56,20 +50,36 @@ class StructureStage:
         watcher = self._watcher(asked, size)
         own, like = asked.predictions(shares[axis.rank], lambda patch: (x_NBChw[patch], Spot(size)), watcher.around)
         one = next(iter(own.values()))
-        sent = {PREDICTION: stacked(shares[axis.rank], own)}
-        expected: dict[str, Callable[[int], list[Spec]]] = {PREDICTION: lambda place: stack_spec(shares[place], one)}
-        if watcher.wanted:
-            owner, spec = _owner(shares, watcher.unit), Spec((one.shape[0], 1, *size), torch.float32)
-            sent[MASK] = [watcher.mask(one, size)] if owner == axis.rank else []
-            expected[MASK] = lambda place: [spec] if place == owner else []
-        found = from_everyone(self._mesh, f"step {self._clock.evaluation}", sent, expected, silent=silent)
-        if watcher.wanted:
-            mask = next(tensors[MASK][0] for tensors in found if tensors[MASK])
-            self._mask = (self._clock.evaluation, mask)
-        predictions = by_unit(shares, found)
-        patches = torch.stack([whole_of(predictions, patch, asked.branches) for patch in range(asks)])
+        stacked = tuple((number * size[0], 0) for number in range(asks))
+        windows = Windows((asks * size[0], size[1]), size, stacked)
+        blend = Blend.of(windows, shares, asked.branches)
+        portion = Portion(
+            canvas_KBCHW=blend.sums(own_of(shares[axis.rank], own), one),
+            covered_HW=blend.covered(axis.rank, one),
+            dtype=one.dtype,
+            windows=windows,
+            shares=shares,
+            finish=partial(self._finished, level, interlace, x_NBChw),
+            interlace=interlace,
+            mask=self._mask_of(watcher, shares, one),
+        )
+        return portion, like
+
+    def _mask_of(self, watcher: "_Watcher", shares: Shares, one: Tensor) -> tuple[int, Spec, Tensor | None] | None:
+        """Who has the mask of this call, what form it has, and the mask where it is ours."""
+        if not watcher.wanted:
+            return None
+        owner, size = _owner(shares, watcher.unit), (one.shape[-2], one.shape[-1])
+        own = watcher.mask(one, size) if owner == self._mesh[1].rank else None
+        return owner, Spec((one.shape[0], 1, *size), torch.float32), own
+
+    def _finished(self, level: Level, interlace: Interlace, x_NBChw: Tensor, whole: Whole) -> Tensor:
+        """The answer for the whole picture, the anchor's lead followed."""
+        if whole.mask_B1hw is not None:
+            self._mask = whole.mask_B1hw
+        patches = torch.stack(torch.split(whole.prediction_BCHW, interlace.patch_size[0], -2))
         patches = patches.expand(len(interlace), *patches.shape[1:])
-        return interlace.join(self._guided(level, interlace, x_NBChw, patches, asked.branches)), like
+        return interlace.join(self._guided(level, interlace, x_NBChw[:, : patches.shape[1]], patches))
 
     def _only_follow(self, level: Level) -> bool:
         """Whether nothing of what the others predict is left, so that only the anchor need be asked."""
@@ -77,13 +87,13 @@ class StructureStage:
         whole = guidance.strength(self._method.progress(level.time)) == 1
         return whole and guidance.space == "x0" and not (guidance.masked and self._attention.layers)
 
-    def _guided(
-        self, level: Level, interlace: Interlace, x_NBChw: Tensor, patches_NBChw: Tensor, branches: int
-    ) -> Tensor:
+    def _guided(self, level: Level, interlace: Interlace, x_NBChw: Tensor, patches_NBChw: Tensor) -> Tensor:
         guidance = self._method.guidance
         channels = min(x_NBChw.shape[2], patches_NBChw.shape[2])  # more are a picture to fill in, or a variance
         x, prediction = x_NBChw[:, :, :channels].float(), patches_NBChw[:, :, :channels].float()
-        mask = self._mask[1].repeat(branches, 1, 1, 1) if self._mask is not None and guidance.masked else None
+        mask = None
+        if self._mask is not None and guidance.masked:
+            mask = self._mask.repeat(x.shape[1] // len(self._mask), 1, 1, 1)
         lead = self._aged(lead_of(guidance, level, x[0], prediction[0], mask))
         strength = guidance.strength(self._method.progress(level.time))
         led = guided(guidance, level, interlace, lead, (x, prediction), strength).to(patches_NBChw.dtype)

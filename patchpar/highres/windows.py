@@ -52,11 +52,10 @@ class Windows:
         """The share of a window in each of its places, (h, w): those of all windows add up to 1."""
         return (self._bump_hw / self.cut(self._total_HW, number)).float()
 
-    def box(self, numbers: list[int]) -> tuple[slice, slice]:
-        """The rows and columns that hold these windows."""
-        tops, lefts = zip(*(self.corners[number] for number in numbers), strict=True)
-        rows = slice(min(tops), max(tops) + self.window[0])
-        return rows, slice(min(lefts), max(lefts) + self.window[1])
+    def columns(self, numbers: list[int]) -> slice:
+        """The columns that hold these windows."""
+        lefts = [self.corners[number][1] for number in numbers]
+        return slice(min(lefts), max(lefts) + self.window[1])
 
 
 def _bump(count: int) -> Tensor:

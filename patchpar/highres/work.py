@@ -6,8 +6,12 @@ Equal units in equal runs are the shortest schedule there is; a run keeps both b
 are one call. Where runs differ, the first is the shortest: its rank also records the attention of the anchor.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,16 @@ def share_out(patches: int, branches: int, ranks: int) -> list[tuple[Unit, ...]]
     each, more = divmod(len(units), ranks)
     bounds = [rank * each + max(0, rank - (ranks - more)) for rank in range(ranks + 1)]
     return [tuple(units[start:stop]) for start, stop in pairwise(bounds)]
+
+
+def merged(shares: Sequence[tuple[Unit, ...]]) -> list[tuple[Unit, ...]]:
+    """The same where all branches are one: the first."""
+    return [tuple(dict.fromkeys(Unit(unit.patch, 0) for unit in units)) for units in shares]
+
+
+def own_of(units: tuple[Unit, ...], found: Mapping[Unit, T]) -> dict[Unit, T]:
+    """What was found of these units; a rank without any evaluates another's."""
+    return {unit: found[unit] for unit in units}
 
 
 def evaluations_of(units: tuple[Unit, ...], branches: int) -> list[Evaluation]:

@@ -40,15 +40,26 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """Final latents, and what this rank sent, by kind."""
+    """Final latents, and what this rank sent, by kind: in all, and up to the end of every step."""
 
     latents: Tensor
     bytes_sent: dict[str, int]
+    by_step: list[dict[str, int]]
+
+    def sent_in(self, step: int) -> dict[str, int]:
+        """In one step, counted from 0."""
+        before = self.by_step[step - 1] if step else {}
+        return {kind: count - before.get(kind, 0) for kind, count in self.by_step[step].items()}
 
 
 @contextmanager
-def large(tiny: Tiny, strategy: StructureGuidance, door: Any, axis: Axis) -> Iterator[LargePicture]:
-    """The pipeline's denoiser answers out of patches while open, and its clock is that of its scheduler."""
+def large(
+    tiny: Tiny, strategy: StructureGuidance, door: Any, axis: Axis, by_step: list[dict[str, int]] | None = None
+) -> Iterator[LargePicture]:
+    """The pipeline's denoiser answers out of patches while open, and its clock is that of its scheduler.
+
+    `by_step` takes down what has been sent by the end of every step.
+    """
     denoiser, scheduler, clock = tiny.denoiser, tiny.pipe.scheduler, StepClock()
     found = strategy.install(denoiser, door, axis, pipe=tiny.pipe, clock=clock)
     plain = denoiser.forward
@@ -64,6 +75,8 @@ def large(tiny: Tiny, strategy: StructureGuidance, door: Any, axis: Axis) -> Ite
     def step(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         clock.tick()
+        if by_step is not None and door is not None:
+            by_step.append(dict(door.traffic.bytes_sent))
         return result
 
     denoiser.forward, scheduler.step = forward, step
@@ -87,14 +100,14 @@ def prepared(case: Case) -> Tiny:
 
 def draw(transport: Any, case: Case, tinies: list[Tiny]) -> Drawn:
     """On one rank; `transport` is None for a rank that is alone."""
-    rank = 0 if transport is None else transport.rank
+    rank, by_step = 0 if transport is None else transport.rank, list[dict[str, int]]()
     door = None if transport is None else Door(transport)
     axis = Axis("patch", rank, len(tinies), tuple(range(len(tinies))))
-    with large(tinies[rank], case.strategy, door, axis) as found:
+    with large(tinies[rank], case.strategy, door, axis, by_step) as found:
         found.exchange = case.exchange
         drawn = latents(tinies[rank], steps=case.steps, **case.arguments)
     sent = {} if door is None else dict(door.traffic.bytes_sent)
-    return Drawn(latents=drawn, bytes_sent=sent)
+    return Drawn(latents=drawn, bytes_sent=sent, by_step=by_step)
 
 
 def alone(case: Case) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.highres.flow import weighed
+from patchpar.highres.flow import followed
 from patchpar.mesh import Axis
 from patchpar.strategies.structure_guidance import StructureGuidance
 from tests.tiny import Tiny, latents
@@ -71,14 +71,14 @@ def test_weights_of_branches_are_found(branches: int) -> None:
         known = noise(1, 2, 4, 6, 6) + differ * noise(branches, 2, 4, 6, 6, seed=1)
         others = noise(1, 2, 4, 3, 3, seed=2) + differ * noise(branches, 2, 4, 3, 3, seed=3)
         summed, want = ((weights[:, :, None, None, None] * x).sum(0) for x in (known, others))
-        got = weighed(summed, known.flatten(0, 1), others.flatten(0, 1))
+        got = followed(summed, known.flatten(0, 1), others.flatten(0, 1))
         assert torch.allclose(got, want, atol=2e-3, rtol=1e-3)
 
 
 def test_what_a_guide_cannot_follow() -> None:
     known = noise(2, 4, 6, 6)
     with pytest.raises(UnsupportedModel, match="not guide by a weighted sum of its branches"):
-        weighed(known[:1] * known[1:].sign(), known, known)
+        followed(known[:1] * known[1:].sign(), known, known)
     with pytest.raises(PlanError, match="HeunDiscreteScheduler steps in two halves"):
         alone(Case(options={"guide": "flow"}, scheduler=diffusers.HeunDiscreteScheduler))
     with pytest.raises(PlanError, match="guide=flow would not see"):

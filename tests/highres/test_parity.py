@@ -103,15 +103,3 @@ def test_sizes(height: int, width: int) -> None:
     case = Case(arguments={"height": height, "width": width}, options={"masked": True})
     want = alone(case)
     assert all(apart(drawn.latents, want) < LIMIT for drawn in together(case, 2))
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_traffic(world: int) -> None:
-    """In a step no more than the denoiser's sample, and what windows cover of others' bands; a small mask, once."""
-    case = Case(options={"masked": True, "kept": 0.0}, steps=2)
-    sample = 2 * 4 * 16 * 16 * 4  # both branches of guidance, fp32
-    sent = [drawn.bytes_sent for drawn in together(case, world)]
-    assert sum(each.get("mask", 0) for each in sent) == (world - 1) * 8 * 8 * 4
-    assert all(each["prediction"] == case.steps * sample * (world - 1) // world for each in sent)
-    assert all(each["windows"] <= 0.75 * sample for each in sent)
-    assert "anchor" not in sent[0]

@@ -54,10 +54,10 @@ def test_windows_are_laid_evenly(side: int, overlap: float, starts: list[int]) -
     assert starts_of(side, 64, overlap, 1) == starts
 
 
-def test_a_box_holds_its_windows() -> None:
+def test_columns_that_hold_windows() -> None:
     windows = Tiling(moved=False).lay((128, 128), NATIVE, key="")
-    assert windows.box([0, 1]) == (slice(0, 64), slice(0, 96))
-    assert windows.box([4, 8]) == (slice(32, 128), slice(32, 128))
+    assert windows.columns([0, 1]) == slice(0, 96)
+    assert windows.columns([4, 8]) == slice(32, 128)
 
 
 def test_a_side_off_the_grid_is_refused() -> None:

@@ -1,0 +1,95 @@
+"""Ranks meet after guidance: where the scheduler steps, the pipeline's branches are one, and so is what is sent.
+
+    first step    the denoiser answers with the whole; what the pipeline makes of it is looked at
+    later steps   it answers with this rank's portion, with no number elsewhere; the pipeline puts its branches
+                  together as ever, and before the scheduler sees the result, it is made whole
+
+That is right where guidance is a mean of the branches with the same weights everywhere, which the first step shows.
+Guidance that depends on the whole prediction (guidance_rescale) goes on with the whole.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.clock import StepClock
+from patchpar.errors import UnsupportedModel
+from patchpar.exchange import Door
+from patchpar.highres.layout import Layout
+from patchpar.highres.meeting import Meeting
+from patchpar.highres.portion import Portion
+from patchpar.highres.weighing import Evidence
+from patchpar.mesh import Axis
+
+
+class AfterGuidance:
+    """One picture after the other on one rank. `begin` belongs before each, `end` after it."""
+
+    def __init__(self, mesh: tuple[Door, Axis], clock: StepClock) -> None:
+        self._mesh, self._clock = mesh, clock
+        self._scheduler: Any = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._is_mean: bool | None = None  # None until a step has shown it
+        self._layout: Layout | None = None
+        self._seen: list[Tensor] = []  # what the pipeline was answered with in this step, by branches
+        self._waiting: list[Portion] = []
+
+    def begin(self, scheduler: Any) -> None:
+        """Stand before everything else that stands before the scheduler's step."""
+        self.end()
+        if self._mesh[1].size == 1:
+            return
+        self._scheduler, original = scheduler, scheduler.step
+
+        @functools.wraps(original)  # diffusers reads the signature of scheduler.step
+        def step(model_output: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return original(self._made_whole(model_output), *args, **kwargs)
+
+        scheduler.step = step
+
+    def end(self) -> None:
+        """Stand aside, and forget."""
+        if self._scheduler is not None:
+            vars(self._scheduler).pop("step", None)
+        self._scheduler = None
+        self._forget()
+
+    def takes(self, portion: Portion) -> bool:
+        """Whether a portion can be put off, rather than be made whole at once."""
+        return self._is_mean is True and portion.can_wait
+
+    def answered(self, layout: Layout, whole_BCHW: Tensor, branches: int) -> None:
+        """The pipeline gets the whole."""
+        if self._scheduler is not None and self._is_mean is None:
+            self._layout = layout
+            self._seen += whole_BCHW.chunk(branches)
+
+    def put_off(self, layout: Layout, portion: Portion) -> Tensor:
+        """What the pipeline gets instead of the whole."""
+        self._layout = layout
+        self._waiting.append(portion)
+        return portion.picture_BCHW
+
+    def _made_whole(self, model_output: Tensor) -> Tensor:
+        if self._layout is None or not (self._seen or self._waiting):
+            return model_output
+        layout, waiting, seen = self._layout, self._waiting, self._seen
+        self._seen, self._waiting = [], []
+        combined = layout.map_of(model_output, (layout.x_BCHW.shape[-2], layout.x_BCHW.shape[-1]))
+        if not waiting:
+            branches = torch.stack([x[:, : combined.shape[1]] for x in seen])
+            self._is_mean = combined.shape == branches.shape[1:] and Evidence.of(combined, branches).is_mean
+            return model_output
+        where, last = f"step {self._clock.evaluation}", waiting[-1]
+        whole = Meeting(self._mesh, where).after_guidance(waiting, last.canvas_of(combined))
+        if whole is None:
+            raise UnsupportedModel(
+                f"guidance at {where} is no mean of its branches, as it was in the first step: keep guidance_rescale "
+                "as it is within a picture, or use one device"
+            )
+        answer: Tensor = layout.output(model_output, last.finish(whole).to(model_output.dtype))
+        return answer

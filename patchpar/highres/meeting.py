@@ -1,0 +1,100 @@
+"""How ranks make a whole of their portions of a prediction, in two messages to each other rank.
+
+    what a rank's patches cover of a band of rows goes to the rank that completes the band
+    every band, and what leads the rest, goes to all
+
+They meet at once, every branch of guidance by itself; or after the pipeline has put its branches together in every
+portion, which comes to the same, guidance being a weighted sum, and is a fraction of the bytes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from patchpar.exchange import Door
+from patchpar.highres.blending import Blend, whole_of_bands
+from patchpar.highres.gathering import ANCHOR, MASK, PREDICTION, Shares, from_everyone, stack_spec, stacked
+from patchpar.highres.portion import Portion, Whole
+from patchpar.highres.weighing import Evidence, weighed
+from patchpar.highres.work import Unit, merged
+from patchpar.mesh import Axis
+from patchpar.transport import Spec
+
+GuideOf = Callable[[list[Tensor]], Mapping[Unit, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """The ranks of an axis, at a step. `silent`: nothing is heard of others, and what they would send is 0."""
+
+    mesh: tuple[Door, Axis]
+    where: str
+    silent: bool = False
+
+    def at_once(self, portion: Portion) -> Whole:
+        """Every branch by itself. Raises ExchangeError."""
+        own = {Unit(len(portion.windows), branch): x for branch, x in portion.guide.items()}
+        return self._met(portion, portion.canvas_KBCHW, portion.shares, lambda _: own)
+
+    def after_guidance(self, portions: Sequence[Portion], combined_BCHW: Tensor) -> Whole | None:
+        """What the pipeline has made of the portions of all denoiser calls of a step, each the same patches.
+
+        `combined`: on the canvas. None where that is no weighted mean of the branches, or another one elsewhere.
+        Raises ExchangeError.
+        """
+        last, heard = portions[-1], list[Evidence]()
+        masks = [portion.mask for portion in portions if portion.mask is not None]
+        branches = torch.cat([portion.canvas_KBCHW[:, :, : combined_BCHW.shape[1]] for portion in portions])
+        own = Evidence.of(combined_BCHW, branches)
+        guide = [x for portion in portions for x in _all_branches(portion)]
+
+        def guide_of(told: list[Tensor]) -> Mapping[Unit, Tensor]:
+            heard.append(sum((Evidence(x) for x in told[1:]), Evidence(told[0])))
+            if not any(portion.guide for portion in portions):
+                return {}
+            return {Unit(len(last.windows), 0): weighed(heard[0].weights_BK, torch.stack(guide)).to(last.dtype)}
+
+        portion, canvas = replace(last, mask=masks[0] if masks else None), combined_BCHW.float()[None]
+        whole = self._met(portion, canvas, merged(last.shares), guide_of, told=own.products)
+        return whole if heard[0].is_mean else None
+
+    def _met(
+        self, portion: Portion, own_GBCHW: Tensor, shares: Shares, guide_of: GuideOf, told: Tensor | None = None
+    ) -> Whole:
+        """The whole of a canvas of G branches. `guide_of` gives our part of the guide, once all have `told`."""
+        axis, dtype = self.mesh[1], portion.dtype
+        blend = Blend.of(portion.windows, shares, len(own_GBCHW))
+        band, heard = blend.own_band(own_GBCHW, axis.rank, dtype), list[Tensor]()
+        if axis.size > 1 and not self.silent:
+            band, heard = blend.band(self.mesh, self.where, own_GBCHW, dtype, told)
+        guides = [tuple(unit for unit in units if unit.patch == len(portion.windows)) for units in shares]
+        sent = {PREDICTION: [band], ANCHOR: stacked(guides[axis.rank], guide_of(heard)), MASK: portion.own_mask}
+        expected: dict[str, Callable[[int], list[Spec]]] = {
+            PREDICTION: lambda place: blend.band_spec(place, own_GBCHW, dtype),
+            ANCHOR: lambda place: stack_spec(guides[place], portion.one_guide),
+            MASK: portion.mask_spec,
+        }
+        found = from_everyone(self.mesh, self.where, sent, expected, silent=self.silent)
+        masks = [x for tensors in found for x in tensors[MASK]]
+        return Whole(
+            prediction_BCHW=whole_of_bands([tensors[PREDICTION][0] for tensors in found]),
+            guide_BChw=_guide_of(guides, found),
+            mask_B1hw=masks[0] if masks else None,
+        )
+
+
+def _guide_of(guides: Shares, found: Sequence[Mapping[str, Sequence[Tensor]]]) -> Tensor | None:
+    """All branches in order; what several places have of one branch is added up."""
+    by_branch: dict[int, Tensor] = {}
+    for units, tensors in zip(guides, found, strict=True):
+        for unit, x in zip(units, tensors[ANCHOR][0] if units else (), strict=True):
+            by_branch[unit.branch] = by_branch[unit.branch] + x if unit.branch in by_branch else x
+    return torch.cat([by_branch[branch] for branch in sorted(by_branch)]) if by_branch else None
+
+
+def _all_branches(portion: Portion) -> list[Tensor]:
+    """Predictions of the guide, 0 for branches of others."""
+    nothing = torch.zeros_like(next(iter(portion.guide.values()), portion.one_guide))
+    return [portion.guide.get(branch, nothing) for branch in range(portion.branches)]
