@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from statistics import median
 from typing import Any
 
@@ -74,18 +74,35 @@ def _median(call: Callable[[], object]) -> float:
     return median(taken[1:])
 
 
-def predicted(strategy: StructureGuidance, seconds: Seconds, scale: int, ranks: int) -> float:
-    """Seconds of a picture of 50 steps at `scale` times the native side, both branches of guidance."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """Seconds of a picture of 50 steps, both branches of guidance, by what takes them."""
+
+    above: float
+    below: float
+    decode: float
+    png: float
+
+    @property
+    def all(self) -> float:
+        """Together."""
+        return sum(astuple(self))
+
+
+def predicted(strategy: StructureGuidance, seconds: Seconds, scale: int, ranks: int) -> Spent:
+    """A picture at `scale` times the native side on so many ranks."""
     method = strategy.method
     tiling = {"overlap": strategy.overlap, "margin": strategy.margin}
     patches, windows = units_of((scale * NATIVE,) * 2, (NATIVE,) * 2, CELL, **tiling)
     follows = method.guidance.strength(0) == 1 and method.guidance.decay == "none" and not method.guidance.masked
     before = round(STEPS * (1 - method.switch))
     larger = (1 + (strategy.margin or 0)) ** 2  # evaluations grow with the area of a window
-    first = before * _step(1 if follows else patches, seconds, ranks)
-    second = (STEPS - before) * larger * _step(windows + (method.kept > 0), seconds, ranks)
-    decode = seconds.decode / (1 if ranks == 1 else ranks * DECODED)
-    return first + second + decode + seconds.png / ranks
+    return Spent(
+        above=before * _step(1 if follows else patches, seconds, ranks),
+        below=(STEPS - before) * larger * _step(windows + (method.kept > 0), seconds, ranks),
+        decode=seconds.decode / (1 if ranks == 1 else ranks * DECODED),
+        png=seconds.png / ranks,
+    )
 
 
 def _step(patches: int, seconds: Seconds, ranks: int) -> float:
@@ -96,13 +113,17 @@ def _step(patches: int, seconds: Seconds, ranks: int) -> float:
 
 
 def table(strategies: dict[str, StructureGuidance], scale: int) -> Iterator[str]:
-    """Seconds on one rank, and how many times as fast on more."""
+    """Seconds on one rank, how many times as fast on more, and where most ranks gain less than there are of them."""
     seconds = measured(scale)
     evaluations = f"An evaluation of both branches takes {seconds.both:.3f} s, of one {seconds.one:.3f} s"
     yield f"{evaluations}, the decode {seconds.decode:.1f} s, the PNG {seconds.png:.2f} s."
     yield ""
-    yield f"| {scale} x {scale} | 1 rank | " + " | ".join(f"{ranks} ranks" for ranks in RANKS[1:]) + " |"
-    yield "|---|---|" + "---|" * (len(RANKS) - 1)
+    parts = ", ".join(field.name for field in fields(Spent))
+    several = " | ".join(f"{ranks} ranks" for ranks in RANKS[1:])
+    yield f"| {scale} x {scale} | 1 rank | {several} | {RANKS[-1]} ranks: {parts} |"
+    yield "|---|---|" + "---|" * len(RANKS)
     for name, strategy in strategies.items():
         taken = [predicted(strategy, seconds, scale, ranks) for ranks in RANKS]
-        yield f"| {name} | {taken[0]:.0f} s | " + " | ".join(f"{taken[0] / each:.2f}x" for each in taken[1:]) + " |"
+        faster = " | ".join(f"{taken[0].all / each.all:.2f}x" for each in taken[1:])
+        gains = ", ".join(f"{a / b:.1f}x" for a, b in zip(astuple(taken[0]), astuple(taken[-1]), strict=True))
+        yield f"| {name} | {taken[0].all:.0f} s | {faster} | {gains} |"

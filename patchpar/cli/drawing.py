@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from patchpar.cli.flags import Asked, Opened, plan_of
 from patchpar.cli.speech import progress
 
-
-def draw(request: Asked, arguments: Callable[[], dict[str, Any]]) -> tuple[Any, Any]:
-    """(figures of the call, what the pipeline returned). `arguments` may be slow: workers start meanwhile."""
-    return drawn_by(request, lambda pipe: pipe(**arguments()))
+Keep = Callable[[Any], Any]
 
 
-def drawn_by(request: Opened, call: Callable[[Any], Any], **options: Any) -> tuple[Any, Any]:
-    """(figures of the call, what `call` made of the pipeline). `options` are of how it is loaded."""
+def itself(output: Any) -> Any:
+    """Nothing is made of the output yet."""
+    return output
+
+
+def draw(request: Asked, arguments: Callable[[], dict[str, Any]], keep: Keep = itself) -> tuple[Any, Any]:
+    """(figures of the call, what `keep` made of its output). `arguments` may be slow: workers start meanwhile."""
+    return drawn_by(request, lambda pipe: pipe(**arguments()), keep)
+
+
+def drawn_by(request: Opened, call: Callable[[Any], Any], keep: Keep = itself, **options: Any) -> tuple[Any, Any]:
+    """(figures of the call, what `keep` made of its result). `options` are of how the pipeline is loaded.
+
+    `call` takes the pipeline. `keep` works while the workers stop, on the cores that they leave.
+    """
     from patchpar import ParallelPipeline
 
     plan = plan_of(request.plan, request.strategy, request.devices)
     opened = {"devices": request.devices, "plan": plan, **request.for_loading(), **options}
-    with progress("drawing") as step, ParallelPipeline.from_pretrained(request.model, **opened) as pipe:
+    with (
+        ThreadPoolExecutor(1) as aside,
+        progress("drawing") as step,
+        ParallelPipeline.from_pretrained(request.model, **opened) as pipe,
+    ):
         pipe.set_progress_bar_config(disable=True)
         pipe.on_step, pipe.tracing = step, request.trace is not None
-        output = call(pipe)
-        return pipe.last_run, output
+        kept = aside.submit(keep, call(pipe))
+        run = pipe.last_run
+    return run, kept.result()

@@ -30,15 +30,20 @@ def generate(request: Generate) -> None:
         for path in paths:
             check_writable(path)
         with stdout_kept_clean(request.json):
-            run, output = draw(request, request.for_drawing)
-            pictures = images_of(output)
-        if pictures is None:
+            run, saved = draw(request, request.for_drawing, lambda output: _saved(output, paths))
+        if not saved:
             return  # under torchrun, a rank that has no result: rank 0 saves and reports
-        for picture, path in zip(pictures, paths, strict=True):
-            save(picture, path)
         if request.trace is not None:
             run.save_trace(request.trace)
         _report(run, paths, request)
+
+
+def _saved(output: Any, paths: list[Path]) -> bool:
+    """Save the pictures, if there are any here."""
+    pictures = images_of(output)
+    for picture, path in zip(pictures or (), paths if pictures else (), strict=True):
+        save(picture, path)
+    return pictures is not None
 
 
 def images_of(output: Any) -> list[Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,22 @@ def test_writes_the_picture_and_says_so(fake: Any, run: Any, tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["fox.png"]
     (pipe,) = fake.opened
     assert (pipe.model, pipe.options["devices"], pipe.options["plan"], pipe.closed) == ("embedded", "2", "auto", True)
+
+
+def test_saves_while_the_workers_stop(fake: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large PNG takes seconds, and so may workers: the file is there before they are gone."""
+    target, found = tmp_path / "fox.png", list[bool]()
+
+    def stop(self: Any, *_: object) -> None:
+        deadline = time.monotonic() + 30
+        while not target.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        found.append(target.exists())
+
+    monkeypatch.setattr(fake, "__exit__", stop)
+    result = run("generate", "a fox", "--output", target)
+    assert result.exit_code == 0, result.output
+    assert found == [True]
 
 
 def test_passes_every_argument_on(fake: Any, run: Any, tmp_path: Path) -> None:
