@@ -23,6 +23,7 @@ from patchpar.highres.attention_map import AttentionMap
 from patchpar.highres.content import Content
 from patchpar.highres.detail_stage import DetailStage
 from patchpar.highres.evaluation import Asked
+from patchpar.highres.footprint import check_room
 from patchpar.highres.interlace import Interlace
 from patchpar.highres.layout import Layout
 from patchpar.highres.level import level_of, refuse_thresholding
@@ -30,9 +31,11 @@ from patchpar.highres.meeting import Meeting
 from patchpar.highres.method import Method
 from patchpar.highres.native import Native
 from patchpar.highres.noise import FreshNoise, SharedNoise
+from patchpar.highres.room import free_on
 from patchpar.highres.structure_stage import StructureStage
 from patchpar.highres.windows import Windows
 from patchpar.mesh import Axis
+from patchpar.models.description import describe
 from patchpar.pace import timestep_of
 from patchpar.token_split.watch import parameter_names
 
@@ -97,10 +100,19 @@ class LargePicture:
         return layout.output(like, whole_BCHW)
 
     def _branches_of(self, x_BCHW: Tensor) -> int:
-        """Branches of guidance in a batch, counted once for each form of it in a picture."""
+        """Branches of guidance in a batch, counted once for each form of it in a picture. Raises PlanError."""
         if x_BCHW.shape not in self._branches:
-            self._branches[x_BCHW.shape] = count_branches(x_BCHW)
+            branches = self._branches[x_BCHW.shape] = count_branches(x_BCHW)
+            self._check_room(x_BCHW, branches)
         return self._branches[x_BCHW.shape]
+
+    def _check_room(self, x_BCHW: Tensor, branches: int) -> None:
+        """Raise PlanError for latents that exceed what is free on this rank's GPU."""
+        free, pixels = free_on(x_BCHW.device), self.native.pixels
+        size = x_BCHW.shape[-2] * pixels, x_BCHW.shape[-1] * pixels
+        if free is not None:
+            calls = 1 if branches > 1 or not self.clock.guided else 2  # a call for each branch
+            check_room(describe(self.pipe), size, len(x_BCHW) * calls, ranks=1, free=free)
 
     def _interlace(self, x_BCHW: Tensor) -> Interlace:
         size = (x_BCHW.shape[-2], x_BCHW.shape[-1])

@@ -8,12 +8,14 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from torch import Tensor
 
 from patchpar import ParallelPipeline, Plan, PlanError, StructureGuidance
 from patchpar.cli.compare import of_one
 from patchpar.cli.flags import plan_of
 from patchpar.errors import UnsupportedModel
-from patchpar.highres.footprint import COPIES, Footprint, check_room
+from patchpar.highres.footprint import COPIES, GIB, Footprint, check_room
+from patchpar.highres.room import free_on
 from patchpar.highres.suitable import TESTED, why_kept_native
 from patchpar.mesh import Axis
 from patchpar.models.description import Description, describe
@@ -115,6 +117,40 @@ def test_memory_is_estimated_first(model: Description) -> None:
     with pytest.raises(PlanError, match="ask for at most 2048 x 2048"):
         check_room(model, (4096, 4096), 2, ranks=4, free=takes.latents)
     assert "GiB to decode" in choose(model, 2, LARGE).reason
+
+
+def test_memory_of_a_gpu_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the driver has free, and what torch has reserved and not allocated; of a CPU the caller knows."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * GIB)
+    assert free_on(torch.device("cuda", 1)) == 6 * GIB
+    assert free_on(torch.device("cpu")) is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("share", "fits"), [(1.0, True), (0.9, False)])
+def test_latents_beyond_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch, share: float, fits: bool) -> None:
+    """On the rank that has the GPU, before it evaluates anything; pictures of a batch count each."""
+    tiny, x = build("sd"), torch.randn(4, 4, 48, 48)
+    need = COPIES * x.nbytes
+    monkeypatch.setattr("patchpar.highres.denoiser.free_on", lambda device: int(share * need))
+    found = StructureGuidance(switch=0.5).install(tiny.denoiser, None, Axis("patch"), pipe=tiny.pipe)  # type: ignore[arg-type]
+    found.reset()
+    asked: list[Tensor] = []
+
+    def forward(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor]:
+        asked.append(x)
+        return (x,)
+
+    text = {"encoder_hidden_states": torch.zeros(4, 77, 32)}
+    if fits:
+        found.denoise(forward, x, torch.tensor(801), **text)
+        assert asked
+        return
+    with pytest.raises(PlanError, match=r"384 x 384 pixels need about .* on 1 rank, .* ask for at most 360 x 360"):
+        found.denoise(forward, x, torch.tensor(801), **text)
+    assert not asked
 
 
 @torch.no_grad()
