@@ -20,18 +20,20 @@ from patchpar.cli.video import Video, video
 app = typer.Typer(
     name="patchpar",
     help="Run one diffusion model on several devices.",
+    epilog='Try: patchpar generate "a red house" --devices 2',
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its boxes make the help of a verb twice as long as a screen
 )
-app.command()(takes(Generate, generate))
-app.command("upscale")(takes(Upscale, enlarge))
-app.command()(takes(Video, video))
-app.command()(takes(Stream, stream))
-app.command()(takes(Replay, replay))
-app.command()(takes(Compare, compare))
-app.command("app")(takes(App, serve_app))
-app.command()(takes(Doctor, doctor))
+app.command(epilog='Try: patchpar generate "a red house at night" --devices 2 -o house.png')(takes(Generate, generate))
+app.command("upscale", epilog="Try: patchpar upscale house.png --scale 2 --devices 2")(takes(Upscale, enlarge))
+app.command(epilog='Try: patchpar video "a fox runs" --model ./wan --devices 4 -o fox.mp4')(takes(Video, video))
+app.command(epilog="Try: patchpar stream --model ./face --audio speech.wav --output talk.mp4")(takes(Stream, stream))
+app.command(epilog="Try: patchpar replay session.jsonl --devices 2 --output again.mp4")(takes(Replay, replay))
+app.command(epilog='Try: patchpar compare "a red house" --devices 2 --plan patch=2')(takes(Compare, compare))
+app.command("app", epilog="Try: patchpar app --model ./sdxl --dtype float16 --devices 4")(takes(App, serve_app))
+app.command(epilog="Try: patchpar doctor --devices 4 --model ./sdxl")(takes(Doctor, doctor))
 
 
 def _show_version(wanted: bool) -> None:

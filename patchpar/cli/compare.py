@@ -25,9 +25,9 @@ WARM_UP_STEPS = 2  # first steps allocate and choose kernels; they are not what 
 class Compare(Request):
     """The flags of `compare`."""
 
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Stem of the three pictures: -plan, -single and -difference.")
-    ] = Path("compare.png")
+    output: Annotated[Path, typer.Option("--output", "-o", help="Stem of three: -plan, -single, -difference.")] = Path(
+        "compare.png"
+    )
 
 
 class Outcome(NamedTuple):
@@ -38,7 +38,7 @@ class Outcome(NamedTuple):
 
 
 def compare(request: Compare) -> None:
-    """Draw under a plan and on one process, same prompt and seed: PSNR, SSIM, difference, seconds, bytes."""
+    """Draw under a plan and on one process: how far apart, how much faster, how many bytes."""
     with friendly_errors(request.debug):
         request.check()
         paths = {

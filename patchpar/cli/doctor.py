@@ -33,7 +33,7 @@ class Doctor:
 
 
 def doctor(request: Doctor) -> None:
-    """Look at devices, links, versions and memory, run a collective, and draw one step with the plan chosen."""
+    """Say what is here, whether it works together, and what would be chosen."""
     with friendly_errors(request.debug):
         with stdout_kept_clean(request.json):
             findings = examine(request)

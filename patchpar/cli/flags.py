@@ -29,10 +29,11 @@ class Dtype(str, Enum):
     bfloat16 = "bfloat16"
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else there.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Devices = Annotated[str, typer.Option(help="auto, a number (2), cpu:N, cuda, or names: cuda:0,cuda:2.")]
-Model = Annotated[str, typer.Option(help="A folder, a hub id, or a model in the package: 'embedded', 'embedded-dit'.")]
+Model = Annotated[str, typer.Option(help="A folder, a hub id, 'embedded' or 'embedded-dit'.")]
+Format = Annotated[Dtype | None, typer.Option(metavar="<format>", help="Weights as float32, float16 or bfloat16.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +43,14 @@ class Opened:
     model: Model = "embedded"
     devices: Devices = "auto"
     plan: Annotated[str, typer.Option(help="auto, or degrees per axis: cfg=2,patch=2.")] = "auto"
-    strategy: Annotated[str, typer.Option(help="How patches travel: name, or name:key=value,key=value.")] = "exact"
-    vae: Annotated[str, typer.Option(help="How devices encode and decode: auto, exact, tiled or rank0.")] = "auto"
-    steps: Annotated[int | None, typer.Option(help="Denoising steps; by default the pipeline's own.")] = None
+    strategy: Annotated[str, typer.Option(help="How patches travel: name, or name:key=value.")] = "exact"
+    vae: Annotated[str, typer.Option(help="How they encode and decode: auto, exact, tiled, rank0.")] = "auto"
+    steps: Annotated[int | None, typer.Option(help="Denoising steps; else the pipeline's own.")] = None
     guidance_scale: Annotated[float | None, typer.Option(help="By default the pipeline's own.")] = None
     negative_prompt: Annotated[str | None, typer.Option(help="What must not be seen.")] = None
-    dtype: Annotated[Dtype | None, typer.Option(help="Load the weights in this format.")] = None
+    dtype: Format = None
     variant: Annotated[str | None, typer.Option(help="Weight files to take, such as fp16.")] = None
-    trace: Annotated[
-        Path | None, typer.Option(help="Write what each rank did when to this file, for chrome://tracing or Perfetto.")
-    ] = None
+    trace: Annotated[Path | None, typer.Option(help="A file for Perfetto: what each rank did when.")] = None
     json: Json = False
     debug: Debug = False
 
@@ -99,9 +98,7 @@ class Request(Asked):
     """What pictures to draw."""
 
     prompt: Annotated[list[str], typer.Argument(help="What to draw. Several prompts make several pictures.")]
-    seed: Annotated[
-        int, typer.Option(help="Same seed, same picture, on any devices; the next picture has the next seed.")
-    ] = 0
+    seed: Annotated[int, typer.Option(help="Of the first picture; the next has the next.")] = 0
     num_images: Annotated[int, typer.Option(help="Pictures per prompt.")] = 1
 
     def check(self) -> None:

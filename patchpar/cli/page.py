@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from patchpar.cli.flags import Debug, Dtype, Model, given
+from patchpar.cli.flags import Debug, Format, Model, given
 from patchpar.cli.speech import friendly_errors
 from patchpar.errors import PlanError
 
@@ -33,16 +33,13 @@ class App:
         str | None, typer.Option(help="NAME:PASSWORD, or a file with such a line for each user.", show_default=False)
     ] = None
     open: Annotated[bool, typer.Option("--open", help="Serve beyond this machine though nobody has to log in.")] = False
-    dtype: Annotated[Dtype | None, typer.Option(help="Load the weights in this format.")] = None
+    dtype: Format = None
     variant: Annotated[str | None, typer.Option(help="Weight files to take, such as fp16.")] = None
     debug: Debug = False
 
 
 def serve_app(request: App) -> None:
-    """Start the demo: a page to try, see and measure all of this. Ctrl-C ends it.
-
-    patchpar app --model stabilityai/stable-diffusion-xl-base-1.0 --dtype float16 --devices 4
-    """
+    """Start the demo: a page to try, see and measure all of this. Ctrl-C ends it."""
     with friendly_errors(request.debug):
         demo = demo_package()
         server, workers = (import_module(f"{demo.__name__}.{name}") for name in ("server", "workers"))

@@ -10,7 +10,7 @@ import typer
 
 from patchpar.cli.files import check_place
 from patchpar.cli.film import check_film
-from patchpar.cli.flags import Debug, Devices, Dtype, Json, given
+from patchpar.cli.flags import Debug, Devices, Format, Json, given
 from patchpar.cli.speech import friendly_errors
 from patchpar.errors import PlanError
 from patchpar.live.port import check_port
@@ -24,30 +24,26 @@ class Stream:
     """The flags of `stream`."""
 
     prompt: Annotated[str, typer.Argument(help="What to show, where the model reads text.")] = ""
-    model: Annotated[
-        str, typer.Option(help="A folder of a block-causal model; with --input, a folder or hub id of an image model.")
-    ]
+    model: Annotated[str, typer.Option(help="Of block-causal video; with --input, of images.")]
     devices: Devices = "auto"
-    audio: Annotated[Path | None, typer.Option(help="Sound to speak; the stream is as long as it.")] = None
+    audio: Annotated[Path | None, typer.Option(help="Sound to speak; it gives the length.")] = None
     reference: Annotated[Path | None, typer.Option(help="A picture whose looks the stream keeps.")] = None
-    seconds: Annotated[float | None, typer.Option(help="How long; without it and --audio, until ctrl-C.")] = None
-    input: Annotated[Path | None, typer.Option(help="Frames to draw anew: a folder of pictures, or a film.")] = None
-    seed: Annotated[int, typer.Option(help="Same seed, same video, on any devices.")] = 0
-    fps: Annotated[float | None, typer.Option(help="Frames per second; by default the model's, or the film's.")] = None
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="A file for frames and sound: .mp4, .mkv or .webm.")
-    ] = None
-    mjpeg: Annotated[int | None, typer.Option(help="A port for a page with its pictures; 0 is any free one.")] = None
-    ws: Annotated[int | None, typer.Option(help="A port for a page with a film and its sound; 0 is any.")] = None
-    host: Annotated[str | None, typer.Option(help="Of these pages; by default this machine only.")] = None
-    record: Annotated[Path | None, typer.Option(help="Take it down in this file, for `patchpar replay`.")] = None
+    seconds: Annotated[float | None, typer.Option(help="How long; else as --audio, or until ctrl-C.")] = None
+    input: Annotated[Path | None, typer.Option(help="Draw these anew: a folder of pictures, a film.")] = None
+    seed: Annotated[int, typer.Option(help="Same seed, same video.")] = 0
+    fps: Annotated[float | None, typer.Option(help="Frames per second; else the model's or film's.")] = None
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Frames and sound: .mp4, .mkv or .webm.")] = None
+    mjpeg: Annotated[int | None, typer.Option(help="A port to watch pictures at; 0 is any free one.")] = None
+    ws: Annotated[int | None, typer.Option(help="A port to watch film and sound at; 0 is any.")] = None
+    host: Annotated[str | None, typer.Option(help="Of these ports; else this machine only.")] = None
+    record: Annotated[Path | None, typer.Option(help="Take it down, for `patchpar replay`.")] = None
     steps: Annotated[int | None, typer.Option(help="With --input: denoising steps.")] = None
     strength: Annotated[float | None, typer.Option(help="With --input: how far from the frame, 0 to 1.")] = None
     guidance_scale: Annotated[float | None, typer.Option(help="With --input: by default the pipeline's own.")] = None
     negative_prompt: Annotated[str | None, typer.Option(help="With --input: what must not be seen.")] = None
     height: Annotated[int | None, typer.Option(help="With --input: frames are cut and scaled to it.")] = None
     width: Annotated[int | None, typer.Option(help="With --input: frames are cut and scaled to it.")] = None
-    dtype: Annotated[Dtype | None, typer.Option(help="Load the weights in this format.")] = None
+    dtype: Format = None
     variant: Annotated[str | None, typer.Option(help="Weight files to take, such as fp16.")] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print which rank would do what.")] = False
     costs: Annotated[str | None, typer.Option(help="With --dry-run: seconds of one block, step=0.265,decode=0.15.")] = (

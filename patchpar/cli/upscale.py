@@ -21,11 +21,9 @@ class Upscale(Opened):
 
     picture: Annotated[Path, typer.Argument(help="The picture to make larger.")]
     scale: Annotated[float, typer.Option(help="How many times as large on both sides.")] = 2.0
-    strength: Annotated[
-        float, typer.Option(help="How much is drawn anew, from 0 to 1: more of it is more detail, less of the old.")
-    ] = 0.35
+    strength: Annotated[float, typer.Option(help="How much is drawn anew, from 0 to 1.")] = 0.35
     prompt: Annotated[str, typer.Option(help="What the picture shows; detail is drawn for it.")] = ""
-    seed: Annotated[int, typer.Option(help="Same seed, same picture, on any devices.")] = 0
+    seed: Annotated[int, typer.Option(help="Same seed, same picture.")] = 0
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the larger picture goes.")] = Path(
         "upscaled.png"
     )

@@ -1,0 +1,59 @@
+"""The help of every verb fits a screen and ends with an example that can be typed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+import pytest
+import typer
+
+from patchpar.cli import app
+
+LINES, COLUMNS = 40, 80
+GROUP: Any = typer.main.get_command(app)
+VERBS = sorted(GROUP.commands)
+
+
+def shown(run: Any, *words: str) -> str:
+    found = run(*words, "--help")
+    assert found.exit_code == 0
+    text: str = found.stdout
+    return text
+
+
+def example(text: str) -> str:
+    last = text.strip().splitlines()[-1].strip()
+    assert last.startswith("Try: patchpar "), last
+    return last.removeprefix("Try: ")
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_it_fits_a_screen(run: Any, verb: str) -> None:
+    lines = shown(run, *filter(None, [verb])).splitlines()
+    assert len(lines) <= LINES
+    assert max(map(len, lines)) <= COLUMNS
+    assert not [line for line in lines if "…" in line]  # nothing is cut off
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_its_example_can_be_typed(run: Any, verb: str) -> None:
+    _, name, *words = shlex.split(example(shown(run, verb)))
+    assert name == verb
+    GROUP.commands[verb].make_context(verb, words)  # raises for a flag or an argument that is none
+
+
+def test_an_example_with_a_wrong_flag_would_be_seen() -> None:
+    with pytest.raises(Exception, match="No such option"):
+        GROUP.commands["generate"].make_context("generate", ["a fox", "--device", "2"])
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_it_names_every_flag_with_a_word_on_it(run: Any, verb: str) -> None:
+    text = shown(run, verb)
+    for parameter in GROUP.commands[verb].params:
+        for name in parameter.opts:
+            if name.startswith("--"):
+                assert re.search(rf"{name}\b.*\n?\s+\S", text), name
+        assert getattr(parameter, "help", "") or parameter.name == "help", parameter.name
