@@ -17,6 +17,8 @@ from .watching import looked_at
 from .ways import Way, way_named
 
 KIND = "compare"
+HINT = "Press Compare: the same picture is drawn in both ways, one after the other, and held against each other."
+VISIBLE = 1000  # times as bright; what needs more than that nobody would see
 
 
 class CompareTab:
@@ -54,13 +56,20 @@ class CompareTab:
 def show(view: View | None) -> tuple[Any, ...]:
     """Pair, difference, status, table, both buttons."""
     if view is None or view.state != "done":
-        return gr.skip(), gr.skip(), words.status(view), gr.skip(), *buttons(view)
+        return gr.skip(), gr.skip(), words.status(view, HINT), gr.skip(), *buttons(view)
     found: Comparison
     found, ways = view.result
     pair = (found.one.image, found.other.image)
-    label = f"Difference, {found.gain:.0f} times as bright" if found.largest else "Difference: none"
     table = words.table(HEAD, found.rows((ways[0].label, ways[1].label)))
-    return pair, gr.update(value=found.difference, label=label), words.notice(found.verdict), table, *buttons(view)
+    difference = gr.update(value=found.difference, label=_label(found))
+    return pair, difference, words.notice(found.verdict), table, *buttons(view)
+
+
+def _label(found: Comparison) -> str:
+    if not found.largest:
+        return "Difference: none"
+    brighter = f"{found.gain:,.0f} times as bright"
+    return f"Difference, {brighter}" if found.gain <= VISIBLE else f"Difference, invisible unless {brighter}"
 
 
 def build(studio: Studio, owner: gr.State) -> tuple[CompareTab, list[Any]]:
@@ -75,10 +84,10 @@ def build(studio: Studio, owner: gr.State) -> tuple[CompareTab, list[Any]]:
             with gr.Row():
                 begin = gr.Button("Compare", variant="primary", interactive=False, elem_id="compare-run")
                 cancel = gr.Button("Cancel", interactive=False, elem_id="compare-cancel")
-            status = gr.HTML(words.status(None), elem_id="compare-status")
         with gr.Column(scale=6, min_width=320):
-            pair = result_pair("Left and right", "compare-pair")
-            difference = result("Difference", "compare-difference")
+            status = gr.HTML(words.notice(HINT), elem_id="compare-status")
+            pair = result_pair("Left and right", "compare-pair", height=420)
+            difference = result("Difference", "compare-difference", height=240)
     table = gr.HTML(elem_id="compare-table")
     filled = [pair, difference, status, table, begin, cancel]
     gr.on([begin.click], tab.run, [owner, one, other, *fields.components], filled, show_progress="hidden")

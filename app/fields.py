@@ -36,11 +36,11 @@ def picture_fields(native: int, *, times: int = 1, steps: int = 20) -> Fields:
     least, most, side = native // 2, 4 * native, times * native
     prompt = gr.Textbox(CAPTIONS[0], label="Prompt", lines=2, max_length=LONGEST_PROMPT, submit_btn=False)
     with gr.Row():
-        width = gr.Slider(least, most, side, step=UNIT, label="Width", min_width=140)
-        height = gr.Slider(least, most, side, step=UNIT, label="Height", min_width=140)
+        width = gr.Slider(least, most, side, step=UNIT, label="Width", min_width=200)
+        height = gr.Slider(least, most, side, step=UNIT, label="Height", min_width=200)
     with gr.Row():
-        count = gr.Slider(1, MOST_STEPS, steps, step=1, label="Steps", min_width=140)
-        seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=LARGEST_SEED, min_width=140)
+        count = gr.Slider(1, MOST_STEPS, steps, step=1, label="Steps", min_width=200)
+        seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=LARGEST_SEED, min_width=200)
     with gr.Accordion("Guidance", open=False):
         guidance = gr.Slider(
             0, 20, 4.0, step=0.5, label="Guidance scale", info="1 and below: none, and nothing to split"
@@ -51,7 +51,8 @@ def picture_fields(native: int, *, times: int = 1, steps: int = 20) -> Fields:
 
 def result(label: str, name: str, **options: Any) -> gr.Image:
     """Where a picture that was drawn is shown."""
-    return gr.Image(label=label, elem_id=name, format="png", interactive=False, buttons=[*SHOWN], **options)
+    shown = {"elem_id": name, "elem_classes": ["drawn"], "format": "png", "buttons": [*SHOWN]}
+    return gr.Image(label=label, interactive=False, **shown, **options)
 
 
 def result_pair(label: str, name: str, **options: Any) -> gr.ImageSlider:

@@ -17,6 +17,7 @@ from .watching import looked_at
 from .ways import Way, own_way, way_named
 
 KIND = "image"
+HINT = "Press Draw: the picture is shown after every step, and what each run cost below it."
 
 
 class ImageTab:
@@ -68,7 +69,7 @@ def show(view: View | None) -> tuple[Any, ...]:
         picture: Picture = view.result
         return picture.image, words.status(view), words.facts(picture.run, picture.why), *buttons(view)
     shown = view.preview if view is not None and view.preview is not None else gr.skip()
-    return shown, words.status(view), "", *buttons(view)
+    return shown, words.status(view, HINT), "", *buttons(view)
 
 
 def buttons(view: View | None) -> tuple[Any, Any]:
@@ -95,7 +96,7 @@ def build(studio: Studio, owner: gr.State) -> tuple[ImageTab, list[Any]]:
                 cancel = gr.Button("Cancel", interactive=False, elem_id="image-cancel")
         with gr.Column(scale=6, min_width=320):
             picture = result("Picture", "image-picture", height=420)
-            status = gr.HTML(words.status(None), elem_id="image-status")
+            status = gr.HTML(words.notice(HINT), elem_id="image-status")
             facts = gr.HTML(elem_id="image-facts")
     captions(fields.prompt)
     filled = [picture, status, facts, begin, cancel]

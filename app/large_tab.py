@@ -26,7 +26,7 @@ AGAIN_EXPLAINED = (
     "A picture of yours is resized, given some noise, and drawn again from there: resizing cannot make detail, the "
     "model can. Say what it shows."
 )
-NEW = "how much is drawn anew"
+HINT = "Large pictures take long: a step draws many windows. Each step is shown."
 
 
 class LargeTab:
@@ -88,7 +88,7 @@ def show(view: View | None) -> tuple[Any, ...]:
     """Picture, pair, status, figures, buttons."""
     if view is None or view.state != "done":
         shown = view.preview if view is not None and view.preview is not None else gr.skip()
-        return shown, gr.skip(), words.status(view), "", *_buttons(view)
+        return shown, gr.skip(), words.status(view, HINT), "", *_buttons(view)
     found: Large = view.result
     pair = gr.update(visible=False)
     if found.beside is not None:
@@ -114,8 +114,8 @@ def build(studio: Studio, owner: gr.State) -> tuple[LargeTab, list[Any]]:
                     again = _PictureFields()
             cancel = gr.Button("Cancel", interactive=False, elem_id="large-cancel")
         with gr.Column(scale=6, min_width=320):
-            picture = result("Large picture", "large-picture")
-            status = gr.HTML(words.status(None), elem_id="large-status")
+            picture = result("Large picture", "large-picture", height=480)
+            status = gr.HTML(words.notice(HINT), elem_id="large-status")
             figures = gr.HTML(elem_id="large-facts")
             pair = result_pair("Beside it", "large-pair", visible=False)
     filled = [picture, pair, status, figures, prompted.begin, again.begin, cancel]
@@ -145,10 +145,10 @@ class _PictureFields:
         picture = uploaded("Picture", sources=["upload", "clipboard"], elem_id="again-picture", height=220)
         prompt = gr.Textbox(label="What it shows", placeholder=CAPTIONS[0], max_lines=2, max_length=LONGEST_PROMPT)
         with gr.Row():
-            scale = gr.Slider(1.25, LARGEST_SCALE, 2, step=0.25, label="Scale", min_width=140)
-            strength = gr.Slider(0.05, 0.95, 0.35, step=0.05, label="Strength", info=NEW, min_width=140)
+            scale = gr.Slider(1.25, LARGEST_SCALE, 2, step=0.25, label="Scale", min_width=200)
+            strength = gr.Slider(0.05, 0.95, 0.35, step=0.05, label="Strength: how much is new", min_width=200)
         with gr.Row():
-            steps = gr.Slider(1, MOST_STEPS, 30, step=1, label="Steps", min_width=140)
-            seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=LARGEST_SEED, min_width=140)
+            steps = gr.Slider(1, MOST_STEPS, 30, step=1, label="Steps", min_width=200)
+            seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=LARGEST_SEED, min_width=200)
         self.begin = gr.Button("Draw it larger", variant="primary", interactive=False, elem_id="again-run")
         self.components = [picture, scale, strength, prompt, steps, seed]

@@ -13,15 +13,17 @@ from .visits import ASK_PAGE
 from .watching import looked_at
 
 STYLE = Path(__file__).with_name("style.css")
+PURPOSE = "One diffusion model on several devices: draw, compare, and see what each of them did."
 CACHE = (600, 3600)  # every so many seconds files older than that are deleted: previews, results, uploads
 FONT = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif")  # nothing is fetched from anywhere
 
 
 def theme() -> Any:
     """Plain, by day and by night."""
-    return gr.themes.Base(
+    plain = gr.themes.Base(
         primary_hue="teal", neutral_hue="slate", font=FONT, font_mono=("ui-monospace", "Menlo", "monospace")
     )
+    return plain.set(body_text_color_subdued="*neutral_500", body_text_color_subdued_dark="*neutral_400")
 
 
 def build(studio: Studio) -> gr.Blocks:
@@ -41,9 +43,10 @@ def build(studio: Studio) -> gr.Blocks:
                 stream = stream_tab.build(studio, owner)
             with gr.Tab("Timeline") as shown:
                 timeline, lanes = timeline_tab.build(studio, owner)
-            with gr.Tab("Plan"):
-                plan_tab.build(studio, owner)
+            with gr.Tab("Plan") as planned:
+                plan, asked_for, answers = plan_tab.build(studio, owner)
         shown.select(timeline.refresh, owner, lanes, show_progress="hidden")
+        planned.select(plan.show, asked_for, answers, show_progress="hidden")
         _welcome(page, studio, owner, asked, (image, pair, large, stream))
         page.load(_Readiness(studio).show, None, ready, show_progress="hidden")
     return page
@@ -51,7 +54,7 @@ def build(studio: Studio) -> gr.Blocks:
 
 def _heading(studio: Studio) -> str:
     setup = studio.workers.setup
-    line = f"{setup.model}, on {setup.devices.note}"
+    line = f"{PURPOSE} Here: the model {setup.model}, on {setup.devices.note}."
     return f"<header><h1>patchpar</h1>{words.caption(line)}</header>"
 
 

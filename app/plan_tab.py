@@ -51,8 +51,8 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def build(studio: Studio, owner: gr.State) -> None:
-    """Lay the tab out."""
+def build(studio: Studio, owner: gr.State) -> tuple[PlanTab, list[Any], list[Any]]:
+    """Lay the tab out. Returns it, what `show` is given, and what it fills."""
     tab, side = PlanTab(studio), studio.workers.setup.side
     with gr.Row(equal_height=False):
         with gr.Column(scale=5, min_width=320):
@@ -73,5 +73,7 @@ def build(studio: Studio, owner: gr.State) -> None:
             rate = gr.Number(10.0, label="Rate, gigabytes per second", minimum=0)
             weigh = gr.Button("Weigh the last run", elem_id="plan-weigh")
         verdict = gr.HTML(elem_id="plan-verdict")
-    begin.click(tab.show, [devices, width, height, guided, prompts], [said, picture, table], show_progress="hidden")
+    given, filled = [devices, width, height, guided, prompts], [said, picture, table]
+    begin.click(tab.show, given, filled, show_progress="hidden")
     weigh.click(tab.weigh, [owner, latency, rate], verdict, show_progress="hidden")
+    return tab, given, filled

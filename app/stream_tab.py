@@ -22,6 +22,7 @@ from .watching import looked_at
 
 KIND = "stream"
 SOURCES = {"The prompt alone": "prompt", "A picture": "picture", "A film": "film", "The camera": "camera"}
+HINT = "The stream will be here, picture after picture, until you stop it. Its prompt can be changed meanwhile."
 NO_FACE = "No model of a face is loaded. Start the app with --face FOLDER to have one talk here."
 
 
@@ -158,9 +159,9 @@ def build(studio: Studio, owner: gr.State) -> tuple[StreamTab, list[Any]]:
             with gr.Tab("Face"):
                 face = _FaceFields(studio)
         with gr.Column(scale=6, min_width=320):
-            window = gr.HTML(words.notice("The stream will be here."), elem_id="stream-window")
-            status = gr.HTML(words.status(None), elem_id="stream-status")
-            with gr.Row():
+            window = gr.HTML(words.notice(HINT), elem_id="stream-window")
+            status = gr.HTML(elem_id="stream-status")
+            with gr.Row(equal_height=True):
                 prompt = gr.Textbox(label="Another prompt, from now on", max_lines=1, elem_id="stream-prompt", scale=4)
                 say = gr.Button("Change", scale=1, min_width=90, elem_id="stream-say")
             stop = gr.Button("Stop", interactive=False, elem_id="stream-stop")
@@ -200,11 +201,12 @@ class _FaceFields:
     def __init__(self, studio: Studio) -> None:
         has_face = studio.workers.setup.face is not None
         gr.HTML(words.notice(NO_FACE), visible=not has_face)
-        prompt = gr.Textbox(label="Prompt", max_lines=2, max_length=LONGEST_PROMPT)
-        sound = gr.Audio(label="What it says", sources=["upload", "microphone"], type="filepath")
-        reference = uploaded("Whose looks it has", sources=["upload", "webcam"])
-        seconds = gr.Slider(1, LONGEST, 5, step=1, label="Seconds, without sound")
-        self.begin = gr.Button("Talk", variant="primary", interactive=has_face, elem_id="stream-talk")
+        with gr.Column(visible=has_face):
+            prompt = gr.Textbox(label="Prompt", max_lines=2, max_length=LONGEST_PROMPT)
+            sound = gr.Audio(label="What it says", sources=["upload", "microphone"], type="filepath")
+            reference = uploaded("Whose looks it has", sources=["upload", "webcam"], height=240)
+            seconds = gr.Slider(1, LONGEST, 5, step=1, label="Seconds, without sound")
+            self.begin = gr.Button("Talk", variant="primary", interactive=False, elem_id="stream-talk")
         self.components = [sound, reference, prompt, seconds]
 
 

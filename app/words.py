@@ -9,10 +9,10 @@ from patchpar.run import readable_bytes
 from .jobs import View
 
 
-def status(view: View | None) -> str:
-    """How a job stands: one line and a bar."""
+def status(view: View | None, hint: str = "") -> str:
+    """How a job stands: one line and a bar; before the first, `hint`."""
     if view is None:
-        return _line("idle", "Nothing has been asked for yet.")
+        return notice(hint) if hint else ""
     if view.state == "waiting":
         before = "one job is before it" if view.ahead == 1 else f"{view.ahead} jobs are before it"
         return _line("waiting", f"Waiting: {before}." if view.ahead else "Waiting for the workers.")

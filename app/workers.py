@@ -13,7 +13,7 @@ from typing import Any
 from patchpar import ParallelPipeline, PictureStreamingPipeline, PlanError, StreamingPipeline
 from patchpar.launch.devices import Devices, resolve_devices
 from patchpar.models.description import Description
-from patchpar.models.folder import resolve_model
+from patchpar.models.folder import check_memory, needed_bytes, resolve_model
 
 from .ways import Way, plain, ways_for
 
@@ -33,8 +33,9 @@ class Setup:
     options: dict[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise PlanError for a model that is none, before anything is started."""
-        resolve_model(self.model, self.options)
+        """Raise PlanError for a model that is none or has no room here, before anything is started."""
+        source, options, folder = resolve_model(self.model, self.options)
+        check_memory(source, needed_bytes(folder, options), self.devices.names)
 
     @property
     def side(self) -> int:

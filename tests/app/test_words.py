@@ -32,7 +32,6 @@ def test_it_is_escaped(shown: str) -> None:
 @pytest.mark.parametrize(
     ("view", "said"),
     [
-        (None, "Nothing has been asked for yet."),
         (View(ahead=1), "Waiting: one job is before it."),
         (View(ahead=3), "Waiting: 3 jobs are before it."),
         (View(state="running", step=3, steps=12, note="drawing"), "drawing: step 3 of 12"),

@@ -1,0 +1,204 @@
+"""Whatever cannot work is a sentence on the page, with the value, the limit and the way out, and draws nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from app.compare_tab import CompareTab
+from app.drawing import Artist
+from app.image_tab import ImageTab
+from app.jobs import Desk
+from app.large_tab import LargeTab
+from app.live import Feeds
+from app.plan_tab import PlanTab
+from app.stream_tab import StreamTab
+from app.studio import Studio
+from app.visits import Visits
+from app.workers import Setup, devices_of
+from patchpar import ParallelPipeline, PlanError, UnsupportedModel, WorkerDied
+from patchpar.checks import bind, check_call, check_plan_for
+from patchpar.models.description import describe
+from patchpar.plan import Plan
+from tests.tiny import build
+
+from .fakes import FakePipeline, FakeWorkers
+
+OWNER = "a" * 32
+NAMES = ("prompt", "negative", "width", "height", "steps", "guidance", "seed")
+FIELDS: dict[str, Any] = {
+    "prompt": "a fox", "negative": "", "width": 128, "height": 128, "steps": 4, "guidance": 4.0, "seed": 0
+}  # fmt: skip
+AUTOMATIC = "Automatic, 2 devices"
+
+
+class CheckedPipeline(FakePipeline):
+    """Draws nothing that the real one would refuse: it asks the same questions before."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def description(self) -> Any:
+        return self.model
+
+    def __call__(self, **arguments: Any) -> Any:
+        check_call(self.model, bind(self.model, (), arguments))
+        if isinstance(self.plan, Plan):
+            check_plan_for(self.model, self.plan, arguments)
+        return super().__call__(**arguments)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return describe(build("sdxl").pipe)
+
+
+@pytest.fixture
+def studio(model: Any) -> Iterator[Studio]:
+    workers: Any = FakeWorkers(CheckedPipeline(model))
+    desk = Desk()
+    found = Studio(workers, Artist(workers), desk, Visits(desk), Feeds())
+    yield found
+    found.close()
+
+
+def said(shown: Any) -> str:
+    """The sentence that a person is left with; it is announced as an alert, and is nothing but a sentence."""
+
+    async def last() -> tuple[Any, ...]:
+        found: tuple[Any, ...] = ()
+        async for each in shown:
+            found = each
+        return found
+
+    (alert,) = (text for text in asyncio.run(asyncio.wait_for(last(), 30)) if isinstance(text, str) and "alert" in text)
+    sentence = unescape(re.sub("<[^>]*>", "", alert))
+    assert "Traceback" not in sentence
+    assert "Error:" not in sentence
+    return sentence
+
+
+def fields(**changes: Any) -> list[Any]:
+    return [{**FIELDS, **changes}[name] for name in NAMES]
+
+
+@pytest.mark.parametrize(
+    ("wish", "words"),
+    [
+        ({"height": 100}, ["height=100", "multiple of 8", "96 or 104"]),
+        ({"width": 100, "label": "2 bands, exact"}, ["width=100", "multiple of 8", "96 or 104"]),
+        ({"width": 32}, ["width 32", "from 64"]),
+        ({"height": None}, ["height is empty", "fill it in"]),
+        ({"steps": 0}, ["steps 0", "from 1 to 150"]),
+        ({"steps": 1.5}, ["steps 1.5", "whole number"]),
+        ({"prompt": ""}, ["no prompt", "say what to draw"]),
+        ({"prompt": "x" * 1001}, ["1001 characters", "at most 1000"]),
+        ({"seed": -1}, ["seed -1", "from 0"]),
+        ({"degrees": "rows=2"}, ["unknown axis 'rows'", "data, cfg, patch"]),
+        ({"degrees": "cfg=2,patch=2"}, ["takes 4 devices", "there are 2"]),
+        ({"degrees": "patch=two"}, ["patch=two", "whole number"]),
+        ({"degrees": "patch=2", "strategy": "psychic"}, ["'psychic'", "exact"]),
+        ({"degrees": "patch=2", "strategy": "exact:speed=9"}, ["speed=9", "its options are"]),
+        ({"degrees": "auto", "strategy": "pcpp"}, ["needs a plan to go with"]),
+        ({"degrees": "cfg=2", "guidance": 1.0}, ["uses none", "guidance_scale > 1", "cfg=1"]),
+        ({"degrees": "data=2"}, ["data=2", "1 prompt", "list of at least 2"]),
+        ({"label": "By magic"}, ["no way called 'By magic'", "choose one of the list"]),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_a_picture(studio: Studio, wish: dict[str, Any], words: list[str]) -> None:
+    way = [wish.pop(name, default) for name, default in (("label", AUTOMATIC), ("degrees", ""), ("strategy", ""))]
+    wish = dict(wish)
+    sentence = said(ImageTab(studio).draw(OWNER, *way, True, *fields(**wish)))
+    assert all(word in sentence for word in words), sentence
+    assert studio.workers.pictures().calls == []  # type: ignore[attr-defined]
+
+
+def test_more_ranks_than_bands(model: Any) -> None:
+    workers: Any = FakeWorkers(CheckedPipeline(model), count=8)
+    desk = Desk()
+    studio = Studio(workers, Artist(workers), desk, Visits(desk), Feeds())
+    try:
+        sentence = said(ImageTab(studio).draw(OWNER, "8 bands, exact", "", "", True, *fields(width=64, height=64)))
+        assert all(word in sentence for word in ("8 latent rows make 2 bands", "8 ranks", "at most 2", "256 pixels"))
+    finally:
+        studio.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (UnsupportedModel("net cannot be split over axis 'patch': use cfg=2 or data=N"), ["use cfg=2 or data=N"]),
+        (WorkerDied("rank 1 (cpu) died, exit code -9\nTraceback (most recent call last):\n  File x"), ["exit code -9"]),
+        (PlanError("2 CPU ranks need about 9 GiB, but only 1 GiB are free: use a smaller dtype"), ["smaller dtype"]),
+    ],
+)
+def test_what_shows_only_while_it_runs(studio: Studio, error: Exception, words: list[str]) -> None:
+    studio.workers.pictures().error = error  # type: ignore[attr-defined]
+    sentence = said(ImageTab(studio).draw(OWNER, AUTOMATIC, "", "", True, *fields()))
+    assert all(word in sentence for word in words), sentence
+
+
+def test_the_other_tabs(studio: Studio, tmp_path: Path) -> None:
+    picture, broken = tmp_path / "a.png", tmp_path / "b.png"
+    Image.new("RGB", (64, 64)).save(picture)
+    broken.write_bytes(picture.read_bytes()[:60])
+    compare, large, stream = CompareTab(studio), LargeTab(studio), StreamTab(studio)
+    prompt, film = "The prompt alone", (None, None, 8, 0.6)
+    for shown, word in (
+        (compare.run(OWNER, AUTOMATIC, "By magic", *fields()), "no way called 'By magic'"),
+        (compare.run(OWNER, AUTOMATIC, AUTOMATIC, *fields(steps=0)), "steps 0"),
+        (large.draw(OWNER, "overlp=1", False, *fields()), "overlp=1"),
+        (large.enlarge(OWNER, None, 2, 0.35, "a fox", 30, 0), "there is no picture: choose one"),
+        (large.enlarge(OWNER, str(broken), 2, 0.35, "a fox", 30, 0), "no picture that can be read: use PNG"),
+        (large.enlarge(OWNER, str(picture), 99, 0.35, "a fox", 30, 0), "scale 99: it is more than 1 and at most 8"),
+        (large.enlarge(OWNER, str(picture), None, 0.35, "a fox", 30, 0), "scale 0"),
+        (large.enlarge(OWNER, str(picture), 2, 0.1, "a fox", 5, 0), "leaves none: use more of either"),
+        (stream.draw(OWNER, prompt, *film, *fields(steps=1)), "each of 2 devices draws one: use at least 2 steps"),
+        (stream.draw(OWNER, "A picture", *film, *fields()), "there is no picture: choose one"),
+        (stream.draw(OWNER, "A film", *film, *fields()), "there is no film: choose one"),
+        (stream.draw(OWNER, "A film", None, str(picture), 8, 0.6, *fields()), "no film that can be read: use .mp4"),
+        (stream.talk(OWNER, None, None, "", 500), "500 seconds: a film has more than 0 and at most 120"),
+    ):
+        assert word in said(shown)
+    assert "no stream is running" in stream.say(OWNER, "a pine")
+    assert "devices 0: it is a whole number from 1" in unescape(PlanTab(studio).show(0, 256, 256, True, 1)[0])
+    assert "fill in latency and rate" in PlanTab(studio).weigh(OWNER, None, 1)
+
+
+def test_models_and_memory_are_looked_at_before_the_page_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = devices_of("cpu:2")
+    with pytest.raises(PlanError, match="'nowhere' is no model"):
+        Setup(model="nowhere", devices=devices).check()
+    with pytest.raises(PlanError, match=r"has no model_index\.json"):
+        Setup(model=str(tmp_path), devices=devices).check()
+    monkeypatch.setattr("patchpar.models.folder.free_memory", lambda: 10 * 2**20)
+    with pytest.raises(PlanError, match=r"2 CPU ranks need about .* GiB are free: use a smaller dtype"):
+        Setup(devices=devices).check()
+
+
+def test_a_folder_of_a_face_that_is_none_is_a_sentence(studio: Studio, tmp_path: Path) -> None:
+    def no_face() -> Any:
+        raise PlanError(f"{tmp_path} has no model_index.json, so it is no diffusers model folder")
+
+    studio.workers.face_stream = no_face  # type: ignore[method-assign]
+    assert "no diffusers model folder" in said(StreamTab(studio).talk(OWNER, None, None, "", 1))
+
+
+def test_the_questions_are_those_of_the_real_pipeline() -> None:
+    """What CheckedPipeline asks, the real one asks: both refuse the same call."""
+    pipe = ParallelPipeline(build("sdxl").pipe, devices="cpu")
+    with pytest.raises(PlanError, match="height=100 is no multiple of 8"):
+        pipe(prompt="a fox", height=100)
+    pipe.close()
