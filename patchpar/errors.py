@@ -37,7 +37,14 @@ class LaunchError(PatchparError, RuntimeError):
 
 
 class WorkerError(PatchparError, RuntimeError):
-    """An exception in a worker; the message ends with the worker's own traceback."""
+    """An exception in a worker; the message ends with the worker's own traceback.
+
+    `rank`: the one at fault, where that is known.
+    """
+
+    def __init__(self, message: str = "", *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class WorkerDied(WorkerError):

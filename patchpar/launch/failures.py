@@ -31,9 +31,12 @@ class Failure:
         """Type and message, on one line or more."""
         return f"{self.type_name}: {self.text}" if self.text else self.type_name
 
-    def as_worker_error(self, who: str) -> WorkerError:
-        """For a caller: names the rank, the type and the message, and ends with the rank's own traceback."""
-        return WorkerError(f"{who} raised {self.headline()}\n\n{self.trace}")
+    def as_worker_error(self, who: str, rank: int | None) -> WorkerError:
+        """For a caller: names the rank, the type and the message, and ends with the rank's own traceback.
+
+        `rank`: the one at fault, if it is one alone.
+        """
+        return WorkerError(f"{who} raised {self.headline()}\n\n{self.trace}", rank=rank)
 
 
 def take_down(error: BaseException) -> Failure:

@@ -181,7 +181,8 @@ class TorchrunExecutor:
             raise own
         failure = None if cause is None else failures[cause]
         if failure is not None:
-            raise failure.as_worker_error(f"{method}: rank {cause} ({self.devices[cause or 0]})") from own
+            where = f"{method}: rank {cause} ({self.devices[cause or 0]})"
+            raise failure.as_worker_error(where, cause) from own
         return result
 
     def _exchange_failures(self, own: Failure | None, patience: float) -> list[Failure | None]:

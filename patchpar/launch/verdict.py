@@ -23,7 +23,8 @@ def verdict(outcome: Outcome, workers: Sequence[WorkerProcess], patience: float)
         return _died(outcome, workers)
     if outcome.deaf:
         worker = workers[outcome.deaf[0]]
-        return WorkerHung(f"{worker} has not read its messages for {SEND_TIMEOUT:g} s; {worker.last_seam()}.")
+        text = f"{worker} has not read its messages for {SEND_TIMEOUT:g} s; {worker.last_seam()}."
+        return WorkerHung(text, rank=worker.rank)
     if outcome.aborted is not None:
         return outcome.aborted
     own = {rank: failure for rank, failure in outcome.failures.items() if not failure.transport}
@@ -52,18 +53,18 @@ def is_reusable(outcome: Outcome, workers: Sequence[WorkerProcess]) -> bool:
 def _died(outcome: Outcome, workers: Sequence[WorkerProcess]) -> WorkerDied:
     worker = workers[outcome.died[0]]
     end = worker.how_it_ended()
-    return WorkerDied(f"{worker} {end}; {worker.last_seam()}.{worker.last_output()}")
+    return WorkerDied(f"{worker} {end}; {worker.last_seam()}.{worker.last_output()}", rank=worker.rank)
 
 
 def _raised(failures: dict[int, Failure], outcome: Outcome, workers: Sequence[WorkerProcess]) -> Exception:
     """All who take part alike: the exception itself, as a plain pipeline would raise it. Otherwise a WorkerError."""
     rank, first = next(iter(failures.items()))
-    error = first.as_worker_error(str(workers[rank]))
+    error = first.as_worker_error(str(workers[rank]), rank)
     took_part = len(workers) - len(outcome.bystanders)
     alike = len(failures) == took_part and len({failure.type_name for failure in failures.values()}) == 1
     lowest = failures[min(failures)]
     if alike and lowest.exception is not None:
-        lowest.exception.__cause__ = lowest.as_worker_error(str(workers[min(failures)]))
+        lowest.exception.__cause__ = lowest.as_worker_error(str(workers[min(failures)]), None)
         return lowest.exception
     return error
 
@@ -80,6 +81,6 @@ def _hung(
     for rank, failure in outcome.failures.items():
         why = f"rank {rank} has given up on it: {failure.headline()}"
     others = "; ".join(f"rank {worker.rank}: {worker.last_seam()}" for worker in workers if worker is not guilty)
-    return WorkerHung(
-        f"{guilty} {answers}: {why}; {guilty.last_seam()}{f' ({others})' if others else ''}.{guilty.last_output()}"
-    )
+    told = f" ({others})" if others else ""
+    text = f"{guilty} {answers}: {why}; {guilty.last_seam()}{told}.{guilty.last_output()}"
+    return WorkerHung(text, rank=guilty.rank)

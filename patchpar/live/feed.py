@@ -9,6 +9,7 @@ import asyncio
 import io
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from typing import Any
 from patchpar.live.fragments import Fragment, Head
 
 LOOK_SECONDS = 0.02
+AGAIN_SECONDS = 0.5
+"""After which a picture is sent again where there is no other: browsers show one when the next begins."""
 BOUNDARY = "patchpar-picture"
 QUALITY = 88
 """Of JPEG."""
@@ -78,14 +81,15 @@ class PictureFeed(Feed):
         self._newest = (self._newest[0] + 1, data.getvalue())
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """See Feed. The boundary stands behind each picture: a browser shows it then, and not with the next one."""
+        """See Feed. The last picture comes twice."""
         with self._watched():
             yield f"--{BOUNDARY}".encode()
-            seen = 0
+            seen, sent_at = 0, 0.0
             while True:
                 is_over, (number, data) = self.is_over, self._newest
-                if number != seen:
-                    seen = number
+                is_due = is_over or time.monotonic() > sent_at + AGAIN_SECONDS
+                if number and (number != seen or is_due):
+                    seen, sent_at = number, time.monotonic()
                     head = f"\r\nContent-Type: image/jpeg\r\nContent-Length: {len(data)}\r\n\r\n"
                     yield head.encode() + data + f"\r\n--{BOUNDARY}".encode()
                 if is_over:

@@ -1,9 +1,9 @@
-"""The ranks of a stream: started with their model, the same again when one dies, fewer when they cannot be had."""
+"""The ranks of a stream: started with their model, the same again when one dies, without it when it cannot be had."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,7 +19,7 @@ Ranks = LocalExecutor | InlineExecutor
 ENGINE = "patchpar.stream.engine:StreamEngine"
 LOAD_SECONDS = 600.0
 PATIENCE = 2
-"""Deaths without a block between them, after which there are to be fewer ranks."""
+"""Deaths without a block between them, after which the device at fault is done without."""
 log = logging.getLogger(__name__)
 
 
@@ -33,10 +33,13 @@ class Loading:
     devices: tuple[str, ...]
     deadline: float
 
-    def start(self, plan: StreamPlan) -> tuple[Ranks, Facts]:
-        """Ranks that have loaded their part of `plan`. Raises LaunchError, PlanError, UnsupportedModel."""
+    def start(self, plan: StreamPlan, devices: Sequence[str]) -> tuple[Ranks, Facts]:
+        """Ranks on the first of `devices` that have loaded their part of `plan`.
+
+        Raises LaunchError, PlanError, UnsupportedModel.
+        """
         asked = (self.folder, self.config, plan, with_dtype(self.options))
-        return start_ranks(self.devices[: plan.ranks], ENGINE, self.deadline, asked)
+        return start_ranks(devices[: plan.ranks], ENGINE, self.deadline, asked)
 
 
 def start_ranks(names: Sequence[str], engine: str, deadline: float, asked: Sequence[Any]) -> tuple[Ranks, Facts]:
@@ -60,14 +63,25 @@ def with_dtype(options: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**options, "torch_dtype": getattr(torch, dtype)} if isinstance(dtype, str) else options
 
 
-class Crew:
-    """Ranks that follow `plan`. `start` gives others for another plan; without it there is none."""
+class Starting(Protocol):
+    """How ranks are had: those that one pipeline's model needs."""
 
-    def __init__(
-        self, ranks: Ranks, plan: StreamPlan, start: Callable[[StreamPlan], tuple[Ranks, Facts]] | None = None
-    ) -> None:
-        self._ranks, self.plan, self._start = ranks, plan, start
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """On which they may be; there may be more than a plan has ranks."""
+
+    def start(self, plan: StreamPlan, devices: Sequence[str]) -> tuple[Ranks, Facts]:
+        """Ranks on the first of `devices`. Raises LaunchError."""
+
+
+class Crew:
+    """Ranks that follow `plan`. `starting`: how to have others; without it there are none."""
+
+    def __init__(self, ranks: Ranks, plan: StreamPlan, starting: Starting | None = None) -> None:
+        self._ranks, self.plan, self._starting = ranks, plan, starting
+        self._devices = () if starting is None else starting.devices
         self._deaths = 0
+        self._at_fault: int | None = None
         self._is_closed = False
 
     @property
@@ -77,55 +91,82 @@ class Crew:
 
     def run(self, course: Course, on_event: OnEvent, on_start: OnStart) -> list[Any]:
         """One course, on all ranks. Raises WorkerError when a rank dies: the next course finds others there."""
+        while True:
+            if self._deaths >= PATIENCE:
+                self._do_without(self._at_fault)
+            heard, begun = self._hearing(on_event), self._beginning(on_start)
+            try:
+                return self._ranks.call("run", course, on_event=heard, on_start=begun)
+            except WorkerError as error:
+                self._deaths += 1
+                self._at_fault = error.rank
+                raise
+            except LaunchError as error:
+                if not self._do_without(rank_at_fault(error)):
+                    raise
 
+    def _hearing(self, on_event: OnEvent) -> OnEvent:
         def hear(rank: int, event: Any) -> None:
             if isinstance(event, Produced):
                 self._deaths = 0
             on_event(rank, event)
 
+        return hear
+
+    def _beginning(self, on_start: OnStart) -> OnStart:
+        """Ranks that are gone are not spoken to."""
+        count = self.plan.ranks
+
         def begun(tell: Tell) -> None:
-            count = self.plan.ranks
             on_start(lambda rank, value: tell(rank, value) if rank < count else None)
 
-        while True:
-            if self._deaths >= PATIENCE:
-                self._shrink()
-            try:
-                return self._ranks.call("run", course, on_event=hear, on_start=begun)
-            except WorkerError:
-                self._deaths += 1
-                raise
-            except LaunchError as error:
-                self._shrink(error)
+        return begun
 
     def close(self) -> None:
         """End the ranks. Idempotent."""
         self._is_closed = True
         self._ranks.close()
 
-    def _shrink(self, error: LaunchError | None = None) -> None:
-        """Fewer ranks, if that is possible; raises `error` if it is not."""
-        plan = None if self._start is None or self._is_closed else fewer(self.plan)
-        if plan is None or self._start is None:
-            if error is not None:
-                raise error
-            return
-        log.warning("%d ranks cannot be had any more; the stream goes on with %s", self.plan.ranks, plan)
-        self._ranks.close()
-        try:
-            self._ranks, _ = self._start(plan)
-        except LaunchError as again:
-            self.plan = plan
-            self._shrink(again)
-            return
-        self.plan, self._deaths = plan, 0
+    def _do_without(self, rank: int | None) -> bool:
+        """Others instead of the rank at fault, or fewer; whether that was possible. Raises LaunchError if it fails."""
+        if self._starting is None or self._is_closed:
+            return False
+        while True:
+            devices, lost = without(self._devices, self.plan.ranks - 1 if rank is None else rank)
+            plan = within(self.plan, len(devices))
+            if plan is None:
+                return False
+            log.warning("device %s cannot be had any more; the stream goes on with %s", lost, plan)
+            self._ranks.close()
+            self.plan, self._devices, self._deaths = plan, devices, 0
+            try:
+                self._ranks, _ = self._starting.start(plan, devices)
+                return True
+            except LaunchError as error:
+                rank = rank_at_fault(error)
+                if within(plan, len(devices) - 1) is None:
+                    raise
 
 
-def fewer(plan: StreamPlan) -> StreamPlan | None:
-    """The plan for the same steps on as many ranks as can be, below those of `plan`."""
-    for ranks in range(plan.ranks - 1, 0, -1):
+def rank_at_fault(error: BaseException | None) -> int | None:
+    """The rank that an error, or what led to it, accuses; None where it accuses none."""
+    while error is not None:
+        if isinstance(error, WorkerError) and error.rank is not None:
+            return error.rank
+        error = error.__cause__
+    return None
+
+
+def without(devices: Sequence[str], rank: int) -> tuple[tuple[str, ...], str]:
+    """The devices but for that of `rank`, in their order; and that one."""
+    return (*devices[:rank], *devices[rank + 1 :]), devices[rank]
+
+
+def within(plan: StreamPlan, devices: int) -> StreamPlan | None:
+    """The plan for the same steps on as many of `devices` as can be, and no more than it has ranks; None for none."""
+    for ranks in range(min(plan.ranks, devices), 0, -1):
         try:
-            return StreamPlan.even(plan.steps, ranks)
+            return plan if ranks == plan.ranks else StreamPlan.even(plan.steps, ranks)
         except PlanError:
             continue  # not a whole number of ranks for each step
     return None

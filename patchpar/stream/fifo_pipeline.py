@@ -1,6 +1,6 @@
 """`FifoStreamingPipeline`: video without end from a model of short films (FIFO-Diffusion, arXiv:2405.11473)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,14 @@ class FifoLoading:
     devices: tuple[str, ...]
     deadline: float
 
-    def start(self, plan: StreamPlan) -> tuple[Ranks, Facts]:
-        """Ranks that have loaded their zones of `plan`. Raises LaunchError, PlanError, UnsupportedModel."""
+    def start(self, plan: StreamPlan, devices: Sequence[str]) -> tuple[Ranks, Facts]:
+        """Ranks on the first of `devices` that have loaded their zones of `plan`.
+
+        Raises LaunchError, PlanError, UnsupportedModel.
+        """
         config = self.config
         asked = (self.folder, config.queue, plan, config.text_tokens, with_dtype(self.options))
-        return start_ranks(self.devices[: plan.ranks], ENGINE, self.deadline, asked)
+        return start_ranks(devices[: plan.ranks], ENGINE, self.deadline, asked)
 
 
 class FifoSession(StreamSession):
@@ -120,8 +123,8 @@ class FifoStreamingPipeline(HeldRanks[Crew, FifoSession]):
                 f"{zones} zones on {len(found.names)} devices ({found.note}), 1 rank for each"
             )
         loading = FifoLoading(folder=path, config=config, options=options, devices=found.names, deadline=deadline)
-        ranks, facts = loading.start(plan)
-        return cls(Crew(ranks, plan, loading.start), config, facts)
+        ranks, facts = loading.start(plan, found.names)
+        return cls(Crew(ranks, plan, loading), config, facts)
 
     @property
     def plan(self) -> StreamPlan:

@@ -63,8 +63,8 @@ class StreamingPipeline(HeldRanks[Crew, StreamSession]):
         loading = Loading(
             folder=known.path, config=config, options=known.options, devices=found.names, deadline=deadline
         )
-        ranks, facts = loading.start(plan)
-        return cls(Crew(ranks, plan, loading.start), config, facts, loading)
+        ranks, facts = loading.start(plan, found.names)
+        return cls(Crew(ranks, plan, loading), config, facts, loading)
 
     @property
     def plan(self) -> StreamPlan:

@@ -71,6 +71,8 @@ def outcome(*, failed=None, returned=(), marks=(5, 5, 5), **rest):
 def test_the_cause_is_told(how, kind, says):
     error = verdict(how, WORKERS, 60.0)
     assert type(error) is kind
+    if isinstance(error, WorkerError):
+        assert str(error).startswith(f"rank {error.rank} ")
     with pytest.raises(kind, match=says):
         raise error
 

@@ -7,6 +7,7 @@ import io
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
+import pytest
 from PIL import Image
 
 from patchpar.live import feed as feed_module
@@ -45,8 +46,15 @@ def read(parts: AsyncIterator[T], during: Callable[[int], object] = lambda count
     return asyncio.run(asyncio.wait_for(all_parts(), 30))
 
 
-def test_pictures_are_seen_as_they_come_and_at_once() -> None:
-    """Behind each stands the boundary of the next: that is when a browser shows it."""
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is sent again, however slow the machine."""
+    monkeypatch.setattr(feed_module, "AGAIN_SECONDS", 1000.0)
+
+
+@pytest.mark.usefixtures("patient")
+def test_pictures_are_seen_as_they_come() -> None:
+    """The last one comes twice: a browser shows a picture when the next begins."""
     feed = PictureFeed()
     feed.put(picture(0))
 
@@ -58,19 +66,28 @@ def test_pictures_are_seen_as_they_come_and_at_once() -> None:
 
     begun, *parts, end = read(feed.parts(), go_on)
     boundary = f"--{feed_module.BOUNDARY}".encode()
-    assert [shade(part) for part in parts] == [0, 1, 2]
+    assert [shade(part) for part in parts] == [0, 1, 2, 2]
     assert all(part.startswith(b"\r\n") and part.endswith(boundary) for part in parts)
     assert (begun, end) == (boundary, b"--\r\n")
     assert (feed.count, feed.watchers) == (3, 0)
 
 
+def test_a_picture_without_another_behind_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "AGAIN_SECONDS", 0.01)
+    feed = PictureFeed()
+    feed.put(picture(50))
+    _, *parts, _ = read(feed.parts(), lambda count: feed.close() if count == 5 else None)
+    assert [shade(part) for part in parts] == [1] * 5
+
+
+@pytest.mark.usefixtures("patient")
 def test_who_comes_late_gets_the_newest_picture_only() -> None:
     feed = PictureFeed()
     for value in range(0, 150, 50):
         feed.put(picture(value))
     feed.close()
-    _, only, _ = read(feed.parts())
-    assert shade(only) == 2
+    _, *only, _ = read(feed.parts())
+    assert [shade(part) for part in only] == [2]
 
 
 def test_a_film_that_is_held_whole_is_whole_for_everybody() -> None:

@@ -80,11 +80,11 @@ def test_pictures_follow_one_another(pictures: PictureScreen) -> None:
         assert answer.headers["Content-Type"] == f"multipart/x-mixed-replace; boundary={BOUNDARY}"
         seen = jpegs(answer)
         assert next(seen) == pytest.approx(10, abs=2)
-        for level in (50, 200):
+        for before, level in ((10, 50), (50, 200)):
             pictures.show(frames(level, 1), 0.0, None)
-            assert next(seen) == pytest.approx(level, abs=2)
+            assert next(value for value in seen if abs(value - before) > 2) == pytest.approx(level, abs=2)
         pictures.close()
-        assert list(seen) == []
+        assert list(seen)[-1] == pytest.approx(200, abs=2)
 
 
 def test_two_see_the_same_film_with_its_sound(film: FilmScreen) -> None:
@@ -223,11 +223,11 @@ def test_frames_are_played_in_their_order_one_by_one_and_the_oldest_go() -> None
 
 
 def test_frames_are_played_by_the_clock() -> None:
-    """No frame comes sooner than one period after the one before, whatever the burst."""
+    """Whatever the burst. One that was late by less than a period is followed at its own time."""
     times = []
     player = Player(lambda frame: times.append(time.monotonic()), fps=50)
     player.start()
     player.add(torch.zeros(10))
     player.close()
     assert len(times) == 10
-    assert times[-1] - times[0] > 9 / 50 - 0.005
+    assert times[-1] - times[0] > 8 / 50 - 0.005

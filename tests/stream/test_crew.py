@@ -1,16 +1,16 @@
-"""Ranks that die are started again; those that cannot be had again, or die at once, are done without."""
+"""Ranks that die are started again; a device that cannot be had again, or dies at once, is done without."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from patchpar.errors import LaunchError, WorkerDied
-from patchpar.stream.crew import Crew, fewer
+from patchpar.errors import LaunchError, WorkerDied, WorkerError
+from patchpar.stream.crew import Crew, within
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.talk import Cancel, Course, Produced
 
@@ -38,7 +38,7 @@ def works(on_event: Any, on_start: Any) -> list[Any]:
 
 
 def dies(on_event: Any, on_start: Any) -> list[Any]:
-    raise WorkerDied("rank 1 was killed")
+    raise WorkerDied("rank 1 was killed", rank=1)
 
 
 def dies_later(on_event: Any, on_start: Any) -> list[Any]:
@@ -50,68 +50,92 @@ def cannot_start(on_event: Any, on_start: Any) -> list[Any]:
     raise LaunchError("no memory")
 
 
+def cannot_start_the_first(on_event: Any, on_start: Any) -> list[Any]:
+    raise LaunchError("no memory") from WorkerError("rank 0 raised", rank=0)
+
+
 def run(crew: Crew) -> Any:
     return crew.run(COURSE, lambda rank, event: None, lambda tell: None)
 
 
-def crew(first: Ranks, *others: Any) -> tuple[Crew, list[StreamPlan]]:
-    left, plans = list(others), []
+class Starting:
+    """Gives `others` in turn, or raises them, and remembers what was asked for."""
 
-    def start(plan: StreamPlan) -> Any:
-        plans.append(plan)
-        found = left.pop(0)
+    def __init__(self, devices: str, *others: Any) -> None:
+        self.devices, self.others = tuple(devices), list(others)
+        self.plans: list[StreamPlan] = []
+        self.used: list[str] = []
+
+    def start(self, plan: StreamPlan, devices: Sequence[str]) -> Any:
+        self.plans.append(plan)
+        self.used.append("".join(devices[: plan.ranks]))
+        found = self.others.pop(0)
         if isinstance(found, Exception):
             raise found
         return found, None
 
-    return Crew(first, StreamPlan.even(2, 3), start), plans  # type: ignore[arg-type]
+
+def crew(first: Ranks, *others: Any, devices: str = "abc") -> tuple[Crew, Starting]:
+    starting = Starting(devices, *others)
+    return Crew(first, StreamPlan.even(2, 3), starting), starting  # type: ignore[arg-type]
 
 
 def test_the_same_ranks_while_they_get_on() -> None:
     """However often one dies, as long as blocks come out in between."""
-    one, plans = crew(Ranks(dies_later, dies_later, dies_later, works))
+    one, asked = crew(Ranks(dies_later, dies_later, dies_later, works))
     for _ in range(3):
         with pytest.raises(WorkerDied):
             run(one)
     assert run(one) == ["done"]
-    assert (plans, one.plan) == ([], StreamPlan.even(2, 3))
+    assert (asked.plans, one.plan) == ([], StreamPlan.even(2, 3))
 
 
-def test_fewer_when_they_die_without_a_block(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_the_device_whose_rank_dies_without_a_block(caplog: pytest.LogCaptureFixture) -> None:
+    """Not without the last one: that is as good as the others."""
     first = Ranks(dies, dies)
-    one, plans = crew(first, Ranks(works))
+    one, asked = crew(first, Ranks(works))
     for _ in range(2):
         with pytest.raises(WorkerDied):
             run(one)
     with caplog.at_level(logging.WARNING):
         assert run(one) == ["done"]
     assert first.closed
-    assert plans == [one.plan] == [StreamPlan.even(2, 2)]
-    assert "3 ranks cannot be had any more; the stream goes on with 2 steps on 2 ranks" in caplog.text
+    assert asked.plans == [one.plan] == [StreamPlan.even(2, 2)]
+    assert asked.used == ["ac"]
+    assert "device b cannot be had any more; the stream goes on with 2 steps on 2 ranks" in caplog.text
+
+
+def test_a_device_to_spare_takes_the_place_of_a_dead_one() -> None:
+    one, asked = crew(Ranks(cannot_start_the_first), Ranks(works), devices="abcd")
+    assert run(one) == ["done"]
+    assert (asked.plans, asked.used) == ([StreamPlan.even(2, 3)], ["bcd"])
 
 
 def test_fewer_and_fewer_when_they_cannot_be_started() -> None:
-    one, plans = crew(Ranks(cannot_start), LaunchError("still none"), Ranks(works))
+    """Without those that are accused; where nobody is, without the last."""
+    accused = LaunchError("still none")
+    accused.__cause__ = WorkerError("rank 0 raised", rank=0)
+    one, asked = crew(Ranks(cannot_start), accused, Ranks(works))
     assert run(one) == ["done"]
-    assert [plan.ranks for plan in plans] == [2, 1]
+    assert asked.used == ["ab", "b"]
     assert one.plan.ranks == 1
 
 
 def test_the_end_of_the_way() -> None:
-    one, plans = crew(Ranks(cannot_start), LaunchError("a"), LaunchError("the last"))
+    one, asked = crew(Ranks(cannot_start), LaunchError("a"), LaunchError("the last"))
     with pytest.raises(LaunchError, match="the last"):
         run(one)
-    assert len(plans) == 2
+    assert asked.used == ["ab", "a"]
     with pytest.raises(LaunchError, match="no memory"):
         run(Crew(Ranks(cannot_start), StreamPlan.even(2, 3)))  # type: ignore[arg-type]
 
 
 def test_after_the_pipeline_is_closed_nothing_starts() -> None:
-    one, plans = crew(Ranks(cannot_start), Ranks(works))
+    one, asked = crew(Ranks(cannot_start), Ranks(works))
     one.close()
     with pytest.raises(LaunchError, match="no memory"):
         run(one)
-    assert plans == []
+    assert asked.plans == []
 
 
 def test_ranks_that_are_gone_are_not_spoken_to() -> None:
@@ -131,7 +155,7 @@ def test_ranks_that_are_gone_are_not_spoken_to() -> None:
     assert told == [0, 1]
 
 
-@pytest.mark.parametrize(("ranks", "left"), [(5, 3), (3, 2), (2, 1), (1, None)])
-def test_the_next_smaller_plan_there_is(ranks: int, left: int | None) -> None:
-    plan = fewer(StreamPlan.even(2, ranks))
+@pytest.mark.parametrize(("devices", "left"), [(6, 5), (5, 5), (4, 3), (3, 3), (2, 2), (1, 1), (0, None)])
+def test_the_plan_for_the_devices_there_are(devices: int, left: int | None) -> None:
+    plan = within(StreamPlan.even(2, 5), devices)
     assert (None if plan is None else plan.ranks) == left

@@ -1,0 +1,93 @@
+"""The pages in a real browser: the film plays with the times it was given, pictures are shown, the end is said."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar.live.port import HOME
+from patchpar.live.screen import FilmScreen, PictureScreen
+from tests.app.browser import installed, started
+from tests.live.test_film import RATE, sound
+
+CHROMIUM = installed()
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium, or make browser")
+PATIENCE = 60_000  # milliseconds, on a busy machine
+PLAYS = "document.querySelector('video')?.currentTime > 0.5 && !document.querySelector('video').paused"
+LEVEL = """name => {
+  const brush = document.createElement("canvas").getContext("2d");
+  brush.drawImage(document.querySelector(name), 0, 0, 8, 8);
+  return brush.getImageData(4, 4, 1, 1).data[0];
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    assert CHROMIUM is not None
+    with started(CHROMIUM) as found:
+        yield found
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """An exception in its script fails the test."""
+    errors: list[str] = []
+    page = browser.new_page()
+    page.set_default_timeout(PATIENCE)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    yield page
+    page.close()
+    assert errors == []
+
+
+def grey(level: int) -> Tensor:
+    return torch.full((8, 64, 96, 3), level, dtype=torch.uint8)
+
+
+def test_a_film_plays_while_it_is_made_and_ends(page: Any) -> None:
+    """It begins in the middle, with the time that the film has there."""
+    screen, stop = FilmScreen(HOME, 0, 20, RATE), threading.Event()
+    screen.open()
+    screen.page.status = "0:03.0, 20.0 frames/s"
+
+    def show(block: int) -> None:
+        screen.show(grey(120), block * 0.4, sound(8))
+
+    def go_on() -> None:
+        for block in count(10):
+            show(block)
+            if stop.wait(0.4):
+                return
+
+    for block in range(10):
+        show(block)
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        page.goto(screen.page.url)
+        page.wait_for_function(PLAYS)
+        assert page.evaluate("document.querySelector('video').buffered.start(0)") >= 3.5
+        page.wait_for_function(f"Math.abs(({LEVEL})('video') - 120) < 12")
+        page.wait_for_function("document.getElementById('status').textContent === '0:03.0, 20.0 frames/s'")
+    finally:
+        stop.set()
+        thread.join()
+        screen.close()
+    page.wait_for_function("document.getElementById('status').textContent === 'the stream has ended'")
+
+
+def test_a_picture_is_shown_though_none_follows(page: Any) -> None:
+    screen = PictureScreen(HOME, 0, 20)
+    screen.open()
+    try:
+        screen.show(grey(200)[:1], 0.0, None)
+        page.goto(screen.page.url, wait_until="domcontentloaded")
+        page.wait_for_function(f"document.querySelector('img')?.naturalWidth > 0 && ({LEVEL})('img') > 150")
+    finally:
+        screen.close()
