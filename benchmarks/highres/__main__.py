@@ -1,10 +1,12 @@
 """Large pictures by structure guidance, beside plain generation, windows alone and the paper's equations.
 
     python -m benchmarks.highres                                             4 captions at twice the native size
-    python -m benchmarks.highres --captions 16 --scale 2 --steps 20 --write docs/figures/highres.md
-    python -m benchmarks.highres --captions 0                                calibration, work and speed only
-    python -m benchmarks.highres --only pictures --method flow --scale 4     some methods only
+    python -m benchmarks.highres --draw 2x16x20 --draw 4x4x20 --write docs/figures/highres.md
+    python -m benchmarks.highres --only speed                                one section
+    python -m benchmarks.highres --only pictures --method flow --draw 4x1x8  some methods only
     python -m benchmarks.highres --only pictures --kept drawn                pictures in a folder are not drawn again
+
+--draw SCALExCAPTIONSxSTEPS: sides as multiples of the native one, of how many captions, in how many steps.
 
 Objects are counted on pictures of the embedded model, whose captions say how many there are; the classifier of
 `training` names what it sees and does not count.
@@ -102,12 +104,16 @@ def _cells(looks: Sequence[Look]) -> str:
     return f"{repetition:.2f} | {seam:.1f} | {agrees:.1f}"
 
 
+def asked(text: str) -> tuple[int, int, int]:
+    """Of "2x4x16". Raises ValueError."""
+    scale, captions, steps = map(int, text.split("x"))
+    return scale, captions, steps
+
+
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--captions", type=int, default=4)
-    parser.add_argument("--scale", type=int, default=2, help="sides, as multiples of the native one")
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--draw", action="append", type=asked, help="SCALExCAPTIONSxSTEPS, by default 2x4x16")
     parser.add_argument("--kept", type=Path, help="a folder of pictures: what is there is not drawn again")
     parser.add_argument("--only", choices=SECTIONS, help="one section of the page")
     parser.add_argument("--method", action="append", choices=METHODS, help="by default all; native is always drawn")
@@ -129,7 +135,7 @@ SPEED = (
     "the PNG by bands: predicted, not run (`benchmarks/highres/speed.py`)."
 )
 SHOWN = (
-    "{size} x {size} pixels by a model trained for {native}, {steps} steps, {captions} captions. Native pictures are "
+    "{size} x {size} pixels by a model trained for {native}, {steps} steps, {captions}. Native pictures are "
     "what the anchor alone becomes. The counter is right on {right:.0%} of renders."
 )
 
@@ -162,13 +168,14 @@ def _speed(_: argparse.Namespace) -> Iterator[str]:
 
 
 def _pictures(options: argparse.Namespace) -> Iterator[str]:
-    if not options.captions:
-        return
-    facts = {"size": options.scale * NATIVE, "native": NATIVE, "right": accuracy(100)}
-    yield from ("## Pictures", "", SHOWN.format(**facts, steps=options.steps, captions=options.captions), "")
-    methods = [name for name in METHODS if name == "native" or name in (options.method or METHODS)]
-    kept = Kept(scale=options.scale, steps=options.steps, folder=options.kept)
-    yield from (*pictures(methods, options.captions, kept, options.sheet), "")
+    right = accuracy(100)
+    yield from ("## Pictures", "")
+    for scale, captions, steps in options.draw or [(2, 4, 16)]:
+        facts = {"size": scale * NATIVE, "native": NATIVE, "right": right, "steps": steps}
+        yield from (SHOWN.format(**facts, captions=f"{captions} caption{'s' * (captions > 1)}"), "")
+        methods = [name for name in METHODS if name == "native" or name in (options.method or METHODS)]
+        kept = Kept(scale=scale, steps=steps, folder=options.kept)
+        yield from (*pictures(methods, captions, kept, options.sheet), "")
     if options.sheet is not None:
         yield f"{SHEET} {', '.join(methods)}."
 
