@@ -67,7 +67,7 @@ class Footage:
                     if seconds * rate >= taken - 1e-6:
                         _check_frame(frame.width, frame.height)
                         taken = math.floor(seconds * rate + 1e-6) + 1
-                        yield frame.to_image()
+                        yield _upright(frame)
         except av.FFmpegError as error:
             raise PlanError(f"the film breaks off after {taken} frames: {error}") from error
 
@@ -81,6 +81,13 @@ def _timed(container: Any) -> Iterator[tuple[float, Any]]:
         seconds = number * apart if frame.time is None else float(frame.time)
         first = seconds if first is None else first
         yield seconds - first, frame
+
+
+def _upright(frame: Any) -> Any:
+    """As a player shows it: telephones film as they are held, and say how to turn it."""
+    turned = getattr(frame, "rotation", 0)
+    picture = frame.to_image()
+    return picture.rotate(turned, expand=True) if turned else picture
 
 
 def _check_frame(width: int, height: int) -> None:

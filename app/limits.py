@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from patchpar import PlanError
 from patchpar.stream.sound_file import read_sound
@@ -24,7 +24,7 @@ def check_size(path: str | Path) -> None:
 
 
 def picture_from(path: str | Path | None) -> Image.Image:
-    """A picture that was uploaded, in RGB. Its size is looked at before it is decoded. Raises PlanError."""
+    """A picture that was uploaded, in RGB, upright. Its size is looked at before it is decoded. Raises PlanError."""
     if path is None:
         raise PlanError("there is no picture: choose one, or take one with the camera")
     check_size(path)
@@ -34,7 +34,7 @@ def picture_from(path: str | Path | None) -> Image.Image:
             if width * height > MOST_PICTURE_PIXELS:
                 most = MOST_PICTURE_PIXELS / 1e6
                 raise PlanError(f"the picture has {width} x {height} pixels: at most {most:.0f} million are taken")
-            return picture.convert("RGB")
+            return ImageOps.exif_transpose(picture).convert("RGB")
     except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
         raise PlanError(f"the file is no picture that can be read: use {', '.join(PICTURES)}") from error
 

@@ -33,11 +33,11 @@ def check_writable(path: Path) -> None:
 
 
 def opened(path: Path, said: str) -> Image:
-    """The picture in a file. Raises PlanError where it cannot be read; `said`: how it was asked for."""
-    from PIL import Image, UnidentifiedImageError
+    """The picture in a file, upright. Raises PlanError where it cannot be read; `said`: how it was asked for."""
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
-        return Image.open(path).convert("RGB")
+        return ImageOps.exif_transpose(Image.open(path)).convert("RGB")
     except (UnidentifiedImageError, OSError) as error:
         raise PlanError(f"{said} cannot be read as a picture: {error}") from error
 

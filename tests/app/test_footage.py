@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
@@ -28,6 +30,27 @@ def test_so_many_frames_are_taken_from_a_second(tmp_path: Path, suffix: str) -> 
     assert shades(film, 1) == [0, 10]
     assert shades(film, 30) == list(range(20))  # it has no more
     assert film.expected(5) in (10, 11)
+
+
+def test_frames_are_upright(tmp_path: Path) -> None:
+    """Telephones film as they are held, and say how to turn it: here the left half is white, and comes out on top."""
+    path = tmp_path / "a.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
+        values = np.zeros((64, 96, 3), np.uint8)
+        values[:, :48] = 255
+        for _ in range(3):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(values, format="rgb24")))
+        container.mux(stream.encode())
+    data = bytearray(path.read_bytes())
+    matrix = data.index(b"tkhd") + 4 + 40  # ISO 14496-12, 8.3.2: a quarter turn, clockwise
+    data[matrix : matrix + 36] = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)
+    path.write_bytes(data)
+    frame = next(Footage.of(path).frames(10))
+    assert frame.size == (64, 96)
+    top, bottom = (np.asarray(frame)[rows].mean() for rows in (slice(0, 40), slice(56, 96)))
+    assert (round(top / 255), round(bottom / 255)) == (1, 0)
 
 
 def test_the_end_is_the_longest_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,14 @@ def test_pictures_that_are_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         picture_from(None)
 
 
+def test_a_photograph_is_upright(tmp_path: Path) -> None:
+    path = tmp_path / "a.jpg"
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned a quarter, clockwise
+    Image.new("RGB", (30, 20)).save(path, exif=exif)
+    assert picture_from(path).size == (20, 30)
+
+
 def sound(path: Path, seconds: float, rate: int = 8000) -> Path:
     with wave.open(str(path), "wb") as file:
         file.setnchannels(1)
