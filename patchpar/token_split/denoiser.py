@@ -22,7 +22,7 @@ from patchpar.sequence.modes import attend_together
 from patchpar.shared_denoiser import SharedDenoiser
 from patchpar.token_split.attention import Split, cut_for
 from patchpar.token_split.grouped import refuse_elsewhere
-from patchpar.token_split.kernel import Choice, Kernel
+from patchpar.token_split.kernel import Choice, Kernel, needing_torch_attention
 from patchpar.token_split.plan import NotWatched, TokenPlan
 from patchpar.token_split.search import PlanSearch
 from patchpar.token_split.shard import TokenShard
@@ -68,7 +68,7 @@ class TokenDenoiser(SharedDenoiser):
         with self._choice.set_aside() as kernel:
             first = self._shard is None or form not in self._ready
             if first:
-                self._prepare(forward, (args, kwargs))
+                self._prepare(forward, (args, kwargs), kernel)
                 self._ready.append(form)
             assert self._shard is not None
             self._shard.split = self._split(kernel)
@@ -87,11 +87,11 @@ class TokenDenoiser(SharedDenoiser):
 
     # --- the first call of a form -------------------------------------------------------------------------------
 
-    def _prepare(self, forward: Forward, call: Call) -> None:
+    def _prepare(self, forward: Forward, call: Call, kernel: Kernel | None) -> None:
         """Know the tokens of such calls, and that splitting them changes nothing: another number is another matter."""
         refuse_caches(self.denoiser, stale=self.history is not None)
         refuse_elsewhere(self.denoiser, self.share.door.transport.device)
-        with caches_set_aside(self.denoiser):
+        with caches_set_aside(self.denoiser), needing_torch_attention(self.denoiser, kernel):
             self._know(forward, call)
 
     def _know(self, forward: Forward, call: Call) -> None:

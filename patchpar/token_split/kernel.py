@@ -13,6 +13,9 @@ from typing import Any
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor, nn
 
+from patchpar.errors import PatchparError, UnsupportedModel
+from patchpar.token_split.latent import WAY_OUT
+
 CHOICE = "_attention_backend"
 
 
@@ -61,3 +64,18 @@ class Choice:
         finally:
             for each, choice in zip(self._processors, before, strict=True):
                 setattr(each, CHOICE, choice)
+
+
+@contextmanager
+def needing_torch_attention(denoiser: nn.Module, chosen: Kernel | None) -> Iterator[None]:
+    """While torch's function stands in for `chosen`: a model that will have no other is refused (UnsupportedModel)."""
+    try:
+        yield
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if chosen is None or isinstance(error, PatchparError):
+            raise
+        why = str(error).rstrip(".")
+        raise UnsupportedModel(
+            f"{type(denoiser).__name__} runs with {chosen.name.value} attention only ({why}), and its tokens can be "
+            f"split in torch's scaled_dot_product_attention: {WAY_OUT}"
+        ) from error

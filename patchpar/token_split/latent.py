@@ -14,10 +14,13 @@ WAY_OUT = "use plan cfg=2 or data=N, which do not split the tokens"
 
 
 def name_of_latent(denoiser: nn.Module, arguments: Arguments) -> str:
-    """The first argument that holds a picture of numbers: ids of text may come before it. Raises UnsupportedModel."""
+    """The first argument that holds a picture, of numbers or of ids: ids of text, in a row, may come before it.
+
+    Raises UnsupportedModel.
+    """
     for latent in parameter_names(denoiser):
         held = (x for name, x in arguments.tensors().items() if is_latent(name, latent))
-        if any(x.is_floating_point() and x.ndim > 1 for x in held):
+        if any(x.ndim > (1 if x.is_floating_point() else 2) for x in held):
             return latent
     raise UnsupportedModel(f"{type(denoiser).__name__} is called with nothing that can be denoised: {WAY_OUT}")
 

@@ -9,7 +9,8 @@ import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
 from torch.nn import functional as F
 
-from patchpar.token_split.kernel import Choice
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.token_split.kernel import Choice, Kernel, needing_torch_attention
 from tests.exact.on_ranks import relative
 
 from .past import Case, on_ranks, plain, replicas
@@ -99,3 +100,14 @@ def test_torchs_own_forms_need_nothing(name: str, monkeypatch: pytest.MonkeyPatc
     model.set_attention_backend(name)
     assert Choice(model).kernel is None
     assert torch.is_tensor(plain(case)[0])
+
+
+def test_a_model_that_will_have_no_other_kernel_is_refused(calls: list[Any]) -> None:
+    model = Case(name=FLUX, strategy="exact").build()
+    told = r"FluxTransformer2DModel runs with sage attention only \(no sage\).*cfg=2"
+    with pytest.raises(UnsupportedModel, match=told), needing_torch_attention(model, Kernel(SAGE)):
+        raise ValueError("no sage.")
+    with pytest.raises(ValueError, match=r"^its own fault$"), needing_torch_attention(model, None):
+        raise ValueError("its own fault")
+    with pytest.raises(PlanError, match=r"^ours$"), needing_torch_attention(model, Kernel(SAGE)):
+        raise PlanError("ours")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
+from patchpar.token_split.latent import name_of_latent
 from patchpar.token_split.provenance import MIXED, UNMOVED, trace_rows
+from patchpar.token_split.watch import Arguments
 
 
 def trace(function, x: Tensor, dim: int):
@@ -67,3 +69,15 @@ def test_rounding_is_no_movement() -> None:
 def test_a_shape_that_depends_on_values() -> None:
     with pytest.raises(UnsupportedModel, match="the shape of it depends on values"):
         trace(lambda x: x[x > 0], torch.randn(5), 0)
+
+
+class _Denoiser(nn.Module):
+    def forward(self, input_ids: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+        return encoder_hidden_states
+
+
+@pytest.mark.parametrize(("shape", "latent"), [((1, 4, 4), "input_ids"), ((1, 16), "encoder_hidden_states")])
+def test_ids_of_a_picture_are_denoised_and_those_of_text_are_not(shape: tuple[int, ...], latent: str) -> None:
+    denoiser = _Denoiser()
+    arguments = Arguments.of(denoiser, (torch.zeros(shape, dtype=torch.long), torch.zeros(1, 8, 4)), {})
+    assert name_of_latent(denoiser, arguments) == latent
