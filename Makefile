@@ -22,6 +22,7 @@ PROMPT ?= a red house on the left and a pine on the right, green hills at sunset
 
 demo: $(VENV)/installed
 	$(BIN)/patchpar generate "$(PROMPT)" --devices 2 --output demo.png
+	@echo "Look at demo.png. Next: make app, a page in the browser to draw, compare and stream."
 
 app: $(VENV)/installed-app
 	$(BIN)/patchpar app
@@ -92,27 +93,28 @@ clean:
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 $(VENV)/torch:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "patchpar needs Python 3.10 or newer")'
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "patchpar needs Python 3.10 or newer")'
+	@$(PYTHON) -m venv $(VENV)
 	@echo "Installing torch and diffusers into $(VENV): a few minutes, the first time only."
-	if ! nvidia-smi -L 2>/dev/null | grep -q GPU; then \
+	@if ! nvidia-smi -L 2>/dev/null | grep -q GPU; then \
 	  $(PIP) install "torch==$(TORCH)+cpu" 2>/dev/null \
 	  || $(PIP) install --retries 0 --timeout 10 --index-url $(CPU_INDEX) "torch==$(TORCH)" 2>/dev/null \
 	  || $(PIP) install "torch==$(TORCH)"; \
 	fi
-	touch $@
+	@touch $@
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml
-	$(PIP) install --editable .
-	touch $@
+	@$(PIP) install --editable .
+	@touch $@
 
 $(VENV)/installed-docs: $(VENV)/torch pyproject.toml
 	$(PIP) install --editable ".[docs]"
 	touch $@ $(VENV)/installed
 
 $(VENV)/installed-app: $(VENV)/torch pyproject.toml
-	$(PIP) install --editable ".[app]"
-	touch $@ $(VENV)/installed
+	@echo "Installing what the page needs, the first time only."
+	@$(PIP) install --editable ".[app]"
+	@touch $@ $(VENV)/installed
 
 # A Chromium that is here, or Debian's, or Playwright's own. Without any the tests in a browser are skipped, and say so.
 $(VENV)/browser: $(VENV)/installed-dev

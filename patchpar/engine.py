@@ -9,7 +9,6 @@
 The cut is at the denoiser call, so schedulers, callbacks, LoRA and post-processing are diffusers' own.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -19,7 +18,6 @@ from typing import Any
 
 import diffusers
 import torch
-import transformers
 from diffusers import DiffusionPipeline
 from packaging.version import Version
 from torch import nn
@@ -37,6 +35,7 @@ from patchpar.launch.context import Bystander, RankContext
 from patchpar.mesh import Mesh
 from patchpar.models.arrival import for_task, settle_in
 from patchpar.models.description import Description, describe, refuse_parallel
+from patchpar.models.hush import hush
 from patchpar.plan import Plan
 from patchpar.strategies import resolve_strategy
 from patchpar.strategies.data import as_one_call
@@ -69,10 +68,7 @@ class Engine:
         """
         self._check_memory(weight_bytes)
         if self.context.world_size > 1:  # one bar per rank and component would only be noise
-            diffusers.utils.logging.disable_progress_bar()
-            transformers.utils.logging.disable_progress_bar()
-            # Every rank would say, each time, that image processors use PIL where torchvision is not installed.
-            logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
+            hush()
         options = _dtype_named(options)
         task = options.pop("task", None)
         pipe = DiffusionPipeline.from_pretrained(model, use_safetensors=True, **options)

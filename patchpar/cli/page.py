@@ -41,6 +41,7 @@ class App:
 def serve_app(request: App) -> None:
     """Start the demo: a page to try, see and measure all of this. Ctrl-C ends it."""
     with friendly_errors(request.debug):
+        typer.echo("Starting the page.", err=True)  # importing what it needs takes seconds
         demo = demo_package()
         server, workers = (import_module(f"{demo.__name__}.{name}") for name in ("server", "workers"))
         address = server.Address(
@@ -52,7 +53,7 @@ def serve_app(request: App) -> None:
 
 
 def _tell(url: str) -> None:
-    typer.echo(f"patchpar is at {url}  (ctrl-C ends it)")
+    typer.echo(f"Open {url} in a browser. Its workers are starting meanwhile; ctrl-C ends it.")
 
 
 def _loading(request: App) -> dict[str, Any]:

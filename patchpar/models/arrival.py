@@ -3,7 +3,6 @@
 from typing import Any
 
 import transformers
-from diffusers import AutoPipelineForImage2Image
 from torch import nn
 
 from patchpar.errors import UnsupportedModel
@@ -16,6 +15,8 @@ def for_task(pipe: Any, task: str | None) -> Any:
     """
     if task is None:
         return pipe
+    from diffusers import AutoPipelineForImage2Image  # imports every such pipeline, which takes long
+
     try:
         return AutoPipelineForImage2Image.from_pipe(pipe)
     except ValueError as error:

@@ -4,14 +4,13 @@ from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
-import diffusers
 import torch
-import transformers
-from diffusers import AutoPipelineForImage2Image, DiffusionPipeline
+from diffusers import DiffusionPipeline
 
 from patchpar.errors import PlanError
 from patchpar.exchange import Door
 from patchpar.launch.context import ListeningContext
+from patchpar.models.hush import hush
 from patchpar.stream.picture_stage import PictureStage
 from patchpar.stream.picture_talk import Drawn, PictureOrder
 from patchpar.stream.talk import Stop
@@ -35,8 +34,7 @@ class PictureEngine:
     def load(self, model: str, options: Mapping[str, Any], takes_image: bool = False) -> str:
         """Load with diffusers, from safetensors only; the pipeline's class. Raises PlanError."""
         if self._context.world_size > 1:  # one bar per rank and component would only be noise
-            diffusers.utils.logging.disable_progress_bar()
-            transformers.utils.logging.disable_progress_bar()
+            hush()
             if self._transport is None:
                 self._transport = connect(self._device, deadline=self._context.deadline, through=THROUGH)
         dtype = options.get("torch_dtype")
@@ -72,6 +70,8 @@ def _taking_image(pipe: Any) -> Any:
     """The pipeline itself, or the one of its family that starts from an image. Raises PlanError if there is none."""
     if "image" in signature(pipe.__call__).parameters:
         return pipe
+    from diffusers import AutoPipelineForImage2Image  # imports every such pipeline, which takes long
+
     try:
         return AutoPipelineForImage2Image.from_pipe(pipe)
     except ValueError as error:
