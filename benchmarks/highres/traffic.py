@@ -8,7 +8,8 @@ After guidance, so of one branch; the first step sends every branch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 from patchpar import StructureGuidance
@@ -18,12 +19,25 @@ from patchpar.highres.work import merged, share_out
 
 STEPS, NATIVE, GRID = 50, 64, 1
 RANKS = (2, 3, 4, 8)
-Shares = list[tuple[object, ...]]
+CHANNELS, RATE, LATENCY = 4, 125e6, 1e-3  # of a latent; bytes per second; seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """By one rank in a step: `pieces` of others' bands, then its band and the guide to all."""
+
+    pieces: float
+    rest: float
+
+    @property
+    def all(self) -> float:
+        """Both messages."""
+        return self.pieces + self.rest
 
 
 def forecast(
     scale: int, ranks: int, *, native: int = NATIVE, patches: int | None, guide: bool = False, branches: int = 2
-) -> list[float]:
+) -> list[Sent]:
     """What each rank sends in a step with so many patches, or with windows where that is None."""
     side = scale * native
     if patches is None:
@@ -33,15 +47,26 @@ def forecast(
         windows = Windows((patches * native, native), (native, native), stacked)
     shares = share_out(len(windows) + guide, branches, ranks)
     whole = Blend.of(windows, merged(shares), 1)
-    sent = [_cells(whole, place, windows.size[1], ranks) for place in range(ranks)]
     guides = [ranks - 1 if any(unit.patch == len(windows) for unit in units) else 0 for units in shares]
-    return [(cells + copies * native**2) / side**2 for cells, copies in zip(sent, guides, strict=True)]
+    return [
+        Sent(
+            pieces=_pieces(whole, place, ranks) / side**2,
+            rest=((ranks - 1) * whole.bands.size(place) * windows.size[1] + copies * native**2) / side**2,
+        )
+        for place, copies in enumerate(guides)
+    ]
 
 
-def _cells(blend: Blend, place: int, width: int, ranks: int) -> int:
+def _pieces(blend: Blend, place: int, ranks: int) -> int:
     pieces = [piece for owner in range(ranks) if owner != place for piece in blend.pieces(place, owner)]
-    covered = sum((p.rows.stop - p.rows.start) * (p.columns.stop - p.columns.start) for p in pieces)
-    return covered + (ranks - 1) * blend.bands.size(place) * width
+    return sum((p.rows.stop - p.rows.start) * (p.columns.stop - p.columns.start) for p in pieces)
+
+
+def exposed(scale: int, sent: Sequence[Sent]) -> float:
+    """Seconds that the two messages of a step take at most, the next once all of the first are there."""
+    latent = CHANNELS * 2 * (scale * 128) ** 2
+    first, second = (max(getattr(each, name) for each in sent) * latent / RATE for name in ("pieces", "rest"))
+    return first + second + 2 * LATENCY
 
 
 def of_picture(strategy: StructureGuidance, scale: int, ranks: int) -> float:
@@ -56,19 +81,21 @@ def _stages(strategy: StructureGuidance, scale: int, ranks: int) -> tuple[float,
     guidance = strategy.method.guidance
     follows = guidance.strength(0) == 1 and guidance.decay == "none" and not guidance.masked
     patches = 1 if follows else scale**2
-    before = fmean(forecast(scale, ranks, patches=patches))
-    after = fmean(forecast(scale, ranks, patches=None, guide=strategy.method.kept > 0))
+    before = fmean(each.all for each in forecast(scale, ranks, patches=patches))
+    after = fmean(each.all for each in forecast(scale, ranks, patches=None, guide=strategy.method.kept > 0))
     return before, before, after
 
 
 def table(strategies: dict[str, StructureGuidance], scales: tuple[int, ...]) -> Iterator[str]:
     """Rows for every strategy, size and number of ranks."""
-    yield "| | ranks | above the switch | below it | most of a rank | mean of a picture |"
-    yield "|---|---|---|---|---|---|"
+    yield "| | ranks | above the switch | below it | most of a rank | mean of a picture | 1 Gbit/s |"
+    yield "|---|---|---|---|---|---|---|"
     for name, strategy in strategies.items():
         for scale in scales:
             for ranks in RANKS:
                 _, before, after = _stages(strategy, scale, ranks)
-                most = max(forecast(scale, ranks, patches=None, guide=strategy.method.kept > 0))
+                late = forecast(scale, ranks, patches=None, guide=strategy.method.kept > 0)
+                most, wait = max(each.all for each in late), 1000 * exposed(scale, late)
                 mean = of_picture(strategy, scale, ranks)
-                yield f"| {scale} x {scale}, {name} | {ranks} | {before:.2f} | {after:.2f} | {most:.2f} | {mean:.2f} |"
+                cells = f"{ranks} | {before:.2f} | {after:.2f} | {most:.2f} | {mean:.2f} | {wait:.0f} ms"
+                yield f"| {scale} x {scale}, {name} | {cells} |"
