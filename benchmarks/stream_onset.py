@@ -1,0 +1,187 @@
+"""From a sound to its picture: the budget that is printed beforehand against what is measured, in live streams.
+
+    python -m benchmarks.stream_onset                                                # stages that sleep
+    python -m benchmarks.stream_onset --model assets/face-stream --devices cpu:2     # and a face, from voice to mouth
+    python -m benchmarks.stream_onset --write docs/figures/stream-onset.md
+
+A sound that comes live waits until its block is full, is denoised and decoded, and is shown by the clock. Stages that
+sleep show what messages and waiting add, on any machine. A face shows all of it: its own costs are taken from a stream
+as fast as can be, then it is silent and begins to speak, in pieces of 50 ms; what counts is the first frame in which
+its mouth has opened by half, which a block later than its sound would be too late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.stream import Sleeper
+from benchmarks.stream_long import loading_of
+from patchpar import StreamDelivery, StreamingPipeline, StreamPlan
+from patchpar.exchange import Door
+from patchpar.launch.local import LocalExecutor
+from patchpar.stream.link import Sign
+from patchpar.stream.simulate import OnsetBudget, StreamCosts, onset
+from patchpar.stream.stage import Finished, Order, StageLoop, Surroundings
+
+FRAMES = 12
+PIECE = 0.05
+"""Seconds of sound that are pushed at once."""
+HEAD_START = 0.5
+"""Seconds before the sound begins, in which all ranks are there."""
+QUIET_BLOCKS = 4
+MEASURED_BLOCKS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One line of the table. Seconds."""
+
+    what: str
+    budget: OnsetBudget
+    measured: float
+
+    def row(self) -> str:
+        """As Markdown."""
+        budget, off = self.budget, self.measured / self.budget.seconds - 1
+        parts = " | ".join(f"{part:.2f}" for part in (budget.fill, budget.steps, budget.decode, budget.seconds))
+        return f"| {self.what} | {parts} | {self.measured:.2f} | {off:+.1%} |"
+
+
+def on_rank(place: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tuple[float, list[float]]:
+    """When the sound began and when blocks came out, by time.time; block b has its sound (b + 1) costs.source later."""
+    out: list[float] = []
+    begin = time.time() + HEAD_START
+
+    def order(block: int, patience: float) -> Order:
+        if block == blocks:
+            return Order(sign=Sign.END)
+        time.sleep(max(0.0, begin + (block + 1) * costs.source - time.time()))
+        return Order(sign=Sign.BLOCK)
+
+    def put(finished: Finished) -> None:
+        out.append(time.time())
+
+    around = Surroundings(order=order, put=put, is_cancelled=lambda: False)
+    StageLoop(Sleeper(steps=plan.steps, costs=costs), plan, place.rank, Door(place.transport), around).run()
+    return begin, out
+
+
+def asleep(pool: LocalExecutor, plan: StreamPlan, costs: StreamCosts, blocks: int) -> Found:
+    """Shown by the clock, the first frame of block b is due a fixed time after its first sound: the longest way."""
+    for count in (1, blocks):  # the first time ranks import what they need
+        found = pool.call("run", "benchmarks.stream_onset:on_rank", plan.ranks, "auto", (plan, costs, count))
+    (begin, _), (_, out) = found[0], found[plan.ranks - 1]
+    ways = [came - (begin + block * costs.source) for block, came in enumerate(out)]
+    return Found(what=f"asleep: {plan}", budget=onset(plan, costs), measured=max(ways))
+
+
+def costs_of(pipe: StreamingPipeline, reference: np.ndarray, source: float) -> StreamCosts:
+    """Seconds of a step and of decoding on these ranks, from a stream as fast as can be."""
+    with pipe.stream("", reference=reference, delivery=StreamDelivery(lead=1)) as session:
+        list(islice(session, MEASURED_BLOCKS))
+        session.stop()
+        list(session)
+    busy = {figures.rank: figures.busy / max(1, figures.blocks) for figures in session.figures}
+    stages = pipe.plan.stages
+    seconds = [busy[stage.ranks.start] for stage in stages]
+    alone = [value / len(stage.steps) for value, stage in zip(seconds, stages, strict=True) if not stage.decodes]
+    last = stages[-1]
+    if alone:
+        step = sum(alone) / len(alone)
+        decode = max(0.0, seconds[-1] - step * len(last.steps))
+    else:  # one rank does all, so that they cannot be told apart, and need not be
+        step, decode = seconds[-1] / len(last.steps), 0.0
+    return StreamCosts(step=step, decode=decode, frames=FRAMES, source=source)
+
+
+def awake(model: str, devices: str, loading: dict[str, Any]) -> Found:
+    """A face that is silent and begins to speak."""
+    from training.evaluate_face import held_out_talk
+    from training.face_measure import mouth_opening
+    from training.speech import RATE
+
+    talk = held_out_talk(0, 6.0)
+    with StreamingPipeline.from_pretrained(model, devices=devices, **loading) as pipe:
+        form = pipe._format(pipe.config.fps)
+        source = (form.first_frame(2) - form.first_frame(1)) / form.fps
+        costs = costs_of(pipe, talk.reference, source)
+        budget, spoken = onset(pipe.plan, costs), torch.from_numpy(talk.samples).float()
+        loud = int((spoken.abs() > 0.1 * spoken.abs().max()).nonzero()[0])
+        begins_at = round((QUIET_BLOCKS + 0.5) * source * RATE)
+        samples = torch.cat([torch.zeros(begins_at), spoken[loud:]])
+        delivery, seen, stop = StreamDelivery(pace="realtime", lead=1), list[tuple[float, float]](), threading.Event()
+        with pipe.stream("", reference=talk.reference, audio="live", seed=1, delivery=delivery) as session:
+            began = time.monotonic()
+            speaker = threading.Thread(target=_speak, args=(session, samples, RATE, began, stop))
+            speaker.start()
+            for chunk in islice(session, 2 * QUIET_BLOCKS + 6):
+                shown = time.monotonic()
+                opened = mouth_opening(chunk.frames.numpy())
+                seen += [(shown + number / form.fps, float(value)) for number, value in enumerate(opened)]
+            stop.set()
+            speaker.join()
+    half = (max(value for _, value in seen) + min(value for _, value in seen)) / 2
+    first = next(when for when, value in seen if value >= half)
+    return Found(what=f"a face: {pipe.plan}", budget=budget, measured=first - began - begins_at / RATE)
+
+
+def _speak(session: Any, samples: torch.Tensor, rate: int, began: float, stop: threading.Event) -> None:
+    """Push the sound as a microphone would."""
+    piece = round(PIECE * rate)
+    for number, place in enumerate(range(0, len(samples), piece), 1):
+        if stop.wait(max(0.0, began + number * PIECE - time.monotonic())):
+            return
+        session.push_audio(samples[place : place + piece], rate)
+
+
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--step", type=float, default=0.2, help="seconds per denoising step of stages that sleep (0.2)")
+    parser.add_argument("--decode", type=float, default=0.15, help="seconds to decode a block (0.15)")
+    parser.add_argument("--source", type=float, default=0.48, help="seconds of sound of a block (0.48)")
+    parser.add_argument("--blocks", type=int, default=20, help="blocks per stream of stages that sleep (20)")
+    parser.add_argument("--model", help="a folder of a face that talks")
+    parser.add_argument("--variant", help="weight files to take of it, such as fp16; computed in float32")
+    parser.add_argument("--devices", default="cpu:2", help="for the face (cpu:2)")
+    parser.add_argument("--write", type=Path, help="a Markdown file to write")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print or write the table."""
+    options = options_of(arguments)
+    costs = StreamCosts(step=options.step, decode=options.decode, frames=FRAMES, source=options.source)
+    plans = [StreamPlan.even(steps, steps + 1) for steps in (2, 3, 4)] + [StreamPlan.even(4, 3)]
+    with LocalExecutor(["cpu"] * 5, "tests.ranks:Ranks", deadline=120.0) as pool:
+        found = [asleep(pool, plan, costs, options.blocks) for plan in plans]
+    if options.model is not None:
+        found.append(awake(options.model, options.devices, loading_of(options.variant)))
+    lines = [
+        "# From a sound to its picture",
+        "",
+        f"Seconds, in live streams that are shown by the clock. Stages that sleep: {options.step:g} s per step, "
+        f"{options.decode:g} s to decode, {options.source:g} s of sound per block. By benchmarks/stream_onset.py.",
+        "",
+        "| stream | until a block is full | steps | decoding | budget | measured | off by |",
+        "|---|---|---|---|---|---|---|",
+        *(one.row() for one in found),
+    ]
+    text = "\n".join(lines) + "\n"
+    if options.write:
+        options.write.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

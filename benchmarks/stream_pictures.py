@@ -1,0 +1,79 @@
+"""A stream of pictures on two ranks of one thread each against one rank of one thread, in turn, in one run.
+
+    python -m benchmarks.stream_pictures --write docs/figures/stream-pictures.md
+
+Each rank draws half of the denoising steps of every picture. What is not the denoiser (text encoder, scheduler) is
+repeated on every rank, and the last one decodes. Pictures of both ways are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.stream_pictures_ranks import WARM, Case
+from patchpar.launch.local import LocalExecutor
+
+
+def compare(case: Case, repeats: int) -> list[str]:
+    """A line of the table: both ways `repeats` times, in turn."""
+    from patchpar.models.folder import resolve_model
+
+    folder, options, _ = resolve_model(case.model, {})
+    ratios, gaps, same = list[float](), ([], []), True
+    with LocalExecutor(["cpu", "cpu"], "benchmarks.stream_pictures_ranks:Bench", deadline=600.0) as pool:
+        pool.call("load", folder, options, expected=600.0)
+        for _ in range(repeats):
+            one = pool.call("stream", case, 1, expected=3600.0)[0]
+            two = pool.call("stream", case, 2, expected=3600.0)[1]
+            ratios.append(one.gap / two.gap)
+            gaps[0].append(one.gap)
+            gaps[1].append(two.gap)
+            same = same and all(np.array_equal(a, b) for a, b in zip(one.pictures, two.pictures, strict=True))
+    first, second = (1 / statistics.median(values) for values in gaps)
+    return [
+        f"| {case.model}, {case.size} x {case.size}, {case.steps} steps, guidance {case.guidance:g} | {first:.3f} | "
+        f"{second:.3f} | {statistics.median(ratios):.2f}x | {'yes' if same else '**no**'} |"
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print or write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="embedded", help="a folder, a hub id, or a model in the package (embedded)")
+    parser.add_argument("--size", type=int, default=256, help="pixels of both sides (256)")
+    parser.add_argument("--steps", type=int, default=4, help="denoising steps (4)")
+    parser.add_argument("--guidance", type=float, default=5.0, help="guidance scale (5)")
+    parser.add_argument("--pictures", type=int, default=12, help=f"per stream, of which {WARM} do not count (12)")
+    parser.add_argument("--repeats", type=int, default=5, help="streams each way (5)")
+    parser.add_argument("--write", type=Path, help="a Markdown file to write")
+    options = parser.parse_args(arguments)
+    case = Case(
+        model=options.model,
+        size=options.size,
+        steps=options.steps,
+        guidance=options.guidance,
+        pictures=options.pictures,
+    )
+    lines = [
+        "# A stream of pictures on two ranks",
+        "",
+        f"Pictures per second, ranks with one thread each; medians of {options.repeats} streams of {options.pictures} "
+        "pictures each way, in turn. By benchmarks/stream_pictures.py.",
+        "",
+        "| | one rank | two ranks | faster | equal bit for bit |",
+        "|---|---|---|---|---|",
+        *compare(case, options.repeats),
+    ]
+    text = "\n".join(lines) + "\n"
+    if options.write:
+        options.write.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""What the benchmarks of streams say of figures that are known."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.stream_drift import rows
+from benchmarks.stream_long import Record, table
+from benchmarks.stream_onset import Found
+from benchmarks.stream_pictures_ranks import WARM, Streamed
+from patchpar.stream.plan import StreamPlan
+from patchpar.stream.simulate import StreamCosts, onset
+
+
+def record(sizes: list[tuple[int, int]]) -> Record:
+    return Record(blocks=len(sizes), frames=8 * len(sizes), seconds=0.4 * len(sizes), resident=sizes)
+
+
+def test_memory_that_grows_is_told_from_memory_that_does_not() -> None:
+    """The first tenth does not count: buffers are taken once."""
+    sizes = [(50, 100), *[(100, 100 + number) for number in range(9)]]
+    assert record(sizes).growth() == [(0, 0), (pytest.approx(0.08), pytest.approx(106 / 101.5 - 1))]
+    flat, grown = table(record(sizes), "a plan", 20)[-2:]
+    assert flat.endswith("| +0.0% | +0.0% | flat |")
+    assert grown.endswith("| +8.0% | +4.4% | not flat |")
+
+
+def test_drift_is_told_by_its_beginning_and_its_end() -> None:
+    kept = [{"skin": 5.0}] * 20
+    without = [{"skin": float(number)} for number in range(20)]
+    assert rows(kept, without)[-1] == "| skin | 5.0 | 5.0 | 0.5 | 18.5 |"
+
+
+def test_an_onset_stands_beside_its_budget() -> None:
+    costs = StreamCosts(step=0.2, decode=0.15, frames=12, source=0.48)
+    row = Found(what="asleep", budget=onset(StreamPlan.even(2, 3), costs), measured=1.2).row()
+    assert row == "| asleep | 0.48 | 0.40 | 0.15 | 1.03 | 1.20 | +16.5% |"
+
+
+def test_the_first_pictures_of_a_stream_do_not_count() -> None:
+    times = [0.0, 100.0, *(100.0 + number for number in range(1, 6))]
+    assert WARM == 2
+    assert Streamed(times=tuple(times), pictures=()).gap == 1.0
