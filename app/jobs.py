@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from patchpar import PatchparError, PlanError
+from patchpar import PatchparError, PlanError, WorkerDied, WorkerHung
 
 JobState = Literal["waiting", "running", "done", "failed", "cancelled"]
 MOST_WAITING = 8  # jobs; who comes later is told so at once, instead of waiting for minutes
@@ -118,6 +118,8 @@ def sentence_of(error: Exception) -> str:
     """
     text = str(error) or "no message"
     first = text.split("\nTraceback", 1)[0].strip()
+    if isinstance(error, (WorkerDied, WorkerHung)):
+        return f"{first} The workers are started again with the next job: try once more."
     return first if isinstance(error, PatchparError) else f"{type(error).__name__}: {first}"
 
 

@@ -138,7 +138,10 @@ def test_more_ranks_than_bands(model: Any) -> None:
     ("error", "words"),
     [
         (UnsupportedModel("net cannot be split over axis 'patch': use cfg=2 or data=N"), ["use cfg=2 or data=N"]),
-        (WorkerDied("rank 1 (cpu) died, exit code -9\nTraceback (most recent call last):\n  File x"), ["exit code -9"]),
+        (
+            WorkerDied("rank 1 (cpu) died, exit code -9\nTraceback (most recent call last):\n  File x"),
+            ["exit code -9", "try once more"],
+        ),
         (PlanError("2 CPU ranks need about 9 GiB, but only 1 GiB are free: use a smaller dtype"), ["smaller dtype"]),
     ],
 )

@@ -104,7 +104,10 @@ def test_a_job_that_waits_is_cancelled_without_being_begun(desk: Desk) -> None:
     [
         (PlanError("height=7: use 8"), "height=7: use 8"),
         (ValueError("no"), "ValueError: no"),
-        (WorkerDied("rank 1 died\nTraceback (most recent call last):\n  File x"), "rank 1 died"),
+        (
+            WorkerDied("rank 1 died.\nTraceback (most recent call last):\n  File x"),
+            "rank 1 died. The workers are started again with the next job: try once more.",
+        ),
     ],
 )
 def test_an_error_is_a_sentence_and_the_desk_goes_on(desk: Desk, error: Exception, said: str) -> None:
