@@ -160,6 +160,38 @@ def test_a_page_that_is_reloaded_goes_on_with_its_run(opened: Any) -> None:
     expect(status(page, "image")).to_contain_text("Cancelled")
 
 
+def test_many_quick_clicks_are_one_job(opened: Any) -> None:
+    page = opened()
+    small(page, steps=40)
+    page.evaluate("for (let i = 0; i < 20; i++) document.querySelector('#image-draw').click()")
+    expect(status(page, "image")).to_contain_text(re.compile(r"step \d+ of 40"))
+    page.evaluate("for (let i = 0; i < 20; i++) document.querySelector('#image-cancel').click()")
+    expect(status(page, "image")).to_contain_text("Cancelled")
+    expect(page.locator("#image-draw")).to_be_enabled()
+    expect(page.locator("#image-cancel")).to_be_disabled()
+    fill(page, "Steps", 2)
+    page.click("#image-draw")
+    expect(status(page, "image")).to_have_class(re.compile("done"))
+    page.wait_for_timeout(500)
+    expect(status(page, "image")).to_have_class(re.compile("done"))  # nothing waited behind it
+
+
+def test_another_tab_says_that_the_page_is_busy(opened: Any) -> None:
+    page = opened()
+    small(page, steps=60)
+    page.click("#image-draw")
+    expect(status(page, "image")).to_contain_text(re.compile(r"step \d+ of 60"))
+    tab(page, "Compare")
+    page.click("#compare-run")
+    expect(status(page, "compare")).to_contain_text("this page has a job under way: wait for it, or cancel it")
+    page.reload()
+    expect(status(page, "image")).to_contain_text("of 60")
+    page.reload()
+    expect(status(page, "image")).to_contain_text("of 60")
+    page.click("#image-cancel")
+    expect(status(page, "image")).to_contain_text("Cancelled")
+
+
 def test_two_ways_are_compared(opened: Any) -> None:
     page = opened(viewport={"width": 1280, "height": 900})
     tab(page, "Compare")
