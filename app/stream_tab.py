@@ -6,6 +6,7 @@ from typing import Any
 import gradio as gr
 
 from patchpar import PatchparError
+from patchpar.models.folder import embedded_model
 
 from . import words
 from .face import LONGEST, FaceOrder, FaceStream
@@ -23,6 +24,8 @@ from .watching import looked_at
 KIND = "stream"
 SOURCES = {"The prompt alone": "prompt", "A picture": "picture", "A film": "film", "The camera": "camera"}
 HINT = "The stream will be here, picture after picture, until you stop it. Its prompt can be changed meanwhile."
+EMBEDDED_FACE = "embedded-face"
+FACES = tuple(f"a person with {mood} face is talking" for mood in ("a calm", "a happy", "an angry"))
 NO_FACE = "No model of a face is loaded. Start the app with --face FOLDER to have one talk here."
 
 
@@ -199,11 +202,15 @@ class _FaceFields:
     """What a face is told."""
 
     def __init__(self, studio: Studio) -> None:
-        has_face = studio.workers.setup.face is not None
+        face = studio.workers.setup.face
+        has_face = face is not None
         gr.HTML(words.notice(NO_FACE), visible=not has_face)
         with gr.Column(visible=has_face):
             prompt = gr.Textbox(label="Prompt", max_lines=2, max_length=LONGEST_PROMPT)
             sound = gr.Audio(label="What it says", sources=["upload", "microphone"], type="filepath")
+            if face == EMBEDDED_FACE:
+                speech = str(embedded_model(face) / "speech.wav")
+                gr.Examples([[text, speech] for text in FACES], [prompt, sound], label="What the embedded face can do")
             reference = uploaded("Whose looks it has", sources=["upload", "webcam"], height=240)
             seconds = gr.Slider(1, LONGEST, 5, step=1, label="Seconds, without sound")
             self.begin = gr.Button("Talk", variant="primary", interactive=False, elem_id="stream-talk")

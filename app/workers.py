@@ -22,14 +22,14 @@ PICTURES = "pictures"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What the page works with. `face`: the folder of a model that streams with sound, if there is one.
+    """What the page works with. `face`: a model that streams with sound, its folder or name, if there is one.
 
     `options` go to diffusers' from_pretrained.
     """
 
     model: str = "embedded"
     devices: Devices = field(default_factory=lambda: devices_of("auto"))
-    face: Path | None = None
+    face: str | Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:

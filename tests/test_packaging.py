@@ -20,8 +20,9 @@ def test_the_wheel(tmp_path: Path) -> None:
     plan = "patchpar/token_split/plans/FluxTransformer2DModel.json"
     assert {"patchpar/py.typed", "patchpar/cli/__init__.py", plan} <= names
     assert {"patchpar/app/page.py", "patchpar/app/style.css", "patchpar/live/watch.html"} <= names
-    for model, denoiser in (("scenes-unet", "unet"), ("scenes-dit", "transformer")):
+    for model, denoiser in (("scenes-unet", "unet"), ("scenes-dit", "transformer"), ("face-stream", "transformer")):
         assert f"patchpar/assets/{model}/model_index.json" in names
         assert f"patchpar/assets/{model}/{denoiser}/diffusion_pytorch_model.fp16.safetensors" in names
+    assert "patchpar/assets/face-stream/speech.wav" in names
     assert not [name for name in names if name.endswith((".bin", ".pt", ".ckpt", ".pyc"))]
-    assert wheel.stat().st_size < 32 * 2**20
+    assert wheel.stat().st_size < 48 * 2**20

@@ -2,26 +2,34 @@
 
     python -m training.package_face --face runs/face.pt --vae runs/face_vae.pt --output assets/face-stream
 
-`stream.json` says how blocks are cut, which noise levels the denoising steps have, and how long prompts are.
+`stream.json` says how blocks are cut, which noise levels the denoising steps have, and how long prompts are. Beside it
+are a face for streams that are given none, and some speech to try it with, both drawn by code.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
+import wave
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline
+from PIL import Image
 
 from patchpar.stream.config import CONFIG, StreamConfig
 from training.checkpoint import read
 from training.face import OPTIONS, SIDE, TEXT_TOKENS, FaceNetworks, build_face_tokenizer
 from training.face_data import FPS, PROMPTS, SCHEDULE
 from training.face_vae import new_face_vae
+from training.faces import Pose, draw_face, draw_identity
 from training.package import FOLDER, write
+from training.speech import RATE, speech
 
 FACE_FOLDER = FOLDER.parent / "face-stream"
+REFERENCE, SPEECH, SECONDS = "face.png", "speech.wav", 6
 STREAM = StreamConfig(
     sigmas=SCHEDULE.sigmas,
     fps=FPS,
@@ -31,6 +39,7 @@ STREAM = StreamConfig(
     text_tokens=TEXT_TOKENS,
     adapt_sink=False,  # the reference is of the kind it was trained with, a frame of its own making is less so
     prompts=tuple(prompt for prompt in PROMPTS if prompt),
+    reference=REFERENCE,
 )
 
 
@@ -65,7 +74,19 @@ def write_face(networks: FaceNetworks, vae: AutoencoderKLWan, folder: Path) -> i
     write(assemble(networks, vae), folder)
     networks.audio.half().save(folder / "transformer")
     (folder / CONFIG).write_text(json.dumps(asdict(STREAM), indent=2) + "\n")
+    write_samples(folder)
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def write_samples(folder: Path) -> None:
+    """A face, and speech of one channel in 16 bits, of keys that training never draws."""
+    identity = draw_identity(random.Random("packaged face"))
+    Image.fromarray(draw_face(identity, Pose(), side=SIDE)).save(folder / REFERENCE)
+    with wave.open(str(folder / SPEECH), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(RATE)
+        file.writeframes((speech("packaged speech", SECONDS * RATE).clip(-1, 1) * 32767).astype(np.int16).tobytes())
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ app = typer.Typer(
 app.command(epilog='Try: patchpar generate "a red house at night" --devices 2 -o house.png')(takes(Generate, generate))
 app.command("upscale", epilog="Try: patchpar upscale house.png --scale 2 --devices 2")(takes(Upscale, enlarge))
 app.command(epilog='Try: patchpar video "a fox runs" --model ./wan --devices 4 -o fox.mp4')(takes(Video, video))
-app.command(epilog="Try: patchpar stream --model ./face --audio speech.wav --output talk.mp4")(takes(Stream, stream))
+app.command(epilog="Try: patchpar stream happy --audio speech.wav --output talk.mp4")(takes(Stream, stream))
 app.command(epilog="Try: patchpar replay session.jsonl --devices 2 --output again.mp4")(takes(Replay, replay))
 app.command(epilog='Try: patchpar compare "a red house" --devices 2 --plan patch=2')(takes(Compare, compare))
 app.command("app", epilog="Try: patchpar app --model ./sdxl --dtype float16 --devices 4")(takes(App, serve_app))

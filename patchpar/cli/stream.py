@@ -24,7 +24,7 @@ class Stream:
     """The flags of `stream`."""
 
     prompt: Annotated[str, typer.Argument(help="What to show, where the model reads text.")] = ""
-    model: Annotated[str, typer.Option(help="Of block-causal video; with --input, of images.")]
+    model: Annotated[str | None, typer.Option(help="By default embedded-face; with --input, embedded.")] = None
     devices: Devices = "auto"
     audio: Annotated[Path | None, typer.Option(help="Sound to speak; it gives the length.")] = None
     reference: Annotated[Path | None, typer.Option(help="A picture whose looks the stream keeps.")] = None
@@ -85,6 +85,11 @@ class Stream:
             check_film(self.output)
         if self.record is not None:
             check_place(self.record, "--record", "session.jsonl")
+
+    @property
+    def weights(self) -> str:
+        """The model; where none was named, the one of the package for this kind of stream."""
+        return self.model or ("embedded-face" if self.input is None else "embedded")
 
     @property
     def is_live(self) -> bool:

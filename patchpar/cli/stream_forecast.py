@@ -23,7 +23,7 @@ def forecast(request: Stream) -> None:
     from patchpar.stream.folder import StreamFolder
     from patchpar.stream.plan import StreamPlan
 
-    folder = StreamFolder.read(request.model)
+    folder = StreamFolder.read(request.weights)
     plan = StreamPlan.even(folder.config.steps, number_of(request.devices))
     found = _figures(plan, folder, request.costs)
     if request.json:

@@ -83,7 +83,7 @@ def _run(request: Stream, frames: Frames, stack: ExitStack) -> Report:
     screens = Screens.opened(request, frames.fps, None, stack)
     say = screens.heard_by(stack.enter_context(living_line("starting")))
     opened = {"takes_image": True, **request.for_loading()}
-    pipe = stack.enter_context(PictureStreamingPipeline.from_pretrained(request.model, **opened))
+    pipe = stack.enter_context(PictureStreamingPipeline.from_pretrained(request.weights, **opened))
     arguments = given(
         prompt=request.prompt,
         negative_prompt=request.negative_prompt,

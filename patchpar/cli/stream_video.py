@@ -28,7 +28,7 @@ def stream_video(request: Stream) -> None:
     from patchpar.stream.folder import StreamFolder
     from patchpar.stream.reference import reference_picture
 
-    folder = StreamFolder.read(request.model)
+    folder = StreamFolder.read(request.weights)
     config, reference = folder.config, None
     if request.reference is not None:
         reference = reference_picture(request.reference, config.height, config.width)
@@ -58,7 +58,7 @@ def _run(request: Stream, folder: StreamFolder, given: dict[str, Any], stack: Ex
     fps = request.fps or folder.config.fps
     screens = Screens.opened(request, fps, folder.rate, stack)
     say = screens.heard_by(stack.enter_context(living_line("starting")))
-    pipe = stack.enter_context(StreamingPipeline.from_pretrained(request.model, **request.for_loading()))
+    pipe = stack.enter_context(StreamingPipeline.from_pretrained(request.weights, **request.for_loading()))
     pace: Pace = "realtime" if request.is_live else "fast"
     delivery = StreamDelivery(hold=HOLD, fps=fps, record=request.record, pace=pace)
     meter, plan = Meter(), str(pipe.plan)

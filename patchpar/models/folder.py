@@ -14,7 +14,7 @@ from typing import Any
 
 from patchpar.errors import PlanError
 
-EMBEDDED = {"embedded": "scenes-unet", "embedded-dit": "scenes-dit"}
+EMBEDDED = {"embedded": "scenes-unet", "embedded-dit": "scenes-dit", "embedded-face": "face-stream"}
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 BYTES_PER_WEIGHT = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth")
@@ -61,7 +61,8 @@ def resolve_model(model: str | Path, options: Mapping[str, Any]) -> tuple[str, d
         folder = inspect_folder(path, options.get("variant"))
         return str(path), {**dict.fromkeys(folder.absent), **options}, folder
     if path.exists() or not HUB_NAME.fullmatch(str(model)):
-        ways = "a folder with model_index.json, a hub name such as org/model, 'embedded' or 'embedded-dit'"
+        shipped = ", ".join(repr(name) for name in EMBEDDED)
+        ways = f"a folder with model_index.json, a hub name such as org/model, or one of {shipped}"
         raise PlanError(f"{str(model)!r} is no model: give {ways}")
     return str(model), options, None
 

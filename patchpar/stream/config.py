@@ -20,7 +20,8 @@ class StreamConfig:
 
     `sigmas`: noise levels of the denoising steps, from 1 to 0. `fps`: frames per second. `height`, `width`: pixels.
     `blocks`: latent frames per block, window, sink. `text_tokens`: tokens of a prompt. `adapt_sink`: the first finished
-    frame becomes the sink. `prompts`: those it was trained on, where they are few.
+    frame becomes the sink. `prompts`: those it was trained on, where they are few. `reference`: a picture beside it,
+    for streams that are given none.
     """
 
     sigmas: tuple[float, ...]
@@ -32,12 +33,15 @@ class StreamConfig:
     sampler: Sampler = "euler"
     adapt_sink: bool = True
     prompts: tuple[str, ...] = ()
+    reference: str | None = None
 
     def __post_init__(self) -> None:
         FlowSchedule(sigmas=self.sigmas, sampler=self.sampler)
         for name in ("fps", "height", "width", "text_tokens"):
             if getattr(self, name) <= 0:
                 raise PlanError(f"{name}={getattr(self, name)}: it must be above 0")
+        if self.reference is not None and Path(self.reference).name != self.reference:
+            raise PlanError(f"reference={self.reference!r}: it must be the name of a file in the model's folder")
 
     @property
     def schedule(self) -> FlowSchedule:

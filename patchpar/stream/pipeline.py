@@ -157,6 +157,8 @@ class StreamingPipeline(HeldRanks[Crew, StreamSession]):
 
     def _wishes(self, prompt: str, reference: Any) -> list[Wish]:
         wishes: list[Wish] = [Said(text=prompt)]
+        if reference is None and self.config.reference is not None:
+            reference = Path(self._loading.folder) / self.config.reference
         if reference is None and self._facts.draws_from_pictures:
             raise PlanError("this model goes on from a picture: give one, reference=")
         if reference is not None:

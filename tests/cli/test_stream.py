@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 from websockets.sync.client import connect
 
 from patchpar.cli import app, stream_film
+from patchpar.cli.stream import Stream
 from patchpar.cli.stream_forecast import parse_costs
 from patchpar.cli.stream_meter import Meter
 from patchpar.cli.stream_run import Part, paced, show_all
@@ -195,8 +196,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_started(folder: Path
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "Missing option '--model'"),
-        (("--model", "m"), "nobody would see the frames: add --output talk.mp4, --mjpeg 8000 or --ws 8000"),
+        ((), "nobody would see the frames: add --output talk.mp4, --mjpeg 8000 or --ws 8000"),
         (("--model", "m", "--ws", "70000"), "--ws 70000: it is a number from 1 to 65535, or 0 for any that is free"),
         (("--model", "m", "-o", "a.mp4", "--host", "::"), "--host ::: it goes with --mjpeg or --ws"),
         (("--model", "m", "-o", "a.gif"), "names no video format"),
@@ -353,3 +353,10 @@ def test_an_error_before_the_first_frame_leaves_no_film(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), stream_film.film_at(tmp_path / "a.mp4", 20, None) as film:
         show_all(parts(), SimpleNamespace(in_flight=0, dropped=0), [film], Meter(), print, 20)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "model"), [({}, "embedded-face"), ({"input": Path("frames")}, "embedded"), ({"model": "mine"}, "mine")]
+)
+def test_what_streams_where_no_model_is_named(words: dict[str, Any], model: str) -> None:
+    assert Stream(**words).weights == model
