@@ -15,10 +15,10 @@ import typer
 from patchpar.cli.flags import Debug, Format, Model, given
 from patchpar.cli.speech import friendly_errors
 from patchpar.errors import PlanError
-from patchpar.models.folder import EMBEDDED
 
 NAME = "patchpar_app"
 """Under this name the package of the demo is imported, wherever it lies: `app` itself could be anybody's."""
+FACE = "embedded-face"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class App:
 
     model: Model = "embedded"
     devices: Annotated[str, typer.Option(help="As of generate; without a GPU, auto is two CPU workers.")] = "auto"
-    face: Annotated[str, typer.Option(help="A folder of a model that streams a face that talks.")] = "embedded-face"
+    face: Annotated[str, typer.Option(help="A folder of a model that streams a face that talks.")] = FACE
     host: Annotated[str, typer.Option(help="127.0.0.1 is this machine only; 0.0.0.0 is everybody.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(help="0 is any that is free.")] = 7860
     auth: Annotated[
@@ -62,7 +62,7 @@ def _loading(request: App) -> dict[str, Any]:
 
 
 def _face(request: App) -> str:
-    if request.face not in EMBEDDED and not Path(request.face).is_dir():
+    if request.face != FACE and not Path(request.face).is_dir():
         raise PlanError(f"--face {request.face}: there is no such folder")
     return request.face
 
