@@ -31,6 +31,32 @@ FLAT = 0.02
 """What memory may vary by."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """How the memory of a process goes over a stream.
+
+    `floor`, `peak`: the lowest and the highest of the second half over that of the first, less 1. `wave`: the highest
+    over the lowest, less 1.
+    """
+
+    floor: float
+    peak: float
+    wave: float
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> Course:
+        """From all that was seen."""
+        first, second = sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]
+        return cls(
+            floor=min(second) / min(first) - 1, peak=max(second) / max(first) - 1, wave=max(sizes) / min(sizes) - 1
+        )
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether neither floor nor peak moves."""
+        return max(abs(self.floor), abs(self.peak)) < FLAT
+
+
 @dataclass(slots=True, kw_only=True)
 class Record:
     """What was seen. `resident`: bytes by process at each look."""
@@ -40,14 +66,10 @@ class Record:
     seconds: float = 0.0
     resident: list[tuple[int, ...]] = field(default_factory=list)
 
-    def growth(self) -> list[tuple[float, float]]:
-        """Of each process: largest over smallest, and mean of the second half over that of the first, both less 1."""
-        found = []
-        for one in zip(*self.resident[int(SETTLED * len(self.resident)) :], strict=True):
-            half = len(one) // 2
-            first, second = sum(one[:half]) / half, sum(one[half:]) / (len(one) - half)
-            found.append((max(one) / min(one) - 1, second / first - 1))
-        return found
+    def courses(self) -> list[Course]:
+        """How the memory of each process went, from when it has settled."""
+        settled = self.resident[int(SETTLED * len(self.resident)) :]
+        return [Course.of(one) for one in zip(*settled, strict=True)]
 
 
 def resident_bytes(pid: int) -> int:
@@ -79,15 +101,17 @@ def table(record: Record, plan: object, fps: float) -> list[str]:
         f"{plan}. By benchmarks/stream_long.py.",
         "",
         "The time of every frame is its number over the rate, to the last bit. Memory was looked at "
-        f"{len(record.resident)} times, of which the first tenth is left out; it is flat where it varies by less than "
-        f"{FLAT:.0%}.",
+        f"{len(record.resident)} times, of which the first tenth is left out. It goes up and down; it is flat where "
+        f"neither its floor nor its peak moves by as much as {FLAT:.0%} from the first half to the second.",
         "",
-        "| rank | resident at the end, MB | largest over smallest | second half over first | |",
-        "|---|---|---|---|---|",
+        "| rank | resident at the end, MB | floor | peak | up and down | |",
+        "|---|---|---|---|---|---|",
     ]
-    for rank, ((most, drift), last) in enumerate(zip(record.growth(), record.resident[-1], strict=True)):
-        verdict = "flat" if most < FLAT else "not flat"
-        lines.append(f"| {rank} | {last / 1e6:.0f} | {most:+.1%} | {drift:+.1%} | {verdict} |")
+    for rank, (course, last) in enumerate(zip(record.courses(), record.resident[-1], strict=True)):
+        verdict = "flat" if course.is_flat else "not flat"
+        lines.append(
+            f"| {rank} | {last / 1e6:.0f} | {course.floor:+.1%} | {course.peak:+.1%} | {course.wave:.1%} | {verdict} |"
+        )
     return lines
 
 

@@ -6,8 +6,9 @@
 
 A sound that comes live waits until its block is full, is denoised and decoded, and is shown by the clock. Stages that
 sleep show what messages and waiting add, on any machine. A face shows all of it: its own costs are taken from a stream
-as fast as can be, then it is silent and begins to speak, in pieces of 50 ms; what counts is the first frame in which
-its mouth has opened by half, which a block later than its sound would be too late.
+as fast as can be; then it is silent and begins to speak, in pieces of 12.5 ms. What counts is when a watcher sees the
+first frame with a mouth that is half open, after the sound of the frame that should be. `--slow` is for machines that
+do not keep up with life: sound and clock go slower, and the budget is of the same.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,16 +30,18 @@ from benchmarks.stream_long import loading_of
 from patchpar import StreamDelivery, StreamingPipeline, StreamPlan
 from patchpar.exchange import Door
 from patchpar.launch.local import LocalExecutor
+from patchpar.stream.audio import sound_levels
+from patchpar.stream.delivery import Chunk
 from patchpar.stream.link import Sign
 from patchpar.stream.simulate import OnsetBudget, StreamCosts, onset
 from patchpar.stream.stage import Finished, Order, StageLoop, Surroundings
 
 FRAMES = 12
-PIECE = 0.05
+PIECE = 0.0125
 """Seconds of sound that are pushed at once."""
 HEAD_START = 0.5
 """Seconds before the sound begins, in which all ranks are there."""
-QUIET_BLOCKS = 4
+QUIET_BLOCKS, SPOKEN_BLOCKS = 4, 16
 MEASURED_BLOCKS = 12
 
 
@@ -104,42 +107,53 @@ def costs_of(pipe: StreamingPipeline, reference: np.ndarray, source: float) -> S
     return StreamCosts(step=step, decode=decode, frames=FRAMES, source=source)
 
 
-def awake(model: str, devices: str, loading: dict[str, Any]) -> Found:
-    """A face that is silent and begins to speak."""
+def awake(model: str, devices: str, loading: dict[str, Any], slow: float) -> Found:
+    """A face that is silent and begins to speak; all `slow` times as slowly as in life."""
     from training.evaluate_face import held_out_talk
+    from training.face_data import AUDIO, openings
     from training.face_measure import mouth_opening
     from training.speech import RATE
 
     talk = held_out_talk(0, 6.0)
     with StreamingPipeline.from_pretrained(model, devices=devices, **loading) as pipe:
         form = pipe._format(pipe.config.fps)
-        source = (form.first_frame(2) - form.first_frame(1)) / form.fps
-        costs = costs_of(pipe, talk.reference, source)
-        budget, spoken = onset(pipe.plan, costs), torch.from_numpy(talk.samples).float()
-        loud = int((spoken.abs() > 0.1 * spoken.abs().max()).nonzero()[0])
-        begins_at = round((QUIET_BLOCKS + 0.5) * source * RATE)
-        samples = torch.cat([torch.zeros(begins_at), spoken[loud:]])
-        delivery, seen, stop = StreamDelivery(pace="realtime", lead=1), list[tuple[float, float]](), threading.Event()
-        with pipe.stream("", reference=talk.reference, audio="live", seed=1, delivery=delivery) as session:
-            began = time.monotonic()
-            speaker = threading.Thread(target=_speak, args=(session, samples, RATE, began, stop))
+        block = (form.first_frame(2) - form.first_frame(1)) / form.fps
+        budget = onset(pipe.plan, costs_of(pipe, talk.reference, slow * block))
+        quiet = torch.zeros(round((QUIET_BLOCKS + 0.5) * block * RATE))
+        samples = torch.cat([quiet, torch.from_numpy(talk.samples).float()])
+        with pipe.stream("", reference=talk.reference, audio="live", seed=1) as session:
+            began, stop = time.monotonic(), threading.Event()
+            speaker = threading.Thread(target=_speak, args=(session, samples, RATE, slow, stop))
             speaker.start()
-            for chunk in islice(session, 2 * QUIET_BLOCKS + 6):
-                shown = time.monotonic()
-                opened = mouth_opening(chunk.frames.numpy())
-                seen += [(shown + number / form.fps, float(value)) for number, value in enumerate(opened)]
+            shown = list(_shown(islice(session, SPOKEN_BLOCKS), slow, form.fps))
             stop.set()
             speaker.join()
-    half = (max(value for _, value in seen) + min(value for _, value in seen)) / 2
-    first = next(when for when, value in seen if value >= half)
-    return Found(what=f"a face: {pipe.plan}", budget=budget, measured=first - began - begins_at / RATE)
+    mouths = mouth_opening(np.stack([frame for _, frame in shown]))
+    meant = openings(sound_levels(samples, AUDIO)).numpy()[: len(mouths)]
+    opens = began + slow * _half_open(meant) / form.fps
+    return Found(what=f"a face: {pipe.plan}", budget=budget, measured=shown[_half_open(mouths)][0] - opens)
 
 
-def _speak(session: Any, samples: torch.Tensor, rate: int, began: float, stop: threading.Event) -> None:
+def _half_open(mouths_F: np.ndarray) -> int:
+    """The first frame in which a mouth is half as open as it will be."""
+    return int(np.argmax(mouths_F >= (mouths_F.max() + mouths_F.min()) / 2))
+
+
+def _shown(chunks: Iterable[Chunk], slow: float, fps: float) -> Iterator[tuple[float, np.ndarray]]:
+    """Frames, each with the time at which a watcher's clock shows it."""
+    clock: float | None = None
+    for chunk in chunks:
+        now, pts = time.monotonic(), slow * chunk.pts
+        if clock is None or now > clock + pts:
+            clock = now - pts
+        yield from ((clock + pts + slow * number / fps, frame) for number, frame in enumerate(chunk.frames.numpy()))
+
+
+def _speak(session: Any, samples: torch.Tensor, rate: int, slow: float, stop: threading.Event) -> None:
     """Push the sound as a microphone would."""
-    piece = round(PIECE * rate)
+    piece, began = round(PIECE * rate), time.monotonic()
     for number, place in enumerate(range(0, len(samples), piece), 1):
-        if stop.wait(max(0.0, began + number * PIECE - time.monotonic())):
+        if stop.wait(max(0.0, began + number * slow * PIECE - time.monotonic())):
             return
         session.push_audio(samples[place : place + piece], rate)
 
@@ -152,6 +166,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--source", type=float, default=0.48, help="seconds of sound of a block (0.48)")
     parser.add_argument("--blocks", type=int, default=20, help="blocks per stream of stages that sleep (20)")
     parser.add_argument("--model", help="a folder of a face that talks")
+    parser.add_argument("--slow", type=float, default=1.0, help="sound and clock of the face so many times slower (1)")
     parser.add_argument("--variant", help="weight files to take of it, such as fp16; computed in float32")
     parser.add_argument("--devices", default="cpu:2", help="for the face (cpu:2)")
     parser.add_argument("--write", type=Path, help="a Markdown file to write")
@@ -166,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with LocalExecutor(["cpu"] * 5, "tests.ranks:Ranks", deadline=120.0) as pool:
         found = [asleep(pool, plan, costs, options.blocks) for plan in plans]
     if options.model is not None:
-        found.append(awake(options.model, options.devices, loading_of(options.variant)))
+        found.append(awake(options.model, options.devices, loading_of(options.variant), options.slow))
     lines = [
         "# From a sound to its picture",
         "",
