@@ -1,6 +1,6 @@
 """A long stream: memory of every rank, times of frames, and colours of a face against its reference.
 
-    python -m benchmarks.stream_long --model assets/face-stream --devices cpu:2 --write docs/figures/stream-long.md
+    python -m benchmarks.stream_long --model assets/face-stream --variant fp16 --devices cpu:2
     python -m benchmarks.stream_long --blocks 200          # sooner, and with a model of a few thousand weights
 
 Frames are made as fast as they can be, so that half an hour of stream takes as long as its ranks need. Without

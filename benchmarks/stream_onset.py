@@ -1,7 +1,7 @@
 """From a sound to its picture: the budget that is printed beforehand against what is measured, in live streams.
 
-    python -m benchmarks.stream_onset                                                # stages that sleep
-    python -m benchmarks.stream_onset --model assets/face-stream --devices cpu:2     # and a face, from voice to mouth
+    python -m benchmarks.stream_onset                                               # stages that sleep
+    python -m benchmarks.stream_onset --model assets/face-stream --variant fp16      # and a face, from voice to mouth
     python -m benchmarks.stream_onset --write docs/figures/stream-onset.md
 
 A sound that comes live waits until its block is full, is denoised and decoded, and is shown by the clock. Stages that
