@@ -237,6 +237,22 @@ def test_a_stream_is_seen_while_it_runs_and_follows_a_new_prompt(opened: Any) ->
     expect(page.locator("#stream-facts")).to_contain_text("per second")
 
 
+def test_a_face_talks_as_a_film_with_sound(opened: Any) -> None:
+    page = opened(viewport={"width": 1280, "height": 900})
+    tab(page, "Stream")
+    tab(page, "Face")
+    wish = "a person with a happy face is talking"
+    page.get_by_text(wish).click()
+    expect(page.get_by_label("Prompt", exact=True).locator("visible=true")).to_have_value(wish)
+    page.click("#stream-talk")
+    page.wait_for_function(
+        "document.querySelector('#stream-window video')?.videoWidth === 96", timeout=2 * PATIENCE
+    )  # frames have come
+    page.wait_for_function("document.querySelector('#stream-window video').currentTime > 0.4", timeout=2 * PATIENCE)
+    keep(page, "face")
+    expect(page.locator("#stream-facts")).to_contain_text("per second", timeout=2 * PATIENCE)
+
+
 def test_frames_of_a_film_are_drawn_anew(opened: Any, tmp_path: Path) -> None:
     page = opened(viewport={"width": 1280, "height": 900})
     tab(page, "Stream")
