@@ -191,6 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record = watch(pipe, blocks, options.looks, conditions)
         lines = table(record, pipe.plan, pipe.config.fps)
     if options.model is not None:
+        lines[0] += " of a face"
         lines += drift_lines(Path(options.model), options.drift_blocks or blocks, options.looks)
     text = "\n".join(lines) + "\n"
     if options.write:
