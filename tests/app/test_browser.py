@@ -258,6 +258,7 @@ def test_frames_of_a_film_are_drawn_anew(opened: Any, tmp_path: Path) -> None:
     tab(page, "Stream")
     small(page, steps=4)
     page.get_by_label("A film", exact=True).check()
+    expect(page.locator("#stream-film")).to_be_visible()  # nobody clicks before the field is there
     page.click("#stream-run")
     expect(status(page, "stream")).to_contain_text("there is no film: choose one")
     film = grey_film(tmp_path / "film.mp4", frames=6, fps=4)
