@@ -6,7 +6,8 @@ from typing import Any
 import gradio as gr
 
 from patchpar import PatchparError
-from patchpar.models.folder import embedded_model
+from patchpar.models.folder import EMBEDDED, embedded_model
+from patchpar.stream.config import StreamConfig
 
 from . import words
 from .face import LONGEST, FaceOrder, FaceStream
@@ -24,8 +25,6 @@ from .watching import looked_at
 KIND = "stream"
 SOURCES = {"The prompt alone": "prompt", "A picture": "picture", "A film": "film", "The camera": "camera"}
 HINT = "The stream will be here, picture after picture, until you stop it. Its prompt can be changed meanwhile."
-EMBEDDED_FACE = "embedded-face"
-FACES = tuple(f"a person with {mood} face is talking" for mood in ("a calm", "a happy", "an angry"))
 NO_FACE = "No model of a face is loaded. Start the app with --face FOLDER to have one talk here."
 
 
@@ -208,9 +207,10 @@ class _FaceFields:
         with gr.Column(visible=has_face):
             prompt = gr.Textbox(label="Prompt", max_lines=2, max_length=LONGEST_PROMPT)
             sound = gr.Audio(label="What it says", sources=["upload", "microphone"], type="filepath")
-            if face == EMBEDDED_FACE:
-                speech = str(embedded_model(face) / "speech.wav")
-                gr.Examples([[text, speech] for text in FACES], [prompt, sound], label="What the embedded face can do")
+            if face in EMBEDDED:
+                folder = embedded_model(str(face))
+                shown = [[text, str(folder / "speech.wav")] for text in StreamConfig.load(folder).prompts]
+                gr.Examples(shown, [prompt, sound], label="What the embedded face can do")
             reference = uploaded("Whose looks it has", sources=["upload", "webcam"], height=240)
             seconds = gr.Slider(1, LONGEST, 5, step=1, label="Seconds, without sound")
             self.begin = gr.Button("Talk", variant="primary", interactive=False, elem_id="stream-talk")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.page import publish
 from patchpar.exchange import Door
 from patchpar.launch.local import LocalExecutor
 from patchpar.stream.causal import Payload
@@ -158,10 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lines += ["", f"Pictures of {PICTURE_STEPS} steps, whose denoiser sleeps {options.picture:g} s per call:", ""]
         lines += ["| ranks | pictures/s | against one |", "|---|---|---|"]
         lines += picture_rows(pool, options.picture, options.pictures)
-    text = "\n".join(lines) + "\n"
-    if options.write:
-        options.write.write_text(text)
-    print(text)
+    publish(lines, options.write)
 
 
 if __name__ == "__main__":

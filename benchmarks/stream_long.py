@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.page import publish
 from patchpar import StreamingPipeline
 
 MINUTES = 30
@@ -193,10 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.model is not None:
         lines[0] += " of a face"
         lines += drift_lines(Path(options.model), options.drift_blocks or blocks, options.looks)
-    text = "\n".join(lines) + "\n"
-    if options.write:
-        options.write.write_text(text)
-    print(text)
+    publish(lines, options.write)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.page import publish
 from benchmarks.stream import Sleeper
 from benchmarks.stream_long import loading_of
 from patchpar import StreamDelivery, StreamingPipeline, StreamPlan
@@ -192,10 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "|---|---|---|---|---|---|---|",
         *(one.row() for one in found),
     ]
-    text = "\n".join(lines) + "\n"
-    if options.write:
-        options.write.write_text(text)
-    print(text)
+    publish(lines, options.write)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.page import publish
 from benchmarks.stream_pictures_ranks import WARM, Case
 from patchpar.launch.local import LocalExecutor
 
@@ -69,10 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "|---|---|---|---|---|",
         *compare(case, options.repeats),
     ]
-    text = "\n".join(lines) + "\n"
-    if options.write:
-        options.write.write_text(text)
-    print(text)
+    publish(lines, options.write)
 
 
 if __name__ == "__main__":

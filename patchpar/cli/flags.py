@@ -34,6 +34,8 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 Devices = Annotated[str, typer.Option(help="auto, a number (2), cpu:N, cuda, or names: cuda:0,cuda:2.")]
 Model = Annotated[str, typer.Option(help="A folder, a hub id, 'embedded' or 'embedded-dit'.")]
 Format = Annotated[Dtype | None, typer.Option(metavar="<format>", help="Weights as float32, float16 or bfloat16.")]
+FACE = "embedded-face"
+"""What streams where no other model is named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

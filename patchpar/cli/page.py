@@ -12,13 +12,12 @@ from typing import Annotated, Any
 
 import typer
 
-from patchpar.cli.flags import Debug, Format, Model, given
+from patchpar.cli.flags import FACE, Debug, Format, Model, given
 from patchpar.cli.speech import friendly_errors
 from patchpar.errors import PlanError
 
 NAME = "patchpar_app"
 """Under this name the package of the demo is imported, wherever it lies: `app` itself could be anybody's."""
-FACE = "embedded-face"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import typer
 
 from patchpar.cli.files import check_place
 from patchpar.cli.film import check_film
-from patchpar.cli.flags import Debug, Devices, Format, Json, given
+from patchpar.cli.flags import FACE, Debug, Devices, Format, Json, given
 from patchpar.cli.speech import friendly_errors
 from patchpar.errors import PlanError
 from patchpar.live.port import check_port
@@ -89,7 +89,7 @@ class Stream:
     @property
     def weights(self) -> str:
         """The model; where none was named, the one of the package for this kind of stream."""
-        return self.model or ("embedded-face" if self.input is None else "embedded")
+        return self.model or (FACE if self.input is None else "embedded")
 
     @property
     def is_live(self) -> bool:
