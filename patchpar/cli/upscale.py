@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,19 +56,27 @@ def enlarge(request: Upscale) -> None:
         request.check()
         picture = opened(request.picture, str(request.picture))
         with stdout_kept_clean(request.json):
-            run, larger = drawn_by(request, lambda pipe: _upscaled(pipe, picture, request), task="image-to-image")
-        if larger is None:
+            keep = partial(_saved, request.output)
+            run, size = drawn_by(request, lambda pipe: _upscaled(pipe, picture, request), keep, task="image-to-image")
+        if size is None:
             return  # under torchrun, a rank that has no result: rank 0 saves and reports
-        save(larger, request.output)
         if request.trace is not None:
             run.save_trace(request.trace)
-        _report(run, larger.size, request)
+        _report(run, size, request)
 
 
 def _upscaled(pipe: Any, picture: Any, request: Upscale) -> Any:
     from patchpar import upscale
 
     return upscale(pipe, picture, **request.for_drawing())
+
+
+def _saved(path: Path, larger: Any) -> tuple[int, int] | None:
+    """Width and height of what is saved; None on a rank that has no result."""
+    if larger is None:
+        return None
+    save(larger, path)
+    return larger.width, larger.height
 
 
 def _report(run: Any, size: tuple[int, int], request: Upscale) -> None:

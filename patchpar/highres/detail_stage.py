@@ -10,9 +10,9 @@ from patchpar.clock import StepClock
 from patchpar.exchange import Door
 from patchpar.highres.blending import Blend
 from patchpar.highres.evaluation import Asked
-from patchpar.highres.flow import Flow
+from patchpar.highres.flow import Flow, Heard
 from patchpar.highres.interlace import Interlace
-from patchpar.highres.layout import Spot
+from patchpar.highres.layout import Layout, Spot
 from patchpar.highres.level import Level
 from patchpar.highres.method import Method
 from patchpar.highres.portion import Portion, Whole
@@ -76,7 +76,7 @@ class DetailStage:
             shares=shares,
             guide={unit.branch: x for unit, x in ours.items() if unit.patch == len(windows)},
             guide_size=interlace.patch_size,
-            finish=partial(self._finished, level, interlace, (x_BCHW, guide), kept),
+            finish=partial(self._finished, level, interlace, (asked.layout, guide), kept),
         )
         return portion, like
 
@@ -88,7 +88,7 @@ class DetailStage:
         return self._flow.shown(x_BCHW, interlace, asked.branches)
 
     def _finished(
-        self, level: Level, interlace: Interlace, shown: tuple[Tensor, Tensor | None], strength: float, whole: Whole
+        self, level: Level, interlace: Interlace, shown: tuple[Layout, Tensor | None], strength: float, whole: Whole
     ) -> Tensor:
         """The answer for the whole picture, its coarse structure drawn to the guide's.
 
@@ -97,14 +97,14 @@ class DetailStage:
         prediction = whole.prediction_BCHW
         if whole.guide_BChw is None or shown[1] is None:
             return prediction
-        x_BCHW, guide_BChw = (x[: len(prediction)] for x in (shown[0], shown[1]))
+        x_BCHW, guide_BChw = (x[: len(prediction)] for x in (shown[0].x_BCHW, shown[1]))
         channels = min(x_BCHW.shape[1], prediction.shape[1])
         pair = x_BCHW[:, :channels].float(), prediction[:, :channels].float()
         clean = self._aged(level.clean(guide_BChw[:, :channels].float(), whole.guide_BChw[:, :channels].float()))
         kept = kept_in_place(level, interlace, clean, pair, strength)
         answer = torch.cat([kept.to(prediction.dtype), prediction[:, channels:]], 1)
         if self._flow is not None:
-            self._flow.heard(level, whole.guide_BChw[:, : answer.shape[1]], answer)
+            self._flow.heard(Heard(level, shown[0], whole.guide_BChw[:, : answer.shape[1]], answer))
         return answer
 
     def _aged(self, fresh: Tensor) -> Tensor:

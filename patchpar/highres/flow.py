@@ -10,6 +10,7 @@ pipeline's scheduler takes one, with the same weights of the guidance branches, 
 """
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +18,19 @@ from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.highres.interlace import Interlace
+from patchpar.highres.layout import Layout
 from patchpar.highres.level import Level, level_of
 from patchpar.highres.weighing import Evidence, weighed
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What one call of the denoiser said of the guide and of the picture, all branches that it was asked for."""
+
+    level: Level
+    layout: Layout
+    guide_BChw: Tensor
+    whole_BCHW: Tensor
 
 
 class Flow:
@@ -28,7 +40,7 @@ class Flow:
         self._scheduler: Any = None
         self._channels = 0
         self._latent_BChw: Tensor | None = None
-        self._heard: tuple[Level, Tensor, Tensor] | None = None
+        self._heard: list[Heard] = []  # in this step
 
     def begin(self, scheduler: Any, channels: int) -> None:
         """Stand behind the scheduler's step; a latent has so many channels.
@@ -51,7 +63,8 @@ class Flow:
         """Stand aside, and forget."""
         if self._scheduler is not None:
             vars(self._scheduler).pop("step", None)
-        self._scheduler = self._latent_BChw = self._heard = None
+        self._scheduler = self._latent_BChw = None
+        self._heard = []
 
     def shown(self, x_BCHW: Tensor, interlace: Interlace, branches: int) -> Tensor:
         """What the denoiser is shown of the guide, in the place of the anchor. At first it is the anchor.
@@ -64,18 +77,19 @@ class Flow:
         own = self._latent_BChw.to(anchor).repeat(branches, 1, 1, 1)
         return torch.cat([own, anchor[:, self._channels :]], 1)
 
-    def heard(self, level: Level, prediction_BChw: Tensor, whole_BCHW: Tensor) -> None:
-        """Predictions of all branches in this step: the guide's, and those that the pipeline is answered with."""
-        self._heard = level, prediction_BChw, whole_BCHW
+    def heard(self, said: Heard) -> None:
+        """One call after the other: a pipeline may ask for every branch of guidance by itself."""
+        self._heard.append(said)
 
     def _go_on(self, model_output: Tensor, timestep: Any) -> None:
-        if self._heard is None or self._latent_BChw is None:
+        heard, self._heard = self._heard, []
+        later = self._next(timestep) if heard and self._latent_BChw is not None else None
+        if later is None or self._latent_BChw is None:
             return
-        (level, prediction, whole), self._heard = self._heard, None
-        later = self._next(timestep)
-        if later is None:
-            return
-        combined = followed(model_output, whole, prediction)[:, : self._latent_BChw.shape[1]]
+        level, layout = heard[-1].level, heard[-1].layout
+        whole, guide = (torch.cat([getattr(each, name) for each in heard]) for name in ("whole_BCHW", "guide_BChw"))
+        output_BCHW = layout.map_of(model_output, (whole.shape[-2], whole.shape[-1]))
+        combined = followed(output_BCHW, whole, guide)[:, : self._latent_BChw.shape[1]]
         clean = level.clean(self._latent_BChw, combined)
         noise = (self._latent_BChw - level.signal * clean) / level.noise
         self._latent_BChw = later.signal * clean + later.noise * noise

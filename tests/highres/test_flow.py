@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import diffusers
@@ -11,11 +12,13 @@ from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.highres.flow import followed
+from patchpar.highres.layout import pack, unpack
 from patchpar.mesh import Axis
 from patchpar.strategies.structure_guidance import StructureGuidance
+from tests.breadth import first_of
 from tests.tiny import Tiny, latents
 
-from .drawing import Case, alone, apart, large, plain, prepared
+from .drawing import Case, alone, apart, large, plain, prepared, together
 
 STEPS = 6
 
@@ -53,6 +56,40 @@ def test_the_guide_is_the_native_picture(guidance: float) -> None:
         latents(tiny, **call, latents=start, height=128, width=128)
     assert len(shown) == 4  # of six steps those below 0.6
     assert apart(shown[-1][:1], native[0]) < 1e-4
+
+
+@pytest.mark.parametrize("guidance", [3.0, 1.0])
+def test_the_guide_of_packed_tokens(guidance: float) -> None:
+    """FLUX hands its scheduler rows of tokens and calls for each branch: the guide is the native picture all the same.
+
+    Noise levels that do not depend on the number of tokens, or the native picture would be another one.
+    """
+    tiny, native, shown = prepared(Case(pipeline="flux")), list[Tensor](), list[Tensor]()
+    config = tiny.pipe.scheduler.config
+    tiny.pipe.scheduler = type(tiny.pipe.scheduler).from_config(config, use_dynamic_shifting=False)
+    start, call = noise(1, 4, 16, 16), {"steps": STEPS, "true_cfg_scale": guidance}
+    own = {"latents": pack(start[..., ::2, ::2]), "height": 64, "width": 64}
+    latents(tiny, **call, **own, callback_on_step_end=before_the_last_step(tiny, native))
+    with large(tiny, StructureGuidance(native=64, switch=0.9, guide="flow"), None, Axis("patch")) as found:
+        flow = found._detail._flow
+        assert flow is not None
+        original = flow.shown
+        flow.shown = lambda *args: shown.append(original(*args)) or shown[-1]  # type: ignore[method-assign]
+        latents(tiny, **call, latents=pack(start), height=128, width=128)
+    want = unpack(native[0], 4, 4)
+    assert apart(shown[-1], want) < 1e-4
+    assert apart(shown[0], want) > 1e-2  # it has moved
+    wrong = native[0].reshape(want.shape)  # the negative control: tokens taken for rows of a map
+    assert apart(shown[-1], wrong) > 1e-1
+
+
+@pytest.mark.parametrize("pipeline", first_of(["flux", "sd3"], "flux"))
+def test_the_guide_on_two_ranks(pipeline: str) -> None:
+    """The picture is that of one rank, from the first step with windows to the last, and the guide's own."""
+    case = Case(pipeline=pipeline, options={"guide": "flow", "switch": 0.9}, steps=4)
+    want = alone(case)
+    assert all(apart(drawn.latents, want) < 1e-5 for drawn in together(case, 2))
+    assert apart(alone(replace(case, options={"switch": 0.9})), want) > 1e-4
 
 
 def test_the_guide_leads() -> None:
