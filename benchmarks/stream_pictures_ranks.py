@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,15 +14,17 @@ from patchpar.exchange import Door
 from patchpar.stream.picture_engine import PictureEngine
 from patchpar.stream.picture_stage import PictureStage
 from patchpar.stream.picture_talk import PictureOrder
+from patchpar.stream.talk import Stop
 
 PROMPT = "a red house on the left and a pine on the right, green hills at sunset"
 WARM = 2
-"""Pictures of a stream that do not count: the first is drawn whole on every rank, the second fills the stages."""
+"""Pictures of a stream that do not count: the first is drawn whole on every rank, the second fills the stages. As many
+at its end, where the stages empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is streamed. `size`: pixels of both sides. `pictures`: of which the first ones do not count."""
+    """What is streamed. `size`: pixels of both sides. `pictures`: of which the first and last do not count."""
 
     model: str
     size: int
@@ -44,33 +45,52 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streamed:
-    """When pictures came out, by time.time, and what they were."""
+    """When pictures came out, by time.time, and what they were, in the order of their numbers."""
 
     times: tuple[float, ...]
     pictures: tuple[Any, ...]
 
     @property
     def gap(self) -> float:
-        """Seconds from picture to picture, the median."""
-        return statistics.median(b - a for a, b in pairwise(self.times[WARM - 1 :]))
+        """Seconds from picture to picture, the mean over those that count: ranks that take turns make pairs."""
+        counted = self.times[WARM - 1 : -WARM]
+        return (counted[-1] - counted[0]) / (len(counted) - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A picture that ended on a rank, at a moment of time.time."""
+
+    number: int
+    moment: float
+    picture: Any
+
+
+def in_order(ended: Iterable[Ended]) -> Streamed:
+    """What all ranks ended, as one stream: a picture comes out when those before it have."""
+    times, pictures = list[float](), list[Any]()
+    for one in sorted(ended, key=lambda one: one.number):
+        times.append(max([one.moment, *times[-1:]]))
+        pictures.append(one.picture)
+    return Streamed(times=tuple(times), pictures=tuple(pictures))
 
 
 class Bench(PictureEngine):
     """The engine of one rank, which takes its orders from a list."""
 
-    def stream(self, case: Case, ranks: int) -> Streamed | None:
-        """Draw on the first `ranks` ranks, others rest; what came out of the last one."""
+    def stream(self, case: Case, ranks: int) -> list[Ended]:
+        """Draw on the first `ranks` ranks, others rest; what ended here."""
         context = self._context
         if context.rank >= ranks:
-            return None
+            return []
         torch.set_num_threads(1)
         door = None if ranks == 1 else Door(self._transport, context.mark)
         orders = iter([PictureOrder(number=n, arguments=case.arguments(), seed=n) for n in range(case.pictures)])
-        times, pictures = list[float](), list[Any]()
+        ended = list[Ended]()
 
         def put(number: int, result: Any) -> None:
-            times.append(time.time())
-            pictures.append(np.asarray(result.images[0]))
+            ended.append(Ended(number=number, moment=time.time(), picture=np.asarray(result.images[0])))
 
-        PictureStage(self._pipe, context.rank, ranks, door, context.mark).run(lambda: next(orders, None), put)
-        return Streamed(times=tuple(times), pictures=tuple(pictures))
+        stage = PictureStage(self._pipe, context.rank, ranks, door, context.mark)
+        stage.run(lambda patience: next(orders, Stop()), put)
+        return ended

@@ -9,7 +9,6 @@ Nothing here knows about steps or staleness.
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -17,42 +16,11 @@ from typing import TypeVar
 from torch import Tensor
 
 from patchpar.mesh import Axis
-from patchpar.trace import Event
+from patchpar.traffic import Traffic
 from patchpar.transport import Incoming, Outgoing, Pending, Spec, Transport
 
 T = TypeVar("T")
 Tensors = tuple[Tensor, ...]
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What one rank has sent, received and waited for since the last `clear`, by kind of exchange.
-
-    `events` are kept for a trace only where somebody has put a list there.
-    """
-
-    bytes_sent: Counter[str] = field(default_factory=Counter)
-    bytes_received: Counter[str] = field(default_factory=Counter)
-    rounds: Counter[str] = field(default_factory=Counter)
-    seconds_waited: dict[str, float] = field(default_factory=dict)
-    events: list[Event] | None = None
-
-    def clear(self) -> None:
-        """Start counting again."""
-        for counted in (self.bytes_sent, self.bytes_received, self.rounds, self.seconds_waited):
-            counted.clear()
-        if self.events is not None:
-            self.events.clear()
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that left this rank, of every kind."""
-        return sum(self.bytes_sent.values())
-
-    def note(self, what: str, kind: str, where: str, start: float) -> None:
-        """Something that began at `start` (time.perf_counter) has just ended."""
-        if self.events is not None:
-            self.events.append(Event(what, kind, where, start, time.perf_counter() - start))
 
 
 class Arriving:
@@ -60,6 +28,10 @@ class Arriving:
 
     def __init__(self, pending: Pending, traffic: Traffic, kind: str, where: str) -> None:
         self._pending, self._traffic, self._kind, self._where = pending, traffic, kind, where
+
+    def is_here(self, index: int) -> bool:
+        """Whether the `index`-th incoming message is known to be here."""
+        return self._pending.is_here(index)
 
     def wait_for(self, index: int) -> list[Tensor]:
         """Tensors of the `index`-th incoming message. Raises ExchangeError after the deadline."""

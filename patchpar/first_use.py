@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
-from patchpar.exchange import Door, Gather, Traffic
+from patchpar.exchange import Door, Gather
 from patchpar.mesh import Axis
+from patchpar.traffic import Traffic
 from patchpar.verdicts import Verdicts
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -10,7 +10,7 @@ from torch import nn
 from patchpar.caches import CacheVote
 from patchpar.clock import StepClock
 from patchpar.denoiser import ConditionerHook, DenoiserHook
-from patchpar.exchange import Door, Traffic
+from patchpar.exchange import Door
 from patchpar.guided import GuidanceCheck
 from patchpar.highres.denoiser import LargePicture
 from patchpar.ledger import Ledger
@@ -22,6 +22,7 @@ from patchpar.strategies import resolve_strategy
 from patchpar.strategies.guidance import GuidanceSplit
 from patchpar.strategies.structure_guidance import StructureGuidance
 from patchpar.token_split.denoiser import TokenDenoiser
+from patchpar.traffic import Traffic
 from patchpar.vae.parallel import ParallelVaes
 from patchpar.verdicts import Verdicts
 

@@ -4,10 +4,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from patchpar.exchange import Traffic
 from patchpar.figures import VAE, RankFigures, StepFigures
 from patchpar.history import History
 from patchpar.trace import Event, RankTrace
+from patchpar.traffic import Traffic
 
 N = TypeVar("N", int, float)
 

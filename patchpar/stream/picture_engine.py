@@ -18,8 +18,6 @@ from patchpar.transport import Transport, connect
 
 THROUGH = "shared_memory"
 """Ranks are workers of one host, and NCCL would have a message wait for those that are expected before it."""
-REST_SECONDS = 5.0
-"""How often a rank that waits for orders shows that it is there."""
 
 
 class PictureEngine:
@@ -53,14 +51,10 @@ class PictureEngine:
         stage = PictureStage(self._pipe, context.rank, context.world_size, door, context.mark)
         return stage.run(self._take, self._put)
 
-    def _take(self) -> PictureOrder | None:
-        while True:
-            heard = self._context.hear(REST_SECONDS)
-            self._context.mark("stream")
-            if isinstance(heard, PictureOrder):
-                return heard
-            if isinstance(heard, Stop):
-                return None
+    def _take(self, patience: float) -> PictureOrder | Stop | None:
+        heard = self._context.hear(patience)
+        self._context.mark("stream")
+        return heard if isinstance(heard, PictureOrder | Stop) else None
 
     def _put(self, number: int, result: Any) -> None:
         self._context.emit(Drawn(number=number, picture=result.images[0]))

@@ -1,7 +1,7 @@
 """A stream of pictures as its user holds it: frames or requests in, pictures out in the same order.
 
 push ---> [ a few that wait ] ---> every rank                  as soon as there is credit
-for shot in session  <--- [ at most as many as there is credit ] <--- last rank
+for shot in session  <--- [ at most as many as there is credit ] <--- [ their order ] <--- ranks
 """
 
 import asyncio
@@ -68,6 +68,8 @@ class PictureSession(Closing):
         self._waiting: deque[tuple[int, Mapping[str, Any]]] = deque()
         self._outlet: Outlet[Shot] = Outlet(manner.output, manner.lead, self._credits.give_back)
         self._pushed: dict[int, float] = {}
+        self._due: deque[int] = deque()  # ordered, in the order in which they come out
+        self._drawn: dict[int, Any] = {}  # those that wait for one before them: ranks end pictures in turn
         self._number = self._replaced = 0
         self._tell: Tell | None = None
         self._is_ending = self._is_over = self._is_cancelled = self._is_paused = False
@@ -227,16 +229,22 @@ class PictureSession(Closing):
     def _hear(self, rank: int, event: Any) -> None:
         with self._changed:
             if isinstance(event, Drawn) and not self._is_cancelled:
-                latency = time.perf_counter() - self._pushed.pop(event.number)
-                self._outlet.put(Shot(number=event.number, picture=event.picture, latency=latency))
+                self._drawn[event.number] = event.picture
+                while self._due and self._due[0] in self._drawn:
+                    self._release(self._due.popleft())
                 self._order()
                 self._changed.notify_all()
+
+    def _release(self, number: int) -> None:
+        latency = time.perf_counter() - self._pushed.pop(number)
+        self._outlet.put(Shot(number=number, picture=self._drawn.pop(number), latency=latency))
 
     def _order(self) -> None:
         """Tell the ranks what is to be drawn, as far as there is credit, and when it was all. Under the lock."""
         goes_on = not self._is_paused or self._is_ending
         while goes_on and self._tell is not None and self._waiting and self._credits.take():
             number, arguments = self._waiting.popleft()
+            self._due.append(number)
             self._tell_all(PictureOrder(number=number, arguments=arguments, seed=self._manner.seed))
             self._changed.notify_all()
         if self._is_ending and not self._waiting and self._tell is not None:

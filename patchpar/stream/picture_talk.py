@@ -1,4 +1,4 @@
-"""What a picture session and the ranks say to one another: orders to every rank, pictures from the last."""
+"""What a picture session and the ranks say to one another: orders to all, pictures from the rank that ends them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

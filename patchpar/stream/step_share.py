@@ -3,6 +3,7 @@
     rank 0    0 1 | stop                     computes calls 0 and 1, hands their results on, begins the next picture
     rank 1    . . 2 3 | stop                 is given 0 and 1
     rank 2    . . . . 4 5 picture            is given 0 to 3, ends the loop and decodes
+      or      . . . . 4 5 | stop             and another rank is given 0 to 5, and decodes
 
 Schedulers, guidance and noise are diffusers' own and see what they would see in one process, so that the picture is the
 same to the last bit. What every rank repeats is all that is not the denoiser: text and picture encoders, the scheduler.
@@ -38,6 +39,7 @@ class StepShare:
         self._mark = mark
         self._trees: list[Any] = []  # what each call returns, its tensors empty
         self._own: range | None = None
+        self._ends = True
         self._given: list[Tensor] = []
         self._specs: list[tuple[Spec, ...]] = []
         self._number = 0
@@ -57,16 +59,17 @@ class StepShare:
         self._trees, self._specs, self._own, self._number = [], [], None, 0
         return run()
 
-    def run(self, run: Callable[[], Any], own: range, given: list[Tensor]) -> Any:
-        """A run of which `own` calls are computed here; None where it ends with them. Raises PlanError.
+    def run(self, run: Callable[[], Any], own: range, given: list[Tensor], *, ends: bool) -> Any:
+        """A run of which `own` calls are computed here; None where it ends with them, unless it `ends` here.
 
-        `given`: tensors of all calls before. Afterwards `made` holds those of our own.
+        `given`: tensors of all calls before. Afterwards `made` holds those of our own. Raises PlanError where there
+        are more or fewer calls than there were in the first run.
         """
-        self._own, self._given, self._number, self.made = own, given, 0, []
+        self._own, self._ends, self._given, self._number, self.made = own, ends, given, 0, []
         result = None
         with suppress(HandedOn):
             result = run()
-        if self._number < own.stop or (self._number > self.calls) or (result is None) != (own.stop < self.calls):
+        if self._number != own.stop or (result is None) == ends:
             raise PlanError(
                 f"a picture took {self._number} denoiser calls, the first one {self.calls}: the number of steps and "
                 "guidance must stay the same throughout a stream"
@@ -87,11 +90,12 @@ class StepShare:
         if number < own.start:
             before = len(self.specs(range(number)))
             return with_tensors(self._trees[number], self._given[before : before + len(self._specs[number])])
-        if number >= own.stop:
-            self._number = number
+        if number >= own.stop:  # of a run that ends here, which has one call too many
             raise HandedOn
         result = forward()
         self.made += [x.clone() for x in tensors_in(result)]  # pipelines may change it where it lies
+        if self._number == own.stop and not self._ends:
+            raise HandedOn
         return result
 
 

@@ -79,6 +79,10 @@ class DelayedPending:
     def __init__(self, transport: DelayedTransport, pending: Pending, incoming: Sequence[Incoming], where: str) -> None:
         self._transport, self._pending, self._incoming, self._where = transport, pending, incoming, where
 
+    def is_here(self, index: int) -> bool:
+        """Whether one message has come, and its link would have brought it by now."""
+        return self._pending.is_here(index) and _there(self._pending.wait_for(index)[0]) <= time.monotonic()
+
     def wait_for(self, index: int) -> list[Tensor]:
         """Tensors of one message. Raises ExchangeError."""
         give_up = time.monotonic() + self._transport.deadline
@@ -97,7 +101,7 @@ class DelayedPending:
 
     def _sleep(self, stamp: Tensor, message: Incoming, give_up: float) -> None:
         """Until the message is there. Sleeping leaves the core to the other ranks, as waiting for a link would."""
-        there = int(stamp.item()) / NANO
+        there = _there(stamp)
         while (now := time.monotonic()) < min(there, give_up):
             time.sleep(min(there, give_up) - now)
         if now < there:
@@ -108,6 +112,11 @@ class DelayedPending:
                 f"the message of rank {message.peer} ({shapes}) {there - now:.3g} s after the deadline of "
                 f"{line.deadline:g} s: raise the deadline or the rate"
             )
+
+
+def _there(stamp: Tensor) -> float:
+    """When a message is there, by time.monotonic."""
+    return int(stamp.item()) / NANO
 
 
 def _with_stamp(message: Incoming) -> Incoming:

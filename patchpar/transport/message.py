@@ -59,6 +59,9 @@ class Incoming:
 class Pending(Protocol):
     """Messages on their way. Somebody holds it until `wait` has returned: dropping it may cancel the transfer."""
 
+    def is_here(self, index: int) -> bool:
+        """Whether `wait_for(index)` is known to return, or to raise, at once."""
+
     def wait_for(self, index: int) -> list[Tensor]:
         """Block until the `index`-th incoming message is here and return its tensors. Raises ExchangeError."""
 

@@ -147,6 +147,13 @@ class SharedMemoryTransport:
             self._ring(line, FRAME.pack(DONE, segment, 0, 0), where)
         return received
 
+    def has_come(self, message: Incoming, number: int) -> bool:
+        """Whether message `number` of `message.peer` is here, or never will be because that rank is gone."""
+        line = self._lines[message.peer]
+        while number not in line.rings and line.read(self._arena):
+            pass
+        return number in line.rings or line.closed
+
     def _ring_of(self, line: _Line, number: int, where: str) -> tuple[int, int, int]:
         start = time.monotonic()
         while number not in line.rings:
@@ -192,6 +199,10 @@ class SharedMemoryPending:
     def __init__(self, transport: SharedMemoryTransport, incoming: Sequence[tuple[Incoming, int]], where: str) -> None:
         self._transport, self._incoming, self._where = transport, incoming, where
         self._received: dict[int, list[Tensor]] = {}
+
+    def is_here(self, index: int) -> bool:
+        """Whether one message can be fetched at once."""
+        return index in self._received or self._transport.has_come(*self._incoming[index])
 
     def wait_for(self, index: int) -> list[Tensor]:
         """Fetch one message. Any order will do."""

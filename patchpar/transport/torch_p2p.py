@@ -55,6 +55,10 @@ class TorchPending:
         self._sent, self._incoming, self._where = context
         self._placed = False
 
+    def is_here(self, index: int) -> bool:
+        """Whether the batch is known to have come: with gloo only once it has been waited for."""
+        return all(work.is_completed() for work in self._works)
+
     def wait_for(self, index: int) -> list[Tensor]:
         """One message. Works of a batch may be coalesced, so this waits for the batch."""
         return self.wait()[index]

@@ -66,6 +66,21 @@ def test_all_come_out_in_order() -> None:
     assert {order.seed for order in ranks.orders} == {1}
 
 
+def test_pictures_that_end_on_several_ranks_come_out_in_order() -> None:
+    """Of every two, the second ends first."""
+
+    def run(on_event: Callable[[int, Any], None], on_start: Callable[[Any], None]) -> list[Any]:
+        heard: queue.Queue[Any] = queue.Queue()
+        on_start(lambda rank, word: heard.put(word) if rank == 0 else None)
+        while not isinstance(first := heard.get(timeout=10), Stop):
+            for order in (heard.get(timeout=10), first):
+                on_event(order.number % 2, Drawn(number=order.number, picture=None))
+        return []
+
+    with PictureSession(run, PictureManner(ranks=2, seed=1), {}) as stream:
+        assert [shot.number for shot in stream.map([{}] * 6)] == list(range(6))
+
+
 def test_arguments_hold_from_the_next_picture() -> None:
     with session(Ranks()) as stream:
         stream.push()

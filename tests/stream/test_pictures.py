@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import queue
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -11,13 +12,15 @@ import torch
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door
-from patchpar.stream.picture_stage import PictureStage, calls_of
+from patchpar.stream.picture_stage import PictureStage, calls_of, finisher_of
 from patchpar.stream.picture_talk import PictureOrder
 from patchpar.stream.step_share import shared_steps
+from patchpar.stream.talk import Stop
 from tests.tiny import image_pipelines, transformer_pipelines
 from tests.unit.threads import on_threads
 
-PICTURES = 3
+PICTURES = 5
+"""The first is drawn whole on every rank, and the ranks take turns at ending those that follow."""
 
 
 def orders(arguments: dict[str, Any]) -> list[PictureOrder]:
@@ -42,11 +45,11 @@ def plain(pipe: Any, order: PictureOrder) -> Any:
 
 def on_rank(transport: Any, pipes: list[Any], todo: list[PictureOrder]) -> tuple[list[Any], int]:
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    for order in [*todo, None]:
+    for order in [*todo, Stop()]:
         waiting.put(order)
     found: list[Any] = []
     stage = PictureStage(pipes[transport.rank], transport.rank, len(pipes), Door(transport), str)
-    drawn = stage.run(waiting.get, lambda number, result: found.append((number, result.images)))
+    drawn = stage.run(lambda patience: waiting.get(), lambda number, result: found.append((number, result.images)))
     return found, drawn
 
 
@@ -72,11 +75,14 @@ def test_pictures_are_those_of_the_plain_pipeline(name: str, ranks: int) -> None
     copies = [copy.deepcopy(oracle) for _ in range(ranks)]
     found = on_threads(ranks, on_rank, copies, todo, deadline=60.0)
     assert not [error for error in found if isinstance(error, Exception)], found
-    pictures, _ = found[-1]
-    assert [number for number, _ in pictures] == list(range(PICTURES))
+    assert [drawn for _, drawn in found] == [PICTURES] * ranks
+    ended = [[number for number, _ in pictures] for pictures, _ in found]
+    assert ended == [
+        [n for n in range(PICTURES) if (finisher_of(n, ranks, 4) if n else ranks - 1) == rank] for rank in range(ranks)
+    ]
+    pictures = sorted((pair for pictures, _ in found for pair in pictures), key=itemgetter(0))
     assert all(same(picture, plain(oracle, order)) for (_, picture), order in zip(pictures, todo, strict=True))
     assert not same(pictures[1][1], pictures[2][1])
-    assert [(len(out), drawn) for out, drawn in found[:-1]] == [(0, PICTURES)] * (ranks - 1)
 
 
 def test_each_rank_computes_its_own_calls_only() -> None:
@@ -89,15 +95,21 @@ def test_each_rank_computes_its_own_calls_only() -> None:
         whole = share.record(lambda: plain(pipe, orders(arguments)[0]))
         assert (share.calls, computed.count(2)) == (4, 4)
         computed.clear()
-        assert share.run(lambda: plain(pipe, orders(arguments)[0]), range(2), []) is None
+        assert share.run(lambda: plain(pipe, orders(arguments)[0]), range(2), [], ends=False) is None
         first = share.made
         assert computed.count(2) == 2
         computed.clear()
-        again = share.run(lambda: plain(pipe, orders(arguments)[0]), range(2, 4), first)
+        again = share.run(lambda: plain(pipe, orders(arguments)[0]), range(2, 4), first, ends=True)
         assert computed.count(2) == 2
-        wrong = share.run(lambda: plain(pipe, orders(arguments)[0]), range(2, 4), [-x for x in first])
+        wrong = share.run(lambda: plain(pipe, orders(arguments)[0]), range(2, 4), [-x for x in first], ends=True)
+        assert share.run(lambda: plain(pipe, orders(arguments)[0]), range(2, 4), first, ends=False) is None
+        given = [*first, *share.made]
+        computed.clear()
+        elsewhere = share.run(lambda: plain(pipe, orders(arguments)[0]), range(4, 4), given, ends=True)
+        assert computed.count(2) == 0
     handle.remove()
     assert same(again, whole)
+    assert same(elsewhere, whole)
     assert not same(wrong, whole), "what is given is used"
     assert not hasattr(pipe.unet, "_diffusers_hook")
 
@@ -112,7 +124,18 @@ def test_calls_are_shared_evenly_and_each_once() -> None:
         calls_of(0, 5, 4)
 
 
-@pytest.mark.parametrize("own", [range(2), range(2, 4)])
+def test_those_with_the_fewest_calls_take_turns_at_the_end() -> None:
+    def enders(ranks: int, calls: int) -> list[int]:
+        return [finisher_of(picture, ranks, calls) for picture in range(6)]
+
+    assert enders(1, 4) == [0] * 6
+    assert enders(2, 4) == [1, 0, 1, 0, 1, 0]
+    assert enders(2, 5) == [0] * 6
+    assert enders(3, 4) == [1, 0, 1, 0, 1, 0]
+    assert enders(4, 4) == [3, 2, 1, 0, 3, 2]
+
+
+@pytest.mark.parametrize("own", [range(2), range(2, 4), range(4, 4)])
 @pytest.mark.parametrize("steps", [1, 3, 5])
 def test_another_number_of_steps_is_refused(own: range, steps: int) -> None:
     pipe, arguments = image_pipelines.sd()
@@ -123,11 +146,11 @@ def test_another_number_of_steps_is_refused(own: range, steps: int) -> None:
 
     with shared_steps(pipe, str) as share:
         share.record(lambda: run(4))
-        share.run(lambda: run(4), range(2), [])
+        share.run(lambda: run(4), range(own.start), [], ends=False) if own.start else None
         given = share.made if own.start else []
         if own.start or steps < 2:
             with pytest.raises(PlanError, match="the first one 4"):
-                share.run(lambda: run(steps), own, given)
+                share.run(lambda: run(steps), own, given, ends=own.stop == 4)
 
 
 def test_what_has_no_steps_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,26 @@ def any_order(place: Place, order: list[int]) -> list[bool]:
         for peer, (x,) in zip(peers, pending[number].wait(), strict=True):
             found.append(torch.equal(x, torch.full((2 + number, 3), 10.0 * peer + number)))
     return found
+
+
+def seen_coming(place: Place) -> list[bool]:
+    """Whether a message is said to be here: before it is sent, when it has come, and after it was fetched."""
+    transport, peer, spec = place.transport, 1 - place.rank, Spec((3,), torch.float32)
+    word = Outgoing((peer,), (torch.ones(3),))
+    if place.rank:
+        transport.swap([], [Incoming(peer, (spec,))], "go on").wait()
+        sent = transport.swap([word], [], "here")
+        sent.wait()
+        return []
+    pending = transport.swap([], [Incoming(peer, (spec,))], "here")
+    found = [pending.is_here(0)]
+    transport.swap([word], [], "go on").wait()
+    give_up = time.monotonic() + 20
+    while not pending.is_here(0) and time.monotonic() < give_up:
+        time.sleep(0.001)
+    found.append(pending.is_here(0))
+    pending.wait_for(0)
+    return [*found, pending.is_here(0)]
 
 
 def put_where_wanted(place: Place) -> dict[str, bool]:

@@ -128,6 +128,21 @@ def test_what_has_arrived_meanwhile_costs_nothing() -> None:
     assert max(behind(0.3, RATE, run)) < 0.3
 
 
+def test_what_the_link_still_has_is_not_here() -> None:
+    def run(line: DelayedTransport) -> tuple[bool, bool, float]:
+        start = time.monotonic()
+        pending = line.swap(outgoing(line, [1000]), incoming(line, [1000]), "here")
+        at_first = pending.is_here(0)
+        while not pending.is_here(0):
+            time.sleep(0.001)
+        took = time.monotonic() - start
+        pending.wait()
+        return at_first, pending.is_here(0), took
+
+    for at_first, at_last, took in behind(0.5, RATE, run):
+        assert (at_first, at_last, took > 0.4) == (False, True, True)
+
+
 def test_small_messages_overtake_large_ones_only_where_they_may() -> None:
     def run(line: DelayedTransport) -> float:
         pending = line.swap(outgoing(line, [400_000, 1000]), incoming(line, [400_000, 1000]), "here")
