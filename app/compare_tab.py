@@ -18,7 +18,6 @@ from .ways import Way, way_named
 
 KIND = "compare"
 HINT = "Press Compare: the same picture is drawn in both ways, one after the other, and held against each other."
-VISIBLE = 1000  # times as bright; what needs more than that nobody would see
 
 
 class CompareTab:
@@ -66,10 +65,7 @@ def show(view: View | None) -> tuple[Any, ...]:
 
 
 def _label(found: Comparison) -> str:
-    if not found.largest:
-        return "Difference: none"
-    brighter = f"{found.gain:,.0f} times as bright"
-    return f"Difference, {brighter}" if found.gain <= VISIBLE else f"Difference, invisible unless {brighter}"
+    return f"Difference, {found.gain:,.0f} times as bright" if found.largest else "Difference: none"
 
 
 def build(studio: Studio, owner: gr.State) -> tuple[CompareTab, list[Any]]:

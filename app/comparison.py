@@ -44,11 +44,12 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """One sentence."""
+        close = f"PSNR {self.psnr_db:.1f} dB, SSIM {self.ssim:.4f}"
         if self.largest == 0:
             return "The pictures are equal, to the last bit."
         if self.largest < 0.5 / 255:
-            return f"No pixel differs by half a step of 8 bits: PSNR {self.psnr_db:.1f} dB."
-        return f"PSNR {self.psnr_db:.1f} dB, SSIM {self.ssim:.4f}; no pixel differs by more than {self.largest:.2%}."
+            return f"{close}; no pixel differs by half a step of 8 bits, so nobody could see it."
+        return f"{close}; no pixel differs by more than {self.largest:.2%}."
 
     def rows(self, names: tuple[str, str]) -> list[tuple[str, ...]]:
         """A table of both runs."""

@@ -8,6 +8,7 @@ from patchpar import PlanError
 from patchpar.live.fragments import Fragment, FragmentEncoder
 
 from .jobs import Job
+from .keeping import Kept
 from .live import FilmFeed
 from .streaming import Controls, Streamed
 from .workers import Workers
@@ -33,8 +34,8 @@ class FaceOrder:
 class FaceStream:
     """A talking face as work for the desk."""
 
-    def __init__(self, workers: Workers, wanted: FaceOrder, controls: Controls, feed: FilmFeed) -> None:
-        self._workers, self._wanted, self._controls, self._feed = workers, wanted, controls, feed
+    def __init__(self, workers: Workers, wanted: FaceOrder, controls: Controls, feed: FilmFeed, kept: Kept) -> None:
+        self._workers, self._wanted, self._controls, self._feed, self._kept = workers, wanted, controls, feed, kept
 
     def run(self, job: Job) -> Streamed:
         """Stream until the sound ends, or the page stops it. Raises what the stream raises, and Cancelled."""
@@ -74,6 +75,7 @@ class FaceStream:
             seconds=time.perf_counter() - began,
             latency=sum(latencies) / max(1, len(latencies)),
             devices=self._workers.setup.devices.note,
+            film=self._kept.film,
         )
 
     def _follow(self, session: Any, job: Job) -> None:
@@ -88,6 +90,7 @@ class FaceStream:
     def _show(self, film: FragmentEncoder, fragments: list[Fragment]) -> None:
         if fragments:
             self._feed.put(film.head, fragments)
+            self._kept.append(film.head, fragments)
 
 
 def _encoder(config: Any, chunk: Any) -> FragmentEncoder:

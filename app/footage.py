@@ -20,10 +20,11 @@ FORMATS = "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"  # as PyAV names them: no p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footage:
-    """A film. `seconds`: as the file itself says, None where it does not."""
+    """A film. `seconds` and `fps`, frames per second: as the file itself says, None where it does not."""
 
     path: Path
     seconds: float | None
+    fps: float | None = None
 
     @classmethod
     def of(cls, path: str | Path | None) -> "Footage":
@@ -48,11 +49,16 @@ class Footage:
         seconds = None if container.duration is None else container.duration / 1e6
         if seconds is not None and seconds > LONGEST:
             raise PlanError(f"the film has {seconds:.0f} s: at most {LONGEST:.0f} s are taken, so cut it")
-        return cls(path=path, seconds=seconds)
+        fps = stream.average_rate
+        return cls(path=path, seconds=seconds, fps=float(fps) if fps else None)
 
     def expected(self, rate: float) -> int:
         """How many frames `rate` a second makes; 0 where nobody knows."""
         return 0 if self.seconds is None else math.ceil(self.seconds * rate)
+
+    def pace(self, rate: float) -> float:
+        """How many frames of a second `frames` finds: `rate`, or as many as there are."""
+        return rate if self.fps is None else min(rate, self.fps)
 
     def frames(self, rate: float) -> Iterator[Any]:
         """PIL pictures, `rate` for a second of film or as many as it has. Raises PlanError where the file breaks."""

@@ -23,7 +23,18 @@ def theme() -> Any:
     plain = gr.themes.Base(
         primary_hue="teal", neutral_hue="slate", font=FONT, font_mono=("ui-monospace", "Menlo", "monospace")
     )
-    return plain.set(body_text_color_subdued="*neutral_500", body_text_color_subdued_dark="*neutral_400")
+    return plain.set(
+        body_text_color_subdued="*neutral_500",
+        body_text_color_subdued_dark="*neutral_400",
+        button_primary_background_fill="*primary_700",
+        button_primary_background_fill_dark="*primary_700",
+        button_primary_background_fill_hover="*primary_800",
+        button_primary_background_fill_hover_dark="*primary_800",
+        color_accent="*primary_700",
+        color_accent_soft="*primary_50",
+        input_placeholder_color="*neutral_500",
+        input_placeholder_color_dark="*neutral_400",
+    )
 
 
 def build(studio: Studio) -> gr.Blocks:

@@ -15,6 +15,7 @@ from .fields import Fields, picture_fields, uploaded
 from .footage import MOST_RATE, Footage
 from .image_tab import buttons
 from .jobs import Job, View
+from .keeping import NAME, Kept
 from .limits import picture_from, sound_from
 from .live import Feed, FilmFeed, PictureFeed
 from .orders import LONGEST_PROMPT
@@ -41,8 +42,8 @@ class StreamTab:
             workers = self._studio.workers
             wanted = stream_order(SOURCES.get(source, "prompt"), *fields)
             wanted.check_devices(workers.count)
-            controls, feed = self._live(owner, PictureFeed())
-            return self._studio.desk.submit(owner, KIND, PictureStream(workers, wanted, controls, feed).run)
+            stream = PictureStream(workers, wanted, *self._live(owner, PictureFeed()))
+            return self._studio.desk.submit(owner, KIND, stream.run)
 
         async for shown in self._begun(owner, begin):
             yield shown
@@ -54,8 +55,8 @@ class StreamTab:
             looks = picture_from(reference) if reference is not None else None
             spoken = sound_from(sound) if sound is not None else None
             wanted = FaceOrder(prompt=prompt or "", reference=looks, sound=spoken, seconds=float(seconds or 0))
-            controls, feed = self._live(owner, FilmFeed())
-            return self._studio.desk.submit(owner, KIND, FaceStream(self._studio.workers, wanted, controls, feed).run)
+            stream = FaceStream(self._studio.workers, wanted, *self._live(owner, FilmFeed()))
+            return self._studio.desk.submit(owner, KIND, stream.run)
 
         async for shown in self._begun(owner, begin):
             yield shown
@@ -91,18 +92,18 @@ class StreamTab:
         async for shown in self._looked_at(owner):
             yield shown
 
-    def _live(self, owner: str, feed: Any) -> tuple[Controls, Any]:
-        """What a page needs to see and change its stream, remembered for it."""
+    def _live(self, owner: str, feed: Any) -> tuple[Controls, Any, Kept]:
+        """What a page needs to change, see and save its stream, remembered for it."""
         controls = Controls()
         self._studio.desk.keep(owner, "controls", controls)
         self._studio.desk.keep(owner, "feed", self._studio.feeds.add(feed))
-        return controls, feed
+        return controls, feed, Kept(self._studio.folder_of(owner) / NAME)
 
     async def _begun(self, owner: str, begin: Callable[[], Job]) -> AsyncIterator[Any]:
         try:
             begin()
         except PatchparError as error:
-            yield gr.skip(), words.failure(str(error)), gr.skip(), *_buttons(None)
+            yield gr.skip(), words.failure(str(error)), gr.skip(), gr.skip(), *_buttons(None)
             return
         async for shown in self._looked_at(owner):
             yield shown
@@ -138,12 +139,14 @@ def live(feed: Feed | None) -> Any:
 
 
 def show(view: View | None) -> tuple[Any, ...]:
-    """Status, figures, buttons."""
-    facts = gr.skip()
+    """Status, figures, the film to save, buttons."""
+    facts, film = gr.skip(), None
     if view is not None and view.state == "done":
         streamed: Streamed = view.result
         facts = words.pairs(streamed.rows())
-    return words.status(view), facts, *_buttons(view)
+        film = streamed.film if streamed.film is not None and streamed.film.exists() else None
+    save = gr.update(value=None if film is None else str(film), visible=film is not None)
+    return words.status(view), facts, save, *_buttons(view)
 
 
 def _buttons(view: View | None) -> tuple[Any, Any, Any]:
@@ -168,7 +171,8 @@ def build(studio: Studio, owner: gr.State) -> tuple[StreamTab, list[Any]]:
                 say = gr.Button("Change", scale=1, min_width=90, elem_id="stream-say")
             stop = gr.Button("Stop", interactive=False, elem_id="stream-stop")
             said, facts = gr.HTML(), gr.HTML(elem_id="stream-facts")
-    filled = [window, status, facts, pictures.begin, face.begin, stop]
+            save = gr.DownloadButton("Save the film", visible=False, elem_id="stream-save")
+    filled = [window, status, facts, save, pictures.begin, face.begin, stop]
     pictures.begin.click(tab.draw, [owner, *pictures.components], filled, show_progress="hidden")
     face.begin.click(tab.talk, [owner, *face.components], filled, show_progress="hidden")
     gr.on([say.click, prompt.submit], tab.say, [owner, prompt], said, show_progress="hidden")

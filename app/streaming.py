@@ -6,12 +6,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count, repeat
+from pathlib import Path
 from typing import Any, Literal
 
 from patchpar import PlanError
 
 from .footage import MOST_RATE, Footage
 from .jobs import Job
+from .keeping import Kept
 from .live import PictureFeed
 from .orders import LONGEST_PROMPT, Order
 from .walk import NoiseWalk
@@ -53,6 +55,11 @@ class StreamOrder:
         """How many are drawn of each picture: those that its strength leaves."""
         return self.order.steps if self.source == "prompt" else int(self.order.steps * self.strength)
 
+    @property
+    def fps(self) -> float:
+        """Pictures in a second of the film that is kept: as many as are taken from a second of the one begun with."""
+        return self.rate if self.film is None else self.film.pace(self.rate)
+
     def check_devices(self, count: int) -> None:
         """Raise PlanError if there is not a step for each of `count` devices."""
         if self.steps >= count:
@@ -87,12 +94,13 @@ class Controls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streamed:
-    """How a stream went. `latency`: mean seconds from a picture's order to the picture."""
+    """How a stream went. `latency`: mean seconds from a picture's order to the picture. `film`: where it is kept."""
 
     pictures: int
     seconds: float
     latency: float
     devices: str
+    film: Path | None = None
 
     @property
     def rate(self) -> float:
@@ -111,8 +119,10 @@ class Streamed:
 class PictureStream:
     """A stream of pictures as work for the desk."""
 
-    def __init__(self, workers: Workers, wanted: StreamOrder, controls: Controls, feed: PictureFeed) -> None:
-        self._workers, self._wanted, self._controls, self._feed = workers, wanted, controls, feed
+    def __init__(
+        self, workers: Workers, wanted: StreamOrder, controls: Controls, feed: PictureFeed, kept: Kept
+    ) -> None:
+        self._workers, self._wanted, self._controls, self._feed, self._kept = workers, wanted, controls, feed, kept
 
     def run(self, job: Job) -> Streamed:
         """Draw picture after picture until the page stops it. Raises what the pipeline raises, and Cancelled."""
@@ -125,6 +135,7 @@ class PictureStream:
                 return self._take(session.map(self._asked(session, inputs)), job)
         finally:
             self._feed.close()
+            self._kept.close()
 
     def _arguments(self) -> dict[str, Any]:
         """What all pictures share."""
@@ -139,17 +150,21 @@ class PictureStream:
     def _take(self, shots: Iterator[Any], job: Job) -> Streamed:
         began, latencies = time.perf_counter(), []
         for shot in shots:
-            self._feed.put(shot.picture.images[0] if hasattr(shot.picture, "images") else shot.picture)
+            picture = shot.picture.images[0] if hasattr(shot.picture, "images") else shot.picture
+            self._feed.put(picture)
+            self._kept.add(picture, self._wanted.fps)
             latencies.append(shot.latency)
             job.show(note=self._progress(len(latencies), time.perf_counter() - began))
             if self._controls.is_stopped:
                 break
             job.check()
+        self._kept.close()
         return Streamed(
             pictures=len(latencies),
             seconds=time.perf_counter() - began,
             latency=sum(latencies) / max(1, len(latencies)),
             devices=self._workers.setup.devices.note,
+            film=self._kept.film,
         )
 
     def _progress(self, drawn: int, seconds: float) -> str:

@@ -1,6 +1,8 @@
 """Everything behind the page: one desk, one set of workers, and who is there."""
 
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from .drawing import Artist
@@ -8,6 +10,8 @@ from .jobs import Desk
 from .live import Feeds
 from .visits import Visits
 from .workers import Setup, Workers
+
+HOUR = 3600.0  # seconds that a page's files are kept
 
 
 def _scratch() -> TemporaryDirectory[str]:
@@ -32,6 +36,16 @@ class Studio:
         studio = cls(workers, Artist(workers), desk, Visits(desk), Feeds())
         desk.submit("", "prepare", studio.artist.prepare)
         return studio
+
+    def folder_of(self, owner: str) -> Path:
+        """Where a page's files are put. Those of any page that are older than an hour are deleted."""
+        scratch = Path(self.scratch.name)
+        for old in scratch.glob("*/*"):
+            if time.time() - old.stat().st_mtime > HOUR:
+                old.unlink()
+        folder = scratch / owner
+        folder.mkdir(exist_ok=True)
+        return folder
 
     def close(self) -> None:
         """End jobs and workers. Idempotent."""

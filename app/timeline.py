@@ -103,8 +103,8 @@ def draw(traces: Sequence[RankTrace], first: int, last: int) -> str:
     lanes = "".join(_lane(trace, window, TOP + number * (LANE + GAP)) for number, trace in enumerate(traces))
     label = f"what {len(traces)} ranks did in {window.seconds:.2f} seconds"
     return (
-        f'<svg class="timeline" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">'
-        f"{_marks(traces, window, height)}{lanes}{_axis(window, height)}</svg>{_legend()}"
+        f'<div class="wide"><svg class="timeline" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">'
+        f"{_marks(traces, window, height)}{lanes}{_axis(window, height)}</svg></div>{_legend()}"
     )
 
 

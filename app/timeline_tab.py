@@ -1,6 +1,5 @@
 """The tab Timeline: what each rank did in the page's last run."""
 
-from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -47,9 +46,9 @@ class TimelineTab:
         first, last = min(first, last), max(first, last)
         window = timeline.window_of(traces, first - 1, last - 1)
         waits = timeline.longest_waits(traces, window)
-        tables = words.table(("rank", "device", "sent", "received", "waited"), totals(run))
+        tables = words.table(("rank", "device", "sent", "received", "waited"), totals(run), stacked=False)
         if waits:
-            tables += words.table(("rank", "waited for", "at", "times", "in all"), waits)
+            tables += words.table(("rank", "waited for", "at", "times", "in all"), waits, stacked=False)
         return timeline.draw(traces, first - 1, last - 1), tables
 
     def save(self, owner: str) -> str | None:
@@ -57,8 +56,7 @@ class TimelineTab:
         run = self.run_of(owner)
         if run is None or not timeline.traces_of(run):
             return None
-        path = Path(self._studio.scratch.name) / owner / "trace.json"
-        path.parent.mkdir(exist_ok=True)
+        path = self._studio.folder_of(owner) / "trace.json"
         run.save_trace(path)
         return str(path)
 

@@ -63,14 +63,21 @@ def pairs(rows: Sequence[tuple[str, str]]) -> str:
     return f'<dl class="facts">{body}</dl>'
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], marked: int | None = None) -> str:
-    """A table; row `marked` stands out."""
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], marked: int | None = None, *, stacked: bool = True
+) -> str:
+    """A table; row `marked` stands out. A narrow page shows the cells of a row one below another if it is `stacked`."""
     top = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join(
-        f"<tr{_marked(number == marked)}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+        f"<tr{_marked(number == marked)}>{''.join(_cell(*cell) for cell in zip(head, row, strict=True))}</tr>"
         for number, row in enumerate(rows)
     )
-    return f'<div class="wide"><table class="figures"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    kind = "figures stacked" if stacked else "figures"
+    return f'<div class="wide"><table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(name: str, text: str) -> str:
+    return f'<td data-name="{escape(name)}">{escape(text)}</td>'
 
 
 def _marked(wanted: bool) -> str:

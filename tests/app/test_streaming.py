@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import av
 import pytest
 import torch
 from PIL import Image
@@ -15,6 +16,7 @@ from app import streaming
 from app.face import FaceOrder, FaceStream
 from app.footage import Footage
 from app.jobs import Desk, Job
+from app.keeping import Kept
 from app.live import FilmFeed, PictureFeed
 from app.orders import Order
 from app.streaming import Controls, PictureStream, StreamOrder
@@ -35,17 +37,23 @@ def desk() -> Iterator[Desk]:
     found.close()
 
 
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    return tmp_path / "kept.mp4"
+
+
 class Streaming:
     """A stream on workers that draw at once."""
 
-    def __init__(self, desk: Desk, **wanted: Any) -> None:
-        self.workers, self.controls, self.feed = FakeWorkers(FakePipeline()), Controls(), PictureFeed()
-        work = PictureStream(self.workers, StreamOrder(order=ORDER, **wanted), self.controls, self.feed)  # type: ignore[arg-type]
+    def __init__(self, desk: Desk, kept: Path, **wanted: Any) -> None:
+        workers: Any = FakeWorkers(FakePipeline())
+        self.workers, self.controls, self.feed = workers, Controls(), PictureFeed()
+        work = PictureStream(workers, StreamOrder(order=ORDER, **wanted), self.controls, self.feed, Kept(kept))
         self.job = desk.submit("A", "stream", work.run)
 
 
-def test_a_prompt_becomes_pictures_until_it_is_stopped(desk: Desk) -> None:
-    stream = Streaming(desk)
+def test_a_prompt_becomes_pictures_until_it_is_stopped(desk: Desk, kept: Path) -> None:
+    stream = Streaming(desk, kept)
     until(lambda: stream.feed.count >= 5, "five pictures")
     stream.controls.is_stopped = True
     view = over(stream.job)
@@ -58,8 +66,8 @@ def test_a_prompt_becomes_pictures_until_it_is_stopped(desk: Desk) -> None:
     assert not stream.workers.streamed[0]["takes_image"]
 
 
-def test_a_prompt_can_be_changed_while_it_runs(desk: Desk) -> None:
-    stream = Streaming(desk)
+def test_a_prompt_can_be_changed_while_it_runs(desk: Desk, kept: Path) -> None:
+    stream = Streaming(desk, kept)
     until(lambda: stream.feed.count >= 2, "two pictures")
     stream.controls.say("a pine")
     until(lambda: any(request["prompt"] == "a pine" for request in stream.workers.streamed), "the new prompt")
@@ -71,8 +79,8 @@ def test_a_prompt_can_be_changed_while_it_runs(desk: Desk) -> None:
         stream.controls.say(" ")
 
 
-def test_a_picture_is_drawn_anew_again_and_again(desk: Desk) -> None:
-    stream = Streaming(desk, source="picture", picture=Image.new("RGB", (200, 100)), strength=0.5)
+def test_a_picture_is_drawn_anew_again_and_again(desk: Desk, kept: Path) -> None:
+    stream = Streaming(desk, kept, source="picture", picture=Image.new("RGB", (200, 100)), strength=0.5)
     until(lambda: stream.feed.count >= 2, "two pictures")
     stream.controls.is_stopped = True
     over(stream.job)
@@ -81,9 +89,9 @@ def test_a_picture_is_drawn_anew_again_and_again(desk: Desk) -> None:
     assert "height" not in request
 
 
-def test_every_frame_of_a_film_is_drawn_anew_and_then_it_ends(desk: Desk, tmp_path: Path) -> None:
+def test_every_frame_of_a_film_is_drawn_anew_and_then_it_ends(desk: Desk, kept: Path, tmp_path: Path) -> None:
     film = Footage.of(grey_film(tmp_path / "a.mp4", frames=20, fps=10))
-    stream = Streaming(desk, source="film", film=film, rate=5, strength=0.5)
+    stream = Streaming(desk, kept, source="film", film=film, rate=5, strength=0.5)
     view = over(stream.job)
     assert view.state == "done", view.error
     assert view.result.pictures == 10
@@ -93,17 +101,37 @@ def test_every_frame_of_a_film_is_drawn_anew_and_then_it_ends(desk: Desk, tmp_pa
     assert {request["image"].size for request in stream.workers.streamed} == {(64, 64)}
 
 
-def test_a_film_that_breaks_off_is_a_sentence(desk: Desk, tmp_path: Path) -> None:
+def test_what_was_streamed_is_kept_as_a_film(desk: Desk, kept: Path, tmp_path: Path) -> None:
+    """Every picture once, in order, as fast as the film it was drawn from."""
+    film = Footage.of(grey_film(tmp_path / "a.mp4", frames=20, fps=10))
+    for rate, pictures, fps in ((5, 10, 5), (30, 20, 10)):
+        view = over(Streaming(desk, kept, source="film", film=film, rate=rate, strength=0.5).job)
+        assert view.result.film == kept
+        with av.open(str(kept)) as container:
+            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(container.streams.video[0])]
+            assert container.streams.video[0].average_rate == fps
+        assert {frame.shape for frame in frames} == {(32, 32, 3)}
+        assert [frame.mean() for frame in frames] == pytest.approx([*range(pictures)], abs=2)
+
+
+def test_a_stream_without_pictures_leaves_no_film(kept: Path) -> None:
+    nothing = Kept(kept)
+    nothing.close()
+    assert nothing.film is None
+    assert not kept.exists()
+
+
+def test_a_film_that_breaks_off_is_a_sentence(desk: Desk, kept: Path, tmp_path: Path) -> None:
     path = grey_film(tmp_path / "a.mp4", frames=20, fps=10)
     film = Footage.of(path)
     path.write_bytes(path.read_bytes()[:60])
-    view = over(Streaming(desk, source="film", film=film).job)
+    view = over(Streaming(desk, kept, source="film", film=film).job)
     assert view.state == "failed"
     assert view.error.startswith("the film breaks off after 0 frames: ")
 
 
-def test_the_camera_s_newest_picture_is_taken(desk: Desk) -> None:
-    stream = Streaming(desk, source="camera")
+def test_the_camera_s_newest_picture_is_taken(desk: Desk, kept: Path) -> None:
+    stream = Streaming(desk, kept, source="camera")
     for shade in (10, 200):
         stream.controls.frame = Image.new("RGB", (80, 60), (shade,) * 3)
         until(lambda shade=shade: stream.workers.streamed and _shade(stream) == shade, "the new frame")
@@ -115,23 +143,23 @@ def _shade(stream: Streaming) -> int:
     return int(stream.workers.streamed[-1]["image"].getpixel((0, 0))[0])
 
 
-def test_a_camera_that_sends_nothing_is_a_sentence(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_camera_that_sends_nothing_is_a_sentence(desk: Desk, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "CAMERA_SECONDS", 0.1)
-    view = over(Streaming(desk, source="camera").job)
+    view = over(Streaming(desk, kept, source="camera").job)
     assert (view.state, view.error) == ("failed", "no picture from the camera for 0.1 s: allow the page to use it")
 
 
-def test_a_stream_is_cancelled_like_any_job(desk: Desk) -> None:
-    stream = Streaming(desk)
+def test_a_stream_is_cancelled_like_any_job(desk: Desk, kept: Path) -> None:
+    stream = Streaming(desk, kept)
     until(lambda: stream.feed.count >= 1, "a picture")
     desk.cancel("A")
     assert over(stream.job).state == "cancelled"
     assert stream.feed.is_over
 
 
-def test_a_stream_that_nobody_stops_ends(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_nobody_stops_ends(desk: Desk, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "MOST_SECONDS", 0.1)
-    assert over(Streaming(desk).job).state == "done"
+    assert over(Streaming(desk, kept).job).state == "done"
 
 
 @pytest.mark.parametrize(
@@ -210,8 +238,7 @@ class FakeFace:
         self.is_stopped = True
 
 
-def test_a_face_talks_until_it_is_stopped(desk: Desk) -> None:
-    pytest.importorskip("av")
+def test_a_face_talks_until_it_is_stopped(desk: Desk, kept: Path) -> None:
     face, controls, feed = FakeFace(), Controls(), FilmFeed()
     workers: Any = SimpleNamespace(face_stream=lambda: face, setup=FakeWorkers(FakePipeline()).setup)
     wanted = FaceOrder(prompt="smile", sound=([0.0] * 16000, 16000), seed=3)
@@ -220,7 +247,7 @@ def test_a_face_talks_until_it_is_stopped(desk: Desk) -> None:
     def work(job: Job) -> Any:
         controls.say("frown")
         controls.is_stopped = True
-        return FaceStream(workers, wanted, controls, feed).run(job)
+        return FaceStream(workers, wanted, controls, feed, Kept(kept)).run(job)
 
     view = over(desk.submit("A", "stream", work))
     seen.append(view)
@@ -231,6 +258,11 @@ def test_a_face_talks_until_it_is_stopped(desk: Desk) -> None:
     assert feed.head.data[4:8] == b"ftyp"
     assert feed.held > 0
     assert feed.is_over
+    assert view.result.film == kept
+    with av.open(str(kept)) as container:
+        assert len([*container.decode(container.streams.video[0])]) == 8
+        assert container.streams.video[0].average_rate == face.config.fps
+        assert len(container.streams.audio) == 1
 
 
 def test_a_film_has_an_end() -> None:

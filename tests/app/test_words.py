@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from html import escape
+
 import pytest
 
 from app import words
@@ -45,3 +47,11 @@ def test_a_job_says_how_it_stands(view: View | None, said: str) -> None:
 def test_an_error_is_announced_and_the_chosen_row_marked() -> None:
     assert 'role="alert"' in words.status(View(state="failed", error="no"))
     assert words.table(["a"], [["1"], ["2"]], marked=1).count('class="marked"') == 1
+
+
+def test_a_narrow_page_can_say_which_column_a_cell_is_of() -> None:
+    shown = words.table(["", EVIL], [["one", "2"]])
+    assert '<td data-name="">one</td>' in shown
+    assert f'<td data-name="{escape(EVIL)}">2</td>' in shown
+    assert "stacked" in shown
+    assert "stacked" not in words.table(["a"], [["1"]], stacked=False)

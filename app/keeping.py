@@ -1,0 +1,48 @@
+"""A stream kept as a film while it is shown, to be saved when it is over."""
+
+from pathlib import Path
+from typing import Any
+
+from patchpar.live.film import FilmFormat, FilmWriter
+from patchpar.live.fragments import Fragment, Head
+
+NAME = "stream.mp4"
+QUICK = {"preset": "veryfast", "crf": "18"}  # the workers want the cores
+
+
+class Kept:
+    """A file of MP4 at `path`, made of pictures or of fragments. `film` is where it is, None while there is nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._writer: FilmWriter | None = None
+        self._count = 0
+
+    @property
+    def film(self) -> Path | None:
+        """The file, when it has been closed."""
+        return self._path if self._count and self._writer is None else None
+
+    def add(self, picture: Any, fps: float) -> None:
+        """A PIL picture, as large as all before it; `fps` of them are shown in a second."""
+        import numpy as np
+        import torch
+
+        if self._writer is None:
+            form = FilmFormat(fps=fps, height=picture.height, width=picture.width, options=QUICK)
+            self._writer = FilmWriter(str(self._path), form)
+        frame_HWC = torch.from_numpy(np.array(picture.convert("RGB")))
+        self._writer.add(frame_HWC[None], self._count / fps)
+        self._count += 1
+
+    def append(self, head: Head, fragments: list[Fragment]) -> None:
+        """Fragments, which are the film as they are."""
+        with self._path.open("ab" if self._count else "wb") as file:
+            file.writelines(([] if self._count else [head.data]) + [fragment.data for fragment in fragments])
+        self._count += len(fragments)
+
+    def close(self) -> None:
+        """Finish the file. Idempotent."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()

@@ -1,0 +1,109 @@
+"""What a person does on the page, and waits for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Error, Page, Request, expect
+
+SCREENSHOTS = Path(__file__).parent.parent.parent / "build" / "screenshots"
+PATIENCE = 60_000  # milliseconds, on a busy machine
+SOON = 2_000  # after which a click that nothing answered is made again
+TRIES = 20
+
+
+def until_answered(act: Callable[[], Any], answer: Callable[[float], Any]) -> None:
+    """Act, and wait for the answer; act again where there is none soon.
+
+    A page attaches what hears a click a moment after it shows what is clicked, and takes no second click on a button
+    before the answer to the first has ended: such a click is lost. `answer` waits so many milliseconds, then raises.
+    What is done here has to be harmless when it is done twice.
+    """
+    for _ in range(TRIES):
+        act()
+        try:
+            answer(SOON)
+        except (AssertionError, Error):
+            continue
+        return
+    act()
+    answer(PATIENCE)
+
+
+def press(page: Page, name: str) -> None:
+    """Click the button of this id, once it can be clicked, until the page has sent that to the server."""
+    button = page.locator(f"#{name}")
+    number = page.evaluate("name => window.gradio_config.components.find(each => each.props.elem_id === name).id", name)
+    asked: list[Request] = []
+
+    def hear(request: Request) -> None:
+        if request.url.split("?")[0].endswith("/queue/join") and request.post_data_json["trigger_id"] == number:
+            asked.append(request)
+
+    def click() -> None:
+        if not asked:
+            expect(button).to_be_enabled()
+            button.click()
+
+    def answer(patience: float) -> None:
+        for _ in range(int(patience / 50)):
+            if asked:
+                return
+            page.wait_for_timeout(50)
+        raise AssertionError(f"nothing was sent for #{name}")
+
+    page.on("request", hear)
+    try:
+        until_answered(click, answer)
+    finally:
+        page.remove_listener("request", hear)
+
+
+def tab(page: Page, name: str) -> None:
+    """Choose a tab, which a narrow page may have in its menu."""
+    found = page.get_by_role("tab", name=name, exact=True).locator("visible=true")
+
+    def choose() -> None:
+        if found.count() == 0:
+            page.locator(".overflow-menu > button").locator("visible=true").first.click()
+            page.locator(f".overflow-dropdown button:has-text('{name}')").locator("visible=true").click()
+        else:
+            found.click()
+
+    until_answered(choose, lambda patience: expect(found).to_have_attribute("aria-selected", "true", timeout=patience))
+
+
+def fill(page: Page, label: str, value: object) -> None:
+    """A number field, or the number beside a slider, of the tab that is shown."""
+    field = page.locator(
+        f"input[aria-label*='{label}'][type=number]:visible, label:has-text('{label}') input:visible"
+    ).first
+    field.fill(str(value))
+    field.first.press("Tab")
+    expect(field).to_have_value(str(value))
+
+
+def small(page: Page, *, steps: int, side: int = 128) -> None:
+    """A picture that is drawn soon."""
+    fill(page, "Width", side)
+    fill(page, "Height", side)
+    fill(page, "Steps", steps)
+
+
+def status(page: Page, name: str) -> Any:
+    """The line that says how a tab's job stands."""
+    return page.locator(f"#{name}-status .state")
+
+
+def done(page: Page, name: str, *, patience: float = PATIENCE) -> None:
+    """Wait for the end of a tab's job."""
+    expect(status(page, name)).to_have_class(re.compile("done"), timeout=patience)
+
+
+def keep(page: Page, name: str) -> None:
+    """A screenshot, to be looked at."""
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)

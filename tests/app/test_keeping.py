@@ -1,0 +1,56 @@
+"""Files on their way to a page are there for an hour, and a stream's film is offered when it is whole."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.drawing import Artist
+from app.jobs import Desk, View
+from app.live import Feeds
+from app.stream_tab import show
+from app.streaming import Streamed
+from app.studio import HOUR, Studio
+from app.visits import Visits
+
+from .fakes import FakePipeline, FakeWorkers
+
+STREAMED: dict[str, Any] = {"pictures": 4, "seconds": 2.0, "latency": 0.5, "devices": "2 CPU workers"}
+
+
+@pytest.fixture
+def studio() -> Iterator[Studio]:
+    workers: Any = FakeWorkers(FakePipeline())
+    desk = Desk()
+    found = Studio(workers, Artist(workers), desk, Visits(desk), Feeds())
+    yield found
+    found.close()
+
+
+def test_files_of_any_page_go_after_an_hour(studio: Studio) -> None:
+    old, young = studio.folder_of("a" * 32) / "stream.mp4", studio.folder_of("a" * 32) / "trace.json"
+    for path in (old, young):
+        path.touch()
+    os.utime(old, times=(time.time() - HOUR - 1,) * 2)
+    assert studio.folder_of("b" * 32).is_dir()
+    assert (old.exists(), young.exists()) == (False, True)
+
+
+def test_a_film_is_offered_when_its_stream_is_over(tmp_path: Path) -> None:
+    film = tmp_path / "stream.mp4"
+    film.touch()
+    for view, is_offered in (
+        (None, False),
+        (View(state="running"), False),
+        (View(state="cancelled"), False),
+        (View(state="done", result=Streamed(**STREAMED)), False),
+        (View(state="done", result=Streamed(**STREAMED, film=film)), True),
+        (View(state="done", result=Streamed(**STREAMED, film=tmp_path / "gone.mp4")), False),
+    ):
+        _, _, save, *_ = show(view)
+        assert (save["visible"], save["value"]) == (is_offered, str(film) if is_offered else None)
