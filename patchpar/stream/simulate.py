@@ -88,27 +88,33 @@ def law(plan: StreamPlan, costs: StreamCosts) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnsetBudget:
-    """Seconds from a sound to its picture, in a live stream that is shown by the clock."""
+    """Seconds from a sound to its picture, in a live stream that is shown by the clock.
+
+    `buffer`: by how much the clock is behind the usual block, so that the slowest is shown in time as well.
+    """
 
     fill: float
     steps: float
     decode: float
     link: float
+    buffer: float
 
     @property
     def seconds(self) -> float:
         """All together."""
-        return self.fill + self.steps + self.decode + self.link
+        return self.fill + self.steps + self.decode + self.link + self.buffer
 
     def __str__(self) -> str:
         return (
             f"{self.seconds:.2f} s from sound to picture: {self.fill:.2f} until a block is full, {self.steps:.2f} to "
-            f"denoise it, {self.decode:.2f} to decode it, {self.link:.2f} on the way"
+            f"denoise it, {self.decode:.2f} to decode it, {self.link:.2f} on the way, {self.buffer:.2f} for the slowest"
         )
 
 
-def onset(plan: StreamPlan, costs: StreamCosts) -> OnsetBudget:
+def onset(plan: StreamPlan, costs: StreamCosts, *, spread: float = 0.0) -> OnsetBudget:
     """What is between a sound and its picture where `costs.source` seconds of sound make a block. Raises PlanError.
+
+    `spread`: how much longer than the usual block the slowest takes, as a share.
 
     The same for each sound of a block: those that come first wait until the block is full, and those that come last
     until they are due. Nothing waits in a queue, as long as every stage keeps pace.
@@ -123,7 +129,13 @@ def onset(plan: StreamPlan, costs: StreamCosts) -> OnsetBudget:
         )
     *denoise, last = stage_seconds(plan, costs)
     steps = sum(denoise) + last - costs.decode
-    return OnsetBudget(fill=costs.source, steps=steps, decode=costs.decode, link=costs.link * (plan.depth - 1))
+    return OnsetBudget(
+        fill=costs.source,
+        steps=steps,
+        decode=costs.decode,
+        link=costs.link * (plan.depth - 1),
+        buffer=spread * (steps + costs.decode),
+    )
 
 
 def simulate(

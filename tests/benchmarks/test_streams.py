@@ -40,7 +40,7 @@ def test_drift_is_told_by_its_beginning_and_its_end() -> None:
 def test_an_onset_stands_beside_its_budget() -> None:
     costs = StreamCosts(step=0.2, decode=0.15, frames=12, source=0.48)
     row = Found(what="asleep", budget=onset(StreamPlan.even(2, 3), costs), measured=1.2).row()
-    assert row == "| asleep | 0.48 | 0.40 | 0.15 | 1.03 | 1.20 | +16.5% |"
+    assert row == "| asleep | 0.48 | 0.40 | 0.15 | 0.00 | 1.03 | 1.20 | +16.5% |"
 
 
 def test_the_first_pictures_of_a_stream_do_not_count() -> None:

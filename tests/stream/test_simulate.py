@@ -82,6 +82,17 @@ def test_from_sound_to_picture(ranks: int) -> None:
     assert str(budget).startswith(f"{budget.seconds:.2f} s from sound to picture: 0.48 until a block is full, 0.40 to")
 
 
+def test_the_clock_waits_for_the_slowest_block() -> None:
+    """A block of which all is a fifth slower is shown as late as the budget says."""
+    live = StreamCosts(step=0.1, decode=0.05, frames=12, source=0.48)
+    slow = StreamCosts(step=0.12, decode=0.06, frames=12, source=0.48)
+    plan = StreamPlan.even(4, 5)
+    budget = onset(plan, live, spread=0.2)
+    assert budget.buffer == pytest.approx(0.2 * 0.45)
+    assert budget.seconds == pytest.approx(onset(plan, slow).seconds)
+    assert str(budget).endswith("0.09 for the slowest")
+
+
 def test_stages_that_cannot_keep_pace_have_no_budget() -> None:
     slow = StreamCosts(step=0.3, decode=0.05, frames=12, source=0.48)
     with pytest.raises(PlanError, match=r"slowest stage takes 0\.65 s for a block, but 0\.48 s"):
