@@ -56,7 +56,8 @@ class Installed:
         for module in self._denoisers():
             layers: list[Any] = [] if self.guidance is None else [self.guidance]
             if isinstance(strategy, StructureGuidance):
-                layers.append(strategy.install(module, door, mesh["patch"], pipe=self.pipe, clock=clock))
+                axis = mesh["patch"]
+                layers.append(strategy.install(module, door, axis, pipe=self.pipe, clock=clock, verdicts=verdicts))
             elif plan.patch > 1:
                 axis = mesh["patch"]
                 layers.append(strategy.install(module, door, axis, clock=clock, split=plan.split, verdicts=verdicts))

@@ -28,7 +28,9 @@ from benchmarks.highres.analytic import calibrate
 from benchmarks.highres.counting import accuracy, subjects
 from benchmarks.highres.drawing import METHODS, NATIVE, Kept, Look, looked_at, pipeline, sheet
 from benchmarks.highres.speed import table
+from benchmarks.highres.stand_in import embedded, of_sdxl
 from benchmarks.highres.traffic import table as sent
+from benchmarks.highres.two_ranks import rows as on_two_ranks
 from patchpar import StructureGuidance
 from patchpar.highres.geometry import starts_of
 from patchpar.highres.work import rounds_of
@@ -47,8 +49,12 @@ RANKS, SCALES, TRAINED = (1, 4, 8), (2, 3, 4), 128
 PREDICTED = {
     "paper": StructureGuidance(preset="paper"),
     "calibrated": StructureGuidance(),
-    "calibrated, touching windows": StructureGuidance(margin=0.0),
+    "paper, bands": StructureGuidance(preset="paper", bands=4),
+    "calibrated, bands": StructureGuidance(bands=4),
+    "paper, margin=0.125": StructureGuidance(preset="paper", margin=0.125),
+    "calibrated, margin=0.125, bands": StructureGuidance(margin=0.125, bands=4),
 }
+TEAMS = 2  # the size up to which there are few enough units for teams to matter
 
 
 def calibration() -> Iterator[str]:
@@ -133,8 +139,19 @@ TRAFFIC = (
     "(`benchmarks/highres/traffic.py`)."
 )
 SPEED = (
-    "Of 50 steps with guidance by the embedded model, from what its parts take on one core, the decode in bands and "
-    "the PNG by bands, in processor time: predicted, not run (`benchmarks/highres/speed.py`)."
+    "Of 50 steps with guidance, from what parts take on one core, the decode in bands and the PNG by bands, in "
+    "processor time: predicted, not run, and without what exchange takes (`benchmarks/highres/speed.py`). `bands`: "
+    "teams of half of the ranks, at most four."
+)
+EMBEDDED = (
+    "The embedded model. What its evaluation takes is half bookkeeping, of which every rank of a team has as much."
+)
+OF_SDXL = (
+    "A model of SDXL's form and size of picture, a quarter as wide, random weights: evaluations as large ones are."
+)
+MEASURED = (
+    "The embedded model, from the prompt to the PNG, two workers of one thread, in turns, medians of three pictures "
+    "each (`benchmarks/highres/two_ranks.py`)."
 )
 SHOWN = (
     "{size} x {size} pixels by a model trained for {native}, {steps} steps, {captions}. Native pictures are "
@@ -166,9 +183,16 @@ def _traffic(_: argparse.Namespace) -> Iterator[str]:
 
 
 def _speed(_: argparse.Namespace) -> Iterator[str]:
-    yield from ("## Predicted speed", "", SPEED, "")
+    yield from ("## Predicted speed", "", SPEED, "", OF_SDXL, "", *table(PREDICTED, of_sdxl(), TEAMS), "")
+    yield from (EMBEDDED, "")
+    model = embedded()
     for scale in SCALES:
-        yield from (*table(PREDICTED, scale), "")
+        yield from (*table(PREDICTED, model, scale), "")
+
+
+def _ranks(_: argparse.Namespace) -> Iterator[str]:
+    presets = {name: PREDICTED[name] for name in ("calibrated", "paper")}
+    yield from ("## Two ranks, measured", "", MEASURED, "", *on_two_ranks(presets, scale=2, steps=12), "")
 
 
 def _pictures(options: argparse.Namespace) -> Iterator[str]:
@@ -188,7 +212,14 @@ def _first(captions: int) -> str:
     return "the first caption" if captions == 1 else f"the first {captions} captions"
 
 
-SECTIONS = {"calibration": _calibration, "work": _work, "traffic": _traffic, "speed": _speed, "pictures": _pictures}
+SECTIONS = {
+    "calibration": _calibration,
+    "work": _work,
+    "traffic": _traffic,
+    "speed": _speed,
+    "ranks": _ranks,
+    "pictures": _pictures,
+}
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ put together, never samples, so that solvers with a memory work and the state of
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,11 +34,13 @@ from patchpar.highres.native import Native
 from patchpar.highres.noise import FreshNoise, SharedNoise
 from patchpar.highres.room import free_on
 from patchpar.highres.structure_stage import StructureStage
+from patchpar.highres.team import team_of
 from patchpar.highres.windows import Windows
 from patchpar.mesh import Axis
 from patchpar.models.description import describe
 from patchpar.pace import timestep_of
 from patchpar.token_split.watch import parameter_names
+from patchpar.verdicts import Verdicts
 
 log = logging.getLogger(__name__)
 
@@ -47,13 +50,20 @@ class LargePicture:
 
     `pipe` is the pipeline that the denoiser belongs to: its scheduler says how noisy a timestep is. `reset` belongs
     before every picture, `finish` after it. `exchange` is "on", or "off" on purpose, as a negative control: what other
-    ranks predict is then taken for 0.
+    ranks predict is then taken for 0. `verdicts`: of teams, which are verified at their first use.
     """
 
     history = None  # whether a call is exact is no question here
 
     def __init__(
-        self, denoiser: nn.Module, mesh: tuple[Door, Axis], method: Method, *, pipe: Any, clock: StepClock | None = None
+        self,
+        denoiser: nn.Module,
+        mesh: tuple[Door, Axis],
+        method: Method,
+        *,
+        pipe: Any,
+        clock: StepClock | None = None,
+        verdicts: Verdicts | None = None,
     ) -> None:
         self.denoiser, self.method, self.pipe = denoiser, method, pipe
         (self._door, self.axis), self.clock = mesh, clock or StepClock()
@@ -68,6 +78,7 @@ class LargePicture:
         self._structure = StructureStage(method, mesh, self.clock, attention, self._content)
         self._detail = DetailStage(method, mesh, self.clock, denoiser)
         self._after = AfterGuidance(mesh, self.clock)
+        self.team = team_of(denoiser, mesh, method.bands, self.native, verdicts)
         self._fresh = FreshNoise(method.switch, method.seed) if method.renoised else None
         self._shared = SharedNoise(pipe, method.shared_noise, self._interlace) if method.shared_noise else None
         self._parameters = parameter_names(denoiser)
@@ -81,7 +92,7 @@ class LargePicture:
         scheduler = self.pipe.scheduler
         refuse_thresholding(scheduler)
         layout = Layout.of((args, kwargs), pixels=self.native.pixels, told=self.method.told)
-        asked = Asked(forward=forward, layout=layout, branches=self._branches_of(layout.x_BCHW))
+        asked = self._asked(forward, layout)
         level = level_of(scheduler, timestep_of(self._parameters, args, kwargs))
         interlace = self._interlace(layout.x_BCHW)
         self._check_ranks(interlace, asked.branches)
@@ -98,6 +109,12 @@ class LargePicture:
         if not silent:
             self._after.answered(layout, whole_BCHW, asked.branches)
         return layout.output(like, whole_BCHW)
+
+    def _asked(self, forward: Callable[..., Any], layout: Layout) -> Asked:
+        in_bands = None
+        if self.team is not None:
+            self.team.exchange, in_bands = self.exchange, partial(self.team.denoise, forward)
+        return Asked(forward=forward, layout=layout, branches=self._branches_of(layout.x_BCHW), in_bands=in_bands)
 
     def _branches_of(self, x_BCHW: Tensor) -> int:
         """Branches of guidance in a batch, counted once for each form of it in a picture. Raises PlanError."""
@@ -154,11 +171,15 @@ class LargePicture:
             self._fresh.end()
 
     def forget(self) -> None:
-        """Nothing is held of the denoiser's modules from one call to the next."""
+        """Of the denoiser's modules only teams hold anything from one call to the next."""
+        if self.team is not None:
+            self.team.forget()
 
     def restore(self) -> None:
         """Leave the pipeline as it was."""
         self.finish()
         self._content.close()
+        if self.team is not None:
+            self.team.restore()
         if self._shared is not None:
             self._shared.close()

@@ -19,7 +19,7 @@ from patchpar.highres.portion import Portion, Whole
 from patchpar.highres.structure import kept_in_place
 from patchpar.highres.surroundings import Surroundings
 from patchpar.highres.windows import Windows
-from patchpar.highres.work import own_of, share_out
+from patchpar.highres.work import own_of, scheduled
 from patchpar.mesh import Axis
 
 
@@ -54,7 +54,8 @@ class DetailStage:
         """
         axis, x_BCHW, branches = self._mesh[1], asked.layout.x_BCHW, asked.branches
         kept = self._method.kept * level.time / self._method.switch
-        shares = share_out(len(windows) + (kept > 0), branches, axis.size)
+        schedule = scheduled(len(windows) + (kept > 0), branches, axis.size, self._method.bands)
+        shares = schedule.shares
         guide = self._guide(asked, interlace) if kept > 0 else None
 
         def shown(number: int) -> tuple[Tensor, Spot]:
@@ -64,7 +65,7 @@ class DetailStage:
             return guide, Spot(interlace.patch_size)
 
         self._surroundings.begin(windows, shares)
-        own, like = asked.predictions(shares[axis.rank], shown, self._surroundings.around)
+        own, like = asked.evaluated(schedule, axis.rank, shown, self._surroundings.around)
         self._surroundings.end(shares, silent=silent)
         one, ours = next(iter(own.values())), own_of(shares[axis.rank], own)
         blend = Blend.of(windows, shares, branches)

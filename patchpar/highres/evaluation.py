@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from patchpar.batch import Batch
 from patchpar.highres.layout import Layout, Spot
-from patchpar.highres.work import Evaluation, Unit, evaluations_of
+from patchpar.highres.work import Evaluation, Schedule, Unit, evaluations_of
 
 Shown = Callable[[int], tuple[Tensor, Spot]]
 Around = Callable[[Evaluation], AbstractContextManager[object]]
@@ -22,11 +22,26 @@ def nothing_around(_: Evaluation) -> AbstractContextManager[object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A call of the denoiser: its own forward, and the whole it is asked for in `branches` of guidance."""
+    """A call of the denoiser: its own forward, and the whole it is asked for in `branches` of guidance.
+
+    `in_bands`: the forward as a team of ranks computes it, where there are teams.
+    """
 
     forward: Callable[..., Any]
     layout: Layout
     branches: int
+    in_bands: Callable[..., Any] | None = None
+
+    def evaluated(
+        self, schedule: Schedule, rank: int, shown: Shown, around: Around = nothing_around
+    ) -> tuple[dict[Unit, Tensor], Any]:
+        """Predictions of what a rank has to do, alone and then with its team; see `predictions`."""
+        alone, together = schedule.alone[rank], schedule.together[rank]
+        if not together or self.in_bands is None:
+            return self.predictions(alone, shown, around)
+        found = self.predictions(alone, shown, around)[0] if alone else {}
+        more, like = replace(self, forward=self.in_bands).predictions(together, shown)
+        return found | more, like
 
     def predictions(
         self, units: Sequence[Unit], shown: Shown, around: Around = nothing_around

@@ -2,6 +2,8 @@
 
 import math
 
+from patchpar.errors import PlanError
+
 LARGE = 1.5  # times the native size, on both sides: from there on a denoiser repeats itself
 
 
@@ -45,6 +47,12 @@ def units_of(
     if margin is not None:
         return patches, math.prod(-(-side // own) for side, own in sides)
     return patches, math.prod(len(starts_of(side, min(side, own), overlap, grid)) for side, own in sides)
+
+
+def check_teams(ranks: int, bands: int) -> None:
+    """Raise PlanError unless teams of `bands` ranks are all ranks; one rank alone has none."""
+    if ranks > 1 and ranks % bands:
+        raise PlanError(f"bands={bands}: axis 'patch' has {ranks} ranks, which teams of {bands} do not share evenly")
 
 
 def refusal_of(size: tuple[int, int], native: tuple[int, int]) -> str:

@@ -21,7 +21,7 @@ from patchpar.highres.method import Method
 from patchpar.highres.portion import Portion, Whole
 from patchpar.highres.structure import Lead, guided, lead_of
 from patchpar.highres.windows import Windows
-from patchpar.highres.work import Evaluation, Unit, own_of, share_out
+from patchpar.highres.work import Evaluation, Unit, own_of, scheduled
 from patchpar.mesh import Axis
 from patchpar.transport import Spec
 
@@ -46,9 +46,9 @@ class StructureStage:
         axis, size = self._mesh[1], interlace.patch_size
         x_NBChw = interlace.split(asked.layout.x_BCHW)
         asks = 1 if self._only_follow(level) else len(interlace)
-        shares = share_out(asks, asked.branches, axis.size)
-        watcher = self._watcher(asked, size)
-        own, like = asked.predictions(shares[axis.rank], lambda patch: (x_NBChw[patch], Spot(size)), watcher.around)
+        schedule = scheduled(asks, asked.branches, axis.size, 1 if self._listens else self._method.bands)
+        shares, watcher = schedule.shares, self._watcher(asked, size)
+        own, like = asked.evaluated(schedule, axis.rank, lambda patch: (x_NBChw[patch], Spot(size)), watcher.around)
         one = next(iter(own.values()))
         stacked = tuple((number * size[0], 0) for number in range(asks))
         windows = Windows((asks * size[0], size[1]), size, stacked)
@@ -85,7 +85,12 @@ class StructureStage:
         """Whether nothing of what the others predict is left, so that only the anchor need be asked."""
         guidance = self._method.guidance
         whole = guidance.strength(self._method.progress(level.time)) == 1
-        return whole and guidance.space == "x0" and not (guidance.masked and self._attention.layers)
+        return whole and guidance.space == "x0" and not self._listens
+
+    @property
+    def _listens(self) -> bool:
+        """Whether the anchor's attention is recorded, which is done where all of it is."""
+        return self._method.guidance.masked and bool(self._attention.layers)
 
     def _guided(self, level: Level, interlace: Interlace, x_NBChw: Tensor, patches_NBChw: Tensor) -> Tensor:
         guidance = self._method.guidance
@@ -111,7 +116,7 @@ class StructureStage:
         """Attention is recorded in a step's first call, which has the prompt; a second has the negative prompt."""
         _, kwargs = asked.layout.call
         text = kwargs.get("encoder_hidden_states")
-        wanted = self._method.guidance.masked and bool(self._attention.layers) and self._clock.call <= 0
+        wanted = self._listens and self._clock.call <= 0
         if not wanted or not isinstance(text, Tensor):
             return _Watcher(self._attention, None, Unit(0, asked.branches - 1))
         weights = self._content.weights(len(asked.layout.x_BCHW) // asked.branches, text.shape[1])

@@ -4,6 +4,12 @@
 
 Equal units in equal runs are the shortest schedule there is; a run keeps both branches of a patch together, which then
 are one call. Where runs differ, the first is the shortest: its rank also records the attention of the anchor.
+
+Shorter is only what parts a unit: what is left over once all ranks have the same is computed by teams of neighbouring
+ranks, in bands.
+
+    5 patches, 2 branches, 4 ranks      0u 0c | 1u 1c | 2u 2c | 3u 3c
+    in teams of two                     ---- 4u ---- | ---- 4c ----
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,6 +42,38 @@ def share_out(patches: int, branches: int, ranks: int) -> list[tuple[Unit, ...]]
     each, more = divmod(len(units), ranks)
     bounds = [rank * each + max(0, rank - (ranks - more)) for rank in range(ranks + 1)]
     return [tuple(units[start:stop]) for start, stop in pairwise(bounds)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """What every rank of an axis evaluates in a step.
+
+    `alone`: by rank, whole. `together`: by rank, what its team computes in bands. `shares`: whose part of the whole a
+    unit is; of what a team computes each unit is one member's.
+    """
+
+    alone: tuple[tuple[Unit, ...], ...]
+    together: tuple[tuple[Unit, ...], ...]
+    shares: tuple[tuple[Unit, ...], ...]
+
+
+def scheduled(patches: int, branches: int, ranks: int, bands: int = 1) -> Schedule:
+    """The shortest schedule. `bands`: the size of a team, a divisor of `ranks`; 1 for none.
+
+    Teams work where that is at most half of the time of a unit; for more, sharing whole units is as good.
+    """
+    plain = tuple(share_out(patches, branches, ranks))
+    each, left = divmod(patches * branches, ranks)
+    teams = ranks // bands
+    if not left or bands == 1 or 2 * -(-left // teams) > bands:
+        return Schedule(alone=plain, together=((),) * ranks, shares=plain)
+    units = [Unit(patch, branch) for patch in range(patches) for branch in range(branches)]
+    alone = tuple(tuple(units[rank * each : (rank + 1) * each]) for rank in range(ranks))
+    rest = units[ranks * each :]
+    jobs = [tuple(rest[team * left // teams : (team + 1) * left // teams]) for team in range(teams)]
+    together = tuple(jobs[rank // bands] for rank in range(ranks))
+    shares = tuple(own + together[rank][rank % bands :: bands] for rank, own in enumerate(alone))
+    return Schedule(alone=alone, together=together, shares=shares)
 
 
 def merged(shares: Sequence[tuple[Unit, ...]]) -> list[tuple[Unit, ...]]:

@@ -6,7 +6,7 @@ the detail. The paper draws noise predictions together; by default the estimates
 the noise what it should be (docs/structure-guidance.md).
 
 axis        patch: patches and windows, each guidance branch by itself, are shared out between the ranks
-exchanged   predictions, once in a step, and the anchor's attention mask
+exchanged   predictions, once in a step, and the anchor's attention mask; with bands what exact patches exchange
 when        this step's; with lag=1 the anchor leads with what it predicted in the last step
 """
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from patchpar.highres.denoiser import LargePicture
     from patchpar.highres.method import Method
     from patchpar.mesh import Axis
+    from patchpar.verdicts import Verdicts
 
 PRESETS: dict[str, dict[str, Any]] = {
     "calibrated": {
@@ -52,7 +53,8 @@ class StructureGuidance:
     attends to words. `lag`: 0, or 1 for the anchor of the last step. `switch`: the time, from 1 to 0, at which windows
     take over. `overlap`: the share of a window that its neighbour sees too. `margin`: as few windows as native ones
     that touch would be, larger by this share, in place of an overlap. `context`: how far a window's self-attention sees
-    beyond its border, as a share of its side, in keys and values of the last step (UNets only). `kept`: how far the
+    beyond its border, as a share of its side, in keys and values of the last step (UNets only). `bands`: evaluations
+    that do not come out even are shared by teams of so many ranks, a divisor of them (UNets only). `kept`: how far the
     anchor goes on leading coarse structure below the switch, for one more evaluation a step. `guide`: what leads there,
     the "anchor" of the large latent, or the "flow" of a picture of native size that goes on by itself: a cascade.
     `native`: the side in pixels that the model was trained for, where its configuration does not say. `told`: SDXL's
@@ -74,6 +76,7 @@ class StructureGuidance:
     overlap: float = 0.5
     margin: float | None = None
     context: float = 0.0
+    bands: int = 1
     kept: float | None = None
     guide: Literal["anchor", "flow"] = "anchor"
     native: int | None = None
@@ -95,6 +98,10 @@ class StructureGuidance:
             self._check_number(option, most)
         if self.switch == 0:
             raise PlanError(f"{self.name}: switch=0: windows draw the detail below it, so it is above 0")
+        if not isinstance(self.bands, int) or self.bands < 1:
+            raise PlanError(f"{self.name}: bands={self.bands!r}: it is a number of ranks, 1 for none together")
+        if self.bands > 1 and self.context:
+            raise PlanError(f"{self.name}: windows that see one another are whole: use context=0 or bands=1")
         if self.native is not None and (not isinstance(self.native, int) or self.native < 8):
             raise PlanError(f"{self.name}: native={self.native!r}: it is a side in pixels, such as 1024")
 
@@ -120,6 +127,7 @@ class StructureGuidance:
             guidance=Guidance(**led, lag=self.lag),
             tiling=Tiling(overlap=self.overlap, margin=self.margin, moved=self.context == 0),
             context=self.context,
+            bands=self.bands,
             guide=self.guide,
             native=self.native,
             renoised=self.renoised,
@@ -128,15 +136,25 @@ class StructureGuidance:
         )
 
     def check_places(self, places: int) -> None:
-        """Any number of ranks can share patches, up to their number, which the size of a picture decides."""
+        """Raise PlanError unless `bands` divides the ranks; up to how many there can be is the picture's to say."""
+        from patchpar.highres.geometry import check_teams
+
+        check_teams(places, self.bands)
 
     def install(
-        self, denoiser: nn.Module, door: Door, axis: Axis, *, pipe: Any, clock: StepClock | None = None
+        self,
+        denoiser: nn.Module,
+        door: Door,
+        axis: Axis,
+        *,
+        pipe: Any,
+        clock: StepClock | None = None,
+        verdicts: Verdicts | None = None,
     ) -> LargePicture:
-        """Make `denoiser`, which belongs to `pipe`, answer out of patches over `axis`. There is nothing to verify."""
+        """Make `denoiser`, which belongs to `pipe`, answer out of patches over `axis`. Bands alone are verified."""
         from patchpar.highres.denoiser import LargePicture
 
-        return LargePicture(denoiser, (door, axis), self.method, pipe=pipe, clock=clock)
+        return LargePicture(denoiser, (door, axis), self.method, pipe=pipe, clock=clock, verdicts=verdicts)
 
     def __str__(self) -> str:
         return as_text(self)

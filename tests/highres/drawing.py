@@ -17,6 +17,7 @@ from patchpar.exchange import Door
 from patchpar.highres.denoiser import LargePicture
 from patchpar.mesh import Axis
 from patchpar.strategies.structure_guidance import StructureGuidance
+from patchpar.verdicts import Verdicts
 from tests.tiny import Tiny, build, latents
 from tests.unit.threads import on_threads
 
@@ -54,14 +55,19 @@ class Drawn:
 
 @contextmanager
 def large(
-    tiny: Tiny, strategy: StructureGuidance, door: Any, axis: Axis, by_step: list[dict[str, int]] | None = None
+    tiny: Tiny,
+    strategy: StructureGuidance,
+    door: Any,
+    axis: Axis,
+    by_step: list[dict[str, int]] | None = None,
+    verdicts: Verdicts | None = None,
 ) -> Iterator[LargePicture]:
     """The pipeline's denoiser answers out of patches while open, and its clock is that of its scheduler.
 
-    `by_step` takes down what has been sent by the end of every step.
+    `by_step` takes down what has been sent by the end of every step. `verdicts`: of teams.
     """
     denoiser, scheduler, clock = tiny.denoiser, tiny.pipe.scheduler, StepClock()
-    found = strategy.install(denoiser, door, axis, pipe=tiny.pipe, clock=clock)
+    found = strategy.install(denoiser, door, axis, pipe=tiny.pipe, clock=clock, verdicts=verdicts)
     plain = denoiser.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -54,6 +54,11 @@ def test_two_devices() -> None:
         assert all(rank.bytes_sent["prediction"] > 0 for rank in run.ranks)
         picture = pipe(**call(output_type="pil")).images[0]
         assert picture.size == (128, 128)
+        teams = Case(options={"bands": 2}, arguments=CASE.arguments | {"guidance_scale": 1.0})  # the anchor is one unit
+        pipe.plan = Plan(patch=2, strategy=teams.strategy)
+        assert apart(pipe(**call(guidance_scale=1.0)).images, alone(teams)) < LIMIT
+        assert pipe.last_run is not None
+        assert all(rank.bytes_sent["kv"] > 0 for rank in pipe.last_run.ranks)
 
 
 def test_messages(one: ParallelPipeline) -> None:
