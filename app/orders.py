@@ -26,11 +26,13 @@ class Order:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.prompt.strip():
-            raise PlanError("there is no prompt: say what to draw")
         for what, text in (("prompt", self.prompt), ("negative prompt", self.negative)):
+            if not isinstance(text, str):
+                raise PlanError(f"the {what} is a {type(text).__name__}: give a text")
             if len(text) > LONGEST_PROMPT:
                 raise PlanError(f"the {what} has {len(text)} characters: at most {LONGEST_PROMPT}")
+        if not self.prompt.strip():
+            raise PlanError("there is no prompt: say what to draw")
         _check_whole("steps", self.steps, 1, MOST_STEPS)
         _check_whole("seed", self.seed, 0, LARGEST_SEED)
         for name in ("height", "width"):

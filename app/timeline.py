@@ -158,8 +158,9 @@ def _axis(window: Window, height: int) -> str:
 
 
 def _legend() -> str:
-    keys = "".join(f'<span class="key {kind}"></span>{SAID[kind]} ' for kind in KINDS)
-    return f'<div class="legend">{keys}<span class="key idle"></span>anything else: text encoders, scheduler</div>'
+    said = [*((kind, SAID[kind]) for kind in KINDS), ("idle", "anything else: text encoders, scheduler")]
+    keys = " ".join(f'<span><span class="key {kind}"></span>{text}</span>' for kind, text in said)
+    return f'<div class="legend">{keys}</div>'
 
 
 def longest_waits(traces: Iterable[RankTrace], window: Window, most: int = 8) -> list[tuple[str, ...]]:

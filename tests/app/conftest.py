@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Page, expect
 
-from .browser import installed, started
+from .browser import installed, served, started
 from .hands import PATIENCE
-
-REPOSITORY = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[str]:
-    """The command itself, on any free port; its address. Ctrl-C ends it and everything that it has started."""
-    command = [sys.executable, "-m", "patchpar", "app", "--port", "0", "--devices", "cpu:2"]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        assert process.stdout is not None
-        found = re.search(r"http://\S+", process.stdout.readline())
-        assert found is not None
-        yield found[0]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait(10)
+    """Where the page is."""
+    with served() as address:
+        yield address
 
 
 @pytest.fixture(scope="session")
