@@ -5,13 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
-import transformers
 
 from patchpar.exchange import Door
 from patchpar.launch.context import Bystander, ListeningContext
 from patchpar.mesh import Axis
+from patchpar.models.hush import hush
 from patchpar.stream.audio import CONFIG as AUDIO_FILE
 from patchpar.stream.audio import AudioConditioner
 from patchpar.stream.causal_wan import CausalWan
@@ -59,7 +58,7 @@ class StreamEngine:
         if rank >= plan.ranks:
             return Bystander()
         if self._context.world_size > 1:
-            silence_bars()
+            hush()
         stage = plan.stages[plan.stage_of(rank)]
         boundary = low_noise_below(Path(folder))
         self._above = config.schedule.steps_above(-1.0 if boundary is None else boundary)
@@ -150,9 +149,3 @@ def _parts(steps: range, above: range) -> tuple[str, ...]:
     """The transformers of these steps, of which those in `above` are of high noise."""
     high, low = steps.start < above.stop, steps.stop > above.stop
     return ((HIGH_NOISE,) if steps and high else ()) + ((LOW_NOISE,) if steps and low else ())
-
-
-def silence_bars() -> None:
-    """One bar for each rank and component would only be noise."""
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()

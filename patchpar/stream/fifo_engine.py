@@ -11,9 +11,10 @@ from diffusers import AutoencoderKLWan, WanPipeline
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door
 from patchpar.launch.context import Bystander, ListeningContext
+from patchpar.models.hush import hush
 from patchpar.stream.checkpoint import Needs, load_wan
 from patchpar.stream.decoder import WanDecoder
-from patchpar.stream.engine import THROUGH, silence_bars
+from patchpar.stream.engine import THROUGH
 from patchpar.stream.events import Change, Prompt
 from patchpar.stream.fifo import FifoOptions
 from patchpar.stream.fifo_model import FifoStreamOptions, WanFifo, check_frames
@@ -60,7 +61,7 @@ class FifoEngine:
         draws = bool(plan.stages[rank].steps)
         needs = Needs(text=rank == 0, vae=rank == plan.decoder, transformers=(HIGH_NOISE,) if draws else ())
         if self._context.world_size > 1:
-            silence_bars()
+            hush()
         pipe = load_wan(Path(folder), needs, options)
         check_frames(pipe.transformer)
         for network in (pipe.vae, pipe.text_encoder, pipe.transformer if draws else None):
