@@ -93,12 +93,31 @@ def test_there_are_command_lines_to_parse() -> None:
     assert len([line for page in PAGES for line in command_lines(page)]) >= 2
 
 
+def anchors(page: Path) -> set[str]:
+    """Where a page's headings are, as GitHub and the site name these places."""
+    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def dead_links(page: Path, text: str) -> list[str]:
+    """Links of a page with this text that lead to no file, or to no heading of one."""
+    dead = []
+    for match in LINK.finditer(BLOCK.sub("", text)):
+        target, _, anchor = match["target"].partition("#")
+        path = page.parent / target if target else page
+        if "://" not in target and (not path.exists() or (anchor and anchor not in anchors(path))):
+            dead.append(match["target"])
+    return dead
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for match in LINK.finditer(BLOCK.sub("", page.read_text())):
-        target = match["target"].split("#")[0]
-        if target and "://" not in target:
-            assert (page.parent / target).exists(), f"{name(page)} links to {target}"
+    assert dead_links(page, page.read_text()) == []
+
+
+def test_a_dead_link_would_be_seen() -> None:
+    text = "[a](no-such-page.md) [b](docs/cli.md#no-such-heading) [c](docs/cli.md#command-line) [d](#no-such-heading)"
+    assert dead_links(PAGES[0], text) == ["no-such-page.md", "docs/cli.md#no-such-heading", "#no-such-heading"]
 
 
 @pytest.mark.parametrize("folder", ["docs", "docs/decisions"])
