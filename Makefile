@@ -5,7 +5,8 @@
 # make check    lint, types, direction of imports
 # make docs     the docs as a site, in build/site
 # make drawings the drawings of the docs, drawn again
-# make figures  measure again what the docs state
+# make figures  draw the drawings of the docs again, and measure again what they state
+# make figures-long  the same for what takes hours: large pictures, half an hour of stream
 # make coverage every transformer and UNet class of diffusers, split and held against the plain model
 # make plans    find the token plans anew that come with the package
 # Each makes what it needs in .venv first; the second time that costs nothing.
@@ -17,7 +18,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PROMPT ?= a red house on the left and a pine on the right, green hills at sunset
 
-.PHONY: demo app browser test test-all lint format types imports check docs drawings figures coverage plans clean
+.PHONY: demo app browser test test-all lint format types imports check docs drawings figures figures-long coverage plans clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -59,14 +60,18 @@ docs: $(VENV)/installed-docs
 drawings: $(VENV)/installed
 	$(BIN)/python -m benchmarks.drawings
 
-# Every figure of the docs, measured again; takes the better part of an hour, and an otherwise idle machine.
-figures: $(VENV)/installed-dev
+# Takes the better part of an hour, and an otherwise idle machine.
+figures: $(VENV)/installed-dev drawings
 	$(BIN)/python -m benchmarks.scaling --write docs/figures/scaling.md
 	$(BIN)/python -m benchmarks.parity --write docs/figures/parity.md
 	$(BIN)/python -m benchmarks.startup --write docs/figures/startup.md
 	$(BIN)/python -m benchmarks.transport --write docs/figures/transport.md
 	$(BIN)/python -m benchmarks.volumes --write docs/figures/volumes.md
 	$(BIN)/python -m benchmarks.tokens --write docs/figures/tokens.md
+	$(BIN)/python -m benchmarks.vae --turns 3 --write docs/figures/vae.md
+	$(BIN)/python -m benchmarks.stream --write docs/figures/stream.md
+	$(BIN)/python -m benchmarks.stream_onset --model assets/face-stream --variant fp16 --write docs/figures/stream-onset.md
+	$(BIN)/python -m benchmarks.stream_pictures --write docs/figures/stream-pictures.md
 	$(BIN)/python -m benchmarks.overlap --latency 1 --latency 5 --latency 20 --load 0.3 --load 0.6 --load 1 --write docs/figures/overlap.md
 	$(BIN)/python -m benchmarks.overlap --strategy displaced --strategy pcpp --latency 20 --load 0.3 --load 0.6 --load 1 \
 	  --steps 7 --no-rule --write docs/figures/hidden.md
@@ -76,6 +81,13 @@ figures: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.emulation --captions 2 --size 128 --steps 12 --warmup 1 --ranks
 	$(BIN)/python -m benchmarks.sensitivity
 	$(BIN)/python -m training.evaluate --sheet assets/figures/samples.png
+
+# Hours, on an otherwise idle machine.
+figures-long: $(VENV)/installed-dev
+	$(BIN)/python -m benchmarks.highres --draw 2x16x20 --draw 4x4x20 --write docs/figures/highres.md
+	$(BIN)/python -m benchmarks.stream_long --devices cpu:2 --write docs/figures/stream-long.md
+	$(BIN)/python -m benchmarks.stream_long --model assets/face-stream --variant fp16 --devices cpu:2 --blocks 300 \
+	  --write docs/figures/stream-face.md
 
 # Writes docs/coverage.md; minutes on one core.
 coverage: $(VENV)/installed-dev

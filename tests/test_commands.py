@@ -61,6 +61,14 @@ def test_targets_of_make() -> None:
     assert len(wanted) >= 8
 
 
+def test_make_writes_every_page_of_figures_again() -> None:
+    """Of `benchmarks.quality --table` without a name it is the page of that name."""
+    makefile = (REPOSITORY / "Makefile").read_text().replace("--table --plot", "--table docs/figures/quality.md --plot")
+    written = set(re.findall(r"(?:--write|--table) docs/figures/([\w-]+\.md)", makefile))
+    assert written == {page.name for page in (REPOSITORY / "docs" / "figures").glob("*.md")}
+    assert re.search(r"^figures: .*\bdrawings\b", makefile, re.MULTILINE)
+
+
 def test_folders_of_tests() -> None:
     paths = {path for (found,) in named(FOLDER, "paths") for path in found.split()}
     assert {path for path in paths if not (REPOSITORY / path).exists()} == set()
