@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import patchpar
+from benchmarks.drawings.__main__ import DRAWINGS
 
 REPOSITORY = Path(__file__).parent.parent
 DOCS = REPOSITORY / "docs"
@@ -29,3 +30,40 @@ def test_the_menu_has_no_page_that_is_gone() -> None:
 def test_the_reference_has_every_public_name() -> None:
     named = re.findall(r"^::: patchpar\.(\w+)$", (DOCS / "reference.md").read_text(), re.MULTILINE)
     assert sorted(named) == sorted(patchpar.__all__)
+
+
+CONCEPTS = (
+    "plan",
+    "exact-patch",
+    "stale-patch",
+    "partial-context",
+    "tokens",
+    "guidance",
+    "structure-guidance",
+    "parallel-vae",
+    "streaming",
+)
+HOW_TOS = (
+    "first-picture",
+    "several-machines",
+    "lora-and-controlnet",
+    "large-pictures",
+    "stream",
+    "add-a-model",
+    "add-a-strategy",
+)
+
+
+@pytest.mark.parametrize("concept", CONCEPTS)
+def test_a_concept_is_drawn(concept: str) -> None:
+    """Each has a drawing of its own, which `make drawings` makes again, with words for those who do not see it."""
+    others = "".join((DOCS / f"{other}.md").read_text() for other in CONCEPTS if other != concept)
+    drawings = re.findall(
+        r"!\[([^\]]{20,})\]\(\.\./assets/figures/([\w-]+)\.svg\)", (DOCS / f"{concept}.md").read_text()
+    )
+    own = {name for _, name in drawings if name in DRAWINGS and f"/{name}.svg" not in others}
+    assert own, f"{concept}.md has no drawing of its own"
+
+
+def test_every_how_to_is_there() -> None:
+    assert {page.stem for page in (DOCS / "howto").glob("*.md")} == set(HOW_TOS)
