@@ -3,10 +3,10 @@
     python -m benchmarks.highres                                             4 captions at twice the native size
     python -m benchmarks.highres --draw 2x16x20 --draw 4x4x20 --write docs/figures/highres.md
     python -m benchmarks.highres --only speed                                one section
-    python -m benchmarks.highres --only pictures --method flow --draw 4x1x8  some methods only
     python -m benchmarks.highres --only pictures --kept drawn                pictures in a folder are not drawn again
 
---draw SCALExCAPTIONSxSTEPS: sides as multiples of the native one, of how many captions, in how many steps.
+--draw SCALExCAPTIONSxSTEPS: sides as multiples of the native one, of how many captions, in how many steps; and, where
+that is some methods only, which: "4x1x8:direct+flow".
 
 Objects are counted on pictures of the embedded model, whose captions say how many there are; the classifier of
 `training` names what it sees and does not count.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -110,19 +111,37 @@ def _cells(looks: Sequence[Look]) -> str:
     return f"{repetition:.2f} | {seam:.1f} | {agrees:.1f}"
 
 
-def asked(text: str) -> tuple[int, int, int]:
-    """Of "2x4x16". Raises ValueError."""
-    scale, captions, steps = map(int, text.split("x"))
-    return scale, captions, steps
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """Pictures that are asked for: see --draw. Native ones are always drawn."""
+
+    scale: int = 2
+    captions: int = 4
+    steps: int = 16
+    methods: tuple[str, ...] = tuple(METHODS)
+
+
+def asked(text: str) -> Drawing:
+    """Of "2x4x16" or "4x1x8:direct+flow". Raises ArgumentTypeError."""
+    form, _, names = text.partition(":")
+    try:
+        scale, captions, steps = map(int, form.split("x"))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{form!r} is no SCALExCAPTIONSxSTEPS, such as 2x4x16") from error
+    chosen = names.split("+") if names else list(METHODS)
+    unknown = [name for name in chosen if name not in METHODS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no method {unknown[0]!r}: there are {' + '.join(METHODS)}")
+    methods = tuple(name for name in METHODS if name == "native" or name in chosen)
+    return Drawing(scale=scale, captions=captions, steps=steps, methods=methods)
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draw", action="append", type=asked, help="SCALExCAPTIONSxSTEPS, by default 2x4x16")
+    parser.add_argument("--draw", action="append", type=asked, help="see above; by default 2x4x16")
     parser.add_argument("--kept", type=Path, help="a folder of pictures: what is there is not drawn again")
     parser.add_argument("--only", choices=SECTIONS, help="one section of the page")
-    parser.add_argument("--method", action="append", choices=METHODS, help="by default all; native is always drawn")
     parser.add_argument("--write", type=Path, help="also write everything to this page")
     parser.add_argument("--sheet", type=Path, help="pictures side by side, a row for each caption")
     return parser.parse_args()
@@ -198,14 +217,13 @@ def _ranks(_: argparse.Namespace) -> Iterator[str]:
 def _pictures(options: argparse.Namespace) -> Iterator[str]:
     right = accuracy(100)
     yield from ("## Pictures", "")
-    for scale, captions, steps in options.draw or [(2, 4, 16)]:
-        facts = {"size": scale * NATIVE, "native": NATIVE, "right": right, "steps": steps}
-        yield from (SHOWN.format(**facts, captions=_first(captions)), "")
-        methods = [name for name in METHODS if name == "native" or name in (options.method or METHODS)]
-        kept = Kept(scale=scale, steps=steps, folder=options.kept)
-        yield from (*pictures(methods, captions, kept, options.sheet), "")
-    if options.sheet is not None:
-        yield f"{SHEET} {', '.join(methods)}."
+    for each in options.draw or [Drawing()]:
+        facts = {"size": each.scale * NATIVE, "native": NATIVE, "right": right, "steps": each.steps}
+        yield from (SHOWN.format(**facts, captions=_first(each.captions)), "")
+        kept = Kept(scale=each.scale, steps=each.steps, folder=options.kept)
+        yield from (*pictures(each.methods, each.captions, kept, options.sheet), "")
+        if options.sheet is not None:
+            yield f"{SHEET} {', '.join(each.methods)}."
 
 
 def _first(captions: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.highres.__main__ import Drawing, asked
 from benchmarks.highres.counting import accuracy, miscounted, objects, subjects
 from benchmarks.highres.measures import agreement_db, repetition_index, seam_index
 from training.latents import to_tensor
@@ -58,3 +60,15 @@ def test_a_second_object_is_counted() -> None:
     tiled = shown.repeat(1, 2, 2)
     assert objects(F.interpolate(tiled[None], (256, 256))[0], subject.colors[0]) == 4
     assert miscounted(F.interpolate(tiled[None], (256, 256))[0], subject) == 3
+
+
+def test_which_pictures_are_asked_for() -> None:
+    """Native ones are drawn beside any, in the order of the table; what is none is told."""
+    assert asked("2x4x16") == Drawing()
+    assert asked("4x1x8:flow+calibrated, not kept") == Drawing(
+        scale=4, captions=1, steps=8, methods=("native", "calibrated, not kept", "flow")
+    )
+    with pytest.raises(argparse.ArgumentTypeError, match="'2x4' is no SCALExCAPTIONSxSTEPS"):
+        asked("2x4")
+    with pytest.raises(argparse.ArgumentTypeError, match="no method 'mine': there are native"):
+        asked("2x4x8:mine")
