@@ -66,12 +66,14 @@ def tab(page: Page, name: str) -> None:
     """Choose a tab, which a narrow page may have in its menu."""
     found = page.get_by_role("tab", name=name, exact=True).locator("visible=true")
 
+    menu = page.locator(".overflow-menu > button").locator("visible=true").first
+
     def choose() -> None:
-        if found.count() == 0:
-            page.locator(".overflow-menu > button").locator("visible=true").first.click()
-            page.locator(f".overflow-dropdown button:has-text('{name}')").locator("visible=true").click()
-        else:
+        if found.count():
             found.click()
+        elif menu.count():  # neither is there while the page is being loaded
+            menu.click()
+            page.locator(f".overflow-dropdown button:has-text('{name}')").locator("visible=true").click()
 
     until_answered(choose, lambda patience: expect(found).to_have_attribute("aria-selected", "true", timeout=patience))
 

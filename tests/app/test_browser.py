@@ -17,6 +17,17 @@ from .films import grey_film
 from .hands import PATIENCE, done, fill, keep, press, small, status, tab, until_answered
 
 
+def saved_film(page: Page) -> tuple[int, float, tuple[int, int], int]:
+    """What the button under a stream gives: pictures, pictures in a second, their size, tracks of sound."""
+    with page.expect_download() as download:
+        page.click("#stream-save")
+    assert download.value.suggested_filename == "stream.mp4"
+    with av.open(str(download.value.path())) as container:
+        video = container.streams.video[0]
+        pictures = len([*container.decode(video)])
+        return pictures, float(video.average_rate or 0), (video.width, video.height), len(container.streams.audio)
+
+
 def test_a_picture_is_drawn_with_its_figures_and_its_timeline(opened: Any) -> None:
     page = opened(viewport={"width": 1280, "height": 900})
     small(page, steps=6)
@@ -146,8 +157,14 @@ def test_a_stream_is_seen_while_it_runs_and_follows_a_new_prompt(opened: Any) ->
     press(page, "stream-say")
     expect(page.get_by_text("From the next picture on")).to_be_visible()
     keep(page, "stream")
+    page.reload()
+    tab(page, "Stream")
+    page.wait_for_function("document.querySelector('#stream-window img')?.naturalWidth === 128")  # it goes on
     press(page, "stream-stop")
     expect(page.locator("#stream-facts")).to_contain_text("per second")
+    pictures, *rest = saved_film(page)
+    assert rest == [8, (128, 128), 0]
+    assert pictures > len(seen)
 
 
 def test_a_face_talks_as_a_film_with_sound(opened: Any) -> None:
@@ -165,17 +182,6 @@ def test_a_face_talks_as_a_film_with_sound(opened: Any) -> None:
     keep(page, "face")
     expect(page.locator("#stream-facts")).to_contain_text("per second", timeout=2 * PATIENCE)
     assert saved_film(page)[1:] == (16, (96, 96), 1)
-
-
-def saved_film(page: Page) -> tuple[int, float, tuple[int, int], int]:
-    """What the button under a stream gives: pictures, pictures in a second, their size, tracks of sound."""
-    with page.expect_download() as download:
-        page.click("#stream-save")
-    assert download.value.suggested_filename == "stream.mp4"
-    with av.open(str(download.value.path())) as container:
-        video = container.streams.video[0]
-        pictures = len([*container.decode(video)])
-        return pictures, float(video.average_rate or 0), (video.width, video.height), len(container.streams.audio)
 
 
 def test_frames_of_a_film_are_drawn_anew(opened: Any, tmp_path: Path) -> None:
