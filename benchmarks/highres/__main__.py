@@ -2,7 +2,7 @@
 
     python -m benchmarks.highres                                             4 captions at twice the native size
     python -m benchmarks.highres --draw 2x16x20 --draw 4x4x20 --write docs/figures/highres.md
-    python -m benchmarks.highres --only speed                                one section
+    python -m benchmarks.highres --only speed --write docs/figures/highres.md  one section, in its place
     python -m benchmarks.highres --only pictures --kept drawn                pictures in a folder are not drawn again
 
 --draw SCALExCAPTIONSxSTEPS: sides as multiples of the native one, of how many captions, in how many steps; and, where
@@ -142,7 +142,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--draw", action="append", type=asked, help="see above; by default 2x4x16")
     parser.add_argument("--kept", type=Path, help="a folder of pictures: what is there is not drawn again")
     parser.add_argument("--only", choices=SECTIONS, help="one section of the page")
-    parser.add_argument("--write", type=Path, help="also write everything to this page")
+    parser.add_argument("--write", type=Path, help="also write this page; with --only the section in it")
     parser.add_argument("--sheet", type=Path, help="pictures side by side, a row for each caption")
     return parser.parse_args()
 
@@ -247,8 +247,19 @@ def main() -> None:
     for line in page(options):
         print(line, flush=True)
         lines.append(line)
-    if options.write:
+    if options.write and options.only and options.write.exists():
+        options.write.write_text(with_section(options.write.read_text(), "\n".join(lines)))
+    elif options.write:
         options.write.write_text("\n".join(lines))
+
+
+def with_section(page: str, found: str) -> str:
+    """A page with one section as it is now found, in its old place or at the end."""
+    new = found[found.index("\n## ") + 1 :].rstrip()
+    title = new.splitlines()[0]
+    before, _, rest = f"{page.rstrip()}\n".partition(f"\n{title}\n")
+    _, mark, after = rest.partition("\n## ")
+    return f"{before.rstrip()}\n\n{new}\n{mark}{after}"
 
 
 if __name__ == "__main__":

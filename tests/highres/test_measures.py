@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.highres.__main__ import Drawing, asked
+from benchmarks.highres.__main__ import Drawing, asked, with_section
 from benchmarks.highres.counting import accuracy, miscounted, objects, subjects
 from benchmarks.highres.measures import agreement_db, repetition_index, seam_index
 from training.latents import to_tensor
@@ -72,3 +72,10 @@ def test_which_pictures_are_asked_for() -> None:
         asked("2x4")
     with pytest.raises(argparse.ArgumentTypeError, match="no method 'mine': there are native"):
         asked("2x4x8:mine")
+
+
+def test_one_section_of_a_page_is_written_anew() -> None:
+    page = "# Page\n\n## One\n\nold\n\n## Two\n\nstays\n"
+    assert with_section(page, "# Page\n\n## One\n\nnew\n") == "# Page\n\n## One\n\nnew\n\n## Two\n\nstays\n"
+    assert with_section(page, "# Page\n\n## Two\n\nnew\n") == "# Page\n\n## One\n\nold\n\n## Two\n\nnew\n"
+    assert with_section(page, "# Page\n\n## Three\n\nnew\n") == f"{page}\n## Three\n\nnew\n"
