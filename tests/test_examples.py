@@ -24,9 +24,16 @@ from patchpar import (
 from patchpar.checks import bind, check_call, check_plan_for
 from tests import tiny
 from tests.stream.tiny import COLUMNS, ROWS, TEXT, write_folder
-from tests.test_readme import PAGES, REPOSITORY, name, python_blocks
+from tests.test_readme import PAGES, REPOSITORY, RUNNABLE, name, python_blocks
 
 BLOCKS = [(page, number) for page in PAGES for number in range(len(python_blocks(page, runnable=False)))]
+NEED_RANKS = ("parallel-vae", "structure-guidance")
+"""Pages whose blocks say what ranks have exchanged, or open other pipelines: only with workers are they right."""
+WITH_WORKERS = [
+    page
+    for page in RUNNABLE
+    if page.stem not in NEED_RANKS and "devices=" in "".join(python_blocks(page, runnable=True))
+]
 FAMILIES = {"black-forest-labs/FLUX.1-dev": "flux"}
 """Models whose place no tiny SDXL can take."""
 SMALL = {"height": 64, "width": 64, "num_inference_steps": 2}
@@ -141,6 +148,15 @@ def test_it_runs(
     names["show"].names = names
     exec(compile(block, f"{name(page)}, block {number}", "exec"), names)
     assert bool(names["show"].shown) == ("show(" in block)
+
+
+@pytest.mark.parametrize("page", WITH_WORKERS, ids=name)
+def test_pages_that_start_workers_run_without_them(
+    names: dict[str, Any], page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As they are, with workers and the embedded model, they run in the long suite."""
+    monkeypatch.chdir(tmp_path)
+    exec(compile("\n".join(python_blocks(page, runnable=True)), name(page), "exec"), names)
 
 
 def test_a_block_that_could_not_run_would_be_seen(names: dict[str, Any]) -> None:

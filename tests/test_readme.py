@@ -31,7 +31,7 @@ def name(path: Path) -> str:
 
 
 def python_blocks(page: Path, *, runnable: bool) -> list[str]:
-    """Blocks to run, or those marked `no-run` because they need a download or GPUs."""
+    """Blocks to run, or those marked `no-run` because they need a download or GPUs, for which see test_examples.py."""
     blocks = [match for match in BLOCK.finditer(page.read_text()) if match["language"] == "python"]
     return [match["text"] for match in blocks if ("no-run" not in match["note"]) == runnable]
 
@@ -54,10 +54,13 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+PROSE = ("stale-patch", "plan", "streaming", "howto/add-a-strategy")
+QUICK = [REPOSITORY / "docs" / f"{page}.md" for page in PROSE]
+"""Pages whose blocks start no worker; those of the others run in one process as well, see test_examples.py."""
 RUNNABLE = [page for page in PAGES if python_blocks(page, runnable=True)]
 
 
-@pytest.mark.parametrize("page", first_of(RUNNABLE, PAGES[0], REPOSITORY / "docs" / "stale-patch.md"), ids=name)
+@pytest.mark.parametrize("page", first_of(RUNNABLE, PAGES[0], *QUICK), ids=name)
 def test_python_blocks_run(page: Path, tmp_path: Path) -> None:
     """All blocks of a page are one script, in order, run by a plain Python in an empty folder."""
     answer = run("\n".join(python_blocks(page, runnable=True)), tmp_path)
@@ -72,15 +75,6 @@ def test_no_block_hides_in_a_list(page: Path) -> None:
 
 def test_a_broken_block_would_be_seen(tmp_path: Path) -> None:
     assert run("from patchpar import Plan\nPlan(pach=2)", tmp_path).returncode != 0
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page, runnable=False)], ids=name)
-def test_blocks_that_need_gpus_at_least_compile_and_import(page: Path, tmp_path: Path) -> None:
-    blocks = python_blocks(page, runnable=False)
-    for block in blocks:
-        compile(block, name(page), "exec")
-    lines = "\n".join(blocks).splitlines()
-    assert run("\n".join(line for line in lines if line.startswith(("import ", "from "))), tmp_path).returncode == 0
 
 
 @pytest.mark.parametrize(("page", "line"), [(page, line) for page in PAGES for line in command_lines(page)])
