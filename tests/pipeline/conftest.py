@@ -60,7 +60,7 @@ def parallel(pool: ParallelPipeline) -> Iterator[ParallelPipeline]:
 def reloaded(parallel: ParallelPipeline, sdxl_folder: Path) -> Iterator[ParallelPipeline]:
     """The pool for a test that changes weights: an adapter fused and unfused again leaves a rounding in them."""
     yield parallel
-    parallel._state.executor.call("load", str(sdxl_folder), {})
+    parallel._state.executor.call("load", str(sdxl_folder), {}, replay=True)  # and in workers that take their place
 
 
 @pytest.fixture
