@@ -60,7 +60,7 @@ def measured(model: StandIn, scale: int) -> Seconds:
         return Seconds(
             both=_median(lambda: model.unet(**model.call(2))),
             one=_median(lambda: model.unet(**model.call(1))),
-            decode=_median(model.decode(scale)),
+            decode=_taken(model.decode(scale)),  # too long for what a first turn costs to matter
             png=_median(lambda: write_png(picture, io.BytesIO(), cores=1), time.process_time),  # a thread of its own
             in_bands={(bands, branches): _in_bands(model, bands, branches) for bands in BANDS for branches in (1, 2)},
         )
@@ -68,12 +68,13 @@ def measured(model: StandIn, scale: int) -> Seconds:
 
 def _median(call: Callable[[], object], clock: Callable[[], float] = time.thread_time) -> float:
     """Of this thread's processor, which is what it takes on a core of its own; the first turn warms up."""
-    taken = []
-    for _ in range(TURNS + 1):
-        start = clock()
-        call()
-        taken.append(clock() - start)
-    return median(taken[1:])
+    return median([_taken(call, clock) for _ in range(TURNS + 1)][1:])
+
+
+def _taken(call: Callable[[], object], clock: Callable[[], float] = time.thread_time) -> float:
+    start = clock()
+    call()
+    return clock() - start
 
 
 def _in_bands(model: StandIn, bands: int, branches: int) -> float:
