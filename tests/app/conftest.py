@@ -12,15 +12,16 @@ from .browser import installed, served, started
 from .hands import PATIENCE
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """Where the page is."""
     with served() as address:
         yield address
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """Of one file of tests: while it is open, a loop of asyncio runs in this thread, and no other can."""
     executable = installed()
     if executable is None:
         pytest.skip("no Chromium here: apt-get install chromium, or make browser")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Error, Page, Request, expect
+from playwright.sync_api import Download, Error, Page, Request, expect
 
 SCREENSHOTS = Path(__file__).parent.parent.parent / "build" / "screenshots"
 PATIENCE = 60_000  # milliseconds, on a busy machine
@@ -48,18 +48,35 @@ def press(page: Page, name: str) -> None:
             expect(button).to_be_enabled()
             button.click()
 
-    def answer(patience: float) -> None:
-        for _ in range(int(patience / 50)):
-            if asked:
-                return
-            page.wait_for_timeout(50)
-        raise AssertionError(f"nothing was sent for #{name}")
-
     page.on("request", hear)
     try:
-        until_answered(click, answer)
+        until_answered(click, lambda patience: _something(page, asked, patience))
     finally:
         page.remove_listener("request", hear)
+
+
+def saved(page: Page, name: str) -> Download:
+    """Click the button of this id, which saves something."""
+    found: list[Download] = []
+
+    def hear(download: Download) -> None:
+        found.append(download)
+
+    page.on("download", hear)
+    try:
+        until_answered(page.locator(f"#{name}").click, lambda patience: _something(page, found, patience))
+    finally:
+        page.remove_listener("download", hear)
+    return found[0]
+
+
+def _something(page: Page, found: list[Any], patience: float) -> None:
+    """Wait until there is something in the list."""
+    for _ in range(int(patience / 50)):
+        if found:
+            return
+        page.wait_for_timeout(50)
+    raise AssertionError("nothing came")
 
 
 def tab(page: Page, name: str) -> None:
@@ -103,6 +120,16 @@ def status(page: Page, name: str) -> Any:
 def done(page: Page, name: str, *, patience: float = PATIENCE) -> None:
     """Wait for the end of a tab's job."""
     expect(status(page, name)).to_have_class(re.compile("done"), timeout=patience)
+
+
+def sees(page: Page, place: str, width: int, height: int | None = None) -> None:
+    """Wait for a picture of this size in the element of this id: it is there a moment before it is loaded."""
+    size = [width, width if height is None else height]
+    page.wait_for_function(
+        "([place, size]) => [...document.querySelectorAll(`#${place} img`)]"
+        ".some((image) => image.naturalWidth === size[0] && image.naturalHeight === size[1])",
+        arg=[place, size],
+    )
 
 
 def keep(page: Page, name: str) -> None:

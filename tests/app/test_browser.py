@@ -14,15 +14,14 @@ from PIL import Image
 from playwright.sync_api import Page, expect
 
 from .films import grey_film
-from .hands import PATIENCE, done, fill, keep, press, small, status, tab, until_answered
+from .hands import PATIENCE, done, fill, keep, press, saved, sees, small, status, tab, until_answered
 
 
 def saved_film(page: Page) -> tuple[int, float, tuple[int, int], int]:
     """What the button under a stream gives: pictures, pictures in a second, their size, tracks of sound."""
-    with page.expect_download() as download:
-        page.click("#stream-save")
-    assert download.value.suggested_filename == "stream.mp4"
-    with av.open(str(download.value.path())) as container:
+    download = saved(page, "stream-save")
+    assert download.suggested_filename == "stream.mp4"
+    with av.open(str(download.path())) as container:
         video = container.streams.video[0]
         pictures = len([*container.decode(video)])
         return pictures, float(video.average_rate or 0), (video.width, video.height), len(container.streams.audio)
@@ -33,17 +32,13 @@ def test_a_picture_is_drawn_with_its_figures_and_its_timeline(opened: Any) -> No
     small(page, steps=6)
     press(page, "image-draw")
     done(page, "image")
-    picture = page.locator("#image-picture img")
-    expect(picture).to_be_visible()
-    assert picture.evaluate("image => image.naturalWidth") == 128
+    sees(page, "image-picture", 128)
     expect(page.locator("#image-facts")).to_contain_text("cfg=2")
     expect(page.locator("#image-facts")).to_contain_text("6 steps")
     keep(page, "image")
     tab(page, "Timeline")
     expect(page.locator("#timeline-drawing svg path.wait")).to_have_count(2)
-    with page.expect_download() as download:
-        page.click("#timeline-save")
-    assert "traceEvents" in download.value.path().read_text()
+    assert "traceEvents" in saved(page, "timeline-save").path().read_text()
     keep(page, "timeline")
 
 
@@ -70,7 +65,7 @@ def test_two_browsers_wait_for_each_other_and_see_their_own(opened: Any) -> None
     expect(status(other, "image")).to_contain_text("one job is before it")
     for page, side in ((one, 128), (other, 192)):
         done(page, "image")
-        assert page.locator("#image-picture img").evaluate("image => image.naturalWidth") == side
+        sees(page, "image-picture", side)
 
 
 def test_a_page_that_is_reloaded_goes_on_with_its_run(opened: Any) -> None:
@@ -145,7 +140,7 @@ def test_a_stream_is_seen_while_it_runs_and_follows_a_new_prompt(opened: Any) ->
     press(page, "stream-run")
     picture = page.locator("#stream-window img")
     expect(picture).to_be_visible(timeout=2 * PATIENCE)
-    page.wait_for_function("document.querySelector('#stream-window img')?.naturalWidth === 128")
+    sees(page, "stream-window", 128)
     seen = set()
     for _ in range(40):
         seen.add(picture.screenshot())
@@ -159,7 +154,7 @@ def test_a_stream_is_seen_while_it_runs_and_follows_a_new_prompt(opened: Any) ->
     keep(page, "stream")
     page.reload()
     tab(page, "Stream")
-    page.wait_for_function("document.querySelector('#stream-window img')?.naturalWidth === 128")  # it goes on
+    sees(page, "stream-window", 128)  # it goes on
     press(page, "stream-stop")
     expect(page.locator("#stream-facts")).to_contain_text("per second")
     pictures, *rest = saved_film(page)
@@ -220,10 +215,7 @@ def test_an_uploaded_picture_is_drawn_again_larger(opened: Any, tmp_path: Path) 
     fill(page, "Steps", 8)
     press(page, "again-run")
     done(page, "large", patience=2 * PATIENCE)
-    assert page.locator("#large-picture img").evaluate("image => [image.naturalWidth, image.naturalHeight]") == [
-        192,
-        160,
-    ]
+    sees(page, "large-picture", 192, 160)
     expect(page.locator("#large-pair img").first).to_be_visible()
     keep(page, "large-again")
 
