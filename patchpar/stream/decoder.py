@@ -29,6 +29,19 @@ class WanDecoder:
         mean, std = (torch.tensor(x).view(1, -1, 1, 1, 1) for x in (vae.config.latents_mean, vae.config.latents_std))
         self._mean, self._inverse_std = mean, 1.0 / std
 
+    @property
+    def per_latent(self) -> int:
+        """Pictures of a latent frame, beyond the first."""
+        return int(self._vae.config.scale_factor_temporal)
+
+    def new_state(self) -> DecoderState:
+        """What is remembered of a film: nothing yet."""
+        return DecoderState()
+
+    def finish(self, state: DecoderState) -> Tensor:
+        """What is still missing when a film ends: nothing, since no frame waits for a later one."""
+        return torch.empty(0, 3, 1, 1, device=self._vae.device)
+
     def decode(self, state: DecoderState, latents_BCFHW: Tensor) -> Tensor:
         """Pictures (frames, 3, height, width) between -1 and 1, of latents (1, C, F, H, W) as they were denoised."""
         vae, latents = self._vae, latents_BCFHW.to(self._vae.dtype)

@@ -1,6 +1,4 @@
-"""A Wan transformer as a model that draws frames at noise levels of their own: it is told a level for every token.
-
-Nothing of it is changed: Wan takes one timestep per token since its 2.2, and so do the weights of 2.1.
+"""A video model as the source of a stream without end: its conditions, its queue of frames, and its decoder.
 
 Shapes: B batch, C channels, F latent frames, H x W latent pixels, T text tokens, D width.
 """
@@ -9,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from diffusers import WanTransformer3DModel
 from torch import Tensor
 
-from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.stream.decoder import DecoderState, WanDecoder, as_pixels
+from patchpar.errors import PlanError
+from patchpar.stream.decoder import as_pixels
 from patchpar.stream.events import Change, Prompt
 from patchpar.stream.fifo import FifoOptions, Queue, draw_first_film, entering_noise, first_queue
+from patchpar.stream.fifo_network import FrameDecoder, FrameNetwork
 from patchpar.stream.wan import Blending
 from patchpar.transport import Spec
 
@@ -34,33 +32,32 @@ class FifoStreamOptions:
     first_frame: int = 0
 
 
-class WanFifo:
-    """A stream of one transformer: its conditions, its queue, and its decoder. Each rank has its own.
+class FifoModel:
+    """A stream of one network. Each rank has its own.
 
-    `decoder`: None on ranks that decode nothing; those that draw nothing need the shapes of the transformer only.
+    `decoder`: None on ranks that decode nothing; those that draw nothing need the shapes of the network only.
     """
 
     def __init__(
         self,
-        transformer: WanTransformer3DModel,
-        decoder: WanDecoder | None,
+        network: FrameNetwork,
+        decoder: FrameDecoder | None,
         queue: FifoOptions,
         options: FifoStreamOptions,
     ) -> None:
-        check_frames(transformer)
         self.queue, self.first_frame = queue, options.first_frame
-        self._transformer, self._decoder, self._options = transformer, decoder, options
+        self._network, self._decoder, self._options = network, decoder, options
         self._prompt: Prompt | None = None
         self._blending: tuple[Blending, Blending | None] | None = None
 
     def payload(self) -> tuple[Spec, ...]:
         """What a frame is on its way: latents in float32."""
         options = self._options
-        return (Spec((1, self._transformer.config.in_channels, 1, options.height, options.width), torch.float32),)
+        return (Spec((1, self._network.channels, 1, options.height, options.width), torch.float32),)
 
     def entering(self, block: int) -> Tensor:
         """The noise of frame number `block`."""
-        return entering_noise(self._options.seed, block, self.payload()[0].shape).to(self._transformer.device)
+        return entering_noise(self._options.seed, block, self.payload()[0].shape).to(self._network.device)
 
     def apply(self, change: Change) -> None:
         """Another prompt from the next tick on, at once or in a blend. Raises PlanError."""
@@ -117,41 +114,20 @@ class WanFifo:
     def _velocity(self, x_BCFHW: Tensor, sigmas: Sequence[float]) -> Tensor:
         prompt = self._prompt
         assert prompt is not None, "a stream begins with a prompt"
-        found = self._predicted(x_BCFHW, sigmas, prompt.text)
+        found = self._network.predict(x_BCFHW, sigmas, prompt.text)
         if not self._guided or prompt.negative is None:
             return found
-        away = self._predicted(x_BCFHW, sigmas, prompt.negative)
+        away = self._network.predict(x_BCFHW, sigmas, prompt.negative)
         return away + self._options.guidance_scale * (found - away)
 
-    def _predicted(self, x_BCFHW: Tensor, sigmas: Sequence[float], text_BTD: Tensor) -> Tensor:
-        transformer = self._transformer
-        _, rows, columns = transformer.config.patch_size
-        tokens = x_BCFHW.shape[3] // rows * (x_BCFHW.shape[4] // columns)
-        timesteps = torch.tensor([1000 * sigma for sigma in sigmas]).repeat_interleave(tokens)[None]
-        text = text_BTD.to(x_BCFHW.device, transformer.dtype)
-        out: Tensor = transformer(x_BCFHW.to(transformer.dtype), timesteps.to(x_BCFHW.device), text, return_dict=False)[
-            0
-        ]
-        return out.float()
-
-    def new_decoder(self) -> DecoderState:
-        """An empty memory, for decoding from the first frame on."""
-        return DecoderState()
+    @property
+    def decoder(self) -> FrameDecoder:
+        """Of the rank that decodes."""
+        assert self._decoder is not None, "this rank was not given a decoder"
+        return self._decoder
 
     @torch.no_grad()
-    def decode(self, memory: DecoderState, frame: Tensor) -> Tensor:
-        """Pictures (frames, height, width, 3) in uint8 of one finished latent frame."""
-        assert self._decoder is not None, "this rank was not given a decoder"
-        return as_pixels(self._decoder.decode(memory, frame))
-
-
-def check_frames(transformer: WanTransformer3DModel) -> None:
-    """Raise UnsupportedModel for a transformer that cannot be told a level for every frame, or needs a picture."""
-    config = transformer.config
-    if config.patch_size[0] != 1:
-        raise UnsupportedModel(f"patches of {config.patch_size[0]} frames: a queue of frames needs patches of 1 frame")
-    if config.in_channels != config.out_channels or config.image_dim is not None:
-        raise UnsupportedModel(
-            f"this transformer takes {config.in_channels} channels and gives {config.out_channels}: it draws from a "
-            "picture, of which there is none for later frames; load a text-to-video checkpoint"
-        )
+    def decode(self, memory: object, frame: Tensor | None) -> Tensor:
+        """Pictures (frames, height, width, 3) in uint8, as far as settled by this latent frame; None ends the film."""
+        decoder = self.decoder
+        return as_pixels(decoder.finish(memory) if frame is None else decoder.decode(memory, frame))

@@ -1,7 +1,7 @@
 """`FifoStreamingPipeline`: video without end from a model of short films (FIFO-Diffusion, arXiv:2405.11473)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from patchpar.stream.crew import Crew, Ranks, start_ranks, with_dtype
 from patchpar.stream.delivery import Effect, StreamDelivery, StreamFormat
 from patchpar.stream.driver import Limits
 from patchpar.stream.events import Transition
-from patchpar.stream.fifo import FifoOptions
+from patchpar.stream.fifo_config import FifoConfig
 from patchpar.stream.fifo_engine import FifoCourse
 from patchpar.stream.fifo_stage import fifo_plan
 from patchpar.stream.held import HeldRanks
@@ -21,26 +21,6 @@ from patchpar.stream.session import StreamSession
 from patchpar.stream.talk import Facts, Said
 
 ENGINE = "patchpar.stream.fifo_engine:FifoEngine"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FifoConfig:
-    """How a model of short films is streamed; by default as Wan 2.1 of 480p. Raises PlanError.
-
-    `fps`: frames per second. `height`, `width`: pixels. `queue`: its windows and noise levels. `text_tokens`: tokens of
-    a prompt.
-    """
-
-    fps: float = 16.0
-    height: int = 480
-    width: int = 832
-    queue: FifoOptions = field(default_factory=FifoOptions)
-    text_tokens: int = 512
-
-    def __post_init__(self) -> None:
-        for name in ("fps", "height", "width", "text_tokens"):
-            if getattr(self, name) <= 0:
-                raise PlanError(f"{name}={getattr(self, name)}: it must be above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +38,7 @@ class FifoLoading:
 
         Raises LaunchError, PlanError, UnsupportedModel.
         """
-        config = self.config
-        asked = (self.folder, config.queue, plan, config.text_tokens, with_dtype(self.options))
+        asked = (self.folder, self.config, plan, with_dtype(self.options))
         return start_ranks(devices[: plan.ranks], ENGINE, self.deadline, asked)
 
 
@@ -105,7 +84,7 @@ class FifoStreamingPipeline(HeldRanks[Crew, FifoSession]):
         deadline: float = 600.0,
         **options: Any,
     ) -> "FifoStreamingPipeline":
-        """Load a WanPipeline folder of a text-to-video model: Wan 2.1, or Wan 2.2 of 5 billion weights.
+        """Load the folder of a text-to-video pipeline: Wan 2.1, Wan 2.2 of 5 billion weights, or LTX-Video.
 
         `devices`: as ParallelPipeline takes them. `plan`: zones by rank, as steps of a StreamPlan; even by default.
         `deadline`: seconds that a rank may wait for another. Other options are those of diffusers' from_pretrained.
@@ -113,7 +92,7 @@ class FifoStreamingPipeline(HeldRanks[Crew, FifoSession]):
         """
         path, options, _ = resolve_model(folder, options)
         if not (Path(path) / "model_index.json").is_file():
-            raise PlanError(f"{path} has no model_index.json: give the folder of a WanPipeline")
+            raise PlanError(f"{path} has no model_index.json: give the folder of a WanPipeline or LTXPipeline")
         config = config or FifoConfig()
         found, zones = resolve_devices(devices), config.queue.zones
         plan = plan or fifo_plan(zones, min(len(found.names), zones + 1))
@@ -173,7 +152,7 @@ class FifoStreamingPipeline(HeldRanks[Crew, FifoSession]):
             negative=negative_prompt,
             guidance_scale=guidance_scale,
         )
-        credit = config.queue.levels + crew.plan.depth + delivery.lead
+        credit = config.queue.levels + facts.late + crew.plan.depth + delivery.lead
         limits = Limits(credit=credit, blocks=form.blocks(seconds), restarts=delivery.restarts)
         self._session = FifoSession(crew.run, (course,), limits, form, delivery, None)
         self._session.begin(Said(text=prompt))

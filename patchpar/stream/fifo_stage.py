@@ -8,15 +8,17 @@ made in its last tick. There is no collective, and what comes out does not depen
 """
 
 import time
-from dataclasses import dataclass, replace
+from collections import deque
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.exchange import Door
 from patchpar.stream.events import Event
 from patchpar.stream.fifo import Queue
-from patchpar.stream.fifo_model import WanFifo
+from patchpar.stream.fifo_model import FifoModel
 from patchpar.stream.link import Downstream, Envelope, Leaving, Sign, Upstream
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import Finished, StageFigures, Surroundings
@@ -26,7 +28,7 @@ from patchpar.transport import Spec
 class Entrance:
     """Where frames come from: orders, then as many ticks as the last of them needs to come out."""
 
-    def __init__(self, model: WanFifo, around: Surroundings, patience: float) -> None:
+    def __init__(self, model: FifoModel, around: Surroundings, patience: float) -> None:
         self._model, self._around, self._patience = model, around, patience
         self._block = model.first_frame
         self._left: int | None = None  # ticks until the last frame has come out
@@ -83,29 +85,44 @@ class Neighbours:
         self._leaving.settle()
 
 
-@dataclass(slots=True, kw_only=True)
 class Exit:
-    """Where finished frames are decoded: the memory of the decoder, and when the frames under way entered."""
+    """Where finished frames are decoded, and wait until all of their pictures are there."""
 
-    model: WanFifo
-    around: Surroundings
-    memory: object
-    born: dict[int, int]
+    def __init__(self, model: FifoModel, around: Surroundings) -> None:
+        self._model, self._around = model, around
+        self._memory = model.decoder.new_state()
+        self._born: dict[int, int] = {}  # of the frames under way
+        self._waiting: deque[tuple[int, Tensor]] = deque()
+        self._pictures: list[Tensor] = []
+        self._count = 1  # of the next frame
 
     def take(self, envelope: Envelope, frame: Tensor) -> None:
         """A frame has left the queue in this tick. Those before the first are not shown."""
-        self.born[envelope.block] = envelope.born
-        number = envelope.block - self.model.queue.levels
-        if number < self.model.first_frame or self.around.is_cancelled():
+        self._born[envelope.block] = envelope.born
+        number = envelope.block - self._model.queue.levels
+        if number < self._model.first_frame or self._around.is_cancelled():
             return
-        pictures = self.model.decode(self.memory, frame)  # type: ignore[arg-type]
-        self.around.put(Finished(block=number, frames=pictures, latents=(frame,), born=self.born.pop(number)))
+        self._waiting.append((number, frame))
+        self._show(self._model.decode(self._memory, frame))
+
+    def finish(self) -> None:
+        """The last frame has left."""
+        if self._waiting and not self._around.is_cancelled():
+            self._show(self._model.decode(self._memory, None))
+
+    def _show(self, pictures_FHWC: Tensor) -> None:
+        self._pictures += pictures_FHWC.unbind(0)
+        while self._waiting and len(self._pictures) >= self._count:
+            number, frame = self._waiting.popleft()
+            frames, self._pictures = torch.stack(self._pictures[: self._count]), self._pictures[self._count :]
+            self._count = self._model.decoder.per_latent
+            self._around.put(Finished(block=number, frames=frames, latents=(frame,), born=self._born.pop(number)))
 
 
 class FifoStage:
     """What rank `rank` of `plan`, whose steps are zones, does in one stream. Raises PlanError."""
 
-    def __init__(self, model: WanFifo, plan: StreamPlan, rank: int, door: Door | None, around: Surroundings) -> None:
+    def __init__(self, model: FifoModel, plan: StreamPlan, rank: int, door: Door | None, around: Surroundings) -> None:
         _check(model, plan, door)
         stages, specs = plan.stages, model.payload()
         stage = stages[rank]
@@ -119,7 +136,7 @@ class FifoStage:
         self._out = Downstream(_there(door), [rank + 1], specs) if rank + 1 < len(stages) else None
         self._exit: Exit | None = None
         if stage.decodes:
-            self._exit = Exit(model=model, around=around, memory=model.new_decoder(), born={})
+            self._exit = Exit(model, around)
         self._in: Entrance | Upstream
         if rank == 0:
             self._in = Entrance(model, around, 1.0 if door is None else door.transport.deadline / 4)
@@ -142,6 +159,8 @@ class FifoStage:
                 self._out.send(envelope)
             if envelope.sign is Sign.END:
                 break
+        if self._exit is not None:
+            self._exit.finish()
         self._settle()
         return StageFigures(rank=self._rank, blocks=ticks, busy=busy, waited=waited)
 
@@ -195,7 +214,7 @@ def _there(door: Door | None) -> Door:
     return door
 
 
-def _check(model: WanFifo, plan: StreamPlan, door: Door | None) -> None:
+def _check(model: FifoModel, plan: StreamPlan, door: Door | None) -> None:
     if plan.steps != model.queue.zones:
         raise PlanError(f"the plan has {plan.steps} zones, but the queue has {model.queue.zones}")
     if plan.inner > 1:

@@ -93,7 +93,8 @@ class Course:
 class Facts:
     """What a session must know of a model. `audio` is the model's AudioConfig, or None if it hears nothing.
 
-    `draws_from_pictures`: it cannot begin without a reference.
+    `draws_from_pictures`: it cannot begin without a reference. `late`: latent frames that have to come, at most, before
+    the pictures of one are decoded.
     """
 
     audio: Any
@@ -101,3 +102,4 @@ class Facts:
     spatial: int
     speaks: bool
     draws_from_pictures: bool = False
+    late: int = 0

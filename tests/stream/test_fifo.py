@@ -17,8 +17,9 @@ from patchpar.exchange import Door
 from patchpar.stream.decoder import DecoderState, WanDecoder, as_pixels
 from patchpar.stream.events import Change, Parameter, Prompt
 from patchpar.stream.fifo import FifoOptions, draw_first_film
-from patchpar.stream.fifo_model import FifoStreamOptions, WanFifo
+from patchpar.stream.fifo_model import FifoModel, FifoStreamOptions
 from patchpar.stream.fifo_stage import FifoStage, Neighbours, fifo_plan
+from patchpar.stream.fifo_wan import WanFrames
 from patchpar.stream.flow import FlowSchedule
 from patchpar.stream.link import Sign
 from patchpar.stream.noise import keyed_noise
@@ -43,9 +44,9 @@ def options(**other: Any) -> FifoStreamOptions:
     return FifoStreamOptions(**{"height": ROWS, "width": COLUMNS, "seed": SEED, **other})
 
 
-def model(queue: FifoOptions = QUEUE, **other: Any) -> WanFifo:
+def model(queue: FifoOptions = QUEUE, **other: Any) -> FifoModel:
     with DRAWING:
-        return WanFifo(transformer(), WanDecoder(vae()), queue, options(**other))
+        return FifoModel(WanFrames(transformer()), WanDecoder(vae()), queue, options(**other))
 
 
 # --- the oracle: one list, one loop, plain calls of the transformer ---------------------------------------------------
@@ -314,4 +315,4 @@ def test_what_cannot_be() -> None:
     net = transformer()
     net.register_to_config(in_channels=36)
     with pytest.raises(UnsupportedModel, match="text-to-video"):
-        WanFifo(net, None, QUEUE, options())
+        WanFrames(net)

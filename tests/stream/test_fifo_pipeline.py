@@ -16,7 +16,8 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.crew import Crew
 from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.fifo import FifoOptions
-from patchpar.stream.fifo_pipeline import ENGINE, FifoConfig, FifoStreamingPipeline
+from patchpar.stream.fifo_config import FifoConfig
+from patchpar.stream.fifo_pipeline import ENGINE, FifoStreamingPipeline
 from patchpar.stream.plan import StreamPlan
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.tiny import COLUMNS, ROWS, TEXT
@@ -36,7 +37,7 @@ def spread(face_folder: Path, ranks: Any) -> FifoStreamingPipeline:
     """Zones 0-1 and 2-3, and decoding, on ranks 0 to 2 of the pool; rank 3 has no part."""
     plan = StreamPlan(sizes=(2, 2), decode="own")
     executor: Any = PoolExecutor(ranks, "fifo", ENGINE)
-    facts = executor.call("load", str(face_folder), QUEUE, plan, TEXT, {})[0]
+    facts = executor.call("load", str(face_folder), CONFIG, plan, {})[0]
     return FifoStreamingPipeline(Crew(executor, plan), CONFIG, facts)
 
 

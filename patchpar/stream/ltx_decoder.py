@@ -1,0 +1,254 @@
+"""LTX-Video's decoder, latent frame by latent frame, with the pictures of the whole film decoded at once.
+
+Its convolutions look one frame ahead, so that none can answer before the next frame has come. Each layer here remembers
+what it still needs and hands on what is settled; nothing is computed twice, and pictures come some latent frames late.
+
+    latents    0 1 2 3 4 5 6 ...
+    pictures   . . . . 0 1 2 ...      and the rest when the film ends
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from diffusers import AutoencoderKLLTXVideo
+from torch import Tensor
+
+from patchpar.errors import UnsupportedModel
+
+TIME = 2
+"""The dimension of frames in (B, C, F, H, W)."""
+
+
+class Layer(Protocol):
+    """One or several layers, fed with frames as they come. None stands for no frame, both ways."""
+
+    def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
+        """What is settled now. `is_last`: no more will come."""
+
+
+class Each:
+    """What looks at each frame alone."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        self._function = function
+
+    def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
+        """See Layer."""
+        return None if x_BCFHW is None else self._function(x_BCFHW)
+
+
+class Convolution:
+    """An `LTXVideoCausalConv3d`: beyond both ends of a film it sees the outermost frame again."""
+
+    def __init__(self, convolution: Any) -> None:
+        self._inner, self._size = convolution.conv, convolution.kernel_size[0]
+        self._after = _frames_after(convolution)
+        self._kept: Tensor | None = None
+
+    def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
+        """See Layer."""
+        if self._kept is None and x_BCFHW is not None:
+            self._kept = x_BCFHW[:, :, :1].repeat(1, 1, self._size - 1 - self._after, 1, 1)
+        seen = _joined(self._kept, x_BCFHW)
+        if seen is None:
+            return None
+        if is_last:
+            seen = torch.cat([seen, seen[:, :, -1:].repeat(1, 1, self._after, 1, 1)], TIME)
+        self._kept = seen[:, :, max(0, seen.shape[TIME] - self._size + 1) :]
+        return self._inner(seen) if seen.shape[TIME] >= self._size else None
+
+
+class Beside:
+    """Layers, and what came into them, which waits for what they hand on: `join(came, handed_on)`."""
+
+    def __init__(self, layers: Layer, join: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._layers, self._join = layers, join
+        self._waiting: Tensor | None = None
+
+    def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
+        """See Layer."""
+        self._waiting = _joined(self._waiting, x_BCFHW)
+        found = self._layers.push(x_BCFHW, is_last=is_last)
+        if found is None or self._waiting is None:
+            return None
+        now, self._waiting = self._waiting.tensor_split([found.shape[TIME]], TIME)
+        return self._join(now, found)
+
+
+class Shortened:
+    """Layers of whose frames the very first are dropped."""
+
+    def __init__(self, layers: Layer, drop: int) -> None:
+        self._layers, self._drop = layers, drop
+
+    def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
+        """See Layer."""
+        found = self._layers.push(x_BCFHW, is_last=is_last)
+        if found is None:
+            return None
+        drop, self._drop = self._drop, 0
+        return found[:, :, drop:] if found.shape[TIME] > drop else None
+
+
+class Chain:
+    """Layers one after another."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._layers = tuple(layers)
+
+    def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
+        """See Layer."""
+        for layer in self._layers:
+            x_BCFHW = layer.push(x_BCFHW, is_last=is_last)
+        return x_BCFHW
+
+
+class LtxDecoder:
+    """`AutoencoderKLLTXVideo`. The first latent frame gives one picture, each further one several.
+
+    Raises UnsupportedModel for one that draws noise as it decodes.
+    """
+
+    def __init__(self, vae: AutoencoderKLLTXVideo) -> None:
+        if any(vae.config.decoder_inject_noise):
+            raise UnsupportedModel(
+                "this decoder draws noise of its own (decoder_inject_noise), which is another one for every piece of a "
+                "film: use a checkpoint without, such as LTX-Video 0.9.5 and later"
+            )
+        self._vae = vae
+
+    @property
+    def per_latent(self) -> int:
+        """Pictures of a latent frame, beyond the first."""
+        return int(self._vae.temporal_compression_ratio)
+
+    def new_state(self) -> Layer:
+        """What is remembered of a film: nothing yet."""
+        return _decoder(self._vae)
+
+    def decode(self, state: Layer, latents_BCFHW: Tensor) -> Tensor:
+        """Pictures (frames, 3, height, width) of latents (1, C, F, H, W) as they were denoised, as far as settled."""
+        vae = self._vae
+        mean, std = (x.view(1, -1, 1, 1, 1).to(latents_BCFHW) for x in (vae.latents_mean, vae.latents_std))
+        latents = latents_BCFHW * std / vae.config.scaling_factor + mean  # as LTXPipeline does it
+        return self._pictures(state.push(latents.to(vae.dtype), is_last=False))
+
+    def finish(self, state: Layer) -> Tensor:
+        """The pictures that are still missing when a film ends."""
+        return self._pictures(state.push(None, is_last=True))
+
+    def _pictures(self, found_BCFHW: Tensor | None) -> Tensor:
+        if found_BCFHW is None:
+            return torch.empty(0, 3, 1, 1, device=self._vae.device)
+        return found_BCFHW[0].transpose(0, 1)
+
+
+def latents_late(vae: AutoencoderKLLTXVideo) -> int:
+    """Latent frames that have to come, at most, before the pictures of one are settled. Weights do not matter."""
+    decoder, late, rate = vae.decoder, 0.0, 1
+    late += _after_all([decoder.conv_in, decoder.mid_block])
+    for block in decoder.up_blocks:
+        late += _after_all([block.conv_in]) / rate
+        for upsampler in block.upsamplers or ():
+            late += _after_all([upsampler]) / rate
+            rate *= upsampler.stride[0]
+        late += _after_all([block.resnets]) / rate
+    return math.ceil(late + _after_all([decoder.conv_out]) / rate)
+
+
+def _after_all(parts: Sequence[Any]) -> int:
+    """Frames that the convolutions in these modules look ahead, together; those of size 1 do not."""
+    modules = [module for part in parts if part is not None for module in part.modules()]
+    return sum(_frames_after(module) for module in modules if hasattr(module, "is_causal"))
+
+
+def _frames_after(convolution: Any) -> int:
+    return 0 if convolution.is_causal else (convolution.kernel_size[0] - 1) // 2
+
+
+def _decoder(vae: AutoencoderKLLTXVideo) -> Layer:
+    """All of it, by the names and in the order of diffusers' LTXVideoDecoder3d."""
+    decoder = vae.decoder
+    conditioned = decoder.timestep_scale_multiplier is not None
+    when = torch.zeros(1, device=vae.device, dtype=vae.dtype) if conditioned else None  # LTXPipeline's decode_timestep
+    layers: list[Layer] = [Convolution(decoder.conv_in), *_resnets(decoder.mid_block, decoder.mid_block.resnets, when)]
+    for block in decoder.up_blocks:
+        layers += [] if block.conv_in is None else _resnets(block, [block.conv_in], when)
+        layers += [_upsampler(upsampler) for upsampler in block.upsamplers or ()]
+        layers += _resnets(block, block.resnets, when)
+    shift, scale = _modulation(decoder, decoder.scale_shift_table, when, 2)
+
+    def activated(x_BCFHW: Tensor) -> Tensor:
+        normed: Tensor = decoder.norm_out(x_BCFHW.movedim(1, -1)).movedim(-1, 1)
+        active: Tensor = decoder.conv_act(normed * (1 + scale) + shift)
+        return active
+
+    def unpatched(x_BCFHW: Tensor) -> Tensor:
+        size = decoder.patch_size
+        batch, _, *shape = x_BCFHW.shape
+        x = x_BCFHW.reshape(batch, -1, decoder.patch_size_t, size, size, *shape)  # columns of a patch before its rows
+        return x.permute(0, 1, 5, 2, 6, 4, 7, 3).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+    return Chain([*layers, Each(activated), Convolution(decoder.conv_out), Each(unpatched)])
+
+
+def _resnets(block: Any, resnets: Sequence[Any], when: Tensor | None) -> list[Layer]:
+    return [_resnet(block, resnet, when) for resnet in resnets]
+
+
+def _resnet(block: Any, resnet: Any, when: Tensor | None) -> Layer:
+    shift_1, scale_1, shift_2, scale_2 = _modulation(block, resnet.scale_shift_table, when, 4)
+
+    def first(x_BCFHW: Tensor) -> Tensor:
+        normed = resnet.norm1(x_BCFHW.movedim(1, -1)).movedim(-1, 1)
+        active: Tensor = resnet.nonlinearity(normed * (1 + scale_1) + shift_1)
+        return active
+
+    def second(x_BCFHW: Tensor) -> Tensor:
+        normed = resnet.norm2(x_BCFHW.movedim(1, -1)).movedim(-1, 1)
+        active: Tensor = resnet.nonlinearity(normed * (1 + scale_2) + shift_2)
+        return active
+
+    def join(came: Tensor, handed_on: Tensor) -> Tensor:
+        if resnet.norm3 is not None:
+            came = resnet.norm3(came.movedim(1, -1)).movedim(-1, 1)
+        if resnet.conv_shortcut is not None:
+            came = resnet.conv_shortcut(came)  # of size 1: it looks at each frame alone
+        return handed_on + came
+
+    inside = Chain([Each(first), Convolution(resnet.conv1), Each(second), Convolution(resnet.conv2)])
+    return Beside(inside, join)
+
+
+def _upsampler(upsampler: Any) -> Layer:
+    frames, rows, columns = upsampler.stride
+    repeats = frames * rows * columns // upsampler.upscale_factor
+
+    def unfolded(x_BCFHW: Tensor) -> Tensor:
+        batch, _, *shape = x_BCFHW.shape
+        x = x_BCFHW.reshape(batch, -1, frames, rows, columns, *shape)
+        return x.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(6, 7).flatten(4, 5).flatten(2, 3)
+
+    def join(came: Tensor, handed_on: Tensor) -> Tensor:
+        out = unfolded(handed_on)
+        return out + unfolded(came).repeat(1, repeats, 1, 1, 1) if upsampler.residual else out
+
+    return Shortened(Beside(Convolution(upsampler.conv), join), frames - 1)
+
+
+def _modulation(block: Any, table: Tensor | None, when: Tensor | None, parts: int) -> tuple[Any, ...]:
+    """(shift, scale) as often as the table has them, each (1, C, 1, 1, 1); 0 where decoding knows no timestep."""
+    if table is None or when is None:
+        return (0.0,) * parts
+    embedded = block.time_embedder(
+        timestep=when, resolution=None, aspect_ratio=None, batch_size=1, hidden_dtype=when.dtype
+    )
+    return (embedded.view(1, parts, -1, 1, 1, 1) + table[None, ..., None, None, None]).unbind(1)
+
+
+def _joined(before: Tensor | None, after: Tensor | None) -> Tensor | None:
+    if before is None or after is None:
+        return after if before is None else before
+    return torch.cat([before, after], TIME)
