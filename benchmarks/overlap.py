@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.page import write_page
 from patchpar.launch.local import LocalExecutor
 from patchpar.planner.links import EXPOSED_SHARE, Link, Message, edges_for, link_seconds, step_seconds
 
@@ -246,7 +247,7 @@ def main() -> None:
             text += ["", "## Fresh or stale edges", "", *rule(ranks, options)]
     print("\n".join(text))
     if options.write:
-        options.write.write_text("\n".join(text) + "\n")
+        write_page("\n".join(text) + "\n", options.write)
 
 
 WHAT = {

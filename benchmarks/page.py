@@ -1,12 +1,58 @@
-"""A page of figures that a benchmark has made."""
+"""A page of figures that a benchmark has made: Markdown for readers, and the same as JSON for programs beside it.
 
-from collections.abc import Iterable
+python -m benchmarks.page docs/figures/*.md      # the JSON of pages that are there
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def publish(lines: Iterable[str], file: Path | None) -> None:
     """Write the lines to `file`, if there is one, and print them."""
     text = "\n".join(lines) + "\n"
     if file is not None:
-        file.write_text(text)
+        write_page(text, file)
     print(text)
+
+
+def write_page(text: str, file: Path) -> None:
+    """A page, and what stands in it as `<page>.json`."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    file.with_suffix(".json").write_text(json.dumps(contents(text), indent=1, ensure_ascii=False) + "\n")
+
+
+def contents(text: str) -> list[dict[str, Any]]:
+    """The sections of a page: `heading` ("" for what stands before the first), `text` (lines), `tables` (of rows).
+
+    A row has a cell for each column, by its name; cells stay the text that they are.
+    """
+    sections: list[dict[str, Any]] = [{"heading": "", "text": [], "tables": []}]
+    table: list[str] = []
+    for line in [*text.splitlines(), ""]:
+        if line.startswith("|"):
+            table.append(line)
+            continue
+        if table:
+            sections[-1]["tables"].append(_rows(table))
+            table = []
+        if line.startswith("## "):
+            sections.append({"heading": line[3:], "text": [], "tables": []})
+        elif line:
+            sections[-1]["text"].append(line)
+    return sections
+
+
+def _rows(lines: Sequence[str]) -> list[dict[str, str]]:
+    names, _, *cells = ([cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines)
+    return [dict(zip(names, row, strict=True)) for row in cells]
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        write_page(Path(name).read_text(), Path(name))

@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.page import write_page
+
 LIMIT, LEAST_DB, CONTROL = 1e-5, 100.0, 1e-2
 PLANS = (
     ("patch=2", True),
@@ -97,8 +99,7 @@ def main() -> int:
             print(line, flush=True)
             lines, kept = [*lines, line], kept and good
     if options.write:
-        options.write.parent.mkdir(parents=True, exist_ok=True)
-        options.write.write_text("\n".join([*lines, ""]))
+        write_page("\n".join([*lines, ""]), options.write)
     return 0 if kept else 1
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.page import write_page
 from benchmarks.quality_records import MOST_DB, ONE_PROCESS, Method, Record, Setting
 
 CONTROLS = {"off": "negative control: no exchange", "frozen": "negative control: exchange frozen"}
@@ -127,5 +128,4 @@ def table(records: Iterable[Record]) -> str:
 def write_table(path: Path, records: Iterable[Record]) -> None:
     """Write the document. Raises ValueError if there is nothing to say."""
     text = table(records)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    write_page(text, path)

@@ -19,6 +19,7 @@ import statistics
 import time
 from pathlib import Path
 
+from benchmarks.page import write_page
 from patchpar.launch.context import RankContext
 from patchpar.launch.local import LocalExecutor
 from patchpar.models.folder import embedded_model
@@ -219,7 +220,7 @@ def main() -> None:
     text = "\n".join(["# Two ranks against one process", "", intro, "", *lines, "", foot])
     print(text)
     if options.write:
-        options.write.write_text(text + "\n")
+        write_page(text + "\n", options.write)
 
 
 def row(model: str, case: str, result: dict, paper: dict | None) -> str:

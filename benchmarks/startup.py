@@ -23,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.page import write_page
+
 STARTUP_LIMIT, OVERHEAD_LIMIT = 1.30, 0.05
 CALL = {"num_inference_steps": 2, "height": 128, "width": 128}
 PLAIN = """
@@ -62,7 +64,7 @@ def main() -> None:
     text = tables(found, options.runs, options.calls)
     print(json.dumps(found) if options.json else text)
     if options.write:
-        options.write.write_text(text + "\n")
+        write_page(text + "\n", options.write)
 
 
 def tables(found: dict[str, dict[str, float]], runs: int, calls: int) -> str:

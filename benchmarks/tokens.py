@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.page import write_page
 from patchpar.launch.local import LocalExecutor
 
 WAYS = (
@@ -216,8 +217,7 @@ def main() -> int:
         text += lines
         well &= fine
         if options.write:
-            options.write.parent.mkdir(parents=True, exist_ok=True)
-            options.write.write_text("\n".join(text) + "\n")
+            write_page("\n".join(text) + "\n", options.write)
     return 0 if well else 1
 
 

@@ -15,6 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.page import write_page
+
 SIZES = (256, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 TRANSPORTS = ("shared_memory", "torch")
 DEADLINE = 60.0
@@ -83,8 +85,7 @@ def main() -> None:
     text = "\n".join(["# The bare transports", "", lead, "", *table(slower), ""])
     print(text)
     if options.write:
-        options.write.parent.mkdir(parents=True, exist_ok=True)
-        options.write.write_text(text)
+        write_page(text, options.write)
 
 
 if __name__ == "__main__":

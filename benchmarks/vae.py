@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.page import write_page
+
 LEAST_DB, CONTROL_DB = 100.0, 60.0
 WORLDS = (2, 3, 4)
 PEAK_SIZE = (32, 8)
@@ -111,8 +113,7 @@ def main() -> int:
                     print(line, flush=True)
                     lines, kept = [*lines, line], kept and good
     if options.write:
-        options.write.parent.mkdir(parents=True, exist_ok=True)
-        options.write.write_text("\n".join([*lines, ""]))
+        write_page("\n".join([*lines, ""]), options.write)
     return 0 if kept else 1
 
 

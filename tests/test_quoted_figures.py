@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
+from benchmarks.page import contents
 
 REPOSITORY = Path(__file__).parent.parent
 FIGURES = REPOSITORY / "docs" / "figures"
@@ -41,14 +44,24 @@ def rows(text: str, heading: str = "") -> list[Row]:
     return [dict(zip(table[0], cells, strict=True)) for cells in table[2:] if len(cells) == width]
 
 
-def measured(name: str) -> str:
-    return (FIGURES / f"{name}.md").read_text()
+def written(name: str, heading: str = "") -> list[Row]:
+    """Rows of the first table there, of what a benchmark wrote."""
+    sections = json.loads((FIGURES / f"{name}.json").read_text())
+    found: list[Row] = next(
+        each["tables"][0] for each in sections if heading in ("", each["heading"]) and each["tables"]
+    )
+    return found
+
+
+def said(name: str) -> str:
+    """What a benchmark wrote in sentences."""
+    return "\n".join(line for each in json.loads((FIGURES / f"{name}.json").read_text()) for line in each["text"])
 
 
 def speeds(readme: str) -> Iterator[tuple[str, str, str]]:
     """What is quoted, as it stands there and as it should: how fast."""
-    scaling = {(row["model"], row["plan"]): row["ratio"] for row in rows(measured("scaling"))}
-    tokens = {row["way"]: row["ratio"] for row in rows(measured("tokens"), "Two ranks against one process")}
+    scaling = {(row["model"], row["plan"]): row["ratio"] for row in written("scaling")}
+    tokens = {row["way"]: row["ratio"] for row in written("tokens", "Two ranks against one process")}
     for row in rows(readme, "How fast"):
         label = row.pop("model")
         model = next((model for words, model in MODELS.items() if label.startswith(words)), None)
@@ -63,13 +76,12 @@ def speeds(readme: str) -> Iterator[tuple[str, str, str]]:
 
 def qualities(readme: str) -> Iterator[tuple[str, str, str]]:
     """The same: how close, and how much is sent."""
-    text = measured("quality")
     for row in rows(readme, "How close"):
         label = row.pop("strategy").replace("**", "")
         method = CAPTIONED.get(label) or (label.split("`")[1] if "`" in label else "naive")
         for column, cell in row.items():
             setting, ranks = SETTINGS.get(column, SETTINGS["4 ranks, 20 steps"])
-            known = {(each["method"].split(" (")[0], each["ranks"]): each for each in rows(text, setting)}
+            known = {(each["method"].split(" (")[0], each["ranks"]): each for each in written("quality", setting)}
             found = known.get((method, str(ranks)))
             if cell:
                 assert found, f"{method} has not been measured with {ranks} ranks, {setting}"
@@ -78,22 +90,22 @@ def qualities(readme: str) -> Iterator[tuple[str, str, str]]:
                 yield f"{label}, {column}", cell.replace("**", ""), should
 
 
-def started(text: str) -> str:
+def started(table: Sequence[Row]) -> str:
     """What should be said of the time to the first step."""
-    (row,) = (row for row in rows(text) if row[""] == "first step, s")
+    (row,) = (row for row in table if row[""] == "first step, s")
     return f"first step {float(row['ratio']):.2f} times as late as plain diffusers"
 
 
 def sentences() -> Iterator[tuple[str, str]]:
     """Page, and what it should say."""
     beside = dict(
-        re.findall(r"Times as fast as diffusers (\w+), medians over the turns: exact ([\d.]+)", measured("tokens"))
+        re.findall(r"Times as fast as diffusers (\w+), medians over the turns: exact ([\d.]+)", said("tokens"))
     )
     yield (
         "README.md",
         f"{float(beside['ulysses']):.2f}x as fast as its Ulysses, {float(beside['ring']):.2f}x as its ring",
     )
-    yield "README.md", started(measured("startup"))
+    yield "README.md", started(written("startup"))
     table = (REPOSITORY / "docs" / "coverage.md").read_text().partition("## ")[0]
     classes = {row[""]: int(row["classes"]) for row in rows(table)}
     exact = sum(count for what, count in classes.items() if "exact" in what)
@@ -101,7 +113,7 @@ def sentences() -> Iterator[tuple[str, str]]:
     yield "README.md", f"of the {tried} transformer and UNet classes of diffusers"
     yield "README.md", f"could be made of, {exact} are split exactly"
     yield "CHANGELOG.md", f"{exact} of {tried} classes are split exactly"
-    parity = rows(measured("parity"))
+    parity = written("parity")
     plans = [name for name in parity[0] if name.startswith(("patch", "cfg"))]
     error = max(float(row[plan]) for row in parity for plan in plans)
     decibels = min(int(row["least PSNR"].removesuffix(" dB")) for row in parity)
@@ -110,7 +122,7 @@ def sentences() -> Iterator[tuple[str, str]]:
     yield "README.md", f"at most {worst}, at least {decibels} dB"
     yield "docs/exact-patch.md", f"at most {worst} ({decibels} dB or more)"
     yield "docs/exact-patch.md", f"without the exchange {min(alone):.2g} to {max(alone):.2g}"
-    for row in rows(measured("quality-dit"), "256 x 256 pixels, 20 steps, flow"):
+    for row in written("quality-dit", "256 x 256 pixels, 20 steps, flow"):
         if row["stale"] and "frozen" not in row["method"]:
             method = row["method"].replace(":warmup_steps=1", "")
             yield "docs/tokens.md", f"`{method}`"
@@ -140,3 +152,8 @@ def test_an_outdated_figure_would_be_seen(quoted: Callable[[str], Iterator[tuple
 @pytest.mark.parametrize(("page", "words"), [*sentences()], ids=lambda value: value[:40])
 def test_sentences(page: str, words: str) -> None:
     assert words in (REPOSITORY / page).read_text()
+
+
+@pytest.mark.parametrize("page", sorted(FIGURES.glob("*.md")), ids=lambda page: page.stem)
+def test_pages_and_what_programs_read_are_the_same(page: Path) -> None:
+    assert json.loads(page.with_suffix(".json").read_text()) == contents(page.read_text())

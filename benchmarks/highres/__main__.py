@@ -32,6 +32,7 @@ from benchmarks.highres.speed import table
 from benchmarks.highres.stand_in import embedded, of_sdxl
 from benchmarks.highres.traffic import table as sent
 from benchmarks.highres.two_ranks import rows as on_two_ranks
+from benchmarks.page import write_page
 from patchpar import StructureGuidance
 from patchpar.highres.geometry import starts_of
 from patchpar.highres.work import rounds_of
@@ -248,9 +249,9 @@ def main() -> None:
         print(line, flush=True)
         lines.append(line)
     if options.write and options.only and options.write.exists():
-        options.write.write_text(with_section(options.write.read_text(), "\n".join(lines)))
+        write_page(with_section(options.write.read_text(), "\n".join(lines)), options.write)
     elif options.write:
-        options.write.write_text("\n".join(lines))
+        write_page("\n".join(lines), options.write)
 
 
 def with_section(page: str, found: str) -> str:

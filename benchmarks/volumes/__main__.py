@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.page import write_page
 from benchmarks.volumes.formula import Volumes, cycle_of
 from benchmarks.volumes.shapes import Shapes, rounds_of, sdxl, sdxl_shapes
 from patchpar.patches import split_bands
@@ -159,8 +160,7 @@ def main() -> None:
     text = "\n".join([INTRODUCTION, *(line for table in tables for line in ("", *table)), ""])
     print(text)
     if options.write:
-        options.write.parent.mkdir(parents=True, exist_ok=True)
-        options.write.write_text(text)
+        write_page(text, options.write)
 
 
 if __name__ == "__main__":
