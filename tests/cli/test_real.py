@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -72,14 +73,25 @@ def test_doctor() -> None:
     assert "cfg=2" in found["plan"]["chosen"]
 
 
+def after_ctrl_c(process: subprocess.Popen[str]) -> str:
+    """What it had said when it ended.
+
+    Python loses an interrupt that falls into a callback of its own, as while modules are imported: then once more.
+    """
+    for seconds in (20, 60):
+        os.kill(process.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=seconds)[1]
+    raise AssertionError("ctrl-C did not end it, twice")
+
+
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     words = ("generate", PROMPT, "--devices", "2", "--steps", "500", "--output", str(tmp_path / "x.png"))
     process = subprocess.Popen(
         [sys.executable, "-m", "patchpar", *words], stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     time.sleep(8)
-    os.kill(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    errors = after_ctrl_c(process)
     assert process.returncode not in (0, None)
     assert "Traceback" not in errors
     assert not list(tmp_path.iterdir())

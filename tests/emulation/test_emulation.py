@@ -69,7 +69,7 @@ def emulated(
         return predictions(denoiser, name, size, steps)
 
 
-@pytest.mark.parametrize("name", first_of(denoisers.KINDS, "sdxl", "svd", "asymmetric", "wide"))
+@pytest.mark.parametrize("name", first_of(denoisers.KINDS, "sdxl", "asymmetric", "wide"))
 @pytest.mark.parametrize(("size", "places"), [(EVEN, 2), (UNEVEN, 3), (WIDE, 3)])
 def test_all_fresh_is_the_plain_unet(name: str, size: tuple[int, int], places: int) -> None:
     if not denoisers.KINDS[name].odd:
@@ -105,7 +105,7 @@ def test_stale_matters_in_every_kind(name: str) -> None:
     assert error(got[1], plain(name, size, (1,))[0]) >= DIFFERS
 
 
-@pytest.mark.parametrize("treatment", STALE, ids=title)
+@pytest.mark.parametrize("treatment", first_of(STALE, *STALE[::3]), ids=title)
 def test_frozen_is_stale_at_first_and_older_then(treatment: Treatment) -> None:
     """What a treatment has fresh is not sent either, so that only where everything is stale the first step is alike."""
     stale = emulated(treatment, "sd", UNEVEN, (0, 1, 2))

@@ -57,7 +57,7 @@ def test_the_warm_up_counts_denoising_steps(ranks: Any, scheduler: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["displaced", "pcpp:fraction=0.5", "fresh-edges", "fresh-edges:context=partials"])
-@pytest.mark.parametrize("pipeline", ["sd", "sdxl"])
+@pytest.mark.parametrize("pipeline", first_of(["sd", "sdxl"], "sdxl"))
 def test_both_splits_together(ranks: Any, pipeline: str, strategy: str) -> None:
     case = Case(plan=f"cfg=2,patch=2,strategy={strategy}:warmup_steps=2", pipeline=pipeline)
     pictures = [Picture(size=size) for size in (Picture().size, WIDE)]

@@ -16,7 +16,8 @@ from tests.stream.running import Script
 from tests.stream.test_fifo import QUEUE, model, script
 from tests.stream.tiny import stream
 
-BLOCKS, WARM = 60, 15
+BLOCKS, WARM, APART = 40, 10, 10
+"""Blocks of a stream, before the first look, and from look to look, each of which goes over all objects there are."""
 
 
 def live_bytes() -> int:
@@ -39,7 +40,7 @@ def watched(run: Callable[[Callable[[Finished], object]], object], *, hoards: bo
     def put(finished: Finished) -> None:
         if hoards:
             kept.append(finished)
-        if finished.block >= WARM and finished.block % 5 == 0:
+        if finished.block >= WARM and finished.block % APART == 0:
             held.append(live_bytes() - before)
 
     run(put)
@@ -59,7 +60,7 @@ def queue(put: Callable[[Finished], object]) -> None:
 @pytest.mark.parametrize("run", [talk, queue])
 def test_what_a_stream_holds_does_not_grow(run: Callable[[Callable[[Finished], object]], object]) -> None:
     held = watched(run, hoards=False)
-    assert len(held) == (BLOCKS - WARM) // 5
+    assert len(held) == (BLOCKS - WARM) // APART
     assert max(held) - min(held) < 0.02 * held[0]
     hoarded = watched(run, hoards=True)
     assert hoarded == sorted(hoarded)
