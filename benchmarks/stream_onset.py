@@ -7,8 +7,8 @@
 A sound that comes live waits until its block is full, is denoised and decoded, and is shown by the clock. Stages that
 sleep show what messages and waiting add, on any machine. A face shows all of it: its own costs are taken from a stream
 as fast as can be; then it is silent and begins to speak, in pieces of 12.5 ms. What counts is when a watcher sees the
-first frame with a mouth that is half open, after the sound of the frame that should be. `--slow` is for machines that
-do not keep up with life: sound and clock go slower, and the budget is of the same.
+frame that should be the first with a mouth half open, after its sound; a mouth that lags by frames is so much later.
+`--slow` is for machines that do not keep up with life: sound and clock go slower, and the budget is of the same.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ HEAD_START = 0.5
 """Seconds before the sound begins, in which all ranks are there."""
 QUIET_BLOCKS, SPOKEN_BLOCKS = 4, 16
 MEASURED_BLOCKS = 12
+LAGS = 8
+"""Frames, fewer, by which a mouth may be behind its sound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,13 +144,20 @@ def awake(model: str, devices: str, loading: dict[str, Any], slow: float) -> Fou
             speaker.join()
     mouths = mouth_opening(np.stack([frame for _, frame in shown]))
     meant = openings(sound_levels(samples, AUDIO)).numpy()[: len(mouths)]
-    opens = began + slow * _half_open(meant) / form.fps
-    return Found(what=f"a face: {pipe.plan}", budget=budget, measured=shown[_half_open(mouths)][0] - opens)
+    opens = half_open(meant)
+    seen = shown[opens + lag_of(mouths, meant)][0]
+    return Found(what=f"a face: {pipe.plan}", budget=budget, measured=seen - (began + slow * opens / form.fps))
 
 
-def _half_open(mouths_F: np.ndarray) -> int:
+def half_open(mouths_F: np.ndarray) -> int:
     """The first frame in which a mouth is half as open as it will be."""
     return int(np.argmax(mouths_F >= (mouths_F.max() + mouths_F.min()) / 2))
+
+
+def lag_of(mouths_F: np.ndarray, meant_F: np.ndarray) -> int:
+    """By how many frames a mouth is behind what is meant, by all of them: one frame alone may fall to either side."""
+    likeness = [float(np.corrcoef(mouths_F[lag:], meant_F[: len(meant_F) - lag])[0, 1]) for lag in range(LAGS)]
+    return int(np.argmax(likeness))
 
 
 def _shown(chunks: Iterable[Chunk], slow: float, fps: float) -> Iterator[tuple[float, np.ndarray]]:

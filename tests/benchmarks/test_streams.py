@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from benchmarks.stream_drift import rows
 from benchmarks.stream_long import Record, table
-from benchmarks.stream_onset import Found
+from benchmarks.stream_onset import Found, half_open, lag_of
 from benchmarks.stream_pictures_ranks import WARM, Streamed
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.simulate import StreamCosts, onset
@@ -41,6 +42,14 @@ def test_an_onset_stands_beside_its_budget() -> None:
     costs = StreamCosts(step=0.2, decode=0.15, frames=12, source=0.48)
     row = Found(what="asleep", budget=onset(StreamPlan.even(2, 3), costs), measured=1.2).row()
     assert row == "| asleep | 0.48 | 0.40 | 0.15 | 0.00 | 1.03 | 1.20 | +16.5% |"
+
+
+@pytest.mark.parametrize("lag", [0, 1, 5])
+def test_how_far_a_mouth_is_behind(lag: int) -> None:
+    meant = np.abs(np.sin(np.arange(48) ** 1.5))
+    late = np.concatenate([np.zeros(lag), meant])[:48]
+    assert lag_of(late + 0.05 * np.cos(np.arange(48)), meant) == lag
+    assert half_open(np.array([0.0, 0.4, 0.6, 1.0])) == 2
 
 
 def test_the_first_pictures_of_a_stream_do_not_count() -> None:
