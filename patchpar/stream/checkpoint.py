@@ -36,7 +36,7 @@ def load_wan(folder: Path, needs: Needs, options: Mapping[str, Any]) -> WanPipel
     options = {name: value for name, value in options.items() if value is not None}
     pipe = WanPipeline.from_pretrained(str(folder), use_safetensors=True, **(options | spared))
     parts: dict[str, Any] = {part: load_transformer(folder, part, options) for part in needs.transformers}
-    parts = parts or {HIGH_NOISE: hollow_transformer(folder, options)}
+    parts = parts or {HIGH_NOISE: hollow_transformer(WanTransformer3DModel, folder, options)}
     pipe.register_modules(**parts, scheduler=FlowMatchEulerDiscreteScheduler())  # of which a stream needs nothing
     return pipe
 
@@ -57,11 +57,11 @@ def load_transformer(folder: Path, part: str, options: Mapping[str, Any]) -> Wan
     return loaded.eval()
 
 
-def hollow_transformer(folder: Path, options: Mapping[str, Any]) -> WanTransformer3DModel:
-    """Shapes without weights, for a rank that draws nothing."""
-    config = WanTransformer3DModel.load_config(str(folder), subfolder=HIGH_NOISE)
+def hollow_transformer(kind: type[Any], folder: Path, options: Mapping[str, Any]) -> Any:
+    """Shapes without weights of a transformer of this class, for a rank that draws nothing."""
+    config = kind.load_config(str(folder), subfolder=HIGH_NOISE)
     with torch.device("meta"):
-        return WanTransformer3DModel.from_config(config).to(options.get("torch_dtype", torch.float32))
+        return kind.from_config(config).to(options.get("torch_dtype", torch.float32))
 
 
 def _refuse_others(folder: Path) -> None:

@@ -12,14 +12,13 @@ from diffusers import AutoencoderKLLTXVideo, LTXPipeline, LTXVideoTransformer3DM
 from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
-from patchpar.stream.checkpoint import Needs
-from patchpar.stream.fifo_network import Asked
+from patchpar.stream.checkpoint import Needs, hollow_transformer
+from patchpar.stream.fifo_network import Asked, FrameNetwork
 from patchpar.stream.ltx_decoder import LtxDecoder, latents_late
-from patchpar.stream.model_index import HIGH_NOISE
 from patchpar.stream.talk import Facts
 
 
-class LtxFrames:
+class LtxFrames(FrameNetwork):
     """A FrameNetwork. `scale`: seconds and pixels of a latent frame, to which its positions are stretched.
 
     Raises UnsupportedModel if it cannot be told a level for every frame.
@@ -32,18 +31,8 @@ class LtxFrames:
                 f"patches of {config.patch_size_t} x {config.patch_size} x {config.patch_size}, {config.in_channels} "
                 f"channels in and {config.out_channels} out: a queue of frames needs patches of 1, and as many out"
             )
-        self._transformer, self._scale = transformer, scale
-
-    @property
-    def channels(self) -> int:
-        """Of the latents."""
-        return int(self._transformer.config.in_channels)
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        device: torch.device = self._transformer.device
-        return device
+        super().__init__(transformer)
+        self._scale = scale
 
     def predict(self, x_BCFHW: Tensor, sigmas: Sequence[float], text_BTD: Tensor) -> Tensor:
         """See FrameNetwork."""
@@ -76,7 +65,7 @@ class Ltx:
         if not needs.vae:
             spared["vae"] = None
         if not needs.transformers:
-            spared["transformer"] = _hollow(folder, options)
+            spared["transformer"] = hollow_transformer(LTXVideoTransformer3DModel, folder, options)
         return LTXPipeline.from_pretrained(str(folder), use_safetensors=True, **(options | spared))
 
     def facts(self, folder: Path) -> Facts:
@@ -118,10 +107,3 @@ def _shapes(folder: Path) -> AutoencoderKLLTXVideo:
     """The autoencoder without weights."""
     with torch.device("meta"):
         return AutoencoderKLLTXVideo.from_config(AutoencoderKLLTXVideo.load_config(str(folder), subfolder="vae"))
-
-
-def _hollow(folder: Path, options: Mapping[str, Any]) -> LTXVideoTransformer3DModel:
-    """The transformer without weights, for a rank that draws nothing."""
-    config = LTXVideoTransformer3DModel.load_config(str(folder), subfolder=HIGH_NOISE)
-    with torch.device("meta"):
-        return LTXVideoTransformer3DModel.from_config(config).to(options.get("torch_dtype", torch.float32))

@@ -1,5 +1,6 @@
 """What a queue of frames asks of a video model: a transformer told a noise level for every frame, and a decoder."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +13,27 @@ from patchpar.stream.checkpoint import Needs
 from patchpar.stream.talk import Facts
 
 
-class FrameNetwork(Protocol):
-    """Predicts for frames whose noise levels differ. Shapes: B batch, C channels, F frames, H x W, T text, D width."""
+class FrameNetwork(ABC):
+    """A transformer of diffusers that predicts for frames whose noise levels differ.
+
+    Shapes: B batch, C channels, F frames, H x W latent pixels, T text tokens, D width.
+    """
+
+    def __init__(self, transformer: Any) -> None:
+        self._transformer = transformer
 
     @property
     def channels(self) -> int:
         """Of the latents."""
+        return int(self._transformer.config.in_channels)
 
     @property
     def device(self) -> torch.device:
         """Where it computes."""
+        device: torch.device = self._transformer.device
+        return device
 
+    @abstractmethod
     def predict(self, x_BCFHW: Tensor, sigmas: Sequence[float], text_BTD: Tensor) -> Tensor:
         """Noise less clean frame, in float32, of frames at these levels, 0 to 1."""
 

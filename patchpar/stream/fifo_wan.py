@@ -14,12 +14,12 @@ from torch import Tensor
 from patchpar.errors import UnsupportedModel
 from patchpar.stream.checkpoint import Needs, load_wan
 from patchpar.stream.decoder import WanDecoder
-from patchpar.stream.fifo_network import Asked
+from patchpar.stream.fifo_network import Asked, FrameNetwork
 from patchpar.stream.model_index import low_noise_below
 from patchpar.stream.talk import Facts
 
 
-class WanFrames:
+class WanFrames(FrameNetwork):
     """A FrameNetwork. Raises UnsupportedModel if it cannot be told a level for every frame, or needs a picture."""
 
     def __init__(self, transformer: WanTransformer3DModel) -> None:
@@ -33,18 +33,7 @@ class WanFrames:
                 f"this transformer takes {config.in_channels} channels and gives {config.out_channels}: it draws from "
                 "a picture, of which there is none for later frames; load a text-to-video checkpoint"
             )
-        self._transformer = transformer
-
-    @property
-    def channels(self) -> int:
-        """Of the latents."""
-        return int(self._transformer.config.in_channels)
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        device: torch.device = self._transformer.device
-        return device
+        super().__init__(transformer)
 
     def predict(self, x_BCFHW: Tensor, sigmas: Sequence[float], text_BTD: Tensor) -> Tensor:
         """See FrameNetwork."""
