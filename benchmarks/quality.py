@@ -8,8 +8,9 @@
 
 Pictures of held-out captions by the embedded model are compared before they are rounded to 8 bits with those of plain
 diffusers in one process: same captions, same seeds, same scheduler. Every picture is a line in a file, and what is in
-the file is not drawn again: interrupt it, run it in pieces, ask for more captions later. "naive" lets every band work
-alone, "frozen" (with the options of displaced) sends nothing after the synchronous steps: the negative controls.
+the file is not drawn again: interrupt it, run it in pieces, ask for more captions later. Rows that the table has and
+the file lacks, or has of fewer captions, stay as they are. "naive" lets every band work alone, "frozen" (with the
+options of displaced) sends nothing after the synchronous steps: the negative controls.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ import torch
 from benchmarks.perceptual import Lpips, fetch
 from benchmarks.quality_bench import Bench
 from benchmarks.quality_drawing import SCHEDULERS, Caption, Meter, OneProcess, hash_of
+from benchmarks.quality_known import rows_of_page, with_measured
 from benchmarks.quality_plot import write_plot
 from benchmarks.quality_records import ONE_PROCESS, Named, Record, Records, Setting
-from benchmarks.quality_table import write_table
+from benchmarks.quality_table import Row, rows_of, write_table
 from patchpar.errors import PlanError
 from patchpar.models.folder import embedded_model
 from training.classifier import load_classifier
 from training.scenes import held_out_captions
 
 REPOSITORY = Path(__file__).parent.parent
+TABLE, PLOT = REPOSITORY / "docs/figures/quality.md", REPOSITORY / "assets/figures/quality.svg"
 GUIDANCE, SEED = 3.5, 1000
 
 
@@ -126,8 +129,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--records", type=Path, default=REPOSITORY / "runs/quality/records.jsonl")
     parser.add_argument("--cache", type=Path, default=REPOSITORY / "runs/quality", help="exact pictures, LPIPS")
     parser.add_argument("--lpips", default="fetch", help='file of weights, "fetch" (62 MB, once), or "none"')
-    for name, path in (("table", "docs/figures/quality.md"), ("plot", "assets/figures/quality.svg")):
-        parser.add_argument(f"--{name}", type=Path, nargs="?", const=REPOSITORY / path, help=f"write {path}")
+    for name, path in (("table", TABLE), ("plot", PLOT)):
+        told = f"write {path.relative_to(REPOSITORY)}"
+        parser.add_argument(f"--{name}", type=Path, nargs="?", const=path, help=told)
     return parser.parse_args(arguments)
 
 
@@ -152,18 +156,18 @@ def settings_of(options: argparse.Namespace, model: str) -> Iterator[Setting]:
         )
 
 
-def selected(records: Sequence[Record], options: argparse.Namespace, model: str) -> list[Record]:
-    """The records of this model that the flags, as far as they were given, speak of; one process always."""
+def selected(rows: Sequence[Row], options: argparse.Namespace, model: str) -> list[Row]:
+    """The rows of this model that the flags, as far as they were given, speak of; one process always."""
     methods = options.strategy and {ONE_PROCESS, *(Named.parse(label).method for label in options.strategy)}
     return [
-        record
-        for record in records
-        if record.setting.model == model
-        and (options.size is None or (record.setting.height, record.setting.width) in options.size)
-        and (options.steps is None or record.setting.steps in options.steps)
-        and (options.scheduler is None or record.setting.scheduler in options.scheduler)
-        and (options.ranks is None or record.ranks in (1, *options.ranks))
-        and (methods is None or record.method in methods)
+        row
+        for row in rows
+        if row.setting.model == model
+        and (options.size is None or (row.setting.height, row.setting.width) in options.size)
+        and (options.steps is None or row.setting.steps in options.steps)
+        and (options.scheduler is None or row.setting.scheduler in options.scheduler)
+        and (options.ranks is None or row.ranks in (1, *options.ranks))
+        and (methods is None or row.method in methods)
     ]
 
 
@@ -194,13 +198,18 @@ def bench_of(options: argparse.Namespace, records: Records) -> Bench:
     )
 
 
-def write_documents(options: argparse.Namespace, records: Sequence[Record]) -> int:
-    """Table and plot, as far as they were asked for. Returns the exit code."""
+def write_documents(options: argparse.Namespace, records: Sequence[Record], model: str) -> int:
+    """Table and plot, as far as they were asked for. Returns the exit code.
+
+    The table keeps what it has of this model; flags say what is added. The plot shows what they speak of.
+    """
     try:
+        known = [row for row in rows_of_page(options.table or TABLE) if row.setting.model == model]
+        rows = with_measured(known, selected(rows_of(records), options, model))
         if options.table:
-            write_table(options.table, records)
+            write_table(options.table, rows)
         if options.plot:
-            write_plot(options.plot, records)
+            write_plot(options.plot, selected(rows, options, model))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -212,7 +221,7 @@ def main() -> int:
     options = parse()
     records, model = Records(options.records), hash_of(options.model)
     if options.table or options.plot:
-        return write_documents(options, selected(records.all(), options, model))
+        return write_documents(options, records.all(), model)
     options = with_defaults(options)
     torch.set_num_threads(options.threads)
     methods = [Named.parse(label) for label in options.strategy]

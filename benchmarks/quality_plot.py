@@ -1,4 +1,4 @@
-"""The records of `benchmarks.quality` as a picture: quality against bytes, one point per method, as SVG."""
+"""What `benchmarks.quality` measured as a picture: quality against bytes, one point per method, as SVG."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from benchmarks.quality_records import ONE_PROCESS, Record
-from benchmarks.quality_table import Row, rows_of
+from benchmarks.quality_records import ONE_PROCESS
+from benchmarks.quality_table import Row
 
 WIDTH, HEIGHT = 900, 560
 LEFT, RIGHT, TOP, BOTTOM = 70, 30, 76, 64
@@ -74,9 +74,9 @@ def chosen(rows: Iterable[Row]) -> list[Row]:
     return max(groups.values(), key=lambda group: (len(group), sum(row.captions for row in group)))
 
 
-def plot(records: Iterable[Record]) -> str:
+def plot(rows: Iterable[Row]) -> str:
     """The picture as SVG. Raises ValueError if there is nothing to show."""
-    rows = chosen(rows_of(records))
+    rows = chosen(rows)
     x, y = _scales(rows)
     points = [(x(row.bytes_per_step), y(min(row.psnr_db, y.high))) for row in rows]
     lines = [
@@ -92,11 +92,11 @@ def plot(records: Iterable[Record]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_plot(path: Path, records: Iterable[Record]) -> None:
+def write_plot(path: Path, rows: Iterable[Row]) -> None:
     """Write the picture. Raises ValueError if there is nothing to show, or the file is not to be an SVG."""
     if path.suffix != ".svg":
         raise ValueError(f"{path} does not end with .svg: the picture is one")
-    text = plot(records)
+    text = plot(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 

@@ -1,4 +1,4 @@
-"""The records of `benchmarks.quality` as a table in Markdown, one row per method and number of ranks."""
+"""What `benchmarks.quality` measured as a table in Markdown, one row per method and number of ranks."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ class Row:
 
 
 def rows_of(records: Iterable[Record]) -> list[Row]:
-    """Rows, by setting, ranks, and the best first."""
+    """A row for every method in a setting on so many ranks."""
     cells: dict[tuple[Setting, Method, int], list[Record]] = defaultdict(list)
     for record in records:
         cells[record.setting, record.method, record.ranks].append(record)
-    return sorted(map(_row, cells.values()), key=lambda row: (_place(row.setting), row.ranks, -row.psnr_db, row.label))
+    return in_order(map(_row, cells.values()))
 
 
 def _place(setting: Setting) -> tuple[object, ...]:
@@ -112,9 +112,14 @@ def _mean_if_all(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(known) if len(known) == len(values) else None
 
 
-def table(records: Iterable[Record]) -> str:
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """Rows, by setting, ranks, and the best first."""
+    return sorted(rows, key=lambda row: (_place(row.setting), row.ranks, -row.psnr_db, row.label))
+
+
+def table(rows: Iterable[Row]) -> str:
     """The whole document. Raises ValueError if there is nothing to say."""
-    rows = rows_of(records)
+    rows = in_order(rows)
     if not rows:
         raise ValueError("no picture of this selection has been measured: leave flags out, or measure first")
     lines = [INTRO]
@@ -125,7 +130,6 @@ def table(records: Iterable[Record]) -> str:
     return "\n".join(lines)
 
 
-def write_table(path: Path, records: Iterable[Record]) -> None:
+def write_table(path: Path, rows: Iterable[Row]) -> None:
     """Write the document. Raises ValueError if there is nothing to say."""
-    text = table(records)
-    write_page(text, path)
+    write_page(table(rows), path)

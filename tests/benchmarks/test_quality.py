@@ -16,6 +16,7 @@ from torch import Tensor
 from benchmarks import quality, quality_bench
 from benchmarks.quality_bench import Bench, cost_of
 from benchmarks.quality_drawing import Caption, Comparison, Meter, OneProcess, arguments, hash_of
+from benchmarks.quality_known import rows_of_page
 from benchmarks.quality_plot import Box, _box, plot, write_plot
 from benchmarks.quality_records import MOST_DB, ONE_PROCESS, Method, Named, Record, Records, Setting
 from benchmarks.quality_table import rows_of, table
@@ -125,7 +126,8 @@ def test_flags_select() -> None:
     assert [(each.height, each.width, each.steps) for each in settings] == [(512, 768, 8), (512, 768, 10)]
     assert options.captions == quality.QUICK.captions
     one = record(label="one process", method=ONE_PROCESS, ranks=1)
-    known = [one, record(), record(ranks=8), record(FRESH), record(setting=replace(SETTING, model="older"))]
+    older = record(setting=replace(SETTING, model="older"))
+    known = rows_of([one, record(), record(ranks=8), record(FRESH), older])
     options = quality.parse(["--ranks", "4", "--strategy", "displaced", "--size", "256x384"])
     assert quality.selected(known, options, "abc") == known[:2]
     assert quality.selected(known, quality.parse([]), "abc") == known[:4]
@@ -314,7 +316,7 @@ def test_rows_are_means() -> None:
 
 def test_the_table() -> None:
     other = replace(SETTING, steps=8)
-    found = table(
+    found = table_of(
         [
             record(NAIVE, psnr_db=11.0, lpips=None, stale_step_bytes=None, exact_steps=20),
             record(FRESH, psnr_db=45.0, ranks=4, cores=2),
@@ -340,6 +342,29 @@ def test_the_table() -> None:
     assert naive[3:] == ["11.0", "11.0", "0.9500", "not measured", "100 %", "0", "2.000", "", "12 |"]
 
 
+def table_of(records: Sequence[Record]) -> str:
+    return table(rows_of(records))
+
+
+def test_what_a_table_has_stays_until_more_captions_are_measured(tmp_path: Path) -> None:
+    one = record(label="one process", method=ONE_PROCESS, ranks=1, psnr_db=MOST_DB, bytes_per_step=0.0)
+    before = [one, *(record(STALE, caption=number) for number in (0, 1)), record(NAIVE, lpips=None), record(FRESH)]
+    options = quality.parse(["--table", str(tmp_path / "it.md")])
+    assert quality.write_documents(options, before, "abc") == 0
+    first = (tmp_path / "it.md").read_text()
+    assert quality.write_documents(options, [], "abc") == 0
+    assert (tmp_path / "it.md").read_text() == first
+    fewer, as_many = record(STALE, psnr_db=1.0), record(FRESH, psnr_db=2.0)
+    assert quality.write_documents(options, [fewer, as_many], "abc") == 0
+    assert {row.label: (row.captions, row.psnr_db) for row in rows_of_page(tmp_path / "it.md")} == {
+        "one process": (1, MOST_DB),
+        STALE.label: (2, 30.0),
+        NAIVE.label: (1, 30.0),
+        FRESH.label: (1, 2.0),
+    }
+    assert quality.write_documents(options, [], "of another model") == 2
+
+
 def test_nothing_measured() -> None:
     for write in (table, plot):
         with pytest.raises(ValueError, match="leave flags out, or measure first"):
@@ -348,10 +373,10 @@ def test_nothing_measured() -> None:
 
 def test_documents_are_what_was_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = quality.parse(["--table", str(tmp_path / "it.md")])
-    assert quality.write_documents(options, [record()]) == 0
+    assert quality.write_documents(options, [record()], "abc") == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["it.json", "it.md"]
     options = quality.parse(["--plot", str(tmp_path / "it.svg")])
-    assert quality.write_documents(options, []) == 2
+    assert quality.write_documents(options, [], "abc") == 2
     assert "measure first" in capsys.readouterr().err
 
 
@@ -368,7 +393,7 @@ def test_the_plot(tmp_path: Path) -> None:
     control = record(NAIVE, psnr_db=11.0, bytes_per_step=1e4)
     few = record(EXACT, setting=replace(SETTING, steps=50))
     exact = record(EXACT, psnr_db=140.0, bytes_per_step=1e6)
-    write_plot(tmp_path / "new" / "it.svg", [cheap, dear, control, few, exact])
+    write_plot(tmp_path / "new" / "it.svg", rows_of([cheap, dear, control, few, exact]))
     svg = (tmp_path / "new" / "it.svg").read_text()
     exactly, one, two, three = circles(svg)
     assert float(three["cx"]) < float(one["cx"]) < float(two["cx"])
@@ -378,14 +403,14 @@ def test_the_plot(tmp_path: Path) -> None:
     assert {"exact (140 dB)", FRESH.label, "displaced", "naive (control)"} <= set(texts(svg))
     assert any("20 steps" in text and "4 ranks" in text and "1 captions" in text for text in texts(svg))
     with pytest.raises(ValueError, match=r"\.svg"):
-        write_plot(tmp_path / "it.jpg", [cheap])
+        write_plot(tmp_path / "it.jpg", rows_of([cheap]))
 
 
 def test_labels_of_close_points_do_not_cover_each_other() -> None:
     close = [record(STALE), record(FRESH, psnr_db=30.2), record(FROZEN, psnr_db=29.8), record(EXACT, psnr_db=29.5)]
     labels = {named.label for named in (STALE, FRESH, EXACT)} | {f"{FROZEN.label} (control)"}
     boxes: list[Box] = []
-    for each in ElementTree.fromstring(plot([*close, record(NAIVE, psnr_db=9.0, bytes_per_step=1e4)])).iter():
+    for each in ElementTree.fromstring(plot(rows_of([*close, record(NAIVE, psnr_db=9.0, bytes_per_step=1e4)]))).iter():
         if each.tag.endswith("text") and each.text in labels:
             side = 1 if each.attrib["text-anchor"] == "start" else -1
             boxes.append(_box(each.text, float(each.attrib["x"]), float(each.attrib["y"]), side))

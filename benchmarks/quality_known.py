@@ -1,0 +1,73 @@
+"""The rows of a page that was written before: what was measured elsewhere, or long ago, stays until it is outdone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from benchmarks.page import contents
+from benchmarks.quality_records import MOST_DB, ONE_PROCESS, Named, Setting
+from benchmarks.quality_table import Row, in_order
+
+HEADING = re.compile(r"(\d+) x (\d+) pixels, (\d+) steps, (.+)")
+DETAILS = re.compile(r"Guidance ([\d.]+), seeds from (\d+), model `(\w+)`\.")
+
+
+def rows_of_page(path: Path) -> list[Row]:
+    """Every row of the page, its figures rounded as it has them; none where there is no page.
+
+    Raises ValueError for a heading that is no setting, or a method that is none.
+    """
+    if not path.is_file():
+        return []
+    sections = contents(path.read_text())[1:]
+    return [_row(section, cells) for section in sections for cells in section["tables"][0]]
+
+
+def with_measured(known: Iterable[Row], measured: Iterable[Row]) -> list[Row]:
+    """Both, and of a method in a setting the row with more captions; with as many, the measured one."""
+    found: dict[object, Row] = {}
+    for row in (*known, *measured):
+        key = row.setting, row.method, row.ranks
+        if key not in found or row.captions >= found[key].captions:
+            found[key] = row
+    return in_order(found.values())
+
+
+def _row(section: Mapping[str, object], cells: Mapping[str, str]) -> Row:
+    setting = _setting(str(section["heading"]), str(section["text"]))
+    label, one = cells["method"].split(" (")[0], cells["method"] == ONE_PROCESS.strategy
+    return Row(
+        setting=setting,
+        method=ONE_PROCESS if one else Named.parse(label).method,
+        label=label,
+        ranks=int(cells["ranks"]),
+        captions=int(cells["captions"]),
+        psnr_db=MOST_DB if one else float(cells["PSNR, dB"]),
+        worst_db=MOST_DB if one else float(cells["worst"]),
+        ssim=1.0 if one else float(cells["SSIM"]),
+        lpips=None if one or cells["LPIPS"] == "not measured" else float(cells["LPIPS"]),
+        right=float(cells["captions right"].removesuffix(" %")) / 100,
+        exact_steps=float(cells["exact steps"]),
+        bytes_per_step=1e6 * float(cells["sent, MB"] or 0),
+        stale_step_bytes=1e6 * float(cells["stale"]) if cells["stale"] else None,
+        seconds_waited=float(cells["waited, ms"].removesuffix("*") or 0) / 1e3,
+        crowded=cells["waited, ms"].endswith("*"),
+    )
+
+
+def _setting(heading: str, text: str) -> Setting:
+    title, details = HEADING.fullmatch(heading), DETAILS.search(text)
+    if title is None or details is None:
+        raise ValueError(f"{heading!r} is no setting, such as 256 x 256 pixels, 20 steps, DDIM")
+    height, width, steps = map(int, title.groups()[:3])
+    return Setting(
+        model=details[3],
+        height=height,
+        width=width,
+        steps=steps,
+        scheduler=title[4],
+        guidance=float(details[1]),
+        seed=int(details[2]),
+    )
