@@ -38,7 +38,8 @@ class Component:
         return broadcast
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._ask("set", f"{self._name}.{name}", value, replay=True)
+        path = f"{self._name}.{name}"
+        self._ask("set", path, value, replay=path)
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         """Raise UnsupportedModel: the pipeline calls its networks."""

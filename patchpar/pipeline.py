@@ -256,7 +256,7 @@ class ParallelPipeline:
         elif caller is not None and caller.in_callback:
             caller.set_attribute(name, value)
         else:
-            results = self._executor.call("set", name, value, replay=True)
+            results = self._executor.call("set", name, value, replay=name)
             kept_native = next(result for result in results if result is not None)
             self._state.model = replace(self.description, kept_native=kept_native)
 

@@ -29,6 +29,7 @@ from benchmarks.emulation import Emulation, Treatment
 from benchmarks.sensitivity import CAPTIONS
 from patchpar import ParallelPipeline, Plan
 from patchpar.strategies import parse_strategy
+from training.scenes import held_out_captions
 
 EDGES = Treatment()  # fresh halo and moments
 LATE = Treatment(halo="stale", moments="corrected", context="all")
@@ -83,10 +84,15 @@ STRATEGIES: dict[str, str] = {
 NEAR_DB, EXACT_DB = 0.5, 80.0
 
 
+def captions(count: int) -> list[str]:
+    """Captions that the model was not trained on."""
+    return [*CAPTIONS, *(text for text, _ in held_out_captions(max(0, count - len(CAPTIONS))))][:count]
+
+
 def latents(pipe: Any, arguments: argparse.Namespace) -> Tensor:
     """One latent per caption, the same noise on every call."""
     return pipe(
-        list(CAPTIONS[: arguments.captions]),
+        captions(arguments.captions),
         height=arguments.size,
         width=arguments.size,
         num_inference_steps=arguments.steps,
@@ -119,7 +125,7 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path(__file__).parents[2] / "assets" / "scenes-unet")
-    parser.add_argument("--captions", type=int, choices=range(1, len(CAPTIONS) + 1), default=4, metavar="1..8")
+    parser.add_argument("--captions", type=int, choices=range(1, 65), default=4, metavar="1..64")
     parser.add_argument("--places", type=int, default=4)
     parser.add_argument("--size", type=int, default=256, help="side of the picture in pixels")
     parser.add_argument("--steps", type=int, default=20)

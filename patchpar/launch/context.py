@@ -90,7 +90,7 @@ class Executor(Protocol):
         *args: Any,
         on_event: OnEvent | None = None,
         on_ask: OnAsk | None = None,
-        replay: bool = False,
+        replay: bool | str = False,
         expected: float = 0.0,
         **kwargs: Any,
     ) -> list[Any]:
@@ -98,7 +98,8 @@ class Executor(Protocol):
 
         Under torchrun only this rank's own result is known; the others are None.
         Events of one rank come in order, in the caller's thread, all of them before this returns.
-        `replay`: do this call again whenever workers have to be restarted (loading a model, adding a LoRA).
+        `replay`: do this call again whenever workers have to be restarted (loading a model, adding a LoRA). A dotted
+        name says what the call sets, so that one which sets the same later takes its place.
         `expected`: seconds that a rank may be busy without a mark beyond the executor's deadline.
 
         Raises what the method raises where all ranks raise alike; WorkerError where one did; WorkerDied, WorkerHung;

@@ -10,31 +10,17 @@ import logging
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
 from patchpar.errors import LaunchError, WorkerError
 from patchpar.launch.context import Callbacks, OnAsk, OnEvent, OnStart, check_deadline
 from patchpar.launch.pool import Pool, PoolSpec
+from patchpar.launch.replay import Replay, Replays
 from patchpar.launch.wire import Message, encode_call
 
 MAX_FAILED_STARTS = 3
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Replay:
-    """A call to be repeated on new workers."""
-
-    method: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    expected: float
-    sent: Message | None  # as it was, if it is small; large arguments are not kept twice
-
-    def message(self) -> Message:
-        return self.sent or encode_call(self.method, self.args, self.kwargs, self.expected)
 
 
 class LocalExecutor:
@@ -71,7 +57,7 @@ class LocalExecutor:
         self._is_ready = False
         self._is_closed = False
         self._failed_starts: list[str] = []
-        self._journal: list[_Replay] = []
+        self._journal = Replays()
         self._lock = threading.RLock()
         self._is_busy = False
 
@@ -107,7 +93,7 @@ class LocalExecutor:
         on_event: OnEvent | None = None,
         on_ask: OnAsk | None = None,
         on_start: OnStart | None = None,
-        replay: bool = False,
+        replay: bool | str = False,
         expected: float = 0.0,
         **kwargs: Any,
     ) -> list[Any]:
@@ -124,8 +110,10 @@ class LocalExecutor:
                     self._is_busy = False
                 if replay:
                     sent = message if message.block is None else None
-                    entry = _Replay(method=method, args=args, kwargs=kwargs, expected=expected, sent=sent)
-                    self._journal.append(entry)
+                    settles = replay if isinstance(replay, str) else None
+                    self._journal.add(
+                        Replay(method=method, args=args, kwargs=kwargs, expected=expected, sent=sent, settles=settles)
+                    )
                 return result
         finally:
             message.close()

@@ -141,7 +141,7 @@ class TorchrunExecutor:
         *args: Any,
         on_event: OnEvent | None = None,
         on_ask: OnAsk | None = None,
-        replay: bool = False,
+        replay: bool | str = False,
         expected: float = 0.0,
         **kwargs: Any,
     ) -> list[Any]:
