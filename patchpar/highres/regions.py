@@ -19,6 +19,7 @@ from patchpar.highres.interlace import Interlace
 from patchpar.highres.windows import Zone
 from patchpar.highres.work import Schedule
 from patchpar.patches import Bands, split_bands
+from patchpar.transport import Spec
 
 AROUND = 2  # samples on either side, of which bicubic interpolation reads at most two
 
@@ -92,13 +93,20 @@ class Regions:
         )
 
     def part(self, band_XhW: Tensor, owner: int, place: int) -> list[Tensor]:
-        """What a rank needs of the owner's band, to send: (X, count), or nothing."""
-        first = self.bands.starts[owner] * self.size[1]
-        places = self.parts[place][owner]
+        """What a rank needs of the owner's band: (X, count), or nothing; the owner itself all of it."""
+        if owner == place:
+            return [band_XhW]
+        places, first = self.parts[place][owner], self.bands.starts[owner] * self.size[1]
         return [band_XhW.flatten(-2).index_select(-1, places - first)] if len(places) else []
 
-    def whole(self, place: int, own_XhW: Tensor, found: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Our band and what came of each other one as a map (X, H, W), no number where we need none."""
+    def part_spec(self, like_XHW: Tensor, dtype: torch.dtype, owner: int, place: int) -> list[Spec]:
+        """What `part` is for another rank."""
+        count = len(self.parts[place][owner])
+        return [Spec((*like_XHW.shape[:-2], count), dtype)] if count else []
+
+    def whole(self, place: int, found: Sequence[Sequence[Tensor]]) -> Tensor:
+        """What a rank has of every band as a map (X, H, W), no number where it needs none."""
+        (own_XhW,) = found[place]
         whole = own_XhW.new_full((*own_XhW.shape[:-2], *self.size), torch.nan)
         flat = whole.view(*own_XhW.shape[:-2], -1)
         for owner, tensors in enumerate(found):
@@ -108,12 +116,16 @@ class Regions:
                 flat.index_copy_(-1, self.parts[place][owner], tensors[0])
         return whole
 
-    def of_guide(self, x_Xhw: Tensor, place: int) -> Tensor:
-        """What a rank needs of the guide's prediction, to send: (X, count)."""
-        return x_Xhw.flatten(-2).index_select(-1, self.cells[place])
+    def guide_part(self, stack_Xhw: Sequence[Tensor], place: int) -> list[Tensor]:
+        """What another rank needs of the guide's prediction: (X, count), or nothing where there is none."""
+        return [x.flatten(-2).index_select(-1, self.cells[place]) for x in stack_Xhw]
+
+    def guide_spec(self, stack: Sequence[Spec], place: int) -> list[Spec]:
+        """What `guide_part` is of predictions of this form."""
+        return [Spec((*spec.shape[:-2], len(self.cells[place])), spec.dtype) for spec in stack]
 
     def guide(self, place: int, x_XN: Tensor, size: tuple[int, int]) -> Tensor:
-        """The same as a map (X, h, w), no number where we need none."""
+        """What another one sent of it as a map (X, h, w), no number where we need none."""
         flat = x_XN.new_full((*x_XN.shape[:-1], size[0] * size[1]), torch.nan)
         return flat.index_copy_(-1, self.cells[place], x_XN).view(*x_XN.shape[:-1], *size)
 

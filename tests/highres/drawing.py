@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,12 +86,13 @@ def large(
         return result
 
     denoiser.forward, scheduler.step = forward, step
-    try:
-        yield found
-    finally:
-        del denoiser.forward, scheduler.step
+    with ExitStack() as stack:
+        stack.callback(found.restore)
+        try:
+            yield found
+        finally:
+            del denoiser.forward, scheduler.step
         found.finish()
-        found.restore()
 
 
 def prepared(case: Case) -> Tiny:
