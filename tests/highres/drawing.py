@@ -24,7 +24,7 @@ from tests.unit.threads import on_threads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A picture: of which pipeline, how, and with what arguments."""
+    """A picture: of which pipeline, how, and with what arguments. `watched`: the ranks are told that somebody looks."""
 
     pipeline: str = "sd"
     options: dict[str, Any] = field(default_factory=dict)
@@ -32,6 +32,7 @@ class Case:
     steps: int = 3
     arguments: dict[str, Any] = field(default_factory=lambda: {"height": 128, "width": 128})
     exchange: str = "on"
+    watched: bool = False
 
     @property
     def strategy(self) -> StructureGuidance:
@@ -112,6 +113,7 @@ def draw(transport: Any, case: Case, tinies: list[Tiny]) -> Drawn:
     axis = Axis("patch", rank, len(tinies), tuple(range(len(tinies))))
     with large(tinies[rank], case.strategy, door, axis, by_step) as found:
         found.exchange = case.exchange
+        found.watched = case.watched
         drawn = latents(tinies[rank], steps=case.steps, **case.arguments)
     sent = {} if door is None else dict(door.traffic.bytes_sent)
     return Drawn(latents=drawn, bytes_sent=sent, by_step=by_step)
