@@ -55,11 +55,11 @@ def forecast(scale: int, ranks: int, *, native: int = NATIVE, patches: int, bran
 
 
 def with_windows(
-    scale: int, ranks: int, *, native: int = NATIVE, guide: bool, key: str = "", to: str = "regions", last: bool = False
+    scale: int, ranks: int, *, native: int = NATIVE, guide: bool, key: str = "", to: str = "regions"
 ) -> list[Sent]:
     """What each rank sends in a step with windows, where `key` moves them, or where they lie unmoved without one.
 
-    `to`: of a prediction each rank gets its "regions", or "all" of it.
+    `to`: of a prediction each rank gets its "regions", those of the "last" step, or "all" of it.
     """
     size = (scale * native, scale * native)
     windows = Tiling(moved=bool(key)).lay(size, (native, native), key=key)
@@ -68,13 +68,14 @@ def with_windows(
     has_guide = [any(unit.patch == len(windows) for unit in units) for units in schedule.shares]
     zones = Tiling().zones(size, (native, native))
     course = Course(zones=zones, schedule=schedule, interlace=Interlace.of(size, (native, native)))
-    needed = _everything(ranks, blend, native) if to == "all" else _needed(Regions.of(course, last=last), ranks)
+    regions = None if to == "all" else Regions.of(course, last=to == "last")
+    needed = _everything(ranks, blend, native) if regions is None else _needed(regions, ranks)
     latent = size[0] * size[1]
     return [
         Sent(
             pieces=_pieces(blend, place, ranks) / latent,
             rest=(needed[place][0] + has_guide[place] * needed[place][1]) / latent,
-            latents=(ranks - 1) * blend.bands.size(place) / size[0] if last and to == "regions" else 0.0,
+            latents=(ranks - 1) * blend.bands.size(place) / size[0] if to == "last" else 0.0,
         )
         for place in range(ranks)
     ]
@@ -122,7 +123,7 @@ def stages(strategy: StructureGuidance, scale: int, ranks: int) -> Stages:
     return Stages(
         before=forecast(scale, ranks, patches=1 if follows else scale**2),
         after=with_windows(scale, ranks, guide=guide),
-        last=with_windows(scale, ranks, guide=guide, last=True),
+        last=with_windows(scale, ranks, guide=guide, to="last"),
     )
 
 

@@ -46,7 +46,7 @@ def test_bytes_are_those_of_the_forecast(world: int, options: dict[str, Any]) ->
     told = {
         1: forecast(2, world, native=8, patches=patches),
         2: with_windows(2, world, key="0 2", **late),
-        3: with_windows(2, world, key="0 3", last=True, **late),
+        3: with_windows(2, world, key="0 3", to="last", **late),
     }
     for step, sent in told.items():
         assert [values(each.sent_in(step)) for each in drawn] == [each.all * LATENT for each in sent]
@@ -57,7 +57,7 @@ def test_everything_is_sent_where_somebody_looks() -> None:
     """The whole prediction in every step with windows, the last one too, and no latents."""
     drawn = together(Case(options={"switch": 0.5}, steps=4, watched=True), 2)
     for step in (2, 3):
-        told = with_windows(2, 2, native=8, guide=True, key=f"0 {step}", to="all", last=step == 3)
+        told = with_windows(2, 2, native=8, guide=True, key=f"0 {step}", to="all")
         assert [values(each.sent_in(step)) for each in drawn] == [each.all * LATENT for each in told]
     assert all("latents" not in each.bytes_sent for each in drawn)
 
@@ -110,7 +110,8 @@ def test_regions_are_what_answers_depend_on(size: tuple[int, int], ranks: int, g
         x, y = whole.clone().requires_grad_(), small.clone().requires_grad_()
         answer = kept_in_place(interlace, x, y - interlace.split(x)[0], 0.7) if guide else x + 0 * y.sum()
         answer[0, 0][wanted].square().sum().backward()
-        assert x.grad is not None and y.grad is not None
+        assert x.grad is not None
+        assert y.grad is not None
         assert x.grad.count_nonzero() <= len(places) <= 1.1 * x.grad.count_nonzero()
         assert y.grad.count_nonzero() <= len(cells) <= 1.25 * y.grad.count_nonzero()
 
