@@ -1,6 +1,6 @@
 """A denoiser that is asked for a large picture and answers out of native-size patches, spread over ranks.
 
-    pipeline, at H x W    --->  denoise(x)  --->  the prediction for H x W, the same on every rank
+    pipeline, at H x W    --->  denoise(x)  --->  the prediction for H x W, where this rank needs it
                                   |    time above the switch:  interlaced patches, led by the anchor
                                   |    below it:               overlapping windows, blended
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class LargePicture:
-    """A denoiser whose calls for a large picture are calls for patches. Every rank passes and gets whole tensors.
+    """A denoiser whose calls for a large picture are calls for patches. Every rank passes and gets tensors of its size.
 
     `pipe` is the pipeline that the denoiser belongs to: its scheduler says how noisy a timestep is. `reset` belongs
     before every picture, `finish` after it. `watched`: somebody looks at latents between the steps, on all ranks; said
