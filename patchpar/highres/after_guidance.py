@@ -38,7 +38,8 @@ NOT_ALIKE = (
 class AfterGuidance:
     """One picture after the other on one rank. `begin` belongs before each, `end` after it.
 
-    `watched`: somebody looks at the latents between the steps, so that they are whole in each.
+    `watched`: somebody looks at the latents between the steps, so that they are whole in each. `parted`: they are no
+    number where this rank needs none.
     """
 
     def __init__(self, mesh: tuple[Door, Axis], clock: StepClock, pipe: Any) -> None:
@@ -52,8 +53,9 @@ class AfterGuidance:
         self._layout: Layout | None = None
         self._seen: list[Tensor] = []  # what the pipeline was answered with in this step, by branches
         self._waiting: list[Portion] = []
-        self._parted = False  # latents are no number where this rank needs none
+        self.parted = False
         self._ends = False  # this is the last step
+        self._ended_at: int | None = None
 
     def begin(self, scheduler: Any) -> None:
         """Stand before everything else that stands before the scheduler's step."""
@@ -116,16 +118,19 @@ class AfterGuidance:
         steps = getattr(self._pipe, "_num_timesteps", None)
         if portion.regions is None or self.watched or not treats_places_alike(self._pipe):
             return None
+        if self._ended_at is not None:
+            raise UnsupportedModel(f"the pipeline goes on after step {self._ended_at}, its last one: {NOT_ALIKE}")
         if not isinstance(steps, int) or self._clock.evaluation >= steps:
             return None
-        self._parted, self._ends = True, self._clock.evaluation == steps - 1
+        self.parted, self._ends = True, self._clock.evaluation == steps - 1
         return portion.regions(self._ends)
 
     def _ended(self, result: Any) -> Any:
         """What a step of the scheduler returns; in the last one with latents that are whole again."""
         if not self._ends or self._layout is None:
             return result
-        self._parted = self._ends = False
+        self.parted = self._ends = False
+        self._ended_at = self._clock.evaluation
         sample, layout = sample_in(result), self._layout
         own_BCHW = layout.map_of(sample, (layout.x_BCHW.shape[-2], layout.x_BCHW.shape[-1]))
         whole_BCHW = Meeting(self._mesh, "the last step").latents(own_BCHW)
@@ -135,5 +140,5 @@ class AfterGuidance:
 
     def check_whole(self) -> None:
         """At the end of a picture: raise UnsupportedModel where its latents were never made whole."""
-        if self._parted:
+        if self.parted:
             raise UnsupportedModel(f"the pipeline ended before the last of its steps: {NOT_ALIKE}")

@@ -102,7 +102,8 @@ class LargePicture:
             portion, like = self._structure.predict(asked, level, interlace)
         else:
             laid = self._windows(interlace.size, f"{self.method.seed} {self.clock.evaluation}"), self._zones(interlace)
-            portion, like = self._detail.predict(asked, level, laid, interlace, silent=silent)
+            parted = self._after.parted
+            portion, like = self._detail.predict(asked, level, laid, interlace, silent=silent, parted=parted)
         if self._after.takes(portion):
             return layout.output(like, self._after.put_off(layout, portion))
         meeting = Meeting((self._door, self.axis), f"step {self.clock.evaluation}", silent)

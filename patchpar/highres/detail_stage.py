@@ -56,18 +56,20 @@ class DetailStage:
         interlace: Interlace,
         *,
         silent: bool = False,
+        parted: bool = False,
     ) -> tuple[Portion, Any]:
         """Our portion of the prediction and one output as the denoiser gives it.
 
         `laid`: the windows of this step, and what they can show in any. `silent`: windows hear nothing of windows on
-        other ranks.
+        other ranks. `parted`: ranks have the latents of their own windows only.
         """
         axis, x_BCHW, branches = self._mesh[1], asked.layout.x_BCHW, asked.branches
         (windows, zones), kept = laid, self._method.kept * level.time / self._method.switch
-        schedule = scheduled(len(windows) + (self._method.kept > 0), branches, axis.size, self._method.bands)
+        guided = kept > 0 or (parted and self._method.kept > 0)  # at time 0 windows stay with who has their latents
+        schedule = scheduled(len(windows) + guided, branches, axis.size, self._method.bands)
         course = Course(zones=zones, schedule=schedule, interlace=interlace)
         if not kept:
-            schedule = schedule.without(len(windows))  # at time 0: windows stay with those who have their latents
+            schedule = schedule.without(len(windows))
         shares = schedule.shares
         guide = self._guide(asked, interlace) if kept > 0 else None
 

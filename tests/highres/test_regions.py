@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from patchpar.errors import UnsupportedModel
 from patchpar.highres import regions
 from patchpar.highres.after_guidance import AfterGuidance
+from patchpar.highres.portion import Portion
 from patchpar.highres.windows import Tiling
 from tests.breadth import first_of
 
@@ -136,4 +137,17 @@ def test_steps_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(AfterGuidance, "_ended", interrupted)
     with pytest.raises(UnsupportedModel, match="the pipeline ended before the last of its steps"):
+        together(with_windows(Case()), 2)
+
+
+def test_steps_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A solver remembers what was no number: it is not asked to go on."""
+    regions_of = AfterGuidance._regions
+
+    def early(self: AfterGuidance, portion: Portion) -> Any:
+        self._pipe._num_timesteps = 3  # of four
+        return regions_of(self, portion)
+
+    monkeypatch.setattr(AfterGuidance, "_regions", early)
+    with pytest.raises(UnsupportedModel, match="the pipeline goes on after step 2, its last one"):
         together(with_windows(Case()), 2)
