@@ -214,7 +214,8 @@ class Engine:
     def _drawn(self, kwargs: Mapping[str, Any], options: DrawOptions) -> tuple[Any, RankFigures]:
         installed = self._installed
         self.clock.reset(order=getattr(getattr(self.pipe, "scheduler", None), "order", 1))
-        ledger = installed.begin(tracing=options.tracing)
+        watched = options.has_callback or kwargs.get("callback_on_step_end") is not None
+        ledger = installed.begin(tracing=options.tracing, watched=watched)
         drawing = Drawing(self.pipe, self.context, self.clock, options, ledger, installed.interrupted)
         with self._own_share(dict(kwargs)) as self._arguments, installed.running():
             output = drawing.run(self._arguments)

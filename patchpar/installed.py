@@ -109,13 +109,18 @@ class Installed:
         if self.vaes is not None:
             self.vaes.forget()
 
-    def begin(self, *, tracing: bool) -> Ledger:
-        """Begin a picture: nothing of the last one is used, and the books are empty. Raises UnsupportedModel."""
+    def begin(self, *, tracing: bool, watched: bool = False) -> Ledger:
+        """Begin a picture: nothing of the last one is used, and the books are empty. Raises UnsupportedModel.
+
+        `watched`: somebody looks at its latents between the steps.
+        """
         for module in self._hooked:
             refuse_compiled(module)
         if self.guidance is not None:
             self.guidance.reset()
         for patched in self.patched:
+            if isinstance(patched, LargePicture):
+                patched.watched = watched
             patched.reset()
         traffic = Traffic() if self.door is None else self.door.traffic
         of_vaes = Traffic() if self.vaes is None else self.vaes.door.traffic

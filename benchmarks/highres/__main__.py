@@ -153,9 +153,10 @@ FIELD = "A Gaussian field of 128 x 128, patches of 64 x 64, 50 steps, DDIM."
 ROUNDS = "Of 50 steps with equal steps of time, in evaluations of both guidance branches of one patch."
 TRAFFIC = (
     "Bytes that a rank sends in a step, in units of the latent of one picture, from the geometry: the mean of the "
-    "ranks above and below the switch, what the rank sends below it that has most to send, and the mean over 50 steps, "
-    "the first of which sends both branches of guidance. Last, the longest that a step with windows waits for 1 Gbit/s "
-    "with a millisecond of latency, nothing hidden, where native is 1024 x 1024 in half precision "
+    "ranks above and below the switch, what the rank sends below it that has most to send, the mean of the ranks in "
+    "the last step, which also makes the latents whole, and the mean over 50 steps, the first of which sends both "
+    "branches of guidance and the last of which is that one. At the end the longest that a step with windows waits for "
+    "1 Gbit/s with a millisecond of latency, nothing hidden, where native is 1024 x 1024 in half precision "
     "(`benchmarks/highres/traffic.py`)."
 )
 SPEED = (

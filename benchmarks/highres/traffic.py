@@ -1,7 +1,8 @@
 """What a rank sends in a step of a large picture, from the geometry alone, in units of the latent.
 
     above the switch   patches by bands of rows to who completes them, bands to all
-    below it           what windows cover of others' bands, bands to all, the guide to all
+    below it           what windows cover of others' bands; of bands and of the guide to each rank what it needs
+    last step          the same, but that no window follows, and then bands of the latents to all
 
 After guidance, so of one branch; the first step sends every branch.
 """
@@ -14,47 +15,84 @@ from statistics import fmean
 
 from patchpar import StructureGuidance
 from patchpar.highres.blending import Blend
+from patchpar.highres.interlace import Interlace
+from patchpar.highres.regions import Course, Regions
 from patchpar.highres.windows import Tiling, Windows
-from patchpar.highres.work import merged, share_out
+from patchpar.highres.work import merged, scheduled, share_out
 
-STEPS, NATIVE, GRID = 50, 64, 1
+STEPS, NATIVE = 50, 64
 RANKS = (2, 3, 4, 8)
 CHANNELS, RATE, LATENCY = 4, 125e6, 1e-3  # of a latent; bytes per second; seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """By one rank in a step: `pieces` of others' bands, then its band and the guide to all."""
+    """By one rank in a step: `pieces` of others' bands, then of its band and the guide, then of `latents`."""
 
     pieces: float
     rest: float
+    latents: float = 0.0
 
     @property
     def all(self) -> float:
-        """Both messages."""
-        return self.pieces + self.rest
+        """All messages."""
+        return self.pieces + self.rest + self.latents
 
 
-def forecast(
-    scale: int, ranks: int, *, native: int = NATIVE, patches: int | None, guide: bool = False, branches: int = 2
-) -> list[Sent]:
-    """What each rank sends in a step with so many patches, or with windows where that is None."""
+def forecast(scale: int, ranks: int, *, native: int = NATIVE, patches: int, branches: int = 2) -> list[Sent]:
+    """What each rank sends in a step with so many patches, of which all get everything."""
     side = scale * native
-    if patches is None:
-        windows = Tiling(moved=False).lay((side, side), (native, native), key="")
-    else:
-        stacked = tuple((number * native, 0) for number in range(patches))
-        windows = Windows((patches * native, native), (native, native), stacked)
-    shares = share_out(len(windows) + guide, branches, ranks)
-    whole = Blend.of(windows, merged(shares), 1)
-    guides = [ranks - 1 if any(unit.patch == len(windows) for unit in units) else 0 for units in shares]
+    stacked = tuple((number * native, 0) for number in range(patches))
+    windows = Windows((patches * native, native), (native, native), stacked)
+    blend = Blend.of(windows, merged(share_out(patches, branches, ranks)), 1)
     return [
         Sent(
-            pieces=_pieces(whole, place, ranks) / side**2,
-            rest=((ranks - 1) * whole.bands.size(place) * windows.size[1] + copies * native**2) / side**2,
+            pieces=_pieces(blend, place, ranks) / side**2,
+            rest=(ranks - 1) * blend.bands.size(place) * native / side**2,
         )
-        for place, copies in enumerate(guides)
+        for place in range(ranks)
     ]
+
+
+def with_windows(
+    scale: int, ranks: int, *, native: int = NATIVE, guide: bool, key: str = "", to: str = "regions"
+) -> list[Sent]:
+    """What each rank sends in a step with windows, where `key` moves them, or where they lie unmoved without one.
+
+    `to`: of a prediction each rank gets its "regions", those of the "last" step, or "all" of it.
+    """
+    size = (scale * native, scale * native)
+    windows = Tiling(moved=bool(key)).lay(size, (native, native), key=key)
+    schedule = scheduled(len(windows) + guide, 2, ranks)
+    blend = Blend.of(windows, merged(schedule.shares), 1)
+    has_guide = [any(unit.patch == len(windows) for unit in units) for units in schedule.shares]
+    zones = Tiling().zones(size, (native, native))
+    course = Course(zones=zones, schedule=schedule, interlace=Interlace.of(size, (native, native)))
+    regions = None if to == "all" else Regions.of(course, last=to == "last")
+    needed = _everything(ranks, blend, native) if regions is None else _needed(regions, ranks)
+    latent = size[0] * size[1]
+    return [
+        Sent(
+            pieces=_pieces(blend, place, ranks) / latent,
+            rest=(needed[place][0] + has_guide[place] * needed[place][1]) / latent,
+            latents=(ranks - 1) * blend.bands.size(place) / size[0] if to == "last" else 0.0,
+        )
+        for place in range(ranks)
+    ]
+
+
+def _needed(regions: Regions, ranks: int) -> list[tuple[int, int]]:
+    """By place: what the others need of its band, and of the guide were it there."""
+    others = [[other for other in range(ranks) if other != place] for place in range(ranks)]
+    return [
+        (sum(len(regions.parts[other][place]) for other in each), sum(len(regions.cells[other]) for other in each))
+        for place, each in enumerate(others)
+    ]
+
+
+def _everything(ranks: int, blend: Blend, native: int) -> list[tuple[int, int]]:
+    width = blend.windows.size[1]
+    return [((ranks - 1) * blend.bands.size(place) * width, (ranks - 1) * native**2) for place in range(ranks)]
 
 
 def _pieces(blend: Blend, place: int, ranks: int) -> int:
@@ -69,33 +107,52 @@ def exposed(scale: int, sent: Sequence[Sent]) -> float:
     return first + second + 2 * LATENCY
 
 
-def of_picture(strategy: StructureGuidance, scale: int, ranks: int) -> float:
-    """A step's mean over the ranks and over 50 steps with equal steps of time."""
-    first, before, after = _stages(strategy, scale, ranks)
-    early = round(STEPS * (1 - strategy.method.switch))
-    return (2 * first + (early - 1) * before + (STEPS - early) * after) / STEPS
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """What each rank sends: above the switch, below it, and in the last step."""
+
+    before: list[Sent]
+    after: list[Sent]
+    last: list[Sent]
 
 
-def _stages(strategy: StructureGuidance, scale: int, ranks: int) -> tuple[float, float, float]:
-    """The mean over the ranks: of a branch in the first step, of a step above the switch, of one below it."""
-    guidance = strategy.method.guidance
+def stages(strategy: StructureGuidance, scale: int, ranks: int) -> Stages:
+    """Of a strategy with overlapping windows and no teams."""
+    guidance, guide = strategy.method.guidance, strategy.method.kept > 0
     follows = guidance.strength(0) == 1 and guidance.decay == "none" and not guidance.masked
-    patches = 1 if follows else scale**2
-    before = fmean(each.all for each in forecast(scale, ranks, patches=patches))
-    after = fmean(each.all for each in forecast(scale, ranks, patches=None, guide=strategy.method.kept > 0))
-    return before, before, after
+    return Stages(
+        before=forecast(scale, ranks, patches=1 if follows else scale**2),
+        after=with_windows(scale, ranks, guide=guide),
+        last=with_windows(scale, ranks, guide=guide, to="last"),
+    )
+
+
+def mean(sent: Sequence[Sent]) -> float:
+    """Of the ranks."""
+    return fmean(each.all for each in sent)
+
+
+def most(sent: Sequence[Sent]) -> float:
+    """Of one rank."""
+    return max(each.all for each in sent)
+
+
+def of_picture(strategy: StructureGuidance, found: Stages) -> float:
+    """A step's mean over the ranks and over 50 steps with equal steps of time, the first with both branches."""
+    early = round(STEPS * (1 - strategy.method.switch))
+    before, after = (early + 1) * mean(found.before), (STEPS - early - 1) * mean(found.after)
+    return (before + after + mean(found.last)) / STEPS
 
 
 def table(strategies: dict[str, StructureGuidance], scales: tuple[int, ...]) -> Iterator[str]:
     """Rows for every strategy, size and number of ranks."""
-    yield "| | ranks | above the switch | below it | most of a rank | mean of a picture | 1 Gbit/s |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| | ranks | above the switch | below it | most of a rank | last step | mean of a picture | 1 Gbit/s |"
+    yield "|---|---|---|---|---|---|---|---|"
     for name, strategy in strategies.items():
         for scale in scales:
             for ranks in RANKS:
-                _, before, after = _stages(strategy, scale, ranks)
-                late = forecast(scale, ranks, patches=None, guide=strategy.method.kept > 0)
-                most, wait = max(each.all for each in late), 1000 * exposed(scale, late)
-                mean = of_picture(strategy, scale, ranks)
-                cells = f"{ranks} | {before:.2f} | {after:.2f} | {most:.2f} | {mean:.2f} | {wait:.0f} ms"
-                yield f"| {scale} x {scale}, {name} | {cells} |"
+                found = stages(strategy, scale, ranks)
+                means = [f"{mean(sent):.2f}" for sent in (found.before, found.after)]
+                rest = [f"{value:.2f}" for value in (most(found.after), mean(found.last), of_picture(strategy, found))]
+                wait = f"{1000 * exposed(scale, found.after):.0f} ms"
+                yield f"| {scale} x {scale}, {name} | {' | '.join([str(ranks), *means, *rest, wait])} |"

@@ -3,9 +3,12 @@
     first step    the denoiser answers with the whole; what the pipeline makes of it is looked at
     later steps   it answers with this rank's portion, with no number elsewhere; the pipeline puts its branches
                   together as ever, and before the scheduler sees the result, it is made whole
+    with windows  it is made whole only where this rank needs it; elsewhere its latents become no number
+    last step     latents are made whole
 
 That is right where guidance is a mean of the branches with the same weights everywhere, which the first step shows.
-Guidance that depends on the whole prediction (guidance_rescale) goes on with the whole.
+Guidance that depends on the whole prediction (guidance_rescale) goes on with the whole. So do latents that somebody
+looks at between the steps, and pipelines that are not known to treat every place of them by itself.
 """
 
 import functools
@@ -20,15 +23,28 @@ from patchpar.exchange import Door
 from patchpar.highres.layout import Layout
 from patchpar.highres.meeting import Meeting
 from patchpar.highres.portion import Portion
+from patchpar.highres.regions import Regions
+from patchpar.highres.stepped import sample_in, with_sample
+from patchpar.highres.suitable import treats_places_alike
 from patchpar.highres.weighing import Evidence
 from patchpar.mesh import Axis
 
+NOT_ALIKE = (
+    "ranks hold only those latents that they need, and this pipeline needs others; with any callback_on_step_end they "
+    "hold all, and one device does too. Or the model itself predicts no number: then so it does there"
+)
+
 
 class AfterGuidance:
-    """One picture after the other on one rank. `begin` belongs before each, `end` after it."""
+    """One picture after the other on one rank. `begin` belongs before each, `end` after it.
 
-    def __init__(self, mesh: tuple[Door, Axis], clock: StepClock) -> None:
-        self._mesh, self._clock = mesh, clock
+    `watched`: somebody looks at the latents between the steps, so that they are whole in each. `parted`: they are no
+    number where this rank needs none.
+    """
+
+    def __init__(self, mesh: tuple[Door, Axis], clock: StepClock, pipe: Any) -> None:
+        self._mesh, self._clock, self._pipe = mesh, clock, pipe
+        self.watched = False
         self._scheduler: Any = None
         self._forget()
 
@@ -37,6 +53,9 @@ class AfterGuidance:
         self._layout: Layout | None = None
         self._seen: list[Tensor] = []  # what the pipeline was answered with in this step, by branches
         self._waiting: list[Portion] = []
+        self.parted = False
+        self._ends = False  # this is the last step
+        self._ended_at: int | None = None
 
     def begin(self, scheduler: Any) -> None:
         """Stand before everything else that stands before the scheduler's step."""
@@ -47,7 +66,7 @@ class AfterGuidance:
 
         @functools.wraps(original)  # diffusers reads the signature of scheduler.step
         def step(model_output: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return original(self._made_whole(model_output), *args, **kwargs)
+            return self._ended(original(self._made_whole(model_output), *args, **kwargs))
 
         scheduler.step = step
 
@@ -85,7 +104,7 @@ class AfterGuidance:
             self._is_mean = combined.shape == branches.shape[1:] and Evidence.of(combined, branches).is_mean
             return model_output
         where, last = f"step {self._clock.evaluation}", waiting[-1]
-        whole = Meeting(self._mesh, where).after_guidance(waiting, last.canvas_of(combined))
+        whole = Meeting(self._mesh, where).after_guidance(waiting, last.canvas_of(combined), self._regions(last))
         if whole is None:
             raise UnsupportedModel(
                 f"guidance at {where} is no mean of its branches, as it was in the first step: keep guidance_rescale "
@@ -93,3 +112,33 @@ class AfterGuidance:
             )
         answer: Tensor = layout.output(model_output, last.finish(whole).to(model_output.dtype))
         return answer
+
+    def _regions(self, portion: Portion) -> Regions | None:
+        """Where ranks need what this step answers; None for everywhere. All ranks find the same."""
+        steps = getattr(self._pipe, "_num_timesteps", None)
+        if portion.regions is None or self.watched or not treats_places_alike(self._pipe):
+            return None
+        if self._ended_at is not None:
+            raise UnsupportedModel(f"the pipeline goes on after step {self._ended_at}, its last one: {NOT_ALIKE}")
+        if not isinstance(steps, int) or self._clock.evaluation >= steps:
+            return None
+        self.parted, self._ends = True, self._clock.evaluation == steps - 1
+        return portion.regions(self._ends)
+
+    def _ended(self, result: Any) -> Any:
+        """What a step of the scheduler returns; in the last one with latents that are whole again."""
+        if not self._ends or self._layout is None:
+            return result
+        self.parted = self._ends = False
+        self._ended_at = self._clock.evaluation
+        sample, layout = sample_in(result), self._layout
+        own_BCHW = layout.map_of(sample, (layout.x_BCHW.shape[-2], layout.x_BCHW.shape[-1]))
+        whole_BCHW = Meeting(self._mesh, "the last step").latents(own_BCHW)
+        if whole_BCHW.isnan().any():
+            raise UnsupportedModel(f"after the last step latents are no number: {NOT_ALIKE}")
+        return with_sample(result, layout.output(sample, whole_BCHW).to(sample.dtype))
+
+    def check_whole(self) -> None:
+        """At the end of a picture: raise UnsupportedModel where its latents were never made whole."""
+        if self.parted:
+            raise UnsupportedModel(f"the pipeline ended before the last of its steps: {NOT_ALIKE}")

@@ -1,6 +1,6 @@
 """A denoiser that is asked for a large picture and answers out of native-size patches, spread over ranks.
 
-    pipeline, at H x W    --->  denoise(x)  --->  the prediction for H x W, the same on every rank
+    pipeline, at H x W    --->  denoise(x)  --->  the prediction for H x W, where this rank needs it
                                   |    time above the switch:  interlaced patches, led by the anchor
                                   |    below it:               overlapping windows, blended
 
@@ -35,7 +35,7 @@ from patchpar.highres.noise import FreshNoise, SharedNoise
 from patchpar.highres.room import free_on
 from patchpar.highres.structure_stage import StructureStage
 from patchpar.highres.team import team_of
-from patchpar.highres.windows import Windows
+from patchpar.highres.windows import Windows, Zone
 from patchpar.mesh import Axis
 from patchpar.models.description import describe
 from patchpar.pace import timestep_of
@@ -46,10 +46,11 @@ log = logging.getLogger(__name__)
 
 
 class LargePicture:
-    """A denoiser whose calls for a large picture are calls for patches. Every rank passes and gets whole tensors.
+    """A denoiser whose calls for a large picture are calls for patches. Every rank passes and gets tensors of its size.
 
     `pipe` is the pipeline that the denoiser belongs to: its scheduler says how noisy a timestep is. `reset` belongs
-    before every picture, `finish` after it. `exchange` is "on", or "off" on purpose, as a negative control: what other
+    before every picture, `finish` after it. `watched`: somebody looks at latents between the steps, on all ranks; said
+    before `reset`. `exchange` is "on", or "off" on purpose, as a negative control: what other
     ranks predict is then taken for 0. `verdicts`: of teams, which are verified at their first use.
     """
 
@@ -77,7 +78,7 @@ class LargePicture:
         self._content = Content(pipe)
         self._structure = StructureStage(method, mesh, self.clock, attention, self._content)
         self._detail = DetailStage(method, mesh, self.clock, denoiser)
-        self._after = AfterGuidance(mesh, self.clock)
+        self._after = AfterGuidance(mesh, self.clock, pipe)
         self.team = team_of(denoiser, mesh, method.bands, self.native, verdicts)
         self._fresh = FreshNoise(method.switch, method.seed) if method.renoised else None
         self._shared = SharedNoise(pipe, method.shared_noise, self._interlace) if method.shared_noise else None
@@ -100,8 +101,9 @@ class LargePicture:
         if level.time > self.method.switch:
             portion, like = self._structure.predict(asked, level, interlace)
         else:
-            windows = self._windows(interlace.size, f"{self.method.seed} {self.clock.evaluation}")
-            portion, like = self._detail.predict(asked, level, windows, interlace, silent=silent)
+            laid = self._windows(interlace.size, f"{self.method.seed} {self.clock.evaluation}"), self._zones(interlace)
+            parted = self._after.parted
+            portion, like = self._detail.predict(asked, level, laid, interlace, silent=silent, parted=parted)
         if self._after.takes(portion):
             return layout.output(like, self._after.put_off(layout, portion))
         meeting = Meeting((self._door, self.axis), f"step {self.clock.evaluation}", silent)
@@ -119,7 +121,8 @@ class LargePicture:
     def _branches_of(self, x_BCHW: Tensor) -> int:
         """Branches of guidance in a batch, counted once for each form of it in a picture. Raises PlanError."""
         if x_BCHW.shape not in self._branches:
-            branches = self._branches[x_BCHW.shape] = count_branches(x_BCHW)
+            told = x_BCHW.nan_to_num()  # latents may be no number where we need none, which is not equal to itself
+            branches = self._branches[x_BCHW.shape] = count_branches(told)
             self._check_room(x_BCHW, branches)
         return self._branches[x_BCHW.shape]
 
@@ -142,6 +145,10 @@ class LargePicture:
         native = self.native
         return self.method.tiling.lay(size, native.size, key=key, unit=native.grid, step=native.unit)
 
+    def _zones(self, interlace: Interlace) -> tuple[Zone, ...]:
+        native = self.native
+        return self.method.tiling.zones(interlace.size, native.size, unit=native.grid, step=native.unit)
+
     def _check_ranks(self, interlace: Interlace, branches: int) -> None:
         windows = self._windows(interlace.size, "")
         most = branches * max(len(interlace), len(windows))
@@ -150,6 +157,15 @@ class LargePicture:
                 f"axis 'patch' has {self.axis.size} ranks, but this size is {len(interlace)} patches and then "
                 f"{len(windows)} windows of {branches} guidance branches each: use at most {most}"
             )
+
+    @property
+    def watched(self) -> bool:
+        """Whether somebody looks at latents between the steps."""
+        return self._after.watched
+
+    @watched.setter
+    def watched(self, watched: bool) -> None:
+        self._after.watched = watched
 
     def reset(self) -> None:
         """Begin a picture."""
@@ -164,7 +180,11 @@ class LargePicture:
             self._after.begin(self.pipe.scheduler)
 
     def finish(self) -> None:
-        """End a picture. Raises ExchangeError."""
+        """End a picture. Raises ExchangeError, and UnsupportedModel for one whose latents were never made whole."""
+        self._after.check_whole()
+        self._end()
+
+    def _end(self) -> None:
         self._after.end()
         self._detail.end()
         if self._fresh is not None:
@@ -177,7 +197,7 @@ class LargePicture:
 
     def restore(self) -> None:
         """Leave the pipeline as it was."""
-        self.finish()
+        self._end()
         self._content.close()
         if self.team is not None:
             self.team.restore()

@@ -1,5 +1,6 @@
 """The second stage: overlapping windows of native size, and beside them the anchor where it keeps them in place."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,9 +17,10 @@ from patchpar.highres.layout import Layout, Spot
 from patchpar.highres.level import Level
 from patchpar.highres.method import Method
 from patchpar.highres.portion import Portion, Whole
+from patchpar.highres.regions import Course, Regions
 from patchpar.highres.structure import kept_in_place
 from patchpar.highres.surroundings import Surroundings
-from patchpar.highres.windows import Windows
+from patchpar.highres.windows import Windows, Zone
 from patchpar.highres.work import own_of, scheduled
 from patchpar.mesh import Axis
 
@@ -31,6 +33,7 @@ class DetailStage:
         self._surroundings = Surroundings(denoiser, mesh, clock, method.context)
         self._flow = Flow() if method.guide == "flow" else None
         self._leads: dict[int, tuple[int, Tensor]] = {}  # clean estimates by call, with their evaluation
+        self._found: dict[tuple[Course, bool], Regions] = {}
 
     def begin(self, scheduler: Any, channels: int) -> None:
         """Begin a picture of so many latent channels. Raises PlanError for a scheduler that a guide cannot follow."""
@@ -41,20 +44,32 @@ class DetailStage:
     def end(self) -> None:
         """End a picture: what is under way is taken in. Raises ExchangeError."""
         self._surroundings.reset()
-        self._leads = {}
+        self._leads, self._found = {}, {}
         if self._flow is not None:
             self._flow.end()
 
     def predict(
-        self, asked: Asked, level: Level, windows: Windows, interlace: Interlace, *, silent: bool = False
+        self,
+        asked: Asked,
+        level: Level,
+        laid: tuple[Windows, tuple[Zone, ...]],
+        interlace: Interlace,
+        *,
+        silent: bool = False,
+        parted: bool = False,
     ) -> tuple[Portion, Any]:
         """Our portion of the prediction and one output as the denoiser gives it.
 
-        `silent`: windows hear nothing of windows on other ranks.
+        `laid`: the windows of this step, and what they can show in any. `silent`: windows hear nothing of windows on
+        other ranks. `parted`: ranks have the latents of their own windows only.
         """
         axis, x_BCHW, branches = self._mesh[1], asked.layout.x_BCHW, asked.branches
-        kept = self._method.kept * level.time / self._method.switch
-        schedule = scheduled(len(windows) + (kept > 0), branches, axis.size, self._method.bands)
+        (windows, zones), kept = laid, self._method.kept * level.time / self._method.switch
+        guided = kept > 0 or (parted and self._method.kept > 0)  # at time 0 windows stay with who has their latents
+        schedule = scheduled(len(windows) + guided, branches, axis.size, self._method.bands)
+        course = Course(zones=zones, schedule=schedule, interlace=interlace)
+        if not kept:
+            schedule = schedule.without(len(windows))
         shares = schedule.shares
         guide = self._guide(asked, interlace) if kept > 0 else None
 
@@ -78,6 +93,7 @@ class DetailStage:
             guide={unit.branch: x for unit, x in ours.items() if unit.patch == len(windows)},
             guide_size=interlace.patch_size,
             finish=partial(self._finished, level, interlace, (asked.layout, guide), kept),
+            regions=self._regions(course, x_BCHW.device),
         )
         return portion, like
 
@@ -98,15 +114,44 @@ class DetailStage:
         prediction = whole.prediction_BCHW
         if whole.guide_BChw is None or shown[1] is None:
             return prediction
-        x_BCHW, guide_BChw = (x[: len(prediction)] for x in (shown[0].x_BCHW, shown[1]))
-        channels = min(x_BCHW.shape[1], prediction.shape[1])
-        pair = x_BCHW[:, :channels].float(), prediction[:, :channels].float()
-        clean = self._aged(level.clean(guide_BChw[:, :channels].float(), whole.guide_BChw[:, :channels].float()))
-        kept = kept_in_place(level, interlace, clean, pair, strength)
+        channels = min(shown[0].x_BCHW.shape[1], prediction.shape[1])
+        pair = prediction[:, :channels].float(), whole.guide_BChw[:, :channels].float()
+        kept = kept_in_place(interlace, pair[0], self._differ(level, interlace, shown, pair), strength)
         answer = torch.cat([kept.to(prediction.dtype), prediction[:, channels:]], 1)
         if self._flow is not None:
             self._flow.heard(Heard(level, shown[0], whole.guide_BChw[:, : answer.shape[1]], answer))
         return answer
+
+    def _differ(
+        self, level: Level, interlace: Interlace, shown: tuple[Layout, Tensor | None], pair: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """By how much the anchor should predict otherwise. `pair`: what is predicted of the picture, of the guide."""
+        prediction, guide = pair
+        first = interlace.split(prediction)[0]
+        if self._leads_by_anchor:
+            return guide - first  # both of the same latent, so that this needs none of it
+        assert shown[1] is not None
+        x_BCHW, guide_BChw = (x[: len(first), : first.shape[1]].float() for x in (shown[0].x_BCHW, shown[1]))
+        clean = self._aged(level.clean(guide_BChw, guide))
+        return level.per_clean * (clean - level.clean(interlace.split(x_BCHW)[0], first))
+
+    @property
+    def _leads_by_anchor(self) -> bool:
+        """Whether what leads is this step's anchor: of no latent but the picture's, and of no other step."""
+        return self._flow is None and not self._method.guidance.lag
+
+    def _regions(self, course: Course, device: torch.device) -> Callable[[bool], Regions] | None:
+        """Where ranks need what is answered. None for everywhere: another guide is held against latents."""
+        if not self._leads_by_anchor:
+            return None
+
+        def of(last: bool) -> Regions:
+            key = course, last
+            if key not in self._found:
+                self._found[key] = Regions.of(course, last=last, device=device)
+            return self._found[key]
+
+        return of
 
     def _aged(self, fresh: Tensor) -> Tensor:
         """The estimate of the step before where guidance lags and there is one, else this step's."""

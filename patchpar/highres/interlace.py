@@ -10,6 +10,7 @@ A side that s patches of a whole number of `unit` rows do not make is continued 
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -53,6 +54,12 @@ class Interlace:
         batch, channels = canvas.shape[:2]
         cells = canvas.reshape(batch, channels, height, down, width, across)
         return cells.permute(3, 5, 0, 1, 2, 4).reshape(len(self), batch, channels, height, width)
+
+    @property
+    def anchor_places(self) -> Tensor:
+        """Which places of the flattened latent the anchor is made of, in the order of its own."""
+        places = torch.arange(self.size[0] * self.size[1], dtype=torch.float64)  # integers are not reflected
+        return self.split(places.view(1, 1, *self.size))[0].flatten().long()
 
     def join(self, x_NBChw: Tensor) -> Tensor:
         """The latent that these patches make: x_BCHW."""

@@ -1,7 +1,7 @@
 """How ranks make a whole of their portions of a prediction, in two messages to each other rank.
 
     what a rank's patches cover of a band of rows goes to the rank that completes the band
-    every band, and what leads the rest, goes to all
+    every band, and what leads the rest, goes to all; or of both to each what it needs (`Regions`)
 
 They meet at once, every branch of guidance by itself; or after the pipeline has put its branches together in every
 portion, which comes to the same, guidance being a weighted sum, and is a fraction of the bytes.
@@ -15,11 +15,24 @@ from torch import Tensor
 
 from patchpar.exchange import Door
 from patchpar.highres.blending import Blend, whole_of_bands
-from patchpar.highres.gathering import ANCHOR, MASK, PREDICTION, Shares, from_everyone, stack_spec, stacked
+from patchpar.highres.gathering import (
+    ANCHOR,
+    LATENTS,
+    MASK,
+    PREDICTION,
+    Sent,
+    Shares,
+    from_everyone,
+    stack_spec,
+    stacked,
+    to_all,
+)
 from patchpar.highres.portion import Portion, Whole
+from patchpar.highres.regions import Regions
 from patchpar.highres.weighing import Evidence, weighed
 from patchpar.highres.work import Unit, merged
 from patchpar.mesh import Axis
+from patchpar.patches import split_bands
 from patchpar.transport import Spec
 
 GuideOf = Callable[[list[Tensor]], Mapping[Unit, Tensor]]
@@ -38,11 +51,13 @@ class Meeting:
         own = {Unit(len(portion.windows), branch): x for branch, x in portion.guide.items()}
         return self._met(portion, portion.canvas_KBCHW, portion.shares, lambda _: own)
 
-    def after_guidance(self, portions: Sequence[Portion], combined_BCHW: Tensor) -> Whole | None:
+    def after_guidance(
+        self, portions: Sequence[Portion], combined_BCHW: Tensor, regions: Regions | None = None
+    ) -> Whole | None:
         """What the pipeline has made of the portions of all denoiser calls of a step, each the same patches.
 
-        `combined`: on the canvas. None where that is no weighted mean of the branches, or another one elsewhere.
-        Raises ExchangeError.
+        `combined`: on the canvas. `regions`: where each rank needs the whole; elsewhere it is no number. None where
+        that is no weighted mean of the branches, or another one elsewhere. Raises ExchangeError.
         """
         last, heard = portions[-1], list[Evidence]()
         masks = [portion.mask for portion in portions if portion.mask is not None]
@@ -57,11 +72,29 @@ class Meeting:
             return {Unit(len(last.windows), 0): weighed(heard[0].weights_BK, torch.stack(guide)).to(last.dtype)}
 
         portion, canvas = replace(last, mask=masks[0] if masks else None), combined_BCHW.float()[None]
-        whole = self._met(portion, canvas, merged(last.shares), guide_of, told=own.products)
+        whole = self._met(portion, canvas, merged(last.shares), guide_of, own.products, regions)
         return whole if heard[0].is_mean else None
 
+    def latents(self, own_BCHW: Tensor) -> Tensor:
+        """Latents of which every rank has its band of rows, whole again. Raises ExchangeError."""
+        axis, height = self.mesh[1], own_BCHW.shape[-2]
+        bands = split_bands(height, axis.size, 1)
+        band = own_BCHW[..., bands.starts[axis.rank] : bands.starts[axis.rank + 1], :]
+
+        def spec(place: int) -> list[Spec]:
+            return [Spec((*own_BCHW.shape[:-2], bands.size(place), own_BCHW.shape[-1]), own_BCHW.dtype)]
+
+        found = from_everyone(self.mesh, self.where, {LATENTS: to_all([band])}, {LATENTS: spec})
+        return torch.cat([tensors[LATENTS][0] for tensors in found], -2)
+
     def _met(
-        self, portion: Portion, own_GBCHW: Tensor, shares: Shares, guide_of: GuideOf, told: Tensor | None = None
+        self,
+        portion: Portion,
+        own_GBCHW: Tensor,
+        shares: Shares,
+        guide_of: GuideOf,
+        told: Tensor | None = None,
+        regions: Regions | None = None,
     ) -> Whole:
         """The whole of a canvas of G branches. `guide_of` gives our part of the guide, once all have `told`."""
         axis, dtype = self.mesh[1], portion.dtype
@@ -70,26 +103,69 @@ class Meeting:
         if axis.size > 1 and not self.silent:
             band, heard = blend.band(self.mesh, self.where, own_GBCHW, dtype, told)
         guides = [tuple(unit for unit in units if unit.patch == len(portion.windows)) for units in shares]
-        sent = {PREDICTION: [band], ANCHOR: stacked(guides[axis.rank], guide_of(heard)), MASK: portion.own_mask}
+        sheets = _Sheets(axis.rank, regions, blend, own_GBCHW, portion)
+        own = stacked(guides[axis.rank], guide_of(heard))
+        sent = {PREDICTION: sheets.band(band), ANCHOR: sheets.guide(own), MASK: to_all(portion.own_mask)}
         expected: dict[str, Callable[[int], list[Spec]]] = {
-            PREDICTION: lambda place: blend.band_spec(place, own_GBCHW, dtype),
-            ANCHOR: lambda place: stack_spec(guides[place], portion.one_guide),
+            PREDICTION: sheets.band_spec,
+            ANCHOR: lambda place: sheets.guide_spec(guides[place]),
             MASK: portion.mask_spec,
         }
         found = from_everyone(self.mesh, self.where, sent, expected, silent=self.silent)
         masks = [x for tensors in found for x in tensors[MASK]]
         return Whole(
-            prediction_BCHW=whole_of_bands([tensors[PREDICTION][0] for tensors in found]),
-            guide_BChw=_guide_of(guides, found),
+            prediction_BCHW=sheets.whole([tensors[PREDICTION] for tensors in found]),
+            guide_BChw=_guide_of(guides, [sheets.guides(place, each[ANCHOR]) for place, each in enumerate(found)]),
             mask_B1hw=masks[0] if masks else None,
         )
 
 
-def _guide_of(guides: Shares, found: Sequence[Mapping[str, Sequence[Tensor]]]) -> Tensor | None:
+@dataclass(frozen=True, slots=True)
+class _Sheets:
+    """What of bands and of the guide goes to whom, and as what it comes: all to all, or by regions."""
+
+    rank: int
+    regions: Regions | None
+    blend: Blend
+    like_GBCHW: Tensor
+    portion: Portion
+
+    def band(self, own: Tensor) -> Sent:
+        regions = self.regions
+        return to_all([own]) if regions is None else lambda place: regions.part(own, self.rank, place)
+
+    def band_spec(self, place: int) -> list[Spec]:
+        if self.regions is None:
+            return self.blend.band_spec(place, self.like_GBCHW, self.portion.dtype)
+        return self.regions.part_spec(self.like_GBCHW, self.portion.dtype, place, self.rank)
+
+    def whole(self, found: Sequence[Sequence[Tensor]]) -> Tensor:
+        if self.regions is None:
+            return whole_of_bands([tensors[0] for tensors in found])
+        return self.regions.whole(self.rank, found).flatten(0, 1)
+
+    def guide(self, own: Sequence[Tensor]) -> Sent:
+        regions = self.regions
+        if regions is None:
+            return to_all(own)
+        return lambda place: own if place == self.rank else regions.guide_part(own, place)
+
+    def guide_spec(self, units: tuple[Unit, ...]) -> list[Spec]:
+        whole = stack_spec(units, self.portion.one_guide)
+        return whole if self.regions is None else self.regions.guide_spec(whole, self.rank)
+
+    def guides(self, place: int, found: Sequence[Tensor]) -> Sequence[Tensor]:
+        size = self.portion.guide_size
+        if self.regions is None or place == self.rank or size is None:
+            return found
+        return [self.regions.guide(self.rank, x, size) for x in found]
+
+
+def _guide_of(guides: Shares, found: Sequence[Sequence[Tensor]]) -> Tensor | None:
     """All branches in order; what several places have of one branch is added up."""
     by_branch: dict[int, Tensor] = {}
     for units, tensors in zip(guides, found, strict=True):
-        for unit, x in zip(units, tensors[ANCHOR][0] if units else (), strict=True):
+        for unit, x in zip(units, tensors[0] if units else (), strict=True):
             by_branch[unit.branch] = by_branch[unit.branch] + x if unit.branch in by_branch else x
     return torch.cat([by_branch[branch] for branch in sorted(by_branch)]) if by_branch else None
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.highres.interlace import Interlace
 from patchpar.highres.level import level_of
+from patchpar.highres.stepped import with_sample
 
 PICTURES_IN = ("image", "timestep", "video")  # parameters of a prepare_latents that adds noise to a picture
 
@@ -81,7 +82,7 @@ class FreshNoise:
             crosses = later is not None and level_of(scheduler, timestep).time > self._switch
             fresh = self._noised(model_output, timestep, sample, later) if crosses and later is not None else None
             result = original(model_output, timestep, sample, *args, **kwargs)
-            return result if fresh is None else _with_sample(result, fresh)
+            return result if fresh is None else with_sample(result, fresh)
 
         scheduler.step = step
 
@@ -107,10 +108,3 @@ class FreshNoise:
         if hasattr(scheduler, "scale_noise"):
             return scheduler.scale_noise(clean, later[None], noise).to(sample.dtype)
         return scheduler.add_noise(clean, noise, later[None]).to(sample.dtype)
-
-
-def _with_sample(result: Any, sample: Tensor) -> Any:
-    if isinstance(result, tuple):
-        return (sample, *result[1:])
-    result.prev_sample = sample
-    return result

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from patchpar.highres.gathering import Shares
 from patchpar.highres.interlace import Interlace
+from patchpar.highres.regions import Regions
 from patchpar.highres.windows import Windows
 from patchpar.transport import Spec
 
@@ -29,7 +30,7 @@ class Portion:
     `windows`: where patches lie on the canvas. A patch of `shares` beyond them is the guide; `guide` are its own
     predictions by branch. `interlace`: where the canvas is no picture but patches of one, one below the other.
     `mask`: of a place that has one, (its owner, its form, itself where it is ours). `finish`: what is answered, given
-    the whole.
+    the whole. `regions`: where ranks need that, in the last step or another one; None where all do everywhere.
     """
 
     canvas_KBCHW: Tensor
@@ -42,6 +43,7 @@ class Portion:
     guide_size: tuple[int, int] | None = None
     interlace: Interlace | None = None
     mask: tuple[int, Spec, Tensor | None] | None = None
+    regions: Callable[[bool], Regions] | None = None
 
     @property
     def branches(self) -> int:

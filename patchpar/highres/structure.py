@@ -66,15 +66,9 @@ def guided(
     return prediction_NBChw + change
 
 
-def kept_in_place(
-    level: Level, interlace: Interlace, clean_BChw: Tensor, whole: tuple[Tensor, Tensor], strength: float
-) -> Tensor:
-    """A whole prediction whose coarse structure is drawn towards a small clean estimate, its detail untouched.
+def kept_in_place(interlace: Interlace, prediction_BCHW: Tensor, differ_BChw: Tensor, strength: float) -> Tensor:
+    """A whole prediction whose coarse structure is drawn towards the guide's, its detail untouched.
 
-    `whole` is x_BCHW and prediction_BCHW. What they differ by where the anchor has its samples is spread over the
-    places between.
+    `differ`: how far the guide's is from it where the anchor has its samples. It is spread over the places between.
     """
-    x_BCHW, prediction_BCHW = whole
-    first = interlace.split(x_BCHW)[0], interlace.split(prediction_BCHW)[0]
-    differ = clean_BChw - level.clean(*first)
-    return prediction_BCHW + strength * level.per_clean * interlace.join(interlace.enlarge(differ))
+    return prediction_BCHW + strength * interlace.join(interlace.enlarge(differ_BChw))

@@ -15,6 +15,14 @@ TESTED = (
 """Pipelines that tests draw large pictures with. Nobody else gets another method without asking for it."""
 
 
+def treats_places_alike(pipe: Any) -> bool:
+    """Whether between the steps a pipeline does the same in every place of its latents, whatever is in the others.
+
+    Those that tests draw with do; what another one does is not known.
+    """
+    return type(pipe).__name__ in TESTED
+
+
 def why_kept_native(pipe: Any) -> str:
     """Why nothing but plain generation is chosen for large pictures of this pipeline; empty where it can be led."""
     denoisers = [pipe.components[name] for name in DENOISERS if pipe.components.get(name) is not None]

@@ -20,6 +20,9 @@ from torch import Tensor
 from patchpar.errors import PlanError
 from patchpar.highres.geometry import fewest_of, starts_of
 
+Zone = tuple[tuple[int, int], tuple[int, int]]
+"""Rows from one to another, columns from one to another."""
+
 
 @dataclass(frozen=True)
 class Windows:
@@ -80,19 +83,39 @@ class Tiling:
         Corners are multiples of `unit`, sizes of `step` but for a whole side. Raises PlanError for sides that are no
         multiple of `unit`.
         """
+        window, (tops, lefts) = self._grid(size, native, unit, step)
+        rng = random.Random(key)
+
+        def moved(start: int, dim: int) -> int:
+            low, reach, high = self._range(start, size[dim], window[dim], unit)
+            return min(max(start + rng.randint(-reach, reach) * unit, low), high) if reach else start
+
+        corners = tuple((moved(top, 0), moved(left, 1)) for top in tops for left in lefts)
+        return Windows(size, window, corners)
+
+    def zones(
+        self, size: tuple[int, int], native: tuple[int, int], *, unit: int = 1, step: int = 1
+    ) -> tuple[Zone, ...]:
+        """What each window of `lay` can show, whatever the key. Raises PlanError as that does."""
+        window, starts = self._grid(size, native, unit, step)
+
+        def shown(start: int, dim: int) -> tuple[int, int]:
+            low, _, high = self._range(start, size[dim], window[dim], unit)
+            return low, high + window[dim]
+
+        return tuple((shown(top, 0), shown(left, 1)) for top in starts[0] for left in starts[1])
+
+    def _grid(
+        self, size: tuple[int, int], native: tuple[int, int], unit: int, step: int
+    ) -> tuple[tuple[int, int], tuple[list[int], list[int]]]:
+        """The size of windows, and where they begin from the top and from the left, not moved. Raises PlanError."""
         for side in size:
             if side % unit:
                 raise PlanError(f"a latent of {size[0]} x {size[1]} has a side that is no multiple of {unit}")
         (height, tops), (width, lefts) = (
             self._laid(side, own, unit, step) for side, own in zip(size, native, strict=True)
         )
-        window, rng = (height, width), random.Random(key)
-        corners = tuple(
-            (self._moved(top, 0, size, window, unit, rng), self._moved(left, 1, size, window, unit, rng))
-            for top in tops
-            for left in lefts
-        )
-        return Windows(size, window, corners)
+        return (height, width), (tops, lefts)
 
     def _laid(self, side: int, native: int, unit: int, step: int) -> tuple[int, list[int]]:
         """The size of windows along a side, and where they begin."""
@@ -100,12 +123,12 @@ class Tiling:
             return fewest_of(side, native, self.margin, unit, step)
         return min(side, native), starts_of(side, min(side, native), self.overlap, unit)
 
-    def _moved(
-        self, start: int, dim: int, size: tuple[int, int], window: tuple[int, int], unit: int, rng: random.Random
-    ) -> int:
-        """At most a quarter of the overlap away, so that two neighbours still meet; never beyond the frame."""
-        room = size[dim] - window[dim]
-        reach = int(window[dim] * self.overlap / 4) // unit
-        if not self.moved or self.margin is not None or not reach or start in (0, room):
-            return start
-        return min(max(start + rng.randint(-reach, reach) * unit, 0), room)
+    def _range(self, start: int, side: int, window: int, unit: int) -> tuple[int, int, int]:
+        """The first and the last place that a window is moved to, and between them by how many units it is.
+
+        At most a quarter of the overlap away, so that two neighbours still meet; never beyond the frame.
+        """
+        room = side - window
+        fixed = not self.moved or self.margin is not None or start in (0, room)
+        reach = 0 if fixed else int(window * self.overlap / 4) // unit
+        return max(start - reach * unit, 0), reach, min(start + reach * unit, room)

@@ -56,6 +56,14 @@ class Schedule:
     together: tuple[tuple[Unit, ...], ...]
     shares: tuple[tuple[Unit, ...], ...]
 
+    def without(self, patch: int) -> "Schedule":
+        """The same but for one patch: all others stay where they are."""
+        alone, together, shares = (
+            tuple(tuple(unit for unit in units if unit.patch != patch) for units in each)
+            for each in (self.alone, self.together, self.shares)
+        )
+        return Schedule(alone=alone, together=together, shares=shares)
+
 
 def scheduled(patches: int, branches: int, ranks: int, bands: int = 1) -> Schedule:
     """The shortest schedule. `bands`: the size of a team, a divisor of `ranks`; 1 for none.

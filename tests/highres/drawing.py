@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ from patchpar.clock import StepClock
 from patchpar.errors import ExchangeError
 from patchpar.exchange import Door
 from patchpar.highres.denoiser import LargePicture
+from patchpar.highres.stepped import sample_in
 from patchpar.mesh import Axis
 from patchpar.strategies.structure_guidance import StructureGuidance
 from patchpar.verdicts import Verdicts
@@ -24,7 +25,7 @@ from tests.unit.threads import on_threads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A picture: of which pipeline, how, and with what arguments."""
+    """A picture: of which pipeline, how, and with what arguments. `watched`: the ranks are told that somebody looks."""
 
     pipeline: str = "sd"
     options: dict[str, Any] = field(default_factory=dict)
@@ -32,6 +33,7 @@ class Case:
     steps: int = 3
     arguments: dict[str, Any] = field(default_factory=lambda: {"height": 128, "width": 128})
     exchange: str = "on"
+    watched: bool = False
 
     @property
     def strategy(self) -> StructureGuidance:
@@ -41,11 +43,15 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """Final latents, and what this rank sent, by kind: in all, and up to the end of every step."""
+    """Final latents, and what this rank sent, by kind: in all, and up to the end of every step.
+
+    `missing`: the share of latents that are no number after every step.
+    """
 
     latents: Tensor
     bytes_sent: dict[str, int]
     by_step: list[dict[str, int]]
+    missing: list[float]
 
     def sent_in(self, step: int) -> dict[str, int]:
         """In one step, counted from 0."""
@@ -60,11 +66,13 @@ def large(
     door: Any,
     axis: Axis,
     by_step: list[dict[str, int]] | None = None,
+    missing: list[float] | None = None,
     verdicts: Verdicts | None = None,
 ) -> Iterator[LargePicture]:
     """The pipeline's denoiser answers out of patches while open, and its clock is that of its scheduler.
 
-    `by_step` takes down what has been sent by the end of every step. `verdicts`: of teams.
+    `by_step` takes down what has been sent by the end of every step, `missing` the share of latents that are no number.
+    `verdicts`: of teams.
     """
     denoiser, scheduler, clock = tiny.denoiser, tiny.pipe.scheduler, StepClock()
     found = strategy.install(denoiser, door, axis, pipe=tiny.pipe, clock=clock, verdicts=verdicts)
@@ -83,15 +91,18 @@ def large(
         clock.tick()
         if by_step is not None and door is not None:
             by_step.append(dict(door.traffic.bytes_sent))
+        if missing is not None:
+            missing.append(float(sample_in(result).isnan().float().mean()))
         return result
 
     denoiser.forward, scheduler.step = forward, step
-    try:
-        yield found
-    finally:
-        del denoiser.forward, scheduler.step
+    with ExitStack() as stack:
+        stack.callback(found.restore)
+        try:
+            yield found
+        finally:
+            del denoiser.forward, scheduler.step
         found.finish()
-        found.restore()
 
 
 def prepared(case: Case) -> Tiny:
@@ -106,14 +117,15 @@ def prepared(case: Case) -> Tiny:
 
 def draw(transport: Any, case: Case, tinies: list[Tiny]) -> Drawn:
     """On one rank; `transport` is None for a rank that is alone."""
-    rank, by_step = 0 if transport is None else transport.rank, list[dict[str, int]]()
+    rank, by_step, missing = 0 if transport is None else transport.rank, list[dict[str, int]](), list[float]()
     door = None if transport is None else Door(transport)
     axis = Axis("patch", rank, len(tinies), tuple(range(len(tinies))))
-    with large(tinies[rank], case.strategy, door, axis, by_step) as found:
+    with large(tinies[rank], case.strategy, door, axis, by_step, missing) as found:
         found.exchange = case.exchange
+        found.watched = case.watched
         drawn = latents(tinies[rank], steps=case.steps, **case.arguments)
     sent = {} if door is None else dict(door.traffic.bytes_sent)
-    return Drawn(latents=drawn, bytes_sent=sent, by_step=by_step)
+    return Drawn(latents=drawn, bytes_sent=sent, by_step=by_step, missing=missing)
 
 
 def alone(case: Case) -> Tensor:

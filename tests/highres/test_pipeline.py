@@ -59,6 +59,15 @@ def test_two_devices() -> None:
         assert apart(pipe(**call(guidance_scale=1.0)).images, alone(teams)) < LIMIT
         assert pipe.last_run is not None
         assert all(rank.bytes_sent["kv"] > 0 for rank in pipe.last_run.ranks)
+        windows, seen = Case(options={"switch": 0.9}, arguments=teams.arguments), list[Tensor]()
+        pipe.plan, want = Plan(patch=2, strategy=windows.strategy), alone(windows)
+        assert apart(pipe(**call(guidance_scale=1.0)).images, want) < LIMIT
+        assert all(rank.bytes_sent["latents"] > 0 for rank in pipe.last_run.ranks)  # none had all before the last step
+        looking = {"callback_on_step_end": lambda pipe, step, time, tensors: seen.append(tensors["latents"]) or {}}
+        assert apart(pipe(**call(guidance_scale=1.0, **looking)).images, want) < LIMIT
+        assert all("latents" not in rank.bytes_sent for rank in pipe.last_run.ranks)
+        assert len(seen) == windows.steps
+        assert all(latents.isfinite().all() for latents in seen)
 
 
 def test_messages(one: ParallelPipeline) -> None:
