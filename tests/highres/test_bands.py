@@ -60,7 +60,7 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "the anchor alone, then twenty units": (8, {"bands": 2}),
     "eighteen units": (4, {"bands": 2, "kept": 0.0}),
     "lagging": (4, {"bands": 2, "lag": 1, "kept": 0.0}),
-    "masked": (4, {"bands": 2, "masked": True}),
+    "masked": (4, {"bands": 2, "masked": True, "kept": 0.0}),
     "a guide of its own": (8, {"bands": 2, "guide": "flow", "switch": 0.7}),
 }
 
