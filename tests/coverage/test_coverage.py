@@ -28,7 +28,7 @@ SAMPLE = {
     "WanAnimateTransformer3DModel": "some blocks whole on every rank",
     "WanTransformer3DModel": "video",
 }
-QUICK = ("FluxTransformer2DModel", "PixArtTransformer2DModel", "SanaTransformer2DModel", "WanTransformer3DModel")
+QUICK = ("PixArtTransformer2DModel", "SanaTransformer2DModel", "WanTransformer3DModel")
 LEAST_SPLIT = 50
 
 

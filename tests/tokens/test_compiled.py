@@ -47,7 +47,6 @@ def compiled(name: str, counter: Any) -> nn.Module:
         [*((name, "exact") for name in LONGER), ("Flux", "exact:attention=ring"), ("SD3", "displaced:warmup_steps=1")],
         ("Flux", "exact"),
         ("Wan", "exact"),
-        ("SD3", "displaced:warmup_steps=1"),
     ),
 )
 def test_whole_graphs(name: str, strategy: str) -> None:
