@@ -118,8 +118,8 @@ def in_order(rows: Iterable[Row]) -> list[Row]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The whole document. Raises ValueError if there is nothing to say."""
-    rows = in_order(rows)
+    """The whole document, of rows in order. Raises ValueError if there is nothing to say."""
+    rows = list(rows)
     if not rows:
         raise ValueError("no picture of this selection has been measured: leave flags out, or measure first")
     lines = [INTRO]

@@ -38,13 +38,11 @@ NOT_ALIKE = (
 class AfterGuidance:
     """One picture after the other on one rank. `begin` belongs before each, `end` after it.
 
-    `watched`: somebody looks at the latents between the steps, so that they are whole in each. `parted`: they are no
-    number where this rank needs none.
+    `parted`: latents are no number where this rank needs none.
     """
 
     def __init__(self, mesh: tuple[Door, Axis], clock: StepClock, pipe: Any) -> None:
         self._mesh, self._clock, self._pipe = mesh, clock, pipe
-        self.watched = False
         self._scheduler: Any = None
         self._forget()
 
@@ -53,13 +51,18 @@ class AfterGuidance:
         self._layout: Layout | None = None
         self._seen: list[Tensor] = []  # what the pipeline was answered with in this step, by branches
         self._waiting: list[Portion] = []
+        self._watched = False
         self.parted = False
         self._ends = False  # this is the last step
         self._ended_at: int | None = None
 
-    def begin(self, scheduler: Any) -> None:
-        """Stand before everything else that stands before the scheduler's step."""
+    def begin(self, scheduler: Any, *, watched: bool = False) -> None:
+        """Stand before everything else that stands before the scheduler's step.
+
+        `watched`: somebody looks at the latents between the steps, so that they are whole in each.
+        """
         self.end()
+        self._watched = watched
         if self._mesh[1].size == 1:
             return
         self._scheduler, original = scheduler, scheduler.step
@@ -116,7 +119,7 @@ class AfterGuidance:
     def _regions(self, portion: Portion) -> Regions | None:
         """Where ranks need what this step answers; None for everywhere. All ranks find the same."""
         steps = getattr(self._pipe, "_num_timesteps", None)
-        if portion.regions is None or self.watched or not treats_places_alike(self._pipe):
+        if portion.regions is None or self._watched or not treats_places_alike(self._pipe):
             return None
         if self._ended_at is not None:
             raise UnsupportedModel(f"the pipeline goes on after step {self._ended_at}, its last one: {NOT_ALIKE}")

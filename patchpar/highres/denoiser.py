@@ -68,7 +68,7 @@ class LargePicture:
     ) -> None:
         self.denoiser, self.method, self.pipe = denoiser, method, pipe
         (self._door, self.axis), self.clock = mesh, clock or StepClock()
-        self.exchange = "on"
+        self.exchange, self.watched = "on", False
         self.native = Native.of(pipe, denoiser, method.native)
         attention = AttentionMap(denoiser)
         if method.guidance.masked and not attention.layers and self.axis.rank == 0:
@@ -158,15 +158,6 @@ class LargePicture:
                 f"{len(windows)} windows of {branches} guidance branches each: use at most {most}"
             )
 
-    @property
-    def watched(self) -> bool:
-        """Whether somebody looks at latents between the steps."""
-        return self._after.watched
-
-    @watched.setter
-    def watched(self, watched: bool) -> None:
-        self._after.watched = watched
-
     def reset(self) -> None:
         """Begin a picture."""
         self._after.end()
@@ -177,7 +168,7 @@ class LargePicture:
         if self._fresh is not None:
             self._fresh.begin(self.pipe.scheduler)
         if not self.method.guidance.lag:  # what leads is then what each branch said in the step before
-            self._after.begin(self.pipe.scheduler)
+            self._after.begin(self.pipe.scheduler, watched=self.watched)
 
     def finish(self) -> None:
         """End a picture. Raises ExchangeError, and UnsupportedModel for one whose latents were never made whole."""

@@ -83,8 +83,9 @@ class Regions:
         """Those of a step, or of the `last` one."""
         interlace, bands = course.interlace, course.bands
         wanted = [course.wanted(place, last=last) for place in range(course.places)]
+        samples = interlace.anchor_places if course.guided else torch.zeros(0, dtype=torch.long)
         around = [_around(each, interlace) if course.guided else each.new_zeros(0) for each in wanted]
-        parts = [tuple(_by_band(each, cells, interlace, bands)) for each, cells in zip(wanted, around, strict=True)]
+        parts = [tuple(_by_band(each, samples[cells], bands)) for each, cells in zip(wanted, around, strict=True)]
         return cls(
             size=interlace.size,
             bands=bands,
@@ -136,11 +137,10 @@ def _around(wanted_HW: Tensor, interlace: Interlace) -> Tensor:
     return F.max_pool2d(inside, 2 * AROUND + 1, stride=1, padding=AROUND).flatten() > 0
 
 
-def _by_band(wanted_HW: Tensor, cells_N: Tensor, interlace: Interlace, bands: Bands) -> Iterator[Tensor]:
-    """The places wanted, and those of the anchor's samples, of every band."""
+def _by_band(wanted_HW: Tensor, samples_N: Tensor, bands: Bands) -> Iterator[Tensor]:
+    """The places wanted, and those of these samples of the anchor, of every band."""
     needed = wanted_HW.flatten().clone()
-    if len(cells_N):
-        needed[interlace.anchor_places[cells_N]] = True
+    needed[samples_N] = True
     width = wanted_HW.shape[1]
     for owner in range(len(bands)):
         first, end = (bands.starts[at] * width for at in (owner, owner + 1))

@@ -52,6 +52,6 @@ class Replays:
         for place in reversed(range(len(self._entries))):
             if self._entries[place].settles == name:
                 del self._entries[place]
-            elif not self._entries[place].concerns(name):
-                continue
-            return
+                return
+            if self._entries[place].concerns(name):
+                return

@@ -68,11 +68,13 @@ def large(
     by_step: list[dict[str, int]] | None = None,
     missing: list[float] | None = None,
     verdicts: Verdicts | None = None,
+    *,
+    watched: bool = False,
 ) -> Iterator[LargePicture]:
     """The pipeline's denoiser answers out of patches while open, and its clock is that of its scheduler.
 
     `by_step` takes down what has been sent by the end of every step, `missing` the share of latents that are no number.
-    `verdicts`: of teams.
+    `verdicts`: of teams. `watched`: that somebody looks is said.
     """
     denoiser, scheduler, clock = tiny.denoiser, tiny.pipe.scheduler, StepClock()
     found = strategy.install(denoiser, door, axis, pipe=tiny.pipe, clock=clock, verdicts=verdicts)
@@ -82,6 +84,7 @@ def large(
         clock.next_call()
         return found.denoise(plain, *args, **kwargs)
 
+    found.watched = watched
     found.reset()
     original = scheduler.step
 
@@ -120,9 +123,8 @@ def draw(transport: Any, case: Case, tinies: list[Tiny]) -> Drawn:
     rank, by_step, missing = 0 if transport is None else transport.rank, list[dict[str, int]](), list[float]()
     door = None if transport is None else Door(transport)
     axis = Axis("patch", rank, len(tinies), tuple(range(len(tinies))))
-    with large(tinies[rank], case.strategy, door, axis, by_step, missing) as found:
+    with large(tinies[rank], case.strategy, door, axis, by_step, missing, watched=case.watched) as found:
         found.exchange = case.exchange
-        found.watched = case.watched
         drawn = latents(tinies[rank], steps=case.steps, **case.arguments)
     sent = {} if door is None else dict(door.traffic.bytes_sent)
     return Drawn(latents=drawn, bytes_sent=sent, by_step=by_step, missing=missing)
