@@ -9,7 +9,8 @@
 Pictures of held-out captions by the embedded model are compared before they are rounded to 8 bits with those of plain
 diffusers in one process: same captions, same seeds, same scheduler. Every picture is a line in a file, and what is in
 the file is not drawn again: interrupt it, run it in pieces, ask for more captions later. Rows that the table has and
-the file lacks, or has of fewer captions, stay as they are. "naive" lets every band work alone, "frozen" (with the
+the file lacks, or has of fewer captions, stay as they are; a row of 8 captions is made one of 32 by drawing the others,
+`--first 8 --captions 32`, in a file of their own or not. "naive" lets every band work alone, "frozen" (with the
 options of displaced) sends nothing after the synchronous steps: the negative controls.
 """
 
@@ -119,6 +120,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=count_of, action="append", help=f"default {FULL.steps}")
     parser.add_argument("--scheduler", choices=SCHEDULERS, action="append")
     parser.add_argument("--captions", type=count_of, help=f"how many, default {FULL.captions}")
+    parser.add_argument("--first", type=int, default=0, help="leave out captions before this one: the table has them")
     parser.add_argument("--quick", action="store_true", help="smaller defaults")
     parser.add_argument("--again", action="store_true", help="draw again what the file knows; the new lines count")
     parser.add_argument("--batch", type=count_of, default=8, help="captions drawn together")
@@ -192,7 +194,7 @@ def bench_of(options: argparse.Namespace, records: Records) -> Bench:
         one=OneProcess(options.model, options.cache),
         meter=Meter(load_classifier(), lpips_of(options.lpips, options.cache)),
         records=records,
-        captions=[Caption(index=index, text=text, scene=scene) for index, (text, scene) in held_out],
+        captions=[Caption(index=index, text=text, scene=scene) for index, (text, scene) in held_out][options.first :],
         batch=options.batch,
         again=options.again,
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.page import contents
@@ -26,13 +27,57 @@ def rows_of_page(path: Path) -> list[Row]:
 
 
 def with_measured(known: Iterable[Row], measured: Iterable[Row]) -> list[Row]:
-    """Both, and of a method in a setting the row with more captions; with as many, the measured one."""
-    found: dict[object, Row] = {}
-    for row in (*known, *measured):
+    """Both, and of a method in a setting the row with more captions; with as many, the measured one.
+
+    A measured row that does not begin with the first caption goes on where the known one ends. Raises ValueError
+    where it leaves captions out.
+    """
+    found: dict[object, Row] = {(row.setting, row.method, row.ranks): row for row in known}
+    for row in measured:
         key = row.setting, row.method, row.ranks
-        if key not in found or row.captions >= found[key].captions:
-            found[key] = row
+        found[key] = _more_of(found[key], row) if key in found else _from_the_start(row, 0)
     return in_order(found.values())
+
+
+def _more_of(known: Row, row: Row) -> Row:
+    if row.first + row.captions < known.captions or (row.first and row.first + row.captions == known.captions):
+        return known
+    return _joined(known, _from_the_start(row, known.captions)) if row.first else row
+
+
+def _from_the_start(row: Row, known: int) -> Row:
+    if row.first not in (0, known):
+        raise ValueError(
+            f"{row.setting}, {row.ranks} ranks, {row.label}: drawn from caption {row.first} on, and the table has "
+            f"{known} of it: draw the others too (--first {known})"
+        )
+    return row
+
+
+def _joined(one: Row, more: Row) -> Row:
+    """Means over the captions of both."""
+
+    def mean(of: Callable[[Row], float]) -> float:
+        return (one.captions * of(one) + more.captions * of(more)) / (one.captions + more.captions)
+
+    def mean_if_both(of: Callable[[Row], float | None]) -> float | None:
+        return None if of(one) is None or of(more) is None else mean(lambda row: of(row) or 0.0)
+
+    return replace(
+        more,
+        first=one.first,
+        captions=one.captions + more.captions,
+        psnr_db=mean(lambda row: row.psnr_db),
+        worst_db=min(one.worst_db, more.worst_db),
+        ssim=mean(lambda row: row.ssim),
+        lpips=mean_if_both(lambda row: row.lpips),
+        right=mean(lambda row: row.right),
+        exact_steps=mean(lambda row: row.exact_steps),
+        bytes_per_step=mean(lambda row: row.bytes_per_step),
+        stale_step_bytes=mean_if_both(lambda row: row.stale_step_bytes),
+        seconds_waited=mean(lambda row: row.seconds_waited),
+        crowded=one.crowded or more.crowded,
+    )
 
 
 def _row(section: Mapping[str, object], cells: Mapping[str, str]) -> Row:

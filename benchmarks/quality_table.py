@@ -32,7 +32,10 @@ HEAD = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One method in one setting: means over the captions. `lpips`: None unless measured for all of them."""
+    """One method in one setting: means over the captions. `lpips`: None unless measured for all of them.
+
+    `first`: the place of its first caption in the list, so that a row can go on where another ends.
+    """
 
     setting: Setting
     method: Method
@@ -49,6 +52,7 @@ class Row:
     stale_step_bytes: float | None
     seconds_waited: float
     crowded: bool
+    first: int = 0
 
     def __str__(self) -> str:
         one = self.method == ONE_PROCESS
@@ -104,6 +108,7 @@ def _row(records: Sequence[Record]) -> Row:
         stale_step_bytes=_mean_if_all([record.stale_step_bytes for record in records]),
         seconds_waited=statistics.fmean(record.seconds_waited for record in records),
         crowded=any(record.ranks > record.cores for record in records),
+        first=min(record.caption for record in records),
     )
 
 

@@ -103,7 +103,9 @@ class Meeting:
         if axis.size > 1 and not self.silent:
             band, heard = blend.band(self.mesh, self.where, own_GBCHW, dtype, told)
         guides = [tuple(unit for unit in units if unit.patch == len(portion.windows)) for units in shares]
-        sheets = _Sheets(axis.rank, regions, blend, own_GBCHW, portion)
+        sheets: _ToAll | _ByRegions = _ToAll(blend, own_GBCHW, portion)
+        if regions is not None:
+            sheets = _ByRegions(axis.rank, regions, own_GBCHW, portion)
         own = stacked(guides[axis.rank], guide_of(heard))
         sent = {PREDICTION: sheets.band(band), ANCHOR: sheets.guide(own), MASK: to_all(portion.own_mask)}
         expected: dict[str, Callable[[int], list[Spec]]] = {
@@ -121,42 +123,59 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sheets:
-    """What of bands and of the guide goes to whom, and as what it comes: all to all, or by regions."""
+class _ToAll:
+    """Bands and the guide as they are sent to every rank, and come from it."""
 
-    rank: int
-    regions: Regions | None
     blend: Blend
     like_GBCHW: Tensor
     portion: Portion
 
     def band(self, own: Tensor) -> Sent:
-        regions = self.regions
-        return to_all([own]) if regions is None else lambda place: regions.part(own, self.rank, place)
+        return to_all([own])
 
     def band_spec(self, place: int) -> list[Spec]:
-        if self.regions is None:
-            return self.blend.band_spec(place, self.like_GBCHW, self.portion.dtype)
+        return self.blend.band_spec(place, self.like_GBCHW, self.portion.dtype)
+
+    def whole(self, found: Sequence[Sequence[Tensor]]) -> Tensor:
+        return whole_of_bands([tensors[0] for tensors in found])
+
+    def guide(self, own: Sequence[Tensor]) -> Sent:
+        return to_all(own)
+
+    def guide_spec(self, units: tuple[Unit, ...]) -> list[Spec]:
+        return stack_spec(units, self.portion.one_guide)
+
+    def guides(self, place: int, found: Sequence[Tensor]) -> Sequence[Tensor]:
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _ByRegions:
+    """The same where each rank gets of both what it needs."""
+
+    rank: int
+    regions: Regions
+    like_GBCHW: Tensor
+    portion: Portion
+
+    def band(self, own: Tensor) -> Sent:
+        return lambda place: self.regions.part(own, self.rank, place)
+
+    def band_spec(self, place: int) -> list[Spec]:
         return self.regions.part_spec(self.like_GBCHW, self.portion.dtype, place, self.rank)
 
     def whole(self, found: Sequence[Sequence[Tensor]]) -> Tensor:
-        if self.regions is None:
-            return whole_of_bands([tensors[0] for tensors in found])
         return self.regions.whole(self.rank, found).flatten(0, 1)
 
     def guide(self, own: Sequence[Tensor]) -> Sent:
-        regions = self.regions
-        if regions is None:
-            return to_all(own)
-        return lambda place: own if place == self.rank else regions.guide_part(own, place)
+        return lambda place: own if place == self.rank else self.regions.guide_part(own, place)
 
     def guide_spec(self, units: tuple[Unit, ...]) -> list[Spec]:
-        whole = stack_spec(units, self.portion.one_guide)
-        return whole if self.regions is None else self.regions.guide_spec(whole, self.rank)
+        return self.regions.guide_spec(stack_spec(units, self.portion.one_guide), self.rank)
 
     def guides(self, place: int, found: Sequence[Tensor]) -> Sequence[Tensor]:
         size = self.portion.guide_size
-        if self.regions is None or place == self.rank or size is None:
+        if place == self.rank or size is None:
             return found
         return [self.regions.guide(self.rank, x, size) for x in found]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks import quality, quality_bench
 from benchmarks.quality_bench import Bench, cost_of
 from benchmarks.quality_drawing import Caption, Comparison, Meter, OneProcess, arguments, hash_of
-from benchmarks.quality_known import rows_of_page
+from benchmarks.quality_known import rows_of_page, with_measured
 from benchmarks.quality_plot import Box, _box, plot, write_plot
 from benchmarks.quality_records import MOST_DB, ONE_PROCESS, Method, Named, Record, Records, Setting
 from benchmarks.quality_table import rows_of, table
@@ -363,6 +363,30 @@ def test_what_a_table_has_stays_until_more_captions_are_measured(tmp_path: Path)
         FRESH.label: (1, 2.0),
     }
     assert quality.write_documents(options, [], "of another model") == 2
+
+
+def test_captions_drawn_later_go_on_where_the_table_ends(tmp_path: Path) -> None:
+    page, options = tmp_path / "it.md", quality.parse(["--table", str(tmp_path / "it.md")])
+    assert quality.write_documents(options, [record(), record(caption=1, psnr_db=20.0)], "abc") == 0
+    later = [record(caption=number, psnr_db=14.0, ssim=0.8, lpips=0.1) for number in (2, 3, 4)]
+    for _ in range(2):
+        assert quality.write_documents(options, later, "abc") == 0
+        (row,) = rows_of_page(page)
+        assert (row.captions, row.worst_db, row.exact_steps) == (5, 14.0, 5)
+        assert (row.psnr_db, row.ssim, row.lpips) == pytest.approx((18.4, 0.86, 0.08))
+    (row,) = with_measured([row], rows_of([record(caption=5, lpips=None)]))
+    assert (row.captions, row.lpips) == (6, None)
+
+
+def test_captions_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = quality.parse(["--table", str(tmp_path / "it.md")])
+    assert quality.write_documents(options, [record(caption=3)], "abc") == 2
+    assert quality.write_documents(options, [record()], "abc") == 0
+    assert quality.write_documents(options, [record(caption=3)], "abc") == 2
+    assert (
+        "drawn from caption 3 on, and the table has 1 of it: draw the others too (--first 1)" in capsys.readouterr().err
+    )
+    assert [row.captions for row in rows_of_page(tmp_path / "it.md")] == [1]
 
 
 def test_nothing_measured() -> None:
