@@ -96,6 +96,20 @@ def started(table: Sequence[Row]) -> str:
     return f"first step {float(row['ratio']):.2f} times as late as plain diffusers"
 
 
+def norms() -> Iterator[str]:
+    """Rows of the group norms: LPIPS, SSIM and PSNR after one exact step of 20, five of 20, five of 50."""
+    for name in ("separate", "stale", "corrected", "guarded", "sync"):
+        label = {"group_norm": name} if name != "corrected" else {}
+        cells = []
+        for steps, options in ((20, {"warmup_steps": "1"} | label), (20, label), (50, label)):
+            method = ":".join(filter(None, ("displaced", ",".join(f"{key}={value}" for key, value in options.items()))))
+            known = written("quality", f"256 x 256 pixels, {steps} steps, DDIM")
+            (row,) = (each for each in known if (each["method"], each["ranks"]) == (method, "4"))
+            assert row["captions"] == "32"
+            cells += [row["LPIPS"], row["SSIM"], row["PSNR, dB"]]
+        yield f"| `{name}` | {' | '.join(cells)} |"
+
+
 def sentences() -> Iterator[tuple[str, str]]:
     """Page, and what it should say."""
     beside = dict(
@@ -122,6 +136,8 @@ def sentences() -> Iterator[tuple[str, str]]:
     yield "README.md", f"at most {worst}, at least {decibels} dB"
     yield "docs/exact-patch.md", f"at most {worst} ({decibels} dB or more)"
     yield "docs/exact-patch.md", f"without the exchange {min(alone):.2g} to {max(alone):.2g}"
+    for words in norms():
+        yield "docs/stale-patch.md", words
     for row in written("quality-dit", "256 x 256 pixels, 20 steps, flow"):
         if row["stale"] and "frozen" not in row["method"]:
             method = row["method"].replace(":warmup_steps=1", "")
