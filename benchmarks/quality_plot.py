@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -55,8 +56,9 @@ class Scale:
         return self.start + (value - low) / (high - low) * (self.end - self.start)
 
 
-PARTS_LEFT_OUT = ("extrapolated=false", "correction=none")
-"""Options that take a part of a method away: the tables have these rows, the picture would be full of them."""
+PARTS_LEFT_OUT = ("extrapolated=false", "correction=none", "group_norm=", "quality=")
+"""Options that vary a method or take a part of it away: tables have these rows, the picture would be full of them."""
+WARMUP = re.compile(r"[:,]warmup_steps=\d+")
 
 
 def chosen(rows: Iterable[Row]) -> list[Row]:
@@ -159,14 +161,21 @@ def _labels(rows: Sequence[Row], points: Sequence[tuple[float, float]]) -> list[
     """The methods' names, each where it covers least of what is there already."""
     taken = [Box(x - 7, y - 7, x + 7, y + 7) for x, y in points]
     lines = []
-    for row, (x, y) in zip(rows, points, strict=True):
-        figure = f" ({row.psnr_db:.0f} dB)" if row.psnr_db >= EXACT_DB else ""
-        control = " (control)" if row.method.exchange != "on" else ""
-        text = row.label + control + figure
+    for text, row, (x, y) in zip(_names(rows), rows, points, strict=True):
         dx, dy = min(OFFSETS, key=lambda offset: _covered(_box(text, x + offset[0], y + offset[1], offset[0]), taken))
         taken.append(_box(text, x + dx, y + dy, dx))
         lines.append(_text(x + dx, y + dy, text, "start" if dx > 0 else "end", color=_color(row)))
     return lines
+
+
+def _names(rows: Sequence[Row]) -> Iterator[str]:
+    """What stands beside the points: how many steps are exact only where methods differ by nothing else."""
+    short = [WARMUP.sub("", row.label) for row in rows]
+    for name, row in zip(short, rows, strict=True):
+        steps = f", {row.exact_steps:.3g} exact" if Counter(short)[name] > 1 else ""
+        figure = f" ({row.psnr_db:.0f} dB)" if row.psnr_db >= EXACT_DB else ""
+        control = " (control)" if row.method.exchange != "on" else ""
+        yield name + steps + control + figure
 
 
 def _box(text: str, x: float, y: float, dx: float) -> Box:

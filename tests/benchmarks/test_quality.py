@@ -430,9 +430,17 @@ def test_the_plot(tmp_path: Path) -> None:
         write_plot(tmp_path / "it.jpg", rows_of([cheap]))
 
 
+def test_points_are_told_apart_by_their_exact_steps_where_nothing_else_does() -> None:
+    twice = record(Named.parse("displaced:warmup_steps=1"), exact_steps=1)
+    part = [record(Named.parse(label)) for label in ("fresh-edges:quality=40", "displaced:group_norm=sync")]
+    found = texts(plot(rows_of([record(STALE), twice, record(FRESH), *part])))
+    assert {"displaced, 5 exact", "displaced, 1 exact", FRESH.label} <= set(found)
+    assert len(circles(plot(rows_of([record(STALE), twice, record(FRESH), *part])))) == 3
+
+
 def test_labels_of_close_points_do_not_cover_each_other() -> None:
     close = [record(STALE), record(FRESH, psnr_db=30.2), record(FROZEN, psnr_db=29.8), record(EXACT, psnr_db=29.5)]
-    labels = {named.label for named in (STALE, FRESH, EXACT)} | {f"{FROZEN.label} (control)"}
+    labels = {named.label for named in (STALE, FRESH, EXACT)} | {"frozen (control)"}
     boxes: list[Box] = []
     for each in ElementTree.fromstring(plot(rows_of([*close, record(NAIVE, psnr_db=9.0, bytes_per_step=1e4)]))).iter():
         if each.tag.endswith("text") and each.text in labels:
