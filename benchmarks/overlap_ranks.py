@@ -20,7 +20,7 @@ from patchpar.exchange import Door, Gather
 from patchpar.launch.context import RankContext
 from patchpar.mesh import Mesh
 from patchpar.strategies import parse_strategy
-from patchpar.transport import DelayedTransport, Incoming, Outgoing, Pending, Transport, connect
+from patchpar.transport import DelayedTransport, Incoming, Outgoing, Pending, Stall, Transport, connect
 
 LAYER_SECONDS = 0.015
 WARM = 2  # steps: the first has no past, and the first after it is stale for the first time
@@ -67,6 +67,9 @@ class RecordedPending:
     def wait(self) -> list[list[Tensor]]:
         self._note()
         return self._pending.wait()
+
+    def stalls(self) -> Sequence[Stall]:
+        return self._pending.stalls()
 
     def _note(self) -> None:
         if self._swap.needed is None:

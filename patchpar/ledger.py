@@ -32,7 +32,8 @@ class Ledger:
         self._stale_bytes = 0
 
     def end_step(self) -> None:
-        """The scheduler has taken a step."""
+        """The scheduler has taken a step. Waits of a GPU's stream that last are booked in a later one."""
+        self._traffic.book_stalls(block=False)
         now, before = self._counted(), self._before
         self._steps.append(
             StepFigures(
@@ -53,6 +54,8 @@ class Ledger:
     def figures(self, rank: int, device: str) -> RankFigures:
         """Everything, for the caller."""
         traffic, of_vaes = self._traffic, self._of_vaes
+        for each in (traffic, of_vaes):
+            each.book_stalls(block=True)
         return RankFigures(
             rank=rank,
             device=device,

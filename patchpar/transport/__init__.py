@@ -10,6 +10,6 @@ so messages need no tags.
 
 from patchpar.transport.connect import alone, connect
 from patchpar.transport.delayed import DelayedTransport
-from patchpar.transport.message import Incoming, Outgoing, Pending, Spec, Transport
+from patchpar.transport.message import Incoming, Outgoing, Pending, Spec, Stall, Transport
 
-__all__ = ["DelayedTransport", "Incoming", "Outgoing", "Pending", "Spec", "Transport", "alone", "connect"]
+__all__ = ["DelayedTransport", "Incoming", "Outgoing", "Pending", "Spec", "Stall", "Transport", "alone", "connect"]

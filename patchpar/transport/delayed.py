@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import ExchangeError, PlanError
-from patchpar.transport.message import Incoming, Outgoing, Pending, Spec, Transport
+from patchpar.transport.message import Incoming, Outgoing, Pending, Spec, Stall, Transport
 
 STAMP = Spec((1,), torch.int64)  # nanoseconds of the monotonic clock; not counted as bytes of the message
 NANO = 1_000_000_000
@@ -98,6 +98,10 @@ class DelayedPending:
             self._sleep(stamp, message, give_up)
             received.append(tensors)
         return received
+
+    def stalls(self) -> Sequence[Stall]:
+        """None: stamps are read, so that the process has waited."""
+        return ()
 
     def _sleep(self, stamp: Tensor, message: Incoming, give_up: float) -> None:
         """Until the message is there. Sleeping leaves the core to the other ranks, as waiting for a link would."""

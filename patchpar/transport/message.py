@@ -56,6 +56,13 @@ class Incoming:
         return sum(spec.num_bytes for spec in self.specs)
 
 
+class Stall(Protocol):
+    """A wait of a GPU's stream, which goes on after the process has been told that it may."""
+
+    def seconds(self, *, block: bool) -> float | None:
+        """How long it took; None while it lasts, unless to `block` until that is known."""
+
+
 class Pending(Protocol):
     """Messages on their way. Somebody holds it until `wait` has returned: dropping it may cancel the transfer."""
 
@@ -66,7 +73,13 @@ class Pending(Protocol):
         """Block until the `index`-th incoming message is here and return its tensors. Raises ExchangeError."""
 
     def wait(self) -> list[list[Tensor]]:
-        """Block until all incoming messages are here and ours have left. Raises ExchangeError."""
+        """Block until all incoming messages are here and ours have left. Raises ExchangeError.
+
+        On a GPU that may be its stream, and not the process.
+        """
+
+    def stalls(self) -> Sequence[Stall]:
+        """What a stream waits for that the process has not; each told once."""
 
 
 class Transport(Protocol):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from patchpar.errors import ExchangeError
 from patchpar.transport.arena import Arena, aligned, map_segment
-from patchpar.transport.message import Incoming, Outgoing
+from patchpar.transport.message import Incoming, Outgoing, Stall
 
 FRAME = struct.Struct("<BxxxIqq")  # kind, segment, offset, bytes
 RING, RING_NEW, DONE = 1, 2, 3  # RING_NEW comes with the descriptor of a segment the peer has not seen
@@ -214,6 +214,10 @@ class SharedMemoryPending:
     def wait(self) -> list[list[Tensor]]:
         """Fetch all messages."""
         return [self.wait_for(index) for index in range(len(self._incoming))]
+
+    def stalls(self) -> Sequence[Stall]:
+        """None: it is the process that waits."""
+        return ()
 
 
 def _shapes(message: Incoming) -> str:

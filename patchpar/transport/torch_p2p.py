@@ -9,18 +9,27 @@ from torch import Tensor
 
 from patchpar.errors import ExchangeError
 from patchpar.transport.message import Incoming, Outgoing
+from patchpar.transport.stream_waits import StreamStall, StreamWaits
 
 
 class TorchTransport:
-    """One rank's place in torch.distributed's default group. Gloo carries CPU tensors only, so others are staged."""
+    """One rank's place in torch.distributed's default group. Gloo carries CPU tensors only, so others are staged.
+
+    With NCCL it is the GPU that waits: see `StreamWaits`. All ranks make theirs together.
+    """
 
     def __init__(self, device: torch.device, deadline: float) -> None:
         self.rank, self.device, self.deadline = dist.get_rank(), device, deadline
         self.staged = dist.get_backend() == "gloo" and device.type != "cpu"
         self._wire = torch.device("cpu") if self.staged else device
+        self.waits = StreamWaits(lambda: self.deadline) if dist.get_backend() == "nccl" else None
+        if self.waits is not None:  # its first exchange must have all ranks of the group, and ours need not
+            dist.barrier(device_ids=[torch.cuda.current_device() if device.index is None else device.index])
 
     def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "TorchPending":
-        """Start all messages of one exchange together, receives first."""
+        """Start all messages of one exchange together, receives first. Raises ExchangeError for an earlier one."""
+        if self.waits is not None:
+            self.waits.look_back()
         received = [[torch.empty(s.shape, dtype=s.dtype, device=self._wire) for s in m.specs] for m in incoming]
         sent = [[x.to(self._wire).contiguous() for x in message.tensors] for message in outgoing]
         ops = [
@@ -53,6 +62,7 @@ class TorchPending:
     ) -> None:
         self._transport, self._works, self._received = transport, list(works), received
         self._sent, self._incoming, self._where = context
+        self._stalls: tuple[StreamStall, ...] = ()
         self._placed = False
 
     def is_here(self, index: int) -> bool:
@@ -66,21 +76,32 @@ class TorchPending:
     def wait(self) -> list[list[Tensor]]:
         """All messages, both ways."""
         try:
-            while self._works:
-                self._works[0].wait(timedelta(seconds=self._transport.deadline))
-                self._works.pop(0)
+            self._await()
         except RuntimeError as error:
-            peers = sorted({message.peer for message in self._incoming})
-            shapes = [spec.shape for message in self._incoming for spec in message.specs]
-            raise ExchangeError(
-                f"rank {self._transport.rank} at {self._where}: no message from ranks {peers} of shapes {shapes} "
-                f"within {self._transport.deadline:g} s ({error})"
-            ) from error
+            raise ExchangeError(f"{self._missing()} within {self._transport.deadline:g} s ({error})") from error
         self._sent.clear()
         if not self._placed:
             pairs = zip(self._incoming, self._received, strict=True)
             self._received, self._placed = [self._place(message, tensors) for message, tensors in pairs], True
         return self._received
+
+    def stalls(self) -> Sequence[StreamStall]:
+        """With NCCL, how long the stream stands for what has been waited for; told once."""
+        found, self._stalls = self._stalls, ()
+        return found
+
+    def _await(self) -> None:
+        if self._transport.waits is not None and self._works:
+            self._stalls = (self._transport.waits.wait_for(self._works, self._missing()),)
+            self._works.clear()
+        while self._works:
+            self._works[0].wait(timedelta(seconds=self._transport.deadline))
+            self._works.pop(0)
+
+    def _missing(self) -> str:
+        peers = sorted({message.peer for message in self._incoming})
+        shapes = [spec.shape for message in self._incoming for spec in message.specs]
+        return f"rank {self._transport.rank} at {self._where}: no message from ranks {peers} of shapes {shapes}"
 
     def _place(self, message: Incoming, tensors: list[Tensor]) -> list[Tensor]:
         """Off the wire, and to where the message wants them."""

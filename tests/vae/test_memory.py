@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from patchpar.exchange import Door
-from patchpar.transport import Incoming, Outgoing, Pending, Transport
+from patchpar.transport import Incoming, Outgoing, Pending, Stall, Transport
 from patchpar.vae.split import Call, SplitMethod
 from tests.unit.threads import on_threads
 
@@ -114,6 +114,9 @@ class Arrived:
 
     def wait(self) -> list[list[Tensor]]:
         return self._found
+
+    def stalls(self) -> Sequence[Stall]:
+        return ()
 
 
 @cache

@@ -1,0 +1,159 @@
+"""How NCCL is waited for, on works and events that only pretend: the stream waits, the process does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from patchpar.errors import ExchangeError
+from patchpar.exchange import Door
+from patchpar.transport import Incoming, Outgoing, Spec
+from patchpar.transport.torch_p2p import TorchTransport
+
+
+class Gpu:
+    """A GPU and what is enqueued on it. `seconds`: what its stream has done, which a work that never ends holds up."""
+
+    def __init__(self) -> None:
+        self.enqueued: list[str] = []
+        self.stuck = False
+        self.seconds = 0.0
+
+    def event(self, *, enable_timing: bool) -> Event:
+        assert enable_timing
+        return Event(self)
+
+
+class Event:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.at, self.recorded = gpu, 0.0, False
+
+    def record(self) -> None:
+        self.at, self.recorded = self.gpu.seconds, True
+
+    def query(self) -> bool:
+        return self.recorded and not self.gpu.stuck
+
+    def synchronize(self) -> None:
+        assert not self.gpu.stuck, "this would wait for ever"
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+class Work:
+    """Takes a quarter of a second of the stream. `broken`: what torch says of it."""
+
+    def __init__(self, gpu: Gpu, operations: Sequence[Any], broken: str = "") -> None:
+        self.gpu, self.operations, self.broken = gpu, operations, broken
+
+    def wait(self, timeout: Any = None) -> None:
+        assert timeout is None, "with a timeout it is the process that waits"
+        if self.broken:
+            raise RuntimeError(self.broken)
+        self.gpu.enqueued.append("wait")
+        self.gpu.seconds += 0.25
+        for operation in self.operations:
+            if operation.what == "receive":
+                operation.x.fill_(7)
+
+    def is_completed(self) -> bool:
+        return not self.gpu.stuck
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """In the place of NCCL and CUDA."""
+    gpu = Gpu()
+
+    def batch(operations: Sequence[Any]) -> list[Work]:
+        gpu.enqueued.append("batch")
+        return [Work(gpu, operations, gpu.__dict__.get("broken", ""))]
+
+    distributed = {
+        "get_backend": lambda: "nccl",
+        "get_rank": lambda: 2,
+        "barrier": lambda device_ids: gpu.enqueued.append(f"barrier {device_ids}"),
+        "isend": "send",
+        "irecv": "receive",
+        "P2POp": lambda what, x, peer: SimpleNamespace(what=what, x=x, peer=peer),
+        "batch_isend_irecv": batch,
+    }
+    for name, fake in distributed.items():
+        monkeypatch.setattr(torch.distributed, name, fake)
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    return gpu
+
+
+def transport(deadline: float = 60.0) -> TorchTransport:
+    return TorchTransport(torch.device("cpu"), deadline)
+
+
+SPEC = Spec((2,), torch.float32)
+
+
+def test_all_ranks_meet_before_the_first_exchange(gpu: Gpu) -> None:
+    transport()
+    assert gpu.enqueued == ["barrier [3]"]
+
+
+def test_the_process_goes_on_while_the_stream_waits(gpu: Gpu) -> None:
+    line = transport()
+    into = torch.zeros(2)
+    pending = line.swap([Outgoing((0,), (torch.ones(2),))], [Incoming(0, (SPEC,), (into,))], "conv_in")
+    gpu.stuck = True
+    assert not pending.is_here(0)
+    (received,) = pending.wait()
+    assert received[0] is into
+    assert into.tolist() == [7, 7]
+    assert pending.wait() == [received]
+    assert gpu.enqueued[1:] == ["batch", "wait"]
+
+
+def test_what_the_stream_waits_for_is_booked_once_it_is_known(gpu: Gpu) -> None:
+    door = Door(transport())
+    arriving = door.receive("halo", "conv_in", 0, [SPEC])
+    gpu.stuck = True
+    arriving.wait()
+    arriving.wait()
+    door.traffic.book_stalls(block=False)
+    assert door.traffic.seconds_waited["halo"] < 0.2
+    gpu.stuck = False
+    for block in (False, True):
+        door.traffic.book_stalls(block=block)
+        assert door.traffic.seconds_waited["halo"] == pytest.approx(0.25, abs=0.2)
+    door.receive("halo", "conv_in", 0, [SPEC]).wait()
+    door.traffic.clear()
+    door.traffic.book_stalls(block=True)
+    assert door.traffic.seconds_waited == {}
+
+
+def test_a_message_that_never_comes_is_named_by_a_later_exchange(gpu: Gpu) -> None:
+    line = transport()
+    line.swap([], [Incoming(1, (SPEC,))], "norm1").wait()
+    gpu.stuck = True
+    line.swap([], [Incoming(1, (SPEC,))], "norm2").wait()
+    line.deadline = 0.0
+    with pytest.raises(ExchangeError, match=r"rank 2 at norm1: no message from ranks \[1\] of shapes \[\(2,\)\]"):
+        line.swap([], [], "norm3")
+    gpu.stuck = False
+    line.swap([], [], "norm3")
+
+
+def test_a_message_may_take_its_time(gpu: Gpu) -> None:
+    line = transport()
+    line.swap([], [Incoming(1, (SPEC,))], "norm1").wait()
+    gpu.stuck = True
+    line.swap([], [], "norm2")
+
+
+def test_what_torch_says_of_a_broken_work(gpu: Gpu) -> None:
+    line = transport()
+    gpu.__dict__["broken"] = "NCCL communicator was aborted"
+    with pytest.raises(ExchangeError, match=r"rank 2 at norm1: no message .* communicator was aborted"):
+        line.swap([], [Incoming(1, (SPEC,))], "norm1").wait()
