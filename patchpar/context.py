@@ -169,7 +169,7 @@ class RemoteTokens:
     def correct(self, place: int, told: Sequence[Tensor]) -> None:
         """Bring what is held of a place, led on or not, to this step."""
         held = self._held(place)
-        fits = (Fit(*told[:2]), Fit(*told[2:]))
+        fits = (Fit(*told[:3]), Fit(*told[3:]))
         for x, last, fit in zip(held, self._ended.get(place, held), fits, strict=True):
             correct(x, last, fit)
 

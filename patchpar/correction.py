@@ -7,6 +7,9 @@ applies it to them. Kilobytes again are of this step, and megabytes of the last.
     affine   a factor and a summand for each channel: 2 numbers a channel, however many tokens
     linear   a matrix for each head and a summand for each channel: D + 1 numbers a channel
 
+Where others lead the old tokens on along a line, each also says how much of that way its tokens went: a number a head.
+At first keys slow down, and the whole way would be further from the truth than none of it.
+
 Averages over windows of tokens need no fit of their own, since both commute with averaging.
 
 Shape letters: B batch, l tokens, N heads, D head width.
@@ -23,15 +26,18 @@ from patchpar.treatment import Correction
 
 RIDGE = 1e-3  # of the mean square of the channels: what keeps a fit to few, or to equal tokens from running away
 SAMPLE = 256  # tokens that are enough for a factor a channel
+FARTHEST = 2.0  # times the way along the line
 TOKENS_PER_NUMBER = 4  # a matrix for fewer tokens than this would weigh more than a quarter of them
 
 
 class Fit(NamedTuple):
-    """What is added to what is held: `factor` times the tokens of the last step, and `summand` [B, N, D].
+    """What is made of the tokens of the last step and what is held.
 
-    `factor` is [B, N, D], or [B, N, D, D], from old channels to what is added.
+    First `along` [B, N] of the way from those to this; to that is added `factor` times the tokens of the last step, and
+    `summand` [B, N, D]. `factor` is [B, N, D], or [B, N, D, D], from old channels to what is added.
     """
 
+    along: Tensor
     factor: Tensor
     summand: Tensor
 
@@ -45,7 +51,7 @@ def specs_of(kind: Correction, shape: tuple[int, ...], dtype: torch.dtype) -> li
     """What comes from a place whose tokens are of `shape` [B, l, N, D]."""
     batch, _, heads, width = shape
     factor = (batch, heads, width, width) if kind == "linear" else (batch, heads, width)
-    return [Spec(factor, dtype), Spec((batch, heads, width), dtype)]
+    return [Spec((batch, heads), dtype), Spec(factor, dtype), Spec((batch, heads, width), dtype)]
 
 
 class Seen(NamedTuple):
@@ -73,13 +79,17 @@ class Seen(NamedTuple):
 def fitted(kind: Correction, now: Seen, held: Seen, old: Seen) -> Fit:
     """The fit that takes `held`, which others make of the last steps, nearest to `now`, out of `old`, the last step's.
 
-    Least squares with a slight pull towards no factor, in fp32. Means are those of all tokens, since all would share
-    an error in them, and attention does not average that away; factors are less delicate.
+    Least squares with a slight pull towards no factor, in fp32: the way along the line, then the rest. Means are those
+    of all tokens, since all would share an error in them, and attention does not average that away; factors are less
+    delicate.
     """
-    few_old, few_missing = old.tokens.float(), now.tokens.float() - held.tokens.float()
-    few_old = few_old - few_old.mean(1, keepdim=True)
+    dtype = now.tokens.dtype
+    few_old, few_way, few_missing = (
+        _centred(x) for x in (old.tokens, held.tokens - old.tokens, now.tokens - old.tokens)
+    )
+    along = _along(few_way, few_missing).to(dtype)
+    few_missing = few_missing - along.float()[:, None, :, None] * few_way
     if kind == "linear":
-        few_missing = few_missing - few_missing.mean(1, keepdim=True)
         factor = _matrix(few_old.transpose(1, 2), few_missing.transpose(1, 2))
         moved = (old.mean.unsqueeze(-2) @ factor).squeeze(-2)
     else:
@@ -87,8 +97,19 @@ def fitted(kind: Correction, now: Seen, held: Seen, old: Seen) -> Fit:
         pull = RIDGE * square.mean(-1, keepdim=True) + torch.finfo(torch.float32).tiny
         factor = (few_old * few_missing).mean(1) / (square + pull)
         moved = old.mean * factor
-    dtype = now.tokens.dtype
-    return Fit(factor.to(dtype), (now.mean - held.mean - moved).to(dtype))
+    went = along.float().unsqueeze(-1) * (held.mean - old.mean)
+    return Fit(along, factor.to(dtype), (now.mean - old.mean - went - moved).to(dtype))
+
+
+def _centred(x_BlND: Tensor) -> Tensor:
+    x_BlND = x_BlND.float()
+    return x_BlND - x_BlND.mean(1, keepdim=True)
+
+
+def _along(way_BlND: Tensor, moved_BlND: Tensor) -> Tensor:
+    """How much of the way tokens have moved, for each head; 0 where there is no way."""
+    square = way_BlND.square().mean((1, 3)) + torch.finfo(torch.float32).tiny
+    return ((way_BlND * moved_BlND).mean((1, 3)) / square).clamp(-FARTHEST, FARTHEST)
 
 
 def _matrix(old_BNlD: Tensor, missing_BNlD: Tensor) -> Tensor:
@@ -99,7 +120,9 @@ def _matrix(old_BNlD: Tensor, missing_BNlD: Tensor) -> Tensor:
 
 
 def correct(held_BlND: Tensor, old_BlND: Tensor, fit: Fit) -> None:
-    """Bring `held` to this step, in place. `old` are the same tokens as they were in the last step."""
+    """Bring `held` to this step, in place. `old`: the same tokens as they were in the last step, or `held` itself."""
+    if held_BlND is not old_BlND:
+        torch.lerp(old_BlND, held_BlND, fit.along[:, None, :, None], out=held_BlND)
     if fit.factor.ndim == 3:
         held_BlND.addcmul_(old_BlND, fit.factor[:, None]).add_(fit.summand[:, None])
     else:

@@ -163,13 +163,20 @@ def corrected_map(kind: str, maps: tuple[Tensor, Tensor, Tensor], spans: Sequenc
 def corrected_tokens(kind: str, now: Tensor, shown: Tensor, old: Tensor) -> Tensor:
     """The same for the tokens of one place [..., l, D]: a regression of what is missing on the old ones, in fp64.
 
-    A factor for each channel comes from some 256 tokens; a mean is that of all.
+    First of what has changed on the way from the old ones to those shown, at most twice that way; then of what is still
+    missing. A factor for each channel comes from some 256 tokens, as does the way; a mean is that of all.
     """
-    missing, old_mean = now.double() - shown.double(), old.double().mean(-2, keepdim=True)
+    dtype, (now, shown, old) = now.dtype, (x.double() for x in (now, shown, old))
+    old_mean = old.mean(-2, keepdim=True)
     tokens, width = old.shape[-2:]
     matrices = kind == "linear" and tokens >= 4 * (width + 1)
     apart = 1 if matrices or tokens < 512 else tokens // 256 // 2 * 2 + 1
-    some_missing, some_old = (x[..., ::apart, :] for x in (missing, old.double()))
+    way, change = (x[..., ::apart, :] - x[..., ::apart, :].mean(-2, keepdim=True) for x in (shown - old, now - old))
+    length = way.square().sum((-2, -1), keepdim=True)
+    along = torch.where(length > 0, (way * change).sum((-2, -1), keepdim=True) / length, 0.0).clamp(-2.0, 2.0)
+    shown = old + along * (shown - old)
+    missing = now - shown
+    some_missing, some_old = (x[..., ::apart, :] for x in (missing, old))
     centred = some_old - some_old.mean(-2, keepdim=True)
     squares = centred.square().mean(-2)
     ridge = 1e-3 * squares.mean(-1, keepdim=True)
@@ -179,7 +186,7 @@ def corrected_tokens(kind: str, now: Tensor, shown: Tensor, old: Tensor) -> Tens
     else:
         factor = (centred * some_missing).mean(-2) / (squares + ridge)
         added = (old - old_mean) * factor.unsqueeze(-2)
-    return (shown.double() + added + missing.mean(-2, keepdim=True)).to(now.dtype)
+    return (shown + added + missing.mean(-2, keepdim=True)).to(dtype)
 
 
 def pooled_tokens(piece: KeyValues, side: int) -> Tokens:

@@ -10,7 +10,7 @@ band on the map of a layer, a its columns:
                                 ceil(r_j / s) ceil(a / s)                others
                    partials     r_j a, of every layer in every refresh-th step
     correction     2 b N D itemsize for the factors, or 2 b N D^2 itemsize for matrices where l >= 4 (D + 1); and
-                   2 b N D itemsize for the summands; to everyone
+                   2 b N D itemsize for the summands, 2 b N itemsize for the ways along the line; to everyone
     halo           itemsize b C W per row that i reads, neighbours only; published: 2 rows to everyone
     moments        4 (1 + 2 b G), nothing where each place keeps its own; G groups
     prediction     itemsize b C h_j W, and 12 where the drift is told
@@ -110,7 +110,8 @@ class Volumes:
         if not isinstance(context, Context) or context.correction == "none":
             return 0
         matrices = self._tells_matrices(layer, math.prod(self._grid(layer, sender)))
-        return 2 * layer.batch * layer.heads * layer.width * ((layer.width if matrices else 1) + 1) * self.itemsize
+        numbers = layer.width * ((layer.width if matrices else 1) + 1) + 1
+        return 2 * layer.batch * layer.heads * numbers * self.itemsize
 
     def _tells_matrices(self, layer: Attended, tokens: int) -> bool:
         context = self.treatment.context

@@ -57,8 +57,26 @@ def test_what_tokens_do_not_share_is_not() -> None:
 def test_only_what_others_do_not_hold_already_is_told() -> None:
     old, held = noise(0), noise(1)
     fit = fitted("linear", held, held, old)
-    assert not fit.factor.any()
-    assert not fit.summand.any()
+    assert torch.allclose(fit.along, torch.ones(2, 3))
+    assert fit.factor.abs().max() < 1e-5
+    assert fit.summand.abs().max() < 1e-5
+
+
+def test_how_much_of_the_line_was_right_is_told() -> None:
+    """A line that goes four times as far as tokens did would leave three times their change."""
+    old, moved = noise(0), 0.1 * noise(1)
+    held = old + 4 * moved
+    fit = fitted("affine", old + moved, held, old)
+    assert torch.allclose(fit.along, torch.full((2, 3), 0.25), atol=1e-3)
+    correct(held, old, fit)
+    assert torch.allclose(held, old + moved, atol=1e-3)
+
+
+def test_a_line_that_led_elsewhere_is_followed_no_further_than_twice() -> None:
+    old, held = noise(0), noise(0) + 1e-3 * noise(1)
+    assert torch.equal(fitted("affine", old + noise(1), held, old).along, torch.full((2, 3), 2.0))
+    assert torch.equal(fitted("affine", old - noise(1), held, old).along, torch.full((2, 3), -2.0))
+    assert not fitted("affine", noise(1), old, old).along.any()
 
 
 @pytest.mark.parametrize("kind", ["affine", "linear"])
