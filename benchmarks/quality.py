@@ -120,7 +120,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=count_of, action="append", help=f"default {FULL.steps}")
     parser.add_argument("--scheduler", choices=SCHEDULERS, action="append")
     parser.add_argument("--captions", type=count_of, help=f"how many, default {FULL.captions}")
-    parser.add_argument("--first", type=int, default=0, help="leave out captions before this one: the table has them")
+    parser.add_argument(
+        "--first", type=count_of, default=0, help="leave out captions before this one: the table has them"
+    )
     parser.add_argument("--quick", action="store_true", help="smaller defaults")
     parser.add_argument("--again", action="store_true", help="draw again what the file knows; the new lines count")
     parser.add_argument("--batch", type=count_of, default=8, help="captions drawn together")

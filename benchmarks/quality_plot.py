@@ -171,8 +171,9 @@ def _labels(rows: Sequence[Row], points: Sequence[tuple[float, float]]) -> list[
 def _names(rows: Sequence[Row]) -> Iterator[str]:
     """What stands beside the points: how many steps are exact only where methods differ by nothing else."""
     short = [WARMUP.sub("", row.label) for row in rows]
+    times = Counter(short)
     for name, row in zip(short, rows, strict=True):
-        steps = f", {row.exact_steps:.3g} exact" if Counter(short)[name] > 1 else ""
+        steps = f", {row.exact_steps:.3g} exact" if times[name] > 1 else ""
         figure = f" ({row.psnr_db:.0f} dB)" if row.psnr_db >= EXACT_DB else ""
         control = " (control)" if row.method.exchange != "on" else ""
         yield name + steps + control + figure

@@ -84,9 +84,8 @@ def fitted(kind: Correction, now: Seen, held: Seen, old: Seen) -> Fit:
     delicate.
     """
     dtype = now.tokens.dtype
-    few_old, few_way, few_missing = (
-        _centred(x) for x in (old.tokens, held.tokens - old.tokens, now.tokens - old.tokens)
-    )
+    some_now, some_held, some_old = (x.tokens.float() for x in (now, held, old))
+    few_old, few_way, few_missing = map(_centred, (some_old, some_held - some_old, some_now - some_old))
     along = _along(few_way, few_missing).to(dtype)
     few_missing = few_missing - along.float()[:, None, :, None] * few_way
     if kind == "linear":
@@ -102,7 +101,6 @@ def fitted(kind: Correction, now: Seen, held: Seen, old: Seen) -> Fit:
 
 
 def _centred(x_BlND: Tensor) -> Tensor:
-    x_BlND = x_BlND.float()
     return x_BlND - x_BlND.mean(1, keepdim=True)
 
 

@@ -44,8 +44,7 @@ class Arriving:
     def _booked(self, wait: Callable[[], T]) -> T:
         start = time.perf_counter()
         received = wait()
-        waited = self._traffic.seconds_waited
-        waited[self._kind] = waited.get(self._kind, 0.0) + time.perf_counter() - start
+        self._traffic.book_wait(self._kind, time.perf_counter() - start)
         self._traffic.stalls += ((self._kind, stall) for stall in self._pending.stalls())
         self._traffic.note("wait", self._kind, self._where, start)
         return received

@@ -36,6 +36,10 @@ class Traffic:
         """Bytes that left this rank, of every kind."""
         return sum(self.bytes_sent.values())
 
+    def book_wait(self, kind: str, seconds: float) -> None:
+        """Add what was waited for an exchange of this kind."""
+        self.seconds_waited[kind] = self.seconds_waited.get(kind, 0.0) + seconds
+
     def book_stalls(self, *, block: bool) -> None:
         """Add what streams have waited for to the seconds, as far as that is over, or `block` until all of it is."""
         lasting: list[tuple[str, Stall]] = []
@@ -44,7 +48,7 @@ class Traffic:
             if seconds is None:
                 lasting.append((kind, stall))
             else:
-                self.seconds_waited[kind] = self.seconds_waited.get(kind, 0.0) + seconds
+                self.book_wait(kind, seconds)
         self.stalls = lasting
 
     def note(self, what: str, kind: str, where: str, start: float) -> None:

@@ -41,10 +41,10 @@ class StreamWaits:
 
     def __init__(self, deadline: Callable[[], float]) -> None:
         self._deadline = deadline
-        self._awaited: deque[tuple[float, Sequence[dist.Work], str]] = deque()
+        self._awaited: deque[tuple[float, Sequence[dist.Work], Callable[[], str]]] = deque()
 
-    def wait_for(self, works: Sequence[dist.Work], what: str) -> StreamStall:
-        """Have the stream wait. `what`: rank, seam, peers and shapes, for the error if they never come."""
+    def wait_for(self, works: Sequence[dist.Work], what: Callable[[], str]) -> StreamStall:
+        """Have the stream wait. `what`: says rank, seam, peers and shapes, for the error if they never come."""
         stall = StreamStall()
         for work in works:
             work.wait()
@@ -58,6 +58,6 @@ class StreamWaits:
             since, works, what = self._awaited[0]
             if not all(work.is_completed() for work in works):
                 if time.monotonic() - since > self._deadline():
-                    raise ExchangeError(f"{what} within {self._deadline():g} s")
+                    raise ExchangeError(f"{what()} within {self._deadline():g} s")
                 return
             self._awaited.popleft()

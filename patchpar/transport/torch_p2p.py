@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,8 @@ class TorchPending:
         context: tuple[list[list[Tensor]], Sequence[Incoming], str],
     ) -> None:
         self._transport, self._works, self._received = transport, list(works), received
-        self._sent, self._incoming, self._where = context
+        self._sent, self._incoming, where = context
+        self._missing = partial(_missing, transport.rank, where, self._incoming)
         self._stalls: tuple[StreamStall, ...] = ()
         self._placed = False
 
@@ -92,19 +94,20 @@ class TorchPending:
 
     def _await(self) -> None:
         if self._transport.waits is not None and self._works:
-            self._stalls = (self._transport.waits.wait_for(self._works, self._missing()),)
+            self._stalls = (self._transport.waits.wait_for(self._works, self._missing),)
             self._works.clear()
         while self._works:
             self._works[0].wait(timedelta(seconds=self._transport.deadline))
             self._works.pop(0)
-
-    def _missing(self) -> str:
-        peers = sorted({message.peer for message in self._incoming})
-        shapes = [spec.shape for message in self._incoming for spec in message.specs]
-        return f"rank {self._transport.rank} at {self._where}: no message from ranks {peers} of shapes {shapes}"
 
     def _place(self, message: Incoming, tensors: list[Tensor]) -> list[Tensor]:
         """Off the wire, and to where the message wants them."""
         into = message.into or [None] * len(tensors)
         device = self._transport.device
         return [x.to(device) if own is None else own.copy_(x) for own, x in zip(into, tensors, strict=True)]
+
+
+def _missing(rank: int, where: str, incoming: Sequence[Incoming]) -> str:
+    peers = sorted({message.peer for message in incoming})
+    shapes = [spec.shape for message in incoming for spec in message.specs]
+    return f"rank {rank} at {where}: no message from ranks {peers} of shapes {shapes}"
