@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import logging
 import os
 import time
@@ -45,10 +46,40 @@ def torchrun_world() -> int | None:
     return int(os.environ["WORLD_SIZE"])
 
 
+class _Control:
+    """A gloo group of all ranks, beside the default one, by which they agree.
+
+    Nobody else keeps the group itself, so that `leave` ends its threads. One that still wants to let go of a tensor
+    when Python is on its way out has to take Python's lock then, which ends the thread there and, with it, the process:
+    "terminate called without an active exception".
+    """
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=CALLBACK_SECONDS))
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group. Raises LaunchError when it has been left: torch takes no group for the default one."""
+        if self._group is None:
+            raise LaunchError("this executor is closed; make a new one")
+        return self._group
+
+    def leave(self) -> None:
+        """Let go of the group. Harmless when done twice."""
+        import torch.distributed as dist
+
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group(group)
+
+
 class TorchrunContext:
     """The RankContext of a rank under torchrun."""
 
-    def __init__(self, rank: int, world_size: int, device: str, control: ProcessGroup) -> None:
+    def __init__(self, rank: int, world_size: int, device: str, control: _Control) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
         self.deadline = 0.0
         self.callbacks = Callbacks()
@@ -85,11 +116,11 @@ class TorchrunContext:
         import torch.distributed as dist
 
         size = torch.tensor([len(data)])
-        dist.broadcast(size, 0, group=self._control)
+        dist.broadcast(size, 0, group=self._control.group)
         body = torch.empty(int(size), dtype=torch.uint8)
         if self.rank == 0:
             body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        dist.broadcast(body, 0, group=self._control)
+        dist.broadcast(body, 0, group=self._control.group)
         return body.numpy().tobytes() if self.rank else data
 
 
@@ -112,11 +143,13 @@ class TorchrunExecutor:
             raise LaunchError(f"this process was not started by torchrun: {', '.join(RANK_VARIABLES)} are not set")
         own, backend = _own_device(device)
         if not dist.is_initialized():
+            _load_what_keeps_the_default_group()
             dist.init_process_group(backend, timeout=timedelta(seconds=self._deadline))
             # Not at `close`: torchrun's store keeps the old addresses, so a second group in this process would hang.
             atexit.register(_leave_default_group)
         self.world_size = dist.get_world_size()
-        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=CALLBACK_SECONDS))
+        self._control = _Control()
+        atexit.register(self._control.leave)  # before the default group, without which it cannot be left
         facts = [{**fact} for fact in self._gather({**versions(), "engine": engine, "device": own})]
         self.devices: tuple[str, ...] = tuple(fact.pop("device") for fact in facts)
         for rank, fact in enumerate(facts):
@@ -193,7 +226,7 @@ class TorchrunExecutor:
         flags = [torch.zeros(1, dtype=torch.int32) for _ in range(self.world_size)]
         mine = torch.tensor([own is not None], dtype=torch.int32)
         try:
-            work = dist.all_gather(flags, mine, group=self._control, async_op=True)
+            work = dist.all_gather(flags, mine, group=self._control.group, async_op=True)
             assert work is not None
             work.wait(timedelta(seconds=patience))
             return self._gather(own) if any(map(int, flags)) else [None] * self.world_size
@@ -207,18 +240,14 @@ class TorchrunExecutor:
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._control)
+        dist.all_gather_object(values, value, group=self._control.group)
         return values
 
     def close(self) -> None:
         """Let go of the engine. The default group stays, for the next executor. Harmless when done twice."""
-        import torch.distributed as dist
-
-        if self._is_closed:
-            return
         self._is_closed, self._engine = True, None
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group(self._control)
+        self._control.leave()
+        atexit.unregister(self._control.leave)
 
     def __enter__(self) -> TorchrunExecutor:
         return self
@@ -232,6 +261,14 @@ class TorchrunExecutor:
 def _is_cause(failure: Failure | None) -> bool:
     """Whether an exception arose by itself, and did not follow from another rank's."""
     return failure is not None and not failure.transport and not failure.type_name.endswith(CallAborted.__name__)
+
+
+def _load_what_keeps_the_default_group() -> None:
+    """Its functions have the default group of when it is loaded as a default argument, and so would keep its threads.
+
+    Diffusers loads it, some time or other. See `_Control` for what such threads do in the end.
+    """
+    importlib.import_module("torch.distributed.nn.functional")
 
 
 def _leave_default_group() -> None:

@@ -13,7 +13,8 @@ from tests.launch.conftest import TOY
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def folder(tmp_path_factory):
+    """Where the ranks have written what they saw."""
     folder = tmp_path_factory.mktemp("torchrun")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -25,6 +26,11 @@ def results(tmp_path_factory):
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -57,6 +63,14 @@ def test_an_exception_anywhere_is_one_everywhere(seen):
     assert seen[1]["caller raises"][0] == "WorkerError"
     assert "Strange: the caller's own" in seen[1]["caller raises"][1]
     assert [saw["again"][rank] for rank, saw in enumerate(seen)] == [9.0, 9.0]
+
+
+def test_no_thread_of_a_group_outlives_it(folder):
+    """One that does may end the process: Python ends threads that want its lock when it is on its way out."""
+    for rank in range(2):
+        names = json.loads((folder / f"{rank}.threads.json").read_text())
+        assert names
+        assert not [name for name in names if "gloo" in name]
 
 
 def test_outside_torchrun(monkeypatch):

@@ -19,6 +19,7 @@ from .conftest import QUICK, generator
 
 PATCH_KINDS = {"halo", "moments", "kv", "prediction"}
 STEPS = 3
+HEAD_WIDTH = 8  # of every self-attention of the pool's model
 
 
 @pytest.fixture
@@ -80,8 +81,8 @@ def test_old_values_are_counted(parallel: ParallelPipeline, strategy: str) -> No
 def test_what_is_held_is_what_came_and_our_own(parallel: ParallelPipeline) -> None:
     """Fresh edges hold keys and values alone: of all tokens, in one buffer, so that nothing is copied together.
 
-    Led on, they also hold what came the step before; and to tell how their own have changed, those of two steps, with
-    means, which are half as many numbers as what is told.
+    Led on, they also hold what came the step before; and to tell how their own have changed, those of two steps, each
+    with a mean a channel. What is told of them is two numbers a channel, and one a head.
     """
     for strategy, came, own in (
         ("fresh-edges:extrapolated=false,correction=none", 1, 1),
@@ -90,7 +91,7 @@ def test_what_is_held_is_what_came_and_our_own(parallel: ParallelPipeline) -> No
     ):
         for rank in draw(parallel, strategy).ranks:
             step = rank.steps[1]
-            means = step.bytes_sent.get("correction", 0)
+            means = step.bytes_sent.get("correction", 0) * 2 * HEAD_WIDTH // (2 * HEAD_WIDTH + 1)
             assert rank.stale_bytes == came * step.bytes_received["kv"] + own * step.bytes_sent["kv"] + means, strategy
 
 
