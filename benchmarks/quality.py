@@ -136,7 +136,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name, path in (("table", TABLE), ("plot", PLOT)):
         told = f"write {path.relative_to(REPOSITORY)}"
         parser.add_argument(f"--{name}", type=Path, nargs="?", const=path, help=told)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.first >= (captions := options.captions or (QUICK if options.quick else FULL).captions):
+        parser.error(f"--first {options.first} leaves nothing of {captions} captions")
+    return options
 
 
 def with_defaults(options: argparse.Namespace) -> argparse.Namespace:

@@ -7,8 +7,9 @@ applies it to them. Kilobytes again are of this step, and megabytes of the last.
     affine   a factor and a summand for each channel: 2 numbers a channel, however many tokens
     linear   a matrix for each head and a summand for each channel: D + 1 numbers a channel
 
-Where others lead the old tokens on along a line, each also says how much of that way its tokens went: a number a head.
-At first keys slow down, and the whole way would be further from the truth than none of it.
+Where others lead the old tokens on along a line, each also says how much of that way its tokens went: a number a head,
+between half of it and all. At first keys slow down, and the whole way would be further from the truth than none of it;
+but what stops short errs behind at every step, and such errors do not cancel.
 
 Averages over windows of tokens need no fit of their own, since both commute with averaging.
 
@@ -26,7 +27,7 @@ from patchpar.treatment import Correction
 
 RIDGE = 1e-3  # of the mean square of the channels: what keeps a fit to few, or to equal tokens from running away
 SAMPLE = 256  # tokens that are enough for a factor a channel
-FARTHEST = 2.0  # times the way along the line
+LEAST, MOST = 0.5, 1.0  # of the way along the line: measured, see docs/decisions/0017
 TOKENS_PER_NUMBER = 4  # a matrix for fewer tokens than this would weigh more than a quarter of them
 
 
@@ -105,9 +106,9 @@ def _centred(x_BlND: Tensor) -> Tensor:
 
 
 def _along(way_BlND: Tensor, moved_BlND: Tensor) -> Tensor:
-    """How much of the way tokens have moved, for each head; 0 where there is no way."""
+    """How much of the way tokens have moved, for each head."""
     square = way_BlND.square().mean((1, 3)) + torch.finfo(torch.float32).tiny
-    return ((way_BlND * moved_BlND).mean((1, 3)) / square).clamp(-FARTHEST, FARTHEST)
+    return ((way_BlND * moved_BlND).mean((1, 3)) / square).clamp(LEAST, MOST)
 
 
 def _matrix(old_BNlD: Tensor, missing_BNlD: Tensor) -> Tensor:

@@ -163,8 +163,9 @@ def corrected_map(kind: str, maps: tuple[Tensor, Tensor, Tensor], spans: Sequenc
 def corrected_tokens(kind: str, now: Tensor, shown: Tensor, old: Tensor) -> Tensor:
     """The same for the tokens of one place [..., l, D]: a regression of what is missing on the old ones, in fp64.
 
-    First of what has changed on the way from the old ones to those shown, at most twice that way; then of what is still
-    missing. A factor for each channel comes from some 256 tokens, as does the way; a mean is that of all.
+    First of what has changed on the way from the old ones to those shown, at least half of that way and at most all of
+    it; then of what is still missing. A factor for each channel comes from some 256 tokens, as does the way; a mean is
+    that of all.
     """
     dtype, (now, shown, old) = now.dtype, (x.double() for x in (now, shown, old))
     old_mean = old.mean(-2, keepdim=True)
@@ -173,7 +174,7 @@ def corrected_tokens(kind: str, now: Tensor, shown: Tensor, old: Tensor) -> Tens
     apart = 1 if matrices or tokens < 512 else tokens // 256 // 2 * 2 + 1
     way, change = (x[..., ::apart, :] - x[..., ::apart, :].mean(-2, keepdim=True) for x in (shown - old, now - old))
     length = way.square().sum((-2, -1), keepdim=True)
-    along = torch.where(length > 0, (way * change).sum((-2, -1), keepdim=True) / length, 0.0).clamp(-2.0, 2.0)
+    along = torch.where(length > 0, (way * change).sum((-2, -1), keepdim=True) / length, 0.0).clamp(0.5, 1.0)
     shown = old + along * (shown - old)
     missing = now - shown
     some_missing, some_old = (x[..., ::apart, :] for x in (missing, old))

@@ -112,6 +112,7 @@ def test_defaults_exist() -> None:
         (["--strategy", "magic"], "unknown strategy 'magic'"),
         (["--size", "512"], "no height x width"),
         (["--captions", "0"], "at least 1"),
+        (["--captions", "8", "--first", "8"], "--first 8 leaves nothing of 8 captions"),
     ],
 )
 def test_bad_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
