@@ -72,7 +72,7 @@ class _Control:
 
         group, self._group = self._group, None
         if group is not None:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, ValueError):  # the latter: it went with the default group
                 dist.destroy_process_group(group)
 
 

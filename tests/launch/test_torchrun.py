@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from patchpar.errors import LaunchError
-from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
+from patchpar.launch.torchrun import TorchrunExecutor, _Control, torchrun_world
 from tests.launch.conftest import TOY
 
 
@@ -71,6 +72,15 @@ def test_no_thread_of_a_group_outlives_it(folder):
         names = json.loads((folder / f"{rank}.threads.json").read_text())
         assert names
         assert not [name for name in names if "gloo" in name]
+
+
+def test_a_group_that_went_with_the_default_one_is_left_in_peace():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    control = _Control()
+    dist.destroy_process_group()
+    control.leave()
+    with pytest.raises(LaunchError, match="closed"):
+        _ = control.group
 
 
 def test_outside_torchrun(monkeypatch):
