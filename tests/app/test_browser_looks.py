@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
+from tests.breadth import first_of
+
 from .hands import done, keep, press, small, status, tab
 
 TABS = ("Image", "Compare", "High resolution", "Stream", "Timeline", "Plan")
 DESK: dict[str, Any] = {"viewport": {"width": 1280, "height": 900}}
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
+WINDOWS = {"desk": DESK, "phone": PHONE}
+LOOKS = [(place, scheme) for place in WINDOWS for scheme in ("light", "dark")]
 LEAST_CONTRAST = 4.5  # WCAG 2.2, level AA, for text of ordinary size
 
 STICKS_OUT = """() => {
@@ -62,10 +66,9 @@ def looked_at(page: Page, name: str) -> None:
     assert page.evaluate(FAINT, LEAST_CONTRAST) == [], name
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize(("place", "window"), [("desk", DESK), ("phone", PHONE)], ids=["desk", "phone"])
-def test_every_tab_can_be_read(opened: Any, place: str, window: Any, scheme: Any) -> None:
-    page = opened(color_scheme=scheme, **window)
+@pytest.mark.parametrize(("place", "scheme"), first_of(LOOKS, ("desk", "light"), ("phone", "dark")))
+def test_every_tab_can_be_read(opened: Any, place: str, scheme: Any) -> None:
+    page = opened(color_scheme=scheme, **WINDOWS[place])
     assert page.evaluate("document.body.classList.contains('dark')") == (scheme == "dark")
     expect(page.locator("#ready")).to_be_hidden()  # until then there is nothing to plan for
     for name in TABS:
@@ -75,7 +78,7 @@ def test_every_tab_can_be_read(opened: Any, place: str, window: Any, scheme: Any
         looked_at(page, f"{place}-{scheme}-{name.lower().replace(' ', '-')}")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", first_of(["light", "dark"], "light"))
 def test_what_was_drawn_fits_a_phone(opened: Any, scheme: Any) -> None:
     page = opened(color_scheme=scheme, **PHONE)
     small(page, steps=2)

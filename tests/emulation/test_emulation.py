@@ -78,7 +78,7 @@ def test_all_fresh_is_the_plain_unet(name: str, size: tuple[int, int], places: i
     assert max(map(error, got, plain(name, size, (0, 1)))) <= SAME
 
 
-@pytest.mark.parametrize("size", [UNEVEN, WIDE])
+@pytest.mark.parametrize("size", [UNEVEN, pytest.param(WIDE, marks=pytest.mark.breadth)])
 @pytest.mark.parametrize(
     "treatment",
     [

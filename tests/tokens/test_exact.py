@@ -1,6 +1,6 @@
 """Transformers of diffusers with their tokens split, at two numbers of tokens, against the same in one piece.
 
-Every third class, and those with something of their own; `python -m tests.coverage` goes over all.
+Every sixth class in every run, and those with something of their own; `python -m tests.coverage` goes over all.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from patchpar.errors import UnsupportedModel
+from tests.breadth import first_of
 
 from .ranks import LIMIT, TRANSFORMERS, VARIANTS, error, plain, plan_of, split
 
@@ -29,9 +30,10 @@ PARTLY = {
 ANEW = {"HiDreamImageTransformer2DModel": "one of its calls has a mask for images that are no squares"}
 SPLIT = [name for name in TRANSFORMERS if name not in REFUSED]
 SAMPLE = sorted({*SPLIT[::3], *PARTLY, *ANEW})
+QUICK = {*SPLIT[::6], *PARTLY, *ANEW}
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", first_of(SAMPLE, *QUICK))
 def test_split_tokens(name: str) -> None:
     plan = plan_of(name).joined(plan_of(name, 1)) if name in ANEW else plan_of(name)
     assert [PARTLY[name] in left for left in plan.whole] == [True] if name in PARTLY else not plan.whole

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.breadth import first_of
 from tests.conftest import POOL_SIZE
 from tests.exact.on_ranks import relative
 
@@ -21,7 +22,7 @@ LOAD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOAD)
+@pytest.mark.parametrize("name", first_of(LOAD, "flux"))
 def test_pictures_with_another_picture(ranks: Any, name: str, tmp_path: Path) -> None:
     """Scales change from picture to picture, and with them how often a block of SD3 attends: not at all at none."""
     changes = [
