@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.page import write_page
 from benchmarks.volumes.formula import Volumes, cycle_of
-from benchmarks.volumes.shapes import Shapes, rounds_of, sdxl, sdxl_shapes
+from benchmarks.volumes.shapes import Shapes, embedded_shapes, rounds_of, sdxl, sdxl_shapes
 from patchpar.patches import split_bands
 from patchpar.strategies import parse_strategy
 
@@ -34,6 +34,7 @@ STRATEGIES = (
     "fresh-edges:context=pooled,bits=8",
     "fresh-edges:context=pooled,bits=4",
 )
+EMBEDDED = Path(__file__).parents[2] / "assets" / "scenes-unet"
 PIXELS, WORLDS, MOST = (1024, 2048, 3840), (2, 4), 8
 SEAMS = {"kv": 1, "halo": 1, "moments": 3, "correction": 1}
 """Kinds of values that seams exchange, and with how many digits their MB are told."""
@@ -58,13 +59,13 @@ class Received:
         return sum(self.by_kind[kind] for kind in SEAMS)
 
 
-def received(shapes: Shapes, pixels: int, world: int, strategy: str, place: int) -> Received:
-    """What comes to one place of SDXL in half precision."""
+def received(shapes: Shapes, world: int, strategy: str, place: int, *, itemsize: int = 2) -> Received:
+    """What comes to one place of a UNet whose bands begin at multiples of 4 rows, as those of SDXL do."""
     volumes = Volumes(
         shapes=shapes,
-        bands=split_bands(pixels // 8, world, 4),
+        bands=split_bands(shapes.prediction[-2], world, 4),
         treatment=parse_strategy(strategy).treatment,
-        itemsize=2,
+        itemsize=itemsize,
     )
     by_kind = {kind: count / 1e6 for kind, count in volumes.received_per_step(place).items()}
     return Received(by_kind, sum(volumes.held(place).values()) / 1e6)
@@ -78,7 +79,7 @@ def inner(world: int) -> int:
 def table_of_sdxl(shapes: Mapping[int, Shapes]) -> Iterator[str]:
     """Eight ranks, by kind."""
     kv_rounds, rounds = rounds_of(*sdxl())
-    prediction = {p: received(shapes[p], p, MOST, "exact", inner(MOST)).by_kind["prediction"] for p in PIXELS}
+    prediction = {p: received(shapes[p], MOST, "exact", inner(MOST)).by_kind["prediction"] for p in PIXELS}
     told = ", ".join(f"{megabytes:.3f} MB at {pixels}²" for pixels, megabytes in prediction.items())
     yield (
         f"SDXL base on {MOST} ranks, one guidance branch, half precision, from shapes alone. MB that an inner rank "
@@ -91,9 +92,9 @@ def table_of_sdxl(shapes: Mapping[int, Shapes]) -> Iterator[str]:
     yield "| picture | strategy | keys, values | halo | moments | correction | sum | first | of DistriFusion's | held |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for pixels in PIXELS:
-        whole = received(shapes[pixels], pixels, MOST, PUBLISHED, inner(MOST)).seams
+        whole = received(shapes[pixels], MOST, PUBLISHED, inner(MOST)).seams
         for strategy in STRATEGIES:
-            own, first = (received(shapes[pixels], pixels, MOST, strategy, place) for place in (inner(MOST), 0))
+            own, first = (received(shapes[pixels], MOST, strategy, place) for place in (inner(MOST), 0))
             parts = " | ".join(
                 f"{own.by_kind[kind]:.{digits}f}" for kind, digits in zip(SEAMS, (1, 1, 3, 1), strict=True)
             )
@@ -111,8 +112,28 @@ def table_of_fewer(shapes: Mapping[int, Shapes]) -> Iterator[str]:
     for strategy in STRATEGIES:
         cells = []
         for pixels, world in columns:
-            own, whole = (received(shapes[pixels], pixels, world, s, inner(world)).seams for s in (strategy, PUBLISHED))
+            own, whole = (received(shapes[pixels], world, s, inner(world)).seams for s in (strategy, PUBLISHED))
             cells.append(f"{own:.1f} ({100 * own / whole:.0f} %)")
+        yield f"| {strategy} | " + " | ".join(cells) + " |"
+
+
+def table_of_embedded(shapes: Mapping[int, Shapes]) -> Iterator[str]:
+    """The packaged UNet, as `benchmarks.quality` draws with it."""
+    columns = [(pixels, world) for pixels in shapes for world in (4, MOST)]
+    yield (
+        "Embedded model, both guidance branches, fp32, from shapes alone: the sums that an inner rank receives, and "
+        "their share of DistriFusion's. Its pictures are small, so that halos weigh more than in SDXL:"
+    )
+    yield ""
+    yield "| strategy | " + " | ".join(f"{pixels}², {world} ranks" for pixels, world in columns) + " |"
+    yield "|---|" + "---|" * len(columns)
+    for strategy in STRATEGIES:
+        cells = []
+        for pixels, world in columns:
+            own, whole = (
+                received(shapes[pixels], world, s, inner(world), itemsize=4).seams for s in (strategy, PUBLISHED)
+            )
+            cells.append(f"{own:.2f} ({100 * own / whole:.1f} %)")
         yield f"| {strategy} | " + " | ".join(cells) + " |"
 
 
@@ -156,7 +177,8 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="also write the tables to this file")
     options = parser.parse_args()
     shapes = sdxl_shapes(*PIXELS)
-    tables = (table_of_sdxl(shapes), table_of_fewer(shapes), table_of_tiny())
+    drawn = embedded_shapes(EMBEDDED, 256, 512)
+    tables = (table_of_sdxl(shapes), table_of_fewer(shapes), table_of_embedded(drawn), table_of_tiny())
     text = "\n".join([INTRODUCTION, *(line for table in tables for line in ("", *table)), ""])
     print(text)
     if options.write:

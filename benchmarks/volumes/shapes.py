@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -112,6 +113,24 @@ def sdxl_shapes(*pixels: int) -> dict[int, Shapes]:
     """What SDXL's layers see of one guidance branch, for square pictures of these sizes."""
     unet, call = sdxl()
     return {size: shapes_of(unet, with_sample_size((), call, (size // 8, size // 8))[1]) for size in pixels}
+
+
+def embedded_shapes(folder: Path, *pixels: int) -> dict[int, Shapes]:
+    """What layers of the UNet in this folder see of both guidance branches, for square pictures of these sizes."""
+    from diffusers import AutoencoderKL, UNet2DConditionModel
+
+    config = UNet2DConditionModel.load_config(folder, subfolder="unet")
+    scale = 2 ** (len(AutoencoderKL.load_config(folder, subfolder="vae")["block_out_channels"]) - 1)
+    pooled = config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"]
+    with torch.device("meta"):
+        unet = UNet2DConditionModel.from_config(config)
+        call = {
+            "timestep": torch.zeros(1),
+            "encoder_hidden_states": torch.zeros(2, 1, config["cross_attention_dim"]),
+            "added_cond_kwargs": {"text_embeds": torch.zeros(2, pooled), "time_ids": torch.zeros(2, 6)},
+        }
+        samples = {size: torch.zeros(2, config["in_channels"], size // scale, size // scale) for size in pixels}
+    return {size: shapes_of(unet, {"sample": sample, **call}) for size, sample in samples.items()}
 
 
 def rounds_of(denoiser: nn.Module, call: Mapping[str, Any]) -> tuple[int, int]:

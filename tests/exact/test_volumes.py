@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.volumes.__main__ import PUBLISHED, STRATEGIES, inner, received
+from benchmarks.volumes.__main__ import EMBEDDED, PUBLISHED, STRATEGIES, inner, received
 from benchmarks.volumes.formula import Volumes
-from benchmarks.volumes.shapes import Shapes, rounds_of, sdxl, sdxl_shapes
+from benchmarks.volumes.shapes import Shapes, embedded_shapes, rounds_of, sdxl, sdxl_shapes
 from patchpar.patches import split_bands
 from patchpar.treatment import Treatment
 from tests.breadth import first_of
@@ -66,7 +66,7 @@ def shapes() -> dict[int, Shapes]:
 
 def seams(shapes: dict[int, Shapes], pixels: int, strategy: str, world: int = 8) -> float:
     """MB of keys, values, halo and moments that an inner rank receives."""
-    return received(shapes[pixels], pixels, world, strategy, inner(world)).seams
+    return received(shapes[pixels], world, strategy, inner(world)).seams
 
 
 def test_volumes_of_the_real_sdxl_at_1024(shapes: dict[int, Shapes]) -> None:
@@ -86,7 +86,7 @@ def test_displaced_patches_of_the_paper_receive_what_it_states(shapes: dict[int,
 
 @pytest.mark.parametrize("pixels", DISTRIFUSION)
 def test_halos_for_neighbours_only_save_six_sevenths_of_them(shapes: dict[int, Shapes], pixels: int) -> None:
-    ours, theirs = (received(shapes[pixels], pixels, 8, s, inner(8)).by_kind["halo"] for s in ("displaced", PUBLISHED))
+    ours, theirs = (received(shapes[pixels], 8, s, inner(8)).by_kind["halo"] for s in ("displaced", PUBLISHED))
     assert ours == pytest.approx(theirs / 7, rel=0.03)
     assert seams(shapes, pixels, "displaced") == pytest.approx(seams(shapes, pixels, PUBLISHED) - theirs + ours)
 
@@ -105,6 +105,18 @@ def test_shares_of_what_distrifusion_receives(shapes: dict[int, Shapes], pixels:
     assert 0 < told <= 0.012 * whole
 
 
+@pytest.mark.parametrize(("pixels", "world", "share"), [(256, 4, 0.16), (256, 8, 0.12), (512, 4, 0.11), (512, 8, 0.08)])
+def test_averages_in_four_bits_of_the_embedded_model(pixels: int, world: int, share: float) -> None:
+    """Of what DistriFusion receives; most of it is halo, which is sent as it is."""
+    shapes = embedded_shapes(EMBEDDED, pixels)[pixels]
+    ours, theirs = (
+        received(shapes, world, strategy, inner(world), itemsize=4)
+        for strategy in ("fresh-edges:context=pooled,bits=4", PUBLISHED)
+    )
+    assert ours.seams <= share * theirs.seams
+    assert ours.by_kind["halo"] > ours.seams / 2
+
+
 def test_strategies_differ_in_what_they_receive(shapes: dict[int, Shapes]) -> None:
     """So that a count equal to one strategy's formula is none of another's, but for those that differ in time only."""
     same_when_fresh = {"displaced"}
@@ -116,7 +128,7 @@ def test_strategies_differ_in_what_they_receive(shapes: dict[int, Shapes]) -> No
 def test_partials_hold_a_fifteenth_of_whole_keys_and_values(shapes: dict[int, Shapes]) -> None:
     """Outputs of this rank's tokens instead of keys and values of everybody's: 2 n times less, but for log-sum-exp."""
     whole, partials = (
-        received(shapes[3840], 3840, 8, strategy, inner(8)).held
+        received(shapes[3840], 8, strategy, inner(8)).held
         for strategy in ("fresh-edges:extrapolated=false,correction=none", "fresh-edges:context=partials")
     )
     assert 15 < whole / partials < 16
