@@ -6,7 +6,7 @@ python -m benchmarks.volumes --write docs/figures/volumes.md
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,36 +104,34 @@ def table_of_sdxl(shapes: Mapping[int, Shapes]) -> Iterator[str]:
 
 def table_of_fewer(shapes: Mapping[int, Shapes]) -> Iterator[str]:
     """Two and four ranks, sums only."""
-    columns = [(pixels, world) for pixels in PIXELS for world in WORLDS]
     yield "The sums on fewer ranks, MB, and their share of DistriFusion's; of two ranks both are at the edge:"
     yield ""
-    yield "| strategy | " + " | ".join(f"{pixels}², {world} ranks" for pixels, world in columns) + " |"
-    yield "|---|" + "---|" * len(columns)
-    for strategy in STRATEGIES:
-        cells = []
-        for pixels, world in columns:
-            own, whole = (received(shapes[pixels], world, s, inner(world)).seams for s in (strategy, PUBLISHED))
-            cells.append(f"{own:.1f} ({100 * own / whole:.0f} %)")
-        yield f"| {strategy} | " + " | ".join(cells) + " |"
+    yield from _sums(shapes, WORLDS, itemsize=2, digits=1)
 
 
 def table_of_embedded(shapes: Mapping[int, Shapes]) -> Iterator[str]:
     """The packaged UNet, as `benchmarks.quality` draws with it."""
-    columns = [(pixels, world) for pixels in shapes for world in (4, MOST)]
     yield (
         "Embedded model, both guidance branches, fp32, from shapes alone: the sums that an inner rank receives, and "
         "their share of DistriFusion's. Its pictures are small, so that halos weigh more than in SDXL:"
     )
     yield ""
+    yield from _sums(shapes, (4, MOST), itemsize=4, digits=2)
+
+
+def _sums(shapes: Mapping[int, Shapes], worlds: Sequence[int], *, itemsize: int, digits: int) -> Iterator[str]:
+    """A column for each size and number of ranks: MB with so many digits, and the share with one less."""
+    columns = [(pixels, world) for pixels in shapes for world in worlds]
     yield "| strategy | " + " | ".join(f"{pixels}², {world} ranks" for pixels, world in columns) + " |"
     yield "|---|" + "---|" * len(columns)
     for strategy in STRATEGIES:
         cells = []
         for pixels, world in columns:
             own, whole = (
-                received(shapes[pixels], world, s, inner(world), itemsize=4).seams for s in (strategy, PUBLISHED)
+                received(shapes[pixels], world, each, inner(world), itemsize=itemsize).seams
+                for each in (strategy, PUBLISHED)
             )
-            cells.append(f"{own:.2f} ({100 * own / whole:.1f} %)")
+            cells.append(f"{own:.{digits}f} ({100 * own / whole:.{digits - 1}f} %)")
         yield f"| {strategy} | " + " | ".join(cells) + " |"
 
 
