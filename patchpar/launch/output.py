@@ -2,10 +2,12 @@
 
 Both stdout and stderr of a worker come here, so that a program's own stdout stays its own.
 A line that another rank has printed already is not printed again: libraries warn once per process.
+Each character is looked at once, whatever the length of a line: this thread must not keep the interpreter from others.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import re
@@ -15,6 +17,7 @@ from collections import OrderedDict, deque
 
 TAIL_LINES = 20
 REMEMBERED_LINES = 2000
+LONGEST_LINE = 8192  # characters; what comes after them in the same line is counted and left out
 LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)")
 
 
@@ -55,18 +58,60 @@ class Output:
         self._thread.join(seconds)
 
 
+class Lines:
+    """Lines out of pieces of text, each with its end, cut where they are longer than LONGEST_LINE."""
+
+    def __init__(self) -> None:
+        self._begun: list[str] = []  # of a line whose end has not come
+        self._length = 0  # of that line, also what is left out
+        self._held = ""  # a carriage return, which may be half of a line end
+
+    def feed(self, text: str) -> list[str]:
+        """The lines that end in this piece."""
+        text = self._held + text
+        self._held = "\r" if text.endswith("\r") else ""
+        lines, rest = whole_lines(text[: len(text) - len(self._held)])
+        found = [self._ended(line) for line in lines]
+        self._keep(rest)
+        return found
+
+    def finish(self) -> list[str]:
+        """The line that has no end, with one; nothing if there is none."""
+        has_rest = self._length or self._held
+        return [self._ended(self._held or "\n")] if has_rest else []
+
+    def _keep(self, text: str) -> None:
+        if self._length < LONGEST_LINE:
+            self._begun.append(text[: LONGEST_LINE - self._length])
+        self._length += len(text)
+
+    def _ended(self, line: str) -> str:
+        text = line.rstrip("\r\n")
+        self._keep(text)
+        note = f" [a line of {self._length} characters, cut]" if self._length > LONGEST_LINE else ""
+        whole = "".join(self._begun) + note + line[len(text) :]
+        self._begun, self._length = [], 0
+        return whole
+
+
+def whole_lines(text: str) -> tuple[list[str], str]:
+    """Lines with their ends, and what comes after the last of them."""
+    end = 1 + max(text.rfind("\n"), text.rfind("\r"))
+    return LINE.findall(text[:end]), text[end:]  # where no end is to come the pattern would try from every character
+
+
 def _pump(fd: int, rank: int, speakers: FirstSpeaker, tail: deque[str]) -> None:
-    rest = ""
+    decoder, lines = codecs.getincrementaldecoder("utf-8")(errors="replace"), Lines()
+
+    def pass_on(found: list[str]) -> None:
+        tail.extend(found)
+        _pass_on("".join(line for line in found if speakers.is_first(rank, line)))
+
     with open(fd, "rb", buffering=0) as pipe:
         while data := os.read(pipe.fileno(), 1 << 16):
-            rest += data.decode(errors="replace")
-            lines = LINE.findall(rest)
-            rest = rest[sum(map(len, lines)) :]
-            tail.extend(lines)
-            _pass_on("".join(line for line in lines if speakers.is_first(rank, line)))
-    if rest:
-        tail.append(rest)
-        _pass_on(rest + "\n")
+            pass_on(lines.feed(decoder.decode(data)))
+    pass_on(lines.feed(decoder.decode(b"", final=True)))
+    pass_on(lines.finish())
 
 
 def _pass_on(text: str) -> None:
