@@ -10,7 +10,6 @@ from patchpar.highres.geometry import refusal_of, units_of
 from patchpar.models.description import Description
 from patchpar.models.folder import free_memory
 from patchpar.plan import Plan
-from patchpar.strategies import resolve_strategy
 from patchpar.strategies.data import Share
 from patchpar.strategies.structure_guidance import StructureGuidance
 
@@ -75,12 +74,11 @@ def _check_side(name: str, value: Any, unit: int) -> None:
 
 def check_plan(model: Description, plan: Plan) -> None:
     """Raise UnsupportedModel when a plan can do no call of this model at all."""
-    strategy = resolve_strategy(plan.strategy)
-    if isinstance(strategy, StructureGuidance):
+    if isinstance(plan.strategy, StructureGuidance):
         if plan.cfg > 1:
             raise PlanError(
-                f"plan {plan} splits guidance over axis 'cfg', but strategy {strategy.name} shares out the branches of "
-                f"guidance itself: give all devices to axis 'patch', patch={plan.cfg * plan.patch}"
+                f"plan {plan} splits guidance over axis 'cfg', but strategy {plan.strategy.name} shares out the "
+                f"branches of guidance itself: give all devices to axis 'patch', patch={plan.cfg * plan.patch}"
             )
         return
     if plan.patch > 1 and not (model.splits_into_bands or model.splits_into_tokens):
@@ -94,9 +92,9 @@ def check_plan(model: Description, plan: Plan) -> None:
 def check_plan_for(model: Description, plan: Plan, kwargs: Mapping[str, Any], devices: Sequence[str] = ()) -> None:
     """Raise PlanError when this plan cannot do this call, or the CPU ranks among `devices` have no room for it."""
     check_plan(model, plan)
-    size, strategy = model.size(kwargs), resolve_strategy(plan.strategy)
-    if isinstance(strategy, StructureGuidance):
-        _check_large(model, plan, strategy, kwargs)
+    size = model.size(kwargs)
+    if isinstance(plan.strategy, StructureGuidance):
+        _check_large(model, plan, plan.strategy, kwargs)
         ranks = sum(device == "cpu" for device in devices[: plan.world_size])
         if size is not None and ranks:
             check_room(model, size, 1 + model.guided(kwargs), ranks=ranks, free=free_memory())

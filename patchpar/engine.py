@@ -37,7 +37,6 @@ from patchpar.models.arrival import for_task, settle_in
 from patchpar.models.description import Description, describe, refuse_parallel
 from patchpar.models.hush import hush
 from patchpar.plan import Plan
-from patchpar.strategies import resolve_strategy
 from patchpar.strategies.data import as_one_call
 from patchpar.strategies.guidance import guidance_of
 from patchpar.together import Together
@@ -140,7 +139,7 @@ class Engine:
         `vae`: one of the ways of `vae.choice`.
         """
         self.restore()
-        works = plan.world_size > 1 or resolve_strategy(plan.strategy).for_one_rank or vae == "tiled"
+        works = plan.world_size > 1 or plan.strategy.for_one_rank or vae == "tiled"
         if self._transport is None and (self.context.world_size > 1 or works):
             join = connect if self.context.world_size > 1 else alone
             self._transport = join(self.device, deadline=self.context.deadline)

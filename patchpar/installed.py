@@ -18,7 +18,6 @@ from patchpar.mesh import Mesh
 from patchpar.models.description import DENOISERS, refuse_compiled
 from patchpar.patched import PatchedDenoiser
 from patchpar.plan import Plan
-from patchpar.strategies import resolve_strategy
 from patchpar.strategies.guidance import GuidanceSplit
 from patchpar.strategies.structure_guidance import StructureGuidance
 from patchpar.token_split.denoiser import TokenDenoiser
@@ -47,8 +46,7 @@ class Installed:
         self, plan: Plan, mesh: Mesh, door: Door, clock: StepClock, guided: Callable[[], bool | None], verdicts: Any
     ) -> None:
         """Make the denoisers parallel. `guided`: whether the call under way uses guidance."""
-        self.mesh, self.door = mesh, door
-        strategy = resolve_strategy(plan.strategy)
+        self.mesh, self.door, strategy = mesh, door, plan.strategy
         if plan.cfg > 1:  # one for all networks, since several may serve one step
             self.guidance = GuidanceSplit(door, mesh["cfg"], clock)
             for module in self._conditioners():

@@ -12,7 +12,6 @@ from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
 from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
 from patchpar.plan import Plan
-from patchpar.strategies import resolve_strategy
 from patchpar.vae.choice import check_way
 
 ENGINE = "patchpar.engine:Engine"
@@ -93,10 +92,10 @@ def plan_of(plan: object) -> Plan | None:
     if plan is None or plan == "auto":
         return None
     if isinstance(plan, str):
-        plan = Plan.parse(plan) if plan != "single" else Plan()
+        plan = Plan.parse(plan)
     if not isinstance(plan, Plan):
         raise PlanError(f"plan={plan!r}: use 'auto', a Plan, or a text such as 'cfg=2,patch=2'")
-    resolve_strategy(plan.strategy).check_places(plan.patch)
+    plan.strategy.check_places(plan.patch)
     return plan
 
 

@@ -38,9 +38,10 @@ LINES = (
 )
 LEVEL = {module: number for number, line in enumerate(LINES) for module in line}
 # Stricter than the order above: pure modules need nothing but the tree of errors, launch knows nothing of diffusion,
-# and the command line goes through the public names like everybody else.
+# and the command line goes through the public names like everybody else. One looks up: a plan reads the text of its
+# strategy when it is made, and only strategies know what theirs means.
 ONLY = {
-    "plan": {"errors"},
+    "plan": {"errors", "strategies"},
     "patches": {"errors"},
     "clock": {"errors"},
     "measure": {"errors"},

@@ -74,9 +74,8 @@ def _both(request: Compare) -> tuple[Outcome, Outcome]:
 def of_one(plan: Plan) -> Plan:
     """What one process draws to compare with: the plain pipeline, or the same large picture out of patches."""
     from patchpar import Plan
-    from patchpar.strategies import resolve_strategy
 
-    return Plan(strategy=plan.strategy) if resolve_strategy(plan.strategy).for_one_rank else Plan()
+    return Plan(strategy=plan.strategy) if plan.strategy.for_one_rank else Plan()
 
 
 def _draw(request: Compare, where: dict[str, Any], title: str) -> tuple[Outcome, Plan]:

@@ -45,7 +45,9 @@ class Opened:
     model: Model = "embedded"
     devices: Devices = "auto"
     plan: Annotated[str, typer.Option(help="auto, or degrees per axis: cfg=2,patch=2.")] = "auto"
-    strategy: Annotated[str, typer.Option(help="How patches travel: name, or name:key=value.")] = "exact"
+    strategy: Annotated[
+        str | None, typer.Option(help="How patches travel: name, or name:key=value; by default exact.")
+    ] = None
     vae: Annotated[str, typer.Option(help="How they encode and decode: auto, exact, tiled, rank0.")] = "auto"
     steps: Annotated[int | None, typer.Option(help="Denoising steps; else the pipeline's own.")] = None
     guidance_scale: Annotated[float | None, typer.Option(help="By default the pipeline's own.")] = None
@@ -131,25 +133,22 @@ class Request(Asked):
         return len(self.prompt) * self.num_images
 
 
-def plan_of(plan: str, strategy: str, devices: str) -> Plan | str:
+def plan_of(plan: str, strategy: str | None, devices: str) -> Plan | str:
     """`--plan` and `--strategy` as `ParallelPipeline` takes them. Raises PlanError, naming what is valid.
 
     A strategy that is one way for any number of ranks needs no plan: all `devices` take part.
     """
     from patchpar import Plan
+    from patchpar.strategies import parse_strategy
 
-    options: object = "exact"
-    if strategy != "exact":
-        from patchpar.strategies import parse_strategy
-
-        options = parse_strategy(strategy)
+    options = None if strategy is None else parse_strategy(strategy)
     if plan != "auto":
         return Plan.parse(plan, strategy=options)
-    if getattr(options, "for_one_rank", False):
+    if options is None or str(options) == "exact":
+        return "auto"
+    if options.for_one_rank:
         return Plan(patch=_count(devices), strategy=options)
-    if strategy != "exact":
-        raise PlanError(f"--strategy {strategy} needs a plan to go with: add, for example, --plan patch=2")
-    return "auto"
+    raise PlanError(f"--strategy {strategy} needs a plan to go with: add, for example, --plan patch=2")
 
 
 def _count(devices: str) -> int:

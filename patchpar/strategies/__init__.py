@@ -20,16 +20,18 @@ def known() -> dict[str, Any]:
 
 def parse_strategy(text: str) -> Any:
     """A strategy from a command line: "exact" or "name:key=value,key=value". Raises PlanError naming what is valid."""
-    name, _, rest = text.partition(":")
+    name, _, rest = text.strip().partition(":")
     strategies = known()
     if name not in strategies:
         raise PlanError(f"unknown strategy {name!r}: use one of {', '.join(strategies)}")
     options = {field.name: field.type for field in fields(strategies[name])}
-    given = {}
+    given: dict[str, Any] = {}
     for part in filter(None, (piece.strip() for piece in rest.replace(":", ",").split(","))):
-        key, equals, value = part.partition("=")
+        key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or key not in options:
             raise PlanError(f"strategy {name!r} does not know {part!r}: its options are {', '.join(options)}")
+        if key in given:
+            raise PlanError(f"strategy {name!r} has {key} twice: once is enough")
         given[key] = _value(name, key, value)
     return strategies[name](**given)
 

@@ -68,6 +68,7 @@ class FreshEdges(PatchStrategy):
         check_choice(self.name, "context", self.context, ("all", "pooled", "partials"))
         check_choice(self.name, "bits", self.bits, BITS if self.context != "partials" else (16,))
         check_choice(self.name, "correction", self.correction, CORRECTIONS)
+        check_choice(self.name, "extrapolated", self.extrapolated, (True, False))
         check_share(self.name, "band", self.band)
         check_count(self.name, "pool", self.pool)
         check_count(self.name, "refresh", self.refresh)

@@ -40,6 +40,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+CHOICES: dict[str, tuple[object, ...]] = {
+    "preset": tuple(PRESETS),
+    "space": (None, "x0", "eps"),
+    "decay": (None, "cosine", "none"),
+    "told": (None, "native", "whole"),
+    "lag": (0, 1),
+    "guide": ("anchor", "flow"),
+    "renoised": (True, False),
+    "aligned": (None, True, False),
+    "masked": (None, True, False),
+}
 MOST = {"weight": 1.0, "switch": 1.0, "overlap": 0.9, "margin": 0.5, "context": 1.0, "kept": 1.0, "shared_noise": 1.0}
 
 
@@ -86,29 +97,30 @@ class StructureGuidance:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_choice(self.name, "preset", self.preset, tuple(PRESETS))
-        check_choice(self.name, "space", self.space, (None, "x0", "eps"))
-        check_choice(self.name, "decay", self.decay, (None, "cosine", "none"))
-        check_choice(self.name, "told", self.told, (None, "native", "whole"))
-        check_choice(self.name, "lag", self.lag, (0, 1))
-        check_choice(self.name, "guide", self.guide, ("anchor", "flow"))
+        for option, choices in CHOICES.items():
+            check_choice(self.name, option, getattr(self, option), choices)
         if self.guide == "flow" and self.renoised:
             raise PlanError(f"{self.name}: renoised=true gives noise that guide=flow would not see: use guide=anchor")
         for option, most in MOST.items():
             self._check_number(option, most)
+        self._check_counts()
         if self.switch == 0:
             raise PlanError(f"{self.name}: switch=0: windows draw the detail below it, so it is above 0")
-        if not isinstance(self.bands, int) or self.bands < 1:
-            raise PlanError(f"{self.name}: bands={self.bands!r}: it is a number of ranks, 1 for none together")
         if self.bands > 1 and self.context:
             raise PlanError(f"{self.name}: windows that see one another are whole: use context=0 or bands=1")
-        if self.native is not None and (not isinstance(self.native, int) or self.native < 8):
-            raise PlanError(f"{self.name}: native={self.native!r}: it is a side in pixels, such as 1024")
 
     def _check_number(self, option: str, most: float) -> None:
         value = getattr(self, option)
         if value is not None and not (isinstance(value, (int, float)) and 0 <= value <= most):
             raise PlanError(f"{self.name}: {option}={value!r}: it is a number from 0 to {most:g}")
+
+    def _check_counts(self) -> None:
+        if not isinstance(self.bands, int) or self.bands < 1:
+            raise PlanError(f"{self.name}: bands={self.bands!r}: it is a number of ranks, 1 for none together")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise PlanError(f"{self.name}: seed={self.seed!r}: it is a whole number from 0 to 2**63 - 1")
+        if self.native is not None and (not isinstance(self.native, int) or self.native < 8):
+            raise PlanError(f"{self.name}: native={self.native!r}: it is a side in pixels, such as 1024")
 
     def _chosen(self, option: str) -> Any:
         value = getattr(self, option)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from patchpar import Plan
 from patchpar.errors import PlanError, WorkerDied
 
 
@@ -79,7 +80,7 @@ def test_several_pictures_are_numbered(fake: Any, run: Any, tmp_path: Path) -> N
 def test_a_plan_is_parsed(fake: Any, run: Any, tmp_path: Path) -> None:
     run("generate", "a fox", "--plan", "cfg=2,patch=2", "-o", tmp_path / "x.png")
     plan = fake.opened[0].options["plan"]
-    assert (plan.cfg, plan.patch, plan.strategy) == (2, 2, "exact")
+    assert plan == Plan(cfg=2, patch=2, strategy="exact")
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def model() -> Description:
     ("devices", "size", "plan"),
     [
         (4, (256, 192), "patch=4,strategy=asg"),
-        (1, (256, 192), "single"),
+        (1, (256, 192), "strategy=asg"),
         (4, (256, 184), "cfg=2,patch=2,strategy=exact"),  # 1.44 times on one side
         (4, (512, 128), "cfg=2,patch=2,strategy=exact"),
         (4, (128, 128), "cfg=2,patch=2,strategy=exact"),
