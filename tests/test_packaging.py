@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
+from email.parser import Parser
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 REPOSITORY = Path(__file__).parent.parent
+PACKAGE = REPOSITORY / "patchpar"
+OF_EXTRAS = {
+    "live/page.py": {"fastapi", "starlette"},
+    "live/port.py": {"uvicorn"},
+}  # each asks for its extra before it imports; see Page in live/screen.py
+MODULE_OF = {"pillow": "PIL"}
+
+
+def imported_by(path: Path) -> Iterator[str]:
+    """Packages that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.split(".")[0]
 
 
 def test_the_wheel(tmp_path: Path) -> None:
@@ -16,6 +36,8 @@ def test_the_wheel(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
+        (metadata,) = (name for name in names if name.endswith("/METADATA"))
+        needs = Parser().parsestr(archive.read(metadata).decode()).get_all("Requires-Dist") or []
     assert {name.split("/")[0].split("-")[0] for name in names} == {"patchpar"}
     plan = "patchpar/token_split/plans/FluxTransformer2DModel.json"
     assert {"patchpar/py.typed", "patchpar/cli/__init__.py", plan} <= names
@@ -26,3 +48,14 @@ def test_the_wheel(tmp_path: Path) -> None:
     assert "patchpar/assets/face-stream/speech.wav" in names
     assert not [name for name in names if name.endswith((".bin", ".pt", ".ckpt", ".pyc"))]
     assert wheel.stat().st_size < 48 * 2**20
+    assert_a_plain_install_has_what_is_imported([Requirement(need) for need in needs])
+
+
+def assert_a_plain_install_has_what_is_imported(needs: list[Requirement]) -> None:
+    """Streams and videos are written without an extra, as pictures are."""
+    there = {MODULE_OF.get(need.name, need.name) for need in needs if need.marker is None}
+    assert {"av", "PIL", "torch"} <= there
+    known = there | set(sys.stdlib_module_names) | {"patchpar"}
+    for path in PACKAGE.rglob("*.py"):
+        own = OF_EXTRAS.get(str(path.relative_to(PACKAGE)), set())
+        assert set(imported_by(path)) - known <= own, path

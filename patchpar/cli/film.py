@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,6 @@ def check_film(path: Path) -> None:
     if path.suffix.lower() not in CODECS:
         known = ", ".join(CODECS)
         raise PlanError(f"cannot write {path}: the suffix {path.suffix!r} names no video format; use one of {known}")
-    if find_spec("av") is None:
-        raise PlanError("videos are written by PyAV, which is not installed: pip install 'patchpar[video]'")
     check_place(path, "--output", "video.mp4")
 
 

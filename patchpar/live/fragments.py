@@ -6,12 +6,10 @@ FFmpeg's own writer of fragments holds frames back until others have come, and t
 import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor
 
-from patchpar.errors import PlanError
 from patchpar.live.boxes import Sample, fragment, with_lengths
 from patchpar.live.film import FilmEncoder, FilmFormat
 
@@ -36,11 +34,9 @@ class Fragment:
 
 
 class FragmentEncoder:
-    """Encodes a stream block by block, in H.264 and AAC. Raises PlanError without PyAV, and for sides that are odd."""
+    """Encodes a stream block by block, in H.264 and AAC. Raises PlanError for sides that are odd."""
 
     def __init__(self, fps: float, height: int, width: int, rate: int | None) -> None:
-        if find_spec("av") is None:
-            raise PlanError("films are made by PyAV, which is not installed: pip install 'patchpar[video]'")
         import av
 
         form = FilmFormat(fps=fps, height=height, width=width, rate=rate, options=QUICK, is_live=True)

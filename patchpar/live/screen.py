@@ -28,7 +28,7 @@ class Page:
     """A page, from when it is made until it is closed. Raises PlanError for a port that is not free."""
 
     def __init__(self, feed: Feed, host: str, port: int, flag: str) -> None:
-        missing = [name for name in ("fastapi", "uvicorn", "websockets", "av") if find_spec(name) is None]
+        missing = [name for name in ("fastapi", "uvicorn", "websockets") if find_spec(name) is None]
         if missing:
             raise PlanError(f"{flag} needs {', '.join(missing)}: pip install 'patchpar[serve]'")
         self.feed, self.status = feed, "starting"

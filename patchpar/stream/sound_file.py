@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,6 @@ def read_sound(path: Path, rate: int) -> SoundFile:
     """The whole first sound track. Raises PlanError, with the file's facts, if it cannot be read or is empty."""
     if not path.is_file():
         raise PlanError(f"{path}: there is no such sound file")
-    if find_spec("av") is None:
-        raise PlanError("sound files are read by PyAV, which is not installed: pip install 'patchpar[video]'")
     import av
 
     try:

@@ -101,13 +101,6 @@ def test_a_picture_that_is_none(tmp_path: Path) -> None:
     assert "cannot be read as a picture" in result.stderr
 
 
-def test_without_pyav(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patchpar.cli.film.find_spec", lambda name: None)
-    result = CliRunner().invoke(app, ["video", "a", "--model", "m", "-o", str(tmp_path / "a.mp4")])
-    assert result.exit_code == 2
-    assert "pip install 'patchpar[video]'" in result.stderr
-
-
 def test_a_model_that_draws_pictures() -> None:
     with pytest.raises(PlanError, match=r"has no frames: `patchpar generate` draws pictures"):
         frames_of(SimpleNamespace(images=[]))

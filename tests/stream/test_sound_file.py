@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from patchpar.errors import PlanError
-from patchpar.stream import sound_file
 from patchpar.stream.sound_file import read_sound
 
 
@@ -83,9 +82,3 @@ def test_a_file_that_was_cut_off(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(PlanError, match=r"(ends|is broken) after [012]\.\d s"):
         read_sound(path, 16000)
-
-
-def test_without_pyav(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sound_file, "find_spec", lambda name: None)
-    with pytest.raises(PlanError, match=r"pip install 'patchpar\[video\]'"):
-        read_sound(write_wav(tmp_path / "a.wav", tone(8000, 0.1), 8000), 16000)
