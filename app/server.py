@@ -12,6 +12,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from patchpar import PlanError
 from patchpar.live.port import HOME, Port, check_port, is_local, names_of
+from patchpar.models.hush import hush
 
 from .limits import MOST_BYTES
 from .page import STYLE, build, theme
@@ -130,6 +131,7 @@ class Server:
 
 def serve(setup: Setup, address: Address, told: Callable[[str], Any]) -> None:
     """Serve until ctrl-C; `told` gets the page's address when it is there. Raises PlanError."""
+    hush()
     setup.check()
     server = Server(setup, address)
     try:

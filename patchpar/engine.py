@@ -16,10 +16,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from diffusers import DiffusionPipeline
-from packaging.version import Version
 from torch import nn
 
 from patchpar.batch import leaves
@@ -35,6 +33,7 @@ from patchpar.launch.context import Bystander, RankContext
 from patchpar.mesh import Mesh
 from patchpar.models.arrival import for_task, settle_in
 from patchpar.models.description import Description, describe, refuse_parallel
+from patchpar.models.dtype import with_dtype
 from patchpar.models.hush import hush
 from patchpar.plan import Plan
 from patchpar.strategies.data import as_one_call
@@ -57,6 +56,8 @@ class Engine:
         self._installed_for: tuple[Plan, bool | Path, str] = (Plan(), True, "auto")
         self._transport: Transport | None = None
         self._arguments: dict[str, Any] = {}
+        if context.world_size > 1:  # before anything of a model arrives: unpickling it imports what talks
+            hush()
 
     # --- the pipeline -------------------------------------------------------------------------------------------
 
@@ -66,9 +67,7 @@ class Engine:
         Raises PlanError, before loading, if the device has less memory free than the weights take.
         """
         self._check_memory(weight_bytes)
-        if self.context.world_size > 1:  # one bar per rank and component would only be noise
-            hush()
-        options = _dtype_named(options)
+        options = with_dtype(options)
         task = options.pop("task", None)
         pipe = DiffusionPipeline.from_pretrained(model, use_safetensors=True, **options)
         return self.adopt(for_task(pipe, task).to(self.device))
@@ -237,17 +236,6 @@ class Engine:
             random=random_state(self.device) if follows else None,
             figures=figures,
         )
-
-
-def _dtype_named(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with the dtype as torch's, under the name that this version of diffusers takes."""
-    options = dict(options)
-    for name in ("torch_dtype", "dtype"):
-        dtype = options.pop(name, None)
-        if dtype is not None:
-            new = Version(diffusers.__version__) >= Version("0.42.0")
-            options["dtype" if new else "torch_dtype"] = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return options
 
 
 def _holds_network(value: Any) -> bool:

@@ -57,7 +57,7 @@ ONLY = {
     "launch": {"errors"},
     "live": {"errors"},
     "transport": {"errors"},
-    "cli": {"errors", "measure", "launch", "live", "strategies", "stream", "PUBLIC"},
+    "cli": {"errors", "measure", "launch", "live", "models", "strategies", "stream", "PUBLIC"},
     "__main__": {"cli"},
 }
 # The demo shows what pure modules know (plans, figures, traces), and nothing of how ranks work.

@@ -80,7 +80,9 @@ def of_one(plan: Plan) -> Plan:
 
 def _draw(request: Compare, where: dict[str, Any], title: str) -> tuple[Outcome, Plan]:
     from patchpar import ParallelPipeline, Plan
+    from patchpar.models.hush import hush
 
+    hush()
     opened = {**where, **request.for_loading()}
     with progress(title) as step, ParallelPipeline.from_pretrained(request.model, **opened) as pipe:
         pipe.set_progress_bar_config(disable=True)

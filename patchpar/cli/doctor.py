@@ -19,7 +19,7 @@ from patchpar.cli.flags import Debug, Devices, Json, Model
 from patchpar.cli.speech import FAILURE, friendly_errors, print_json, stdout_kept_clean
 from patchpar.errors import PatchparError
 
-PACKAGES = ("patchpar", "torch", "diffusers", "transformers", "accelerate", "safetensors", "pillow")
+PACKAGES = ("patchpar", "torch", "diffusers", "transformers", "accelerate", "safetensors", "pillow", "av")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,9 @@ def collective_test(devices: Sequence[str]) -> dict[str, Any]:
 def choice(request: Doctor) -> dict[str, Any]:
     """The plan that is chosen for one step of a picture of the model's own size, and why; that step is drawn."""
     from patchpar import ParallelPipeline
+    from patchpar.models.hush import hush
 
+    hush()
     with ParallelPipeline.from_pretrained(request.model, devices=request.devices) as pipe:
         pipe.set_progress_bar_config(disable=True)
         pipe("a test picture", num_inference_steps=1)

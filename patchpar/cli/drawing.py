@@ -28,7 +28,9 @@ def drawn_by(request: Opened, call: Callable[[Any], Any], keep: Keep = itself, *
     `call` takes the pipeline. `keep` works while the workers stop, on the cores that they leave.
     """
     from patchpar import ParallelPipeline
+    from patchpar.models.hush import hush
 
+    hush()
     plan = plan_of(request.plan, request.strategy, request.devices)
     opened = {"devices": request.devices, "plan": plan, **request.for_loading(), **options}
     with (

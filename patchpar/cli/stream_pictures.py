@@ -79,7 +79,9 @@ def stream_pictures(request: Stream) -> None:
 
 def _run(request: Stream, frames: Frames, stack: ExitStack) -> Report:
     from patchpar import PictureStreamingPipeline
+    from patchpar.models.hush import hush
 
+    hush()
     screens = Screens.opened(request, frames.fps, None, stack)
     say = screens.heard_by(stack.enter_context(living_line("starting")))
     opened = {"takes_image": True, **request.for_loading()}

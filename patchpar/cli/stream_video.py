@@ -54,7 +54,9 @@ def _sound(request: Stream, folder: StreamFolder) -> Any:
 
 def _run(request: Stream, folder: StreamFolder, given: dict[str, Any], stack: ExitStack) -> Report:
     from patchpar import StreamDelivery, StreamingPipeline
+    from patchpar.models.hush import hush
 
+    hush()
     fps = request.fps or folder.config.fps
     screens = Screens.opened(request, fps, folder.rate, stack)
     say = screens.heard_by(stack.enter_context(living_line("starting")))

@@ -10,7 +10,10 @@ EMPTY_LIST = "should be kept in float32: []"
 
 
 def hush() -> None:
-    """For this process: no bars for each component, no word of image processors without torchvision. Idempotent."""
+    """For this process: no bars for each component, no word of image processors without torchvision. Idempotent.
+
+    For workers and commands. In a program of the user's it is the user who decides what libraries say.
+    """
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)

@@ -14,6 +14,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.models.dtype import dtype_of, with_dtype
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, read_index
 
 
@@ -33,7 +34,7 @@ def load_wan(folder: Path, needs: Needs, options: Mapping[str, Any]) -> WanPipel
     if not needs.vae:
         spared["vae"] = None
     spared |= dict.fromkeys((HIGH_NOISE, LOW_NOISE, "scheduler"))
-    options = {name: value for name, value in options.items() if value is not None}
+    options = with_dtype({name: value for name, value in options.items() if value is not None})
     pipe = WanPipeline.from_pretrained(str(folder), use_safetensors=True, **(options | spared))
     parts: dict[str, Any] = {part: load_transformer(folder, part, options) for part in needs.transformers}
     parts = parts or {HIGH_NOISE: hollow_transformer(WanTransformer3DModel, folder, options)}
@@ -61,7 +62,7 @@ def hollow_transformer(kind: type[Any], folder: Path, options: Mapping[str, Any]
     """Shapes without weights of a transformer of this class, for a rank that draws nothing."""
     config = kind.load_config(str(folder), subfolder=HIGH_NOISE)
     with torch.device("meta"):
-        return kind.from_config(config).to(options.get("torch_dtype", torch.float32))
+        return kind.from_config(config).to(dtype_of(options) or torch.float32)
 
 
 def _refuse_others(folder: Path) -> None:

@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
 from patchpar.errors import LaunchError, PlanError, WorkerError
 from patchpar.launch.context import OnEvent, OnStart, Tell
 from patchpar.launch.inline import InlineExecutor
@@ -38,7 +36,7 @@ class Loading:
 
         Raises LaunchError, PlanError, UnsupportedModel.
         """
-        asked = (self.folder, self.config, plan, with_dtype(self.options))
+        asked = (self.folder, self.config, plan, self.options)
         return start_ranks(devices[: plan.ranks], ENGINE, self.deadline, asked)
 
 
@@ -55,12 +53,6 @@ def start_ranks(names: Sequence[str], engine: str, deadline: float, asked: Seque
     except BaseException:
         executor.close()
         raise
-
-
-def with_dtype(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Options with a dtype of torch's in place of its name."""
-    dtype = options.get("torch_dtype")
-    return {**options, "torch_dtype": getattr(torch, dtype)} if isinstance(dtype, str) else options
 
 
 class Starting(Protocol):

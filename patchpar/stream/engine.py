@@ -45,6 +45,8 @@ class StreamEngine:
         self._pipe: Any = None
         self._networks: list[CausalWan] = []
         self._decoder: WanDecoder | None = None
+        if context.world_size > 1:  # before anything of a model arrives: unpickling it imports what talks
+            hush()
 
     def load(
         self, folder: str, config: StreamConfig, plan: StreamPlan, options: Mapping[str, Any]
@@ -57,8 +59,6 @@ class StreamEngine:
             self._door = Door(self._transport, self._context.mark)
         if rank >= plan.ranks:
             return Bystander()
-        if self._context.world_size > 1:
-            hush()
         stage = plan.stages[plan.stage_of(rank)]
         boundary = low_noise_below(Path(folder))
         self._above = config.schedule.steps_above(-1.0 if boundary is None else boundary)

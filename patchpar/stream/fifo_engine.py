@@ -46,6 +46,8 @@ class FifoEngine:
         self._door: Door | None = None
         self._pipe: Any = None
         self._course: FifoCourse | None = None
+        if context.world_size > 1:  # before anything of a model arrives: unpickling it imports what talks
+            hush()
 
     def load(
         self, folder: str, config: FifoConfig, plan: StreamPlan, options: Mapping[str, Any]
@@ -61,8 +63,6 @@ class FifoEngine:
         self._family = family = _family_of(Path(folder))
         draws = bool(plan.stages[rank].steps)
         needs = Needs(text=rank == 0, vae=rank == plan.decoder, transformers=(HIGH_NOISE,) if draws else ())
-        if self._context.world_size > 1:
-            hush()
         pipe = family.load(Path(folder), needs, options)
         facts = family.facts(Path(folder))
         self._network = family.network(pipe.transformer, facts, config.fps)

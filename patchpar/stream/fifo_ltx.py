@@ -12,6 +12,7 @@ from diffusers import AutoencoderKLLTXVideo, LTXPipeline, LTXVideoTransformer3DM
 from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
+from patchpar.models.dtype import with_dtype
 from patchpar.stream.checkpoint import Needs, hollow_transformer
 from patchpar.stream.fifo_network import Asked, FrameNetwork
 from patchpar.stream.ltx_decoder import LtxDecoder, latents_late
@@ -61,7 +62,7 @@ class Ltx:
         spared: dict[str, Any] = {"scheduler": None}
         if not needs.text:
             spared |= {"tokenizer": None, "text_encoder": None}
-        options = {name: value for name, value in options.items() if value is not None}
+        options = with_dtype({name: value for name, value in options.items() if value is not None})
         if not needs.vae:
             spared["vae"] = None
         if not needs.transformers:

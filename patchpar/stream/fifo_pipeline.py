@@ -8,7 +8,7 @@ from typing import Any
 from patchpar.errors import PlanError
 from patchpar.launch.devices import resolve_devices
 from patchpar.models.folder import resolve_model
-from patchpar.stream.crew import Crew, Ranks, start_ranks, with_dtype
+from patchpar.stream.crew import Crew, Ranks, start_ranks
 from patchpar.stream.delivery import Effect, StreamDelivery, StreamFormat
 from patchpar.stream.driver import Limits
 from patchpar.stream.events import Transition
@@ -38,7 +38,7 @@ class FifoLoading:
 
         Raises LaunchError, PlanError, UnsupportedModel.
         """
-        asked = (self.folder, self.config, plan, with_dtype(self.options))
+        asked = (self.folder, self.config, plan, self.options)
         return start_ranks(devices[: plan.ranks], ENGINE, self.deadline, asked)
 
 

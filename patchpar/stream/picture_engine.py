@@ -10,6 +10,7 @@ from diffusers import DiffusionPipeline
 from patchpar.errors import PlanError
 from patchpar.exchange import Door
 from patchpar.launch.context import ListeningContext
+from patchpar.models.dtype import with_dtype
 from patchpar.models.hush import hush
 from patchpar.stream.picture_stage import PictureStage
 from patchpar.stream.picture_talk import Drawn, PictureOrder
@@ -28,16 +29,14 @@ class PictureEngine:
         self._device = torch.device(context.device)
         self._transport: Transport | None = None
         self._pipe: Any = None
+        if context.world_size > 1:  # before anything of a model arrives: unpickling it imports what talks
+            hush()
 
     def load(self, model: str, options: Mapping[str, Any], takes_image: bool = False) -> str:
         """Load with diffusers, from safetensors only; the pipeline's class. Raises PlanError."""
-        if self._context.world_size > 1:  # one bar per rank and component would only be noise
-            hush()
-            if self._transport is None:
-                self._transport = connect(self._device, deadline=self._context.deadline, through=THROUGH)
-        dtype = options.get("torch_dtype")
-        named = {**options, "torch_dtype": getattr(torch, dtype)} if isinstance(dtype, str) else options
-        pipe = DiffusionPipeline.from_pretrained(model, use_safetensors=True, **named)
+        if self._context.world_size > 1 and self._transport is None:
+            self._transport = connect(self._device, deadline=self._context.deadline, through=THROUGH)
+        pipe = DiffusionPipeline.from_pretrained(model, use_safetensors=True, **with_dtype(options))
         self._pipe = (_taking_image(pipe) if takes_image else pipe).to(self._device)
         self._pipe.set_progress_bar_config(disable=True)
         return type(self._pipe).__name__

@@ -28,6 +28,12 @@ def patchpar(*words: object, timeout: float = 200) -> subprocess.CompletedProces
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
+def assert_libraries_are_silent(stderr: str) -> None:
+    """What libraries tell developers is no news to somebody who wants a picture."""
+    for noise in ("Warning", "deprecated", "torchvision", "should be kept in float32", "Loading pipeline"):
+        assert noise not in stderr, stderr
+
+
 def test_two_workers_draw_a_picture(tmp_path: Path) -> None:
     target = tmp_path / "demo.png"
     result = patchpar("generate", PROMPT, "--devices", 2, *QUICK, "--output", target)
@@ -38,6 +44,7 @@ def test_two_workers_draw_a_picture(tmp_path: Path) -> None:
     assert "sent per step and rank" in first
     assert saved == f"saved {target}"
     assert "Traceback" not in result.stderr
+    assert_libraries_are_silent(result.stderr)
 
 
 @pytest.mark.breadth
@@ -68,6 +75,7 @@ def test_compare_sees_that_exact_is_exact(tmp_path: Path) -> None:
 def test_doctor() -> None:
     result = patchpar("doctor", "--devices", 2, "--json")
     assert result.returncode == 0, result.stderr
+    assert_libraries_are_silent(result.stderr)
     found = json.loads(result.stdout)
     assert found["collective"]["ok"]
     assert "cfg=2" in found["plan"]["chosen"]

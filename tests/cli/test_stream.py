@@ -31,7 +31,7 @@ from patchpar.cli.stream_meter import Meter
 from patchpar.cli.stream_run import Part, paced, show_all
 from patchpar.errors import PlanError
 from patchpar.stream.pipeline import StreamingPipeline
-from tests.cli.test_real import patchpar
+from tests.cli.test_real import assert_libraries_are_silent, patchpar
 from tests.live.test_pages import jpegs
 from tests.stream.test_sound_file import tone, write_wav
 from tests.stream.tiny import write_folder
@@ -73,7 +73,7 @@ def test_two_stages_and_a_decoder_make_a_film_with_sound(folder: Path, tmp_path:
     sound = write_wav(tmp_path / "speech.wav", loud_at, 8000)
     Image.new("RGB", (50, 40), "teal").save(tmp_path / "face.png")
     words = ("a fox", "--model", folder, "--audio", sound, "--reference", tmp_path / "face.png", "--seed", 3)
-    result = patchpar("stream", *words, "--devices", "cpu:3", "-o", tmp_path / "talk.mp4")
+    result = patchpar("stream", *words, "--dtype", "float32", "--devices", "cpu:3", "-o", tmp_path / "talk.mp4")
     assert result.returncode == 0, result.stderr
     plan, figures, saved = result.stdout.strip().splitlines()
     assert plan.startswith("2 steps on 3 ranks")
@@ -81,6 +81,7 @@ def test_two_stages_and_a_decoder_make_a_film_with_sound(folder: Path, tmp_path:
     assert figures.endswith("; 1.1 s")
     assert saved == f"saved {tmp_path / 'talk.mp4'}"
     assert f"{sound}: pcm_s16le, 8000 samples/s, 1 channel, 1.0 s" in result.stderr
+    assert_libraries_are_silent(result.stderr)
 
     pixels, times, heard = film(tmp_path / "talk.mp4")
     assert times == pytest.approx([number / 20 for number in range(23)], abs=1e-3)

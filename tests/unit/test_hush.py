@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import logging
+import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from diffusers import AutoencoderKL
 
+from patchpar.engine import Engine
+from patchpar.models.dtype import NAME, with_dtype
+from patchpar.models.folder import embedded_model
 from patchpar.models.hush import hush
+from patchpar.stream.engine import StreamEngine
+from patchpar.stream.fifo_engine import FifoEngine
+from patchpar.stream.picture_engine import PictureEngine
 
 NOISE = (
     (
@@ -32,3 +43,24 @@ def test_only_news_is_said(name: str, text: str) -> None:
     record = logger.makeRecord(name, logging.WARNING, __file__, 1, text, (), None)
     is_said = logger.level <= logging.WARNING and bool(logger.filter(record))
     assert is_said == ((name, text) in NEWS)
+
+
+@pytest.mark.parametrize("engine", [Engine, StreamEngine, FifoEngine, PictureEngine])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_among_others_is_silent_before_a_model_arrives(
+    engine: Any, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unpickling a pipeline imports its module, and with that image processors that speak of torchvision."""
+    logger = logging.getLogger("transformers.utils.import_utils")
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    engine(SimpleNamespace(rank=0, world_size=ranks, device="cpu"))
+    assert (logger.level == logging.ERROR) == (ranks > 1)  # alone it is in the process of the user, who decides
+
+
+def test_a_dtype_has_the_name_that_diffusers_takes() -> None:
+    for options in ({"torch_dtype": "float16"}, {"dtype": torch.float16}, {"torch_dtype": None, "dtype": "float16"}):
+        assert with_dtype(options) == {NAME: torch.float16}
+    assert with_dtype({"torch_dtype": None, "variant": "fp16"}) == {"variant": "fp16"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AutoencoderKL.from_pretrained(embedded_model() / "vae", variant="fp16", **{NAME: torch.float32})
