@@ -6,7 +6,6 @@ caller                       rank
   | --- StepAnswer ----------> |     every rank takes it
 """
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -19,6 +18,7 @@ from patchpar.clock import StepClock
 from patchpar.launch.context import RankContext
 from patchpar.ledger import Ledger
 from patchpar.pulse import Pulse
+from patchpar.stepping import InPlaceOfStep, Step
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -40,6 +40,7 @@ class Drawing:
     ) -> None:
         self.pipe, self.context, self.clock, self.options = pipe, context, clock, options
         self.ledger, self.apart, self.steps = ledger, apart, 0
+        self._stepped_by_copy = False  # of the scheduler, before itself
 
     def run(self, kwargs: Mapping[str, Any]) -> Any:
         """Call the pipeline."""
@@ -71,15 +72,22 @@ class Drawing:
         if scheduler is None:
             yield
             return
-        original = scheduler.step
 
-        @functools.wraps(original)  # diffusers reads the signature of scheduler.step
-        def step(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            self._stepped(scheduler)
+        def stepped(step: Step, *args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            if not self._stepped_by_copy:
+                self._stepped(scheduler)
+            self._stepped_by_copy = False
             return result
 
-        scheduler.step = step
+        def copy_stepped(step: Step, *args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            if self.clock.call >= 0:  # what was predicted at once is one step, however many schedulers take it
+                self._stepped_by_copy = True
+                self._stepped(scheduler)
+            return result
+
+        scheduler.step = InPlaceOfStep(scheduler, stepped, copy_stepped)
         try:
             yield
         finally:

@@ -11,7 +11,7 @@ PACKAGE = REPOSITORY / "patchpar"
 # A module may import modules of earlier lines, and of its own package.
 LINES = (
     ("errors", "compiled"),
-    ("plan", "patches", "clock", "measure", "verdicts", "pulse", "trace", "selection"),
+    ("plan", "patches", "clock", "measure", "verdicts", "pulse", "trace", "selection", "stepping"),
     ("resync", "figures", "key_exchange"),
     ("treatment",),
     ("launch", "run", "call"),

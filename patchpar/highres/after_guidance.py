@@ -11,7 +11,6 @@ Guidance that depends on the whole prediction (guidance_rescale) goes on with th
 looks at between the steps, and pipelines that are not known to treat every place of them by itself.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from patchpar.highres.stepped import sample_in, with_sample
 from patchpar.highres.suitable import treats_places_alike
 from patchpar.highres.weighing import Evidence
 from patchpar.mesh import Axis
+from patchpar.stepping import InPlaceOfStep, Step
 
 NOT_ALIKE = (
     "ranks hold only those latents that they need, and this pipeline needs others; with any callback_on_step_end they "
@@ -65,13 +65,12 @@ class AfterGuidance:
         self._watched = watched
         if self._mesh[1].size == 1:
             return
-        self._scheduler, original = scheduler, scheduler.step
+        self._scheduler = scheduler
 
-        @functools.wraps(original)  # diffusers reads the signature of scheduler.step
-        def step(model_output: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return self._ended(original(self._made_whole(model_output), *args, **kwargs))
+        def stepped(step: Step, model_output: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return self._ended(step(self._made_whole(model_output), *args, **kwargs))
 
-        scheduler.step = step
+        scheduler.step = InPlaceOfStep(scheduler, stepped)
 
     def end(self) -> None:
         """Stand aside, and forget."""

@@ -9,7 +9,6 @@ that the model draws at native size. It takes a deterministic step of its own (D
 pipeline's scheduler takes one, with the same weights of the guidance branches, which are found by comparison.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from patchpar.highres.interlace import Interlace
 from patchpar.highres.layout import Layout
 from patchpar.highres.level import Level, level_of
 from patchpar.highres.weighing import Evidence, weighed
+from patchpar.stepping import InPlaceOfStep, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,13 @@ class Flow:
         self.end()
         if getattr(scheduler, "order", 1) != 1:
             raise PlanError(f"guide=flow: {type(scheduler).__name__} steps in two halves: use another, or guide=anchor")
-        original, self._scheduler, self._channels = scheduler.step, scheduler, channels
+        self._scheduler, self._channels = scheduler, channels
 
-        @functools.wraps(original)  # diffusers reads the signature of scheduler.step
-        def step(model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def stepped(step: Step, model_output: Tensor, timestep: Any, *args: Any, **kwargs: Any) -> Any:
             self._go_on(model_output, timestep)
-            return original(model_output, timestep, sample, *args, **kwargs)
+            return step(model_output, timestep, *args, **kwargs)
 
-        scheduler.step = step
+        scheduler.step = InPlaceOfStep(scheduler, stepped)
 
     def end(self) -> None:
         """Stand aside, and forget."""

@@ -15,6 +15,7 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.highres.interlace import Interlace
 from patchpar.highres.level import level_of
 from patchpar.highres.stepped import with_sample
+from patchpar.stepping import InPlaceOfStep, Step
 
 PICTURES_IN = ("image", "timestep", "video")  # parameters of a prepare_latents that adds noise to a picture
 
@@ -74,17 +75,16 @@ class FreshNoise:
         self.end()
         if getattr(scheduler, "order", 1) != 1:
             raise PlanError(f"renoised: {type(scheduler).__name__} steps in two halves: use another, or renoised=false")
-        original, self._scheduler = scheduler.step, scheduler
+        self._scheduler = scheduler
 
-        @functools.wraps(original)  # diffusers reads the signature of scheduler.step
-        def step(model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def stepped(step: Step, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
             later = self._next(timestep)
             crosses = later is not None and level_of(scheduler, timestep).time > self._switch
             fresh = self._noised(model_output, timestep, sample, later) if crosses and later is not None else None
-            result = original(model_output, timestep, sample, *args, **kwargs)
+            result = step(model_output, timestep, sample, *args, **kwargs)
             return result if fresh is None else with_sample(result, fresh)
 
-        scheduler.step = step
+        scheduler.step = InPlaceOfStep(scheduler, stepped)
 
     def end(self) -> None:
         """Stand aside."""

@@ -15,6 +15,8 @@ import torch
 import transformers
 
 from . import (
+    conditioned_pipelines,
+    control_pipelines,
     image_pipelines,
     language_pipelines,
     transformer_pipelines,
@@ -67,10 +69,25 @@ SEQUENTIAL: dict[str, Builder] = {
 }
 """Pipelines that call the denoiser once for each branch of guidance."""
 
-DISTILLED: dict[str, Builder] = {"flux2": language_pipelines.flux2}
+DISTILLED: dict[str, Builder] = {
+    "flux2": language_pipelines.flux2,
+    "flux_controlnet_img2img": control_pipelines.flux_controlnet_img2img,
+}
 """Pipelines without branches: the guidance scale is an input of the denoiser."""
 
-BUILDERS = BATCHED | SEQUENTIAL | DISTILLED
+OWN_TIMES: dict[str, Builder] = {
+    "wan_ti2v": conditioned_pipelines.wan_ti2v,
+    "wan_ti2v_image": conditioned_pipelines.wan_ti2v_image,
+    "skyreels_forcing": conditioned_pipelines.skyreels_forcing,
+    "ltx_image": conditioned_pipelines.ltx_image,
+    "ltx_condition": conditioned_pipelines.ltx_condition,
+    "ltx2": conditioned_pipelines.ltx2,
+    "ltx2_image": conditioned_pipelines.ltx2_image,
+    "ltx2_condition": conditioned_pipelines.ltx2_condition,
+}
+"""Pipelines in which tokens, frames or sound have a time or a scheduler of their own."""
+
+BUILDERS = BATCHED | SEQUENTIAL | DISTILLED | OWN_TIMES
 
 TRANSFORMERS_PIPED: dict[str, Builder] = {
     name: builder

@@ -101,6 +101,27 @@ def ltx() -> Any:
     )
 
 
+def ltx2() -> Any:
+    """Divides rows and columns by 4 and time by 4."""
+    return diffusers.AutoencoderKLLTX2Video(
+        latent_channels=4,
+        block_out_channels=(8, 8),
+        down_block_types=("LTX2VideoDownBlock3D",) * 2,
+        decoder_block_out_channels=(8, 8),
+        layers_per_block=(1,) * 3,
+        decoder_layers_per_block=(1,) * 3,
+        spatio_temporal_scaling=(True,) * 2,
+        decoder_spatio_temporal_scaling=(True,) * 2,
+        decoder_inject_noise=(False,) * 3,
+        downsample_type=("spatiotemporal",) * 2,
+        upsample_type=("spatiotemporal",) * 2,
+        upsample_residual=(False,) * 2,
+        upsample_factor=(1,) * 2,
+        patch_size=1,
+        decoder_causal=False,
+    )
+
+
 def hunyuan() -> Any:
     return diffusers.AutoencoderKLHunyuanVideo(
         latent_channels=4,

@@ -13,7 +13,7 @@ from .transformer_pipelines import flow_matching
 FILM = {"prompt": PROMPT, "height": 64, "width": 64, "num_frames": 9, "max_sequence_length": 32}
 
 
-def _wan_transformer(**more: Any) -> Any:
+def wan_transformer(**more: Any) -> Any:
     options = {"in_channels": 16, "out_channels": 16, "text_dim": 32, "freq_dim": 32, "ffn_dim": 64, **more}
     return diffusers.WanTransformer3DModel(
         patch_size=(1, 2, 2),
@@ -31,16 +31,18 @@ def _wan_scheduler() -> Any:
     )
 
 
+def wan_parts() -> dict[str, Any]:
+    """All but the transformer."""
+    return {
+        "tokenizer": tokenizers.t5(),
+        "text_encoder": encoders.umt5(),
+        "vae": autoencoders.wan(),
+        "scheduler": _wan_scheduler(),
+    }
+
+
 def _wan(**more: Any) -> Built:
-    pipe = diffusers.WanPipeline(
-        tokenizer=tokenizers.t5(),
-        text_encoder=encoders.umt5(),
-        vae=autoencoders.wan(),
-        scheduler=_wan_scheduler(),
-        transformer=_wan_transformer(),
-        **more,
-    )
-    return pipe, dict(FILM)
+    return diffusers.WanPipeline(**wan_parts(), transformer=wan_transformer(), **more), dict(FILM)
 
 
 def wan() -> Built:
@@ -49,33 +51,26 @@ def wan() -> Built:
 
 def wan_two() -> Built:
     """Two denoisers: the second takes over below nine tenths of the schedule."""
-    return _wan(transformer_2=_wan_transformer(), boundary_ratio=0.9)
+    return _wan(transformer_2=wan_transformer(), boundary_ratio=0.9)
 
 
 def _wan_i2v(transformer: Any, **more: Any) -> Built:
     """The picture comes as further channels of the sample."""
-    pipe = diffusers.WanImageToVideoPipeline(
-        tokenizer=tokenizers.t5(),
-        text_encoder=encoders.umt5(),
-        vae=autoencoders.wan(),
-        scheduler=_wan_scheduler(),
-        transformer=transformer,
-        **more,
-    )
+    pipe = diffusers.WanImageToVideoPipeline(**wan_parts(), transformer=transformer, **more)
     return pipe, FILM | {"image": pictures.scene(64, 64)}
 
 
 def wan_i2v() -> Built:
     """Wan 2.1: the picture is seen by an encoder as well, whose tokens come beside those of the text."""
-    transformer = _wan_transformer(in_channels=36, image_dim=32, added_kv_proj_dim=48)
+    transformer = wan_transformer(in_channels=36, image_dim=32, added_kv_proj_dim=48)
     sight = {"image_processor": encoders.clip_image_processor(), "image_encoder": encoders.clip_vision()}
     return _wan_i2v(transformer, **sight)
 
 
 def wan_i2v_two() -> Built:
     """Wan 2.2: two denoisers, of which the second takes over below nine tenths of the schedule."""
-    second = {"transformer_2": _wan_transformer(in_channels=36), "boundary_ratio": 0.9}
-    return _wan_i2v(_wan_transformer(in_channels=36), **second)
+    second = {"transformer_2": wan_transformer(in_channels=36), "boundary_ratio": 0.9}
+    return _wan_i2v(wan_transformer(in_channels=36), **second)
 
 
 def hunyuan_video() -> Built:
@@ -135,7 +130,7 @@ def cogvideox() -> Built:
     return pipe, dict(FILM)
 
 
-def ltx() -> Built:
+def ltx_parts() -> dict[str, Any]:
     transformer = diffusers.LTXVideoTransformer3DModel(
         in_channels=8,
         out_channels=8,
@@ -145,11 +140,14 @@ def ltx() -> Built:
         num_layers=2,
         caption_channels=32,
     )
-    pipe = diffusers.LTXPipeline(
-        scheduler=flow_matching(use_dynamic_shifting=True),
-        vae=autoencoders.ltx(),
-        text_encoder=encoders.t5(),
-        tokenizer=tokenizers.t5(),
-        transformer=transformer,
-    )
-    return pipe, dict(FILM)
+    return {
+        "scheduler": flow_matching(use_dynamic_shifting=True),
+        "vae": autoencoders.ltx(),
+        "text_encoder": encoders.t5(),
+        "tokenizer": tokenizers.t5(),
+        "transformer": transformer,
+    }
+
+
+def ltx() -> Built:
+    return diffusers.LTXPipeline(**ltx_parts()), dict(FILM)

@@ -1,0 +1,97 @@
+"""What stands in place of a scheduler's step: copies of the scheduler step themselves, and the clock knows of it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from patchpar.call import DrawOptions
+from patchpar.clock import StepClock
+from patchpar.drawing import Drawing
+from patchpar.ledger import Ledger
+from patchpar.plan import Plan
+from patchpar.stepping import InPlaceOfStep
+from patchpar.traffic import Traffic
+
+SCHEDULERS = (diffusers.FlowMatchEulerDiscreteScheduler, diffusers.UniPCMultistepScheduler)
+
+
+class Pipe:
+    """A pipeline that is nothing but its scheduler and its loop."""
+
+    def __init__(self, scheduler: Any, loop: Any) -> None:
+        self.scheduler, self.loop = scheduler, loop
+
+    def __call__(self) -> Any:
+        return self.loop(self.scheduler)
+
+
+def scheduler_of(kind: Any) -> Any:
+    scheduler = kind()
+    scheduler.set_timesteps(4)
+    return scheduler
+
+
+def run(pipe: Pipe, clock: StepClock) -> Any:
+    context = SimpleNamespace(world_size=1, rank=0, mark=lambda where: None, emit=lambda event: None)
+    options = DrawOptions(plan=Plan())
+    return Drawing(pipe, context, clock, options, Ledger(Traffic(), (), tracing=False)).run({})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_picture_and_sound_step_in_turn(kind: Any) -> None:
+    """The sound's scheduler is a copy: each has the steps it would have without us, one tick for both."""
+
+    def loop(scheduler: Any) -> list[torch.Tensor]:
+        sound = copy.deepcopy(scheduler)
+        x, y = torch.ones(1, 4), torch.full((1, 4), 2.0)
+        for t in scheduler.timesteps:
+            clock.next_call()
+            x = scheduler.step(0.1 * x, t, x, return_dict=False)[0]
+            y = sound.step(0.2 * y, t, y, return_dict=False)[0]
+        return [x, y]
+
+    clock = StepClock()
+    want = loop(scheduler_of(kind))
+    clock.reset()
+    got = run(Pipe(scheduler_of(kind), loop), clock)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    assert clock.evaluation == 4
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_scheduler_for_every_frame(kind: Any) -> None:
+    """The original never steps; what was predicted at once is one evaluation."""
+
+    def loop(scheduler: Any) -> list[torch.Tensor]:
+        each = [copy.deepcopy(scheduler) for _ in range(3)]
+        frames = [torch.full((1, 4), float(number + 1)) for number in range(3)]
+        for t in scheduler.timesteps:
+            clock.next_call()
+            clock.next_call()
+            frames = [own.step(0.1 * x, t, x, return_dict=False)[0] for own, x in zip(each, frames, strict=True)]
+        return frames
+
+    clock = StepClock()
+    want = loop(scheduler_of(kind))
+    clock.reset()
+    got = run(Pipe(scheduler_of(kind), loop), clock)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+    assert clock.evaluation == 4
+
+
+def test_it_looks_like_the_step_and_leaves_no_trace() -> None:
+    scheduler = scheduler_of(SCHEDULERS[0])
+    signature = inspect.signature(scheduler.step)
+    scheduler.step = InPlaceOfStep(scheduler, lambda step, *args, **kwargs: step(*args, **kwargs))
+    assert inspect.signature(scheduler.step) == signature
+    other = copy.deepcopy(scheduler)
+    assert other.step.__self__ is other
+    del scheduler.step
+    assert "step" not in vars(scheduler)
