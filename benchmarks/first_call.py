@@ -36,7 +36,7 @@ class Bench:
     def __init__(self, context: RankContext) -> None:
         torch.set_num_threads(1)
         self.context = context
-        self.door = Door(connect(context.device, deadline=context.deadline), context.mark)
+        self.door = Door(connect(context), context.mark)
         self.axis: Axis = Mesh(context.rank, range(2), patch=2)["patch"]
         self.meet = Gather(self.door, self.axis, "meet", "meeting")
 

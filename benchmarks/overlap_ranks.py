@@ -172,7 +172,7 @@ class Bench(Steps):
 
     def __init__(self, context: RankContext) -> None:
         torch.set_num_threads(1)
-        super().__init__(connect(context.device, deadline=context.deadline), context.mark)
+        super().__init__(connect(context), context.mark)
 
 
 def _seen(swap: Swap, start: float, end: float) -> tuple[str, float, float, int, int]:

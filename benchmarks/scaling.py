@@ -60,7 +60,7 @@ class Bench:
 
         torch.set_num_threads(1)
         self.context = context
-        self.door = Door(connect(context.device, deadline=context.deadline), context.mark)
+        self.door = Door(connect(context), context.mark)
         self.axis = Mesh(context.rank, range(2), patch=2)["patch"]
         self.meet = Gather(self.door, self.axis, "meet", "meeting")
 

@@ -19,6 +19,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.page import write_page
@@ -186,9 +187,13 @@ def done(title: str, part: Callable[[LocalExecutor, bool], Lines], quick: bool) 
     say(f"## {title}")
     say("")
     try:
-        with LocalExecutor(
-            ["cpu", "cpu"], "benchmarks.tokens_ranks:Bench", deadline=DEADLINE, preload=("patchpar.engine",)
-        ) as ranks:
+        with (
+            TemporaryDirectory() as folder,
+            LocalExecutor(
+                ["cpu", "cpu"], "benchmarks.tokens_ranks:Bench", deadline=DEADLINE, preload=("patchpar.engine",)
+            ) as ranks,
+        ):
+            ranks.call("form_group", str(Path(folder) / "store"))
             for line in part(ranks, quick):
                 say(line)
     except Exception as error:  # noqa: BLE001 - the other parts are to be done

@@ -18,6 +18,7 @@ from patchpar.launch.context import RankContext
 from patchpar.mesh import Axis, Mesh
 from patchpar.strategies import parse_strategy
 from patchpar.transport import connect
+from tests.ranks import form_group
 
 Step = Callable[[dict[str, Any]], Any]
 Figures = dict[str, Any]
@@ -32,9 +33,13 @@ class Bench:
     def __init__(self, context: RankContext) -> None:
         torch.set_num_threads(1)
         self.context = context
-        self.door = Door(connect(context.device, deadline=context.deadline), context.mark)
+        self.door = Door(connect(context), context.mark)
         self.axis = Mesh(context.rank, range(2), patch=2)["patch"]
         self.meet = Gather(self.door, self.axis, "meet", "meeting")
+
+    def form_group(self, path: str) -> None:
+        """Torch's default group, which diffusers' ways need and our workers have not. `path`: a new file."""
+        form_group(self.context, path)
 
     @torch.no_grad()
     def measure(self, model: str, cases: tuple[str, ...], seconds: float, toy: bool) -> Figures:

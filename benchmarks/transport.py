@@ -14,8 +14,13 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from benchmarks.page import write_page
+
+if TYPE_CHECKING:
+    from tests.ranks import Place
 
 SIZES = (256, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 TRANSPORTS = ("shared_memory", "torch")
@@ -23,14 +28,14 @@ DEADLINE = 60.0
 Found = dict[str, dict[int, tuple[float, float]]]
 
 
-def measured(place: object, sizes: Sequence[int], rounds: int) -> Found:
+def measured(place: Place, sizes: Sequence[int], rounds: int) -> Found:
     """On a rank: median and mean seconds of one swap by transport and message size in bytes."""
     import torch
 
     from patchpar.transport import Incoming, Outgoing, Spec, Transport, connect
 
-    rank = torch.distributed.get_rank()
-    lines = {name: connect("cpu", deadline=DEADLINE, through=name) for name in TRANSPORTS}
+    rank = place.rank
+    lines = {name: connect(place.context, through=name) for name in TRANSPORTS}
     if rank > 1:
         return {}
 
@@ -78,7 +83,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="turns of each transport per size")
     parser.add_argument("--write", type=Path, help="also write the table to this file")
     options = parser.parse_args()
-    with LocalExecutor(["cpu", "cpu"], "tests.ranks:Ranks") as pool:
+    with (
+        TemporaryDirectory() as folder,
+        LocalExecutor(["cpu", "cpu"], "tests.ranks:Ranks", deadline=DEADLINE) as pool,
+    ):
+        pool.call("form_group", str(Path(folder) / "store"))
         first, second = pool.call("run", "benchmarks.transport:measured", 2, "auto", (SIZES, options.rounds))
     slower: Found = {name: {size: max(by[size], second[name][size]) for size in by} for name, by in first.items()}
     lead = "Two ranks on one machine, one thread each; the slower rank's figures. Rates are those of the medians."

@@ -141,7 +141,7 @@ class Engine:
         works = plan.world_size > 1 or plan.strategy.for_one_rank or vae == "tiled"
         if self._transport is None and (self.context.world_size > 1 or works):
             join = connect if self.context.world_size > 1 else alone
-            self._transport = join(self.device, deadline=self.context.deadline)
+            self._transport = join(self.context)
         if self.context.rank < plan.world_size and works:
             assert self._transport is not None
             mesh, verdicts = Mesh(self.context.rank, range(plan.world_size), **plan.degrees()), Verdicts.of(verify)

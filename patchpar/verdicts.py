@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+NOWHERE = Path(os.devnull)  # no file can be made below it
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,12 @@ class Verdicts:
 
     @classmethod
     def in_home(cls) -> "Verdicts":
-        """The ones of this user."""
-        return cls(Path.home() / ".cache" / "patchpar" / "verified")
+        """The ones of this user. One without a home, as in a container with a user id of its own, keeps none."""
+        try:
+            home = Path.home()
+        except RuntimeError:
+            home = NOWHERE
+        return cls(home / ".cache" / "patchpar" / "verified")
 
     @classmethod
     def of(cls, verify: bool | Path) -> "Verdicts | None":

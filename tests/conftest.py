@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,20 +31,23 @@ def one_thread() -> None:
 class RankPool:
     """Runs test functions on CPU workers, see `tests.ranks`."""
 
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
+    def __init__(self, pool: Any, folder: Path) -> None:
+        self._pool, self._folder = pool, folder
 
     def run(self, function: str, world: int, *args: Any, through: str = "auto") -> list[Any]:
         """What "module:function" returns on each of the first `world` ranks."""
         if not 1 <= world <= POOL_SIZE:
             raise ValueError(f"world={world}: the pool has 1 to {POOL_SIZE} ranks")
+        if through == "torch":  # workers that were started anew meet in a file of their own
+            self._pool.call("form_group", str(self._folder / str(self._pool.pids[:1])))
         return self._pool.call("run", function, world, through, args)[:world]
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    folder = tmp_path_factory.mktemp("ranks")
     with LocalExecutor(["cpu"] * POOL_SIZE, "tests.ranks:Ranks", deadline=DEADLINE, preload=["tests.tiny"]) as pool:
-        yield RankPool(pool)
+        yield RankPool(pool, folder)
 
 
 def pytest_configure() -> None:

@@ -7,11 +7,13 @@ A test writes `ranks.run("tests.guidance.on_ranks:prediction", 2, "sdxl")`; each
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from patchpar.exchange import Door
 from patchpar.launch.context import RankContext
@@ -47,12 +49,17 @@ class Ranks:
         torch.set_num_threads(1)
         self._context = context
 
+    def form_group(self, path: str) -> None:
+        """What `through="torch"` needs."""
+        form_group(self._context, path)
+
     def run(self, function: str, world: int, through: str, args: tuple[Any, ...]) -> Any:
         """Call "module:function" on the first `world` ranks; the others return None.
 
         Every call gets lines of its own, so that messages a failed test left unread cannot reach the next one.
         """
-        transport = connect(self._context.device, deadline=DEADLINE, through=through)
+        transport = connect(self._context, through=through)
+        transport.deadline = DEADLINE
         try:
             if self._context.rank >= world:
                 return None
@@ -60,6 +67,14 @@ class Ranks:
             return _resolve(function)(place, *args)
         finally:
             transport.close()
+
+
+def form_group(context: RankContext, path: str) -> None:
+    """Make torch's default group over gloo: patchpar's own workers have none. `path`: a new file for the meeting."""
+    if not dist.is_initialized():
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        store = dist.FileStore(path, context.world_size)  # type: ignore[attr-defined]  # it is documented
+        dist.init_process_group("gloo", store=store, rank=context.rank, world_size=context.world_size)
 
 
 def _resolve(function: str) -> Callable[..., Any]:

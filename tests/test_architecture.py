@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "patchpar"
 # A module may import modules of earlier lines, and of its own package.
 LINES = (
-    ("errors", "compiled"),
+    ("errors", "compiled", "anonymous"),
     ("plan", "patches", "clock", "measure", "verdicts", "pulse", "trace", "selection", "stepping"),
     ("resync", "figures", "key_exchange"),
     ("treatment",),
@@ -54,9 +54,9 @@ ONLY = {
     "treatment": {"errors", "key_exchange", "resync", "selection"},
     "figures": {"errors", "trace"},
     "call": {"errors", "figures", "plan"},
-    "launch": {"errors"},
+    "launch": {"anonymous", "errors"},
     "live": {"errors"},
-    "transport": {"errors"},
+    "transport": {"anonymous", "errors"},
     "cli": {"errors", "measure", "launch", "live", "models", "strategies", "stream", "PUBLIC"},
     "__main__": {"cli"},
 }

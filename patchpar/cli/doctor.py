@@ -112,7 +112,7 @@ def collective_test(devices: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"devices": list(devices), "ok": False, "error": None}
     began = time.perf_counter()
     try:
-        with LocalExecutor(devices, "patchpar.launch.probe:Probe") as workers:
+        with LocalExecutor(devices, "patchpar.transport.probe:Probe") as workers:
             sums = workers.call("sum_of_ranks")
         found["ok"] = sums == [sum(range(len(devices)))] * len(devices)
         found["error"] = None if found["ok"] else f"the sum of all ranks came out as {sums}"
@@ -146,7 +146,7 @@ def _tell(findings: dict[str, Any]) -> None:
         typer.echo(f"links     {findings['links']}")
     test = findings["collective"]
     verdict = "works" if test["ok"] else f"FAILS: {test['error']}"
-    typer.echo(f"workers   one all-reduce over {', '.join(test['devices'])}: {verdict} ({test['seconds']:.1f} s)")
+    typer.echo(f"workers   one exchange among {', '.join(test['devices'])}: {verdict} ({test['seconds']:.1f} s)")
     plan = findings["plan"]
     typer.echo(f"plan      {plan['model']}: {plan['why']}")
     typer.echo(f"picture   {plan['ran']}")

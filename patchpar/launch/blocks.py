@@ -10,21 +10,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import tempfile
 import weakref
 
+from patchpar.anonymous import anonymous_file
+
 ALIGNMENT = 64  # bytes: what vector instructions and every dtype are content with
-
-
-def anonymous_file(name: str) -> int:
-    """A descriptor of an empty file that has no name. `name` is shown in /proc only."""
-    if hasattr(os, "memfd_create"):
-        try:
-            return os.memfd_create(name)
-        except OSError:  # a sandbox may refuse the call: the file below is the same thing, on disk
-            pass
-    with tempfile.TemporaryFile(prefix=f"{name}-") as file:
-        return os.dup(file.fileno())
 
 
 class BlockWriter:

@@ -12,7 +12,8 @@ called by name, the same call on every rank, in the rank's main thread.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar
@@ -45,6 +46,13 @@ class RankContext(Protocol):
     @property
     def deadline(self) -> float:
         """How long, in seconds, a rank may wait for another during the present call."""
+
+    @property
+    def links(self) -> Mapping[int, socket.socket] | None:
+        """Where all ranks live on one host, connected sockets: rank 0's to each other rank, theirs to rank 0.
+
+        None elsewhere: those ranks talk through the default group of torch.distributed.
+        """
 
     def emit(self, event: object) -> None:
         """Send a picklable event to the caller's `on_event`; does not wait for it to be read."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import patchpar
-from patchpar.launch.blocks import anonymous_file
+from patchpar.anonymous import anonymous_file
 
 PACKAGE_ROOT = str(Path(patchpar.__file__).resolve().parent.parent)
 # What torchrun sets for its own ranks. A worker is nobody's rank but its pool's.
@@ -28,20 +28,20 @@ class Hello:
     rank: int
     world_size: int
     device: str
-    backend: str
     engine: str
     preload: tuple[str, ...]
     deadline: float
     group_timeout: float
     threads: int
     path: tuple[str, ...]
-    store_path: str
+    nccl_store: str | None  # a path, where the ranks talk through NCCL
     beacon: int  # descriptors, inherited under the same numbers
     lifeline: int
+    links: dict[int, int]  # by the rank at the other end
 
 
-class Rendezvous:
-    """The file through which the ranks of one generation find each other (a torch FileStore). No port is opened.
+class NcclStore:
+    """The file through which ranks on GPUs of their own agree on NCCL's unique id (a torch FileStore).
 
     On Linux it has no name: the workers inherit it and open it through /proc, so even `kill -9` leaves nothing behind.
     """
@@ -64,10 +64,10 @@ class Rendezvous:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def backend_for(devices: tuple[str, ...]) -> str:
-    """The torch.distributed backend for these ranks: nccl cannot have two of them on one GPU."""
-    distinct_gpus = all(name.startswith("cuda") for name in devices) and len(set(devices)) == len(devices)
-    return "nccl" if distinct_gpus else "gloo"
+def needs_nccl(devices: tuple[str, ...]) -> bool:
+    """Whether these ranks talk through NCCL, which cannot have two of them on one GPU."""
+    on_gpus = all(name.startswith("cuda") for name in devices)
+    return on_gpus and 1 < len(devices) == len(set(devices))
 
 
 def versions() -> dict[str, str]:
@@ -79,7 +79,10 @@ def versions() -> dict[str, str]:
 
 
 def worker_environment(threads: int) -> dict[str, str]:
-    """The environment of a worker: ours, with its share of the cores, loopback for gloo, and no trace of torchrun."""
+    """The environment of a worker: ours, with its share of the cores, and no trace of torchrun.
+
+    NCCL's ranks find each other over the loopback interface, unless the environment names another one.
+    """
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -89,12 +92,12 @@ def worker_environment(threads: int) -> dict[str, str]:
     environment["PYTHONUNBUFFERED"] = "1"
     loopback = loopback_interface()
     if loopback:
-        environment["GLOO_SOCKET_IFNAME"] = loopback
+        environment.setdefault("NCCL_SOCKET_IFNAME", loopback)
     return environment
 
 
 def loopback_interface() -> str:
-    """The name of the loopback interface; empty if there is none, and gloo then goes by the host's name."""
+    """The name of the loopback interface; empty if there is none, and NCCL then chooses."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), "")
 

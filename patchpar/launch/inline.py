@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import socket
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -26,6 +28,7 @@ class InlineContext:
 
     def __init__(self, device: str, deadline: float) -> None:
         self.device, self.deadline = device, deadline
+        self.links: Mapping[int, socket.socket] | None = {}
         self.callbacks = Callbacks()
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.where = ""

@@ -19,12 +19,13 @@ from patchpar.launch.dialogue import Dialogue, Outcome
 from patchpar.launch.hello import (
     PACKAGE_ROOT,
     Hello,
-    Rendezvous,
-    backend_for,
+    NcclStore,
+    needs_nccl,
     share_of_cores,
     versions,
     worker_environment,
 )
+from patchpar.launch.links import Links
 from patchpar.launch.output import FirstSpeaker
 from patchpar.launch.process import WorkerProcess
 from patchpar.launch.verdict import is_reusable, verdict
@@ -52,29 +53,33 @@ class Pool:
     def __init__(self, spec: PoolSpec) -> None:
         self.spec = spec
         self._workers: list[WorkerProcess] = []
-        self._rendezvous = Rendezvous()
+        self._store = NcclStore() if needs_nccl(spec.devices) else None
         # The workers end with us in any case (their channel closes); this ends them when the pool is dropped.
         self._owner = os.getpid()
-        self._end = weakref.finalize(self, _end, self._workers, self._rendezvous, self._owner)
+        self._end = weakref.finalize(self, _end, self._workers, self._store, self._owner)
         self._request = 0
         self.is_usable = True
-        self._spawn()
+        links = Links(len(spec.devices))
+        try:
+            self._spawn(links)
+        finally:
+            links.close()
 
-    def _spawn(self) -> None:
-        spec, world = self.spec, len(self.spec.devices)
+    def _spawn(self, links: Links) -> None:
+        spec, store, world = self.spec, self._store, len(self.spec.devices)
         threads = share_of_cores(available_cores(), world)
         environment, speakers = worker_environment(threads), FirstSpeaker()
         path = tuple(sys.path) if PACKAGE_ROOT in sys.path else (*sys.path, PACKAGE_ROOT)
         for rank, device in enumerate(spec.devices):
-            worker = WorkerProcess(
-                rank, device, environment=environment, speakers=speakers, inherit=self._rendezvous.inherit
-            )
+            ends = links.of(rank)
+            inherit = (*ends.values(), *(store.inherit if store else ()))
+            worker = WorkerProcess(rank, device, environment=environment, speakers=speakers, inherit=inherit)
             self._workers.append(worker)
+            links.release(rank)
             hello = Hello(
                 rank=rank,
                 world_size=world,
                 device=device,
-                backend=backend_for(spec.devices),
                 engine=spec.engine,
                 preload=spec.preload,
                 deadline=spec.deadline,
@@ -82,9 +87,10 @@ class Pool:
                 group_timeout=spec.deadline + spec.start_timeout,
                 threads=threads,
                 path=path,
-                store_path=self._rendezvous.path,
+                nccl_store=store.path if store else None,
                 beacon=worker.beacon_fd,
                 lifeline=worker.lifeline_fd,
+                links=ends,
             )
             worker.greet(encode(hello))
 
@@ -170,7 +176,7 @@ def _wait(workers: Sequence[WorkerProcess], seconds: float) -> bool:
     return all([worker.wait(give_up) for worker in workers])
 
 
-def _end(workers: list[WorkerProcess], rendezvous: Rendezvous, owner: int) -> None:
+def _end(workers: list[WorkerProcess], store: NcclStore | None, owner: int) -> None:
     """Kill and reap. Does nothing in a child that was forked from the owner."""
     if os.getpid() != owner:
         return
@@ -180,4 +186,5 @@ def _end(workers: list[WorkerProcess], rendezvous: Rendezvous, owner: int) -> No
     for worker in workers:
         with contextlib.suppress(OSError):
             worker.release()
-    rendezvous.close()
+    if store is not None:
+        store.close()

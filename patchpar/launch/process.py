@@ -10,9 +10,9 @@ import subprocess
 import sys
 import time
 
+from patchpar.anonymous import anonymous_file
 from patchpar.errors import LaunchError
 from patchpar.launch.beacon import BeaconReader
-from patchpar.launch.blocks import anonymous_file
 from patchpar.launch.channel import Channel, Closed, Frame, Kind
 from patchpar.launch.hello import PACKAGE_ROOT
 from patchpar.launch.output import FirstSpeaker, Output

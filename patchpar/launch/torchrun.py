@@ -11,8 +11,9 @@ import contextlib
 import importlib
 import logging
 import os
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -84,6 +85,7 @@ class TorchrunContext:
         self.deadline = 0.0
         self.callbacks = Callbacks()
         self.where = ""
+        self.links: Mapping[int, socket.socket] | None = None
         self._control = control
 
     def emit(self, event: object) -> None:

@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +30,7 @@ from patchpar.launch.channel import Channel, Closed, Frame, Kind
 from patchpar.launch.context import CallAborted, engine_method, load_engine
 from patchpar.launch.failures import take_down
 from patchpar.launch.hello import Hello, versions
+from patchpar.launch.links import inherited
 from patchpar.launch.wire import Message, decode, encode
 
 
@@ -69,6 +70,7 @@ class WorkerContext:
     def __init__(self, hello: Hello, channel: Channel) -> None:
         self.rank, self.world_size, self.device = hello.rank, hello.world_size, hello.device
         self.deadline = hello.deadline
+        self.links: Mapping[int, socket.socket] | None = inherited(hello.links)
         self.mark: Callable[[str], None] = Beacon(hello.beacon).mark
         self.request = 0
         self.replies: queue.SimpleQueue[Frame] = queue.SimpleQueue()
@@ -185,13 +187,13 @@ class Worker:
         return facts
 
     def _form(self) -> None:
-        """Join the group and make the engine."""
+        """Make the engine, on GPUs of their own after NCCL's group."""
         if self._hello.device.startswith("cuda"):
             import torch
 
             torch.cuda.set_device(self._hello.device)
-        if self._hello.world_size > 1:
-            _join_group(self._hello)
+        if self._hello.nccl_store is not None:
+            _join_nccl(self._hello, self._hello.nccl_store)
         self._engine = load_engine(self._hello.engine)(self._context)
 
     def _call(self, frame: Frame) -> object:
@@ -201,12 +203,12 @@ class Worker:
         return engine_method(self._engine, method)(*args, **kwargs)
 
 
-def _join_group(hello: Hello) -> None:
+def _join_nccl(hello: Hello, path: str) -> None:
     import torch.distributed as dist
 
-    store = dist.FileStore(hello.store_path, hello.world_size)  # type: ignore[attr-defined]  # it is documented
+    store = dist.FileStore(path, hello.world_size)  # type: ignore[attr-defined]  # it is documented
     dist.init_process_group(
-        hello.backend,
+        "nccl",
         store=store,
         rank=hello.rank,
         world_size=hello.world_size,

@@ -55,7 +55,7 @@ class StreamEngine:
         self._config, self._plan = config, plan
         rank = self._context.rank
         if self._context.world_size > 1 and self._transport is None:
-            self._transport = connect(self._device, deadline=self._context.deadline, through=THROUGH)
+            self._transport = connect(self._context, through=THROUGH)
             self._door = Door(self._transport, self._context.mark)
         if rank >= plan.ranks:
             return Bystander()

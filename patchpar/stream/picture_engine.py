@@ -35,7 +35,7 @@ class PictureEngine:
     def load(self, model: str, options: Mapping[str, Any], takes_image: bool = False) -> str:
         """Load with diffusers, from safetensors only; the pipeline's class. Raises PlanError."""
         if self._context.world_size > 1 and self._transport is None:
-            self._transport = connect(self._device, deadline=self._context.deadline, through=THROUGH)
+            self._transport = connect(self._context, through=THROUGH)
         pipe = DiffusionPipeline.from_pretrained(model, use_safetensors=True, **with_dtype(options))
         self._pipe = (_taking_image(pipe) if takes_image else pipe).to(self._device)
         self._pipe.set_progress_bar_config(disable=True)

@@ -2,6 +2,7 @@
 
     shared_memory    ranks of one host: one copy into shared memory, a doorbell through a socket, one copy out
     torch_p2p        NCCL between GPUs, gloo between hosts: torch.distributed point-to-point messages
+    probe            an engine that sends one message from each rank to each
     delayed          either of them behind a slower link than it has, for measuring
 
 Messages between two ranks arrive in the order they were sent. Every rank runs the same exchanges in the same order,

@@ -6,11 +6,12 @@ messages have all been read starts again from its bottom. When none has room, a 
 
 import mmap
 import os
-import tempfile
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from patchpar.anonymous import anonymous_file
 
 ALIGNMENT = 64
 FIRST_SEGMENT = 4 << 20
@@ -69,10 +70,6 @@ class Arena:
 
 
 def _anonymous_memory(num_bytes: int) -> int:
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("patchpar")
-    else:  # macOS: a file without a name does as well
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
+    descriptor = anonymous_file("patchpar")
     os.ftruncate(descriptor, num_bytes)
     return descriptor

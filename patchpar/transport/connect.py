@@ -1,10 +1,12 @@
-"""Choose a transport and connect it. Collective: every rank of the default group calls it once."""
+"""Choose a transport and connect it. Collective: every rank calls it, equally often."""
 
+import errno
 import socket
 import struct
-import tempfile
 import time
-from pathlib import Path
+from collections.abc import Mapping
+from itertools import combinations
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,66 +16,104 @@ from patchpar.transport.message import Transport
 from patchpar.transport.shared_memory import SharedMemoryTransport
 from patchpar.transport.torch_p2p import TorchTransport
 
-HELLO = struct.Struct("<I")
+PEER = struct.Struct("<I")  # whom the socket that comes with it leads to
+CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere only a later exec would inherit
+RETRY_SECONDS = 0.01
 
 
-def connect(device: torch.device | str, *, deadline: float, through: str = "auto") -> Transport:
-    """Connect this rank with all ranks of the default group.
+class Place(Protocol):
+    """What has to be known of a rank: `launch.context.RankContext` says what each means."""
 
-    `through` is "auto", "shared_memory" or "torch": auto takes shared memory when all ranks live on one host and the
-    group's backend is gloo. `deadline` in seconds bounds every wait. Raises ExchangeError.
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def deadline(self) -> float: ...
+
+    @property
+    def links(self) -> Mapping[int, socket.socket] | None: ...
+
+
+def connect(place: Place, *, through: str = "auto") -> Transport:
+    """Connect this rank with all others. Its deadline, in seconds, bounds every wait.
+
+    `through` is "auto", "shared_memory" or "torch" (the default group of torch.distributed, which has to be there).
+    Auto takes shared memory where all ranks live on one host and do not talk through NCCL. Raises ExchangeError.
     """
-    device = torch.device(device)
-    if through == "torch" or (through == "auto" and not _one_host_over_gloo()):
-        return TorchTransport(device, deadline)
-    return SharedMemoryTransport(dist.get_rank(), _links(deadline), device, deadline)
+    device = torch.device(place.device)
+    if through == "torch" or (through == "auto" and (place.links is None or _over_nccl(device))):
+        return TorchTransport(device, place.deadline)
+    if place.links is None:
+        raise ExchangeError(f"rank {place.rank}: shared memory needs all ranks on one host, met without torch's group")
+    lines = _handed_out(place, place.links) if place.rank == 0 else _taken(place, place.links[0])
+    return SharedMemoryTransport(place.rank, lines, device, place.deadline)
 
 
-def alone(device: torch.device | str, *, deadline: float) -> Transport:
+def alone(place: Place) -> Transport:
     """For a rank that has no others."""
-    return SharedMemoryTransport(0, {}, torch.device(device), deadline)
+    return SharedMemoryTransport(0, {}, torch.device(place.device), place.deadline)
 
 
-def _one_host_over_gloo() -> bool:
-    if dist.get_backend() != "gloo":
-        return False
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    mine = (socket.gethostname(), boot.read_text() if boot.exists() else "")
-    hosts: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, mine)
-    return len(set(hosts)) == 1
+def _over_nccl(device: torch.device) -> bool:
+    return device.type != "cpu" and dist.is_initialized() and dist.get_backend() != "gloo"
 
 
-def _links(deadline: float) -> dict[int, socket.socket]:
-    """One connected socket per other rank: the higher rank calls, the lower one answers."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    with tempfile.TemporaryDirectory(prefix="patchpar-") as folder, socket.socket(socket.AF_UNIX) as door:
-        path = str(Path(folder) / str(rank))
-        door.bind(path)
-        door.listen(world)
-        door.settimeout(deadline)
-        paths: list[object] = [None] * world
-        dist.all_gather_object(paths, path)
-        links = {peer: _call(str(paths[peer]), rank, deadline) for peer in range(rank)}
-        for _ in range(world - 1 - rank):
-            link, _address = door.accept()
-            (peer,) = HELLO.unpack(link.recv(HELLO.size, socket.MSG_WAITALL))
-            links[peer] = link
-        dist.barrier()
-    return links
+def _handed_out(place: Place, links: Mapping[int, socket.socket]) -> dict[int, socket.socket]:
+    """On rank 0: make a socket pair for every two ranks, and give both their ends. Returns our own."""
+    own: dict[int, socket.socket] = {}
+    give_up = time.monotonic() + place.deadline
+    try:
+        for lower, higher in combinations(range(place.world_size), 2):
+            ends = socket.socketpair()
+            with ends[1]:
+                _send(links[higher], higher, ends[1], lower, give_up)
+            if lower == 0:
+                own[higher] = ends[0]
+                continue
+            with ends[0]:
+                _send(links[lower], lower, ends[0], higher, give_up)
+    except (OSError, ExchangeError) as error:
+        for line in own.values():
+            line.close()
+        raise ExchangeError(f"rank 0 cannot connect the ranks: {error}") from error
+    return own
 
 
-def _call(path: str, rank: int, deadline: float) -> socket.socket:
-    link = socket.socket(socket.AF_UNIX)
-    give_up = time.monotonic() + deadline
+def _send(link: socket.socket, rank: int, end: socket.socket, peer: int, give_up: float) -> None:
+    """Give `rank` its end of the pair with `peer`. Raises ExchangeError if it does not take it in time."""
     while True:
+        link.settimeout(max(RETRY_SECONDS, give_up - time.monotonic()))
         try:
-            link.connect(path)
-            link.send(HELLO.pack(rank))
-            return link
-        except (FileNotFoundError, ConnectionRefusedError) as error:
-            if time.monotonic() > give_up:
-                raise ExchangeError(
-                    f"rank {rank} cannot reach {path} within {deadline:g} s: {error.strerror}"
-                ) from error
-            time.sleep(0.01)
+            socket.send_fds(link, [PEER.pack(peer)], [end.fileno()])  # so few bytes go whole or not at all
+            return
+        except OSError as error:
+            # The kernel lets only so many descriptors be under way that nobody has taken yet.
+            late = time.monotonic() > give_up
+            if error.errno != errno.ETOOMANYREFS or late:
+                silent = late or isinstance(error, TimeoutError)
+                raise ExchangeError(f"rank {rank} {'does not answer' if silent else 'is gone'} ({error})") from error
+            time.sleep(RETRY_SECONDS)
+
+
+def _taken(place: Place, link: socket.socket) -> dict[int, socket.socket]:
+    """On the other ranks: one socket to each peer, as rank 0 hands them out."""
+    lines: dict[int, socket.socket] = {}
+    link.settimeout(place.deadline)
+    try:
+        while len(lines) < place.world_size - 1:
+            data, descriptors, _, _ = socket.recv_fds(link, PEER.size, 1, CLOSE_ON_EXEC)
+            if not data:
+                raise ConnectionResetError("it has closed the connection")
+            lines[PEER.unpack(data)[0]] = socket.socket(fileno=descriptors[0])
+    except OSError as error:
+        for line in lines.values():
+            line.close()
+        state = f"has not answered for {place.deadline:g} s" if isinstance(error, TimeoutError) else "is gone"
+        raise ExchangeError(f"rank {place.rank} cannot connect to the others: rank 0 {state} ({error})") from error
+    return lines

@@ -13,9 +13,9 @@ import PIL.Image
 import pytest
 import torch
 
+from patchpar.anonymous import anonymous_file
 from patchpar.errors import LaunchError, PlanError
 from patchpar.launch.beacon import Beacon, BeaconReader
-from patchpar.launch.blocks import anonymous_file
 from patchpar.launch.devices import available_cores
 from patchpar.launch.hello import share_of_cores, worker_environment
 from patchpar.launch.local import LocalExecutor
@@ -61,10 +61,12 @@ def test_workers_do_not_take_themselves_for_ranks_of_torchrun(monkeypatch):
 
 
 @pytest.mark.parametrize(("interfaces", "chosen"), [("eth0 lo", "lo"), ("en0 lo0", "lo0"), ("eth0", None)])
-def test_workers_talk_over_loopback_where_there_is_one(monkeypatch, interfaces, chosen):
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+def test_nccl_meets_over_loopback_where_there_is_one_and_nobody_says_otherwise(monkeypatch, interfaces, chosen):
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(interfaces.split())))
-    assert worker_environment(1).get("GLOO_SOCKET_IFNAME") == chosen
+    assert worker_environment(1).get("NCCL_SOCKET_IFNAME") == chosen
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
+    assert worker_environment(1)["NCCL_SOCKET_IFNAME"] == "eth1"
 
 
 def test_values_of_every_kind_go_there_and_back(pool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
@@ -176,6 +177,15 @@ def test_what_is_received_is_not_overwritten_by_what_comes_later() -> None:
         return [x.unique().tolist() for x in kept]
 
     assert on_threads(2, run) == [[[float(number)] for number in range(20)]] * 2
+
+
+def test_where_memfd_is_refused_a_file_without_a_name_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse, raising=False)
+    (((first,),), ((second,),)) = on_threads(2, lambda transport: swap(transport, 4, 4))
+    assert first.shape == second.shape == (4, 3)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")

@@ -51,3 +51,15 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     verdicts = Verdicts(tmp_path / "file" / "folder")
     verdicts.remember(verdicts.key(FACTS), FACTS, relative_error=1e-6)
     assert verdicts.find(verdicts.key(FACTS), "relative_error", float) is None
+
+
+def test_a_user_without_a_home_keeps_no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    verdicts = Verdicts.of(verify=True)
+    assert verdicts is not None, "checks go on"
+    key = verdicts.key(FACTS)
+    verdicts.remember(key, FACTS, relative_error=1.5e-6)
+    assert verdicts.find(key, "relative_error", float) is None

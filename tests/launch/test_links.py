@@ -1,0 +1,88 @@
+"""Workers meet over sockets that they inherit: nothing of theirs listens, so that no stranger can take a place."""
+
+import socket
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from patchpar.launch.local import LocalExecutor
+from tests.launch.conftest import PLAIN
+
+LISTENS = {"tcp": ("st", "0A"), "tcp6": ("st", "0A"), "unix": ("Flags", "00010000")}
+on_linux = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="looks for sockets in /proc")
+
+
+def listening(pids: Iterable[int]) -> set[str]:
+    """Sockets of these processes that wait for connections, over TCP or as files: where, and under which address."""
+    found = set()
+    for pid in pids:
+        try:
+            descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+            own = {str(link.readlink()) for link in descriptors if link.is_symlink()}
+            tables = {kind: Path(f"/proc/{pid}/net/{kind}").read_text().splitlines() for kind in LISTENS}
+        except FileNotFoundError:  # the process, or a descriptor of it, has gone meanwhile
+            continue
+        for kind, (title, row) in ((kind, (table[0], row)) for kind, table in tables.items() for row in table[1:]):
+            column, listens = LISTENS[kind]
+            # of tcp's two queues and two timers each has one title and two values, joined by a colon
+            place = {"st": 3, "Flags": 3}[column]
+            cells = row.split()
+            inode = cells[9] if kind != "unix" else cells[6]
+            assert column in title.split()
+            if cells[place] == listens and f"socket:[{inode}]" in own:
+                found.add(f"pid {pid}: {kind} {row.strip()}")
+    return found
+
+
+@on_linux
+@pytest.mark.parametrize("kind", ["tcp", "tcp6", "unix"])
+def test_the_search_sees_what_listens(kind, tmp_path):
+    families = {"tcp": socket.AF_INET, "tcp6": socket.AF_INET6, "unix": socket.AF_UNIX}
+    me = [int(Path("/proc/self").readlink().name)]
+    with socket.socket(families[kind]) as door:
+        door.bind(str(tmp_path / "door") if kind == "unix" else ("", 0))
+        assert not any(kind in each for each in listening(me))
+        door.listen()
+        assert len([each for each in listening(me) if f" {kind} " in each]) == 1
+
+
+@on_linux
+def test_workers_never_listen():
+    """Looked at all the while: from before they find each other to after a call."""
+    found, looks, over = set(), [], threading.Event()
+    with LocalExecutor(["cpu"] * 3, PLAIN) as executor:
+        executor.start()
+        pids = executor.pids
+
+        def look():
+            while not over.wait(0.01):
+                found.update(listening(pids))
+                looks.append(1)
+
+        watcher = threading.Thread(target=look)
+        watcher.start()
+        try:
+            assert executor.call("rank") == [0, 1, 2]
+            executor.call("sleep", 0.2)
+            assert executor.pids == pids
+        finally:
+            over.set()
+            watcher.join()
+    assert len(looks) > 3
+    assert not found
+
+
+@on_linux
+def test_ranks_that_exchange_do_not_listen(pool):
+    assert pool.call("add_up", 1) == [3.0, 3.0]
+    assert not listening(pool.pids)
+
+
+def test_links_are_closed_where_they_were_made_and_once_is_enough():
+    before = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else 0
+    with LocalExecutor(["cpu"] * 2, PLAIN) as executor:
+        executor.start()
+    if before:
+        assert len(list(Path("/proc/self/fd").iterdir())) == before

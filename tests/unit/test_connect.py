@@ -1,0 +1,102 @@
+"""How ranks of one host get a line each to every other, through links that lead to rank 0."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from patchpar.errors import ExchangeError
+from patchpar.launch.links import Links, inherited
+from patchpar.transport import Incoming, Outgoing, Spec, Transport, connect
+
+
+@dataclass
+class OnThread:
+    """A rank that is a thread of this process."""
+
+    rank: int
+    world_size: int
+    links: Mapping[int, socket.socket] | None
+    device: str = "cpu"
+    deadline: float = 20.0
+
+
+def made(world: int) -> list[OnThread]:
+    links = Links(world)
+    ends = [
+        {peer: socket.fromfd(end, socket.AF_UNIX, socket.SOCK_STREAM) for peer, end in links.of(rank).items()}
+        for rank in range(world)
+    ]
+    links.close()
+    return [OnThread(rank, world, own) for rank, own in enumerate(ends)]
+
+
+@pytest.fixture
+def places() -> Iterator[list[OnThread]]:
+    found = made(4)
+    yield found
+    for place in found:
+        leave(place)
+
+
+def leave(place: OnThread) -> None:
+    for link in (place.links or {}).values():
+        link.close()
+
+
+def told(transport: Transport, world: int) -> list[float]:
+    """What every other rank sends to this one."""
+    others = tuple(rank for rank in range(world) if rank != transport.rank)
+    own = torch.tensor([float(transport.rank)])
+    incoming = [Incoming(rank, (Spec.of(own),)) for rank in others]
+    return [x.item() for (x,) in transport.swap([Outgoing(others, (own,))], incoming, "here").wait()]
+
+
+def test_every_rank_gets_a_line_to_every_other_as_often_as_it_asks(places: list[OnThread]) -> None:
+    def run(place: OnThread) -> list[list[float]]:
+        lines = [connect(place) for _ in range(2)]
+        found = [told(line, 4) for line in reversed(lines)]
+        for line in lines:
+            line.close()
+        return found
+
+    with ThreadPoolExecutor(4) as threads:
+        for rank, found in enumerate(threads.map(run, places)):
+            assert found == [[float(peer) for peer in range(4) if peer != rank]] * 2
+
+
+def test_no_line_without_rank_0(places: list[OnThread]) -> None:
+    leave(places[0])
+    with pytest.raises(ExchangeError, match=r"rank 2 cannot connect to the others: rank 0 is gone"):
+        connect(places[2])
+
+
+def test_a_late_rank_0_is_named_after_the_deadline(places: list[OnThread]) -> None:
+    places[2].deadline = 0.1
+    with pytest.raises(ExchangeError, match=r"rank 2 cannot connect.*rank 0 has not answered for 0.1 s"):
+        connect(places[2])
+
+
+def test_rank_0_names_who_has_gone(places: list[OnThread]) -> None:
+    leave(places[3])
+    with pytest.raises(ExchangeError, match=r"rank 0 cannot connect the ranks: rank 3 is gone"):
+        connect(places[0])
+
+
+def test_shared_memory_is_for_one_host() -> None:
+    with pytest.raises(ExchangeError, match="all ranks on one host"):
+        connect(OnThread(0, 2, None), through="shared_memory")
+
+
+def test_what_is_inherited_goes_no_further() -> None:
+    links = Links(2)
+    own = inherited(links.of(1))
+    assert not any(link.get_inheritable() for link in own.values())
+    for link in own.values():
+        link.detach()
+    links.close()
