@@ -36,7 +36,7 @@ from patchpar.models.description import Description, describe, refuse_parallel
 from patchpar.models.dtype import with_dtype
 from patchpar.models.hush import hush
 from patchpar.plan import Plan
-from patchpar.strategies.data import as_one_call
+from patchpar.strategies.data import as_one_call, why_kept_together
 from patchpar.strategies.guidance import guidance_of
 from patchpar.together import Together
 from patchpar.transport import Transport, alone, connect
@@ -93,7 +93,7 @@ class Engine:
         self.restore()
         settle_in(pipe)
         self.pipe = pipe if offloaded or pipe.device == self.device else pipe.to(self.device)
-        return replace(describe(self.pipe), kept_native=why_kept_native(self.pipe))
+        return replace(describe(self.pipe), **_told_by_attributes(self.pipe))
 
     def apply(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, everywhere: bool = False) -> Returned:
         """Call a method of the pipeline, or "vae.method" of a network, with the seams out: it may exchange modules.
@@ -107,13 +107,13 @@ class Engine:
             return Returned(itself=True)
         return Returned(result if everywhere else self._sent(f"what {name}() returned", result))
 
-    def set(self, name: str, value: Any, *, everywhere: bool = False) -> str:
-        """Set an attribute of the pipeline, or "vae.attribute" of a network; what `Description.kept_native` then is."""
+    def set(self, name: str, value: Any, *, everywhere: bool = False) -> dict[str, Any]:
+        """Set an attribute of the pipeline, or "vae.attribute" of a network; what its description then has anew."""
         owner, _, attribute = name.rpartition(".")
         if isinstance(value, nn.Module):
             self.restore()  # the next call puts its hooks into this one
         setattr(attrgetter(owner)(self.pipe) if owner else self.pipe, attribute, value)
-        return why_kept_native(self.pipe)
+        return _told_by_attributes(self.pipe)
 
     def get(self, name: str, *, everywhere: bool = False) -> Any:
         """An attribute of the pipeline, from rank 0 or from `everywhere`. Networks do not leave their worker."""
@@ -236,6 +236,11 @@ class Engine:
             random=random_state(self.device) if follows else None,
             figures=figures,
         )
+
+
+def _told_by_attributes(pipe: Any) -> dict[str, Any]:
+    """What a description has of attributes that may be set, such as the scheduler."""
+    return {"kept_native": why_kept_native(pipe), "kept_together": why_kept_together(pipe)}
 
 
 def _holds_network(value: Any) -> bool:

@@ -60,6 +60,7 @@ class ParallelPipeline:
             raise PlanError(f"{type(pipe).__name__} is no diffusers pipeline; a folder or name goes to from_pretrained")
         limits = {"deadline": deadline, "start_timeout": start_timeout}
         self._begin(check_request(devices, plan, **limits, verify=verify, vae=vae), "adopt", pipe)
+        self._state.progress = dict(getattr(pipe, "_progress_bar_config", None) or {})
 
     @classmethod
     def from_pretrained(  # noqa: PLR0913 - as above
@@ -257,8 +258,8 @@ class ParallelPipeline:
             caller.set_attribute(name, value)
         else:
             results = self._executor.call("set", name, value, replay=name)
-            kept_native = next(result for result in results if result is not None)
-            self._state.model = replace(self.description, kept_native=kept_native)
+            changed = next(result for result in results if result is not None)
+            self._state.model = replace(self.description, **changed)
 
     def __dir__(self) -> Iterable[str]:
         model = self._state.model

@@ -27,6 +27,7 @@ class Description:
     `splits_into_tokens`: its denoisers are made of blocks, and nothing is known against splitting their tokens; whether
     it can be done shows in the first call, and `kept_whole` says why not. `kept_native`: why pictures beyond the size
     it was trained for are drawn as any others; empty where structure guidance can, None where nobody has looked.
+    `kept_together`: why prompts cannot be spread over ranks; empty where they can.
     `decoded_bytes`: what decoding takes for each pixel, as far as that is known of its VAE.
     """
 
@@ -46,6 +47,7 @@ class Description:
     networks: Mapping[str, Network]
     kept_whole: str = ""
     kept_native: str | None = None
+    kept_together: str = ""
     latent_channels: int = 4
     decoded_bytes: int = 0
 
@@ -59,8 +61,7 @@ class Description:
             return negative and _number(kwargs.get("true_cfg_scale", self.parameters["true_cfg_scale"])) > 1
         if self.distilled:
             return False
-        names = [name for name in NAMED_FOR_GUIDANCE if name in self.parameters]
-        return any(_number(kwargs.get(name, self.parameters[name])) > 1 for name in names)
+        return any(_number(kwargs.get(name, self.parameters.get(name))) > 1 for name in NAMED_FOR_GUIDANCE)
 
     def size(self, kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
         """Height and width in pixels that a call with `kwargs` asks for, where its arguments tell."""
@@ -78,7 +79,6 @@ def describe(pipe: Any) -> Description:
     """Describe a loaded pipeline."""
     from patchpar.discover import splits_into_bands
 
-    signature = inspect.signature(type(pipe).__call__).parameters.values()
     denoisers = {name: pipe.components[name] for name in DENOISERS if pipe.components.get(name) is not None}
     first = next(iter(denoisers.values()), None)
     config = getattr(first, "config", None) or {}
@@ -94,8 +94,8 @@ def describe(pipe: Any) -> Description:
         total_stride=2 ** (len(levels) - 1) if bands else 1,
         vae_scale=scale,
         size_unit=_size_unit(pipe, config, scale),
-        parameters={p.name: _plain(p.default) for p in signature if p.name != "self" and p.kind not in _VARIADIC},
-        takes_any=any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature),
+        parameters=_parameters_of(type(pipe)),
+        takes_any=_passes_on(type(pipe)),
         distilled=bool(config.get("guidance_embeds")) or config.get("time_cond_proj_dim") is not None,
         default_size=_default_size(pipe, config, scale),
         methods=_methods_of(pipe),
@@ -133,6 +133,27 @@ def _has_blocks(denoiser: Any) -> bool:
 
 
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+def _parameters_of(kind: type) -> dict[str, Any]:
+    """Parameters of a pipeline's call with their defaults.
+
+    A class that takes `**kwargs` hands them on to the class that it is derived from, so that one's count as well.
+    """
+    found: dict[str, Any] = {}
+    for each in kind.__mro__:
+        if "__call__" in vars(each):
+            for parameter in inspect.signature(each.__call__).parameters.values():
+                if parameter.name != "self" and parameter.kind not in _VARIADIC:
+                    found.setdefault(parameter.name, _plain(parameter.default))
+            if not _passes_on(each):
+                break
+    return found
+
+
+def _passes_on(kind: Any) -> bool:
+    signature = inspect.signature(kind.__call__)
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
 
 
 def _size_of_picture(picture: Any) -> tuple[int, int] | None:

@@ -2,11 +2,11 @@
 
 0. A picture of at least 1.5 times the model's native size on both sides: structure guidance, on one device too, for the
    picture does not depend on the number of devices. Where the pipeline cannot do it, the reason says so.
-1. Guidance on and an even number of devices: cfg=2. Exact, one prediction exchanged per step, half the work each.
-   With an odd number too, if the devices cannot all have a band: two that help are better than one.
-2. The rest cuts the picture into bands, where the denoiser is a UNet, as far as every band keeps two units of rows;
-   of any other denoiser it splits the tokens, as far as every device keeps two rows of them.
-3. Several prompts and nothing else to split: data.
+1. Of all ways to spread prompts, branches of guidance and bands over the devices the one whose busiest rank is done
+   soonest, by the formula in `shapes`: prompts apart send nothing, branches one prediction, bands all keys.
+2. A UNet goes into bands as far as each keeps two units of rows; of any other denoiser the tokens are split, as far as
+   every device keeps two rows of them.
+3. Prompts stay together where a callback looks at all of them, or where a part of them would get other pictures.
 4. A device that would not help stays idle, and the reason says so.
 """
 
@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from patchpar.errors import UnsupportedModel
+from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.highres.footprint import Footprint
 from patchpar.highres.geometry import is_large, units_of
 from patchpar.models.description import Description
 from patchpar.plan import Plan
-from patchpar.strategies.data import PICTURES
+from patchpar.planner.shapes import Work
+from patchpar.strategies.data import PICTURES, split_call
 from patchpar.strategies.structure_guidance import StructureGuidance
 
 ADDRESSED = ("ip_adapter_masks", "gligen")  # in cross_attention_kwargs: places in the whole picture
@@ -59,22 +60,29 @@ def _exact(model: Description, devices: int, kwargs: Mapping[str, Any]) -> Choic
     """The plan that draws what plain diffusers draws."""
     if devices == 1:
         return Choice(Plan(), "one device: the plain pipeline")
-    guided, size, prompts = model.guided(kwargs), model.size(kwargs), _spreadable(kwargs)
-    cfg = 2 if guided and (devices % 2 == 0 or _bands(model, devices, size) < devices) else 1
-    patch = _bands(model, devices // cfg, size)
-    data = max(1, min(prompts, devices // (cfg * patch)))
-    plan = Plan(data=data, cfg=cfg, patch=patch)
-    reasons = []
-    if cfg == 2:
+    guided, prompts = model.guided(kwargs), _prompts(kwargs)
+    together = _why_together(model, kwargs) if prompts > 1 else ""
+    work = Work(
+        prompts=1 if together else prompts,
+        branches=2 if guided else 1,
+        most_bands=_most_bands(model, devices, model.size(kwargs)),
+        units=_units(model, model.size(kwargs)) if model.splits_into_bands else None,
+    )
+    plan, reasons = work.soonest(devices), []
+    if plan.data > 1:
+        reasons.append(f"{prompts} prompts over {plan.data} groups, which send one another nothing")
+    elif together:
+        reasons.append(f"{prompts} prompts stay together: {together}")
+    if plan.cfg == 2:
         reasons.append("guidance is on: a branch for each half of the devices")
-    elif guided:
-        reasons.append(f"guidance stays whole, because {devices} devices are odd")
-    if patch > 1:
-        reasons.append(f"the picture in {patch} bands" if model.splits_into_bands else f"tokens split in {patch}")
-    if data > 1:
-        reasons.append(f"{prompts} prompts over {data} groups")
+    elif guided and plan.patch > 1:
+        reasons.append(f"guidance stays whole, because {devices} devices are odd and {devices - 1} have more to do")
+    if plan.patch > 1:
+        bands = plan.patch
+        reasons.append(f"the picture in {bands} bands" if model.splits_into_bands else f"tokens split in {bands}")
     if plan.world_size < devices:
-        reasons.append(f"{devices - plan.world_size} of {devices} devices idle: {_why_no_more(model, guided, devices)}")
+        idle = f"{devices - plan.world_size} of {devices} devices idle"
+        reasons.append(f"{idle}: {_why_no_more(model, work, plan, devices)}")
     return Choice(plan, "; ".join(reasons))
 
 
@@ -87,26 +95,43 @@ def without(model: Description, plan: Plan, error: Exception) -> Description | N
     return replace(model, splits_into_tokens=False, kept_whole=str(error))
 
 
-def _spreadable(kwargs: Mapping[str, Any]) -> int:
+def _prompts(kwargs: Mapping[str, Any]) -> int:
     """How many prompts may be spread over ranks; pictures as input may belong to all of them."""
     prompts = kwargs.get("prompt")
     alone = isinstance(prompts, list) and all(kwargs.get(name) is None for name in PICTURES)
     return len(prompts) if isinstance(prompts, list) and alone else 1
 
 
-def _why_no_more(model: Description, guided: bool, devices: int) -> str:
+def _why_together(model: Description, kwargs: Mapping[str, Any]) -> str:
+    """Why the prompts cannot be spread over ranks; empty where they can."""
+    if kwargs.get("callback_on_step_end") is not None:
+        return "callback_on_step_end looks at the latents of all"
+    try:
+        split_call(kwargs, 0, _prompts(kwargs))
+    except PlanError as error:
+        return str(error)
+    return model.kept_together
+
+
+def _why_no_more(model: Description, work: Work, plan: Plan, devices: int) -> str:
+    if plan.patch < work.most_bands:
+        return "no way to share the work among more of them is faster"
     if model.splits_into_bands:
         return "no more bands fit into the picture"
     if model.splits_into_tokens:
         return "each needs two rows of tokens"
     why = model.kept_whole or f"{', '.join(model.denoisers)} cannot be split"
-    return why if guided else f"{why}, and there is no guidance to split"
+    return why if work.branches > 1 else f"{why}, and there is no guidance to split"
 
 
-def _bands(model: Description, devices: int, size: tuple[int, int] | None) -> int:
+def _most_bands(model: Description, devices: int, size: tuple[int, int] | None) -> int:
     if not (model.splits_into_bands or model.splits_into_tokens):
         return 1
-    if size is None:
-        return devices
+    units = _units(model, size)
+    return devices if units is None else max(1, min(devices, units // UNITS_PER_BAND))
+
+
+def _units(model: Description, size: tuple[int, int] | None) -> int | None:
+    """How many units of rows, or rows of tokens, the longer side has."""
     unit = model.vae_scale * model.total_stride if model.splits_into_bands else model.size_unit
-    return max(1, min(devices, max(size) // unit // UNITS_PER_BAND))
+    return None if size is None else max(size) // unit

@@ -169,13 +169,16 @@ def _divided(name: str, value: Any, share: Share, kwargs: Mapping[str, Any]) -> 
     raise PlanError(f"{name} has {count} entries for {share.total} prompts: give one for each prompt{each}")
 
 
-def _refuse_what_depends_on_the_others(pipe: Any, kwargs: Mapping[str, Any], share: Share) -> None:
+def why_kept_together(pipe: Any) -> str:
+    """Why no part of the prompts can be drawn by itself as the pipeline is set up; empty where it can."""
     scheduler = type(getattr(pipe, "scheduler", None)).__name__
-    if scheduler in OWN_NOISE:
-        raise PlanError(
-            f"{scheduler} draws noise for the whole list of prompts from a seed of its own, so that data ranks would "
-            "give other pictures: use another scheduler, or data=1"
-        )
+    return f"{scheduler} draws noise for all of them from a seed of its own" if scheduler in OWN_NOISE else ""
+
+
+def _refuse_what_depends_on_the_others(pipe: Any, kwargs: Mapping[str, Any], share: Share) -> None:
+    why = why_kept_together(pipe)
+    if why:
+        raise PlanError(f"{why}, so that data ranks would give other pictures: use another scheduler, or data=1")
     if type(pipe).__name__.startswith(REFERENCES) and kwargs.get("image") is not None:
         raise PlanError(
             f"{type(pipe).__name__} takes image as references for all prompts, not one for each: use data=1 with it"

@@ -67,15 +67,21 @@ def test_one_device_is_the_pipeline_itself(plain: Any) -> None:
     assert torch.equal(tensor_of(plain(**CALL, generator=generator())), tensor_of(want))
 
 
-def test_a_pipeline_in_memory_on_three_devices(hold: Hold) -> None:
+def test_a_pipeline_in_memory_on_three_devices(hold: Hold, capfd: pytest.CaptureFixture[str]) -> None:
     """Workers have copies: the user's own object stays what it was, also when they are gone."""
     own = build("sdxl").pipe
+    own.set_progress_bar_config(disable=True)
     want = own(**CALL, generator=generator())
     before = traces(own)
     with ParallelPipeline(own, devices=["cpu"] * 3) as pipe:
-        pipe.set_progress_bar_config(disable=True)
         tall = {**CALL, "height": 192}  # six bands of two rows: three ranks help
+        capfd.readouterr()
         got = pipe(**tall, generator=generator())
+        assert "it/s" not in capfd.readouterr().err
+        pipe.set_progress_bar_config(desc="drawing")
+        pipe(**tall, generator=generator())
+        assert "drawing" in capfd.readouterr().err
+        pipe.set_progress_bar_config(disable=True)
         assert str(pipe.plan) == "patch=3,strategy=exact"
         assert "3 devices are odd" in pipe.explain()
         assert relative_error(got, own(**tall, generator=generator())) <= EXACT
