@@ -24,13 +24,19 @@ PICTURES = "pictures"
 class Setup:
     """What the page works with. `face`: a model that streams with sound, its folder or name, if there is one.
 
-    `options` go to diffusers' from_pretrained.
+    `options` go to diffusers' from_pretrained. `deadline`: seconds that a rank may stand still.
     """
 
     model: str = "embedded"
     devices: Devices = field(default_factory=lambda: devices_of("auto"))
     face: str | Path | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    deadline: float = 60.0
+
+    @property
+    def opening(self) -> dict[str, Any]:
+        """Keyword arguments of every from_pretrained."""
+        return {"devices": list(self.devices.names), "deadline": self.deadline}
 
     def check(self) -> None:
         """Raise PlanError for a model that is none or has no room here, before anything is started."""
@@ -125,20 +131,19 @@ class Workers:
 
     def _open_parallel(self, **options: Any) -> ParallelPipeline:
         setup = self.setup
-        opened = {**setup.options, **options}
-        pipe = ParallelPipeline.from_pretrained(setup.model, devices=list(setup.devices.names), **opened)
+        pipe = ParallelPipeline.from_pretrained(setup.model, **setup.opening, **{**setup.options, **options})
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
     def _open_picture_stream(self, takes_image: bool) -> PictureStreamingPipeline:
         setup = self.setup
         opened = {"takes_image": takes_image, **setup.options}
-        return PictureStreamingPipeline.from_pretrained(setup.model, devices=list(setup.devices.names), **opened)
+        return PictureStreamingPipeline.from_pretrained(setup.model, **setup.opening, **opened)
 
     def _open_face(self) -> StreamingPipeline:
         if self.setup.face is None:
             raise PlanError("no model of a face is loaded: start the app with --face FOLDER")
-        return StreamingPipeline.from_pretrained(self.setup.face, devices=list(self.setup.devices.names))
+        return StreamingPipeline.from_pretrained(self.setup.face, **self.setup.opening)
 
 
 def set_way(pipe: ParallelPipeline, way: Way, count: int) -> None:

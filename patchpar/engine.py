@@ -39,7 +39,7 @@ from patchpar.plan import Plan
 from patchpar.strategies.data import as_one_call, why_kept_together
 from patchpar.strategies.guidance import guidance_of
 from patchpar.together import Together
-from patchpar.transport import Transport, alone, connect
+from patchpar.transport import Transport, alone, connect, watched
 from patchpar.vae.course import StillNeeded
 from patchpar.verdicts import Verdicts
 
@@ -141,7 +141,8 @@ class Engine:
         works = plan.world_size > 1 or plan.strategy.for_one_rank or vae == "tiled"
         if self._transport is None and (self.context.world_size > 1 or works):
             join = connect if self.context.world_size > 1 else alone
-            self._transport = join(self.context)
+            with self.context.waiting:
+                self._transport = watched(join(self.context), self.context)
         if self.context.rank < plan.world_size and works:
             assert self._transport is not None
             mesh, verdicts = Mesh(self.context.rank, range(plan.world_size), **plan.degrees()), Verdicts.of(verify)

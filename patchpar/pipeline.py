@@ -38,7 +38,7 @@ class ParallelPipeline:
 
     `pipe`: a pipeline in memory; with several devices each worker has a copy, and yours stays as it is. `devices`: see
     `launch.devices.resolve_devices`. `plan`: "auto", a `Plan`, or a text such as "cfg=2,patch=2". `deadline`: seconds
-    that no rank may stand still. `verify`: compare each denoiser, split, with its plain forward when it is first used,
+    that a rank may stand still. `verify`: compare each denoiser, split, with its plain forward when it is first used,
     and each VAE; a folder keeps the verdicts elsewhere than in the user's cache. `vae`: how several devices encode and
     decode, see `vae.choice`: "auto", "exact", "tiled" or "rank0".
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from patchpar.cli.flags import Debug, Devices, Json, Model
+from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Json, Model, check_deadline
 from patchpar.cli.speech import FAILURE, friendly_errors, print_json, stdout_kept_clean
 from patchpar.errors import PatchparError
 
@@ -28,6 +28,7 @@ class Doctor:
 
     devices: Devices = "auto"
     model: Model = "embedded"
+    deadline: Deadline = DEADLINE
     json: Json = False
     debug: Debug = False
 
@@ -35,6 +36,7 @@ class Doctor:
 def doctor(request: Doctor) -> None:
     """Say what is here, whether it works together, and what would be chosen."""
     with friendly_errors(request.debug):
+        check_deadline(request.deadline)
         with stdout_kept_clean(request.json):
             findings = examine(request)
         if request.json:
@@ -127,7 +129,8 @@ def choice(request: Doctor) -> dict[str, Any]:
     from patchpar.models.hush import hush
 
     hush()
-    with ParallelPipeline.from_pretrained(request.model, devices=request.devices) as pipe:
+    devices, deadline = request.devices, request.deadline
+    with ParallelPipeline.from_pretrained(request.model, devices=devices, deadline=deadline) as pipe:
         pipe.set_progress_bar_config(disable=True)
         pipe("a test picture", num_inference_steps=1)
         return {"model": request.model, "chosen": str(pipe.plan), "why": pipe.explain(), "ran": str(pipe.last_run)}

@@ -34,6 +34,8 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 Devices = Annotated[str, typer.Option(help="auto, a number (2), cpu:N, cuda, or names: cuda:0,cuda:2.")]
 Model = Annotated[str, typer.Option(help="A folder, a hub id, 'embedded' or 'embedded-dit'.")]
 Format = Annotated[Dtype | None, typer.Option(metavar="<format>", help="Weights as float32, float16 or bfloat16.")]
+Deadline = Annotated[float, typer.Option(help="Seconds a rank may stand still.")]
+DEADLINE = 60.0
 FACE = "embedded-face"
 """What streams where no other model is named."""
 
@@ -55,6 +57,7 @@ class Opened:
     dtype: Format = None
     variant: Annotated[str | None, typer.Option(help="Weight files to take, such as fp16.")] = None
     trace: Annotated[Path | None, typer.Option(help="A file for Perfetto: what each rank did when.")] = None
+    deadline: Deadline = DEADLINE
     json: Json = False
     debug: Debug = False
 
@@ -64,13 +67,14 @@ class Opened:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise PlanError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
+        check_deadline(self.deadline)
         if self.trace is not None:
             check_place(self.trace, "--trace", "trace.json")
 
     def for_loading(self) -> dict[str, Any]:
         """Keyword arguments of `ParallelPipeline.from_pretrained`, devices and plan aside."""
         dtype = None if self.dtype is None else self.dtype.value
-        return given(torch_dtype=dtype, variant=self.variant, vae=self.vae)
+        return given(torch_dtype=dtype, variant=self.variant, vae=self.vae, deadline=self.deadline)
 
     def for_sampling(self) -> dict[str, Any]:
         """Steps and guidance, as diffusers names them."""
@@ -178,6 +182,12 @@ def takes(flags: type[F], command: Callable[[F], None]) -> Callable[..., None]:
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = hints
     return run
+
+
+def check_deadline(seconds: float) -> None:
+    """Raise PlanError for a `--deadline` that cannot be, before anything is started."""
+    if not 0 < seconds < float("inf"):
+        raise PlanError(f"--deadline {seconds:g}: it must be a number of seconds above 0, and not without end")
 
 
 def given(**values: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from patchpar.cli.flags import FACE, Debug, Format, Model, given
+from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Format, Model, check_deadline, given
 from patchpar.cli.speech import friendly_errors
 from patchpar.errors import PlanError
 
@@ -35,12 +35,14 @@ class App:
     open: Annotated[bool, typer.Option("--open", help="Serve beyond this machine though nobody has to log in.")] = False
     dtype: Format = None
     variant: Annotated[str | None, typer.Option(help="Weight files to take, such as fp16.")] = None
+    deadline: Deadline = DEADLINE
     debug: Debug = False
 
 
 def serve_app(request: App) -> None:
     """Start the demo: a page to try, see and measure all of this. Ctrl-C ends it."""
     with friendly_errors(request.debug):
+        check_deadline(request.deadline)
         typer.echo("Starting the page.", err=True)  # importing what it needs takes seconds
         demo = demo_package()
         server, workers = (import_module(f"{demo.__name__}.{name}") for name in ("server", "workers"))
@@ -48,7 +50,9 @@ def serve_app(request: App) -> None:
             host=request.host, port=request.port, users=server.read_users(request.auth), is_open=request.open
         )
         devices, options = workers.devices_of(request.devices), _loading(request)
-        setup = workers.Setup(model=request.model, devices=devices, face=_face(request), options=options)
+        setup = workers.Setup(
+            model=request.model, devices=devices, face=_face(request), options=options, deadline=request.deadline
+        )
         server.serve(setup, address, _tell)
 
 

@@ -10,7 +10,7 @@ import typer
 
 from patchpar.cli.files import check_place
 from patchpar.cli.film import check_film
-from patchpar.cli.flags import FACE, Debug, Devices, Format, Json, given
+from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Devices, Format, Json, check_deadline, given
 from patchpar.cli.speech import friendly_errors
 from patchpar.errors import PlanError
 from patchpar.live.port import check_port
@@ -49,6 +49,7 @@ class Stream:
     costs: Annotated[str | None, typer.Option(help="With --dry-run: seconds of one block, step=0.265,decode=0.15.")] = (
         None
     )
+    deadline: Deadline = DEADLINE
     json: Json = False
     debug: Debug = False
 
@@ -59,6 +60,7 @@ class Stream:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise PlanError(f"--{name} {value}: it must be above 0")
+        check_deadline(self.deadline)
         if (self.height is None) != (self.width is None):
             raise PlanError("--height and --width: give both or none")
         if not self.dry_run:
@@ -99,7 +101,7 @@ class Stream:
     def for_loading(self) -> dict[str, Any]:
         """Keyword arguments of `from_pretrained`."""
         dtype = None if self.dtype is None else self.dtype.value
-        return given(devices=self.devices, torch_dtype=dtype, variant=self.variant)
+        return given(devices=self.devices, torch_dtype=dtype, variant=self.variant, deadline=self.deadline)
 
 
 def stream(request: Stream) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from patchpar.cli.film import check_film
-from patchpar.cli.flags import Debug, Devices, Json
+from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Json, check_deadline
 from patchpar.cli.speech import friendly_errors, stdout_kept_clean
 from patchpar.cli.stream_film import film_at
 from patchpar.cli.stream_meter import Meter, living_line
@@ -31,6 +31,7 @@ class Replay:
     model: Annotated[str | None, typer.Option(help="Where the model is now; by default where it was.")] = None
     devices: Devices = "auto"
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A file for frames and sound.")] = None
+    deadline: Deadline = DEADLINE
     json: Json = False
     debug: Debug = False
 
@@ -38,6 +39,7 @@ class Replay:
 def replay(request: Replay) -> None:
     """Make a stream again, on any devices, and compare its frames with those that were."""
     with friendly_errors(request.debug):
+        check_deadline(request.deadline)
         if request.output is not None:
             check_film(request.output)
         from patchpar.stream.recording import Recording
@@ -61,7 +63,7 @@ def _run(request: Replay, recording: Recording, differing: list[int], stack: Exi
 
     origin = recording.origin
     say = stack.enter_context(living_line("starting"))
-    opened = {"devices": request.devices, "config": origin.config, **origin.options}
+    opened = {"devices": request.devices, "deadline": request.deadline, "config": origin.config, **origin.options}
     pipe = stack.enter_context(StreamingPipeline.from_pretrained(request.model or origin.model, **opened))
     meter, plan = Meter(), str(pipe.plan)
     session = stack.enter_context(pipe.replay(recording))

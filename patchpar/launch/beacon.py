@@ -1,10 +1,11 @@
 """Where a rank is, readable from outside at any moment: also when it hangs, is stopped, or has just been killed.
 
-    page:  [count: u64][place: u64] [length: u16, text] [length: u16, text] ...
-                          |________________^
+    page:  [count: u64][place: u64][waits: u64][work: u64] [length: u16, text] [length: u16, text] ...
+                          |____________________________________________^
 
 A rank counts its marks and points at the text of the last one; the page is an anonymous file which worker and caller
-both map. A text is written once, when it is first seen, so that a mark costs two stores.
+both map. A text is written once, when it is first seen, so that a mark costs two stores. `waits` is not 0 while the
+rank waits for another; `work` is its processor time in ms, as of the last ping that it answered.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from types import TracebackType
+
+from patchpar.launch.progress import Sign
 
 PAGE_BYTES = 256 * 1024  # only the part in use takes memory
-HEAD = struct.Struct("<QQ")
+HEAD = struct.Struct("<QQQQ")
+COUNT, PLACE, WAITS, WORK = range(4)
 LENGTH = struct.Struct("<H")
 MAX_TEXT = 200
 
@@ -25,6 +30,7 @@ class Beacon:
     def __init__(self, fd: int) -> None:
         self._page = mmap.mmap(fd, PAGE_BYTES)
         self._head = memoryview(self._page)[: HEAD.size].cast("Q")
+        self.waiting = Waiting(self._head)
         self._places: dict[str, int] = {}
         self._end = HEAD.size
         self._count = 0
@@ -35,8 +41,12 @@ class Beacon:
         if place is None:
             place = self._learn(where)
         self._count += 1
-        self._head[1] = place
-        self._head[0] = self._count
+        self._head[PLACE] = place
+        self._head[COUNT] = self._count
+
+    def show_work(self) -> None:
+        """Say how much processor time this process has used, with all its threads and the children it has outlived."""
+        self._head[WORK] = int(1000 * sum(os.times()[:4]))
 
     def _learn(self, where: str) -> int:
         text = where.encode()[:MAX_TEXT]
@@ -51,6 +61,21 @@ class Beacon:
         return place
 
 
+class Waiting:
+    """While this is entered, once or several times over, the rank waits for another: what it burns is no work."""
+
+    def __init__(self, head: memoryview) -> None:
+        self._head = head
+
+    def __enter__(self) -> None:
+        self._head[WAITS] += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._head[WAITS] -= 1
+
+
 class BeaconReader:
     """The other end. Reading never waits."""
 
@@ -59,15 +84,15 @@ class BeaconReader:
         self._page = mmap.mmap(fd, PAGE_BYTES)
 
     @property
-    def count(self) -> int:
-        """How many marks the rank has made."""
-        count, _ = HEAD.unpack_from(self._page, 0)
-        return int(count)
+    def sign(self) -> Sign:
+        """What the rank shows of itself."""
+        count, _, waits, work = HEAD.unpack_from(self._page, 0)
+        return Sign(marks=count, work=work / 1000, waits=waits > 0)
 
     @property
     def where(self) -> str:
         """The text of the last mark; empty before the first."""
-        _, place = HEAD.unpack_from(self._page, 0)
+        place = HEAD.unpack_from(self._page, 0)[PLACE]
         if place == 0:
             return ""
         (length,) = LENGTH.unpack_from(self._page, place)

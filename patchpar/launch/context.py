@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar
@@ -26,6 +27,7 @@ Tell = Callable[[int, Any], None]
 OnStart = Callable[[Tell], object]
 Kind = Literal["inline", "local", "torchrun"]
 E = TypeVar("E", bound="Executor")
+WAIT_TIMES = 300  # deadlines; a rank that is waited for may work for many of them, see `progress`
 
 
 class RankContext(Protocol):
@@ -45,7 +47,15 @@ class RankContext(Protocol):
 
     @property
     def deadline(self) -> float:
-        """How long, in seconds, a rank may wait for another during the present call."""
+        """How long, in seconds, a rank may go without progress during the present call."""
+
+    @property
+    def wait_limit(self) -> float:
+        """How long, in seconds, a rank may wait for another: more than its deadline if the caller sees who is late."""
+
+    @property
+    def waiting(self) -> AbstractContextManager[None]:
+        """To be entered while this rank waits for another, so that the time this takes is not held against it."""
 
     @property
     def links(self) -> Mapping[int, socket.socket] | None:
@@ -108,7 +118,8 @@ class Executor(Protocol):
         Events of one rank come in order, in the caller's thread, all of them before this returns.
         `replay`: do this call again whenever workers have to be restarted (loading a model, adding a LoRA). A dotted
         name says what the call sets, so that one which sets the same later takes its place.
-        `expected`: seconds that a rank may be busy without a mark beyond the executor's deadline.
+        `expected`: seconds that a rank may go without progress beyond the executor's deadline. Work is progress; a
+        download, or a slow disk, is not.
 
         Raises what the method raises where all ranks raise alike; WorkerError where one did; WorkerDied, WorkerHung;
         LaunchError if the ranks cannot be started; PlanError for an argument that cannot be sent.
@@ -187,3 +198,11 @@ def check_deadline(name: str, seconds: object) -> float:
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
         raise LaunchError(f"{name}={seconds!r}: it must be a number of seconds above 0")
     return float(seconds)
+
+
+def longest_wait(deadline: float) -> float:
+    """Seconds after which a rank gives up waiting for another by itself, where its caller judges much earlier.
+
+    No more than a week: system calls take no longer timeouts.
+    """
+    return min(WAIT_TIMES * deadline, 7 * 24 * 3600.0)

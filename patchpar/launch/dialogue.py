@@ -9,8 +9,9 @@
       | -- PING -- / -- PONG ---- |            every second: who is there at all?
       | <--- RESULT or FAILED --- |            one from each
 
-Progress is a mark (read from shared memory), an event, a question or an answer. Time passes only while this process
-runs and listens, so a suspended laptop or a slow callback makes nobody late.
+Progress is a mark (read from shared memory), an event, a question or an answer, and work without any of them: see
+`progress`. Time passes only while this process runs and listens, so a suspended laptop or a slow callback makes nobody
+late.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from patchpar.launch.channel import Closed, Frame, Kind
 from patchpar.launch.context import Bystander, Callbacks
 from patchpar.launch.failures import Failure
 from patchpar.launch.process import WorkerProcess
+from patchpar.launch.progress import Limits, Progress, Sign
 from patchpar.launch.wire import Message, decode, encode
 
 TICK = 0.2  # s between looks at the beacons; what comes through a channel is heard at once
@@ -36,16 +38,18 @@ LONGEST_STEP = 1.0  # s; more than this between two looks was not the workers' f
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """How a dialogue ended. Ranks that neither answered nor died are stuck."""
+    """How a dialogue ended. Of the ranks that neither answered nor died, `stuck` are those that are to blame."""
 
     results: dict[int, Message] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)  # in order of arrival
     died: list[int] = field(default_factory=list)
     deaf: list[int] = field(default_factory=list)  # have stopped reading, so nothing can be said to them any more
     silent: list[int] = field(default_factory=list)  # have not answered the last pings
+    stuck: list[int] = field(default_factory=list)  # did not get on; all that were left if each waited for another
+    waiting: list[int] = field(default_factory=list)  # for another rank, when it ended
+    working: list[int] = field(default_factory=list)  # used the processor to the end
     marks: dict[int, int] = field(default_factory=dict)  # made during the request
     bystanders: list[int] = field(default_factory=list)  # returned without taking part
-    idle: float = 0.0
     aborted: Exception | None = None  # what the caller's own on_ask raised
 
     def is_over(self, rank: int) -> bool:
@@ -61,16 +65,13 @@ class Outcome:
 class Dialogue:
     """One request. Made, then run, once."""
 
-    def __init__(
-        self, workers: Sequence[WorkerProcess], request: int, callbacks: Callbacks, *, patience: float
-    ) -> None:
+    def __init__(self, workers: Sequence[WorkerProcess], request: int, callbacks: Callbacks, *, limits: Limits) -> None:
         self._workers, self._request, self._callbacks = workers, request, callbacks
-        self._patience = patience
         self._outcome = Outcome()
         self._unanswered = [0.0] * len(workers)  # seconds since the last answer to a ping
-        self._counts = [worker.beacon.count for worker in workers]
-        self._first_counts = tuple(self._counts)
-        self._ping_every = self._until_ping = min(PING_EVERY, patience / 5)
+        self._first = self._signs()
+        self._progress = Progress(limits, self._first)
+        self._ping_every = self._until_ping = min(PING_EVERY, limits.patience / 5)
         self._ended: set[int] = set()
 
     def run(self, opening: Frame | None) -> Outcome:
@@ -91,18 +92,31 @@ class Dialogue:
                 now = time.monotonic()
                 self._pass_time(min(now - last, LONGEST_STEP))
                 last = time.monotonic()
-        limit = MISSED_PINGS * self._ping_every
-        self._outcome.silent = [rank for rank, seconds in enumerate(self._unanswered) if seconds > limit]
-        self._outcome.marks = {
-            rank: worker.beacon.count - self._first_counts[rank] for rank, worker in enumerate(self._workers)
-        }
+        self._take_stock()
         return self._outcome
+
+    def _take_stock(self) -> None:
+        """Who had done what when it ended."""
+        outcome, limit = self._outcome, MISSED_PINGS * self._ping_every
+        outcome.silent = [rank for rank, seconds in enumerate(self._unanswered) if seconds > limit]
+        outcome.waiting = list(filter(self._progress.waits, self._active()))
+        outcome.working = list(filter(self._progress.works, self._active()))
+        signs = zip(self._signs(), self._first, strict=True)
+        outcome.marks = {rank: sign.marks - first.marks for rank, (sign, first) in enumerate(signs)}
+
+    def _signs(self) -> list[Sign]:
+        return [worker.beacon.sign for worker in self._workers]
+
+    def _active(self) -> list[int]:
+        return [worker.rank for worker in self._workers if not self._outcome.is_over(worker.rank)]
 
     def _is_finished(self) -> bool:
         outcome = self._outcome
-        if outcome.died or outcome.deaf or all(outcome.is_over(worker.rank) for worker in self._workers):
+        active = self._active()
+        if outcome.died or outcome.deaf or not active:
             return True
-        return outcome.idle > (GRACE if outcome.has_failed else self._patience)
+        outcome.stuck = self._progress.stuck(active)
+        return bool(outcome.stuck) or (outcome.has_failed and self._progress.quiet > GRACE)
 
     def _listen(self, selector: selectors.BaseSelector, worker: WorkerProcess) -> None:
         try:
@@ -118,7 +132,7 @@ class Dialogue:
         if frame.request != self._request or frame.kind is Kind.PONG:
             frame.message.close()  # of a request that was given up
             return
-        self._outcome.idle = 0.0
+        self._progress.heard(worker.rank)
         if frame.kind is Kind.RESULT:
             self._outcome.results[worker.rank] = frame.message
             if frame.message.block is None and isinstance(decode(frame.message), Bystander):
@@ -151,20 +165,14 @@ class Dialogue:
         message.close()
 
     def _pass_time(self, seconds: float) -> None:
-        outcome = self._outcome
-        outcome.idle += seconds
-        for rank, worker in enumerate(self._workers):
-            self._unanswered[rank] += seconds
-            count = worker.beacon.count
-            if count != self._counts[rank]:
-                self._counts[rank] = count
-                outcome.idle = 0.0
+        self._unanswered = [since + seconds for since in self._unanswered]
+        self._progress.pass_time(seconds, self._signs())
         self._notice_the_dead()
         self._until_ping -= seconds
         if self._until_ping <= 0:
             self._until_ping = self._ping_every
             for worker in self._workers:
-                if not outcome.is_over(worker.rank):
+                if not self._outcome.is_over(worker.rank):
                     self._send(worker, Frame(Kind.PING, self._request))
 
     def _notice_the_dead(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import socket
 from collections.abc import Mapping
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, Literal
 
@@ -29,9 +30,15 @@ class InlineContext:
     def __init__(self, device: str, deadline: float) -> None:
         self.device, self.deadline = device, deadline
         self.links: Mapping[int, socket.socket] | None = {}
+        self.waiting = nullcontext()
         self.callbacks = Callbacks()
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.where = ""
+
+    @property
+    def wait_limit(self) -> float:
+        """See RankContext."""
+        return self.deadline
 
     def emit(self, event: object) -> None:
         """See RankContext."""

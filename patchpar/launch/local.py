@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 class LocalExecutor:
     """An Executor whose ranks are worker processes on this machine.
 
-    `devices`: one torch device name per rank. `engine`: "package.module:Class". `deadline`: seconds that no rank may
-    make any progress during a call. `start_timeout`: seconds for the workers to import everything and find each other.
-    `preload`: modules that the workers import while they start. Raises LaunchError.
+    `devices`: one torch device name per rank. `engine`: "package.module:Class". `deadline`: seconds that a rank may go
+    without progress during a call, see `progress`. `start_timeout`: seconds for the workers to import everything and
+    find each other. `preload`: modules that the workers import while they start. Raises LaunchError.
     """
 
     kind: Literal["local"] = "local"

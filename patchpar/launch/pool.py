@@ -13,7 +13,7 @@ from typing import Any
 
 from patchpar.errors import LaunchError
 from patchpar.launch.channel import EMPTY, Frame, Kind
-from patchpar.launch.context import Callbacks
+from patchpar.launch.context import Callbacks, longest_wait
 from patchpar.launch.devices import available_cores
 from patchpar.launch.dialogue import Dialogue, Outcome
 from patchpar.launch.hello import (
@@ -28,6 +28,7 @@ from patchpar.launch.hello import (
 from patchpar.launch.links import Links
 from patchpar.launch.output import FirstSpeaker
 from patchpar.launch.process import WorkerProcess
+from patchpar.launch.progress import Limits
 from patchpar.launch.verdict import is_reusable, verdict
 from patchpar.launch.wire import Message, decode, encode
 
@@ -84,7 +85,7 @@ class Pool:
                 preload=spec.preload,
                 deadline=spec.deadline,
                 # Only we know how long a call may take and see which rank is late, so we judge first.
-                group_timeout=spec.deadline + spec.start_timeout,
+                group_timeout=longest_wait(spec.deadline + spec.start_timeout),
                 threads=threads,
                 path=path,
                 nccl_store=store.path if store else None,
@@ -113,7 +114,7 @@ class Pool:
 
     def _start_up(self, kind: Kind | None) -> list[Any]:
         try:
-            return self._request_all(kind, EMPTY, Callbacks(), self.spec.start_timeout)
+            return self._request_all(kind, EMPTY, Callbacks(), Limits.of_start(self.spec.start_timeout))
         except LaunchError:
             raise
         except Exception as error:
@@ -121,15 +122,15 @@ class Pool:
 
     def call(self, message: Message, callbacks: Callbacks, expected: float) -> list[Any]:
         """Run one encoded call on all ranks. Raises what `Executor.call` raises; look at `is_usable` afterwards."""
-        return self._request_all(Kind.CALL, message, callbacks, self.spec.deadline + expected)
+        return self._request_all(Kind.CALL, message, callbacks, Limits.of_call(self.spec.deadline, expected))
 
-    def _request_all(self, kind: Kind | None, message: Message, callbacks: Callbacks, patience: float) -> list[Any]:
+    def _request_all(self, kind: Kind | None, message: Message, callbacks: Callbacks, limits: Limits) -> list[Any]:
         self.is_usable = False  # until it has ended well: also if an interrupt ends it anywhere
-        dialogue = Dialogue(self._workers, self._request, callbacks, patience=patience)
+        dialogue = Dialogue(self._workers, self._request, callbacks, limits=limits)
         opening = None if kind is None else Frame(kind, self._request, message)
         self._request += 1
         outcome = dialogue.run(opening)
-        error = verdict(outcome, self._workers, patience)
+        error = verdict(outcome, self._workers, limits)
         self.is_usable = is_reusable(outcome, self._workers)
         if error is not None:
             _drop(outcome)

@@ -30,6 +30,7 @@ from patchpar.launch.context import (
 )
 from patchpar.launch.failures import Failure, take_down
 from patchpar.launch.hello import versions
+from patchpar.launch.progress import MORE_TIME
 from patchpar.launch.wire import encode, pack, unpack
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ class TorchrunContext:
 
     def __init__(self, rank: int, world_size: int, device: str, control: _Control) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
-        self.deadline = 0.0
+        self.deadline = self.wait_limit = 0.0
+        self.waiting = contextlib.nullcontext()
         self.callbacks = Callbacks()
         self.where = ""
         self.links: Mapping[int, socket.socket] | None = None
@@ -185,7 +187,7 @@ class TorchrunExecutor:
             raise LaunchError("this executor is closed; make a new one")
         context = self._context
         before, context.callbacks = context.callbacks, Callbacks(on_event=on_event, on_ask=on_ask)
-        context.deadline = self._deadline + expected
+        context.deadline = context.wait_limit = self._deadline + expected
         try:
             result = self._run_and_agree(method, lambda: engine_method(self._made_engine(), method)(*args, **kwargs))
         finally:
@@ -234,8 +236,8 @@ class TorchrunExecutor:
             return self._gather(own) if any(map(int, flags)) else [None] * self.world_size
         except RuntimeError as error:
             if "imed out" in str(error):
-                text = f"a rank has not finished within {patience:.0f} s of this one ({self._context.where!r})"
-                raise WorkerHung(text) from error
+                late = f"a rank has not finished within {patience:.0f} s of this one ({self._context.where!r})"
+                raise WorkerHung(f"{late}. If it is only slow, give it more time: {MORE_TIME}") from error
             raise WorkerDied(f"a rank has gone: {error}") from error
 
     def _gather(self, value: Any) -> list[Any]:

@@ -9,11 +9,12 @@ from patchpar.errors import WorkerDied, WorkerHung
 from patchpar.launch.dialogue import Outcome
 from patchpar.launch.failures import Failure
 from patchpar.launch.process import SEND_TIMEOUT, WorkerProcess
+from patchpar.launch.progress import Limits
 
 STACK_SECONDS = 0.3  # for a hung worker to print where it is
 
 
-def verdict(outcome: Outcome, workers: Sequence[WorkerProcess], patience: float) -> Exception | None:
+def verdict(outcome: Outcome, workers: Sequence[WorkerProcess], limits: Limits) -> Exception | None:
     """The exception for the caller; None if every rank has returned a result.
 
     The cause comes first: a dead worker before what its death did to others; what the caller's own function raised;
@@ -30,9 +31,9 @@ def verdict(outcome: Outcome, workers: Sequence[WorkerProcess], patience: float)
     own = {rank: failure for rank, failure in outcome.failures.items() if not failure.transport}
     if own:
         return _raised(own, outcome, workers)
-    stuck = [worker for worker in workers if not outcome.is_over(worker.rank)]
-    if stuck:
-        return _hung(outcome, stuck, workers, patience)
+    left = [worker for worker in workers if not outcome.is_over(worker.rank)]
+    if left:
+        return _hung(outcome, left, workers, limits)
     return _raised(outcome.failures, outcome, workers) if outcome.failures else None
 
 
@@ -70,17 +71,29 @@ def _raised(failures: dict[int, Failure], outcome: Outcome, workers: Sequence[Wo
 
 
 def _hung(
-    outcome: Outcome, stuck: Sequence[WorkerProcess], workers: Sequence[WorkerProcess], patience: float
+    outcome: Outcome, left: Sequence[WorkerProcess], workers: Sequence[WorkerProcess], limits: Limits
 ) -> WorkerHung:
-    silent = [worker for worker in stuck if worker.rank in outcome.silent]
-    guilty = min(silent or stuck, key=lambda worker: outcome.marks[worker.rank])
+    """Of the ranks that are `left`, those that do not answer come before those that are stuck or wait for nobody."""
+    silent = [worker for worker in left if worker.rank in outcome.silent]
+    stuck = [worker for worker in left if worker.rank in outcome.stuck]
+    moving = [worker for worker in left if worker.rank not in outcome.waiting]
+    guilty = min(silent or stuck or moving or left, key=lambda worker: outcome.marks[worker.rank])
     guilty.dump_stack()
     time.sleep(STACK_SECONDS)
     answers = "does not answer" if silent else "answers, but does not get on"
-    why = f"no rank has made progress for {outcome.idle:.0f} s (limit {patience:g} s)"
-    for rank, failure in outcome.failures.items():
-        why = f"rank {rank} has given up on it: {failure.headline()}"
     others = "; ".join(f"rank {worker.rank}: {worker.last_seam()}" for worker in workers if worker is not guilty)
     told = f" ({others})" if others else ""
-    text = f"{guilty} {answers}: {why}; {guilty.last_seam()}{told}.{guilty.last_output()}"
-    return WorkerHung(text, rank=guilty.rank)
+    way_out = "" if outcome.failures else f" If it is only slow, give it more time: {limits.way_out}."
+    text = f"{guilty} {answers}: {_why(outcome, guilty, limits)}; {guilty.last_seam()}{told}.{way_out}"
+    return WorkerHung(f"{text}{guilty.last_output()}", rank=guilty.rank)
+
+
+def _why(outcome: Outcome, guilty: WorkerProcess, limits: Limits) -> str:
+    if outcome.failures:
+        rank, failure = list(outcome.failures.items())[-1]
+        return f"rank {rank} has given up on it: {failure.headline()}"
+    if guilty.rank in outcome.waiting:
+        return f"all ranks have waited for one another for too long (limit {limits.patience:g} s)"
+    if guilty.rank in outcome.working:
+        return f"it has worked for too long without reaching another seam (limit {limits.longest_work:g} s)"
+    return f"it has neither made progress nor worked for too long (limit {limits.patience:g} s)"

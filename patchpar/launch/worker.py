@@ -27,7 +27,7 @@ from typing import Any
 from patchpar.errors import LaunchError
 from patchpar.launch.beacon import Beacon
 from patchpar.launch.channel import Channel, Closed, Frame, Kind
-from patchpar.launch.context import CallAborted, engine_method, load_engine
+from patchpar.launch.context import CallAborted, engine_method, load_engine, longest_wait
 from patchpar.launch.failures import take_down
 from patchpar.launch.hello import Hello, versions
 from patchpar.launch.links import inherited
@@ -71,11 +71,18 @@ class WorkerContext:
         self.rank, self.world_size, self.device = hello.rank, hello.world_size, hello.device
         self.deadline = hello.deadline
         self.links: Mapping[int, socket.socket] | None = inherited(hello.links)
-        self.mark: Callable[[str], None] = Beacon(hello.beacon).mark
+        self.beacon = Beacon(hello.beacon)
+        self.mark: Callable[[str], None] = self.beacon.mark
+        self.waiting = self.beacon.waiting
         self.request = 0
         self.replies: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self.told: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self._channel = channel
+
+    @property
+    def wait_limit(self) -> float:
+        """See RankContext: whose fault a wait is can only be seen from outside, so the caller is to judge first."""
+        return longest_wait(self.deadline)
 
     def emit(self, event: object) -> None:
         """See RankContext."""
@@ -84,10 +91,10 @@ class WorkerContext:
     def ask(self, question: object) -> Any:
         """See RankContext."""
         self._send(Kind.ASK, question if self.rank == 0 else None)
-        while True:  # no deadline: the caller may think as long as it likes, and its end is ours
+        with self.waiting:  # without end: the caller may think as long as it likes, and its end is ours
             reply = self.replies.get()
-            if reply.request == self.request:
-                break
+            while reply.request != self.request:
+                reply = self.replies.get()
         answered, value = decode(reply.message)
         if not answered:
             raise CallAborted(str(value))
@@ -98,7 +105,8 @@ class WorkerContext:
         give_up = time.monotonic() + timeout
         while True:
             try:
-                frame = self.told.get(timeout=max(0.0, give_up - time.monotonic()))
+                with self.waiting:
+                    frame = self.told.get(timeout=max(0.0, give_up - time.monotonic()))
             except queue.Empty:
                 return None
             value = decode(frame.message) if frame.request == self.request else None  # or of a call that is over
@@ -146,6 +154,7 @@ class Worker:
             while True:
                 frame = self._channel.receive()
                 if frame.kind is Kind.PING:
+                    self._context.beacon.show_work()
                     self._channel.send(Frame(Kind.PONG, frame.request))
                 elif frame.kind is Kind.REPLY:
                     self._context.replies.put(frame)

@@ -25,7 +25,7 @@ from patchpar.stream.rank_line import RankLine
 from patchpar.stream.stage import StageFigures, StageLoop
 from patchpar.stream.talk import Course, Facts, Said, Shown, Wish
 from patchpar.stream.wan import LowNoise, WanStream, WanStreamOptions
-from patchpar.transport import Transport, connect
+from patchpar.transport import Transport, connect, watched
 
 THROUGH = "shared_memory"
 """Not NCCL, which keeps the order of all messages of a rank: one that is expected early would hold up those we send."""
@@ -55,7 +55,8 @@ class StreamEngine:
         self._config, self._plan = config, plan
         rank = self._context.rank
         if self._context.world_size > 1 and self._transport is None:
-            self._transport = connect(self._context, through=THROUGH)
+            with self._context.waiting:
+                self._transport = connect(self._context, through=THROUGH)
             self._door = Door(self._transport, self._context.mark)
         if rank >= plan.ranks:
             return Bystander()
@@ -102,7 +103,7 @@ class StreamEngine:
         if self._context.rank >= self._plan.ranks:
             return Bystander()
         if self._transport is not None:
-            self._transport.deadline = self._context.deadline
+            watched(self._transport, self._context)
         if self._draws_from_pictures:  # which is its sink for good
             course = replace(course, adapt_sink=False)
         around = RankLine(self._context, course, self._resolved).surroundings()

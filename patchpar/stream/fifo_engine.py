@@ -25,7 +25,7 @@ from patchpar.stream.plan import StreamPlan
 from patchpar.stream.rank_line import RankLine
 from patchpar.stream.stage import StageFigures
 from patchpar.stream.talk import Course, Facts, Said, Wish
-from patchpar.transport import Transport, connect
+from patchpar.transport import Transport, connect, watched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,8 @@ class FifoEngine:
         self._config, self._plan = config, plan
         rank = self._context.rank
         if self._context.world_size > 1 and self._transport is None:
-            self._transport = connect(self._context, through=THROUGH)
+            with self._context.waiting:
+                self._transport = connect(self._context, through=THROUGH)
             self._door = Door(self._transport, self._context.mark)
         if rank >= plan.ranks:
             return Bystander()
@@ -79,7 +80,7 @@ class FifoEngine:
             return Bystander()
         self._course = course
         if self._transport is not None:
-            self._transport.deadline = self._context.deadline
+            watched(self._transport, self._context)
         around = RankLine(self._context, course, self._resolved).surroundings()
         return FifoStage(self._model(course), self._plan, self._context.rank, self._door, around).run()
 

@@ -15,7 +15,7 @@ from patchpar.models.hush import hush
 from patchpar.stream.picture_stage import PictureStage
 from patchpar.stream.picture_talk import Drawn, PictureOrder
 from patchpar.stream.talk import Stop
-from patchpar.transport import Transport, connect
+from patchpar.transport import Transport, connect, watched
 
 THROUGH = "shared_memory"
 """Ranks are workers of one host, and NCCL would have a message wait for those that are expected before it."""
@@ -35,7 +35,8 @@ class PictureEngine:
     def load(self, model: str, options: Mapping[str, Any], takes_image: bool = False) -> str:
         """Load with diffusers, from safetensors only; the pipeline's class. Raises PlanError."""
         if self._context.world_size > 1 and self._transport is None:
-            self._transport = connect(self._context, through=THROUGH)
+            with self._context.waiting:
+                self._transport = connect(self._context, through=THROUGH)
         pipe = DiffusionPipeline.from_pretrained(model, use_safetensors=True, **with_dtype(options))
         self._pipe = (_taking_image(pipe) if takes_image else pipe).to(self._device)
         self._pipe.set_progress_bar_config(disable=True)
@@ -45,13 +46,12 @@ class PictureEngine:
         """Draw what the session orders, until it says Stop; how many. Raises what the pipeline raises."""
         context, door = self._context, None
         if self._transport is not None:
-            self._transport.deadline = context.deadline
-            door = Door(self._transport, context.mark)
+            door = Door(watched(self._transport, context), context.mark)
         stage = PictureStage(self._pipe, context.rank, context.world_size, door, context.mark)
         return stage.run(self._take, self._put)
 
     def _take(self, patience: float) -> PictureOrder | Stop | None:
-        heard = self._context.hear(patience)
+        heard = self._context.hear(min(patience, self._context.deadline / 4))
         self._context.mark("stream")
         return heard if isinstance(heard, PictureOrder | Stop) else None
 

@@ -35,7 +35,7 @@ class RankLine:
             self._context.emit(Ready(block=block))
             self._announced = block
         self._context.mark("stream")
-        heard = self._context.hear(min(patience, REST_SECONDS))
+        heard = self._context.hear(min(patience, REST_SECONDS, self._context.deadline / 4))
         self._asked = heard is None
         if isinstance(heard, Cancel):
             self._cancelled = True

@@ -12,5 +12,17 @@ so messages need no tags.
 from patchpar.transport.connect import alone, connect
 from patchpar.transport.delayed import DelayedTransport
 from patchpar.transport.message import Incoming, Outgoing, Pending, Spec, Stall, Transport
+from patchpar.transport.watched import watched
 
-__all__ = ["DelayedTransport", "Incoming", "Outgoing", "Pending", "Spec", "Stall", "Transport", "alone", "connect"]
+__all__ = [
+    "DelayedTransport",
+    "Incoming",
+    "Outgoing",
+    "Pending",
+    "Spec",
+    "Stall",
+    "Transport",
+    "alone",
+    "connect",
+    "watched",
+]

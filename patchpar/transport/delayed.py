@@ -14,6 +14,7 @@ CLOCK_MONOTONIC, which all processes of a host share: ranks of different hosts c
 import math
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -48,6 +49,15 @@ class DelayedTransport:
     @deadline.setter
     def deadline(self, seconds: float) -> None:
         self.inner.deadline = seconds
+
+    @property
+    def waiting(self) -> AbstractContextManager[None]:
+        """Entered while the process does nothing but wait for another rank."""
+        return self.inner.waiting
+
+    @waiting.setter
+    def waiting(self, shown: AbstractContextManager[None]) -> None:
+        self.inner.waiting = shown
 
     def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "DelayedPending":
         """Start sending and receiving; `where` names the seam in errors. Returns at once."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -88,6 +89,7 @@ class Transport(Protocol):
     rank: int
     device: torch.device
     deadline: float  # seconds that one wait may take; the engine raises it for slow models
+    waiting: AbstractContextManager[None]  # entered while the process does nothing but wait for another rank
 
     def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Pending:
         """Start sending and receiving; `where` names the seam in errors. Returns at once."""

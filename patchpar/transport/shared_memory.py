@@ -15,6 +15,7 @@ import socket
 import struct
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -81,6 +82,7 @@ class SharedMemoryTransport:
 
     def __init__(self, rank: int, links: Mapping[int, socket.socket], device: torch.device, deadline: float) -> None:
         self.rank, self.device, self.deadline = rank, device, deadline
+        self.waiting: AbstractContextManager[None] = contextlib.nullcontext()
         self._lines = {peer: _Line(peer, link) for peer, link in links.items()}
         self._arena = Arena()
         self._spin = SPIN_SECONDS if len(links) < _own_cores() else 0.0
@@ -174,7 +176,9 @@ class SharedMemoryTransport:
             if not other.closed:
                 poll.register(other.link, select.POLLIN | (select.POLLOUT if writing and other is line else 0))
         remaining = give_up - time.monotonic()
-        if remaining <= 0 or not poll.poll(remaining * 1000):
+        with self.waiting:
+            something = remaining > 0 and poll.poll(remaining * 1000)
+        if not something:
             verb = "read from" if writing else "answered"
             raise ExchangeError(
                 f"{self._at(where)}: rank {line.peer} has not {verb} rank {self.rank} for {self.deadline:g} s"

@@ -1,6 +1,7 @@
 """Messages through torch.distributed: NCCL between GPUs, gloo between hosts."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 
@@ -21,6 +22,7 @@ class TorchTransport:
 
     def __init__(self, device: torch.device, deadline: float) -> None:
         self.rank, self.device, self.deadline = dist.get_rank(), device, deadline
+        self.waiting: AbstractContextManager[None] = nullcontext()
         self.staged = dist.get_backend() == "gloo" and device.type != "cpu"
         self._wire = torch.device("cpu") if self.staged else device
         self.waits = StreamWaits(lambda: self.deadline) if dist.get_backend() == "nccl" else None
@@ -96,9 +98,10 @@ class TorchPending:
         if self._transport.waits is not None and self._works:
             self._stalls = (self._transport.waits.wait_for(self._works, self._missing),)
             self._works.clear()
-        while self._works:
-            self._works[0].wait(timedelta(seconds=self._transport.deadline))
-            self._works.pop(0)
+        with self._transport.waiting:
+            while self._works:
+                self._works[0].wait(timedelta(seconds=self._transport.deadline))
+                self._works.pop(0)
 
     def _place(self, message: Incoming, tensors: list[Tensor]) -> list[Tensor]:
         """Off the wire, and to where the message wants them."""

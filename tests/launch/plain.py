@@ -1,6 +1,7 @@
 """A small engine to launch, which needs no torch and so starts at once."""
 
 import ctypes
+import hashlib
 import os
 import signal
 import sys
@@ -60,6 +61,18 @@ class PlainEngine:
         """Sleep without letting other threads of the process run."""
         if self.context.rank == rank:
             ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+    def burn(self, seconds):
+        """One long kernel: it uses the processor, leaves the interpreter to other threads, and makes no mark."""
+        give_up = time.monotonic() + seconds
+        while time.monotonic() < give_up:
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
+        return "done"
+
+    def spin(self, seconds):
+        """Wait for another rank as some libraries do."""
+        with self.context.waiting:
+            return self.burn(seconds)
 
     def work(self, steps, seconds):
         for step in range(steps):

@@ -223,11 +223,11 @@ def test_a_mark_is_cheap_and_readable_from_outside():
     reader = BeaconReader(fd)
     beacon = Beacon(fd)
     os.close(fd)
-    assert (reader.count, reader.where) == (0, "")
+    assert (reader.sign.marks, reader.where) == (0, "")
     beacon.mark("down.0.conv")
     beacon.mark("up.1.attention")
     beacon.mark("down.0.conv")
-    assert (reader.count, reader.where) == (3, "down.0.conv")
+    assert (reader.sign.marks, reader.where) == (3, "down.0.conv")
     best = min(_seconds_of_marks(beacon, 2000) for _ in range(20)) / 2000
     assert best < 1e-6
     for number in range(20_000):

@@ -7,6 +7,7 @@ import pytest
 from patchpar.errors import ExchangeError, WorkerDied, WorkerError, WorkerHung
 from patchpar.launch.dialogue import Outcome
 from patchpar.launch.failures import take_down
+from patchpar.launch.progress import Limits
 from patchpar.launch.verdict import is_reusable, verdict
 
 
@@ -33,6 +34,7 @@ class Worker:
         self.asked.append("stack")
 
 
+LIMITS = Limits.of_call(60.0, 0.0)
 WORKERS = [Worker(0), Worker(1), Worker(2)]
 GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9")
 LATE = ExchangeError("rank 0 at up.1: rank 1 has not answered for 60 s")
@@ -56,7 +58,23 @@ def outcome(*, failed=None, returned=(), marks=(5, 5, 5), **rest):
         (outcome(failed={0: GLOO, 2: LATE}), WorkerHung, r"^rank 1 answers, .*rank 2 has given up on it.*has not answ"),
         (outcome(failed={0: GLOO}, marks=(9, 8, 7)), WorkerHung, r"^rank 2 answers, but does not get on"),
         (outcome(failed={0: GLOO}, marks=(9, 8, 7), silent=[1]), WorkerHung, r"^rank 1 does not answer"),
-        (outcome(marks=(4, 3, 9), idle=61), WorkerHung, r"^rank 1 .*no progress|^rank 1 .*for 61 s \(limit 60 s\)"),
+        (
+            outcome(marks=(4, 3, 9), stuck=[0, 2], waiting=[1]),
+            WorkerHung,
+            r"^rank 0 answers, .*neither made progress nor worked for too long \(limit 60 s\).*longer deadline=",
+        ),
+        (outcome(marks=(4, 3, 9), stuck=[2], waiting=[0, 1], silent=[2]), WorkerHung, r"^rank 2 does not answer"),
+        (
+            outcome(marks=(4, 3, 9), stuck=[0, 1, 2], waiting=[0, 1, 2]),
+            WorkerHung,
+            r"^rank 1 answers, .*all ranks have waited for one another for too long \(limit 60 s\)",
+        ),
+        (
+            outcome(marks=(4, 3, 9), stuck=[0], waiting=[1, 2], working=[0]),
+            WorkerHung,
+            r"^rank 0 answers, .*worked for too long without reaching another seam \(limit 1800 s\)",
+        ),
+        (outcome(failed={0: LATE}, waiting=[2]), WorkerHung, r"^rank 1 answers, .*rank 0 has given up on it"),
         (outcome(failed={0: GLOO, 1: ODD}), WorkerError, r"^rank 1 raised ValueError: odd"),
         (outcome(failed={0: GLOO, 1: ODD, 2: GLOO}), WorkerError, r"^rank 1 raised ValueError: odd"),
         (outcome(failed={0: ODD, 1: KeyError("k"), 2: ODD}), WorkerError, r"^rank 0 raised ValueError: odd"),
@@ -69,7 +87,7 @@ def outcome(*, failed=None, returned=(), marks=(5, 5, 5), **rest):
     ],
 )
 def test_the_cause_is_told(how, kind, says):
-    error = verdict(how, WORKERS, 60.0)
+    error = verdict(how, WORKERS, LIMITS)
     assert type(error) is kind
     if isinstance(error, WorkerError):
         assert str(error).startswith(f"rank {error.rank} ")
@@ -78,7 +96,7 @@ def test_the_cause_is_told(how, kind, says):
 
 
 def test_all_is_well():
-    assert verdict(outcome(returned=[0, 1, 2]), WORKERS, 60.0) is None
+    assert verdict(outcome(returned=[0, 1, 2]), WORKERS, LIMITS) is None
 
 
 @pytest.mark.parametrize(

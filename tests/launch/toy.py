@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from patchpar.transport import Incoming, Outgoing, Spec, connect
+from patchpar.transport import Incoming, Outgoing, Spec, connect, watched
 from tests.launch.plain import PlainEngine
 
 
@@ -59,6 +59,21 @@ class ToyEngine(PlainEngine):
         if self.context.rank == 0:
             time.sleep(seconds)
         return self.add_up(1)
+
+    def exchange(self, burner, seconds):
+        """A value from the other rank, which burns so long before it sends it; from nobody if there is no burner."""
+        place = self.context.rank
+        with self.context.waiting:
+            transport = watched(connect(self.context), self.context)
+        try:
+            self.context.mark("an exchange")
+            if place == burner:
+                self.burn(seconds)
+            sent = [Outgoing((1 - place,), (torch.tensor([float(place)]),))] if burner is not None else []
+            found = transport.swap(sent, [Incoming(1 - place, (Spec((1,), torch.float32),))], "an exchange").wait()
+            return found[0][0].item()
+        finally:
+            transport.close()
 
     def converse(self, steps):
         """Every rank takes the caller's word for the value."""
