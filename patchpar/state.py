@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from patchpar.launch.context import Executor
+from patchpar.launch.forks import change_in_children
 from patchpar.models.description import Description
 from patchpar.outcome import Caller
 from patchpar.plan import Plan
@@ -26,6 +27,11 @@ class State:
         self.progress: dict[str, Any] = {}
         self.tracing = False
         self.caller: Caller | None = None
+        self.lock = threading.RLock()
+        change_in_children(self)
+
+    def after_fork(self) -> None:
+        """See `launch.forks`."""
         self.lock = threading.RLock()
 
     @property

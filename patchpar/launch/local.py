@@ -7,6 +7,7 @@ suffered raises; the next call starts a new generation of workers and replays th
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Any, Literal
 
 from patchpar.errors import LaunchError, WorkerError
 from patchpar.launch.context import Callbacks, OnAsk, OnEvent, OnStart, check_deadline
+from patchpar.launch.forks import change_in_children, check_owner
 from patchpar.launch.pool import Pool, PoolSpec
 from patchpar.launch.replay import Replay, Replays
 from patchpar.launch.wire import Message, encode_call
@@ -60,6 +62,12 @@ class LocalExecutor:
         self._journal = Replays()
         self._lock = threading.RLock()
         self._is_busy = False
+        self._owner = os.getpid()
+        change_in_children(self)
+
+    def after_fork(self) -> None:
+        """See Forkable."""
+        self._lock = threading.RLock()
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -79,6 +87,7 @@ class LocalExecutor:
 
     def start(self) -> None:
         """Begin to start the workers; returns at once. `call` does it too. Raises LaunchError."""
+        check_owner(self._owner)
         with self._lock:
             if self._is_closed:
                 raise LaunchError("this executor is closed; make a new one")
@@ -98,6 +107,7 @@ class LocalExecutor:
         **kwargs: Any,
     ) -> list[Any]:
         """See Executor.call. Calls from several threads wait for one another. `on_start` gets the means to tell."""
+        check_owner(self._owner)
         message = encode_call(method, args, kwargs, expected)
         try:
             with self._lock:

@@ -16,6 +16,7 @@ from patchpar.launch.channel import EMPTY, Frame, Kind
 from patchpar.launch.context import Callbacks, longest_wait
 from patchpar.launch.devices import available_cores
 from patchpar.launch.dialogue import Dialogue, Outcome
+from patchpar.launch.forks import change_in_children, no_fork
 from patchpar.launch.hello import (
     PACKAGE_ROOT,
     Hello,
@@ -60,11 +61,13 @@ class Pool:
         self._end = weakref.finalize(self, _end, self._workers, self._store, self._owner)
         self._request = 0
         self.is_usable = True
-        links = Links(len(spec.devices))
-        try:
-            self._spawn(links)
-        finally:
-            links.close()
+        with no_fork():
+            change_in_children(self)
+            links = Links(len(spec.devices))
+            try:
+                self._spawn(links)
+            finally:
+                links.close()
 
     def _spawn(self, links: Links) -> None:
         spec, store, world = self.spec, self._store, len(self.spec.devices)
@@ -94,6 +97,11 @@ class Pool:
                 links=ends,
             )
             worker.greet(encode(hello))
+
+    def after_fork(self) -> None:
+        """See Forkable."""
+        for worker in self._workers:
+            worker.let_go()
 
     @property
     def pids(self) -> tuple[int, ...]:

@@ -33,7 +33,8 @@ class WorkerProcess:
         self.rank, self.device = rank, device
         ours, theirs = socket.socketpair()
         beacon = anonymous_file("patchpar-beacon")
-        read_life, self._write_life = os.pipe()
+        read_life, write_life = os.pipe()
+        self._write_life: int | None = write_life
         read_output, write_output = os.pipe()
         self.beacon_fd, self.lifeline_fd = beacon, read_life  # the numbers they have in the worker
         self.beacon = BeaconReader(beacon)
@@ -123,9 +124,14 @@ class WorkerProcess:
             return False
         return True
 
+    def let_go(self) -> None:
+        """Close our ends of what tells it that we are here, upon which it ends. Harmless when done twice."""
+        self.channel.close()
+        descriptor, self._write_life = self._write_life, None
+        if descriptor is not None:
+            os.close(descriptor)
+
     def release(self) -> None:
         """Close what this process holds of it; to be called once, when it has ended."""
-        self.channel.close()
-        with contextlib.suppress(OSError):
-            os.close(self._write_life)
+        self.let_go()
         self._output.finish(LAST_WORDS)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.conftest import PLAIN, TOY, all_gone
+from tests.launch.conftest import PLAIN, TOY, all_gone, is_running
 
 ROOT = Path(__file__).parents[2]
 START = f"""
@@ -245,3 +245,89 @@ def test_dropping_the_executor_ends_its_workers():
     assert all_gone(script.pids())
     script.process.kill()
     script.ends()
+
+
+@pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.breadth, id="idle"), True])
+def test_killing_a_script_that_has_forked(busy):
+    """A child that lives on has copies of everything that the script had."""
+    script = Script(
+        f"""
+        pool = LocalExecutor(["cpu", "cpu"], {TOY!r})
+        pool.call("rank")
+        tell("pids", *pool.pids)
+        if {busy}:
+            threading.Thread(target=pool.call, args=("sleep", 60), daemon=True).start()
+            time.sleep(0.3)
+        child = os.fork()
+        tell("pids", os.getpid()) if child == 0 else None
+        time.sleep(60)
+        """
+    )
+    pids, (child,) = script.pids(), script.pids()
+    try:
+        script.process.kill()
+        assert all_gone(pids)
+        assert is_running(child)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        script.ends()
+
+
+def test_a_child_forked_while_workers_are_started_holds_none_of_them():
+    script = Script(
+        """
+        others = [LocalExecutor(["cpu"], "tests.launch.plain:PlainEngine") for _ in range(6)]
+        starter = threading.Thread(target=lambda: [other.start() for other in others])
+        starter.start()
+        children = []
+        while starter.is_alive():
+            children.append(os.fork())
+            if children[-1] == 0:
+                time.sleep(60)
+                os._exit(0)
+        tell("pids", *children)
+        tell("pids", *(pid for other in others for pid in (other.call("rank"), other.pids)[1]))
+        time.sleep(60)
+        """
+    )
+    children, pids = script.pids(), script.pids()
+    try:
+        script.process.kill()
+        assert all_gone(pids)
+        assert any(map(is_running, children))
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        script.ends()
+
+
+def test_a_child_forked_during_a_call_is_told_that_the_workers_are_not_its_own():
+    script = Script(
+        """
+        caller = threading.Thread(target=pool.call, args=("sleep", 2))
+        caller.start()
+        time.sleep(0.5)
+        child = os.fork()
+        if child == 0:
+            for attempt in (pool.start, lambda: pool.call("rank")):
+                try:
+                    attempt()
+                except Exception as error:
+                    tell(type(error).__name__, error)
+            pool.close()
+            tell("closed")
+            sys.exit(0)
+        os.waitpid(child, 0)
+        caller.join()
+        tell(*pool.call("rank"))
+        tell("pids", *pool.pids)
+        """
+    )
+    for _ in range(2):
+        words = script.hears()
+        assert words[0] == "LaunchError"
+        assert "was forked from it and cannot use them: make a new pipeline" in " ".join(words)
+    assert script.hears() == ["closed"]
+    assert script.hears() == ["0"], script.error()
+    assert all_gone(script.pids())
+    assert script.ends() == 0
