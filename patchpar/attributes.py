@@ -19,7 +19,6 @@ NOT_IN_WORKERS = {
     "download": "it fetches a model and needs no ranks; call it on the pipeline's class",
 }
 NOT_IN_BANDS = {
-    "enable_freeu": "FreeU filters the frequencies of the whole map",
     "enable_attention_slicing": "sliced attention does not call scaled_dot_product_attention",
     "enable_xformers_memory_efficient_attention": "xformers does not call scaled_dot_product_attention",
 }

@@ -17,7 +17,10 @@ from patchpar.strategies.guidance import GuidanceSplit
 
 
 class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
-    """Stands before a denoiser's forward and passes the call through the plan's layers, outermost first."""
+    """Stands before a denoiser's forward and passes the call through the plan's layers, outermost first.
+
+    `watched`: somebody's callback is called between the steps, and may change the denoiser.
+    """
 
     def __init__(
         self,
@@ -30,7 +33,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     ) -> None:
         super().__init__()
         self.clock, self.layers, self.guided = clock, tuple(layers), guided
-        self.votes, self.check = votes, check
+        self.votes, self.check, self.watched = votes, check, False
         self.door, self.deadline = door, door.transport.deadline
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -39,6 +42,8 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         self.clock.next_call()
         if self.clock.evaluation == 0:
             self.votes.renew()
+        if self.clock.call == 0 and (self.watched or self.clock.evaluation == 0):
+            self._look_again()
         forward = self.fn_ref.original_forward
         for layer in reversed(self.layers):
             forward = functools.partial(layer.denoise, forward)
@@ -52,6 +57,12 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         transport, seconds = self.door.transport, time.perf_counter() - start
         transport.deadline = max(transport.deadline, self.deadline + 2 * seconds)
         return result
+
+    def _look_again(self) -> None:
+        """Somebody may have changed the denoiser: before the picture, or in a callback between the steps."""
+        for layer in (*self.layers, self.check):
+            if hasattr(layer, "unsure"):
+                layer.unsure = True
 
     def deinitalize_hook(self, module: nn.Module) -> nn.Module:
         """Called, so spelt, when the hook is taken out."""

@@ -6,6 +6,7 @@ The denoiser runs twice on small inputs, the second twice as tall. What grows wi
     attention      same batch, more tokens, self         -> its keys span all bands
                    more samples, same tokens             -> temporal; every pixel by itself, nothing to do
     convolution    kernel > 1 along the split dim        -> reads a halo
+    transform      torch.fft of a map                    -> of the whole map
 
 A group norm whose output reaches a convolution through pointwise activations only is linked to it, so that both
 exchange in one round.
@@ -18,11 +19,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_with_path
 
 from patchpar.batch import SAMPLE_NAMES
 from patchpar.errors import UnsupportedModel
 
+TRANSFORMS = frozenset(
+    getattr(torch.fft, f"{kind}{name}") for kind in ("", "i", "r", "ir") for name in ("fft", "fft2", "fftn")
+)
 POINTWISE = (nn.SiLU, nn.GELU, nn.ReLU, nn.Mish, nn.Dropout, nn.Identity, nn.Tanh, nn.Sigmoid)
 PROBE_SIZES = ((32, 32), (64, 32))  # latent rows and columns: enough for a total stride of 32
 
@@ -56,13 +61,15 @@ class Sites:
     convs: tuple[ConvSite, ...]
     attentions: tuple[str, ...]
     total_stride: int
+    transforms: tuple[str, ...] = ()  # modules in whose forward maps go through torch.fft
 
     def describe(self) -> str:
         """One line for `explain`."""
         linked = sum(bool(norm.convs) for norm in self.norms)
+        transforms = f"{len(self.transforms)} with Fourier transforms, " if self.transforms else ""
         return (
             f"{len(self.convs)} convolutions, {len(self.norms)} group norms ({linked} in one round with their "
-            f"convolution), {len(self.attentions)} self-attentions, total stride {self.total_stride}"
+            f"convolution), {len(self.attentions)} self-attentions, {transforms}total stride {self.total_stride}"
         )
 
 
@@ -73,10 +80,16 @@ class _Seen:
     norms: dict[str, tuple[int, ...]] = field(default_factory=dict)
     convs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     attentions: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    transforms: dict[str, None] = field(default_factory=dict)
     links: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)  # norm -> convolution -> activations
     reads_sample: set[str] = field(default_factory=set)
     origins: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)  # id of a tensor -> norm, activations
     kept: list[Tensor] = field(default_factory=list)  # keeps those ids from being used again
+    inside: list[str] = field(default_factory=list)  # modules whose forward runs, outermost first
+
+    def leave(self) -> None:
+        """The innermost forward is done."""
+        self.inside.pop()
 
 
 def picture_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -152,6 +165,7 @@ def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs
         ),
         attentions=tuple(p for p, s in first.attentions.items() if _grows_per_sample(s, second.attentions.get(p))),
         total_stride=stride,
+        transforms=tuple(first.transforms),
     )
 
 
@@ -176,7 +190,7 @@ def _grows_in_rows(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
 def _probe(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> _Seen:
     seen = _Seen()
     sample = picture_of(args, kwargs)
-    with _watched(denoiser, seen, sample), torch.no_grad():
+    with _watched(denoiser, seen, sample), _WatchedTransforms(seen), torch.no_grad():
         forward(*args, **kwargs)
     return seen
 
@@ -186,6 +200,8 @@ def _watched(denoiser: nn.Module, seen: _Seen, sample: Tensor) -> Iterator[None]
     """Torch forward hooks on every module of interest, for as long as the block runs."""
     handles = []
     for path, module in denoiser.named_modules():
+        handles.append(module.register_forward_pre_hook(lambda *_, path=path: seen.inside.append(path)))
+        handles.append(module.register_forward_hook(lambda *_: seen.leave()))
         if hasattr(module, "processor"):
             handles.append(module.register_forward_pre_hook(_watch_attention(seen, path), with_kwargs=True))
         elif isinstance(module, nn.GroupNorm):
@@ -199,6 +215,21 @@ def _watched(denoiser: nn.Module, seen: _Seen, sample: Tensor) -> Iterator[None]
     finally:
         for handle in handles:
             handle.remove()
+
+
+class _WatchedTransforms(TorchFunctionMode):
+    """Sees who transforms maps."""
+
+    def __init__(self, seen: _Seen) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func in TRANSFORMS and self.seen.inside:
+            self.seen.transforms[self.seen.inside[-1]] = None
+        return func(*args, **(kwargs or {}))
 
 
 def _watch_attention(seen: _Seen, path: str) -> Callable[..., None]:

@@ -3,7 +3,6 @@
 The verdict is kept for the next time. Its exchanges are no part of a call's figures.
 """
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
+from patchpar.errors import UnsupportedModel
 from patchpar.exchange import Door, Gather
+from patchpar.fingerprint import fingerprint
 from patchpar.mesh import Axis
 from patchpar.traffic import Traffic
 from patchpar.verdicts import Verdicts
@@ -25,15 +26,23 @@ TIME = "timestep"  # may be a plain number, and is another one in every step
 def check_once(
     verdicts: Verdicts, facts: Mapping[str, Any], mesh: tuple[Door, Axis], measure: Callable[[], float]
 ) -> float:
-    """The error known for these facts, or what `measure` finds now. All ranks of the axis call it together."""
+    """The error known for these facts, or what `measure` finds now. All ranks of the axis call it together.
+
+    Raises UnsupportedModel where they do not have the same facts.
+    """
     door, axis = mesh
     start = time.perf_counter()
     with _uncounted(door):
         key = verdicts.key(facts)
         known = verdicts.find(key, "relative_error", float)
-        own = torch.tensor([float(known is not None)], device=door.transport.device)
-        everyone = all(flag.item() for flag in Gather(door, axis, "verify", "verdicts").same(own))
-        if known is None or not everyone:  # decided together, or somebody would wait
+        own = torch.tensor([known is not None, int(key[:12], 16)], device=door.transport.device)
+        told = [(bool(each[0]), int(each[1])) for each in Gather(door, axis, "verify", "verdicts").same(own)]
+        if len({name for _, name in told}) > 1:  # all ranks see it
+            raise UnsupportedModel(
+                f"the ranks hold different networks, or call them differently (here a {facts['denoiser']}): what is "
+                "changed in a network, such as a hook, a processor or a forward, must be changed on every rank alike"
+            )
+        if known is None or not all(found for found, _ in told):  # decided together, or somebody would wait
             known = measure()
             verdicts.remember(key, facts, relative_error=known)  # on every rank: they need not share a home
     door.traffic.note("check", "", "first use", start)
@@ -50,7 +59,7 @@ def _uncounted(door: Door) -> Iterator[None]:
 
 
 def made_of(denoiser: nn.Module) -> dict[str, Any]:
-    """Facts of a denoiser that every verdict depends on.
+    """Facts of a denoiser that every verdict depends on: what it is made of, and what anybody has put into it.
 
     Not what diffusers notes beside its configuration: a list of defaults, in another order in every process, and paths.
     """
@@ -58,16 +67,8 @@ def made_of(denoiser: nn.Module) -> dict[str, Any]:
     return {
         "denoiser": type(denoiser).__name__,
         "config": {name: value for name, value in config.items() if not name.startswith("_")},
-        "layers": _fingerprint(denoiser),
+        "fingerprint": fingerprint(denoiser).digest,
     }
-
-
-def _fingerprint(denoiser: nn.Module) -> str:
-    """Of what a denoiser is made of, which need not be what its configuration says."""
-    names = [
-        f"{path} {type(module).__module__}.{type(module).__qualname__}" for path, module in denoiser.named_modules()
-    ]
-    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 
 def form_of(call: Call) -> Any:

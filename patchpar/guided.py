@@ -16,6 +16,7 @@ from patchpar.caches import caches_set_aside
 from patchpar.clock import StepClock
 from patchpar.errors import VerificationError
 from patchpar.exchange import Door, Gather
+from patchpar.fingerprint import Watched
 from patchpar.first_use import Call, arguments_of, check_once, form_of, made_of
 from patchpar.mesh import Axis
 from patchpar.shard import TOLERANCE, relative_error
@@ -23,12 +24,16 @@ from patchpar.verdicts import Verdicts
 
 
 class GuidanceCheck:
-    """Checks of one denoiser whose branches of guidance are on the ranks of `axis`."""
+    """Checks of one denoiser whose branches of guidance are on the ranks of `axis`.
+
+    `unsure`: somebody may have changed the denoiser since the last call.
+    """
 
     def __init__(self, denoiser: nn.Module, mesh: tuple[Door, Axis], clock: StepClock, verdicts: Verdicts) -> None:
         self.denoiser, self.clock, self.verdicts = denoiser, clock, verdicts
         self.door, self.axis = mesh
         self._seen: list[Any] = []
+        self._watched, self.unsure = Watched(denoiser), False
 
     def __call__(self, plain: Callable[..., Any], call: Call, joined: Any) -> None:
         """Compare `joined`, where it is of several branches, with what the denoiser's own forward gives for `call`.
@@ -37,6 +42,9 @@ class GuidanceCheck:
         """
         if self.clock.branches == 1:  # each branch has a call of its own, and nothing is told by shapes
             return
+        if self.unsure and self._watched.has_changed:
+            self._seen.clear()
+        self.unsure = False
         form = form_of(call)
         if form in self._seen:
             return
@@ -47,9 +55,11 @@ class GuidanceCheck:
             "device": self.door.transport.device.type,
             "arguments": arguments_of(call),
         }
+        before = self._watched.now()
         with caches_set_aside(self.denoiser):
             check_once(self.verdicts, facts, (self.door, self.axis), partial(self._measure, plain, call, joined))
         self._seen.append(form)
+        self._watched.know(before)
 
     @torch.no_grad()
     def _measure(self, plain: Callable[..., Any], call: Call, joined: Any) -> float:

@@ -36,8 +36,12 @@ class History:
 
     def reset(self) -> None:
         """Begin a picture."""
-        self.memory.reset()
+        self.lose()
         self.exact_calls, self.stale_calls = 0, 0
+
+    def lose(self) -> None:
+        """Use nothing of the steps so far."""
+        self.memory.reset()
         self._deciders.clear()
         self._wanted_fresh.clear()
         self._pace.reset()

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.hooks import ModelHook
 from torch import nn
 
 from patchpar.caches import CacheVote
@@ -13,6 +13,7 @@ from patchpar.denoiser import ConditionerHook, DenoiserHook
 from patchpar.exchange import Door
 from patchpar.guided import GuidanceCheck
 from patchpar.highres.denoiser import LargePicture
+from patchpar.hooks import Hooked
 from patchpar.ledger import Ledger
 from patchpar.mesh import Mesh
 from patchpar.models.description import DENOISERS, refuse_compiled
@@ -38,7 +39,7 @@ class Installed:
         self.patched: list[PatchedDenoiser | TokenDenoiser | LargePicture] = []
         self.guidance: GuidanceSplit | None = None
         self.vaes: ParallelVaes | None = None
-        self._hooked: list[nn.Module] = []
+        self._hooked: list[Hooked] = []
 
     # --- in and out ---------------------------------------------------------------------------------------------
 
@@ -72,8 +73,7 @@ class Installed:
             self.vaes = ParallelVaes(self.pipe.components, self._denoisers(), way, (door, axis), verdicts)
 
     def _register(self, module: nn.Module, hook: ModelHook) -> None:
-        HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK)
-        self._hooked.append(module)
+        self._hooked.append(Hooked(module, hook, HOOK))
 
     def _conditioners(self) -> list[nn.Module]:
         """A ControlNet that sees the same batch as the denoiser. Several in one run whole on every rank."""
@@ -87,12 +87,8 @@ class Installed:
         """Take everything out: the pipeline is as it was."""
         for patched in self.patched:
             patched.restore()
-        for module in self._hooked:
-            registry: Any = module._diffusers_hook
-            registry.remove_hook(HOOK, recurse=False)
-            if not registry.hooks:
-                del module._diffusers_hook
-                module.__dict__.pop("forward", None)
+        for hooked in self._hooked:
+            hooked.take_out()
         if self.vaes is not None:
             self.vaes.restore()
         self.patched, self.guidance, self.vaes, self._hooked = [], None, None, []
@@ -112,8 +108,13 @@ class Installed:
 
         `watched`: somebody looks at its latents between the steps.
         """
-        for module in self._hooked:
-            refuse_compiled(module)
+        for number, hooked in enumerate(self._hooked):
+            refuse_compiled(hooked.module)
+            if isinstance(hooked.hook, DenoiserHook):
+                hooked.hook.watched = watched
+            if not hooked.is_reached:  # somebody has put another forward before it
+                hooked.take_out()
+                self._hooked[number] = Hooked(hooked.module, hooked.hook, HOOK)
         if self.guidance is not None:
             self.guidance.reset()
         for patched in self.patched:

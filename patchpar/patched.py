@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
+from patchpar.caches import refuse_caches
 from patchpar.clock import StepClock
 from patchpar.compiled import is_compiled
 from patchpar.discover import Sites, discover, picture_of, stride_of
@@ -20,7 +21,7 @@ from patchpar.first_use import check_once, made_of
 from patchpar.history import History
 from patchpar.mesh import Axis
 from patchpar.patches import Bands, split_bands
-from patchpar.shard import Sharded, first_tensor, verify
+from patchpar.shard import Sharded, first_tensor, verify, verify_as_called
 from patchpar.shared_denoiser import SharedDenoiser
 from patchpar.transport import Spec
 from patchpar.treatment import Treatment
@@ -50,14 +51,18 @@ class PatchedDenoiser(SharedDenoiser):
         self.sites: Sites | None = None
         self._sharded: Sharded | None = None
         self._gather = Gather(*mesh, "prediction", "prediction")
+        self._foreign: tuple[str, ...] = ()
+        self._sizes: set[tuple[int, ...]] = set()  # of samples, at which it has been checked as it is called
 
     def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """One denoiser call: `forward` is the denoiser's own. Returns what it returns, for the whole picture."""
         refuse_arguments(kwargs)
+        self._make_sure()
         dim = self._dim(picture_of(args, kwargs))
         if self._sharded is None or self.share.dim != dim:
             self._install(forward, dim, (args, kwargs))
         try:
+            self._check_here(forward, (args, kwargs))
             if self.history is None:
                 return self._exactly(forward, *args, **kwargs)
             return self._with_history(self.history, forward, *args, **kwargs)
@@ -71,19 +76,40 @@ class PatchedDenoiser(SharedDenoiser):
                 f"{type(self.denoiser).__name__} has compiled blocks, and bands are exchanged inside of them: use plan "
                 "cfg=2 or data=N, or leave it uncompiled"
             )
+        before = self.watched.now()
+        refuse_caches(self.denoiser, stale=self.history is not None)
         if self.sites is None:
             self.sites = discover(self.denoiser, forward, *call)
         self.share.dim = dim
         self._sharded = Sharded(self.denoiser, self.sites, self.share)
         if self.verdicts is not None:
-            split, plain = partial(self._exactly, forward), partial(self._plain, forward)
-            measure = partial(verify, split, plain, call, self.sites, self.share)
-            try:
-                mesh = (self.share.door, self.share.axis)
-                self.error = check_once(self.verdicts, self._facts(self.sites, call), mesh, measure)
-            except BaseException:
-                self.restore()  # or the next call would find seams, and go ahead
-                raise
+            self.error = self._checked(verify, forward, call, self._facts(self.sites, call))
+        self._sizes.clear()
+        self._foreign = before.foreign
+        self.watched.know(before)
+
+    def _check_here(self, forward: Callable[..., Any], call: tuple[Any, Any]) -> None:
+        """Check at the size of the call too what holds code of other libraries: it may work at some sizes only."""
+        sample = picture_of(*call)
+        if self.verdicts is None or not self._foreign or sample.shape in self._sizes:
+            return
+        assert self.sites is not None
+        facts = self._facts(self.sites, call) | {"size": tuple(sample.shape)}
+        self._checked(partial(verify_as_called, self._foreign), forward, call, facts)
+        self._sizes.add(sample.shape)
+
+    def _checked(
+        self, verify: Callable[..., float], forward: Callable[..., Any], call: tuple[Any, Any], facts: dict[str, Any]
+    ) -> float:
+        """The error that `verify` finds, or found once for these facts. Raises VerificationError, UnsupportedModel."""
+        assert self.verdicts is not None
+        split, plain = partial(self._exactly, forward), partial(self._plain, forward)
+        measure = partial(verify, split, plain, call, self.sites, self.share)
+        try:
+            return check_once(self.verdicts, facts, (self.share.door, self.share.axis), measure)
+        except BaseException:
+            self.restore()  # or the next call would find seams, and go ahead
+            raise
 
     def _facts(self, sites: Sites, call: tuple[Any, Any]) -> dict[str, Any]:
         """What the verdict depends on."""

@@ -10,18 +10,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
 from patchpar.attention import AttentionHook
 from patchpar.discover import NormSite, Sites, with_sample_size
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.exchange import Gather
+from patchpar.fourier import FourierHook
+from patchpar.hooks import Hooked
 from patchpar.layers import stencil_of
 from patchpar.seam import ConvFed, ConvHook, NormHook
 from patchpar.share import Share
 
 HOOK = "patchpar_seam"
+SHOWN = 3  # of what other libraries have put in
 Denoise = Callable[..., Any]
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-9}
 
@@ -31,7 +34,7 @@ class Sharded:
 
     def __init__(self, denoiser: nn.Module, sites: Sites, share: Share) -> None:
         self._modules: dict[str, Any] = dict(denoiser.named_modules())
-        self._hooked: list[tuple[Any, bool]] = []
+        self._hooked: list[Hooked] = []
         self.share = share
         trailing = {site.path: site.trailing for site in sites.convs}
         for norm in sites.norms:
@@ -42,6 +45,8 @@ class Sharded:
                 self._hook(conv.path, hook)
         for path in sites.attentions:
             self._hook(path, AttentionHook(share, path))
+        for path in sites.transforms:
+            self._hook(path, FourierHook(share, path), "patchpar_fourier")
 
     def _fed_by(self, norm: NormSite, trailing: dict[str, int]) -> ConvFed | None:
         stencils = {
@@ -65,20 +70,13 @@ class Sharded:
             )
         return True
 
-    def _hook(self, path: str, hook: ModelHook) -> None:
-        module = self._modules[path]
-        fresh = not hasattr(module, "_diffusers_hook")
-        HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK)
-        self._hooked.append((module, fresh))
+    def _hook(self, path: str, hook: ModelHook, name: str = HOOK) -> None:
+        self._hooked.append(Hooked(self._modules[path], hook, name))
 
     def restore(self) -> None:
         """Take every seam out. Idempotent."""
         while self._hooked:
-            module, fresh = self._hooked.pop()
-            module._diffusers_hook.remove_hook(HOOK, recurse=False)
-            if fresh:  # leave no trace: the registry and the instance's own forward were ours
-                del module._diffusers_hook
-                module.__dict__.pop("forward", None)
+            self._hooked.pop().take_out()
 
 
 Size = tuple[int, int]
@@ -101,7 +99,7 @@ def verify(
 
     Raises VerificationError with the figures when it exceeds what the dtype's rounding explains.
     """
-    errors = []
+    errors, limit = [], 0.0
     for seed, sizes in enumerate(verification_sizes(sites.total_stride, share.axis.size)):
         turned = sizes if share.dim == -2 else tuple((short, long) for long, short in sizes)
         with torch.no_grad():
@@ -109,13 +107,42 @@ def verify(
             got = first_tensor(split(*args, **kwargs))
         errors.append(relative_error(got, want))
         limit = TOLERANCE[want.dtype]
+    return _agreed(errors, limit, share, "at two sizes", "This model")
+
+
+def verify_as_called(
+    foreign: Sequence[str],
+    split: Callable[..., Any],
+    plain: Callable[..., Any],
+    call: tuple[Any, Any],
+    sites: Sites,
+    share: Share,
+) -> float:
+    """The same for `call` as it is: what other libraries have put in (`foreign`) may work at some sizes only.
+
+    Takes as much memory as the plain forward. Raises VerificationError.
+    """
+    args, kwargs = call
+    with torch.no_grad():
+        want = first_tensor(plain(*args, **kwargs))
+        got = first_tensor(split(*args, **kwargs))
+    return _agreed([relative_error(got, want)], TOLERANCE[want.dtype], share, "as it is called", _named(foreign))
+
+
+def _named(foreign: Sequence[str]) -> str:
+    more = f" and {len(foreign) - SHOWN} more" if len(foreign) > SHOWN else ""
+    return f"What was put into it ({'; '.join(foreign[:SHOWN])}{more})"
+
+
+def _agreed(errors: Sequence[float], limit: float, share: Share, where: str, what: str) -> float:
+    """The largest error of any rank. Raises VerificationError, on all ranks alike."""
     own = torch.tensor(errors, dtype=torch.float32, device=share.door.transport.device)
     worst = torch.stack(Gather(share.door, share.axis, "verify", "verification").same(own)).amax(0).tolist()
     if not all(error <= limit for error in worst):
         figures = ", ".join(f"{error:.1e}" for error in worst)
         raise VerificationError(
-            f"the denoiser split into {share.axis.size} bands differs from the plain one by {figures} at two sizes, "
-            f"more than the {limit:.0e} that rounding explains. This model mixes positions in a way patchpar does not "
+            f"the denoiser split into {share.axis.size} bands differs from the plain one by {figures} {where}, "
+            f"more than the {limit:.0e} that rounding explains. {what} mixes positions in a way patchpar does not "
             "know: use plan cfg=2 or data=N, which do not split the picture"
         )
     return max(worst)

@@ -7,6 +7,7 @@ from torch import nn
 
 from patchpar.clock import StepClock
 from patchpar.exchange import Door
+from patchpar.fingerprint import Watched
 from patchpar.history import History
 from patchpar.mesh import Axis
 from patchpar.pace import timestep_of
@@ -21,7 +22,7 @@ class SharedDenoiser:
     `treatment` says what is exchanged and when; one that uses values of the last step needs the `clock`. `reset`
     belongs before every picture, `finish` after it. `exchange` is "on", or wrong on purpose, as the negative control of
     tests and figures: "off" computes every share alone, "frozen" sends nothing after the exact steps. `error`: what the
-    check at first use found.
+    check at first use found. `unsure`: somebody may have changed the denoiser since the last call.
     """
 
     def __init__(
@@ -38,10 +39,12 @@ class SharedDenoiser:
         self.error: float | None = None
         self.exchange = "on"
         self.history = History(door, treatment, clock) if treatment.remembers else None
+        self.watched, self.unsure = Watched(denoiser), False
         self._parameters = tuple(inspect.signature(type(denoiser).forward).parameters)[1:]
 
     def reset(self) -> None:
         """Begin a picture: nothing of the last one is used. Raises ExchangeError."""
+        self.unsure = True
         if self.history is not None:
             self.history.reset()
 
@@ -53,9 +56,20 @@ class SharedDenoiser:
     def forget(self) -> None:
         """Take out what was put into the denoiser, and learn anew at the next call: its modules may change."""
         self.restore()
+        self.watched.forget()
         self._unlearn()
         if self.history is not None:
             self.history = self.history.anew()
+
+    def _make_sure(self) -> None:
+        """Forget a denoiser that somebody has changed since it was last checked, if there may have been somebody."""
+        if self.unsure and self.watched.has_changed:
+            self.restore()
+            self.watched.forget()
+            self._unlearn()
+            if self.history is not None:
+                self.history.lose()
+        self.unsure = False
 
     def restore(self) -> None:
         """Leave the denoiser as it was. Idempotent."""

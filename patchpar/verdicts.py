@@ -1,7 +1,7 @@
 """Remember which denoisers have been checked against their plain forward, so that each is checked once.
 
-A verdict holds for one denoiser class and config, strategy, number of bands, dtype, set of arguments and set of
-versions. One small JSON file each, under the user's cache folder.
+A verdict holds for one denoiser class, config and fingerprint, strategy, number of bands, dtype, set of arguments and
+set of versions. One small JSON file each, under the user's cache folder.
 """
 
 import contextlib

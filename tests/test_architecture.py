@@ -10,8 +10,8 @@ REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "patchpar"
 # A module may import modules of earlier lines, and of its own package.
 LINES = (
-    ("errors", "compiled", "anonymous"),
-    ("plan", "patches", "clock", "measure", "verdicts", "pulse", "trace", "selection", "stepping"),
+    ("errors", "compiled", "anonymous", "hooks"),
+    ("fingerprint", "plan", "patches", "clock", "measure", "verdicts", "pulse", "trace", "selection", "stepping"),
     ("resync", "figures", "key_exchange"),
     ("treatment",),
     ("launch", "run", "call"),
@@ -21,7 +21,7 @@ LINES = (
     ("layers", "discover", "predictions", "memory", "tokens", "residual", "pace", "correction"),
     ("context", "share", "models", "sequence"),
     ("stale_attention",),
-    ("seam", "attention"),
+    ("seam", "attention", "fourier"),
     ("shard", "history", "first_use", "caches"),
     ("shared_denoiser",),
     ("patched", "ledger", "token_split", "vae"),

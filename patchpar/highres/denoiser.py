@@ -181,6 +181,16 @@ class LargePicture:
         if self._fresh is not None:
             self._fresh.end()
 
+    @property
+    def unsure(self) -> bool:
+        """Whether somebody may have changed the denoiser since the last call."""
+        return self.team is not None and self.team.unsure
+
+    @unsure.setter
+    def unsure(self, value: bool) -> None:
+        if self.team is not None:
+            self.team.unsure = value
+
     def forget(self) -> None:
         """Of the denoiser's modules only teams hold anything from one call to the next."""
         if self.team is not None:

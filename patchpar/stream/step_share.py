@@ -14,11 +14,12 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
 from patchpar.batch import tensors_in, with_tensors
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.hooks import Hooked
 from patchpar.models.description import DENOISERS
 from patchpar.transport import Spec
 
@@ -123,14 +124,9 @@ def shared_steps(pipe: Any, mark: Callable[[str], object]) -> Iterator[StepShare
         if getattr(denoiser, "is_cache_enabled", False):
             raise UnsupportedModel("a cache between steps would see some of them only: call disable_cache() first")
     share = StepShare(mark)
-    for denoiser in denoisers:
-        HookRegistry.check_if_exists_or_initialize(denoiser).register_hook(StepHook(share), HOOK)
+    hooked = [Hooked(denoiser, StepHook(share), HOOK) for denoiser in denoisers]
     try:
         yield share
     finally:
-        for denoiser in denoisers:
-            registry = denoiser._diffusers_hook
-            registry.remove_hook(HOOK, recurse=False)
-            if not registry.hooks:
-                del denoiser._diffusers_hook
-                denoiser.__dict__.pop("forward", None)
+        for each in hooked:
+            each.take_out()

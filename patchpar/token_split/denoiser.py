@@ -64,6 +64,14 @@ class TokenDenoiser(SharedDenoiser):
 
         Raises UnsupportedModel, VerificationError, PlanError, ExchangeError.
         """
+        self._make_sure()
+        before = self.watched.now() if self._shard is None else None
+        output = self._denoised(forward, *args, **kwargs)
+        if before is not None:
+            self.watched.know(before)
+        return output
+
+    def _denoised(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         form = form_of((args, kwargs))
         with self._choice.set_aside() as kernel:
             first = self._shard is None or form not in self._ready

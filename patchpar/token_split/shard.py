@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from patchpar.compiled import is_compiled
 from patchpar.errors import UnsupportedModel
+from patchpar.hooks import Hooked
 from patchpar.token_split.attention import Asked, Split, attend_split
 from patchpar.token_split.layout import Grids, Layout
 from patchpar.token_split.operator import answered_by, attend
@@ -48,15 +49,13 @@ class TokenShard:
         self.call: _Call | None = None
         self.shares: dict[str, Shares] = {}
         self._grids: Grids = {}
-        self._hooked: list[tuple[Any, bool]] = []
+        self._hooked: list[Hooked] = []
         for path, module in denoiser.named_modules():
             if path in plan.paths or (path and is_compiled(module)):
                 self._hook(module, _BlockHook(self, path, module))
 
     def _hook(self, module: Any, hook: "_BlockHook") -> None:
-        fresh = not hasattr(module, "_diffusers_hook")
-        HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, HOOK)
-        self._hooked.append((module, fresh))
+        self._hooked.append(Hooked(module, hook, HOOK))
         if is_compiled(module):  # what is compiled begins behind the hook, but the module still says that it is
             hook.compiled, module._compiled_call_impl = module._compiled_call_impl, module._call_impl
 
@@ -79,14 +78,10 @@ class TokenShard:
     def restore(self) -> None:
         """Take every hook out. Idempotent."""
         while self._hooked:
-            module, fresh = self._hooked.pop()
-            hook = module._diffusers_hook.get_hook(HOOK)
-            if hook.compiled is not None:
-                module._compiled_call_impl = hook.compiled
-            module._diffusers_hook.remove_hook(HOOK, recurse=False)
-            if fresh:  # leave no trace: the registry and the instance's own forward were ours
-                del module._diffusers_hook
-                module.__dict__.pop("forward", None)
+            hooked = self._hooked.pop()
+            if hooked.hook.compiled is not None:
+                hooked.module._compiled_call_impl = hooked.hook.compiled
+            hooked.take_out()
 
 
 def _traceable(func: Callable[..., Any]) -> Callable[..., Any]:

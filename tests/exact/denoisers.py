@@ -92,6 +92,20 @@ def _with_controlnet(height: int, width: int) -> dict[str, Any]:
     return _text(height, width) | {"down_block_additional_residuals": residuals} | middle
 
 
+FREEU = {"s1": 0.9, "s2": 0.2, "b1": 1.5, "b2": 1.6}
+
+
+def _freeu(build: Callable[[], Any]) -> Callable[[], nn.Module]:
+    """The same with FreeU, which filters frequencies of the whole map."""
+
+    def built() -> nn.Module:
+        denoiser = build()
+        denoiser.enable_freeu(**FREEU)
+        return denoiser
+
+    return built
+
+
 def _svd() -> nn.Module:
     return diffusers.UNetSpatioTemporalConditionModel(
         sample_size=16,
@@ -173,6 +187,9 @@ KINDS: dict[str, Kind] = {
     "sdxl": Kind(build=_sdxl, arguments=_text_time, odd=True),
     "controlnet": Kind(build=_sd(), arguments=_with_controlnet, odd=True),
     "scale_shift": Kind(build=_sd(resnet_time_scale_shift="scale_shift"), arguments=_text, odd=True),
+    "freeu": Kind(build=_freeu(_sd()), arguments=_text, odd=True),
+    "freeu_sdxl": Kind(build=_freeu(_sdxl), arguments=_text_time, odd=True),
+    "freeu_video": Kind(build=_freeu(_motion), arguments=_motion_call, odd=True),
     "wide": Kind(build=_sd(conv_in_kernel=7, conv_out_kernel=5), arguments=_text, odd=True),
     "svd": Kind(build=_svd, arguments=_frames_first, odd=True),
     "motion": Kind(build=_motion, arguments=_motion_call, odd=True),

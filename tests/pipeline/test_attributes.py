@@ -16,7 +16,7 @@ from peft.utils import get_peft_model_state_dict
 from patchpar import ParallelPipeline, PlanError, UnsupportedModel
 from tests.tiny import build
 
-from .conftest import EXACT, QUICK, generator, relative_error
+from .conftest import EXACT, QUICK, Hold, generator, relative_error
 
 CALL = {**QUICK, "output_type": "latent"}
 PLANS = ("cfg=2", "patch=2")
@@ -97,20 +97,33 @@ def test_loras(reloaded: ParallelPipeline, own_plain: Any, loras: Path, plan: st
     assert parallel.get_active_adapters() == []
 
 
-def test_freeu_with_guidance_split_only(parallel: ParallelPipeline, own_plain: Any) -> None:
-    numbers = {"s1": 0.9, "s2": 0.2, "b1": 1.5, "b2": 1.6}
-    parallel.plan = "patch=2"
-    with pytest.raises(UnsupportedModel, match=r"enable_freeu.*'patch'.*cfg=2"):
-        parallel.enable_freeu(**numbers)
-    parallel.plan = "cfg=2"
+FREEU = {"s1": 0.9, "s2": 0.2, "b1": 1.5, "b2": 1.6}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_freeu(parallel: ParallelPipeline, own_plain: Any, plan: str) -> None:
+    parallel.plan = plan
     for pipe in (parallel, own_plain):
-        pipe.enable_freeu(**numbers)
+        pipe.enable_freeu(**FREEU)
     try:
         want = own_plain(**CALL, generator=generator())
         assert relative_error(parallel(**CALL, generator=generator()), want) <= EXACT
     finally:
         parallel.disable_freeu()
     assert relative_error(parallel(**CALL, generator=generator()), want) > 100 * EXACT
+
+
+def test_freeu_switched_on_before(hold: Hold, parallel: ParallelPipeline, own_plain: Any) -> None:
+    """Where the verdict on the same network without it is known."""
+    parallel.plan = "patch=2"
+    untouched = own_plain(**CALL, generator=generator())
+    assert relative_error(parallel(**CALL, generator=generator()), untouched) <= EXACT
+    own_plain.enable_freeu(**FREEU)
+    want = own_plain(**CALL, generator=generator())
+    assert relative_error(untouched, want) > 100 * EXACT
+    with hold(own_plain) as changed:
+        changed.plan = "patch=2"
+        assert relative_error(changed(**CALL, generator=generator()), want) <= EXACT
 
 
 @pytest.mark.parametrize(

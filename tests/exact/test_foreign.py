@@ -1,0 +1,26 @@
+"""Whatever works on the whole image inside a denoiser is seen wherever it comes from: exact or refused, never wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.exact import foreign
+
+FOREIGN = "tests.exact.foreign"
+LIMIT = 1e-5
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", foreign.PLANTS)
+def test_what_is_put_into_a_denoiser_is_checked(ranks: Any, tmp_path: Path, kind: str, when: str) -> None:
+    """The verdict on the untouched denoiser, which is known by then, is not that on the changed one."""
+    for found in ranks.run(f"{FOREIGN}:found", 2, kind, when, str(tmp_path)):
+        assert found["untouched"] <= LIMIT
+        if "said" in found:
+            assert found["said"].startswith(("VerificationError: ", "UnsupportedModel: ")), found
+            assert "cfg=2" in found["said"], found
+        else:
+            assert found["error"] <= LIMIT < 1e-3 < found["effect"], found
