@@ -10,16 +10,18 @@ from patchpar.highres.geometry import refusal_of, units_of
 from patchpar.models.description import Description
 from patchpar.models.folder import free_memory
 from patchpar.plan import Plan
+from patchpar.scalars import plain
 from patchpar.strategies.data import Share
 from patchpar.strategies.structure_guidance import StructureGuidance
 
 OLD = ("callback", "callback_steps")  # taken by name only, and said to be deprecated when it is used
 COUNTS = ("num_inference_steps", "num_images_per_prompt", "num_videos_per_prompt", "num_frames")
+SIDES = ("height", "width")
 PROMPTS = ("prompt", "prompt_2", "prompt_3", "negative_prompt", "negative_prompt_2", "negative_prompt_3")
 
 
 def bind(model: Description, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments by name. Raises TypeError as a call with wrong arguments does."""
+    """All arguments by name, numbers as Python's own. Raises TypeError as a call with wrong arguments does."""
     names = list(model.parameters)
     if len(args) > len(names):
         raise TypeError(f"{model.pipeline} takes at most {len(names)} arguments, but {len(args)} were given")
@@ -34,7 +36,13 @@ def bind(model: Description, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
                 continue  # diffusers ignores it, or knows why it takes it
             hint = f"; did you mean {near[0]!r}?" if near else f". It takes {', '.join(names)}"
             raise TypeError(f"{model.pipeline} takes no argument {name!r}{hint}")
-    return {**bound, **kwargs}
+    return {name: _plain(model, name, value) for name, value in {**bound, **kwargs}.items()}
+
+
+def _plain(model: Description, name: str, value: Any) -> Any:
+    """Python's own number where one of numpy's or a tensor is given for a size, a count, or what is one by default."""
+    is_number = name in (*SIDES, *COUNTS) or type(model.parameters.get(name)) in (int, float)
+    return plain(value) if is_number else value
 
 
 def check_call(model: Description, kwargs: Mapping[str, Any]) -> None:
@@ -46,7 +54,7 @@ def check_call(model: Description, kwargs: Mapping[str, Any]) -> None:
         value = kwargs.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise PlanError(f"{name}={value!r}: it is a whole number of at least 1")
-    for name in ("height", "width"):
+    for name in SIDES:
         if kwargs.get(name) is not None:
             _check_side(name, kwargs[name], model.size_unit)
 

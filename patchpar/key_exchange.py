@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from patchpar.errors import PlanError
+from patchpar.scalars import make_plain
 
 WAYS = {
     "gather": "everybody's keys come to every place at once",
@@ -20,6 +21,7 @@ class KeyExchange:
     ulysses: int = 1
 
     def __post_init__(self) -> None:
+        make_plain(self)
         if self.way not in WAYS:
             raise PlanError(f"attention={self.way!r}: use {', '.join(WAYS)}")
         if isinstance(self.ulysses, bool) or not isinstance(self.ulysses, int) or self.ulysses < 1:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from patchpar.errors import PlanError
+from patchpar.scalars import make_plain
 
 AXIS_MEANINGS = {"data": "a share of the prompts", "cfg": "a guidance branch", "patch": "a band of rows or columns"}
 SPLITS = ("auto", "rows", "columns")
@@ -34,6 +35,7 @@ class Plan:
     def __post_init__(self) -> None:
         from patchpar.strategies import resolve_strategy  # they stand above, and know what a text means
 
+        make_plain(self)
         object.__setattr__(self, "strategy", resolve_strategy(self.strategy))
         for name, degree in self.degrees().items():
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:

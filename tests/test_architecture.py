@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "patchpar"
 # A module may import modules of earlier lines, and of its own package.
 LINES = (
-    ("errors", "compiled", "anonymous", "hooks"),
+    ("errors", "scalars", "compiled", "anonymous", "hooks"),
     ("fingerprint", "plan", "patches", "clock", "measure", "verdicts", "pulse", "trace", "selection", "stepping"),
     ("resync", "figures", "key_exchange"),
     ("treatment",),
@@ -41,7 +41,7 @@ LEVEL = {module: number for number, line in enumerate(LINES) for module in line}
 # and the command line goes through the public names like everybody else. One looks up: a plan reads the text of its
 # strategy when it is made, and only strategies know what theirs means.
 ONLY = {
-    "plan": {"errors", "strategies"},
+    "plan": {"errors", "scalars", "strategies"},
     "patches": {"errors"},
     "clock": {"errors"},
     "measure": {"errors"},
@@ -50,11 +50,11 @@ ONLY = {
     "selection": {"errors"},
     "traffic": {"trace", "transport"},
     "resync": {"errors"},
-    "key_exchange": {"errors"},
+    "key_exchange": {"errors", "scalars"},
     "treatment": {"errors", "key_exchange", "resync", "selection"},
     "figures": {"errors", "trace"},
     "call": {"errors", "figures", "plan"},
-    "launch": {"anonymous", "errors"},
+    "launch": {"anonymous", "errors", "scalars"},
     "live": {"errors"},
     "transport": {"anonymous", "errors"},
     "cli": {"errors", "measure", "launch", "live", "models", "strategies", "stream", "PUBLIC"},

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar
 
 from patchpar.errors import LaunchError, PatchparError
+from patchpar.scalars import plain
 
 OnEvent = Callable[[int, Any], object]
 OnAsk = Callable[[Any], Any]
@@ -195,6 +196,7 @@ def engine_method(engine: object, method: str) -> Callable[..., Any]:
 
 def check_deadline(name: str, seconds: object) -> float:
     """`seconds` if it is a sensible time limit. Raises LaunchError otherwise."""
+    seconds = plain(seconds)
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
         raise LaunchError(f"{name}={seconds!r}: it must be a number of seconds above 0")
     return float(seconds)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patchpar.errors import PlanError
+from patchpar.scalars import plain
 
 GPU_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: NVIDIA, AMD, and NVIDIA under Windows' Linux
 WORKERS_PER_CORE = 8
@@ -33,6 +34,7 @@ def resolve_devices(devices: object = "auto", *, share: bool = False) -> Devices
 
     Raises PlanError for devices that do not exist, repeat, or cannot work together.
     """
+    devices = plain(devices)
     if isinstance(devices, (list, tuple)):
         return _from_list(devices, share)
     if isinstance(devices, int) and not isinstance(devices, bool):

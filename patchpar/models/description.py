@@ -7,6 +7,7 @@ from typing import Any
 
 from patchpar.compiled import is_compiled
 from patchpar.errors import UnsupportedModel
+from patchpar.scalars import plain
 
 DENOISERS = ("unet", "transformer", "transformer_2")
 NAMED_FOR_GUIDANCE = ("guidance_scale", "true_cfg_scale", "max_guidance_scale")
@@ -94,7 +95,7 @@ def describe(pipe: Any) -> Description:
         total_stride=2 ** (len(levels) - 1) if bands else 1,
         vae_scale=scale,
         size_unit=_size_unit(pipe, config, scale),
-        parameters=_parameters_of(type(pipe)),
+        parameters=parameters_of(type(pipe)),
         takes_any=_passes_on(type(pipe)),
         distilled=bool(config.get("guidance_embeds")) or config.get("time_cond_proj_dim") is not None,
         default_size=_default_size(pipe, config, scale),
@@ -135,7 +136,7 @@ def _has_blocks(denoiser: Any) -> bool:
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 
 
-def _parameters_of(kind: type) -> dict[str, Any]:
+def parameters_of(kind: type) -> dict[str, Any]:
     """Parameters of a pipeline's call with their defaults.
 
     A class that takes `**kwargs` hands them on to the class that it is derived from, so that one's count as well.
@@ -167,7 +168,8 @@ def _plain(default: Any) -> Any:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else 0.0
+    number = plain(value)
+    return float(number) if isinstance(number, (int, float)) else 0.0
 
 
 def _methods_of(found: Any) -> frozenset[str]:

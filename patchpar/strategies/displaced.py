@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+from patchpar.scalars import make_plain
 from patchpar.strategies.strategy import PatchStrategy
 from patchpar.treatment import GROUP_NORMS, Context, GroupNorm, Treatment, check_choice, check_warmup
 
@@ -37,6 +38,7 @@ class DisplacedPatch(PatchStrategy):
     preset: Literal["paper"] | None = None
 
     def __post_init__(self) -> None:
+        make_plain(self)
         check_warmup(self.name, self.warmup_steps)
         check_choice(self.name, "group_norm", self.group_norm, tuple(GROUP_NORMS))
         check_choice(self.name, "preset", self.preset, (None, "paper"))

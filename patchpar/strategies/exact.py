@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from patchpar.key_exchange import KeyExchange
+from patchpar.scalars import make_plain
 from patchpar.strategies.strategy import PatchStrategy
 from patchpar.treatment import Treatment
 
@@ -34,6 +35,7 @@ class ExactPatch(PatchStrategy):
     ulysses: int = 1
 
     def __post_init__(self) -> None:
+        make_plain(self)
         self.treatment  # noqa: B018 - its parts check themselves
 
     def check_places(self, places: int) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from patchpar.resync import Resync, check_resync
+from patchpar.scalars import make_plain
 from patchpar.selection import BandAndPooled, Everything
 from patchpar.strategies.strategy import PatchStrategy
 from patchpar.treatment import (
@@ -64,6 +65,7 @@ class FreshEdges(PatchStrategy):
     budget: float | None = None
 
     def __post_init__(self) -> None:
+        make_plain(self)
         check_warmup(self.name, self.warmup_steps)
         check_choice(self.name, "context", self.context, ("all", "pooled", "partials"))
         check_choice(self.name, "bits", self.bits, BITS if self.context != "partials" else (16,))

@@ -14,7 +14,6 @@ denoiser that takes over changes the speed only. The first call of each kind run
 promise must look like.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +25,7 @@ from patchpar.clock import StepClock
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door
 from patchpar.mesh import Axis
+from patchpar.models.description import parameters_of
 from patchpar.predictions import Form, Moment, Post
 from patchpar.promise import Delivery
 from patchpar.transport import Spec
@@ -44,8 +44,7 @@ def guidance_of(pipe: Any, arguments: Mapping[str, Any]) -> bool | None:
             f"{type(pipe).__name__} with pag_scale={arguments.get('pag_scale', 'its default')} tells the branches of "
             f"guidance apart inside its attention, so that they cannot go to different ranks: {WITHOUT}"
         )
-    defaults = inspect.signature(type(pipe).__call__).parameters
-    given = {name: arguments.get(name, parameter.default) for name, parameter in defaults.items()}
+    given = {**parameters_of(type(pipe)), **arguments}
     if given.get("true_cfg_scale") is not None:
         negative = any(given.get(name) is not None for name in ("negative_prompt", "negative_prompt_embeds"))
         return bool(given["true_cfg_scale"] > 1 and negative)

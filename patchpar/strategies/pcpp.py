@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from patchpar.scalars import make_plain
 from patchpar.selection import NearBand
 from patchpar.strategies.strategy import PatchStrategy
 from patchpar.treatment import GROUP_NORMS, Context, GroupNorm, Treatment, check_choice, check_share, check_warmup
@@ -33,6 +34,7 @@ class PartiallyConditioned(PatchStrategy):
     group_norm: GroupNorm = "corrected"
 
     def __post_init__(self) -> None:
+        make_plain(self)
         check_share(self.name, "fraction", self.fraction)
         check_warmup(self.name, self.warmup_steps)
         check_choice(self.name, "context", self.context, ("band", "paper"))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from patchpar.errors import PlanError
+from patchpar.scalars import make_plain
 from patchpar.strategies.strategy import as_text
 from patchpar.treatment import check_choice
 
@@ -97,6 +98,7 @@ class StructureGuidance:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        make_plain(self)
         for option, choices in CHOICES.items():
             check_choice(self.name, option, getattr(self, option), choices)
         if self.guide == "flow" and self.renoised:

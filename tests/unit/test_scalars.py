@@ -1,0 +1,98 @@
+"""Whole numbers of numpy and torch are taken wherever Python's own are: sizes, counts, degrees, options, devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from patchpar.checks import bind, check_call, check_plan_for
+from patchpar.errors import PlanError
+from patchpar.launch.context import check_deadline
+from patchpar.launch.devices import resolve_devices
+from patchpar.models.description import Description, describe
+from patchpar.plan import Plan
+from patchpar.planner.auto import choose
+from patchpar.scalars import plain
+from patchpar.strategies.displaced import DisplacedPatch
+from patchpar.strategies.exact import ExactPatch
+from patchpar.strategies.fresh_edges import FreshEdges
+from patchpar.strategies.pcpp import PartiallyConditioned
+from patchpar.strategies.structure_guidance import StructureGuidance
+from tests.tiny import build
+
+KINDS = (int, np.int64, np.int32, np.uint8, np.array, torch.tensor)
+
+
+@pytest.fixture(scope="module")
+def model() -> Description:
+    return describe(build("sdxl").pipe)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_and_counts_of_a_call(model: Description, kind: Any) -> None:
+    """What is bound is what the same call in Python's own numbers binds: same checks, same plan, same arguments."""
+    own = {"height": 128, "width": 192, "num_inference_steps": 2, "num_images_per_prompt": 1}
+    bound = bind(model, ("a house",), {name: kind(value) for name, value in own.items()})
+    assert bound == {"prompt": "a house", **own}
+    assert all(type(bound[name]) is int for name in own)
+    check_call(model, bound)
+    check_plan_for(model, Plan(patch=2), bound)
+    assert choose(model, 3, bound) == choose(model, 3, {"prompt": "a house", **own})
+
+
+@pytest.mark.parametrize("kind", [float, np.float32, np.float64, torch.tensor])
+@pytest.mark.parametrize(("scale", "guided"), [(5.0, True), (1.0, False)])
+def test_scales_of_a_call(model: Description, kind: Any, scale: float, guided: bool) -> None:
+    bound = bind(model, ("a house",), {"guidance_scale": kind(scale)})
+    assert type(bound["guidance_scale"]) is float
+    assert model.guided(bound) is guided
+    assert model.guided({"guidance_scale": kind(scale)}) is guided
+
+
+def test_what_is_no_number_by_default_stays_a_tensor(model: Description) -> None:
+    """An argument that may be a tensor is handed on as it is."""
+    latents = torch.tensor(3)
+    assert bind(model, (), {"latents": latents})["latents"] is latents
+
+
+@pytest.mark.parametrize("wrong", [np.int64(-8), np.float64(128.5), np.array([128, 128]), np.bool_(True)])
+def test_what_is_no_size_is_refused_as_before(model: Description, wrong: Any) -> None:
+    with pytest.raises(PlanError, match="height="):
+        check_call(model, bind(model, (), {"height": wrong}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_and_options(kind: Any) -> None:
+    assert Plan(cfg=kind(2), patch=kind(2)) == Plan(cfg=2, patch=2)
+    assert str(Plan(patch=kind(2))) == "patch=2,strategy=exact"
+    for made, own in [
+        (ExactPatch(ulysses=kind(2)), ExactPatch(ulysses=2)),
+        (FreshEdges(warmup_steps=kind(2), bits=kind(4)), FreshEdges(warmup_steps=2, bits=4)),
+        (FreshEdges(context="pooled", pool=kind(2)), FreshEdges(context="pooled", pool=2)),
+        (DisplacedPatch(warmup_steps=kind(3)), DisplacedPatch(warmup_steps=3)),
+        (PartiallyConditioned(warmup_steps=kind(3)), PartiallyConditioned(warmup_steps=3)),
+        (StructureGuidance(seed=kind(7), bands=kind(2)), StructureGuidance(seed=7, bands=2)),
+    ]:
+        assert made == own
+        assert repr(made) == repr(own)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, torch.tensor])
+def test_shares_and_aims(kind: Any) -> None:
+    assert repr(PartiallyConditioned(fraction=kind(0.25))) == repr(PartiallyConditioned(fraction=0.25))
+    assert repr(FreshEdges(quality=kind(40.0))) == repr(FreshEdges(quality=40.0))
+    assert check_deadline("deadline", kind(2.5)) == 2.5
+
+
+def test_a_number_of_devices() -> None:
+    assert resolve_devices(np.int64(1)) == resolve_devices(1)
+    with pytest.raises(PlanError, match="degree of an axis"):
+        Plan(patch=np.float64(2.0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["3", None, [3], torch.ones(1), object()])
+def test_nothing_else_is_touched(value: Any) -> None:
+    assert plain(value) is value
