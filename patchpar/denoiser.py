@@ -1,8 +1,8 @@
 """Where the cut is: hooks that stand before the forward of a denoiser, and of a network that it listens to."""
 
-import functools
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from diffusers.hooks import ModelHook
@@ -10,8 +10,9 @@ from torch import nn
 
 from patchpar.caches import CacheVote
 from patchpar.clock import StepClock
-from patchpar.exchange import Door
 from patchpar.guided import GuidanceCheck
+from patchpar.plan import Plan
+from patchpar.refusal import refused_in_words
 from patchpar.shared_denoiser import SharedDenoiser
 from patchpar.strategies.guidance import GuidanceSplit
 
@@ -27,14 +28,15 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         clock: StepClock,
         layers: Sequence[Any],
         guided: Callable[[], bool | None],
-        door: Door,
         votes: CacheVote,
         check: GuidanceCheck | None = None,
+        *,
+        plan: Plan,
     ) -> None:
         super().__init__()
         self.clock, self.layers, self.guided = clock, tuple(layers), guided
-        self.votes, self.check, self.watched = votes, check, False
-        self.door, self.deadline = door, door.transport.deadline
+        self.votes, self.check, self.plan, self.watched = votes, check, plan, False
+        self.door, self.deadline = votes.door, votes.door.transport.deadline
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces the denoiser's forward."""
@@ -44,13 +46,15 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             self.votes.renew()
         if self.clock.call == 0 and (self.watched or self.clock.evaluation == 0):
             self._look_again()
-        forward = self.fn_ref.original_forward
+        plain = self.fn_ref.original_forward
+        forward = plain
         for layer in reversed(self.layers):
-            forward = functools.partial(layer.denoise, forward)
+            forward = partial(layer.denoise, forward)
         stale_before, start = self._stale_calls(), time.perf_counter()
-        result = forward(*args, **kwargs)
-        if self.check is not None:
-            self.check(self.fn_ref.original_forward, (args, kwargs), result)
+        with refused_in_words(module, str(self.plan), self._way_out(), partial(plain, *args, **kwargs)):
+            result = forward(*args, **kwargs)
+            if self.check is not None:
+                self.check(plain, (args, kwargs), result)
         age = "stale" if self._stale_calls() > stale_before else "exact"
         self.door.traffic.note("call", "", f"step {self.clock.evaluation}, call {self.clock.call} ({age})", start)
         # A rank may have to wait for as long as another one computes, and that is only known once it has.
@@ -63,6 +67,11 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         for layer in (*self.layers, self.check):
             if hasattr(layer, "unsure"):
                 layer.unsure = True
+
+    def _way_out(self) -> str:
+        if self.plan.patch > 1:
+            return "Use plan cfg=2 or data=N, which do not split the picture"
+        return f"Use cfg=1, and give the devices to another axis, e.g. patch={self.plan.cfg}"
 
     def deinitalize_hook(self, module: nn.Module) -> nn.Module:
         """Called, so spelt, when the hook is taken out."""

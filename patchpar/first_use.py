@@ -20,7 +20,7 @@ from patchpar.traffic import Traffic
 from patchpar.verdicts import Verdicts
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-TIME = "timestep"  # may be a plain number, and is another one in every step
+TIME = "timestep"  # may be a plain number, and is another one in every step; or a tensor, with a time for each token
 
 
 def check_once(
@@ -74,7 +74,7 @@ def made_of(denoiser: nn.Module) -> dict[str, Any]:
 def form_of(call: Call) -> Any:
     """What may not change from one call to the next without another check."""
     args, kwargs = call
-    leaves, spec = tree_flatten((args, {name: x for name, x in kwargs.items() if TIME not in name}))
+    leaves, spec = tree_flatten((args, {name: x for name, x in kwargs.items() if not _is_the_time(name, x)}))
     return spec, tuple(map(_sort_of, leaves))
 
 
@@ -82,7 +82,12 @@ def arguments_of(call: Call) -> list[str]:
     """The same for people, and for files."""
     leaves, _ = tree_flatten_with_path(call)
     named = ((keystr(path), leaf) for path, leaf in leaves if leaf is not None)
-    return [f"{name} {_sort_of(leaf)}" for name, leaf in named if TIME not in name]
+    return [f"{name} {_sort_of(leaf)}" for name, leaf in named if not _is_the_time(name, leaf)]
+
+
+def _is_the_time(name: str, leaf: Any) -> bool:
+    """Whether an argument says when it is, and nothing of what is denoised."""
+    return TIME in name and not isinstance(leaf, Tensor)
 
 
 def _sort_of(leaf: Any) -> str:

@@ -63,7 +63,7 @@ class Installed:
             self.patched += [layer for layer in layers if layer is not self.guidance]
             check = GuidanceCheck(module, (door, mesh["cfg"]), clock, verdicts) if self.guidance and verdicts else None
             votes = CacheVote(module, door, (mesh["patch"], mesh["cfg"]), clock)
-            self._register(module, DenoiserHook(clock, layers, guided, door, votes, check))
+            self._register(module, DenoiserHook(clock, layers, guided, votes, check, plan=plan))
 
     def put_in_vaes(self, way: str, door: Door, verdicts: Verdicts | None) -> None:
         """Let all ranks of one picture encode and decode it together. Their traffic is counted apart, by `door`."""

@@ -11,7 +11,19 @@ PACKAGE = REPOSITORY / "patchpar"
 # A module may import modules of earlier lines, and of its own package.
 LINES = (
     ("errors", "scalars", "compiled", "anonymous", "hooks"),
-    ("fingerprint", "plan", "patches", "clock", "measure", "verdicts", "pulse", "trace", "selection", "stepping"),
+    (
+        "fingerprint",
+        "plan",
+        "patches",
+        "clock",
+        "measure",
+        "verdicts",
+        "pulse",
+        "trace",
+        "selection",
+        "stepping",
+        "refusal",
+    ),
     ("resync", "figures", "key_exchange"),
     ("treatment",),
     ("launch", "run", "call"),

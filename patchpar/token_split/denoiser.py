@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from patchpar.caches import caches_set_aside, refuse_caches
 from patchpar.clock import StepClock
-from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.exchange import Door, Gather
 from patchpar.first_use import Call, arguments_of, check_once, form_of, made_of
 from patchpar.history import History
 from patchpar.key_exchange import KeyExchange
 from patchpar.mesh import Axis
+from patchpar.refusal import is_of_the_split
 from patchpar.sequence.modes import attend_together
 from patchpar.shared_denoiser import SharedDenoiser
 from patchpar.token_split.attention import Split, cut_for
@@ -55,7 +55,7 @@ class TokenDenoiser(SharedDenoiser):
         super().__init__(denoiser, mesh, treatment, clock, verdicts)
         self.plan: TokenPlan | None = None
         self._shard: TokenShard | None = None
-        self._ready: list[Any] = []  # forms of calls that have been seen
+        self._plans: list[tuple[Any, TokenPlan]] = []  # by the form of calls that have been seen
         self._choice = Choice(denoiser)
         self._search = PlanSearch(denoiser, mesh, verdicts)
 
@@ -72,22 +72,37 @@ class TokenDenoiser(SharedDenoiser):
         return output
 
     def _denoised(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        form = form_of((args, kwargs))
+        form, call = form_of((args, kwargs)), (args, kwargs)
         with self._choice.set_aside() as kernel:
-            first = self._shard is None or form not in self._ready
+            first = not self._is_ready_for(form)
             if first:
-                self._prepare(forward, (args, kwargs), kernel)
-                self._ready.append(form)
-            assert self._shard is not None
-            self._shard.split = self._split(kernel)
-            if self.history is None:
-                self._this_step()
-                output = self._shard.denoise(forward, *args, **kwargs)
-            else:
-                output = self._with_history(self.history, form, forward, *args, **kwargs)
+                self._prepare(forward, call, form, kernel)
+            try:
+                output = self._run(form, kernel, forward, call)
+            except NotWatched as error:  # the form does not tell: every rank meets it at the same block
+                self._prepare(forward, call, form, kernel, unforeseen=error)
+                output = self._run(form, kernel, forward, call)
             if first and self.share.place == 0:
+                assert self._shard is not None
                 self._say_whose(self._shard)
             return output
+
+    def _is_ready_for(self, form: Any) -> bool:
+        """Whether calls of that form have been seen; if so, the plan that serves them is in."""
+        plan = next((plan for known, plan in self._plans if known == form), None)
+        if plan is None:
+            return False
+        if self._shard is None or plan is not self.plan:
+            self._take_up(plan)
+        return True
+
+    def _run(self, form: Any, kernel: Kernel | None, forward: Forward, call: Call) -> Any:
+        assert self._shard is not None
+        self._shard.split = self._split(kernel)
+        if self.history is not None:
+            return self._with_history(self.history, form, forward, *call[0], **call[1])
+        self._this_step()
+        return self._shard.denoise(forward, *call[0], **call[1])
 
     def _say_whose(self, shard: TokenShard) -> None:
         for name, shares in shard.shares.items():
@@ -95,21 +110,36 @@ class TokenDenoiser(SharedDenoiser):
 
     # --- the first call of a form -------------------------------------------------------------------------------
 
-    def _prepare(self, forward: Forward, call: Call, kernel: Kernel | None) -> None:
-        """Know the tokens of such calls, and that splitting them changes nothing: another number is another matter."""
+    def _prepare(
+        self, forward: Forward, call: Call, form: Any, kernel: Kernel | None, unforeseen: NotWatched | None = None
+    ) -> None:
+        """Know the tokens of such calls, and that splitting them changes nothing: another number is another matter.
+
+        `unforeseen`: a block that is called otherwise than at the first call of that form.
+        """
         refuse_caches(self.denoiser, stale=self.history is not None)
         refuse_elsewhere(self.denoiser, self.share.door.transport.device)
         with caches_set_aside(self.denoiser), needing_torch_attention(self.denoiser, kernel):
-            self._know(forward, call)
+            if unforeseen is None:
+                self._know(forward, call)
+            else:
+                if self.history is not None:
+                    self.history.lose()
+                self._extend(self._search.find_anew(forward, call, unforeseen))
+                self._check(forward, call, known=False)
+        assert self.plan is not None
+        self._plans = [entry for entry in self._plans if entry[0] != form] + [(form, self.plan)]
 
     def _know(self, forward: Forward, call: Call) -> None:
-        known = self.plan is not None
-        if self._shard is None:
-            self._take_up(self.plan or self._search.find(forward, call))
+        """The plan that served other calls, else the one that is known of this model; else it is watched."""
+        before = self.plan
         try:
-            self._check_or_extend(forward, call, known=known)
-        except (UnsupportedModel, VerificationError) as error:  # all ranks alike
-            if not self._search.second_hand:
+            if self._shard is None:
+                self._take_up(before or self._search.find(forward, call))
+            self._check_or_extend(forward, call, known=before is not None)
+        except Exception as error:  # all ranks alike
+            watched_now = before is None and not self._search.second_hand
+            if watched_now or not is_of_the_split(error):
                 raise
             self._take_up(self._search.find_anew(forward, call, error))
             self._check(forward, call, known=False)
@@ -118,12 +148,18 @@ class TokenDenoiser(SharedDenoiser):
         try:
             self._check(forward, call, known=known)
         except NotWatched:  # every rank meets it at the same block
-            assert self.plan is not None
-            self._take_up(self.plan.joined(self._search.find(forward, call, otherwise=True)))
+            self._extend(self._search.find(forward, call, otherwise=True))
             self._check(forward, call, known=False)
 
+    def _extend(self, found: TokenPlan) -> None:
+        """Take up what was found for other calls as well; it serves those that the plan before served."""
+        assert self.plan is not None
+        before, joined = self.plan, self.plan.joined(found)
+        self._plans = [(form, joined if plan is before else plan) for form, plan in self._plans]
+        self._take_up(joined)
+
     def _take_up(self, plan: TokenPlan) -> None:
-        self.restore()
+        self._take_out()
         self.plan, self._shard = plan, TokenShard(self.denoiser, plan, self._split())
 
     def _check(self, forward: Forward, call: Call, *, known: bool) -> None:
@@ -140,7 +176,7 @@ class TokenDenoiser(SharedDenoiser):
             elif known:
                 shard.denoise(forward, *call[0], **call[1])
         except BaseException:
-            self.restore()  # or the next call would find it split, and go ahead
+            self._take_out()  # or the next call would find it split, and go ahead
             raise
 
     def _facts(self, call: Call) -> dict[str, Any]:
@@ -193,7 +229,10 @@ class TokenDenoiser(SharedDenoiser):
 
     def restore(self) -> None:
         """Take the hooks out."""
+        self._take_out()
+        self._plans.clear()
+
+    def _take_out(self) -> None:
         if self._shard is not None:
             self._shard.restore()
             self._shard = None
-        self._ready.clear()

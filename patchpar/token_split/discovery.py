@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
+from patchpar.refusal import in_one_line, is_of_the_split
 from patchpar.token_split.anchor import Anchor, run_as_rows, run_of
 from patchpar.token_split.grouped import group_here
 from patchpar.token_split.latent import WAY_OUT, latent_size, name_of_latent, with_other_latent
@@ -40,8 +41,11 @@ def discover_tokens(denoiser: nn.Module, forward: Callable[..., Any], args: Any,
         try:
             with group_here(block.module):
                 plan = _BlockProbe(block, _the_same(moved.blocks.get(kind)), size).plan()
-        except UnsupportedModel as error:
-            whole[f"{block.name}, {len(block.paths)} x {type(block.module).__name__}"] = str(error)
+        except Exception as error:
+            if not is_of_the_split(error):
+                raise
+            reason = str(error) if isinstance(error, UnsupportedModel) else f"watched, it fails: {in_one_line(error)}"
+            whole[f"{block.name}, {len(block.paths)} x {type(block.module).__name__}"] = reason
         if plan is not None:
             found[kind] = plan
         else:

@@ -19,6 +19,7 @@ from patchpar.compiled import uncompiled
 from patchpar.exchange import Door, Gather
 from patchpar.first_use import Call, arguments_of, made_of
 from patchpar.mesh import Axis
+from patchpar.refusal import in_one_line
 from patchpar.token_split.discovery import discover_tokens
 from patchpar.token_split.plan import TokenPlan
 from patchpar.token_split.shipped import shipped_for
@@ -43,16 +44,24 @@ class PlanSearch:
 
     def find(self, forward: Forward, call: Call, *, otherwise: bool = False) -> TokenPlan:
         """A plan for calls like this one; `otherwise` for what no plan of others covers. Raises UnsupportedModel."""
-        plan = self._kept(call, otherwise) or (None if otherwise else self._shipped())
+        plan = self._kept(call, otherwise=True)
+        if plan is None and not otherwise:
+            plan = self._kept(call, otherwise=False) or self._shipped()
         second_hand = plan is not None or (otherwise and self.second_hand)
         return self._agreed(plan or self._watched(forward, call, otherwise), second_hand=second_hand)
 
     def find_anew(self, forward: Forward, call: Call, why: Exception) -> TokenPlan:
-        """The plan found by watching, since the one that was known did not do. Raises UnsupportedModel."""
-        self._say(f"the plan known for splitting its tokens does not fit ({why})")
-        return self._agreed(self._watched(forward, call, otherwise=False), second_hand=False)
+        """The plan found by watching, since the one that was known did not do. Raises UnsupportedModel.
 
-    def _kept(self, call: Call, otherwise: bool) -> TokenPlan | None:
+        One that has served other calls of this program stays theirs.
+        """
+        self._say(f"the plan known for splitting its tokens does not fit ({in_one_line(why)})")
+        found = self._watched(forward, call, otherwise=True)
+        if self.second_hand:
+            self._keep(found, call, otherwise=False)
+        return self._agreed(found, second_hand=False)
+
+    def _kept(self, call: Call, *, otherwise: bool) -> TokenPlan | None:
         if self.verdicts is None:
             return None
         return self.verdicts.find(self.verdicts.key(self._facts(call, otherwise)), "plan", from_json)
@@ -69,10 +78,13 @@ class PlanSearch:
     def _watched(self, forward: Forward, call: Call, otherwise: bool) -> TokenPlan:
         with uncompiled(self.denoiser):  # or it would not let itself be watched
             found = discover_tokens(self.denoiser, forward, *call)
+        self._keep(found, call, otherwise=otherwise)
+        return found
+
+    def _keep(self, found: TokenPlan, call: Call, *, otherwise: bool) -> None:
         if self.verdicts is not None:
             facts = self._facts(call, otherwise)
             self.verdicts.remember(self.verdicts.key(facts), facts, plan=to_json(found))
-        return found
 
     def _facts(self, call: Call, otherwise: bool) -> dict[str, Any]:
         signature = arguments_of(call) if otherwise else Arguments.of(self.denoiser, *call).signature()

@@ -123,9 +123,9 @@ def _ltx2_parts() -> dict[str, Any]:
 
 _LTX2_CALL: dict[str, Any] = {
     "prompt": PROMPT,
-    "height": 64,
-    "width": 64,
-    "num_frames": 17,
+    "height": 32,
+    "width": 32,
+    "num_frames": 9,
     "frame_rate": 25.0,
     "max_sequence_length": 16,
     "spatio_temporal_guidance_blocks": [1],
@@ -138,9 +138,9 @@ def ltx2() -> Built:
 
 
 def ltx2_image() -> Built:
-    return diffusers.LTX2ImageToVideoPipeline(**_ltx2_parts()), _LTX2_CALL | {"image": pictures.scene(64, 64)}
+    return diffusers.LTX2ImageToVideoPipeline(**_ltx2_parts()), _LTX2_CALL | {"image": pictures.scene(32, 32)}
 
 
 def ltx2_condition() -> Built:
-    given = [LTX2VideoCondition(frames=pictures.scene(64, 64), index=index, crf=0) for index in (0, 1)]
+    given = [LTX2VideoCondition(frames=pictures.scene(32, 32), index=index, crf=0) for index in (0, 1)]
     return diffusers.LTX2ConditionPipeline(**_ltx2_parts()), _LTX2_CALL | {"conditions": given}

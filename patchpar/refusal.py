@@ -1,0 +1,40 @@
+"""What fails in a model that ranks share becomes a refusal in words; what fails without us fails as it does then."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from patchpar.errors import PatchparError, UnsupportedModel, VerificationError
+
+
+def is_of_the_split(error: Exception) -> bool:
+    """Whether an error may come from how a model was split, so that another way may do; others are told as they are."""
+    if isinstance(error, PatchparError):
+        return isinstance(error, (UnsupportedModel, VerificationError))
+    return not isinstance(error, torch.OutOfMemoryError)
+
+
+@contextmanager
+def refused_in_words(network: object, plan: str, way_out: str, plain: Callable[[], Any]) -> Iterator[None]:
+    """Raises UnsupportedModel for whatever fails meanwhile in the model's own code, but does not fail in `plain`.
+
+    `plain` is the same call without us; what that raises is raised. Errors of ours pass.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, PatchparError) or not is_of_the_split(error):
+            raise
+        plain()
+        raise UnsupportedModel(
+            f"{type(network).__name__} cannot be run with plan {plan}: with its work split it fails, and whole it does "
+            f"not ({in_one_line(error)}). {way_out}"
+        ) from error
+
+
+def in_one_line(error: Exception) -> str:
+    """The error's type and what it says, cut where it says much."""
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__

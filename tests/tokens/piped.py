@@ -1,0 +1,65 @@
+"""Tiny pipelines under a plan, on ranks that are threads of this process: nothing to start, nothing to send."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.call import DrawOptions
+from patchpar.clock import StepClock
+from patchpar.drawing import Drawing
+from patchpar.exchange import Door
+from patchpar.installed import Installed
+from patchpar.mesh import Mesh
+from patchpar.plan import Plan
+from patchpar.strategies.guidance import guidance_of
+from patchpar.verdicts import Verdicts
+from tests import tiny
+from tests.unit.threads import on_threads
+
+from . import on_ranks
+
+DEADLINE = 60.0
+
+
+def plain(name: str, **options: Any) -> Tensor:
+    """The final latents in one piece."""
+    found = tiny.build(name)
+    return on_ranks.latents_of(found.pipe(**_arguments(found, options)))
+
+
+def shared(name: str, plan: str, folder: Path, *, exchange: str = "on", **options: Any) -> list[Tensor]:
+    """The final latents on every rank of the plan, verified at first use. Raises the first rank's error."""
+    wanted = Plan.parse(plan)
+    found = [tiny.build(name) for _ in range(wanted.world_size)]  # threads share torch's random state
+
+    def on_rank(transport: Any) -> Tensor:
+        pipe, arguments = found[transport.rank].pipe, _arguments(found[transport.rank], options)
+        clock, installed = StepClock(), Installed(pipe)
+        mesh = Mesh(transport.rank, range(wanted.world_size), **wanted.degrees())
+        verdicts = Verdicts(folder / str(transport.rank))
+        installed.put_in(wanted, mesh, Door(transport), clock, lambda: guidance_of(pipe, arguments), verdicts)
+        installed.control(exchange=exchange, vae="on")
+        context: Any = SimpleNamespace(world_size=1, rank=0, mark=lambda where: None, emit=lambda event: None)
+        drawing = Drawing(pipe, context, clock, DrawOptions(plan=wanted, quiet=True), installed.begin(tracing=False))
+        try:
+            with torch.no_grad():
+                output = drawing.run(arguments)
+            installed.finish()
+        finally:
+            installed.restore()
+        return on_ranks.latents_of(output)
+
+    drawn = on_threads(wanted.world_size, on_rank, deadline=DEADLINE)
+    for each in drawn:
+        if isinstance(each, Exception):
+            raise each
+    return drawn
+
+
+def _arguments(found: tiny.Tiny, options: dict[str, Any]) -> dict[str, Any]:
+    return on_ranks.arguments(on_ranks.Drawing(name=found.name, plan="", options=options), found)

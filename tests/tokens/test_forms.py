@@ -1,0 +1,158 @@
+"""Calls of one denoiser that differ in form: each is watched where it must be, and every prediction is exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from patchpar.errors import UnsupportedModel
+from patchpar.exchange import Door
+from patchpar.mesh import Axis
+from patchpar.strategies.exact import ExactPatch
+from patchpar.verdicts import Verdicts
+from tests.breadth import first_of
+from tests.exact.on_ranks import relative
+from tests.tiny.transformers import TRANSFORMERS
+from tests.tiny.transformers_entry import noise
+from tests.unit.threads import on_threads
+
+from .ranks import LIMIT, hooks_of, predictions
+
+Calls = list[dict[str, Any]]
+WAN, LTX = "WanTransformer3DModel", "LTXVideoTransformer3DModel"
+TIMED = {
+    WAN: "one dim more where every token has a time",
+    LTX: "as many dims, one row or one for every token",
+}
+
+
+def drawn(models: list[Any], calls: Calls, folder: Path | None = None, exchange: str = "on") -> list[list[Tensor]]:
+    """The predictions of one denoiser called in turn, on every rank."""
+
+    def on_rank(transport: Any) -> list[Tensor]:
+        model, ranks = models[transport.rank], len(models)
+        axis = Axis("patch", transport.rank, ranks, tuple(range(ranks)))
+        verdicts = None if folder is None else Verdicts(folder / str(transport.rank))
+        denoiser = ExactPatch().install(model, Door(transport), axis, verdicts=verdicts)
+        denoiser.exchange = exchange
+        try:
+            with torch.no_grad():
+                return [predictions(denoiser.denoise(model.forward, **call))[0] for call in calls]
+        finally:
+            denoiser.restore()
+            assert not hooks_of(model)
+
+    found = on_threads(len(models), on_rank, deadline=60.0)
+    for each in found:
+        if isinstance(each, Exception):
+            raise each
+    return found
+
+
+def timed(name: str) -> Calls:
+    """One time for all tokens, one for each, and both again with other numbers."""
+    call = TRANSFORMERS[name].call(0)
+    latent, time = call["hidden_states"], call["timestep"]
+    tokens = latent.shape[1] if latent.ndim == 3 else latent[0, 0, :, ::2, ::2].numel()
+    each = time[:, None] * (torch.arange(tokens) % 3 > 0)
+    moved = latent + 0.3 * noise(*latent.shape, seed=5)
+    return [
+        call,
+        call | {"timestep": each},
+        call | {"hidden_states": moved},
+        call | {"timestep": each.flip(1), "hidden_states": moved},
+        call | {"timestep": time[:, None]} if latent.ndim == 3 else call,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"), first_of([(name, kept) for name in TIMED for kept in (True, False)], (LTX, True), (WAN, False))
+)
+def test_times_of_all_tokens_and_of_each(name: str, kept: bool, tmp_path: Path) -> None:
+    """Verified, or taken as it is found."""
+    calls = timed(name)
+    models = [TRANSFORMERS[name].build() for _ in range(2)]
+    with torch.no_grad():
+        want = [predictions(models[0](**call))[0] for call in calls]
+    assert relative(want[1], want[0]) > 1e-2
+    for got in drawn(models, calls, tmp_path if kept else None):
+        assert max(relative(x, y) for x, y in zip(got, want, strict=True)) <= LIMIT
+    if kept:
+        alone = drawn(models, calls, tmp_path, "off")[0]
+        assert min(relative(x, y) for x, y in zip(alone, want, strict=True)) > 10 * LIMIT
+
+
+def test_what_is_kept_for_one_form_is_not_believed_for_another(tmp_path: Path) -> None:
+    """A second program begins with the form that the first one met last."""
+    calls = timed(LTX)
+    models = [TRANSFORMERS[LTX].build() for _ in range(2)]
+    for order in (calls[:2], calls[1::-1]):
+        with torch.no_grad():
+            want = [predictions(models[0](**call))[0] for call in order]
+        for got in drawn(models, order, tmp_path):
+            assert max(relative(x, y) for x, y in zip(got, want, strict=True)) <= LIMIT
+
+
+class Block(nn.Module):
+    """Attention over tokens, and what is added to each, which may be left out. `alone`: refuses to see a part."""
+
+    def __init__(self, alone: int = 0) -> None:
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = (nn.Linear(8, 8) for _ in range(3))
+        self.alone = alone
+
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        if self.alone and x.shape[1] != self.alone:
+            raise IndexError("index 4 is out of bounds for dimension 0 with size 4")
+        q, k, v = (layer(x).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (self.to_q, self.to_k, self.to_v))
+        x = x + F.scaled_dot_product_attention(3 * q, k, v).transpose(1, 2).flatten(2)
+        return x if added is None else x * added
+
+
+class LateGuest(nn.Module):
+    """Adds to its tokens only when it is late, which nothing in the form of a call tells."""
+
+    def __init__(self, alone: int = 0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(alone) for _ in range(2))
+
+    def forward(self, hidden_states: Tensor, timestep: float) -> Tensor:
+        added = torch.linspace(-1, 1, hidden_states.shape[1])[:, None] if timestep < 500 else None
+        for block in self.blocks:
+            hidden_states = block(hidden_states, added)
+        return hidden_states
+
+
+def models_of(count: int, alone: int = 0) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for _ in range(count):
+        torch.manual_seed(0)
+        found.append(LateGuest(alone).eval().requires_grad_(False))
+    return found
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["verified", "not verified"])
+def test_a_block_that_is_called_otherwise_in_a_later_step(kept: bool, tmp_path: Path) -> None:
+    latent = noise(1, 12, 8)
+    calls: Calls = [
+        {"hidden_states": latent + step, "timestep": time} for step, time in enumerate((900.0, 400.0, 300.0, 700.0))
+    ]
+    models = models_of(2)
+    want = [models[0](**call) for call in calls]
+    for got in drawn(models, calls, tmp_path if kept else None):
+        assert max(relative(x, y) for x, y in zip(got, want, strict=True)) <= LIMIT
+    alone = drawn(models, calls, tmp_path if kept else None, "off")[0]
+    assert min(relative(x, y) for x, y in zip(alone, want, strict=True)) > 10 * LIMIT
+
+
+def test_a_block_that_fails_while_it_is_tried_is_a_reason_in_words(tmp_path: Path) -> None:
+    calls: Calls = [{"hidden_states": noise(1, 12, 8), "timestep": 900.0}]
+    with pytest.raises(
+        UnsupportedModel, match=r"LateGuest cannot be split by tokens .*index 4 is out of bounds.*cfg=2"
+    ):
+        drawn(models_of(2, alone=12), calls, tmp_path)

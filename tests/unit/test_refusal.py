@@ -1,0 +1,77 @@
+"""What fails when a model's work is split is refused in words; what fails anyway fails as it would."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers.hooks import HookRegistry
+from torch import Tensor, nn
+
+from patchpar.clock import StepClock
+from patchpar.denoiser import DenoiserHook
+from patchpar.errors import ExchangeError, UnsupportedModel
+from patchpar.plan import Plan
+from patchpar.traffic import Traffic
+
+
+class Denoiser(nn.Module):
+    """Fails on what is not finite."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.isfinite().all():
+            raise ValueError("x is not finite")
+        return 2 * x
+
+
+class Failing:
+    """A layer of a plan in which `error` is raised."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def denoise(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        raise self.error
+
+
+def run(error: Exception, x: Tensor, **plan: int) -> Any:
+    denoiser = Denoiser()
+    door = SimpleNamespace(transport=SimpleNamespace(deadline=1.0), traffic=Traffic())
+    votes: Any = SimpleNamespace(door=door, renew=lambda: None, restore=lambda: None)
+    hook = DenoiserHook(StepClock(), [Failing(error)], lambda: None, votes, plan=Plan(**plan))
+    HookRegistry.check_if_exists_or_initialize(denoiser).register_hook(hook, "denoiser")
+    return denoiser(x)
+
+
+@pytest.mark.parametrize(
+    "error", [IndexError("index 4 is out of bounds"), RuntimeError("size a\nand b"), AssertionError()]
+)
+def test_it_names_plan_class_reason_and_what_works(error: Exception) -> None:
+    with pytest.raises(UnsupportedModel) as raised:
+        run(error, torch.ones(2), patch=2)
+    said = str(raised.value)
+    reason = f"{type(error).__name__}: {error}".replace("\n", " ").removesuffix(": ")
+    assert said.startswith("Denoiser cannot be run with plan patch=2,strategy=exact: with its work split it fails")
+    assert f"and whole it does not ({reason}). " in said
+    assert said.endswith("Use plan cfg=2 or data=N, which do not split the picture")
+    assert raised.value.__cause__ is error
+    with pytest.raises(
+        UnsupportedModel, match=re.escape("Use cfg=1, and give the devices to another axis, e.g. patch=2")
+    ):
+        run(error, torch.ones(2), cfg=2)
+
+
+def test_what_fails_without_us_too_is_the_models_own_error() -> None:
+    with pytest.raises(ValueError, match="x is not finite") as raised:
+        run(RuntimeError("no"), torch.tensor([torch.nan]), patch=2)
+    assert type(raised.value) is ValueError
+
+
+@pytest.mark.parametrize("error", [ExchangeError("late"), torch.OutOfMemoryError("full"), UnsupportedModel("in words")])
+def test_what_says_enough_is_passed_on(error: Exception) -> None:
+    with pytest.raises(type(error)) as raised:
+        run(error, torch.ones(2), patch=2)
+    assert raised.value is error
