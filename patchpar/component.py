@@ -18,8 +18,8 @@ Ask = Callable[..., Any]
 class Component:
     """Stands for the network `name`. Methods act on all ranks; attributes come from the first, and are set on all."""
 
-    def __init__(self, name: str, network: Network, ask: Ask) -> None:
-        for attribute, value in (("_name", name), ("_network", network), ("_ask", ask)):
+    def __init__(self, name: str, network: Network, ask: Ask, apply: Ask) -> None:
+        for attribute, value in (("_name", name), ("_network", network), ("_ask", ask), ("_apply", apply)):
             object.__setattr__(self, attribute, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -31,7 +31,7 @@ class Component:
         refuse_network_method(path)
 
         def broadcast(*args: Any, **kwargs: Any) -> Any:
-            returned = self._ask("apply", path, args, kwargs, replay=True)
+            returned = self._apply(path, args, kwargs)
             return self if returned.itself else returned.value
 
         broadcast.__name__ = name

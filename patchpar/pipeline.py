@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.attributes import QUESTIONS, refuse_method
-from patchpar.call import Drawn, Returned
+from patchpar.call import Drawn
+from patchpar.changes import LOAD_SECONDS
 from patchpar.checks import bind, check_call, check_plan, check_plan_for
 from patchpar.component import Component
 from patchpar.errors import PlanError, UnsupportedModel
@@ -29,8 +30,6 @@ from patchpar.planner.auto import choose, without
 from patchpar.run import Run
 from patchpar.start import Request, check_options, check_request, plan_of, way_and_network
 from patchpar.state import State
-
-LOAD_SECONDS = 3600.0  # a large model from a slow disk; workers that die are noticed at once all the same
 
 
 class ParallelPipeline:
@@ -97,6 +96,7 @@ class ParallelPipeline:
         """Start the ranks, have each take its pipeline, and learn what it is."""
         object.__setattr__(self, "_state", State(request))
         state = self._state
+        state.is_fresh = method == "load" and not any(map(callable, args[1].values()))  # no network among its options
         state.executor = request.executor()
         try:
             results = state.executor.call(method, *args, replay=True, expected=LOAD_SECONDS)
@@ -223,7 +223,7 @@ class ParallelPipeline:
         """As diffusers' own: options of the progress bar."""
         self._state.progress = config
         if self._executor.kind != "local":
-            self._ask_ranks("apply", "set_progress_bar_config", (), config)
+            self._state.ask("apply", "set_progress_bar_config", (), config)
 
     def __getattr__(self, name: str) -> Any:
         """Methods of the pipeline and its networks act on all ranks; attributes come from the first, as copies."""
@@ -235,15 +235,15 @@ class ParallelPipeline:
         if name in self.description.methods:
             return self._method(name)
         if name in self.description.networks and self._executor.kind == "local":
-            return Component(name, self.description.networks[name], self._ask_ranks)
-        return self._ask_ranks("get", name)
+            return Component(name, self.description.networks[name], self._state.ask, self._state.apply)
+        return self._state.ask("get", name)
 
     def _method(self, name: str) -> Callable[..., Any]:
         wanted, world_size = self._state.wanted, self._executor.world_size
         refuse_method(name, world_size=world_size, bands=wanted.patch if wanted else world_size)
 
         def broadcast(*args: Any, **kwargs: Any) -> Any:
-            returned: Returned = self._ask_ranks("apply", name, args, kwargs, replay=True, expected=LOAD_SECONDS)
+            returned = self._state.apply(name, args, kwargs)
             return self if returned.itself else returned.value
 
         broadcast.__name__ = name
@@ -273,17 +273,7 @@ class ParallelPipeline:
 
     @property
     def _executor(self) -> Executor:
-        executor = self._state.executor
-        if executor is None:
-            raise PlanError("this pipeline is closed; make a new one")
-        return executor
-
-    def _ask_ranks(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call a method of every rank's engine. Rank 0 answers; under torchrun each process answers itself."""
-        executor = self._executor
-        everywhere = executor.kind != "local"
-        results = executor.call(method, *args, everywhere=everywhere, **options)
-        return results[getattr(executor, "rank", 0)]
+        return self._state.ranks
 
     # --- the end ------------------------------------------------------------------------------------------------
 

@@ -58,8 +58,8 @@ def check_request(
 ) -> Request:
     """Raise PlanError for a plan, devices, limits or a way of the VAE that cannot be."""
     wanted = plan_of(plan)
-    if isinstance(verify, str):
-        verify = Path(verify)
+    if isinstance(verify, (str, Path)):
+        verify = Path(verify).expanduser().absolute()  # ranks may be started somewhere else
     if not isinstance(verify, (bool, Path)):
         raise PlanError(f"verify={verify!r}: True, False, or a folder that keeps the verdicts")
     return Request(

@@ -4,6 +4,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from patchpar.call import Returned
+from patchpar.changes import asked
+from patchpar.errors import PlanError
 from patchpar.launch.context import Executor
 from patchpar.launch.forks import change_in_children
 from patchpar.models.description import Description
@@ -26,6 +29,7 @@ class State:
         self.on_step: Callable[[int, int], object] | None = None
         self.progress: dict[str, Any] = {}
         self.tracing = False
+        self.is_fresh = False  # began as its files have it
         self.caller: Caller | None = None
         self.lock = threading.RLock()
         change_in_children(self)
@@ -33,6 +37,26 @@ class State:
     def after_fork(self) -> None:
         """See `launch.forks`."""
         self.lock = threading.RLock()
+
+    @property
+    def ranks(self) -> Executor:
+        """The ranks. Raises PlanError if the pipeline is closed."""
+        if self.executor is None:
+            raise PlanError("this pipeline is closed; make a new one")
+        return self.executor
+
+    def ask(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method of every rank's engine. Rank 0 answers; under torchrun each process answers itself."""
+        ranks = self.ranks
+        everywhere = ranks.kind != "local"
+        results = ranks.call(method, *args, everywhere=everywhere, **options)
+        return results[getattr(ranks, "rank", 0)]
+
+    def apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
+        """Call a method of the pipeline, or of one of its networks, on every rank."""
+        words, options = asked(path, args, kwargs, is_fresh=self.is_fresh)
+        returned: Returned = self.ask(*words, **options)
+        return returned
 
     @property
     def described(self) -> Description:

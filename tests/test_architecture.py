@@ -40,7 +40,7 @@ LINES = (
     ("highres",),
     ("strategies", "guided"),
     ("stream",),
-    ("planner", "checks", "outcome", "attributes", "start", "drawing", "denoiser"),
+    ("planner", "checks", "outcome", "attributes", "changes", "start", "drawing", "denoiser"),
     ("together", "state", "component", "installed"),
     ("engine",),
     ("pipeline",),

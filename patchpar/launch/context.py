@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar
 
 from patchpar.errors import LaunchError, PatchparError
+from patchpar.launch.replay import Change
 from patchpar.scalars import plain
 
 OnEvent = Callable[[int, Any], object]
@@ -109,7 +110,7 @@ class Executor(Protocol):
         *args: Any,
         on_event: OnEvent | None = None,
         on_ask: OnAsk | None = None,
-        replay: bool | str = False,
+        replay: bool | str | Change = False,
         expected: float = 0.0,
         **kwargs: Any,
     ) -> list[Any]:
@@ -118,7 +119,7 @@ class Executor(Protocol):
         Under torchrun only this rank's own result is known; the others are None.
         Events of one rank come in order, in the caller's thread, all of them before this returns.
         `replay`: do this call again whenever workers have to be restarted (loading a model, adding a LoRA). A dotted
-        name says what the call sets, so that one which sets the same later takes its place.
+        name says what the call sets, so that one which sets the same later takes its place; a Change can say more.
         `expected`: seconds that a rank may go without progress beyond the executor's deadline. Work is progress; a
         download, or a slow disk, is not.
 

@@ -87,7 +87,7 @@ class InlineExecutor:
         on_event: OnEvent | None = None,
         on_ask: OnAsk | None = None,
         on_start: OnStart | None = None,
-        replay: bool | str = False,
+        replay: object = False,
         expected: float = 0.0,
         **kwargs: Any,
     ) -> list[Any]:

@@ -18,7 +18,7 @@ from patchpar.errors import LaunchError, WorkerError
 from patchpar.launch.context import Callbacks, OnAsk, OnEvent, OnStart, check_deadline
 from patchpar.launch.forks import change_in_children, check_owner
 from patchpar.launch.pool import Pool, PoolSpec
-from patchpar.launch.replay import Replay, Replays
+from patchpar.launch.replay import Change, Replay, Replays
 from patchpar.launch.wire import Message, encode_call
 
 MAX_FAILED_STARTS = 3
@@ -102,7 +102,7 @@ class LocalExecutor:
         on_event: OnEvent | None = None,
         on_ask: OnAsk | None = None,
         on_start: OnStart | None = None,
-        replay: bool | str = False,
+        replay: bool | str | Change = False,
         expected: float = 0.0,
         **kwargs: Any,
     ) -> list[Any]:
@@ -120,9 +120,9 @@ class LocalExecutor:
                     self._is_busy = False
                 if replay:
                     sent = message if message.block is None else None
-                    settles = replay if isinstance(replay, str) else None
+                    change = replay if isinstance(replay, Change) else Change(sets=None if replay is True else replay)
                     self._journal.add(
-                        Replay(method=method, args=args, kwargs=kwargs, expected=expected, sent=sent, settles=settles)
+                        Replay(method=method, args=args, kwargs=kwargs, expected=expected, sent=sent, change=change)
                     )
                 return result
         finally:

@@ -178,7 +178,7 @@ class TorchrunExecutor:
         *args: Any,
         on_event: OnEvent | None = None,
         on_ask: OnAsk | None = None,
-        replay: bool | str = False,
+        replay: object = False,
         expected: float = 0.0,
         **kwargs: Any,
     ) -> list[Any]:

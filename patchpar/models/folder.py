@@ -49,6 +49,7 @@ def resolve_model(model: str | Path, options: Mapping[str, Any]) -> tuple[str, d
     """(what to load, with which options, what is known of it). Hub names are left to the hub: nothing is known.
 
     Components that the folder's pipeline does without are passed as None, without which diffusers would not load it.
+    Folders are named from the root: a rank that is started later may be started somewhere else.
     Raises PlanError for a path that is no model folder, has no safetensors, or has a broken weight file.
     """
     options = dict(options)
@@ -56,7 +57,9 @@ def resolve_model(model: str | Path, options: Mapping[str, Any]) -> tuple[str, d
         options.setdefault("variant", "fp16")
         options.setdefault("torch_dtype", "float32")
         model = embedded_model(str(model))
-    path = Path(model).expanduser()
+    if options.get("cache_dir") is not None:
+        options["cache_dir"] = str(Path(options["cache_dir"]).expanduser().absolute())
+    path = Path(model).expanduser().absolute()
     if str(model) and path.is_dir():
         folder = inspect_folder(path, options.get("variant"))
         return str(path), {**dict.fromkeys(folder.absent), **options}, folder

@@ -2,14 +2,14 @@
 
 import pytest
 
-from patchpar.launch.replay import Replay, Replays
+from patchpar.launch.replay import Change, Replay, Replays
 
 
 def told(*names: str | None) -> list[int]:
     """The numbers of the calls that are repeated, of calls that set these; None sets nothing that is known."""
     replays = Replays()
     for number, name in enumerate(names):
-        replays.add(Replay(method="set", args=(number,), kwargs={}, expected=0.0, sent=None, settles=name))
+        replays.add(Replay(method="set", args=(number,), kwargs={}, expected=0.0, sent=None, change=Change(sets=name)))
     return [entry.args[0] for entry in replays]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
 
 from patchpar import ParallelPipeline
@@ -28,6 +29,20 @@ def sdxl_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved model folder; never write into it."""
     folder = tmp_path_factory.mktemp("sdxl")
     build("sdxl").pipe.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two adapters as files."""
+    folder = tmp_path_factory.mktemp("loras")
+    for seed, name in enumerate(("ink", "snow")):
+        pipe = build("sdxl").pipe
+        torch.manual_seed(seed)
+        targets = ["to_q", "to_k", "to_v", "to_out.0"]
+        pipe.unet.add_adapter(LoraConfig(r=4, lora_alpha=4, init_lora_weights=False, target_modules=targets))
+        layers = get_peft_model_state_dict(pipe.unet)
+        pipe.save_lora_weights(folder, unet_lora_layers=layers, weight_name=f"{name}.safetensors")
     return folder
 
 

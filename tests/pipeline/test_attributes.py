@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestralDiscreteScheduler
-from peft import LoraConfig
-from peft.utils import get_peft_model_state_dict
 
 from patchpar import ParallelPipeline, PlanError, UnsupportedModel
 from tests.tiny import build
@@ -37,20 +35,6 @@ def test_schedulers(parallel: ParallelPipeline, plain: Any, plan: str) -> None:
             assert relative_error(want_before, want) > 100 * EXACT
     finally:
         plain.scheduler = parallel.scheduler = before
-
-
-@pytest.fixture(scope="module")
-def loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two adapters as files."""
-    folder = tmp_path_factory.mktemp("loras")
-    for seed, name in enumerate(("ink", "snow")):
-        pipe = build("sdxl").pipe
-        torch.manual_seed(seed)
-        targets = ["to_q", "to_k", "to_v", "to_out.0"]
-        pipe.unet.add_adapter(LoraConfig(r=4, lora_alpha=4, init_lora_weights=False, target_modules=targets))
-        layers = get_peft_model_state_dict(pipe.unet)
-        pipe.save_lora_weights(folder, unet_lora_layers=layers, weight_name=f"{name}.safetensors")
-    return folder
 
 
 @pytest.fixture
