@@ -18,10 +18,6 @@ NOT_IN_WORKERS = {
     "from_single_file": NEW_PIPELINE,
     "download": "it fetches a model and needs no ranks; call it on the pipeline's class",
 }
-NOT_IN_BANDS = {
-    "enable_attention_slicing": "sliced attention does not call scaled_dot_product_attention",
-    "enable_xformers_memory_efficient_attention": "xformers does not call scaled_dot_product_attention",
-}
 NOT_OF_NETWORKS = {
     "to": "devices= says where it runs, torch_dtype= in what",
     "cuda": "devices= says where it runs",
@@ -39,12 +35,10 @@ NOT_OF_NETWORKS = {
 QUESTIONS = ("_repr_", "_ipython_", "_mime")  # of notebooks: methods that no pipeline has
 
 
-def refuse_method(name: str, *, world_size: int, bands: int) -> None:
-    """Raise UnsupportedModel for a method that cannot act on all ranks, or not on a denoiser in bands."""
+def refuse_method(name: str, *, world_size: int) -> None:
+    """Raise UnsupportedModel for a method that cannot act on all ranks."""
     if world_size > 1 and name in NOT_IN_WORKERS:
         raise UnsupportedModel(f"{name} is not for several devices: {NOT_IN_WORKERS[name]}")
-    if bands > 1 and name in NOT_IN_BANDS:
-        raise UnsupportedModel(f"{name} does not go with axis 'patch': {NOT_IN_BANDS[name]}. Use plan cfg=2")
 
 
 def refuse_network_method(path: str) -> None:

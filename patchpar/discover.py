@@ -12,7 +12,7 @@ A group norm whose output reaches a convolution through pointwise activations on
 exchange in one round.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_with_path
 
-from patchpar.batch import SAMPLE_NAMES
+from patchpar.attention_sites import SeenAttention, attention_watched
 from patchpar.errors import UnsupportedModel
+from patchpar.picture_arguments import as_large_as_the_picture, picture_of, with_sample_size
 
 TRANSFORMS = frozenset(
     getattr(torch.fft, f"{kind}{name}") for kind in ("", "i", "r", "ir") for name in ("fft", "fft2", "fftn")
@@ -55,13 +55,20 @@ class ConvSite:
 
 @dataclass(frozen=True, slots=True)
 class Sites:
-    """Every place where a denoiser needs other ranks' values, and how often it halves its maps."""
+    """Every place where a denoiser needs other ranks' values, and how often it halves its maps.
+
+    `transforms`: modules in whose forward maps go through torch.fft. `own_kernel`: those of the `attentions` whose
+    processors compute attention without scaled_dot_product_attention.
+    `beside`: arguments that are maps of the picture beside the latent, as `picture_arguments` calls them.
+    """
 
     norms: tuple[NormSite, ...]
     convs: tuple[ConvSite, ...]
     attentions: tuple[str, ...]
     total_stride: int
-    transforms: tuple[str, ...] = ()  # modules in whose forward maps go through torch.fft
+    transforms: tuple[str, ...] = ()
+    own_kernel: frozenset[str] = frozenset()
+    beside: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """One line for `explain`."""
@@ -79,7 +86,7 @@ class _Seen:
 
     norms: dict[str, tuple[int, ...]] = field(default_factory=dict)
     convs: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    attentions: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    attention: SeenAttention = field(default_factory=SeenAttention)
     transforms: dict[str, None] = field(default_factory=dict)
     links: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)  # norm -> convolution -> activations
     reads_sample: set[str] = field(default_factory=set)
@@ -92,61 +99,9 @@ class _Seen:
         self.inside.pop()
 
 
-def picture_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """The sample of a denoiser call, if it is shaped as a picture: of at least four dims. Raises UnsupportedModel."""
-    for value in (args[0] if args else None, *map(kwargs.get, SAMPLE_NAMES)):
-        if isinstance(value, Tensor) and value.ndim >= 4:
-            return value
-    raise UnsupportedModel("this denoiser takes no picture-shaped latent, so it has no rows to split: use cfg or data")
-
-
-def with_sample_size(args: Any, kwargs: Any, size: tuple[int, int], *, seed: int = 0) -> tuple[Any, Any]:
-    """The same call at another latent size: picture-shaped arguments are replaced by noise, the rest stays."""
-    sample = picture_of(args, kwargs)
-    generator = torch.Generator().manual_seed(seed)
-
-    def resized(path: Any, x: Any) -> Any:
-        stride = stride_of(path, x, sample)
-        if stride is None:
-            return x
-        shape = (*x.shape[:-2], -(-size[0] // stride), -(-size[1] // stride))
-        return torch.randn(shape, generator=generator).to(x.device, x.dtype)
-
-    new_args, new_kwargs = tree_map_with_path(resized, (tuple(args), dict(kwargs)))
-    return new_args, new_kwargs
-
-
-def stride_of(path: Any, x: Any, sample: Tensor) -> int | None:
-    """The factor by which an argument is smaller than the sample, or None where it is not picture-shaped.
-
-    Only the sample and residuals (ControlNet, T2I adapters) are: other tensors may have such sizes by chance.
-    """
-    if not isinstance(x, Tensor) or x.ndim < 4:
-        return None
-    if x is sample:
-        return 1
-    if "residual" not in "".join(str(key) for key in path):
-        return None
-    height, width = sample.shape[-2:]
-    stride = 1
-    while stride <= max(height, width):
-        if tuple(x.shape[-2:]) == (-(-height // stride), -(-width // stride)):
-            return stride
-        stride *= 2
-    raise UnsupportedModel(
-        f"a residual of {tuple(x.shape[-2:])} rows and columns fits no level of a latent of {height} x {width}"
-    )
-
-
 def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Sites:
     """Run `forward` at two small sizes and tell what is spatial. Raises UnsupportedModel."""
-    try:
-        first, second = (_probe(denoiser, forward, *with_sample_size(args, kwargs, size)) for size in PROBE_SIZES)
-    except RuntimeError as error:
-        raise UnsupportedModel(
-            f"{type(denoiser).__name__} does not run at the sizes it is probed with, since another argument than the "
-            f"latent is as large as the picture ({error}): use plan cfg=2 or data=N"
-        ) from error
+    first, second, beside = _probed(denoiser, forward, args, kwargs)
     norms = [path for path in first.norms if _grows_per_sample(first.norms[path], second.norms.get(path))]
     convs = {path: shape for path, shape in first.convs.items() if _grows_in_rows(shape, second.convs[path])}
     if not convs:
@@ -157,16 +112,39 @@ def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs
     stride = PROBE_SIZES[0][0] // min(rows.values())
     modules: dict[str, Any] = dict(denoiser.named_modules())
     convs = {path: shape for path, shape in convs.items() if max(modules[path].kernel_size[-2:]) > 1}
+    seen, taller = first.attention, second.attention
+    attentions = tuple(path for path in seen.paths() if _grows_per_sample(seen.shape(path), taller.shape(path)))
     return Sites(
         norms=tuple(_norm_site(path, first.links.get(path, {}), convs) for path in norms),
         convs=tuple(
             ConvSite(path, path in first.reads_sample, rows[path] % 2 if _unpadded(modules[path]) else 0)
             for path in convs
         ),
-        attentions=tuple(p for p, s in first.attentions.items() if _grows_per_sample(s, second.attentions.get(p))),
+        attentions=attentions,
         total_stride=stride,
         transforms=tuple(first.transforms),
+        own_kernel=frozenset(attentions) - seen.with_kernel,
+        beside=beside,
     )
+
+
+def _probed(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_Seen, _Seen, Any]:
+    """What two runs showed, and the arguments that had to change their size with the latent's. Raises UnsupportedModel.
+
+    Those are tried where it does not run without.
+    """
+    failed: RuntimeError | None = None
+    for beside in dict.fromkeys([(), as_large_as_the_picture(args, kwargs)]):
+        try:
+            first, second = (_probe(denoiser, forward, args, kwargs, size, beside) for size in PROBE_SIZES)
+        except RuntimeError as error:
+            failed = failed or error
+            continue
+        return first, second, beside
+    raise UnsupportedModel(
+        f"{type(denoiser).__name__} does not run at the sizes it is probed with, since another argument than the "
+        f"latent is as large as the picture ({failed}): use plan cfg=2 or data=N"
+    ) from failed
 
 
 def _norm_site(path: str, links: dict[str, tuple[str, ...]], convs: Mapping[str, Any]) -> NormSite:
@@ -179,18 +157,26 @@ def _unpadded(conv: Any) -> bool:
     return bool(conv.stride[-1] > 1 and max(conv.padding[-2:]) == 0)
 
 
-def _grows_per_sample(before: tuple[int, ...], after: tuple[int, ...] | None) -> bool:
-    return after is not None and before[0] == after[0] and before != after
+def _grows_per_sample(before: tuple[int, ...] | None, after: tuple[int, ...] | None) -> bool:
+    return before is not None and after is not None and before[0] == after[0] and before != after
 
 
 def _grows_in_rows(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     return before[:-2] == after[:-2] and before[-1] == after[-1] and before[-2] < after[-2]
 
 
-def _probe(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> _Seen:
+def _probe(
+    denoiser: nn.Module,
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    size: tuple[int, int],
+    beside: Collection[str],
+) -> _Seen:
     seen = _Seen()
+    args, kwargs = with_sample_size(args, kwargs, size, beside=beside)
     sample = picture_of(args, kwargs)
-    with _watched(denoiser, seen, sample), _WatchedTransforms(seen), torch.no_grad():
+    with _watched(denoiser, seen, sample), attention_watched(denoiser, seen.attention), torch.no_grad():
         forward(*args, **kwargs)
     return seen
 
@@ -202,16 +188,15 @@ def _watched(denoiser: nn.Module, seen: _Seen, sample: Tensor) -> Iterator[None]
     for path, module in denoiser.named_modules():
         handles.append(module.register_forward_pre_hook(lambda *_, path=path: seen.inside.append(path)))
         handles.append(module.register_forward_hook(lambda *_: seen.leave()))
-        if hasattr(module, "processor"):
-            handles.append(module.register_forward_pre_hook(_watch_attention(seen, path), with_kwargs=True))
-        elif isinstance(module, nn.GroupNorm):
+        if isinstance(module, nn.GroupNorm):
             handles.append(module.register_forward_hook(_watch_norm(seen, path)))
         elif isinstance(module, (nn.Conv2d, nn.Conv3d)):
             handles.append(module.register_forward_hook(_watch_conv(seen, path, sample)))
         elif isinstance(module, POINTWISE):
             handles.append(module.register_forward_hook(_watch_pointwise(seen, path)))
     try:
-        yield
+        with _WatchedTransforms(seen):
+            yield
     finally:
         for handle in handles:
             handle.remove()
@@ -230,16 +215,6 @@ class _WatchedTransforms(TorchFunctionMode):
         if func in TRANSFORMS and self.seen.inside:
             self.seen.transforms[self.seen.inside[-1]] = None
         return func(*args, **(kwargs or {}))
-
-
-def _watch_attention(seen: _Seen, path: str) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        context = args[1] if len(args) > 1 else kwargs.get("encoder_hidden_states")
-        if context is None or context is hidden:
-            seen.attentions[path] = tuple(hidden.shape)
-
-    return hook
 
 
 def _watch_norm(seen: _Seen, path: str) -> Callable[..., None]:

@@ -3,7 +3,7 @@
 What every patch strategy shares; a strategy decides what its seams exchange and when.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,13 +14,14 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_pa
 from patchpar.caches import refuse_caches
 from patchpar.clock import StepClock
 from patchpar.compiled import is_compiled
-from patchpar.discover import Sites, discover, picture_of, stride_of
+from patchpar.discover import Sites, discover
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door, Gather
 from patchpar.first_use import check_once, made_of
 from patchpar.history import History
 from patchpar.mesh import Axis
 from patchpar.patches import Bands, split_bands
+from patchpar.picture_arguments import level_of, picture_of
 from patchpar.shard import Sharded, first_tensor, verify, verify_as_called
 from patchpar.shared_denoiser import SharedDenoiser
 from patchpar.transport import Spec
@@ -152,15 +153,15 @@ class PatchedDenoiser(SharedDenoiser):
         share, sample = self.share, picture_of(args, kwargs)
         share.bands = bands_of(sample.shape[share.dim], share.axis.size, self.sites.total_stride)
         share.whole, share.active = sample, self.exchange != "off"
-        own_args, own_kwargs = tree_map_with_path(partial(self._cut, sample), (args, kwargs))
+        own_args, own_kwargs = tree_map_with_path(partial(self._cut, sample, self.sites.beside), (args, kwargs))
         return forward(*own_args, **own_kwargs)
 
-    def _cut(self, sample: Tensor, path: Any, x: Any) -> Any:
-        stride = stride_of(path, x, sample)
-        if stride is None:
+    def _cut(self, sample: Tensor, beside: Collection[str], path: Any, x: Any) -> Any:
+        level = level_of(path, x, sample, beside)
+        if level is None:
             return x
         share = self.share
-        bands = share.bands if stride == 1 else share.level(-(-share.bands.size(share.place) // stride))
+        bands = share.level(level.of(share.bands.size(share.place)))
         return x.narrow(share.dim, bands.starts[share.place], bands.size(share.place)).contiguous()
 
     def _join(

@@ -239,8 +239,7 @@ class ParallelPipeline:
         return self._state.ask("get", name)
 
     def _method(self, name: str) -> Callable[..., Any]:
-        wanted, world_size = self._state.wanted, self._executor.world_size
-        refuse_method(name, world_size=world_size, bands=wanted.patch if wanted else world_size)
+        refuse_method(name, world_size=self._executor.world_size)
 
         def broadcast(*args: Any, **kwargs: Any) -> Any:
             returned = self._state.apply(name, args, kwargs)

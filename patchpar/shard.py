@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from diffusers.hooks import ModelHook
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from patchpar.attention import AttentionHook
-from patchpar.discover import NormSite, Sites, with_sample_size
+from patchpar.attention import AttentionHook, refusal_of_past
+from patchpar.discover import NormSite, Sites
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.exchange import Gather
 from patchpar.fourier import FourierHook
 from patchpar.hooks import Hooked
 from patchpar.layers import stencil_of
+from patchpar.picture_arguments import with_sample_size
 from patchpar.seam import ConvFed, ConvHook, NormHook
 from patchpar.share import Share
 
@@ -44,7 +46,10 @@ class Sharded:
                 hook = ConvHook(share, conv.path, reads_sample=conv.reads_sample, trailing=conv.trailing)
                 self._hook(conv.path, hook)
         for path in sites.attentions:
-            self._hook(path, AttentionHook(share, path))
+            own_kernel = path in sites.own_kernel
+            if own_kernel and share.treatment.context is not None:
+                raise refusal_of_past(path, self._modules[path], share.treatment.name)
+            self._hook(path, AttentionHook(share, path, own_kernel=own_kernel))
         for path in sites.transforms:
             self._hook(path, FourierHook(share, path), "patchpar_fourier")
 
@@ -103,7 +108,8 @@ def verify(
     for seed, sizes in enumerate(verification_sizes(sites.total_stride, share.axis.size)):
         turned = sizes if share.dim == -2 else tuple((short, long) for long, short in sizes)
         with torch.no_grad():
-            (args, kwargs), want = _plain_at(turned, plain, call, seed)
+            size, want = _plain_at(turned, plain, call, sites, seed)
+            args, kwargs = with_sample_size(*call, size, seed=seed, beside=sites.beside)
             got = first_tensor(split(*args, **kwargs))
         errors.append(relative_error(got, want))
         limit = TOLERANCE[want.dtype]
@@ -123,8 +129,9 @@ def verify_as_called(
     Takes as much memory as the plain forward. Raises VerificationError.
     """
     args, kwargs = call
+    own_args, own_kwargs = tree_map(lambda x: x, call)  # a denoiser may empty the lists that it is given
     with torch.no_grad():
-        want = first_tensor(plain(*args, **kwargs))
+        want = first_tensor(plain(*own_args, **own_kwargs))
         got = first_tensor(split(*args, **kwargs))
     return _agreed([relative_error(got, want)], TOLERANCE[want.dtype], share, "as it is called", _named(foreign))
 
@@ -149,17 +156,23 @@ def _agreed(errors: Sequence[float], limit: float, share: Share, where: str, wha
 
 
 def _plain_at(
-    sizes: Sequence[Size], plain: Callable[..., Any], call: tuple[Any, Any], seed: int
-) -> tuple[tuple[Any, Any], Tensor]:
-    """The call at the first of `sizes` that the plain denoiser takes, and its prediction there."""
-    for size in sizes[:-1]:
-        args, kwargs = with_sample_size(*call, size, seed=seed)
+    sizes: Sequence[Size], plain: Callable[..., Any], call: tuple[Any, Any], known: Sites, seed: int
+) -> tuple[Size, Tensor]:
+    """The first of `sizes` that the plain denoiser takes, and its prediction there.
+
+    For the call itself: a denoiser may empty the lists that it is given.
+    """
+    for size in sizes:
+        args, kwargs = with_sample_size(*call, size, seed=seed, beside=known.beside)
         try:
-            return (args, kwargs), first_tensor(plain(*args, **kwargs))
+            prediction = first_tensor(plain(*args, **kwargs))
         except RuntimeError:  # skip connections that do not meet: this denoiser takes whole multiples only
+            if size == sizes[-1]:
+                raise
             continue
-    args, kwargs = with_sample_size(*call, sizes[-1], seed=seed)
-    return (args, kwargs), first_tensor(plain(*args, **kwargs))
+        if tuple(prediction.shape[-2:]) == size:  # or it has dropped what is no whole multiple
+            break
+    return size, prediction
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -28,7 +28,7 @@ LINES = (
     ("treatment",),
     ("launch", "run", "call"),
     ("mesh", "transport", "batch", "live"),
-    ("traffic",),
+    ("traffic", "picture_arguments", "attention_sites"),
     ("exchange", "promise"),
     ("layers", "discover", "predictions", "memory", "tokens", "residual", "pace", "correction"),
     ("context", "share", "models", "sequence"),

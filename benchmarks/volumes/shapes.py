@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from patchpar.discover import discover, with_sample_size
+from patchpar.discover import discover
+from patchpar.picture_arguments import with_sample_size
 
 
 class Attended(NamedTuple):

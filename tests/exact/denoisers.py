@@ -177,6 +177,25 @@ def _no_text(height: int, width: int) -> dict[str, Any]:
     return {"sample": noise(2, 4, height, width), "timestep": 501}
 
 
+def _added_keys() -> nn.Module:
+    """As of DeepFloyd IF and Kandinsky 2.2: in one attention call a picture sees itself and the text."""
+    return diffusers.UNet2DConditionModel(
+        down_block_types=("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D", "SimpleCrossAttnDownBlock2D"),
+        mid_block_type="UNetMidBlock2DSimpleCrossAttn",
+        up_block_types=("SimpleCrossAttnUpBlock2D", "SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
+        only_cross_attention=(False, False, True),
+        mid_block_only_cross_attention=False,
+        cross_attention_norm="group_norm",
+        resnet_time_scale_shift="scale_shift",
+        act_fn="gelu",
+        block_out_channels=(16, 32, 32),
+        layers_per_block=1,
+        cross_attention_dim=WIDTH,
+        attention_head_dim=8,
+        norm_num_groups=8,
+    )
+
+
 RESIZING_RESNETS = {
     "down_block_types": ("ResnetDownsampleBlock2D", "AttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "AttnUpBlock2D", "ResnetUpsampleBlock2D"),
@@ -196,5 +215,6 @@ KINDS: dict[str, Kind] = {
     "unet3d": Kind(build=_unet3d, arguments=_video, odd=True),
     "unconditional": Kind(build=_unconditional(), arguments=_no_text, odd=False),
     "asymmetric": Kind(build=_unconditional(downsample_padding=0), arguments=_no_text, odd=False),
+    "added_keys": Kind(build=_added_keys, arguments=_text, odd=False),
     "resizing_resnets": Kind(build=_unconditional(**RESIZING_RESNETS), arguments=_no_text, odd=False),
 }

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.models.attention_processor import AttnProcessor
+from diffusers.models.attention_processor import AttnAddedKVProcessor, AttnProcessor, CustomDiffusionAttnProcessor
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
+from patchpar.clock import StepClock
 from patchpar.errors import PatchparError
 from patchpar.patched import PatchedDenoiser
+from patchpar.strategies import parse_strategy
 from patchpar.strategies.exact import ExactPatch
 from patchpar.verdicts import Verdicts
 from tests.exact import denoisers
@@ -54,8 +57,11 @@ def parity(
     sizes: Sequence[tuple[int, int]],
     split: str = "auto",
     strategy: ExactPatch | None = None,
+    change: str = "",
 ) -> list[Errors]:
     denoiser = denoisers.build(name)
+    if change:
+        CHANGES[change](denoiser)
     bands = patched(place, denoiser, split, strategy=strategy)
     found = []
     for height, width in sizes:
@@ -141,8 +147,36 @@ def _replicate(denoiser: Any) -> None:
     denoiser.conv_out.padding_mode = "replicate"
 
 
-def _old_processor(denoiser: Any) -> None:
-    denoiser.set_attn_processor(AttnProcessor())
+class Cosines:
+    """Attention of somebody's own, that calls nothing of torch's: by how alike queries and keys are."""
+
+    def __call__(
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query, key = (F.normalize(x, dim=-1) for x in (attn.to_q(hidden_states), attn.to_k(context)))
+        weights = torch.softmax(8 * torch.einsum("blc,bkc->blk", query, key), dim=-1)
+        return attn.to_out[0](torch.einsum("blk,bkc->blc", weights, attn.to_v(context)))
+
+
+class Unprojected(Cosines):
+    """Keys and values that no layer of the model's makes."""
+
+    def __call__(
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, **_: Any
+    ) -> Tensor:
+        if encoder_hidden_states is not None:
+            return super().__call__(attn, hidden_states, encoder_hidden_states)
+        weights = torch.softmax(hidden_states @ hidden_states.mT, dim=-1)
+        return attn.to_out[0](weights @ hidden_states)
+
+
+def _processor(make: Callable[[], Any]) -> Callable[[Any], None]:
+    return lambda denoiser: denoiser.set_attn_processor(make())
+
+
+def _sliced(denoiser: Any) -> None:
+    denoiser.set_attention_slice(1)
 
 
 def _widen(denoiser: Any) -> None:
@@ -154,7 +188,12 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     "centred": _centre,
     "pooled": _pool,
     "replicate": _replicate,
-    "old processor": _old_processor,
+    "products": _processor(AttnProcessor),
+    "sliced": _sliced,
+    "custom diffusion": _processor(lambda: CustomDiffusionAttnProcessor(train_kv=False, train_q_out=False)),
+    "cosines": _processor(Cosines),
+    "unprojected": _processor(Unprojected),
+    "products, added keys": _processor(AttnAddedKVProcessor),
     "widened": _widen,
 }
 
@@ -206,6 +245,20 @@ def refused(place: Place, name: str, height: int, width: int, arguments: dict[st
     denoiser = denoisers.build(name)
     try:
         patched(place, denoiser).denoise(denoiser.forward, **denoisers.call(name, height, width), **arguments)
+    except PatchparError as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+@torch.no_grad()
+def refused_with(place: Place, name: str, change: str, strategy: str) -> str:
+    """A strategy with a denoiser that has been changed: what is said of it."""
+    denoiser = denoisers.build(name)
+    CHANGES[change](denoiser)
+    axis = place.mesh(patch=place.world)["patch"]
+    layer = parse_strategy(strategy).install(denoiser, place.door(), axis, clock=StepClock())
+    try:
+        layer.denoise(denoiser.forward, **denoisers.call(name, 16, 8))
     except PatchparError as error:
         return f"{type(error).__name__}: {error}"
     return "not refused"

@@ -44,7 +44,7 @@ def test_a_model_that_mixes_positions_in_an_unknown_way_is_refused_with_the_figu
     [
         ("replicate", "UnsupportedModel: conv_out pads with 'replicate'"),
         ("widened", "PlanError: a convolution reads 2 rows of its neighbours, but a band has only 1 there: use fewer"),
-        ("old processor", "UnsupportedModel: .*attn1.*AttnProcessor.*set_default_attn_processor"),
+        ("unprojected", "UnsupportedModel: .*attn1.*Unprojected calls neither .*set_default_attn_processor"),
     ],
 )
 def test_what_cannot_be_split_is_refused_by_name(ranks: Any, tmp_path: Path, change: str, says: str) -> None:

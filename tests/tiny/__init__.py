@@ -15,10 +15,13 @@ import torch
 import transformers
 
 from . import (
+    adapted_pipelines,
     conditioned_pipelines,
     control_pipelines,
     image_pipelines,
+    kandinsky_pipelines,
     language_pipelines,
+    pixel_pipelines,
     transformer_pipelines,
     video_pipelines,
     video_transformer_pipelines,
@@ -89,6 +92,34 @@ OWN_TIMES: dict[str, Builder] = {
 
 BUILDERS = BATCHED | SEQUENTIAL | DISTILLED | OWN_TIMES
 
+RARER: dict[str, Builder] = {
+    "sd_t2i": adapted_pipelines.sd_t2i,
+    "sd_t2i_multi": adapted_pipelines.sd_t2i_multi,
+    "sdxl_t2i": adapted_pipelines.sdxl_t2i,
+    "sdxl_t2i_multi": adapted_pipelines.sdxl_t2i_multi,
+    "sd_inpaint_4": adapted_pipelines.sd_inpaint_4,
+    "sd_controlnet_xs": adapted_pipelines.sd_controlnet_xs,
+    "sdxl_controlnet_xs": adapted_pipelines.sdxl_controlnet_xs,
+    "if_text": pixel_pipelines.if_text,
+    "if_img2img": pixel_pipelines.if_img2img,
+    "if_inpaint": pixel_pipelines.if_inpaint,
+    "if_upscale": pixel_pipelines.if_upscale,
+    "if_img2img_upscale": pixel_pipelines.if_img2img_upscale,
+    "if_inpaint_upscale": pixel_pipelines.if_inpaint_upscale,
+    "ddpm": pixel_pipelines.ddpm,
+    "ddim": pixel_pipelines.ddim,
+    "consistency": pixel_pipelines.consistency,
+    "ldm_upscale": pixel_pipelines.ldm_upscale,
+    "ldm_text": pixel_pipelines.ldm_text,
+    "kandinsky22": kandinsky_pipelines.kandinsky22,
+    "kandinsky22_img2img": kandinsky_pipelines.kandinsky22_img2img,
+    "kandinsky22_inpaint": kandinsky_pipelines.kandinsky22_inpaint,
+    "kandinsky22_controlnet": kandinsky_pipelines.kandinsky22_controlnet,
+    "kandinsky3": kandinsky_pipelines.kandinsky3,
+    "kandinsky3_img2img": kandinsky_pipelines.kandinsky3_img2img,
+}
+"""Pipelines around UNets that are tried in bands only."""
+
 TRANSFORMERS_PIPED: dict[str, Builder] = {
     name: builder
     for name, builder in BUILDERS.items()
@@ -115,11 +146,12 @@ class Tiny:
 
 def build(name: str) -> Tiny:
     """A fresh pipeline with the same weights every time. The caller's random state is left as it was."""
-    if name not in BUILDERS:
-        raise KeyError(f"no tiny pipeline {name!r}: there are {', '.join(sorted(BUILDERS))}")
+    builders = BUILDERS | RARER
+    if name not in builders:
+        raise KeyError(f"no tiny pipeline {name!r}: there are {', '.join(sorted(builders))}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        pipe, call_kwargs = BUILDERS[name]()
+        pipe, call_kwargs = builders[name]()
         for component in pipe.components.values():
             if isinstance(component, torch.nn.Module):
                 enliven(component.eval().requires_grad_(False))

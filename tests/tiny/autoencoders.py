@@ -131,3 +131,23 @@ def hunyuan() -> Any:
         spatial_compression_ratio=8,
         temporal_compression_ratio=4,
     )
+
+
+def vq(*, latent_channels: int, norm_type: str = "group") -> Any:
+    """Divides each side by 8; with `norm_type` "spatial" the decoder's norms look at the latent (MoVQ).
+
+    Those have 32 groups whatever the configuration says, so it is at least 32 channels wide.
+    """
+    return diffusers.VQModel(
+        in_channels=3,
+        out_channels=3,
+        latent_channels=latent_channels,
+        block_out_channels=(32, 32, 32, 32),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=1,
+        norm_num_groups=8,
+        norm_type=norm_type,
+        num_vq_embeddings=12,
+        vq_embed_dim=latent_channels,
+    )

@@ -21,42 +21,42 @@ _XL = {
 Built = tuple[Any, dict[str, Any]]
 
 
-def _sd_unet(in_channels: int = 4) -> Any:
-    return diffusers.UNet2DConditionModel(
-        sample_size=16,
-        in_channels=in_channels,
-        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-        block_out_channels=(16, 32, 32),
-        layers_per_block=1,
-        cross_attention_dim=32,
-        attention_head_dim=4,
-        norm_num_groups=8,
-    )
+def sd_unet(**changes: Any) -> Any:
+    options: dict[str, Any] = {
+        "sample_size": 16,
+        "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        "block_out_channels": (16, 32, 32),
+        "layers_per_block": 1,
+        "cross_attention_dim": 32,
+        "attention_head_dim": 4,
+        "norm_num_groups": 8,
+    }
+    return diffusers.UNet2DConditionModel(**(options | changes))
 
 
-def _xl_unet(in_channels: int = 4) -> Any:
-    return diffusers.UNet2DConditionModel(
-        sample_size=16,
-        in_channels=in_channels,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        block_out_channels=(16, 32, 32),
-        layers_per_block=1,
-        transformer_layers_per_block=(1, 1, 2),
-        cross_attention_dim=64,
-        attention_head_dim=(2, 4, 4),
-        use_linear_projection=True,
-        norm_num_groups=8,
+def xl_unet(**changes: Any) -> Any:
+    options: dict[str, Any] = {
+        "sample_size": 16,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "block_out_channels": (16, 32, 32),
+        "layers_per_block": 1,
+        "transformer_layers_per_block": (1, 1, 2),
+        "cross_attention_dim": 64,
+        "attention_head_dim": (2, 4, 4),
+        "use_linear_projection": True,
+        "norm_num_groups": 8,
         **_XL,
-    )
+    }
+    return diffusers.UNet2DConditionModel(**(options | changes))
 
 
 def _controlnet(unet: Any) -> Any:
     return diffusers.ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(8, 8, 16, 16))
 
 
-def _sd_parts(unet: Any) -> dict[str, Any]:
+def sd_parts(unet: Any) -> dict[str, Any]:
     return {
         "vae": autoencoders.kl(),
         "text_encoder": encoders.clip_text(),
@@ -67,7 +67,7 @@ def _sd_parts(unet: Any) -> dict[str, Any]:
     }
 
 
-def _xl_parts(unet: Any) -> dict[str, Any]:
+def xl_parts(unet: Any) -> dict[str, Any]:
     return {
         "vae": autoencoders.kl(scaling_factor=0.13025),
         "text_encoder": encoders.clip_text(),
@@ -81,46 +81,46 @@ def _xl_parts(unet: Any) -> dict[str, Any]:
 
 
 def sd() -> Built:
-    return diffusers.StableDiffusionPipeline(**_sd_parts(_sd_unet())), {"prompt": PROMPT, **SIZE}
+    return diffusers.StableDiffusionPipeline(**sd_parts(sd_unet())), {"prompt": PROMPT, **SIZE}
 
 
 def sd_img2img() -> Built:
     call = {"prompt": PROMPT, "image": pictures.scene(), "strength": 1.0}
-    return diffusers.StableDiffusionImg2ImgPipeline(**_sd_parts(_sd_unet())), call
+    return diffusers.StableDiffusionImg2ImgPipeline(**sd_parts(sd_unet())), call
 
 
 def sd_inpaint() -> Built:
     call = {"prompt": PROMPT, "image": pictures.scene(), "mask_image": pictures.mask(), "strength": 1.0, **SIZE}
-    return diffusers.StableDiffusionInpaintPipeline(**_sd_parts(_sd_unet(in_channels=9))), call
+    return diffusers.StableDiffusionInpaintPipeline(**sd_parts(sd_unet(in_channels=9))), call
 
 
 def sd_controlnet() -> Built:
-    unet = _sd_unet()
-    pipe = diffusers.StableDiffusionControlNetPipeline(**_sd_parts(unet), controlnet=_controlnet(unet))
+    unet = sd_unet()
+    pipe = diffusers.StableDiffusionControlNetPipeline(**sd_parts(unet), controlnet=_controlnet(unet))
     return pipe, {"prompt": PROMPT, "image": pictures.scene(), **SIZE}
 
 
 def instruct_pix2pix() -> Built:
     """Three branches of guidance in one batch: text and picture, picture only, neither."""
-    pipe = diffusers.StableDiffusionInstructPix2PixPipeline(**_sd_parts(_sd_unet(in_channels=8)))
+    pipe = diffusers.StableDiffusionInstructPix2PixPipeline(**sd_parts(sd_unet(in_channels=8)))
     return pipe, {"prompt": PROMPT, "image": pictures.scene(), "image_guidance_scale": 1.5}
 
 
 def sdxl() -> Built:
-    return diffusers.StableDiffusionXLPipeline(**_xl_parts(_xl_unet())), {"prompt": PROMPT, **SIZE}
+    return diffusers.StableDiffusionXLPipeline(**xl_parts(xl_unet())), {"prompt": PROMPT, **SIZE}
 
 
 def sdxl_img2img() -> Built:
     call = {"prompt": PROMPT, "image": pictures.scene(), "strength": 0.99}
-    return diffusers.StableDiffusionXLImg2ImgPipeline(**_xl_parts(_xl_unet())), call
+    return diffusers.StableDiffusionXLImg2ImgPipeline(**xl_parts(xl_unet())), call
 
 
 def sdxl_inpaint() -> Built:
     call = {"prompt": PROMPT, "image": pictures.scene(), "mask_image": pictures.mask(), "strength": 0.99, **SIZE}
-    return diffusers.StableDiffusionXLInpaintPipeline(**_xl_parts(_xl_unet(in_channels=9))), call
+    return diffusers.StableDiffusionXLInpaintPipeline(**xl_parts(xl_unet(in_channels=9))), call
 
 
 def sdxl_controlnet() -> Built:
-    unet = _xl_unet()
-    pipe = diffusers.StableDiffusionXLControlNetPipeline(**_xl_parts(unet), controlnet=_controlnet(unet))
+    unet = xl_unet()
+    pipe = diffusers.StableDiffusionXLControlNetPipeline(**xl_parts(unet), controlnet=_controlnet(unet))
     return pipe, {"prompt": PROMPT, "image": pictures.scene(), **SIZE}

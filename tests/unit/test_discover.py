@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from patchpar.discover import Sites, discover, picture_of, splits_into_bands, stride_of, with_sample_size
+from patchpar.discover import Sites, discover, splits_into_bands
 from patchpar.errors import UnsupportedModel
+from patchpar.picture_arguments import Level, level_of, picture_of, with_sample_size
 from tests.exact import denoisers
 
 Key = torch.utils._pytree.MappingKey
@@ -70,14 +71,33 @@ def test_a_denoiser_without_convolutions_is_refused() -> None:
     assert splits_into_bands(denoisers.build("sd"))
 
 
-def test_another_argument_as_large_as_the_picture_is_refused() -> None:
-    class Beside(nn.Module):
-        def forward(self, sample: torch.Tensor, picture: torch.Tensor) -> torch.Tensor:
-            return sample + picture
+class Beside(nn.Module):
+    """A picture beside the latent, twice as large."""
 
-    call = (torch.zeros(1, 4, 8, 8), torch.zeros(1, 4, 8, 8))
+    def __init__(self, size: tuple[int, int] | None = None) -> None:
+        super().__init__()
+        self.size = size
+        self.read, self.mix = nn.Conv2d(4, 4, 3, stride=2, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, sample: torch.Tensor, text: torch.Tensor, picture: torch.Tensor) -> torch.Tensor:
+        return self.mix(sample) + self.read(picture if self.size is None else picture.reshape(*self.size)) + text.sum()
+
+
+def test_another_argument_as_large_as_the_picture_goes_with_it() -> None:
+    call = (torch.zeros(1, 4, 8, 8), torch.zeros(1, 3, 7, 16), torch.zeros(1, 4, 16, 16))
+    model = Beside()
+    sites = discover(model, model.forward, call, {})
+    assert sites.beside == ("[0][2]",)
+    assert (sites.total_stride, {site.path for site in sites.convs}) == (1, {"read", "mix"})
+    _, other = with_sample_size((), {"sample": call[0], "picture": call[2]}, (5, 7), beside=("[1]['picture']",))
+    assert other["picture"].shape == (1, 4, 10, 14)
+
+
+def test_an_argument_of_another_size_that_stays_is_refused() -> None:
+    call = (torch.zeros(1, 4, 8, 8), torch.zeros(1, 7), torch.zeros(1, 4, 16, 16))
+    model = Beside((1, 4, 16, 16))
     with pytest.raises(UnsupportedModel, match=r"Beside does not run at the sizes.*another argument.*cfg=2"):
-        discover(Beside(), Beside().forward, call, {})
+        discover(model, model.forward, call, {})
 
 
 def test_the_sample_of_a_call() -> None:
@@ -94,17 +114,19 @@ def test_the_sample_of_a_call() -> None:
 def test_residuals_are_cut_at_their_own_level(height: int, width: int, stride: int) -> None:
     sample = torch.zeros(1, 4, height, width)
     residual = torch.zeros(1, 4, -(-height // stride), -(-width // stride))
-    assert stride_of((Key("mid_block_additional_residual"),), residual, sample) == stride
+    level = level_of((Key("mid_block_additional_residual"),), residual, sample)
+    assert level == Level(stride=stride)
+    assert (level.of(height), level.of(width)) == residual.shape[-2:]
 
 
 def test_what_is_no_picture_stays_whole() -> None:
     sample = torch.zeros(1, 4, 32, 32)
-    assert stride_of((Key("sample"),), sample, sample) == 1
-    assert stride_of((Key("encoder_hidden_states"),), torch.zeros(1, 32, 32), sample) is None
-    assert stride_of((Key("image_embeds"),), torch.zeros(1, 4, 32, 32), sample) is None  # as large by chance
-    assert stride_of((Key("timestep"),), 3, sample) is None
+    assert level_of((Key("sample"),), sample, sample) == Level()
+    assert level_of((Key("encoder_hidden_states"),), torch.zeros(1, 32, 32), sample) is None
+    assert level_of((Key("image_embeds"),), torch.zeros(1, 4, 32, 32), sample) is None  # as large by chance
+    assert level_of((Key("timestep"),), 3, sample) is None
     with pytest.raises(UnsupportedModel, match=r"residual of .*7.* fits no level of a latent of 32 x 32"):
-        stride_of((Key("residual"),), torch.zeros(1, 4, 7, 32), sample)
+        level_of((Key("residual"),), torch.zeros(1, 4, 7, 32), sample)
 
 
 def test_the_same_call_at_another_size() -> None:

@@ -1,0 +1,47 @@
+"""Pipelines around rarer UNets as they are built, in bands against themselves alone: what they return, on a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.call import DrawOptions, RandomState
+from patchpar.engine import Engine
+from patchpar.plan import Plan
+from tests import tiny
+from tests.exact.pipelines import SEED, relative
+from tests.ranks import Place
+
+STEPS = 2
+
+
+def errors(place: Place, name: str, plans: Sequence[str], verdicts: str) -> list[float] | None:
+    """Relative errors of what comes out of each plan, then of the first without exchange. Rank 0 knows."""
+    built = tiny.build(name)
+    call = {"output_type": "latent", "num_inference_steps": STEPS} | built.call_kwargs
+    plain = _drawn(built.pipe(**_seeded(call))) if place.rank == 0 else None
+    engine = Engine(place.context)
+    engine.adopt(built.pipe)
+    random = RandomState(seed=SEED)
+    drawn = []
+    for plan in plans:
+        options = DrawOptions(plan=Plan.parse(plan), verify=Path(verdicts), random=random, quiet=True)
+        drawn.append(engine.draw(_seeded(call), options))
+        if plan == plans[0]:
+            engine.control(exchange="off")
+            alone = engine.draw(_seeded(call), options)
+            engine.control(exchange="on")
+    return None if plain is None else [relative(_drawn(each.output), plain) for each in (*drawn, alone)]
+
+
+def _seeded(call: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(SEED)  # some pipelines do not hand their generator to the scheduler
+    return call | {"generator": torch.Generator().manual_seed(SEED)}
+
+
+def _drawn(output: Any) -> Tensor:
+    return torch.as_tensor(output.images)

@@ -1,0 +1,102 @@
+"""Kandinsky 2.2 and 3 in small: UNets whose attention sees picture and text at once, or with norms of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import torch
+
+from . import autoencoders, encoders, pictures, tokenizers
+from .image_pipelines import PROMPT, Built
+
+WIDTH = 32
+_LATENT = {"height": 64, "width": 64, "output_type": "latent"}
+
+
+def _noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def _decoder_unet(**changes: Any) -> Any:
+    options: dict[str, Any] = {
+        "sample_size": 8,
+        "in_channels": 4,
+        "out_channels": 8,
+        "down_block_types": ("ResnetDownsampleBlock2D", "SimpleCrossAttnDownBlock2D"),
+        "mid_block_type": "UNetMidBlock2DSimpleCrossAttn",
+        "up_block_types": ("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"),
+        "block_out_channels": (16, 32),
+        "layers_per_block": 1,
+        "cross_attention_dim": WIDTH,
+        "encoder_hid_dim": WIDTH,
+        "encoder_hid_dim_type": "image_proj",
+        "addition_embed_type": "image",
+        "attention_head_dim": 8,
+        "norm_num_groups": 8,
+        "resnet_time_scale_shift": "scale_shift",
+    }
+    return diffusers.UNet2DConditionModel(**(options | changes))
+
+
+def _decoder_parts(unet: Any, norm_type: str = "spatial") -> dict[str, Any]:
+    scheduler = diffusers.DDIMScheduler(
+        beta_start=0.00085, beta_end=0.012, clip_sample=False, set_alpha_to_one=False, steps_offset=1
+    )
+    return {"unet": unet, "scheduler": scheduler, "movq": autoencoders.vq(latent_channels=4, norm_type=norm_type)}
+
+
+def _said() -> dict[str, Any]:
+    """What the prior would say of a prompt."""
+    return {"image_embeds": _noise(1, WIDTH), "negative_image_embeds": _noise(1, WIDTH).flip(-1)}
+
+
+def kandinsky22() -> Built:
+    return diffusers.KandinskyV22Pipeline(**_decoder_parts(_decoder_unet())), {**_said(), **_LATENT}
+
+
+def kandinsky22_img2img() -> Built:
+    call = {**_said(), **_LATENT, "image": pictures.scene(64, 64), "strength": 0.9}
+    return diffusers.KandinskyV22Img2ImgPipeline(**_decoder_parts(_decoder_unet())), call
+
+
+def kandinsky22_inpaint() -> Built:
+    call = {**_said(), **_LATENT, "image": pictures.scene(64, 64), "mask_image": pictures.mask(64, 64)}
+    return diffusers.KandinskyV22InpaintPipeline(**_decoder_parts(_decoder_unet(in_channels=9))), call
+
+
+def kandinsky22_controlnet() -> Built:
+    """The depth map goes into the UNet whole, eight times as large as the latent. What it draws is always decoded."""
+    unet = _decoder_unet(in_channels=8, addition_embed_type="image_hint")
+    call = {**_said(), "height": 64, "width": 64, "hint": _noise(1, 3, 64, 64), "output_type": "pt"}
+    return diffusers.KandinskyV22ControlnetPipeline(**_decoder_parts(unet, "group")), call
+
+
+def _third_parts() -> dict[str, Any]:
+    unet = diffusers.Kandinsky3UNet(
+        time_embedding_dim=32,
+        groups=4,
+        attention_head_dim=8,
+        layers_per_block=2,
+        block_out_channels=(32, 32),
+        cross_attention_dim=WIDTH,
+        encoder_hid_dim=WIDTH,
+    )
+    scheduler = diffusers.DDPMScheduler(beta_schedule="squaredcos_cap_v2", clip_sample=True, thresholding=False)
+    movq = autoencoders.vq(latent_channels=4, norm_type="spatial")
+    return {
+        "tokenizer": tokenizers.t5(),
+        "text_encoder": encoders.t5(WIDTH),
+        "unet": unet,
+        "scheduler": scheduler,
+        "movq": movq,
+    }
+
+
+def kandinsky3() -> Built:
+    return diffusers.Kandinsky3Pipeline(**_third_parts()), {"prompt": PROMPT, **_LATENT}
+
+
+def kandinsky3_img2img() -> Built:
+    call = {"prompt": PROMPT, "image": pictures.scene(64, 64), "strength": 0.9, "output_type": "latent"}
+    return diffusers.Kandinsky3Img2ImgPipeline(**_third_parts()), call
