@@ -5,9 +5,8 @@ from typing import Any
 
 import gradio as gr
 
-from patchpar import PatchparError
-
 from . import words
+from .answers import answered
 from .comparison import HEAD, Comparison, compare
 from .fields import Fields, picture_fields, result, result_pair
 from .image_tab import buttons
@@ -18,6 +17,11 @@ from .ways import Way, way_named
 
 KIND = "compare"
 HINT = "Press Compare: the same picture is drawn in both ways, one after the other, and held against each other."
+
+
+def failed(sentence: str) -> tuple[Any, ...]:
+    """What `show` fills, where something went wrong."""
+    return gr.skip(), gr.skip(), words.failure(sentence), gr.skip(), *buttons(None)
 
 
 class CompareTab:
@@ -36,16 +40,14 @@ class CompareTab:
 
         return studio.desk.submit(owner, KIND, work)
 
+    @answered(failed)
     async def run(self, owner: str, one: str, other: str, *fields: Any) -> AsyncIterator[Any]:
         """The button."""
-        try:
-            job = self.submit(owner, fields, (one, other))
-        except PatchparError as error:
-            yield gr.skip(), gr.skip(), words.failure(str(error)), gr.skip(), *buttons(None)
-            return
+        job = self.submit(owner, fields, (one, other))
         async for shown in looked_at(job, show):
             yield shown
 
+    @answered(failed)
     async def resume(self, owner: str) -> AsyncIterator[Any]:
         """The page has been reloaded."""
         async for shown in looked_at(self._studio.desk.job_of(owner, KIND), show):
@@ -87,5 +89,5 @@ def build(studio: Studio, owner: gr.State) -> tuple[CompareTab, list[Any]]:
     table = gr.HTML(elem_id="compare-table")
     filled = [pair, difference, status, table, begin, cancel]
     gr.on([begin.click], tab.run, [owner, one, other, *fields.components], filled, show_progress="hidden")
-    cancel.click(studio.desk.cancel, owner, None, show_progress="hidden")
+    cancel.click(answered()(studio.desk.cancel), owner, None, show_progress="hidden")
     return tab, filled

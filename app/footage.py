@@ -64,6 +64,7 @@ class Footage:
         """PIL pictures, `rate` for a second of film or as many as it has. Raises PlanError where the file breaks."""
         import av
 
+        check_size(self.path)
         taken = 0
         try:
             with av.open(str(self.path)) as container:

@@ -5,9 +5,8 @@ from typing import Any
 
 import gradio as gr
 
-from patchpar import PatchparError
-
 from . import words
+from .answers import answered
 from .drawing import Manner, Picture
 from .fields import Fields, captions, picture_fields, result
 from .jobs import Job, View
@@ -20,12 +19,18 @@ KIND = "image"
 HINT = "Press Draw: the picture is shown after every step, and what each run cost below it."
 
 
+def failed(sentence: str) -> tuple[Any, ...]:
+    """What `show` fills, where something went wrong."""
+    return gr.skip(), words.failure(sentence), gr.skip(), *buttons(None)
+
+
 class ImageTab:
     """What the tab does, apart from how it looks."""
 
     def __init__(self, studio: Studio) -> None:
         self._studio = studio
 
+    @answered(words.failure)
     def explain(self, label: str) -> str:
         """What a way means."""
         return words.notice(way_named(label, self._studio.workers.count).means)
@@ -46,17 +51,15 @@ class ImageTab:
 
         return studio.desk.submit(owner, KIND, work)
 
+    @answered(failed)
     async def draw(self, owner: str, label: str, degrees: str, strategy: str, *rest: Any) -> AsyncIterator[Any]:
         """The button: check, wait in line, draw. `rest`: whether to trace, then the fields of an order."""
         traced, *fields = rest
-        try:
-            job = self.submit(owner, Fields.order(*fields), self.way(label, degrees, strategy), bool(traced))
-        except PatchparError as error:
-            yield gr.skip(), words.failure(str(error)), gr.skip(), *buttons(None)
-            return
+        job = self.submit(owner, Fields.order(*fields), self.way(label, degrees, strategy), bool(traced))
         async for shown in looked_at(job, show):
             yield shown
 
+    @answered(failed)
     async def resume(self, owner: str) -> AsyncIterator[Any]:
         """The page has been reloaded: go on showing what it had."""
         async for shown in looked_at(self._studio.desk.job_of(owner, KIND), show):
@@ -103,5 +106,5 @@ def build(studio: Studio, owner: gr.State) -> tuple[ImageTab, list[Any]]:
     way.change(tab.explain, way, means, show_progress="hidden")
     inputs = [owner, way, degrees, strategy, traced, *fields.components]
     gr.on([begin.click, fields.prompt.submit], tab.draw, inputs, filled, show_progress="hidden")
-    cancel.click(studio.desk.cancel, owner, None, show_progress="hidden")
+    cancel.click(answered()(studio.desk.cancel), owner, None, show_progress="hidden")
     return tab, filled

@@ -19,6 +19,7 @@ from patchpar import PatchparError, PlanError, WorkerDied, WorkerHung
 JobState = Literal["waiting", "running", "done", "failed", "cancelled"]
 MOST_WAITING = 8  # jobs; who comes later is told so at once, instead of waiting for minutes
 GRACE = 10.0  # seconds in which a page that was reloaded comes back
+CLOSE_SECONDS = 3.0  # a first call may be minutes from its next step, and `docker stop` waits for ten seconds
 KEPT = 16  # pages whose last result is remembered; a picture and its trace are some MB
 log = logging.getLogger(__name__)
 
@@ -215,8 +216,8 @@ class Desk:
             if self._page(owner).leaving is not None:  # it may have come back in this very moment
                 self.cancel(owner)
 
-    def close(self, timeout: float = 30.0) -> None:
-        """Cancel everything and wait for the job that runs. Idempotent."""
+    def close(self, timeout: float = CLOSE_SECONDS) -> None:
+        """Cancel everything, and wait a little for the job that runs: it ends with its step. Idempotent."""
         with self._changed:
             self._is_closed = True
             for job in (*self._waiting, *filter(None, [self._running])):

@@ -1,13 +1,13 @@
 """The tab High resolution: pictures larger than the model was trained for, out of a prompt or of a smaller picture."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import gradio as gr
 
-from patchpar import PatchparError
-
 from . import words
+from .answers import answered
 from .fields import CAPTIONS, Fields, picture_fields, result, result_pair, uploaded
 from .image_tab import buttons
 from .jobs import Job, View
@@ -29,12 +29,18 @@ AGAIN_EXPLAINED = (
 HINT = "Large pictures take long: a step draws many windows. Each step is shown."
 
 
+def failed(sentence: str) -> tuple[Any, ...]:
+    """What `show` fills, where something went wrong."""
+    return gr.skip(), gr.skip(), words.failure(sentence), gr.skip(), *_buttons(None)
+
+
 class LargeTab:
     """What the tab does."""
 
     def __init__(self, studio: Studio) -> None:
         self._studio = studio
 
+    @answered(failed)
     async def draw(self, owner: str, options: str, beside: bool, *fields: Any) -> AsyncIterator[Any]:
         """The button of a prompt."""
 
@@ -46,6 +52,7 @@ class LargeTab:
         async for shown in self._begun(begin):
             yield shown
 
+    @answered(failed)
     async def enlarge(self, owner: str, picture: Any, scale: Any, strength: Any, *fields: Any) -> AsyncIterator[Any]:
         """The button of a picture. `fields`: prompt, steps, seed."""
 
@@ -59,6 +66,7 @@ class LargeTab:
         async for shown in self._begun(begin):
             yield shown
 
+    @answered(failed)
     async def resume(self, owner: str) -> AsyncIterator[Any]:
         """The page has been reloaded."""
         async for shown in looked_at(self._studio.desk.job_of(owner, KIND), show):
@@ -75,11 +83,7 @@ class LargeTab:
         return self._studio.desk.submit(owner, KIND, work)
 
     async def _begun(self, begin: Callable[[], Job]) -> AsyncIterator[Any]:
-        try:
-            job = begin()
-        except PatchparError as error:
-            yield gr.skip(), gr.skip(), words.failure(str(error)), gr.skip(), *_buttons(None)
-            return
+        job = await asyncio.to_thread(begin)  # which decodes a picture, and other pages go on meanwhile
         async for shown in looked_at(job, show):
             yield shown
 
@@ -121,7 +125,7 @@ def build(studio: Studio, owner: gr.State) -> tuple[LargeTab, list[Any]]:
     filled = [picture, pair, status, figures, prompted.begin, again.begin, cancel]
     prompted.begin.click(tab.draw, [owner, *prompted.components], filled, show_progress="hidden")
     again.begin.click(tab.enlarge, [owner, *again.components], filled, show_progress="hidden")
-    cancel.click(studio.desk.cancel, owner, None, show_progress="hidden")
+    cancel.click(answered()(studio.desk.cancel), owner, None, show_progress="hidden")
     return tab, filled
 
 

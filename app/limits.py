@@ -1,11 +1,14 @@
 """What may be uploaded: how large, of which kind. Checked by the page for convenience, and here for safety."""
 
+import base64
+import binascii
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.Image import Image
 
 from patchpar import PlanError
+from patchpar.picture_file import read_picture
 from patchpar.stream.sound_file import read_sound
 
 MOST_BYTES = 20 * 2**20
@@ -13,30 +16,42 @@ MOST_PICTURE_PIXELS = 40_000_000  # a decoded picture takes three bytes for each
 MOST_SECONDS = 120.0
 MOST_UNKNOWN_BYTES = 4 * 2**20  # of sound that does not tell its length, as what a browser records
 RATE = 16000  # samples per second
+GONE = "this file is no longer here: choose it again"
+FILE = "the file"  # where it lies here is no news to the person
 PICTURES = ("PNG", "JPEG", "WEBP", "BMP")
 
 
 def check_size(path: str | Path) -> None:
-    """Raise PlanError for a file that is too large."""
-    size = Path(path).stat().st_size
+    """Raise PlanError for a file that is too large, or that is gone: uploads are deleted after an hour."""
+    try:
+        size = Path(path).stat().st_size
+    except FileNotFoundError as error:
+        raise PlanError(GONE) from error
+    _check_bytes(size)
+
+
+def _check_bytes(size: int) -> None:
     if size > MOST_BYTES:
         raise PlanError(f"the file has {size / 2**20:.1f} MB: at most {MOST_BYTES / 2**20:.0f} MB are taken")
 
 
-def picture_from(path: str | Path | None) -> Image.Image:
+def picture_from(path: str | Path | None, most_pixels: int | None = None) -> Image:
     """A picture that was uploaded, in RGB, upright. Its size is looked at before it is decoded. Raises PlanError."""
+    most = MOST_PICTURE_PIXELS if most_pixels is None else most_pixels
     if path is None:
         raise PlanError("there is no picture: choose one, or take one with the camera")
     check_size(path)
+    return read_picture(Path(path), FILE, most_pixels=most, formats=PICTURES)
+
+
+def bytes_of(url: str) -> bytes:
+    """What a `data:` URL holds, as which pictures of a camera may come. Raises PlanError."""
+    text = url.partition(",")[2]
+    _check_bytes(len(text) * 3 // 4)
     try:
-        with Image.open(path, formats=PICTURES) as picture:
-            width, height = picture.size
-            if width * height > MOST_PICTURE_PIXELS:
-                most = MOST_PICTURE_PIXELS / 1e6
-                raise PlanError(f"the picture has {width} x {height} pixels: at most {most:.0f} million are taken")
-            return ImageOps.exif_transpose(picture).convert("RGB")
-    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
-        raise PlanError(f"the file is no picture that can be read: use {', '.join(PICTURES)}") from error
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise PlanError("the camera's picture did not arrive whole: try again") from error
 
 
 def sound_from(path: str | Path | None) -> tuple[Any, int]:

@@ -7,6 +7,7 @@ from typing import Any
 import gradio as gr
 
 from . import compare_tab, image_tab, large_tab, plan_tab, stream_tab, timeline_tab, words
+from .answers import AnsweredBlocks, answered
 from .jobs import View
 from .studio import Studio
 from .visits import ASK_PAGE
@@ -39,7 +40,7 @@ def theme() -> Any:
 
 def build(studio: Studio) -> gr.Blocks:
     """The whole page."""
-    with gr.Blocks(title="patchpar", analytics_enabled=False, delete_cache=CACHE, fill_width=True) as page:
+    with AnsweredBlocks(title="patchpar", analytics_enabled=False, delete_cache=CACHE, fill_width=True) as page:
         owner, asked = gr.State(""), gr.Textbox(visible="hidden")
         gr.HTML(_heading(studio))
         ready = gr.HTML(words.notice("Starting."), elem_id="ready")
@@ -72,9 +73,11 @@ def _heading(studio: Studio) -> str:
 def _welcome(page: gr.Blocks, studio: Studio, owner: gr.State, asked: gr.Textbox, tabs: tuple[Any, ...]) -> None:
     """Who comes gets back what was under way; who goes leaves nothing behind."""
 
+    @answered()
     def arrive(name: str, request: gr.Request) -> str:
         return studio.visits.arrive(str(request.session_hash), name)
 
+    @answered()
     def leave(request: gr.Request) -> None:
         studio.visits.leave(str(request.session_hash))
 
@@ -90,6 +93,7 @@ class _Readiness:
     def __init__(self, studio: Studio) -> None:
         self._studio = studio
 
+    @answered(words.failure)
     async def show(self) -> AsyncIterator[Any]:
         """One line, until they are ready; then nothing."""
         async for line in looked_at(self._studio.desk.job_of("", "prepare"), _ready):

@@ -8,10 +8,16 @@ from patchpar import PlanError
 from patchpar.planner.links import Link
 
 from . import words
+from .answers import answered
 from .forecast import MOST_DEVICES, MOST_PROMPTS, Call, drawing, forecast, link_verdict
 from .studio import Studio
 
 NOT_YET = "The model is being loaded: try again in a moment."
+
+
+def failed(sentence: str) -> tuple[str, str, str]:
+    """What `show` fills, where something went wrong."""
+    return words.failure(sentence), "", ""
 
 
 class PlanTab:
@@ -20,30 +26,26 @@ class PlanTab:
     def __init__(self, studio: Studio) -> None:
         self._studio = studio
 
+    @answered(failed)
     def show(self, devices: Any, width: Any, height: Any, guided: bool, prompts: Any) -> tuple[str, str, str]:
         """(the choice, its drawing, all plans)."""
         model = self._studio.workers.model
         if model is None:
             return words.notice(NOT_YET), "", ""
-        try:
-            numbers = {"devices": devices, "width": width, "height": height, "prompts": prompts}
-            call = Call(**{name: _whole(value) for name, value in numbers.items()}, guided=bool(guided))
-            found = forecast(model, call)
-        except PlanError as error:
-            return words.failure(str(error)), "", ""
+        numbers = {"devices": devices, "width": width, "height": height, "prompts": prompts}
+        call = Call(**{name: _whole(value) for name, value in numbers.items()}, guided=bool(guided))
+        found = forecast(model, call)
         said = words.pairs([("Plan", str(found.chosen)), ("Because", found.reason), ("Model", model.pipeline)])
         rows = [(str(offer.plan), offer.work, offer.refusal or "can be run") for offer in found.offers]
         table = words.table(("plan", "who does what", "verdict"), rows, marked=0)
         return said, drawing(found.chosen, model, (call.height, call.width)), table
 
+    @answered(words.failure)
     def weigh(self, owner: str, latency: Any, rate: Any) -> str:
         """What the page's last run would cost on a link of `latency` milliseconds and `rate` gigabytes per second."""
-        try:
-            if latency is None or rate is None:
-                raise PlanError("fill in latency and rate of the link")
-            link = Link(latency=float(latency) / 1e3, rate=float(rate) * 1e9)
-        except PlanError as error:
-            return words.failure(str(error))
+        if latency is None or rate is None:
+            raise PlanError("fill in latency and rate of the link")
+        link = Link(latency=float(latency) / 1e3, rate=float(rate) * 1e9)
         return words.notice(link_verdict(self._studio.desk.kept(owner, "run"), link))
 
 

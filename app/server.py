@@ -1,6 +1,8 @@
 """The page on a port of this machine: who may see it, how much they may send, how it ends."""
 
+import os
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,12 @@ from fastapi.responses import StreamingResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from patchpar import PlanError
+from patchpar.live.ending import signals_unwind
 from patchpar.live.port import HOME, Port, check_port, is_local, names_of
 from patchpar.models.hush import hush
 
 from .limits import MOST_BYTES
+from .origin import OwnRequests
 from .page import STYLE, build, theme
 from .studio import Studio
 from .workers import Setup
@@ -69,8 +73,10 @@ def read_users(text: str | None) -> tuple[tuple[str, str], ...]:
 
 
 def application(studio: Studio, address: Address) -> FastAPI:
-    """The page and its live pictures as one application."""
+    """The page and its live pictures as one application. Gradio's folder of files is the studio's from now on."""
+    os.environ["GRADIO_TEMP_DIR"] = str(studio.uploads)  # Gradio asks nowhere else, now and at every upload
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(OwnRequests)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=address.names)
 
     @app.get("/live/{name}")
@@ -129,16 +135,19 @@ class Server:
         self.close()
 
 
-def serve(setup: Setup, address: Address, told: Callable[[str], Any]) -> None:
-    """Serve until ctrl-C; `told` gets the page's address when it is there. Raises PlanError."""
+def serve(setup: Setup, address: Address, told: Callable[[str], Any], ending: Callable[[], Any]) -> None:
+    """Serve until ctrl-C; `told` gets the page's address when it is there, `ending` is called before it is closed.
+
+    Raises PlanError, and SystemExit where SIGTERM or SIGHUP have ended it.
+    """
     hush()
     setup.check()
-    server = Server(setup, address)
-    try:
-        server.start()
-        told(server.url)
-        server.wait()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.close()
+    with signals_unwind(), closing(Server(setup, address)) as server:
+        try:
+            server.start()
+            told(server.url)
+            server.wait()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            ending()

@@ -1,15 +1,18 @@
 """The tab Stream: pictures one after another while they are drawn, and a face that talks."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
 
-from patchpar import PatchparError
 from patchpar.models.folder import EMBEDDED, embedded_model
 from patchpar.stream.config import StreamConfig
 
 from . import words
+from .answers import answered
 from .face import LONGEST, FaceOrder, FaceStream
 from .fields import Fields, picture_fields, uploaded
 from .footage import MOST_RATE, Footage
@@ -29,12 +32,18 @@ HINT = "The stream will be here, picture after picture, until you stop it. Its p
 NO_FACE = "No model of a face is loaded. Start the app with --face FOLDER to have one talk here."
 
 
+def failed(sentence: str) -> tuple[Any, ...]:
+    """What `_looked_at` fills, where something went wrong."""
+    return gr.skip(), words.failure(sentence), gr.skip(), gr.skip(), *_buttons(None)
+
+
 class StreamTab:
     """What the tab does."""
 
     def __init__(self, studio: Studio) -> None:
         self._studio = studio
 
+    @answered(failed)
     async def draw(self, owner: str, source: str, *fields: Any) -> AsyncIterator[Any]:
         """The button of streams of pictures. `fields`: picture, film, rate, strength, then those of an order."""
 
@@ -42,12 +51,12 @@ class StreamTab:
             workers = self._studio.workers
             wanted = stream_order(SOURCES.get(source, "prompt"), *fields)
             wanted.check_devices(workers.count)
-            stream = PictureStream(workers, wanted, *self._live(owner, PictureFeed()))
-            return self._studio.desk.submit(owner, KIND, stream.run)
+            return self._submit(owner, PictureFeed(), partial(PictureStream, workers, wanted))
 
         async for shown in self._begun(owner, begin):
             yield shown
 
+    @answered(failed)
     async def talk(self, owner: str, sound: Any, reference: Any, prompt: str, seconds: Any) -> AsyncIterator[Any]:
         """The button of the face."""
 
@@ -55,24 +64,22 @@ class StreamTab:
             looks = picture_from(reference) if reference is not None else None
             spoken = sound_from(sound) if sound is not None else None
             wanted = FaceOrder(prompt=prompt or "", reference=looks, sound=spoken, seconds=float(seconds or 0))
-            stream = FaceStream(self._studio.workers, wanted, *self._live(owner, FilmFeed()))
-            return self._studio.desk.submit(owner, KIND, stream.run)
+            return self._submit(owner, FilmFeed(), partial(FaceStream, self._studio.workers, wanted))
 
         async for shown in self._begun(owner, begin):
             yield shown
 
+    @answered(words.failure)
     def say(self, owner: str, prompt: str) -> str:
         """Another prompt, while the stream runs."""
         job = self._studio.desk.job_of(owner, KIND)
         controls = self._studio.desk.kept(owner, "controls")
         if job is None or job.view.is_over or controls is None:
             return words.failure("no stream is running: start one first")
-        try:
-            controls.say(prompt or "")
-        except PatchparError as error:
-            return words.failure(str(error))
+        controls.say(prompt or "")
         return words.notice(f"From the next picture on: {prompt}")
 
+    @answered()
     def stop(self, owner: str) -> None:
         """Let come out what is under way; what waits in line is cancelled."""
         job, controls = self._studio.desk.job_of(owner, KIND), self._studio.desk.kept(owner, "controls")
@@ -81,30 +88,30 @@ class StreamTab:
         if job is not None and job.view.state == "waiting":
             job.cancel()
 
+    @answered()
     def see(self, owner: str, frame: Any) -> None:
         """A picture from the camera."""
         controls = self._studio.desk.kept(owner, "controls")
         if controls is not None and frame is not None:
             controls.frame = frame
 
+    @answered(failed)
     async def resume(self, owner: str) -> AsyncIterator[Any]:
         """The page has been reloaded."""
         async for shown in self._looked_at(owner):
             yield shown
 
-    def _live(self, owner: str, feed: Any) -> tuple[Controls, Any, Kept]:
-        """What a page needs to change, see and save its stream, remembered for it."""
-        controls = Controls()
-        self._studio.desk.keep(owner, "controls", controls)
-        self._studio.desk.keep(owner, "feed", self._studio.feeds.add(feed))
-        return controls, feed, Kept(self._studio.folder_of(owner) / NAME)
+    def _submit(self, owner: str, feed: Any, stream: Callable[[Controls, Any, Kept], Any]) -> Job:
+        """Begin, and remember for the page what changes and shows its stream. Raises PlanError, and nothing changes."""
+        studio, controls = self._studio, Controls()
+        kept = Kept(studio.folder_of(owner) / NAME)
+        job = studio.desk.submit(owner, KIND, stream(controls, feed, kept).run)
+        studio.desk.keep(owner, "controls", controls)
+        studio.desk.keep(owner, "feed", studio.feeds.add(feed))
+        return job
 
     async def _begun(self, owner: str, begin: Callable[[], Job]) -> AsyncIterator[Any]:
-        try:
-            begin()
-        except PatchparError as error:
-            yield gr.skip(), words.failure(str(error)), gr.skip(), gr.skip(), *_buttons(None)
-            return
+        await asyncio.to_thread(begin)  # which decodes pictures and sound, and other pages go on meanwhile
         async for shown in self._looked_at(owner):
             yield shown
 
@@ -181,6 +188,13 @@ def build(studio: Studio, owner: gr.State) -> tuple[StreamTab, list[Any]]:
     return tab, filled
 
 
+def _shipped(folder: Path, name: str) -> str:
+    """The path of a file that comes with the package, served from where it is: what Gradio copies it later deletes."""
+    path = (folder / name).resolve()
+    gr.set_static_paths([path])
+    return str(path)
+
+
 class _PictureFields:
     """What a stream of pictures is told."""
 
@@ -190,9 +204,7 @@ class _PictureFields:
         picture = uploaded(
             "Picture", sources=["upload", "clipboard"], visible=False, height=240, elem_id="stream-picture"
         )
-        self.camera = gr.Image(
-            label="Camera", type="pil", sources=["webcam"], streaming=True, visible=False, elem_id="stream-camera"
-        )
+        self.camera = uploaded("Camera", sources=["webcam"], streaming=True, visible=False, elem_id="stream-camera")
         film = gr.Video(label="Film", sources=["upload"], visible=False, height=240, elem_id="stream-film")
         rate = gr.Slider(1, MOST_RATE, 8, step=1, label="Frames taken from a second of film", visible=False)
         strength = gr.Slider(0.05, 1, 0.6, step=0.05, label="Strength: how much is drawn anew", visible=False)
@@ -213,7 +225,8 @@ class _FaceFields:
             sound = gr.Audio(label="What it says", sources=["upload", "microphone"], type="filepath")
             if face in EMBEDDED:
                 folder = embedded_model(str(face))
-                shown = [[text, str(folder / "speech.wav")] for text in StreamConfig.load(folder).prompts]
+                speech = _shipped(folder, "speech.wav")
+                shown = [[text, speech] for text in StreamConfig.load(folder).prompts]
                 gr.Examples(shown, [prompt, sound], label="What the embedded face can do")
             reference = uploaded("Whose looks it has", sources=["upload", "webcam"], height=240)
             seconds = gr.Slider(1, LONGEST, 5, step=1, label="Seconds, without sound")
@@ -221,6 +234,7 @@ class _FaceFields:
         self.components = [sound, reference, prompt, seconds]
 
 
+@answered()
 def _fields_of(source: str) -> tuple[Any, ...]:
     """The fields that a source needs."""
     kind = SOURCES.get(source)

@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 from patchpar import PlanError
 
-from .footage import MOST_RATE, Footage
+from .footage import MOST_FRAME_PIXELS, MOST_RATE, Footage
 from .jobs import Job
 from .keeping import Kept
+from .limits import picture_from
 from .live import PictureFeed
 from .orders import LONGEST_PROMPT, Order
 from .walk import NoiseWalk
@@ -71,7 +72,10 @@ class StreamOrder:
 
 @dataclass(slots=True)
 class Controls:
-    """What a page may change while its stream runs; read by the stream between two pictures."""
+    """What a page may change while its stream runs; read by the stream between two pictures.
+
+    `frame`: the file of the camera's last picture, which nobody has decoded.
+    """
 
     prompt: str | None = None
     frame: Any = None
@@ -213,7 +217,7 @@ class PictureStream:
             if time.monotonic() > give_up:
                 raise PlanError(f"no picture from the camera for {CAMERA_SECONDS:g} s: allow the page to use it")
             time.sleep(0.05)
-        return None if self._controls.is_stopped else self._controls.frame
+        return None if self._controls.is_stopped else picture_from(self._controls.frame, MOST_FRAME_PIXELS)
 
 
 def fitted(picture: Any, size: tuple[int, int]) -> Any:

@@ -15,12 +15,12 @@ HOUR = 3600.0  # seconds that a page's files are kept
 
 
 def _scratch() -> TemporaryDirectory[str]:
-    return TemporaryDirectory(prefix="patchpar-app-")
+    return TemporaryDirectory(prefix="patchpar-app-", ignore_cleanup_errors=True)  # a job may still write into it
 
 
 @dataclass(frozen=True, slots=True)
 class Studio:
-    """What every tab is given. `scratch`: for files on their way to a page. `close` ends jobs and workers."""
+    """What every tab is given. `scratch`: files to and from pages, for nobody else to read. `close` ends it all."""
 
     workers: Workers
     artist: Artist
@@ -39,11 +39,21 @@ class Studio:
 
     def folder_of(self, owner: str) -> Path:
         """Where a page's files are put. Those of any page that are older than an hour are deleted."""
-        scratch = Path(self.scratch.name)
-        for old in scratch.glob("*/*"):
+        pages = self._folder("pages")
+        for old in pages.glob("*/*"):
             if time.time() - old.stat().st_mtime > HOUR:
-                old.unlink()
-        folder = scratch / owner
+                old.unlink(missing_ok=True)
+        folder = pages / owner
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    @property
+    def uploads(self) -> Path:
+        """Where Gradio puts what people upload, and previews and results; it deletes them after an hour."""
+        return self._folder("uploads")
+
+    def _folder(self, name: str) -> Path:
+        folder = Path(self.scratch.name) / name
         folder.mkdir(exist_ok=True)
         return folder
 
@@ -51,5 +61,6 @@ class Studio:
         """End jobs and workers. Idempotent."""
         self.feeds.close()
         self.desk.close()
-        self.workers.close()
+        self.workers.close()  # which ends the job that has not ended by itself
+        self.desk.close()
         self.scratch.cleanup()

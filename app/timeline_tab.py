@@ -8,9 +8,15 @@ from patchpar import Run
 from patchpar.run import readable_bytes
 
 from . import timeline, words
+from .answers import answered
 from .studio import Studio
 
 NOTHING = "Draw a picture first, with “Record a timeline” on: its exchanges are shown here."
+
+
+def failed(sentence: str) -> tuple[Any, ...]:
+    """What `show` fills, where something went wrong."""
+    return words.failure(sentence), gr.skip()
 
 
 class TimelineTab:
@@ -24,6 +30,7 @@ class TimelineTab:
         found: Run | None = self._studio.desk.kept(owner, "run")
         return found
 
+    @answered(lambda sentence: (*failed(sentence), gr.skip(), gr.skip(), gr.skip()))
     def refresh(self, owner: str) -> tuple[Any, ...]:
         """Everything, for the whole run; and the sliders at its ends."""
         count = timeline.count_steps(timeline.traces_of(self.run_of(owner)))
@@ -37,6 +44,7 @@ class TimelineTab:
             gr.update(value=self.save(owner), interactive=count > 0),
         )
 
+    @answered(failed)
     def show(self, owner: str, first: int, last: int) -> tuple[str, str]:
         """(drawing, tables) of steps `first` to `last`, counted from one."""
         run = self.run_of(owner)

@@ -25,7 +25,7 @@ LINES = (
         "refusal",
     ),
     ("resync", "figures", "key_exchange"),
-    ("treatment",),
+    ("picture_file", "treatment"),
     ("launch", "run", "call"),
     ("mesh", "transport", "batch", "live"),
     ("traffic", "picture_arguments", "attention_sites"),
@@ -57,6 +57,7 @@ ONLY = {
     "patches": {"errors"},
     "clock": {"errors"},
     "measure": {"errors"},
+    "picture_file": {"errors"},
     "verdicts": {"errors"},
     "trace": {"errors"},
     "selection": {"errors"},
@@ -69,13 +70,13 @@ ONLY = {
     "launch": {"anonymous", "errors", "scalars"},
     "live": {"errors"},
     "transport": {"anonymous", "errors"},
-    "cli": {"errors", "measure", "launch", "live", "models", "strategies", "stream", "PUBLIC"},
+    "cli": {"errors", "measure", "launch", "live", "models", "picture_file", "strategies", "stream", "PUBLIC"},
     "__main__": {"cli"},
 }
 # The demo shows what pure modules know (plans, figures, traces), and nothing of how ranks work.
 THE_APP_MAY = {
     *("PUBLIC", "plan", "run", "trace", "measure", "patches", "mesh", "checks", "planner", "strategies"),
-    *("launch", "live", "models", "stream"),
+    *("launch", "live", "models", "picture_file", "stream"),
 }
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "types", "base", "misc"}
 MAY_TALK_TO_RANKS = {"transport", "launch"}

@@ -53,7 +53,7 @@ def serve_app(request: App) -> None:
         setup = workers.Setup(
             model=request.model, devices=devices, face=_face(request), options=options, deadline=request.deadline
         )
-        server.serve(setup, address, _tell)
+        server.serve(setup, address, _tell, lambda: typer.echo("Ending the page and its workers.", err=True))
 
 
 def _tell(url: str) -> None:

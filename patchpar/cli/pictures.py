@@ -32,16 +32,6 @@ def check_writable(path: Path) -> None:
     check_place(path, "--output", "picture.png")
 
 
-def opened(path: Path, said: str) -> Image:
-    """The picture in a file, upright. Raises PlanError where it cannot be read; `said`: how it was asked for."""
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
-    try:
-        return ImageOps.exif_transpose(Image.open(path)).convert("RGB")
-    except (UnidentifiedImageError, OSError) as error:
-        raise PlanError(f"{said} cannot be read as a picture: {error}") from error
-
-
 def save(picture: Image, path: Path) -> None:
     """Whole, or not at all. PNG of a large picture takes all cores."""
     with written_whole(path) as beside:

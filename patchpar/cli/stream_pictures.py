@@ -16,6 +16,7 @@ from patchpar.cli.stream_meter import Meter, living_line
 from patchpar.cli.stream_run import Part, Report, paced, show_all
 from patchpar.cli.stream_screens import Screens
 from patchpar.errors import PlanError
+from patchpar.picture_file import check_pixels, read_picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -42,19 +43,14 @@ class Frames:
             return cls(source=source, fps=fps or FPS)
         if not source.is_file():
             raise PlanError(f"--input {source}: there is no such folder or film")
-        return cls(source=source, fps=fps or _rate_of(source))
+        rate = _rate_of(source)
+        return cls(source=source, fps=fps or rate)
 
     def __iter__(self) -> Iterator[Image]:
         return self._from_folder() if self.source.is_dir() else self._from_film()
 
     def _from_folder(self) -> Iterator[Image]:
-        from PIL import Image, UnidentifiedImageError
-
-        for path in _pictures_in(self.source):
-            try:
-                yield Image.open(path).convert("RGB")
-            except (UnidentifiedImageError, OSError) as error:
-                raise PlanError(f"--input {path} cannot be read as a picture: {error}") from error
+        return (read_picture(path, f"--input {path}") for path in _pictures_in(self.source))
 
     def _from_film(self) -> Iterator[Image]:
         import av
@@ -62,6 +58,7 @@ class Frames:
         try:
             with av.open(str(self.source)) as container:
                 for frame in container.decode(video=0):
+                    check_pixels(frame.width, frame.height, f"a frame of --input {self.source}")
                     yield frame.to_image()
         except av.FFmpegError as error:
             raise PlanError(f"--input {self.source} is broken: {error}") from error
@@ -130,6 +127,8 @@ def _rate_of(film: Path) -> float:
         with av.open(os.fspath(film)) as container:
             if not container.streams.video:
                 raise PlanError(f"--input {film} has no pictures: {container.format.name}")
-            return float(container.streams.video[0].average_rate or FPS)
+            stream = container.streams.video[0]
+            check_pixels(stream.codec_context.width, stream.codec_context.height, f"a frame of --input {film}")
+            return float(stream.average_rate or FPS)
     except av.FFmpegError as error:
         raise PlanError(f"--input {film} cannot be read as a film: {error}") from error

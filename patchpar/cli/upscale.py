@@ -11,9 +11,10 @@ import typer
 
 from patchpar.cli.drawing import drawn_by
 from patchpar.cli.flags import Opened, given
-from patchpar.cli.pictures import check_writable, opened, save
+from patchpar.cli.pictures import check_writable, save
 from patchpar.cli.speech import friendly_errors, print_json, stdout_kept_clean
 from patchpar.errors import PlanError
+from patchpar.picture_file import read_picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ def enlarge(request: Upscale) -> None:
     """Draw a picture again, larger, on several devices, and save it."""
     with friendly_errors(request.debug):
         request.check()
-        picture = opened(request.picture, str(request.picture))
+        picture = read_picture(request.picture, str(request.picture))
         with stdout_kept_clean(request.json):
             keep = partial(_saved, request.output)
             run, size = drawn_by(request, lambda pipe: _upscaled(pipe, picture, request), keep, task="image-to-image")

@@ -11,9 +11,9 @@ import typer
 from patchpar.cli.drawing import draw
 from patchpar.cli.film import check_film, check_folder, frames_of, save_film, save_frames
 from patchpar.cli.flags import Asked, given
-from patchpar.cli.pictures import opened
 from patchpar.cli.speech import friendly_errors, print_json, stdout_kept_clean
 from patchpar.errors import PlanError
+from patchpar.picture_file import read_picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Video(Asked):
 
     def picture(self) -> Any:
         """The one to begin with, None without. Raises PlanError."""
-        return None if self.image is None else opened(self.image, f"--image {self.image}")
+        return None if self.image is None else read_picture(self.image, f"--image {self.image}")
 
 
 def video(request: Video) -> None:

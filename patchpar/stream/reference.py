@@ -5,16 +5,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.picture_file import read_picture
 
 
 def reference_picture(reference: Any, height: int, width: int) -> Tensor:
     """As (height, width, 3) in uint8. Files and PIL pictures are turned upright, cut and scaled. Raises PlanError."""
     if isinstance(reference, (str, Path)):
-        reference = _opened(Path(reference).expanduser())
+        path = Path(reference).expanduser()
+        reference = read_picture(path, f"the reference {path}")
     if isinstance(reference, Image.Image):
         upright = ImageOps.exif_transpose(reference).convert("RGB")
         reference = np.array(ImageOps.fit(upright, (width, height)))
@@ -27,15 +29,6 @@ def reference_picture(reference: Any, height: int, width: int) -> Tensor:
             f"a reference of shape {tuple(picture.shape)} in {picture.dtype} does not fit: {_ways(height, width)}"
         )
     return picture
-
-
-def _opened(path: Path) -> Image.Image:
-    try:
-        with Image.open(path) as file:
-            file.load()
-            return file
-    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
-        raise PlanError(f"the reference {path} cannot be read as a picture: {error}") from error
 
 
 def _ways(height: int, width: int) -> str:

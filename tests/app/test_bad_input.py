@@ -162,7 +162,7 @@ def test_the_other_tabs(studio: Studio, tmp_path: Path) -> None:
         (compare.run(OWNER, AUTOMATIC, AUTOMATIC, *fields(steps=0)), "steps 0"),
         (large.draw(OWNER, "overlp=1", False, *fields()), "overlp=1"),
         (large.enlarge(OWNER, None, 2, 0.35, "a fox", 30, 0), "there is no picture: choose one"),
-        (large.enlarge(OWNER, str(broken), 2, 0.35, "a fox", 30, 0), "no picture that can be read: use PNG"),
+        (large.enlarge(OWNER, str(broken), 2, 0.35, "a fox", 30, 0), "the file cannot be read as a picture: use PNG"),
         (large.enlarge(OWNER, str(picture), 99, 0.35, "a fox", 30, 0), "scale 99: it is more than 1 and at most 8"),
         (large.enlarge(OWNER, str(picture), None, 0.35, "a fox", 30, 0), "scale 0"),
         (large.enlarge(OWNER, str(picture), 2, 0.1, "a fox", 5, 0), "leaves none: use more of either"),

@@ -99,7 +99,7 @@ def test_pictures_that_are_uploaded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     Image.new("RGBA", (30, 20)).save(good)
     assert (picture_from(good).mode, picture_from(good).size) == ("RGB", (30, 20))
     bad.write_bytes(b"GIF89a no picture at all")
-    with pytest.raises(PlanError, match="no picture that can be read: use PNG"):
+    with pytest.raises(PlanError, match="the file cannot be read as a picture: use PNG"):
         picture_from(bad)
     monkeypatch.setattr(limits, "MOST_PICTURE_PIXELS", 599)
     with pytest.raises(PlanError, match="30 x 20 pixels"):

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import socket
+import stat
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
@@ -20,10 +28,14 @@ from app.visits import Visits
 from app.workers import Setup, devices_of
 from patchpar import PlanError
 from patchpar.cli import app as command
+from patchpar.live.ending import signals_unwind
 from patchpar.live.fragments import Fragment, Head
 from patchpar.live.port import Port
+from patchpar.models.folder import embedded_model
 
+from .browser import REPOSITORY
 from .fakes import FakePipeline, FakeWorkers
+from .waiting import until
 
 
 @pytest.fixture
@@ -73,6 +85,56 @@ def test_uploads_are_limited(client: TestClient) -> None:
     large = {"files": ("a.png", b"x" * (21 * 2**20), "image/png")}
     assert client.post("/gradio_api/upload", files=large).status_code == 413
     assert client.post("/gradio_api/upload", files={"files": ("a.png", b"x" * 1000, "image/png")}).status_code == 200
+
+
+FOREIGN = (
+    {"origin": "https://evil.example"},
+    {"origin": "null"},
+    {"origin": "http://127.0.0.1:7861"},  # another server of this machine
+    {"origin": "http://127.0.0.1:7860", "sec-fetch-site": "same-site"},
+    {"sec-fetch-site": "cross-site"},
+)
+OWN = (
+    {"origin": "http://127.0.0.1:7860"},
+    {"origin": "https://name.outside", "sec-fetch-site": "same-origin"},  # through a server that has another name
+    {"sec-fetch-site": "none"},
+    {},  # no browser
+)
+
+
+@pytest.mark.parametrize("path", ["/gradio_api/upload", "/gradio_api/queue/join", "/gradio_api/run/predict", "/login"])
+def test_what_another_page_has_a_browser_do_is_refused(client: TestClient, path: str, studio: Studio) -> None:
+    """A form needs no permission to send a file here: browsers ask for none."""
+    for headers in FOREIGN:
+        answer = client.post(path, files={"files": ("a.png", b"x", "image/png")}, headers=headers)
+        assert (answer.status_code, "made by another page" in answer.text) == (403, True), headers
+    assert list(studio.uploads.rglob("*.png")) == []
+    for headers in OWN:
+        answer = client.post(path, files={"files": ("a.png", b"x", "image/png")}, headers=headers)
+        assert "made by another page" not in answer.text, headers
+        assert answer.status_code == 200 or not path.endswith("upload")
+
+
+def test_another_page_may_link_here(client: TestClient) -> None:
+    assert client.get("/", headers={"sec-fetch-site": "cross-site"}).status_code == 200
+
+
+def test_what_people_upload_is_for_nobody_else(client: TestClient, studio: Studio) -> None:
+    """In a folder of this server, which goes with it, and not in one that every user of the machine shares."""
+    (path,) = client.post("/gradio_api/upload", files={"files": ("a.png", b"x", "image/png")}).json()
+    assert Path(path).is_relative_to(studio.uploads)
+    assert stat.S_IMODE(Path(studio.scratch.name).stat().st_mode) == 0o700
+    assert client.get(f"/gradio_api/file={path}").content == b"x"
+    studio.close()
+    assert not Path(path).exists()
+
+
+def test_the_shipped_sound_is_served_from_where_it_is(studio: Studio) -> None:
+    studio.workers.setup = Setup(face="embedded-face")
+    speech = (embedded_model("embedded-face") / "speech.wav").resolve()
+    with TestClient(application(studio, Address()), base_url="http://127.0.0.1:7860") as client:
+        assert client.get(f"/gradio_api/file={speech}").content == speech.read_bytes()
+        assert client.get(f"/gradio_api/file={speech.with_name('model_index.json')}").status_code in (403, 404)
 
 
 def test_who_has_to_log_in_sees_nothing_before(studio: Studio) -> None:
@@ -142,3 +204,60 @@ def test_what_cannot_work_is_told_before_anything_is_started(words: list[str], s
 def test_a_model_that_is_none_is_refused_early() -> None:
     with pytest.raises(PlanError, match="no model"):
         Setup(model="nowhere").check()
+
+
+@contextmanager
+def command_running(scratch: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`patchpar app` as somebody starts it, with a folder of its own for temporary files; it and where it serves."""
+    words = [sys.executable, "-m", "patchpar", "app", "--port", "0", "--devices", "cpu:2"]
+    surroundings = {**os.environ, "TMPDIR": str(scratch)}
+    process = subprocess.Popen(
+        words, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, start_new_session=True, env=surroundings
+    )
+    try:
+        assert process.stdout is not None
+        yield process, re.findall(r"http://\S+", next(line for line in process.stdout if "http://" in line))[0]
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
+    """As `docker stop` ends it: films and uploads are gone, workers too, and the exit code says what happened."""
+    with command_running(tmp_path) as (process, url):
+        answer = httpx.post(f"{url}/gradio_api/upload", files={"files": ("a.png", b"x" * 1000, "image/png")})
+        (uploaded,) = map(Path, answer.json())
+        assert uploaded.is_relative_to(tmp_path)
+        assert uploaded.exists()
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(120) == 128 + signal.SIGTERM
+        assert list(tmp_path.rglob("patchpar-app-*")) == []
+        assert not uploaded.exists()
+        until(lambda: not is_there(process.pid), "the workers, which are of its session, to be gone")
+
+
+def is_there(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def hung_up_then_terminated() -> None:
+    with signals_unwind():
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_signals_that_are_ignored_stay_ignored_and_handlers_come_back() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    terminated = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as left:
+            hung_up_then_terminated()
+        assert left.value.code == 143
+        assert signal.getsignal(signal.SIGTERM) == terminated
+    finally:
+        signal.signal(signal.SIGHUP, before)

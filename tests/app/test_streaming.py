@@ -22,6 +22,7 @@ from app.orders import Order
 from app.streaming import Controls, PictureStream, StreamOrder
 from app.walk import PICTURES_PER_ROUND, NoiseWalk
 from patchpar import PlanError
+from tests.unit.test_picture_file import huge_png
 
 from .fakes import FakePipeline, FakeWorkers
 from .films import grey_film
@@ -130,13 +131,16 @@ def test_a_film_that_breaks_off_is_a_sentence(desk: Desk, kept: Path, tmp_path: 
     assert view.error.startswith("the film breaks off after 0 frames: ")
 
 
-def test_the_camera_s_newest_picture_is_taken(desk: Desk, kept: Path) -> None:
+def test_the_camera_s_newest_picture_is_taken(desk: Desk, kept: Path, tmp_path: Path) -> None:
+    """One that is too large ends the stream undecoded."""
     stream = Streaming(desk, kept, source="camera")
     for shade in (10, 200):
-        stream.controls.frame = Image.new("RGB", (80, 60), (shade,) * 3)
+        path = tmp_path / f"{shade}.png"
+        Image.new("RGB", (80, 60), (shade,) * 3).save(path)
+        stream.controls.frame = str(path)
         until(lambda shade=shade: stream.workers.streamed and _shade(stream) == shade, "the new frame")
-    stream.controls.is_stopped = True
-    assert over(stream.job).state == "done"
+    stream.controls.frame = str(huge_png(tmp_path / "huge.png", 4000))
+    assert "has 4000 x 4000 pixels: at most 9 million are taken" in over(stream.job).error
 
 
 def _shade(stream: Streaming) -> int:

@@ -1,0 +1,41 @@
+"""Requests that another page has a browser make are refused: the page's own alone may upload, begin and cancel.
+
+A browser sends what another page's form or script tells it to send here; it says so in headers that no script can set.
+Programs that are no browsers send neither header, and reach what anybody reaches who can open a connection.
+"""
+
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+HARMLESS = ("GET", "HEAD", "OPTIONS")
+OWN = ("same-origin", "none")  # of Sec-Fetch-Site: this page's request, or the person's
+REFUSED = "This request was made by another page. Open this one itself."
+
+
+class OwnRequests:
+    """An ASGI application that passes on what is its own, and answers 403 to what another page wants done."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] == "http" and scope["method"] not in HARMLESS and is_foreign(Headers(scope=scope)):
+            await PlainTextResponse(REFUSED, status_code=403)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def is_foreign(headers: Headers) -> bool:
+    """Whether a browser says that another page made the request.
+
+    Sec-Fetch-Site holds behind a server that gives this one another name, where Origin and Host differ; browsers
+    leave it out beyond this machine without TLS.
+    """
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site is not None:
+        return site not in OWN
+    return origin is not None and urlsplit(origin).netloc != headers.get("host", "")

@@ -1,0 +1,33 @@
+"""Servers end by a signal as they end by ctrl-C: what they have made is put away first."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+@contextmanager
+def signals_unwind() -> Iterator[None]:
+    """While inside, SIGTERM (`docker stop`) and SIGHUP raise SystemExit(128 + number) in the main thread, once.
+
+    To be entered there. A signal that is ignored, as nohup has it, stays so.
+    """
+    kept = {number: signal.getsignal(number) for number in ENDING}
+    heeded = [number for number, handler in kept.items() if handler is not signal.SIG_IGN]
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        for each in heeded:
+            signal.signal(each, signal.SIG_IGN)  # a second one would break off what the first began
+        raise SystemExit(128 + number)
+
+    for number in heeded:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in heeded:
+            signal.signal(number, kept[number])

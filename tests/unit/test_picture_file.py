@@ -1,0 +1,108 @@
+"""A picture in a file is looked at before it is decoded, whoever asks for it."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from patchpar.cli.stream_pictures import Frames
+from patchpar.cli.upscale import Upscale, enlarge
+from patchpar.cli.video import Video
+from patchpar.errors import PlanError
+from patchpar.picture_file import MOST_PIXELS, read_picture
+from patchpar.stream.reference import reference_picture
+
+SIDE = 9_400  # pixels, of a picture that would take most of a gigabyte while it is decoded
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def huge_png(path: Path, side: int = SIDE) -> Path:
+    """Some kilobytes with a header that says `side` x `side` pixels."""
+    header = struct.pack(">IIBBBBB", side, side, 8, 6, 0, 0, 0)
+    data = zlib.compress(bytes(1 << 20), 9)
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b""))
+    return path
+
+
+@pytest.fixture
+def never_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decode(self: Any) -> None:
+        raise AssertionError("it was decoded")
+
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", decode)
+
+
+@pytest.mark.usefixtures("never_decoded")
+def test_a_small_file_of_a_huge_picture_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
+    path = huge_png(tmp_path / "huge.png")
+    assert path.stat().st_size < 20_000
+    request = Video(model="m", image=path)
+    for read in (
+        lambda: read_picture(path, "it"),
+        lambda: read_picture(io.BytesIO(path.read_bytes()), "it"),
+        lambda: request.picture(),
+        lambda: list(Frames.of(tmp_path, None)),
+        lambda: reference_picture(path, 96, 96),
+    ):
+        with pytest.raises(PlanError, match=f"has {SIDE} x {SIDE} pixels: at most 80 million are taken"):
+            read()
+    with pytest.raises(PlanError, match="has too many pixels: at most 80 million are taken"):  # beyond Pillow's own
+        read_picture(huge_png(tmp_path / "huger.png", 60_000), "it")
+
+
+@pytest.mark.usefixtures("never_decoded")
+def test_the_limit_is_what_refuses(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="it was decoded"):
+        read_picture(huge_png(tmp_path / "large.png", int(MOST_PIXELS**0.5)), "it")
+
+
+def test_upscale_says_so_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import typer
+
+    with pytest.raises(typer.Exit) as ended:
+        enlarge(Upscale(picture=huge_png(tmp_path / "huge.png"), output=tmp_path / "x.png"))
+    assert ended.value.exit_code == 2
+    assert "at most 80 million are taken" in capsys.readouterr().err
+
+
+def test_frames_of_a_film_are_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=4)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        container.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="rgb24")))
+        container.mux(stream.encode())
+    assert Frames.of(path, 8).fps == 8
+    monkeypatch.setattr("patchpar.picture_file.check_pixels.__defaults__", (64 * 48 - 1,))
+    for fps in (None, 8):  # before any worker is started
+        with pytest.raises(PlanError, match=r"a frame of --input .* has 64 x 48 pixels"):
+            Frames.of(path, fps)
+
+
+@pytest.mark.parametrize("keep", [0, 20, 40, 200])
+def test_a_broken_picture_is_a_sentence(tmp_path: Path, keep: int) -> None:
+    whole = tmp_path / "whole.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)).save(whole)
+    (tmp_path / "a.png").write_bytes(whole.read_bytes()[:keep])
+    with pytest.raises(PlanError, match="it cannot be read as a picture"):
+        read_picture(tmp_path / "a.png", "it")
+    assert read_picture(whole, "it").size == (64, 64)
+
+
+def test_frames_of_a_folder_are_upright(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a telephone held upright
+    Image.new("RGB", (30, 20)).save(tmp_path / "a.jpg", exif=exif)
+    (frame,) = Frames.of(tmp_path, None)
+    assert frame.size == (20, 30)
