@@ -5,6 +5,7 @@ from patchpar.errors import UnsupportedModel
 ONE_COPY = "each worker holds a whole pipeline on its own device"
 NOT_SAVED = "the workers' copies are not meant to be saved; save the pipeline before parallelising it"
 NEW_PIPELINE = "it makes another pipeline; make that in this process and hand it to ParallelPipeline(pipe)"
+NEW_NETWORK = "it makes another network; make that in this process and set it: pipe.vae = network"
 NOT_IN_WORKERS = {
     "to": "devices= says where the pipeline runs, torch_dtype= in what",
     "enable_model_cpu_offload": ONE_COPY,
@@ -24,6 +25,9 @@ NOT_OF_NETWORKS = {
     "cpu": "devices= says where it runs",
     "save_pretrained": NOT_SAVED,
     "push_to_hub": NOT_SAVED,
+    "from_pretrained": NEW_NETWORK,
+    "from_single_file": NEW_NETWORK,
+    "from_config": NEW_NETWORK,
     "enable_parallelism": "it is parallel already, by the plan",
     "parameters": "weights do not leave the workers",
     "named_parameters": "weights do not leave the workers",

@@ -35,6 +35,7 @@ from patchpar.models.arrival import for_task, settle_in
 from patchpar.models.description import Description, describe, refuse_parallel
 from patchpar.models.dtype import with_dtype
 from patchpar.models.hush import hush
+from patchpar.models.loading import load_pipeline
 from patchpar.plan import Plan
 from patchpar.strategies.data import as_one_call, why_kept_together
 from patchpar.strategies.guidance import guidance_of
@@ -69,8 +70,7 @@ class Engine:
         self._check_memory(weight_bytes)
         options = with_dtype(options)
         task = options.pop("task", None)
-        pipe = DiffusionPipeline.from_pretrained(model, use_safetensors=True, **options)
-        return self.adopt(for_task(pipe, task).to(self.device))
+        return self.adopt(for_task(load_pipeline(model, options), task).to(self.device))
 
     def _check_memory(self, weight_bytes: int) -> None:
         if self.device.type != "cuda":

@@ -3,6 +3,7 @@
 The verdict is kept for the next time. Its exchanges are no part of a call's figures.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ def check_once(
     start = time.perf_counter()
     with _uncounted(door):
         key = verdicts.key(facts)
-        known = verdicts.find(key, "relative_error", float)
+        known = verdicts.find(key, "relative_error", _error)
         own = torch.tensor([known is not None, int(key[:12], 16)], device=door.transport.device)
         told = [(bool(each[0]), int(each[1])) for each in Gather(door, axis, "verify", "verdicts").same(own)]
         if len({name for _, name in told}) > 1:  # all ranks see it
@@ -47,6 +48,13 @@ def check_once(
             verdicts.remember(key, facts, relative_error=known)  # on every rank: they need not share a home
     door.traffic.note("check", "", "first use", start)
     return known
+
+
+def _error(value: Any) -> float:
+    """A relative error as it was written down. Raises ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{value!r:.80} is no relative error")
+    return float(value)
 
 
 @contextmanager

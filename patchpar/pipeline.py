@@ -78,16 +78,14 @@ class ParallelPipeline:
 
         Weights are read from safetensors only. A `vae` that is no text is a network for the pipeline, as in diffusers.
         With `task="image-to-image"` the model's networks make a pipeline that begins with a picture.
-        Raises PlanError for a bad path, folder, weight file, plan or device, and for a model that does not fit into
-        memory.
+        Raises PlanError for a bad path, folder, weight file, plan, device, and a model that has code or does not fit.
         """
         vae, options = way_and_network(vae, options)
         limits = {"deadline": deadline, "start_timeout": start_timeout}
         request = check_request(devices, plan, **limits, verify=verify, vae=vae)
         check_options(options)
         source, options, folder = resolve_model(model, options)
-        need = needed_bytes(folder, options)
-        check_memory(source, need, request.devices.names)
+        check_memory(source, need := needed_bytes(folder, options), request.devices.names)
         self = cls.__new__(cls)
         self._begin(request, "load", source, options, need)
         return self

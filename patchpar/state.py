@@ -9,6 +9,7 @@ from patchpar.changes import asked
 from patchpar.errors import PlanError
 from patchpar.launch.context import Executor
 from patchpar.launch.forks import change_in_children
+from patchpar.models.adapters import from_safetensors
 from patchpar.models.description import Description
 from patchpar.outcome import Caller
 from patchpar.plan import Plan
@@ -53,8 +54,8 @@ class State:
         return results[getattr(ranks, "rank", 0)]
 
     def apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
-        """Call a method of the pipeline, or of one of its networks, on every rank."""
-        words, options = asked(path, args, kwargs, is_fresh=self.is_fresh)
+        """Call a method of the pipeline, or of one of its networks, on every rank. Raises PlanError for pickles."""
+        words, options = asked(path, args, from_safetensors(path, args, kwargs), is_fresh=self.is_fresh)
         returned: Returned = self.ask(*words, **options)
         return returned
 

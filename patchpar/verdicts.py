@@ -8,12 +8,16 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from patchpar.json_files import read_object
+
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 NOWHERE = Path(os.devnull)  # no file can be made below it
 
@@ -48,9 +52,13 @@ class Verdicts:
 
     def find(self, key: str, what: str, read: Callable[[Any], T]) -> T | None:
         """What was found then, such as the "relative_error", out of what `read` makes of it; None if nothing was."""
+        file = self.folder / f"{key}.json"
+        if not file.is_file():
+            return None
         try:
-            return read(json.loads((self.folder / f"{key}.json").read_text())[what])
-        except (OSError, ValueError, KeyError, TypeError):
+            return read(read_object(file)[what])
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+            log.warning("%s is not what was written there, and is left aside: %s", file, f"{error!r:.200}")
             return None
 
     def remember(self, key: str, facts: Mapping[str, Any], **found: Any) -> None:

@@ -11,6 +11,7 @@ PACKAGE = REPOSITORY / "patchpar"
 # A module may import modules of earlier lines, and of its own package.
 LINES = (
     ("errors", "scalars", "compiled", "anonymous", "hooks"),
+    ("json_files",),
     (
         "fingerprint",
         "plan",
@@ -58,7 +59,8 @@ ONLY = {
     "clock": {"errors"},
     "measure": {"errors"},
     "picture_file": {"errors"},
-    "verdicts": {"errors"},
+    "json_files": {"errors"},
+    "verdicts": {"errors", "json_files"},
     "trace": {"errors"},
     "selection": {"errors"},
     "traffic": {"trace", "transport"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from patchpar.cli.stream_film import film_at
 from patchpar.cli.stream_meter import Meter, living_line
 from patchpar.cli.stream_run import Report, show_all
 from patchpar.cli.stream_video import parts_of
-from patchpar.errors import PatchparError
+from patchpar.errors import PatchparError, PlanError
 
 if TYPE_CHECKING:
     from patchpar.stream.recording import Recording
@@ -28,7 +29,7 @@ class Replay:
     """The flags of `replay`."""
 
     session: Annotated[Path, typer.Argument(help="What `patchpar stream --record` has written.")]
-    model: Annotated[str | None, typer.Option(help="Where the model is now; by default where it was.")] = None
+    model: Annotated[str | None, typer.Option(help="Where the model is now; needed unless it is a shipped one.")] = None
     devices: Devices = "auto"
     output: Annotated[Path | None, typer.Option("--output", "-o", help="A file for frames and sound.")] = None
     deadline: Deadline = DEADLINE
@@ -45,8 +46,9 @@ def replay(request: Replay) -> None:
         from patchpar.stream.recording import Recording
 
         recording, differing = Recording.read(request.session), list[int]()
+        model = _model(request, recording.origin.model)
         with stdout_kept_clean(request.json), ExitStack() as stack:
-            report = _run(request, recording, differing, stack)
+            report = _run(request, model, recording, differing, stack)
         report.tell(request.json, differing=differing)
         report.finish(is_endless=False)
         if differing:
@@ -58,13 +60,30 @@ def replay(request: Replay) -> None:
             typer.echo(f"{len(recording.blocks)} blocks, every frame as it was")
 
 
-def _run(request: Replay, recording: Recording, differing: list[int], stack: ExitStack) -> Report:
+def _model(request: Replay, recorded: str) -> str:
+    """What is loaded: a journal may be a stranger's, and does not choose. Raises PlanError."""
+    from patchpar.models.folder import shipped_name
+
+    known = request.model or shipped_name(recorded)
+    if known is not None:
+        return known
+    asked = f"{request.session} was made with the model {recorded!r}."
+    if _can_be_asked() and typer.confirm(f"{asked} Load that?", default=False, err=True):
+        return recorded
+    raise PlanError(f"{asked} A journal does not choose what is loaded: say it with --model {recorded!r}, or another")
+
+
+def _can_be_asked() -> bool:
+    return sys.stdin.isatty()
+
+
+def _run(request: Replay, model: str, recording: Recording, differing: list[int], stack: ExitStack) -> Report:
     from patchpar import StreamingPipeline
 
     origin = recording.origin
     say = stack.enter_context(living_line("starting"))
     opened = {"devices": request.devices, "deadline": request.deadline, "config": origin.config, **origin.options}
-    pipe = stack.enter_context(StreamingPipeline.from_pretrained(request.model or origin.model, **opened))
+    pipe = stack.enter_context(StreamingPipeline.from_pretrained(model, **opened))
     meter, plan = Meter(), str(pipe.plan)
     session = stack.enter_context(pipe.replay(recording))
     screens = [] if request.output is None else [stack.enter_context(film_at(request.output, origin.fps, pipe.rate))]

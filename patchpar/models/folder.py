@@ -1,22 +1,27 @@
 """What a model folder holds, read without loading it: is it there, is it safetensors, is it whole, how large.
 
-No torch and no diffusers, so that a bad path is refused before any worker is started.
+Nothing of torch or diffusers is imported, so that a bad path is refused before any worker is started.
 """
 
-import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
+from patchpar.json_files import object_of, read_object
+from patchpar.models.code import refuse_code
+from patchpar.models.index import ModelIndex
 
 EMBEDDED = {"embedded": "scenes-unet", "embedded-dit": "scenes-dit", "embedded-face": "face-stream"}
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_NAME = re.compile(r"(?!.*(--|\.\.))\w([\w.-]*\w)?/\w([\w.-]*\w)?")
+"""What the hub takes for the name of a repository; `./folder` and `~/folder` are none."""
 BYTES_PER_WEIGHT = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+MAX_HEADER = 100_000_000
+"""Bytes: the longest header that the safetensors format allows."""
 PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth")
 
 
@@ -45,12 +50,23 @@ def embedded_model(name: str = "embedded") -> Path:
     )
 
 
-def resolve_model(model: str | Path, options: Mapping[str, Any]) -> tuple[str, dict[str, Any], ModelFolder | None]:
+def shipped_name(model: str | Path) -> str | None:
+    """The name of a model that comes with the package, out of its name or its folder; None for any other."""
+    if str(model) in EMBEDDED:
+        return str(model)
+    folder = Path(model).absolute()
+    return next((name for name in EMBEDDED if embedded_model(name).absolute() == folder), None)
+
+
+def resolve_model(
+    model: str | Path, options: Mapping[str, Any], *, besides: Collection[str] = ()
+) -> tuple[str, dict[str, Any], ModelFolder | None]:
     """(what to load, with which options, what is known of it). Hub names are left to the hub: nothing is known.
 
     Components that the folder's pipeline does without are passed as None, without which diffusers would not load it.
     Folders are named from the root: a rank that is started later may be started somewhere else.
-    Raises PlanError for a path that is no model folder, has no safetensors, or has a broken weight file.
+    `besides`: parts that are not loaded as the folder's index says. Raises PlanError for a path that is no model
+    folder, has no safetensors, has a broken weight file, or would have code of its own run.
     """
     options = dict(options)
     if str(model) in EMBEDDED:
@@ -59,40 +75,43 @@ def resolve_model(model: str | Path, options: Mapping[str, Any]) -> tuple[str, d
         model = embedded_model(str(model))
     if options.get("cache_dir") is not None:
         options["cache_dir"] = str(Path(options["cache_dir"]).expanduser().absolute())
-    path = Path(model).expanduser().absolute()
+    path = _whole(model)
     if str(model) and path.is_dir():
         folder = inspect_folder(path, options.get("variant"))
+        refuse_code(path, options, besides=besides)
         return str(path), {**dict.fromkeys(folder.absent), **options}, folder
-    if path.exists() or not HUB_NAME.fullmatch(str(model)):
+    if path.exists() or isinstance(model, Path) or not HUB_NAME.fullmatch(model):
         shipped = ", ".join(repr(name) for name in EMBEDDED)
         ways = f"a folder with model_index.json, a hub name such as org/model, or one of {shipped}"
-        raise PlanError(f"{str(model)!r} is no model: give {ways}")
-    return str(model), options, None
+        what = "is a file, and so no model" if path.is_file() else "is no model, and no such folder is here"
+        raise PlanError(f"{str(model)!r} {what}: give {ways}")
+    return model, options, None
+
+
+def _whole(model: str | Path) -> Path:
+    try:
+        path = Path(model).expanduser().absolute()
+        path.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long, a home of nobody
+        raise PlanError(f"{str(model)!r:.200} can be no path: {error}") from error
+    return path
 
 
 def inspect_folder(path: Path, variant: str | None = None) -> ModelFolder:
     """Check a local model folder. Raises PlanError."""
-    index = path / "model_index.json"
-    if not index.is_file():
-        raise PlanError(f"{path} has no model_index.json, so it is no diffusers model folder")
-    try:
-        entries = json.loads(index.read_text())
-    except ValueError as error:
-        raise PlanError(f"{index} is not valid JSON: {error}") from error
-    if not isinstance(entries, dict):
-        raise PlanError(f"{index} holds no JSON object, so it is no index of a diffusers model")
-    parts = [name for name, entry in entries.items() if isinstance(entry, list) and entry[0] is not None]
-    sizes = [_checked_sizes(file) for name in parts for file in _weights(path / name, variant)]
+    index = ModelIndex.read(path)
+    sizes = [_checked_sizes(file) for part in index.parts for file in _weights(path / part.name, variant)]
     return ModelFolder(
         path=path,
-        pipeline=str(entries.get("_class_name")),
+        pipeline=index.pipeline if isinstance(index.pipeline, str) else ".".join(index.pipeline),
         weight_bytes=sum(size for size, _ in sizes),
         num_weights=sum(count for _, count in sizes),
-        absent=tuple(name for name, entry in entries.items() if entry == [None, None]),
+        absent=index.absent,
     )
 
 
 def _weights(folder: Path, variant: str | None) -> list[Path]:
+    _refuse_other_shards(folder)
     files = sorted(folder.glob("*.safetensors"))
     chosen = [file for file in files if variant and f".{variant}." in file.name] or [
         file for file in files if not re.search(r"\.(fp16|bf16|fp32)\.", file.name)
@@ -107,8 +126,19 @@ def _weights(folder: Path, variant: str | None) -> list[Path]:
 
 
 def _has_weights(folder: Path) -> bool:
-    config = json.loads((folder / "config.json").read_text())
+    config = read_object(folder / "config.json")
     return "_class_name" in config or "architectures" in config
+
+
+def _refuse_other_shards(folder: Path) -> None:
+    """Raise PlanError where an index of safetensors leads to files that are none, or lie elsewhere."""
+    for index in folder.glob("*.safetensors.index*.json"):
+        shards = read_object(index, limit=MAX_HEADER).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise PlanError(f"{index} does not say which file has which weights: fetch it again")
+        for name in set(shards.values()):
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise PlanError(f"{index} leads to {name!r:.80}, which is no safetensors file of this folder")
 
 
 def _checked_sizes(file: Path) -> tuple[int, int]:
@@ -117,11 +147,15 @@ def _checked_sizes(file: Path) -> tuple[int, int]:
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
-            header: Any = json.loads(stream.read(length)) if length < size else None
+            if length > min(size, MAX_HEADER):
+                raise ValueError(f"a header of {length} bytes, of at most {min(size, MAX_HEADER)}")
+            header = object_of(stream.read(length), str(file))
         tensors = [entry for name, entry in header.items() if name != "__metadata__"]
         end = 8 + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
         count = sum(math.prod(entry["shape"]) for entry in tensors)
-    except (struct.error, ValueError, AttributeError, KeyError, TypeError, MemoryError) as error:
+        if not 0 <= count <= 8 * size:
+            raise ValueError("more weights than there are bits")
+    except (OSError, struct.error, ValueError, LookupError, AttributeError, TypeError, MemoryError) as error:
         raise PlanError(f"{file} is not a whole safetensors file: its header cannot be read. Fetch it again") from error
     if end != size:
         raise PlanError(f"{file} should have {end} bytes but has {size}: fetch it again")

@@ -11,17 +11,24 @@ Shapes: B batch, F latent frames, n audio tokens per latent frame, C levels per 
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
 from patchpar.errors import PlanError
+from patchpar.json_files import read_object
+from patchpar.scalars import make_plain
+from patchpar.stream.facts import number, whole
 
 WEIGHTS, CONFIG = "audio.safetensors", "audio.json"
+LIMITS = {"dim": 2**16, "heads": 2**16, "rate": 2**20, "bands": 2**12, "tokens": 2**12, "per_latent": 2**12}
 SILENCE = -1.0
 """The level of no sound at all: -100 dB of full scale. Full scale is 1."""
 LOWEST_BAND = 100.0
@@ -48,10 +55,21 @@ class AudioConfig:
     per_latent: int = 1
 
     def __post_init__(self) -> None:
+        make_plain(self)
+        for name, most in LIMITS.items():
+            whole(name, getattr(self, name), name != "bands", most)
+        for block in self.after:
+            whole("after", block, 0, LIMITS["dim"])
+        number("fps", self.fps, 0, LIMITS["rate"])
         if self.dim % self.heads:
             raise PlanError(f"dim={self.dim} is no multiple of heads={self.heads}: choose heads that divide it")
         if not 0 < self.fps <= self.rate / 2:
             raise PlanError(f"fps={self.fps:g} must be above 0 and at most half the rate of {self.rate} samples/s")
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> "AudioConfig":
+        """From what JSON keeps of one. Raises PlanError; TypeError where a fact is missing or unknown."""
+        return cls(**{**facts, "after": tuple(facts.get("after", ()))})
 
     @property
     def levels(self) -> int:
@@ -170,7 +188,9 @@ class AudioConditioner(nn.Module):
         """Read what `save` wrote. Raises PlanError if it is not there."""
         if not (folder / CONFIG).exists():
             raise PlanError(f"{folder} has no {CONFIG}: this model was not made to hear")
-        facts = json.loads((folder / CONFIG).read_text())
-        conditioner = cls(AudioConfig(**facts | {"after": tuple(facts["after"])}))
-        conditioner.load_state_dict(load_file(folder / WEIGHTS))
+        try:
+            conditioner = cls(AudioConfig.of(read_object(folder / CONFIG)))
+            conditioner.load_state_dict(load_file(folder / WEIGHTS))
+        except (OSError, RuntimeError, SafetensorError, TypeError) as error:
+            raise PlanError(f"{folder / CONFIG} and {WEIGHTS} are not those of one model: {error}") from error
         return conditioner.eval().requires_grad_(False)

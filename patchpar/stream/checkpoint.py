@@ -15,6 +15,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransform
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.dtype import dtype_of, with_dtype
+from patchpar.models.loading import load_pipeline
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, read_index
 
 
@@ -35,7 +36,7 @@ def load_wan(folder: Path, needs: Needs, options: Mapping[str, Any]) -> WanPipel
         spared["vae"] = None
     spared |= dict.fromkeys((HIGH_NOISE, LOW_NOISE, "scheduler"))
     options = with_dtype({name: value for name, value in options.items() if value is not None})
-    pipe = WanPipeline.from_pretrained(str(folder), use_safetensors=True, **(options | spared))
+    pipe = load_pipeline(str(folder), options | spared, kind=WanPipeline)
     parts: dict[str, Any] = {part: load_transformer(folder, part, options) for part in needs.transformers}
     parts = parts or {HIGH_NOISE: hollow_transformer(WanTransformer3DModel, folder, options)}
     pipe.register_modules(**parts, scheduler=FlowMatchEulerDiscreteScheduler())  # of which a stream needs nothing

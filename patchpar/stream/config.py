@@ -1,17 +1,21 @@
 """How a model is to be streamed: `stream.json` in its folder, or an object of the same facts."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
+from patchpar.json_files import read_object
+from patchpar.scalars import make_plain
+from patchpar.stream.facts import flag, number, text, whole
 from patchpar.stream.flow import FlowSchedule, Sampler
 from patchpar.stream.model_index import self_forcing_facts
 from patchpar.stream.passes import CausalOptions
 
 CONFIG = "stream.json"
+LIMITS = {"height": 2**14, "width": 2**14, "text_tokens": 2**16}
+MOST_STEPS, MOST_FPS, LONGEST_PROMPT = 1000, 1000.0, 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +40,20 @@ class StreamConfig:
     reference: str | None = None
 
     def __post_init__(self) -> None:
+        make_plain(self)
+        whole("the number of sigmas", len(self.sigmas), 2, MOST_STEPS + 1)
+        for sigma in self.sigmas:
+            number("sigma", sigma, 0, 1)
         FlowSchedule(sigmas=self.sigmas, sampler=self.sampler)
-        for name in ("fps", "height", "width", "text_tokens"):
-            if getattr(self, name) <= 0:
-                raise PlanError(f"{name}={getattr(self, name)}: it must be above 0")
-        if self.reference is not None and Path(self.reference).name != self.reference:
-            raise PlanError(f"reference={self.reference!r}: it must be the name of a file in the model's folder")
+        if number("fps", self.fps, 0, MOST_FPS) == 0:
+            raise PlanError("fps=0: it must be above 0")
+        for name, most in LIMITS.items():
+            whole(name, getattr(self, name), 1, most)
+        flag("adapt_sink", self.adapt_sink)
+        for prompt in self.prompts:
+            text("prompt", prompt, LONGEST_PROMPT)
+        if self.reference is not None and not _is_file_name(self.reference):
+            raise PlanError(f"reference={self.reference!r:.80}: it must be the name of a file in the model's folder")
 
     @property
     def schedule(self) -> FlowSchedule:
@@ -65,10 +77,10 @@ class StreamConfig:
                 f"{folder} has no {CONFIG}, so nobody knows how to stream it: pass config=StreamConfig(...)"
             )
         try:
-            return cls.of(json.loads(file.read_text()))
+            return cls.of(read_object(file))
         except PlanError as error:
             raise PlanError(f"{file}: {error}") from error
-        except (ValueError, TypeError, AttributeError) as error:
+        except TypeError as error:
             raise PlanError(f"{file} is not complete, or cannot be read: {error}") from error
 
     @classmethod
@@ -77,9 +89,16 @@ class StreamConfig:
         unknown = sorted(set(facts) - {known.name for known in fields(cls)})
         if unknown:
             raise PlanError(f"{', '.join(unknown)} means nothing; a stream may have {_names(cls)}")
-        values: dict[str, Any] = {**facts, "blocks": CausalOptions(**facts.get("blocks", {}))}
+        blocks = facts.get("blocks", {})
+        if not isinstance(blocks, Mapping):
+            raise PlanError(f"blocks={blocks!r:.80}: it must be an object of {_names(CausalOptions)}")
+        values: dict[str, Any] = {**facts, "blocks": CausalOptions(**blocks)}
         values.update({name: tuple(facts[name]) for name in ("sigmas", "prompts") if name in facts})
         return cls(**values)
+
+
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
 
 
 def _names(kind: type[Any]) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
 from patchpar.models.dtype import with_dtype
+from patchpar.models.loading import load_pipeline
 from patchpar.stream.checkpoint import Needs, hollow_transformer
 from patchpar.stream.fifo_network import Asked, FrameNetwork
 from patchpar.stream.ltx_decoder import LtxDecoder, latents_late
@@ -67,7 +68,7 @@ class Ltx:
             spared["vae"] = None
         if not needs.transformers:
             spared["transformer"] = hollow_transformer(LTXVideoTransformer3DModel, folder, options)
-        return LTXPipeline.from_pretrained(str(folder), use_safetensors=True, **(options | spared))
+        return load_pipeline(str(folder), options | spared, kind=LTXPipeline)
 
     def facts(self, folder: Path) -> Facts:
         """See Family."""

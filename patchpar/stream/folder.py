@@ -1,15 +1,20 @@
 """What a model's folder says of how it streams, read without loading it."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
+from patchpar.json_files import read_object
 from patchpar.models.folder import resolve_model
 from patchpar.stream.audio import CONFIG as AUDIO_FILE
 from patchpar.stream.config import StreamConfig
+from patchpar.stream.facts import whole
+from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE
+
+LOADED_BY_US = (HIGH_NOISE, LOW_NOISE, "scheduler")
+"""Parts that streams load or do without, whatever class the folder names for them, see `checkpoint`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +35,7 @@ class StreamFolder:
         cls, model: str | Path, *, config: StreamConfig | None = None, options: Mapping[str, Any] | None = None
     ) -> "StreamFolder":
         """Of a folder, or a model that comes with the package. `config`: in place of stream.json. Raises PlanError."""
-        path, options, _ = resolve_model(model, options or {})
+        path, options, _ = resolve_model(model, options or {}, besides=LOADED_BY_US)
         folder = Path(path)
         if not (folder / "model_index.json").is_file():
             raise PlanError(f"{path} has no model_index.json: give the folder of a WanPipeline")
@@ -49,7 +54,4 @@ class StreamFolder:
 
 
 def _fact(file: Path, name: str) -> int | None:
-    try:
-        return int(json.loads(file.read_text())[name]) if file.is_file() else None
-    except (ValueError, KeyError, TypeError) as error:
-        raise PlanError(f"{file} cannot be read, or has no {name}: {error}") from error
+    return whole(f"{file}: {name}", read_object(file).get(name), 1, 2**20) if file.is_file() else None

@@ -3,17 +3,26 @@
     {"format": 1, "model": ..., "config": {...}, "options": {...}, "seed": ..., ...}           how it was begun
     {"block": 0, "epoch": 0, "frames": "9f...", "wishes": [{"kind": "Said", ...}], ...}        what came out
 
+It is data: of how the model was loaded it keeps the dtype and the variant and nothing else, and nothing else is taken
+from it. A token or a path that were options of from_pretrained are in no journal. Only its owner can read the file.
+
 A line has what the block was made of (conditions that hold from it on, sound as the model hears it, sound as it is
 played in 16 bits) and a digest of its frames. Sound takes about 30 kB a second, silence next to nothing; beyond `limit`
 bytes no more is taken down, which is said once. A file whose end is missing is good up to there.
 """
 
 import base64
+import binascii
 import json
 import logging
+import math
+import os
+import re
+import stat
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
@@ -22,20 +31,27 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.stream.config import StreamConfig
+from patchpar.stream.config import LONGEST_PROMPT, StreamConfig
 from patchpar.stream.driver import Came
 from patchpar.stream.events import Parameter, Prompt, Reference
+from patchpar.stream.facts import number, text, whole
+from patchpar.stream.passes import MOST_FRAMES
 from patchpar.stream.talk import Said, Shown, Wish
 
 FORMAT = 1
 LIMIT = 2 * 2**30
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+VARIANT = re.compile(r"\w[\w.-]{0,63}")
+MOST_DIMS = 8
+MOST_BYTES = 2**28
+"""Of one tensor: a hundred times the largest reference that streams take."""
 WISHES: dict[str, type[Any]] = {kind.__name__: kind for kind in (Said, Shown, Parameter, Prompt, Reference)}
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """How a stream was begun. `options`: those of from_pretrained. `size`: rows and columns of latents."""
+    """How a stream was begun. `options`: see `kept_options`. `size`: rows and columns of latents."""
 
     model: str
     config: StreamConfig
@@ -46,22 +62,36 @@ class Origin:
     versions: Mapping[str, str]
 
 
+def kept_options(options: Mapping[str, Any]) -> dict[str, str]:
+    """The options of from_pretrained that a journal may keep: torch_dtype and variant, as texts. Raises PlanError."""
+    dtype = options.get("torch_dtype", options.get("dtype"))
+    found = {"torch_dtype": dtype, "variant": options.get("variant")}
+    kept = {name: str(value).removeprefix("torch.") for name, value in found.items() if value is not None}
+    if kept.get("torch_dtype", DTYPES[0]) not in DTYPES:
+        raise PlanError(f"torch_dtype={kept['torch_dtype']!r:.80}: a journal knows {', '.join(DTYPES)}")
+    if not VARIANT.fullmatch(kept.get("variant", "fp16")):
+        raise PlanError(f"variant={kept['variant']!r:.80}: it must be a name such as fp16")
+    return kept
+
+
 class Journal:
     """Takes down one stream in the file `path`. Raises PlanError if that cannot be."""
 
     def __init__(self, path: Path, origin: Origin, *, limit: int = LIMIT) -> None:
         self._path, self._limit, self._epoch = path, limit, -1
         self.blocks = self._size = 0
-        head = {"format": FORMAT, **asdict(origin)}
         try:
-            line = json.dumps(head)
-        except TypeError as error:
-            raise PlanError(f"record={str(path)!r}: an option of this pipeline cannot be written: {error}") from error
+            kept = kept_options(origin.options)
+        except PlanError as error:
+            raise PlanError(f"record={str(path)!r}: {error}") from error
         try:
-            self._file: IO[str] | None = path.open("w", encoding="utf-8")
-            self._write(line)
+            self._file: IO[str] | None = _private(path)
+            self._write(json.dumps({"format": FORMAT, **asdict(replace(origin, options=kept))}))
         except OSError as error:
             raise PlanError(f"record={str(path)!r} cannot be written: {error}") from error
+        left = sorted({*origin.options} - {*kept, "dtype"})
+        if left:
+            log.warning("%s does not keep %s: give what matters again where it is replayed", path, ", ".join(left))
 
     def note(self, came: Came, frames: Tensor) -> None:
         """Take down a block and what it was made of. Ends the recording, with a warning, where that is impossible."""
@@ -111,6 +141,14 @@ def digest(frames: Tensor) -> str:
     return blake2b(frames.contiguous().numpy().data, digest_size=12).hexdigest()
 
 
+def _private(path: Path) -> IO[str]:
+    """The file, open for writing, that only its owner can read, also where one of that name was there before."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        os.fchmod(file, 0o600)
+    return os.fdopen(file, "w", encoding="utf-8")
+
+
 def as_words(wish: Wish) -> dict[str, Any]:
     """A change as JSON has it."""
     values = {field.name: getattr(wish, field.name) for field in fields(wish)}
@@ -118,11 +156,32 @@ def as_words(wish: Wish) -> dict[str, Any]:
     return {"kind": type(wish).__name__, **words}
 
 
-def as_wish(words: Mapping[str, Any]) -> Wish:
-    """The change that `as_words` was given. Raises KeyError, TypeError, ValueError where they are of something else."""
-    values = {name: unpacked(x) if isinstance(x, Mapping) else x for name, x in words.items() if name != "kind"}
-    wish: Wish = WISHES[words["kind"]](**values)
+def as_wish(words: Any) -> Wish:
+    """The change that `as_words` was given. Raises PlanError, KeyError, TypeError, ValueError for something else."""
+    kind = WISHES[words["kind"]]
+    given = {name: value for name, value in words.items() if name != "kind"}
+    values = {name: unpacked(value) if isinstance(value, Mapping) else value for name, value in given.items()}
+    for name, value in values.items():
+        _KINDS[name](name, value)
+    wish: Wish = kind(**values)
     return wish
+
+
+def _tensor(name: str, value: Any, *, is_needed: bool = True) -> None:
+    if not isinstance(value, Tensor) and (is_needed or value is not None):
+        raise PlanError(f"{name}={value!r:.80}: it must be a tensor")
+
+
+_KINDS: dict[str, Callable[[str, Any], Any]] = {
+    "text": lambda name, value: isinstance(value, Tensor) or text(name, value, LONGEST_PROMPT),
+    "transition": partial(text, most=16),
+    "over": partial(whole, least=0, most=MOST_FRAMES),
+    "name": partial(text, most=64),
+    "value": partial(number, least=-1e6, most=1e6),
+    **dict.fromkeys(("picture", "latents"), _tensor),
+    **dict.fromkeys(("film", "negative"), partial(_tensor, is_needed=False)),
+}
+"""Of the fields of a change, what each may be."""
 
 
 def _packed(x: Tensor) -> dict[str, Any]:
@@ -131,8 +190,23 @@ def _packed(x: Tensor) -> dict[str, Any]:
     return {"shape": list(x.shape), "dtype": str(x.dtype).removeprefix("torch."), "data": data}
 
 
-def unpacked(packed: Mapping[str, Any]) -> Tensor:
-    """The tensor that was packed. Raises KeyError, ValueError, zlib.error."""
-    raw = bytearray(zlib.decompress(base64.b64decode(packed["data"])))
-    dtype: torch.dtype = getattr(torch, packed["dtype"])
-    return torch.frombuffer(raw, dtype=dtype).reshape(packed["shape"]) if raw else torch.empty(0, dtype=dtype)
+def unpacked(packed: Any) -> Tensor:
+    """The tensor that was packed. Raises PlanError, KeyError, TypeError for something else."""
+    dtype = _DTYPES[packed["dtype"]]
+    shape = [whole("a side of a tensor", side, 0, MOST_BYTES) for side in packed["shape"]]
+    size = math.prod(shape) * dtype.itemsize
+    if size > MOST_BYTES or len(shape) > 8:
+        raise PlanError(
+            f"a tensor of {size} bytes in {len(shape)} dims: one of a journal has at most {MOST_BYTES} in 8"
+        )
+    try:
+        raw = zlib.decompressobj().decompress(base64.b64decode(packed["data"]), size + 1)
+    except (binascii.Error, zlib.error) as error:
+        raise PlanError(f"a tensor whose bytes cannot be read: {error}") from error
+    if len(raw) != size:
+        raise PlanError(f"a tensor of {size} bytes of which another number is there")
+    return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
+
+
+_DTYPES = {name: getattr(torch, name) for name in (*DTYPES, "uint8", "int16", "int32", "int64")}
+"""Of tensors in a journal."""

@@ -1,11 +1,13 @@
 """What the files of a WanPipeline folder say of it, read without loading anything."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
+from patchpar.json_files import read_object
+from patchpar.stream.facts import number, whole
 from patchpar.stream.flow import FlowSchedule
+from patchpar.stream.passes import MOST_FRAMES
 
 SELF_FORCING = "SelfForcingFlowMatchScheduler"
 """The scheduler that FastVideo writes into such folders, as in wlsaidhi/SFWan2.1-T2V-1.3B-Diffusers."""
@@ -16,11 +18,9 @@ HIGH_NOISE, LOW_NOISE = "transformer", "transformer_2"
 def read_index(folder: Path) -> dict[str, Any]:
     """What model_index.json says. Raises PlanError."""
     file = folder / "model_index.json"
-    try:
-        found: dict[str, Any] = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise PlanError(f"{file} cannot be read: give the folder of a WanPipeline ({error})") from error
-    return found
+    if not file.is_file():
+        raise PlanError(f"{folder} has no model_index.json: give the folder of a WanPipeline")
+    return read_object(file)
 
 
 def low_noise_below(folder: Path) -> float | None:
@@ -30,12 +30,12 @@ def low_noise_below(folder: Path) -> float | None:
     """
     index = read_index(folder)
     part = index.get(LOW_NOISE)
-    if not isinstance(part, list) or part[-1] is None:
+    if not isinstance(part, list) or not part or part[-1] is None:
         return None
     boundary = index.get("boundary_ratio")
-    if not isinstance(boundary, (int, float)):
+    if boundary is None:
         raise PlanError(f"{folder / 'model_index.json'} has two transformers, but no boundary_ratio between them")
-    return float(boundary)
+    return number("boundary_ratio", boundary, 0, 1)
 
 
 def self_forcing_facts(folder: Path) -> dict[str, Any] | None:
@@ -53,11 +53,13 @@ def self_forcing_facts(folder: Path) -> dict[str, Any] | None:
             "config=StreamConfig(...)"
         )
     causal = _read(folder / HIGH_NOISE / "config.json")
-    frames = int(causal.get("num_frames_per_block", 3))
-    seen = int(causal.get("local_attn_size", -1))
-    seen = seen if seen > 0 else int(causal.get("sliding_window_num_frames", 21))
+    frames = whole("num_frames_per_block", causal.get("num_frames_per_block", 3), 1, MOST_FRAMES)
+    seen = whole("local_attn_size", causal.get("local_attn_size", -1), -1, MOST_FRAMES)
+    window = whole("sliding_window_num_frames", causal.get("sliding_window_num_frames", 21), 1, MOST_FRAMES)
+    seen = seen if seen > 0 else window
+    shift = number("shift", scheduler.get("shift", 5.0), 0.01, 100)
     return {
-        "sigmas": FlowSchedule.shifted(4, shift=float(scheduler.get("shift", 5.0))).sigmas,
+        "sigmas": FlowSchedule.shifted(4, shift=shift).sigmas,
         "sampler": "renoise",
         "fps": 16,
         "height": 480,
@@ -69,8 +71,4 @@ def self_forcing_facts(folder: Path) -> dict[str, Any] | None:
 
 def _read(file: Path) -> dict[str, Any]:
     """A configuration; nothing where there is none. Raises PlanError."""
-    try:
-        found: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise PlanError(f"{file} cannot be read: {error}") from error
-    return found
+    return read_object(file) if file.is_file() else {}

@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.scalars import make_plain
+from patchpar.stream.facts import whole
 from patchpar.stream.rope import Positions, rotate
 from patchpar.stream.window import WindowMemory
 
+MOST_FRAMES = 2**16
 PositionPolicy = Literal["abs", "relative"]
 
 
@@ -37,9 +40,10 @@ class CausalOptions:
     positions: PositionPolicy = "abs"
 
     def __post_init__(self) -> None:
+        make_plain(self)
         for name in ("frames", "window"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"{name}={getattr(self, name)}: it must be at least 1")
+            whole(name, getattr(self, name), 1, MOST_FRAMES)
+        whole("sink_distance", self.sink_distance, -MOST_FRAMES, MOST_FRAMES)
         if self.positions not in ("abs", "relative"):
             raise PlanError(f"positions={self.positions!r}: use 'abs' or 'relative'")
 

@@ -5,13 +5,13 @@ from inspect import signature
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
 
 from patchpar.errors import PlanError
 from patchpar.exchange import Door
 from patchpar.launch.context import ListeningContext
 from patchpar.models.dtype import with_dtype
 from patchpar.models.hush import hush
+from patchpar.models.loading import load_pipeline
 from patchpar.stream.picture_stage import PictureStage
 from patchpar.stream.picture_talk import Drawn, PictureOrder
 from patchpar.stream.talk import Stop
@@ -37,7 +37,7 @@ class PictureEngine:
         if self._context.world_size > 1 and self._transport is None:
             with self._context.waiting:
                 self._transport = connect(self._context, through=THROUGH)
-        pipe = DiffusionPipeline.from_pretrained(model, use_safetensors=True, **with_dtype(options))
+        pipe = load_pipeline(model, with_dtype(options))
         self._pipe = (_taking_image(pipe) if takes_image else pipe).to(self._device)
         self._pipe.set_progress_bar_config(disable=True)
         return type(self._pipe).__name__

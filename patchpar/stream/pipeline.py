@@ -10,6 +10,7 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.launch.devices import Devices, resolve_devices
+from patchpar.models.folder import shipped_name
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.crew import Crew, Loading
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
@@ -114,9 +115,10 @@ class StreamingPipeline(HeldRanks[Crew, StreamSession]):
         crew = self._free_ranks()
         delivery, form = delivery or StreamDelivery(), self._format(recording.origin.fps)
         blocks = recording.blocks
-        source: Source | None = RecordedSound(blocks) if blocks[0].heard else None
-        if (source is None) != (self.rate is None):
-            raise PlanError("this model hears and the recorded one did not, or the other way round: it is another one")
+        audio, course = self._facts.audio, self._course(recording.origin.seed)
+        heard = None if audio is None else (1, self.config.blocks.frames, audio.tokens, audio.levels)
+        recording.check_fits((course.rows, course.columns), heard)
+        source: Source | None = None if audio is None else RecordedSound(blocks)
         limits = Limits(credit=self.plan.depth + delivery.lead, blocks=len(blocks), restarts=0)
         courses = recording.courses(self.plan.ranks)
         self._session = StreamSession(crew.run, courses, limits, form, delivery, source)
@@ -168,7 +170,7 @@ class StreamingPipeline(HeldRanks[Crew, StreamSession]):
     def _origin(self, course: Course, fps: float) -> Origin:
         loading = self._loading
         return Origin(
-            model=loading.folder,
+            model=shipped_name(loading.folder) or str(Path(loading.folder).absolute()),
             config=self.config,
             options=loading.options,
             seed=course.seed,

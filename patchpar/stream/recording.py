@@ -1,7 +1,6 @@
 """What a journal holds, read again: how the stream was begun, and the block by block of which it can be made again."""
 
-import json
-import zlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.stream.config import StreamConfig
+from patchpar.json_files import object_of
+from patchpar.stream.config import LIMITS, MOST_FPS, StreamConfig
 from patchpar.stream.delivery import Chunk
-from patchpar.stream.journal import FORMAT, Origin, as_wish, digest, unpacked
-from patchpar.stream.talk import Course, Wish
+from patchpar.stream.facts import flag, number, text, whole
+from patchpar.stream.journal import FORMAT, LIMIT, Origin, as_wish, digest, kept_options, unpacked
+from patchpar.stream.talk import Course, Shown, Wish
+
+LONGEST_PATH = 2**12
+VERSION = re.compile(r"[\w.+-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +44,7 @@ class Recording:
     def read(cls, path: str | Path) -> "Recording":
         """Read a journal; a last line that is not whole is left out. Raises PlanError."""
         path = Path(path)
-        try:
-            head, *lines = path.read_text(encoding="utf-8").split("\n")[:-1] or [""]
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"{path} cannot be read as the journal of a stream: {error}") from error
+        head, *lines = _lines(path)
         origin = _origin(path, head)
         blocks = tuple(_block(path, number, line) for number, line in enumerate(lines, 2))
         if [block.block for block in blocks] != list(range(len(blocks))):
@@ -67,6 +68,23 @@ class Recording:
             for block in self.blocks
             if block.adapt_sink is not None
         )
+
+    def check_fits(self, size: tuple[int, int], heard: Sequence[int] | None) -> None:
+        """Raise PlanError unless this was made with latents of this size and hears tokens of that shape, or nothing."""
+        if self.origin.size != size:
+            raise PlanError(f"it was made with latents of {self.origin.size}, and this model has {size}: another model")
+        for block in self.blocks:
+            if [tuple(x.shape) for x in block.heard] != ([] if heard is None else [tuple(heard)]):
+                raise PlanError(f"block {block.block} hears what this model does not: it is another one")
+            if heard is not None and (block.sound is None or block.sound.dim() != 1):
+                raise PlanError(f"block {block.block} has no sound that could be played")
+            for wish in block.wishes:
+                if isinstance(wish, Shown) and tuple(wish.picture.shape) != self._picture:
+                    raise PlanError(f"block {block.block} shows a picture of {tuple(wish.picture.shape)}")
+
+    @property
+    def _picture(self) -> tuple[int, int, int]:
+        return self.origin.config.height, self.origin.config.width, 3
 
     def is_as_it_was(self, chunk: Chunk) -> bool:
         """Whether these are the very frames that were taken down."""
@@ -98,30 +116,90 @@ class RecordedSound:
         return heard, sound.float() / 32767
 
 
-def _origin(path: Path, line: str) -> Origin:
+def _lines(path: Path) -> list[str]:
+    """All whole lines. Raises PlanError."""
     try:
-        facts: dict[str, Any] = json.loads(line)
+        with path.open("rb") as file:
+            data = file.read(LIMIT + 1)
+        if len(data) > LIMIT:
+            raise PlanError(f"{path} has more than {LIMIT} bytes: no journal of a stream has")
+        return data.decode("utf-8").split("\n")[:-1] or [""]
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path} cannot be read as the journal of a stream: {error}") from error
+
+
+def _origin(path: Path, line: str) -> Origin:
+    where = f"{path}, line 1"
+    try:
+        facts = object_of(line, where)
         version = facts.pop("format")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (PlanError, KeyError) as error:
         raise PlanError(f"{path} is no journal of a stream: its first line does not say how one was begun") from error
     if version != FORMAT:
-        raise PlanError(f"{path} is of format {version}, and this patchpar reads format {FORMAT}: use another version")
+        raise PlanError(
+            f"{path} is of format {version!r:.20}, and this patchpar reads format {FORMAT}: use another version"
+        )
     try:
-        config = StreamConfig.of(facts.pop("config"))
-        return Origin(**{**facts, "config": config, "size": tuple(facts["size"])})
-    except (TypeError, KeyError) as error:
-        raise PlanError(f"{path}, line 1: it does not say how a stream was begun: {error}") from error
+        return Origin(**{**facts, **_checked_origin(facts)})
+    except (TypeError, KeyError, ValueError) as error:
+        raise PlanError(f"{where}: it does not say how a stream was begun: {error}") from error
+
+
+def _checked_origin(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an Origin. Raises PlanError, KeyError, TypeError, ValueError."""
+    rows, columns = facts["size"]
+    return {
+        "model": text("model", facts["model"], LONGEST_PATH),
+        "config": StreamConfig.of(_mapping("config", facts["config"])),
+        "options": _options(_mapping("options", facts["options"])),
+        "seed": whole("seed", facts["seed"], 0, 2**64 - 1),
+        "fps": number("fps", facts["fps"], 1e-3, MOST_FPS),
+        "size": (whole("rows", rows, 1, LIMITS["height"]), whole("columns", columns, 1, LIMITS["width"])),
+        "versions": _versions(_mapping("versions", facts["versions"])),
+    }
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise PlanError(f"{name}={value!r:.80}: it must be an object")
+    return value
+
+
+def _options(options: Mapping[str, Any]) -> dict[str, str]:
+    kept = kept_options(options)
+    unknown = sorted(set(options) - set(kept))
+    if unknown:
+        raise PlanError(
+            f"options {', '.join(map(repr, unknown))!s:.200} are not taken from a journal: of how a model is loaded it "
+            "says torch_dtype and variant"
+        )
+    return kept
+
+
+def _versions(versions: Mapping[str, Any]) -> dict[str, str]:
+    if not all(VERSION.fullmatch(name) and VERSION.fullmatch(str(number)) for name, number in versions.items()):
+        raise PlanError(f"versions={versions!r:.80}: it must be names and numbers")
+    return {name: str(number) for name, number in versions.items()}
 
 
 def _block(path: Path, number: int, line: str) -> RecordedBlock:
+    where = f"{path}, line {number}"
     try:
-        facts: Mapping[str, Any] = json.loads(line)
-        values = {
-            **facts,
-            "wishes": tuple(as_wish(words) for words in facts.get("wishes", ())),
-            "heard": tuple(unpacked(x) for x in facts.get("heard", ())),
-            "sound": unpacked(facts["sound"]) if "sound" in facts else None,
-        }
-        return RecordedBlock(**values)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, zlib.error) as error:
-        raise PlanError(f"{path}, line {number} is no block of a stream: {error}") from error
+        facts = object_of(line, where)
+        return RecordedBlock(**{**facts, **_checked_block(facts)})
+    except (TypeError, KeyError, ValueError, AttributeError, RuntimeError) as error:
+        raise PlanError(f"{where} is no block of a stream: {error}") from error
+
+
+def _checked_block(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a RecordedBlock. Raises what reading them raises."""
+    adapt_sink = facts.get("adapt_sink")
+    return {
+        "block": whole("block", facts["block"], 0, 2**48),
+        "epoch": whole("epoch", facts["epoch"], 0, 2**48),
+        "frames": text("frames", facts["frames"], 64),
+        "adapt_sink": None if adapt_sink is None else flag("adapt_sink", adapt_sink),
+        "wishes": tuple(as_wish(words) for words in facts.get("wishes", ())),
+        "heard": tuple(unpacked(x) for x in facts.get("heard", ())),
+        "sound": unpacked(facts["sound"]) if "sound" in facts else None,
+    }

@@ -2,9 +2,12 @@
 
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
+from patchpar.json_files import object_of
 from patchpar.token_split.plan import AttentionCall, BlockPlan, Origin, Rows, TokenPlan
+
+T = TypeVar("T")
 
 
 def to_json(plan: TokenPlan) -> str:
@@ -14,31 +17,63 @@ def to_json(plan: TokenPlan) -> str:
 
 def from_json(text: str) -> TokenPlan:
     """The plan that was written. Raises ValueError, KeyError or TypeError for anything else."""
-    raw = json.loads(text)
-    blocks = tuple(_block(each) for each in raw["blocks"])
-    others = frozenset((path, tuple(signature)) for path, signature in raw["others"])
-    return TokenPlan(**{**raw, "blocks": blocks, "others": others})
+    raw = object_of(text, "a token plan")
+    return TokenPlan(
+        denoiser=_of(str, raw["denoiser"]),
+        latent=_of(str, raw["latent"]),
+        blocks=tuple(_block(_of(dict, each)) for each in _of(list, raw["blocks"])),
+        whole={name: _of(str, reason) for name, reason in _of(dict, raw["whole"]).items()},
+        others=frozenset((_of(str, path), _tuple(str, signature)) for path, signature in _of(list, raw["others"])),
+    )
+
+
+def _of(kind: type[T], value: Any) -> T:
+    """A value of that kind. Raises TypeError."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"{value!r:.80} where a {kind.__name__} was written")
+    return value
+
+
+def _tuple(kind: type[T], values: Any) -> tuple[T, ...]:
+    return tuple(_of(kind, value) for value in _of(list, values))
+
+
+def _whole(value: Any) -> int | None:
+    return None if value is None else _of(int, value)
 
 
 def _block(raw: dict[str, Any]) -> BlockPlan:
     return BlockPlan(
-        name=raw["name"],
-        kind=raw["kind"],
-        paths=tuple(raw["paths"]),
-        signature=tuple(raw["signature"]),
-        inputs={name: Rows(**rows) for name, rows in raw["inputs"].items()},
-        counts=tuple(raw["counts"]),
-        attentions=tuple(_call(each) for each in raw["attentions"]),
-        outputs={int(number): Rows(**rows) for number, rows in raw["outputs"].items()},
-        ratio=raw["ratio"],
-        origin=None if raw["origin"] is None else _origin(raw["origin"]),
+        name=_of(str, raw["name"]),
+        kind=_of(str, raw["kind"]),
+        paths=_tuple(str, raw["paths"]),
+        signature=_tuple(str, raw["signature"]),
+        inputs={name: _rows(rows) for name, rows in _of(dict, raw["inputs"]).items()},
+        counts=_tuple(str, raw["counts"]),
+        attentions=tuple(_call(_of(dict, each)) for each in _of(list, raw["attentions"])),
+        outputs={int(number): _rows(rows) for number, rows in _of(dict, raw["outputs"]).items()},
+        ratio=_ratio(raw["ratio"]),
+        origin=None if raw["origin"] is None else _origin(_of(dict, raw["origin"])),
     )
 
 
+def _ratio(value: Any) -> float:
+    try:
+        return float(_of(int, value)) if isinstance(value, int) else _of(float, value)
+    except OverflowError as error:
+        raise ValueError("a ratio beyond all numbers") from error
+
+
+def _rows(raw: Any) -> Rows:
+    raw = _of(dict, raw)
+    return Rows(dim=_of(int, raw["dim"]), before=_whole(raw["before"]), after=_whole(raw["after"]))
+
+
 def _origin(raw: dict[str, Any]) -> Origin:
-    return Origin(dims=tuple(raw["dims"]), patches=tuple(raw["patches"]), table=raw["table"])
+    table = None if raw["table"] is None else _of(str, raw["table"])
+    return Origin(dims=_tuple(int, raw["dims"]), patches=_tuple(int, raw["patches"]), table=table)
 
 
 def _call(raw: dict[str, Any]) -> AttentionCall:
-    queries, keys = (None if raw[name] is None else Rows(**raw[name]) for name in ("queries", "keys"))
-    return AttentionCall(queries, keys, raw["mask_dims"])
+    queries, keys = (None if raw[name] is None else _rows(raw[name]) for name in ("queries", "keys"))
+    return AttentionCall(queries, keys, _whole(raw["mask_dims"]))

@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +31,12 @@ from patchpar.cli.stream_forecast import parse_costs
 from patchpar.cli.stream_meter import Meter
 from patchpar.cli.stream_run import Part, paced, show_all
 from patchpar.errors import PlanError
+from patchpar.models.folder import embedded_model
+from patchpar.stream.journal import Journal
 from patchpar.stream.pipeline import StreamingPipeline
 from tests.cli.test_real import assert_libraries_are_silent, patchpar
 from tests.live.test_pages import jpegs
+from tests.stream.test_journal import came, origin
 from tests.stream.test_sound_file import tone, write_wav
 from tests.stream.tiny import write_folder
 from tests.tiny import image_pipelines
@@ -239,8 +243,8 @@ def test_sound_and_face_are_looked_at_before_anything_is_started(folder: Path, t
 
 def test_a_stream_that_was_taken_down_is_made_again(folder: Path, tmp_path: Path) -> None:
     """And a journal of which a line was changed is told from it, with the block from which it differs."""
-    journal, common = tmp_path / "session.jsonl", ("--devices", "cpu")
-    words = ("a fox", "--model", folder, "--seconds", 0.5, "--record", journal, *common)
+    journal, common = tmp_path / "session.jsonl", ("--devices", "cpu", "--model", folder)
+    words = ("a fox", "--seconds", 0.5, "--record", journal, *common)
     result = run(*words, "-o", tmp_path / "a.mp4")
     assert result.exit_code == 0, result.stderr
     assert f"saved {journal}" in result.stdout
@@ -259,6 +263,41 @@ def test_a_stream_that_was_taken_down_is_made_again(folder: Path, tmp_path: Path
     assert result.exit_code == 1
     assert json.loads(result.stdout)["differing"] == [1, 2]
     assert "2 of 3 blocks are not what they were, from block 1 on" in result.stderr
+
+
+def one_block(path: Path, model: str) -> Path:
+    """A journal of that model, with a block."""
+    journal = Journal(path, replace(origin(), model=model))
+    journal.note(*came(0))
+    journal.close()
+    return path
+
+
+@pytest.mark.parametrize(("answer", "loaded"), [(None, False), ("n", False), ("y", True)])
+def test_a_journal_does_not_choose_what_is_loaded(
+    answer: str | None, loaded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked about by name, where there is somebody to ask; a shipped model and one that is named need no word."""
+    asked: list[str] = []
+
+    def load(model: str, **options: Any) -> Any:
+        asked.append(str(model))
+        raise PlanError("far enough")
+
+    monkeypatch.setattr("patchpar.StreamingPipeline.from_pretrained", load)
+    monkeypatch.setattr("patchpar.cli.stream_replay._can_be_asked", lambda: answer is not None)
+    journal = one_block(tmp_path / "a.jsonl", "somebody/model")
+    result = CliRunner().invoke(app, ["replay", str(journal)], input=answer)
+    assert result.exit_code == 2
+    assert ("far enough" in result.stderr) == loaded
+    assert ("say it with --model 'somebody/model'" in result.stderr) != loaded
+    assert ("Load that? [y/N]" in result.stderr) == (answer is not None)
+    assert asked == ["somebody/model"] * loaded
+    asked.clear()
+    CliRunner().invoke(app, ["replay", str(journal), "--model", "elsewhere"])
+    CliRunner().invoke(app, ["replay", str(one_block(tmp_path / "b.jsonl", "embedded-face"))])
+    CliRunner().invoke(app, ["replay", str(one_block(tmp_path / "c.jsonl", str(embedded_model("embedded-face"))))])
+    assert asked == ["elsewhere", "embedded-face", "embedded-face"]
 
 
 # --- what would be -------------------------------------------------------------------------------------------------

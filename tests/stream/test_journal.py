@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +90,7 @@ def test_a_stream_without_ears(tmp_path: Path, one: StreamingPipeline) -> None:
         with pipe.stream("a fox", seconds=0.3, delivery=StreamDelivery(record=path)) as stream:
             assert len(list(stream)) == 2
         assert differing(pipe, path) == []
-    with pytest.raises(PlanError, match="it is another one"):
+    with pytest.raises(PlanError, match=r"another (model|one)"):
         one.replay(Recording.read(path))
 
 
@@ -178,10 +180,59 @@ def test_a_full_disk_ends_the_recording_and_not_the_stream(tmp_path: Path, caplo
     assert "no space left on device; the stream goes on" in caplog.text
 
 
-def test_options_that_cannot_be_written(tmp_path: Path) -> None:
-    odd = Origin(**{**{n: getattr(origin(), n) for n in Origin.__dataclass_fields__}, "options": {"vae": object()}})
-    with pytest.raises(PlanError, match="an option of this pipeline cannot be written"):
-        Journal(tmp_path / "a.jsonl", odd)
+def with_options(**options: Any) -> Origin:
+    return replace(origin(), options=options)
+
+
+def test_a_journal_keeps_dtype_and_variant_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A token is written nowhere; what is left out is named, without its value."""
+    path, options = tmp_path / "a.jsonl", {"token": "hf_secret", "vae": object(), "trust_remote_code": True}
+    with caplog.at_level(logging.WARNING):
+        Journal(path, with_options(torch_dtype=torch.bfloat16, variant="fp16", **options)).close()
+    assert json.loads(path.read_text())["options"] == {"torch_dtype": "bfloat16", "variant": "fp16"}
+    assert "does not keep token, trust_remote_code, vae" in caplog.text
+    assert "hf_secret" not in path.read_text() + caplog.text
+
+
+@pytest.mark.parametrize("options", [{"torch_dtype": "load"}, {"torch_dtype": 3}, {"variant": "../x"}])
+def test_a_dtype_or_variant_that_is_none_is_written_nowhere(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match=next(iter(options))):
+        Journal(tmp_path / "a.jsonl", with_options(**options))
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_only_its_owner_can_read_a_journal(tmp_path: Path) -> None:
+    """Also where a file of that name was there before."""
+    (tmp_path / "old.jsonl").touch(mode=0o644)
+    for name in ("new.jsonl", "old.jsonl"):
+        Journal(tmp_path / name, origin()).close()
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"custom_pipeline": "elsewhere", "trust_remote_code": True},
+        {"trust_remote_code": True},
+        {"token": "hf_secret"},
+        {"torch_dtype": "load"},
+        {"variant": ["fp16"]},
+    ],
+    ids=str,
+)
+def test_other_options_are_not_taken_from_a_journal(taken_down: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"line 1.*(not taken from a journal|torch_dtype=|variant=)"):
+        Recording.read(changed(taken_down[0], 0, tmp_path / "a.jsonl", options=options))
+
+
+def test_a_recording_of_other_shapes_is_another_model(one: StreamingPipeline, taken_down: Any, tmp_path: Path) -> None:
+    """Refused before any rank works, and not by a rank that runs out of memory."""
+    path, target = taken_down[0], tmp_path / "a.jsonl"
+    with pytest.raises(PlanError, match="made with latents"):
+        one.replay(Recording.read(changed(path, 0, target, size=[16384, 16384])))
+    long = as_words(Reference(latents=noise(1, 4, 1, 2, 2)))["latents"]
+    with pytest.raises(PlanError, match="hears what this model does not"):
+        one.replay(Recording.read(changed(path, 2, target, heard=[long])))
 
 
 @pytest.mark.parametrize(

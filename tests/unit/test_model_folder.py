@@ -99,7 +99,7 @@ def test_a_broken_index(tmp_path: Path, text: str) -> None:
 def test_what_is_no_model_is_refused_with_what_would_be(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"has no model_index.json"):
         resolve_model(tmp_path, {})
-    with pytest.raises(PlanError, match=r"is no model: give a folder.*hub name.*'embedded'"):
+    with pytest.raises(PlanError, match=r"no such folder is here: give a folder.*hub name.*'embedded'"):
         resolve_model(tmp_path / "missing" / "folder", {})
 
 
@@ -120,3 +120,31 @@ def test_components_that_a_pipeline_does_without_are_passed_as_none(tmp_path: Pa
     )
     checker = object()
     assert resolve_model(tmp_path, {"safety_checker": checker})[1]["safety_checker"] is checker
+
+
+NOWHERE = [
+    "./nowhere",
+    "../a/b",
+    "nowhere",
+    "/no/where",
+    "~/no-such-folder",
+    "a/b/c",
+    "-a/b",
+    "a/b-",
+    "a..b/c",
+    "a--b/c",
+]
+
+
+@pytest.mark.parametrize("model", [*NOWHERE, Path("org/model"), "", "x" * 5000, "org/mo del", "nul\0/l"], ids=str)
+def test_a_path_that_leads_nowhere_is_no_name_of_the_hub(model: str | Path) -> None:
+    with pytest.raises(
+        PlanError, match=r"is no model, and no such folder is here: give a folder|can be no path|is no model"
+    ):
+        resolve_model(model, {})
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(PlanError, match="is a file, and so no model"):
+        resolve_model(tmp_path / "model.safetensors", {})

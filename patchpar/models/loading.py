@@ -1,0 +1,39 @@
+"""The one door through which pipelines are loaded: from safetensors, without code of their own, errors in words."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from diffusers import DiffusionPipeline
+from safetensors import SafetensorError
+
+from patchpar.errors import PatchparError, PlanError
+from patchpar.models.code import refuse_code
+
+MALFORMED = (AttributeError, ImportError, LookupError, OSError, RecursionError, SafetensorError, TypeError, ValueError)
+"""What diffusers and transformers raise of a folder whose files are not what they should be."""
+
+
+def load_pipeline(model: str, options: Mapping[str, Any], *, kind: Any = DiffusionPipeline) -> Any:
+    """The pipeline of a folder or a hub name, of the class `kind` or the one its index names.
+
+    `options` go to diffusers' from_pretrained. A repository of the hub is fetched first and then looked at as a folder
+    is, so that what was looked at is what is loaded. Raises PlanError.
+    """
+    folder = Path(model) if Path(model).is_dir() else _fetched(model, options, kind)
+    refuse_code(folder, options)
+    try:
+        return kind.from_pretrained(str(folder), use_safetensors=True, **options)
+    except PatchparError:
+        raise
+    except MALFORMED as error:
+        raise PlanError(f"{model} cannot be loaded by diffusers: {type(error).__name__}: {error}") from error
+
+
+def _fetched(name: str, options: Mapping[str, Any], kind: Any) -> Path:
+    try:
+        return Path(kind.download(name, use_safetensors=True, **options))
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"{name!r} is no folder here, and as a name it could not be had from the hub: {error}"
+        ) from error
