@@ -60,7 +60,6 @@ def says(*words: str) -> str:
         ({"plan": "patch=2,split=diagonal"}, ["diagonal", "auto, rows, columns"]),
         ({"plan": "patch=2,strategy=psychic"}, ["'psychic'", "exact"]),
         ({"plan": "patch=2,strategy=exact:speed=9"}, ["'exact'", "speed=9", "its options are attention, ulysses"]),
-        ({"plan": Plan(patch=2, strategy=3)}, ["strategy=3", "exact"]),
         ({"devices": 0}, ["devices=0", "at least 1"]),
         ({"devices": -2}, ["-2", "at least 1"]),
         ({"devices": []}, ["empty list", "cpu:4"]),
