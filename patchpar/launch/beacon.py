@@ -97,3 +97,7 @@ class BeaconReader:
             return ""
         (length,) = LENGTH.unpack_from(self._page, place)
         return bytes(self._page[place + LENGTH.size : place + LENGTH.size + length]).decode(errors="replace")
+
+    def close(self) -> None:
+        """Let go of the page: of a rank that could not be started. It goes by itself when this is dropped."""
+        self._page.close()

@@ -57,8 +57,9 @@ class NcclStore:
             self.path = str(Path(self._folder) / "store")
 
     def close(self) -> None:
-        """Remove it; to be called once."""
-        for fd in self.inherit:
+        """Remove it. Harmless when done twice."""
+        descriptors, self.inherit = self.inherit, ()
+        for fd in descriptors:
             os.close(fd)
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)

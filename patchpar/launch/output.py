@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 from collections import OrderedDict, deque
+from io import FileIO
 
 TAIL_LINES = 20
 REMEMBERED_LINES = 2000
@@ -42,10 +43,10 @@ class FirstSpeaker:
 class Output:
     """Reads one worker's pipe in a thread, to its end."""
 
-    def __init__(self, rank: int, fd: int, speakers: FirstSpeaker) -> None:
+    def __init__(self, rank: int, pipe: FileIO, speakers: FirstSpeaker) -> None:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._thread = threading.Thread(
-            target=_pump, args=(fd, rank, speakers, self._tail), name=f"patchpar-output-{rank}", daemon=True
+            target=_pump, args=(pipe, rank, speakers, self._tail), name=f"patchpar-output-{rank}", daemon=True
         )
         self._thread.start()
 
@@ -100,14 +101,14 @@ def whole_lines(text: str) -> tuple[list[str], str]:
     return LINE.findall(text[:end]), text[end:]  # where no end is to come the pattern would try from every character
 
 
-def _pump(fd: int, rank: int, speakers: FirstSpeaker, tail: deque[str]) -> None:
+def _pump(pipe: FileIO, rank: int, speakers: FirstSpeaker, tail: deque[str]) -> None:
     decoder, lines = codecs.getincrementaldecoder("utf-8")(errors="replace"), Lines()
 
     def pass_on(found: list[str]) -> None:
         tail.extend(found)
         _pass_on("".join(line for line in found if speakers.is_first(rank, line)))
 
-    with open(fd, "rb", buffering=0) as pipe:
+    with pipe:
         while data := os.read(pipe.fileno(), 1 << 16):
             pass_on(lines.feed(decoder.decode(data)))
     pass_on(lines.feed(decoder.decode(b"", final=True)))

@@ -58,7 +58,7 @@ class Pool:
         self._store = NcclStore() if needs_nccl(spec.devices) else None
         # The workers end with us in any case (their channel closes); this ends them when the pool is dropped.
         self._owner = os.getpid()
-        self._end = weakref.finalize(self, _end, self._workers, self._store, self._owner)
+        self._finalizer = weakref.finalize(self, _end, self._workers, self._store, self._owner)
         self._request = 0
         self.is_usable = True
         with no_fork():
@@ -66,6 +66,9 @@ class Pool:
             links = Links(len(spec.devices))
             try:
                 self._spawn(links)
+            except BaseException:
+                self.kill()
+                raise
             finally:
                 links.close()
 
@@ -150,9 +153,16 @@ class Pool:
         return all(worker.is_alive() for worker in self._workers)
 
     def kill(self) -> None:
-        """End all workers at once."""
+        """End all workers at once. Harmless when done twice; an interrupt comes when it is done."""
         self.is_usable = False
-        self._end()
+        try:
+            _end(self._workers, self._store, self._owner)
+        except KeyboardInterrupt:  # the second one: what has been begun by the first must not be left half done
+            _end(self._workers, self._store, self._owner)
+            raise
+        finally:
+            if not any(worker.is_alive() for worker in self._workers):
+                self._finalizer.detach()
 
     def close(self) -> None:
         """Ask the workers to leave, insist, and clear up."""
@@ -186,7 +196,7 @@ def _wait(workers: Sequence[WorkerProcess], seconds: float) -> bool:
 
 
 def _end(workers: list[WorkerProcess], store: NcclStore | None, owner: int) -> None:
-    """Kill and reap. Does nothing in a child that was forked from the owner."""
+    """Kill and reap; may be done again after an interrupt. Does nothing in a child that was forked from the owner."""
     if os.getpid() != owner:
         return
     for worker in workers:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from io import FileIO
 
 from patchpar.anonymous import anonymous_file
 from patchpar.errors import LaunchError
@@ -22,6 +23,7 @@ from patchpar.launch.wire import Message
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from patchpar.launch.worker import main; main(int(sys.argv[2]))"
 SEND_TIMEOUT = 10.0  # s; a worker's reader thread reads at once, so one that has not by then is stopped or stuck
 LAST_WORDS = 0.5  # s to read what a dead worker printed
+LOOK_SECONDS = 0.005  # between looks whether a worker has ended
 
 
 class WorkerProcess:
@@ -31,31 +33,35 @@ class WorkerProcess:
         self, rank: int, device: str, *, environment: dict[str, str], speakers: FirstSpeaker, inherit: tuple[int, ...]
     ) -> None:
         self.rank, self.device = rank, device
-        ours, theirs = socket.socketpair()
-        beacon = anonymous_file("patchpar-beacon")
-        read_life, write_life = os.pipe()
-        self._write_life: int | None = write_life
-        read_output, write_output = os.pipe()
-        self.beacon_fd, self.lifeline_fd = beacon, read_life  # the numbers they have in the worker
-        self.beacon = BeaconReader(beacon)
-        self.channel = Channel(ours, send_timeout=SEND_TIMEOUT)
-        try:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-c", BOOT, PACKAGE_ROOT, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=write_output,
-                stderr=write_output,
-                pass_fds=(theirs.fileno(), beacon, read_life, *inherit),
-                env=environment,
-                start_new_session=True,  # the terminal's ctrl-C is for us; we end the workers
-            )
-        except OSError as error:
-            raise LaunchError(f"cannot start a worker with {sys.executable!r}: {error}") from error
-        finally:
-            theirs.close()
-            for fd in (beacon, read_life, write_output):
-                os.close(fd)
-        self._output = Output(rank, read_output, speakers)
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as undo:
+            ours, end = socket.socketpair()
+            beacon = FileIO(anonymous_file("patchpar-beacon"), "r+")
+            (read_life, self._write_life), (read_output, write_output) = _pipe(), _pipe()
+            for file in (end, beacon, read_life, write_output):
+                theirs.enter_context(file)
+            for file in (ours, self._write_life, read_output):
+                undo.enter_context(file)
+            self.beacon_fd, self.lifeline_fd = (
+                beacon.fileno(),
+                read_life.fileno(),
+            )  # the numbers they have in the worker
+            self.beacon = BeaconReader(self.beacon_fd)
+            undo.callback(self.beacon.close)
+            self.channel = Channel(ours, send_timeout=SEND_TIMEOUT)
+            try:
+                self._popen = subprocess.Popen(
+                    [sys.executable, "-c", BOOT, PACKAGE_ROOT, str(end.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=write_output,
+                    stderr=write_output,
+                    pass_fds=(end.fileno(), self.beacon_fd, self.lifeline_fd, *inherit),
+                    env=environment,
+                    start_new_session=True,  # the terminal's ctrl-C is for us; we end the workers
+                )
+            except OSError as error:
+                raise LaunchError(f"cannot start a worker with {sys.executable!r}: {error}") from error
+            self._output = Output(rank, read_output, speakers)
+            undo.pop_all()
 
     def greet(self, hello: Message) -> None:
         """Say the hello, which is request 0. If it has died already, the dialogue will find out."""
@@ -71,8 +77,8 @@ class WorkerProcess:
         return f"rank {self.rank} ({self.device}, pid {self.pid})"
 
     def is_alive(self) -> bool:
-        """Whether the process has not ended."""
-        return self._popen.poll() is None
+        """Whether the process has not ended. One that has is not reaped by this: its group can still be told by it."""
+        return self._popen.returncode is None and not _has_ended(self._popen)
 
     def last_seam(self) -> str:
         """Where it was last, in words."""
@@ -92,7 +98,7 @@ class WorkerProcess:
     def how_it_ended(self) -> str:
         """Exit code or signal, in words. Waits a moment for an end that has only just shown in the channel."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(LAST_WORDS)
+            self.wait(time.monotonic() + LAST_WORDS)
         self._output.finish(LAST_WORDS)
         code = self._popen.returncode
         if code is None:
@@ -113,25 +119,46 @@ class WorkerProcess:
         self._popen.terminate()
 
     def kill(self) -> None:
-        """End it at once; does not wait."""
-        self._popen.kill()
+        """End it at once, and the processes that it has started; does not wait."""
+        if self._popen.returncode is None:  # else its number may be that of another group
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def wait(self, give_up: float) -> bool:
-        """Wait until it has ended, or `time.monotonic()` reaches `give_up`. Whether it has ended."""
-        try:
-            self._popen.wait(max(0.0, give_up - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return False
+        """Wait until it has ended, or `time.monotonic()` reaches `give_up`. Whether it has ended.
+
+        The processes that it has started end with it.
+        """
+        while self.is_alive():
+            if time.monotonic() >= give_up:
+                return False
+            time.sleep(LOOK_SECONDS)
+        self.kill()
+        self._popen.wait()
         return True
 
     def let_go(self) -> None:
         """Close our ends of what tells it that we are here, upon which it ends. Harmless when done twice."""
         self.channel.close()
-        descriptor, self._write_life = self._write_life, None
-        if descriptor is not None:
-            os.close(descriptor)
+        self._write_life.close()
 
     def release(self) -> None:
-        """Close what this process holds of it; to be called once, when it has ended."""
+        """Close what this process holds of it, when it has ended. Harmless when done twice."""
         self.let_go()
         self._output.finish(LAST_WORDS)
+
+
+def _pipe() -> tuple[FileIO, FileIO]:
+    """The end to read and the end to write, closed when they are dropped."""
+    read, write = os.pipe()
+    return FileIO(read, "r"), FileIO(write, "w")
+
+
+def _has_ended(popen: subprocess.Popen[bytes]) -> bool:
+    """Whether a process has ended, without reaping it where that can be: macOS cannot before Python 3.13."""
+    if not hasattr(os, "waitid"):
+        return popen.poll() is not None
+    try:
+        return os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # somebody else has reaped it
+        return True

@@ -54,11 +54,12 @@ def main(fd: int) -> None:
 def _die_with_parent(lifeline: int) -> None:
     """Have the kernel kill this process when the other end of the pipe closes, whatever this process is doing.
 
+    With it go the processes that it has started and that are still in its group: a worker leads a group of its own.
     Not PR_SET_PDEATHSIG, which acts when the parent *thread* ends. Linux only; elsewhere the reader thread must do.
     """
     set_signal = getattr(fcntl, "F_SETSIG", None)
     if set_signal is not None:
-        fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
         fcntl.fcntl(lifeline, set_signal, signal.SIGKILL)
         flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
         fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)

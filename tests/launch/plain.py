@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -94,6 +95,10 @@ class PlainEngine:
     def emit_then_sleep(self, seconds):
         self.context.emit("going to sleep")
         time.sleep(seconds)
+
+    def start_child(self):
+        """A process of the worker's own, which would sleep for ten minutes; its id."""
+        return subprocess.Popen(["sleep", "600"]).pid
 
     def unsendable(self):
         return threading.Lock()

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from patchpar.errors import LaunchError, PlanError, WorkerDied, WorkerError, WorkerHung
 from patchpar.launch.local import LocalExecutor
+from patchpar.launch.process import WorkerProcess
 from tests.launch.conftest import DEADLINE, PLAIN, all_gone
 from tests.launch.plain import Strange
 
@@ -266,6 +268,52 @@ def test_a_replay_that_fails_is_said(tmp_path, monkeypatch):
             executor.call("crash", 0, "exit")
         with pytest.raises(LaunchError, match=r"restarted, but 'load_once' failed now: .*second time"):
             executor.call("rank")
+
+
+def descriptors():
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
+def test_a_start_that_fails_leaves_no_descriptors(monkeypatch):
+    before = descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/no/such/python")
+        for _ in range(3):
+            with pytest.raises(LaunchError, match="cannot start a worker with '/no/such/python'") as caught:
+                LocalExecutor(["cpu"] * 3, PLAIN).start()
+            assert descriptors() == before, "also while somebody holds the exception"
+            del caught
+    for engine in ("tests.launch.plain:Missing", "tests.launch.plain:DyingEngine"):
+        with LocalExecutor(["cpu"] * 2, engine) as executor, pytest.raises(LaunchError):
+            executor.call("rank")
+        assert descriptors() == before
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
+@pytest.mark.parametrize("where", ["wait", "release"])
+def test_a_second_interrupt_leaves_no_descriptors(where, monkeypatch):
+    """It comes while the first one ends the workers."""
+    before = descriptors()
+    whole, interrupts = getattr(WorkerProcess, where), [KeyboardInterrupt]
+
+    def interrupted(self, *args):
+        if interrupts:
+            raise interrupts.pop()
+        return whole(self, *args)
+
+    def interrupt(rank, event):
+        raise KeyboardInterrupt
+
+    with LocalExecutor(["cpu"], PLAIN) as executor:
+        pids = executor.call("rank") and executor.pids
+        monkeypatch.setattr(WorkerProcess, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            executor.call("emit_then_sleep", 30, on_event=interrupt)
+        assert not interrupts
+        assert all_gone(pids)
+        assert descriptors() == before
 
 
 def test_five_restarts_leave_nothing_behind(tmp_path, monkeypatch):

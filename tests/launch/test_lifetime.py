@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from patchpar.errors import WorkerDied
+from patchpar.launch.local import LocalExecutor
 from tests.launch.conftest import PLAIN, TOY, all_gone, is_running
+
+
+@pytest.fixture
+def executor():
+    with LocalExecutor(["cpu"], PLAIN) as executor:
+        yield executor
+
 
 ROOT = Path(__file__).parents[2]
 START = f"""
@@ -207,6 +216,30 @@ def test_killing_the_script_in_the_middle_of_a_collective():
     )
     pids = script.pids()
     time.sleep(0.3)
+    script.process.kill()
+    assert all_gone(pids)
+    script.ends()
+
+
+def test_what_workers_have_started_ends_with_them(executor):
+    """However they end: asked to, dying by themselves, or with the script."""
+    [child] = executor.call("start_child")
+    with pytest.raises(WorkerDied):
+        executor.call("crash", 0, "SIGKILL")
+    assert all_gone([child])
+    [child] = executor.call("start_child")
+    executor.close()
+    assert all_gone([child])
+
+
+def test_killing_the_script_ends_what_its_workers_have_started():
+    script = Script(
+        """
+        tell("pids", *pool.call("start_child"), *pool.pids)
+        time.sleep(30)
+        """
+    )
+    pids = script.pids()
     script.process.kill()
     assert all_gone(pids)
     script.ends()

@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable
+from io import FileIO
 
 import pytest
 
@@ -12,7 +13,7 @@ from patchpar.launch.output import LONGEST_LINE, FirstSpeaker, Output
 def passed_on(write: Callable[[int], object], capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
     """(what came to stderr, the tail) when a worker writes so and ends."""
     read, end = os.pipe()
-    output = Output(0, read, FirstSpeaker())
+    output = Output(0, FileIO(read), FirstSpeaker())
     try:
         write(end)
     finally:

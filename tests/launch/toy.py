@@ -14,8 +14,8 @@ from tests.launch.plain import PlainEngine
 class ToyEngine(PlainEngine):
     def __init__(self, context):
         super().__init__(context)
-        self.transport = connect(context)
-        self.transport.deadline = 600.0  # the caller is the first to judge
+        with context.waiting:
+            self.transport = watched(connect(context), context)
 
     def facts(self):
         return {
