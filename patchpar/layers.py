@@ -60,8 +60,13 @@ VALUES_PER_WEIGHT = 8  # of a map, up to which a copy of it costs less than a se
 TINY = 1e-12  # keeps 1/std finite on a constant map, and is far below any variance that matters
 
 
+def wide(x: Tensor) -> Tensor:
+    """In fp32, or in fp64 where it is: what sums and moments are kept in."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 class Moments(NamedTuple):
-    """Count, mean and sum of squared deviations of each group, in fp32: what group norms merge exactly."""
+    """Count, mean and sum of squared deviations of each group, `wide`: what group norms merge exactly."""
 
     num: Tensor  # [1], values per group
     mean_BG: Tensor
@@ -74,16 +79,16 @@ def moments_of(x: Tensor, num_groups: int) -> Moments:
     E[x^2] - E[x]^2 would cancel in half precision (std 1 at mean 30 is lost in bf16): fp32 and deviations do not.
     """
     batch, channels = x.shape[:2]
-    x = x.float().contiguous()
+    x = wide(x).contiguous()
     size = math.prod(x.shape[2:])
     _, mean_BG, rstd_BG = torch.native_group_norm(x, None, None, batch, channels, size, num_groups, TINY)
     count = size * channels // num_groups
     m2_BG = (rstd_BG.pow(-2) - TINY).clamp_min(0).mul(count)
-    return Moments(torch.full((1,), float(count), device=x.device), mean_BG, m2_BG)
+    return Moments(torch.full((1,), float(count), device=x.device, dtype=x.dtype), mean_BG, m2_BG)
 
 
 def pack_moments(moments: Moments) -> Tensor:
-    """One small fp32 tensor to send: [1 + 2BG]."""
+    """One small tensor to send: [1 + 2BG]."""
     return torch.cat([moments.num, moments.mean_BG.flatten(), moments.m2_BG.flatten()])
 
 
@@ -126,13 +131,13 @@ class Normalise:
         batch, per_group = moments.mean_BG.shape[0], norm.num_channels // norm.num_groups
         self._mean = moments.mean_BG.repeat_interleave(per_group, dim=1).flatten()
         self._var = (moments.m2_BG / moments.num).repeat_interleave(per_group, dim=1).flatten()
-        self._weight = None if norm.weight is None else norm.weight.float().repeat(batch)
-        self._bias = None if norm.bias is None else norm.bias.float().repeat(batch)
+        self._weight = None if norm.weight is None else norm.weight.to(self._mean.dtype).repeat(batch)
+        self._bias = None if norm.bias is None else norm.bias.to(self._mean.dtype).repeat(batch)
         self._eps = norm.eps
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise [B, C, ...] in one sweep: batch norm's inference kernel, each channel of each sample by itself."""
-        flat = x.float().reshape(1, x.shape[0] * x.shape[1], -1)
+        flat = x.to(self._mean.dtype).reshape(1, x.shape[0] * x.shape[1], -1)
         y = F.batch_norm(flat, self._mean, self._var, self._weight, self._bias, training=False, eps=self._eps)
         return y.view(x.shape).to(x.dtype)
 
@@ -147,11 +152,15 @@ def stencil_of(conv: ConvolutionLike, dim: int) -> Stencil:
 
 
 def convolve(conv: ConvolutionLike, x: Tensor, dim: int) -> Tensor:
-    """`conv` without its padding along `dim`: the rows outside are already in `x`."""
+    """`conv` without its padding along `dim`: the rows outside are already in `x`.
+
+    Weights that are kept in a smaller dtype (layerwise casting) are computed with in that of `x`.
+    """
     padding = list(conv.padding)
     padding[dim] = 0
     function: Callable[..., Tensor] = F.conv2d if conv.weight.ndim == 4 else F.conv3d
-    return function(x, conv.weight, conv.bias, conv.stride, tuple(padding), conv.dilation, conv.groups)
+    bias = None if conv.bias is None else conv.bias.to(x.dtype)
+    return function(x, conv.weight.to(x.dtype), bias, conv.stride, tuple(padding), conv.dilation, conv.groups)
 
 
 def mend_borders(conv: ConvolutionLike, x: Tensor, y: Tensor, dim: int, stencil: Stencil, halo: "Halo") -> Tensor:
@@ -220,14 +229,14 @@ def attend(q_BNlD: Tensor, k_BNkD: Tensor, v_BNkD: Tensor, scale: float | None =
     """Attention with its log-sum-exp, by the fused kernel of the device where there is one."""
     if q_BNlD.device.type == "cpu":
         return Partial(*torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BNlD, k_BNkD, v_BNkD, scale=scale))
-    if q_BNlD.device.type == "cuda":
+    if q_BNlD.device.type == "cuda" and q_BNlD.dtype != torch.float64:  # no kernel knows that
         length = q_BNlD.shape[2]
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             q_BNlD, k_BNkD, v_BNkD, None, True, scale=scale
         )
         return Partial(out, lse[..., :length])  # this kernel pads the log-sum-exp to a multiple of 32 queries
-    logits_BNlk = (q_BNlD.float() @ k_BNkD.float().mT) * (scale or q_BNlD.shape[-1] ** -0.5)
-    out_BNlD = logits_BNlk.softmax(-1) @ v_BNkD.float()
+    logits_BNlk = (wide(q_BNlD) @ wide(k_BNkD).mT) * (scale or q_BNlD.shape[-1] ** -0.5)
+    out_BNlD = logits_BNlk.softmax(-1) @ wide(v_BNkD)
     return Partial(out_BNlD.to(q_BNlD.dtype), logits_BNlk.logsumexp(-1))
 
 
@@ -242,7 +251,7 @@ def merge_partials(partials: Iterable[Partial]) -> Partial:
             continue
         ahead_BNl = (partial.lse_BNl - lse).nan_to_num()  # a query that sees nothing of either part is at -inf in both
         share_BNl1 = torch.sigmoid(ahead_BNl).unsqueeze(-1)
-        out = torch.lerp(out.float(), partial.out_BNlD.float(), share_BNl1)
+        out = torch.lerp(wide(out), wide(partial.out_BNlD), share_BNl1)
         lse = torch.logaddexp(lse, partial.lse_BNl)
     assert out is not None, "attention over no keys"
     assert lse is not None

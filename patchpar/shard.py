@@ -20,7 +20,7 @@ from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.exchange import Gather
 from patchpar.fourier import FourierHook
 from patchpar.hooks import Hooked
-from patchpar.layers import stencil_of
+from patchpar.layers import stencil_of, wide
 from patchpar.picture_arguments import with_sample_size
 from patchpar.seam import ConvFed, ConvHook, NormHook
 from patchpar.share import Share
@@ -177,7 +177,8 @@ def _plain_at(
 
 def relative_error(got: Tensor, want: Tensor) -> float:
     """Norm of the difference over the norm of `want`; infinite where `got` is not finite."""
-    error = (got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-12)
+    got, want = wide(got), wide(want)
+    error = (got - want).norm() / want.norm().clamp_min(1e-12)
     return error.item() if math.isfinite(error.item()) else math.inf
 
 

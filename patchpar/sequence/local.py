@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchpar.layers import Partial, attend
+from patchpar.layers import Partial, attend, wide
 from patchpar.sequence.call import Shared, Span
 
 ALIGNED = 16  # elements: what the kernel wants of a row of its bias
@@ -44,8 +44,8 @@ def _attend_biased(q_BNlD: Tensor, k_BNkD: Tensor, v_BNkD: Tensor, bias: Tensor,
             q_BNlD, k_BNkD, v_BNkD, bias, True, scale=scale
         )
         return Partial(out, lse[..., :queries])
-    logits_BNlk = (q_BNlD.float() @ k_BNkD.float().mT) * (scale or q_BNlD.shape[-1] ** -0.5) + bias.float()
-    out_BNlD = logits_BNlk.softmax(-1).nan_to_num() @ v_BNkD.float()
+    logits_BNlk = (wide(q_BNlD) @ wide(k_BNkD).mT) * (scale or q_BNlD.shape[-1] ** -0.5) + wide(bias)
+    out_BNlD = logits_BNlk.softmax(-1).nan_to_num() @ wide(v_BNkD)
     return Partial(out_BNlD.to(q_BNlD.dtype), logits_BNlk.logsumexp(-1))
 
 

@@ -89,6 +89,34 @@ def in_half_precision(place: Place, name: str, dtype: torch.dtype) -> Errors:
 
 
 @torch.no_grad()
+def in_double_precision(place: Place, name: str, folder: str) -> Errors:
+    """Errors in fp64, verified first: in bands, and (as `alone`) with every band alone."""
+    denoiser = denoisers.build(name).double()
+    call = tree_map_only(Tensor, lambda x: x.double(), denoisers.call(name, 20, 12))
+    whole, errors = first(denoiser(**call)), []
+    bands = patched(place, denoiser, verdicts=Verdicts(Path(folder) / str(place.rank)))
+    for bands.exchange in ("on", "off"):
+        errors.append(relative(first(bands.denoise(denoiser.forward, **call)), whole))
+    return Errors(split=errors[0], alone=errors[1])
+
+
+@torch.no_grad()
+def with_weights_in(place: Place, name: str, storage: torch.dtype, when: str, folder: str) -> Errors:
+    """Errors of weights that are kept in a smaller dtype, and computed with in fp32; `alone`: to those that are not."""
+    denoiser, call = denoisers.build(name), denoisers.call(name, 20, 12)
+    untouched = first(denoiser(**call))
+    bands = patched(place, denoiser, verdicts=Verdicts(Path(folder) / str(place.rank)))
+    if when == "after":
+        bands.denoise(denoiser.forward, **call)
+        bands.forget()
+    denoiser.enable_layerwise_casting(storage_dtype=storage, compute_dtype=torch.float32)
+    whole = first(denoiser(**call))
+    return Errors(
+        split=relative(first(bands.denoise(denoiser.forward, **call)), whole), alone=relative(untouched, whole)
+    )
+
+
+@torch.no_grad()
 def verified(place: Place, name: str, folder: str, change: str = "") -> list[float | str]:
     """Install twice with verdicts kept in `folder`; what each found, and how many forwards each took."""
     found: list[Any] = []

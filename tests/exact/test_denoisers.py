@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,3 +86,19 @@ def test_through_torch_distributed(ranks: Any) -> None:
 def test_in_half_precision_bands_add_no_error_of_their_own(ranks: Any, name: str, dtype: torch.dtype) -> None:
     for errors in ranks.run(f"{ON_RANKS}:in_half_precision", 3, name, dtype):
         assert errors.split <= 1.2 * errors.alone, errors
+
+
+@pytest.mark.parametrize("name", first_of(["sdxl", "svd", "freeu"], "sdxl"))
+def test_in_double_precision_the_error_is_that_of_double_precision(ranks: Any, tmp_path: Path, name: str) -> None:
+    for errors in ranks.run(f"{ON_RANKS}:in_double_precision", 3, name, str(tmp_path)):
+        assert errors.split <= 1e-13, errors
+        assert errors.alone >= CONTROL, errors
+
+
+@pytest.mark.parametrize(
+    ("name", "when"), first_of([("sdxl", "before"), ("sd", "before"), ("sd", "after")], ("sdxl", "before"))
+)
+def test_weights_that_are_kept_in_eight_bits(ranks: Any, tmp_path: Path, name: str, when: str) -> None:
+    for errors in ranks.run(f"{ON_RANKS}:with_weights_in", 2, name, torch.float8_e4m3fn, when, str(tmp_path)):
+        assert errors.split <= LIMIT, errors
+        assert errors.alone >= CONTROL, errors
