@@ -18,6 +18,16 @@ def is_compiled(module: Any) -> bool:
     return module._compiled_call_impl is not None
 
 
+def is_wrapped(module: Any) -> bool:
+    """Whether `torch.compile(module)` made this, a module that stands in the place of another."""
+    return "_orig_mod" in module._modules
+
+
+def compiled_in(network: Any) -> list[str]:
+    """Paths of the modules in a network that are compiled, in either way; the network itself is ""."""
+    return [path for path, module in network.named_modules() if is_compiled(module) or is_wrapped(module)]
+
+
 @contextmanager
 def uncompiled(network: nn.Module) -> Iterator[None]:
     """While open, compiled modules run as they are written."""

@@ -32,7 +32,14 @@ from patchpar.installed import Installed
 from patchpar.launch.context import Bystander, RankContext
 from patchpar.mesh import Mesh
 from patchpar.models.arrival import for_task, settle_in
-from patchpar.models.description import Description, describe, refuse_parallel
+from patchpar.models.description import (
+    DENOISERS,
+    Description,
+    describe,
+    refuse_compiled,
+    refuse_compiled_denoisers,
+    refuse_parallel,
+)
 from patchpar.models.dtype import with_dtype
 from patchpar.models.hush import hush
 from patchpar.models.loading import load_pipeline
@@ -90,6 +97,8 @@ class Engine:
         if offloaded and self.context.world_size > 1:
             raise UnsupportedModel("the pipeline is offloaded to the CPU: hand it over without offloading")
         refuse_parallel(pipe)
+        if self.context.world_size > 1:
+            refuse_compiled_denoisers(pipe)
         self.restore()
         settle_in(pipe)
         self.pipe = pipe if offloaded or pipe.device == self.device else pipe.to(self.device)
@@ -110,8 +119,10 @@ class Engine:
     def set(self, name: str, value: Any, *, everywhere: bool = False) -> dict[str, Any]:
         """Set an attribute of the pipeline, or "vae.attribute" of a network; what its description then has anew."""
         owner, _, attribute = name.rpartition(".")
-        if isinstance(value, nn.Module):
-            self.restore()  # the next call puts its hooks into this one
+        if self.context.world_size > 1 and name in DENOISERS:
+            refuse_compiled(value)
+        if owner or isinstance(value, nn.Module):
+            self.restore()  # the next call puts its hooks into this one; what is set may stand where they do
         setattr(attrgetter(owner)(self.pipe) if owner else self.pipe, attribute, value)
         return _told_by_attributes(self.pipe)
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_pa
 
 from patchpar.caches import refuse_caches
 from patchpar.clock import StepClock
-from patchpar.compiled import is_compiled
+from patchpar.compiled import compiled_in
 from patchpar.discover import Sites, discover
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door, Gather
@@ -72,7 +72,7 @@ class PatchedDenoiser(SharedDenoiser):
 
     def _install(self, forward: Callable[..., Any], dim: int, call: tuple[Any, Any]) -> None:
         self.restore()
-        if any(map(is_compiled, self.denoiser.modules())):
+        if compiled_in(self.denoiser):
             raise UnsupportedModel(
                 f"{type(self.denoiser).__name__} has compiled blocks, and bands are exchanged inside of them: use plan "
                 "cfg=2 or data=N, or leave it uncompiled"

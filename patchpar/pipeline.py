@@ -22,7 +22,7 @@ from patchpar.checks import bind, check_call, check_plan, check_plan_for
 from patchpar.component import Component
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.context import Executor
-from patchpar.models.description import Description
+from patchpar.models.description import Description, refuse_to_send_compiled
 from patchpar.models.folder import check_memory, needed_bytes, resolve_model
 from patchpar.outcome import Caller, move_generators_on, output_of, refuse_old_callback, run_of
 from patchpar.plan import Plan
@@ -58,7 +58,10 @@ class ParallelPipeline:
         if not (hasattr(pipe, "components") and callable(pipe)):
             raise PlanError(f"{type(pipe).__name__} is no diffusers pipeline; a folder or name goes to from_pretrained")
         limits = {"deadline": deadline, "start_timeout": start_timeout}
-        self._begin(check_request(devices, plan, **limits, verify=verify, vae=vae), "adopt", pipe)
+        request = check_request(devices, plan, **limits, verify=verify, vae=vae)
+        if request.starts_workers:
+            refuse_to_send_compiled(pipe.components)
+        self._begin(request, "adopt", pipe)
         self._state.progress = dict(getattr(pipe, "_progress_bar_config", None) or {})
 
     @classmethod
@@ -254,6 +257,8 @@ class ParallelPipeline:
         elif caller is not None and caller.in_callback:
             caller.set_attribute(name, value)
         else:
+            if self._executor.kind == "local":
+                refuse_to_send_compiled({name: value})
             results = self._executor.call("set", name, value, replay=name)
             changed = next(result for result in results if result is not None)
             self._state.model = replace(self.description, **changed)

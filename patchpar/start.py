@@ -34,14 +34,17 @@ class Request:
     verify: bool | Path
     vae: str
 
+    @property
+    def starts_workers(self) -> bool:
+        """Whether its ranks are workers of this process."""
+        return torchrun_world() is None and len(self.devices.names) > 1
+
     def executor(self) -> Executor:
         """Ranks for it, starting: in this process, in workers, or those of torchrun."""
         found: Executor
         if torchrun_world() is not None:
             found = TorchrunExecutor(ENGINE, deadline=self.deadline)
-        elif len(self.devices.names) == 1:
-            found = InlineExecutor(self.devices.names[0], ENGINE, deadline=self.deadline)
-        else:
+        elif self.starts_workers:
             found = LocalExecutor(
                 self.devices.names,
                 ENGINE,
@@ -49,6 +52,8 @@ class Request:
                 start_timeout=self.start_timeout,
                 preload=PRELOAD,
             )
+        else:
+            found = InlineExecutor(self.devices.names[0], ENGINE, deadline=self.deadline)
         found.start()
         return found
 

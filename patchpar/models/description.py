@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from patchpar.compiled import is_compiled
+from patchpar.compiled import compiled_in, is_compiled, is_wrapped
 from patchpar.errors import UnsupportedModel
 from patchpar.scalars import plain
 
@@ -122,11 +122,36 @@ def refuse_parallel(pipe: Any) -> None:
 
 def refuse_compiled(network: Any) -> None:
     """Raise UnsupportedModel if torch compiles a network from its very call on."""
-    if is_compiled(network):
+    if is_wrapped(network) or is_compiled(network):
+        kind, way = type(network).__name__, "do not compile it"
+        if is_wrapped(network):
+            kind, way = type(network._orig_mod).__name__, "use the network itself, which is its attribute _orig_mod"
         raise UnsupportedModel(
-            f"{type(network).__name__} is compiled as a whole, and with it what stands before its forward: compile its "
-            "blocks instead, as pipe.transformer.compile_repeated_blocks() does"
+            f"{kind} is compiled as a whole, and with it what stands before its forward: {way}, and compile its blocks "
+            "instead, as pipe.transformer.compile_repeated_blocks() does"
         )
+
+
+def refuse_compiled_denoisers(pipe: Any) -> None:
+    """Raise UnsupportedModel if a denoiser is compiled as a whole."""
+    for name in DENOISERS:
+        if pipe.components.get(name) is not None:
+            refuse_compiled(pipe.components[name])
+
+
+def refuse_to_send_compiled(components: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModel for a network, by its name, in which something is compiled: that does not travel."""
+    for name, network in components.items():
+        if not hasattr(network, "named_modules"):
+            continue
+        if name in DENOISERS:
+            refuse_compiled(network)
+        if found := compiled_in(network):
+            raise UnsupportedModel(
+                f"pipe.{'.'.join(filter(None, (name, found[0])))} is compiled, and compiled code does not travel to "
+                f"workers: hand it over uncompiled and compile it there, as pipe.{name}.compile_repeated_blocks() of "
+                "the ParallelPipeline does on all ranks"
+            )
 
 
 def _has_blocks(denoiser: Any) -> bool:

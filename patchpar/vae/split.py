@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from patchpar.call import generators_of
-from patchpar.compiled import is_compiled
+from patchpar.compiled import compiled_in
 from patchpar.errors import PatchparError, UnsupportedModel, VerificationError
 from patchpar.exchange import Door, Gather
 from patchpar.first_use import check_once, made_of
@@ -125,7 +125,7 @@ class SplitMethod:
         form = (call.x.ndim, call.x.dtype, longer_dim(call.x), self._frames(call.x), tuple(sorted(call.kwargs)))
         if form in self._checked:
             return
-        if any(map(is_compiled, self.vae.modules())):
+        if compiled_in(self.vae):
             raise UnsupportedModel(f"{type(self.vae).__name__} has compiled blocks, and rows are exchanged inside them")
         if any(isinstance(x, Tensor) and x.ndim >= 4 for x in (*call.args, *call.kwargs.values())):
             raise UnsupportedModel(f"{type(self.vae).__name__}.{self.name} takes another picture beside the first")
