@@ -1,12 +1,14 @@
 """What travels between a caller and the ranks for one pipeline call. No torch, so that a caller need not import it."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from patchpar.figures import RankFigures
 from patchpar.plan import Plan
+
+ANY_RANK = {"per rank": True}  # of a field that may be another on each rank under torchrun, see launch.arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +41,8 @@ class DrawOptions:
     random: RandomState | None = None
     has_callback: bool = False
     same_everywhere: bool = False
-    quiet: bool = False
-    tracing: bool = False
+    quiet: bool = field(default=False, metadata=ANY_RANK)
+    tracing: bool = field(default=False, metadata=ANY_RANK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

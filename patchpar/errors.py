@@ -3,6 +3,7 @@
 PatchparError
 ├── PlanError (ValueError)        the plan, the size or an argument cannot work; nothing has run
 ├── UnsupportedModel (PlanError)  this pipeline or denoiser cannot be split this way
+├── ArgumentMismatch (PlanError)  under torchrun the processes do not make the same call
 ├── ExchangeError                 a message between ranks did not arrive, or is not what was expected
 ├── VerificationError             the split forward differs from the plain one; figures in the message
 ├── LaunchError                   workers could not be started, or could not load the model
@@ -26,6 +27,13 @@ class UnsupportedModel(PlanError):
 
 class ExchangeError(PatchparError, RuntimeError):
     """A message between ranks was late, lost or of the wrong size; names rank, peer, seam and shapes."""
+
+
+class ArgumentMismatch(PlanError):
+    """Under torchrun the processes do not make the same call with the same arguments. Nothing has run.
+
+    The message names the rank, the argument, and the values on rank 0 and there.
+    """
 
 
 class VerificationError(PatchparError, RuntimeError):

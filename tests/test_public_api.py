@@ -26,6 +26,7 @@ PUBLIC = {
     "StructureGuidance",
     "PatchparError",
     "PlanError",
+    "ArgumentMismatch",
     "ExchangeError",
     "FreshEdges",
     "LaunchError",

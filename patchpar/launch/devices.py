@@ -30,7 +30,7 @@ def resolve_devices(devices: object = "auto", *, share: bool = False) -> Devices
 
     `devices`: "auto" (all GPUs, else the CPU); a number (GPUs where there are any, else CPU workers); "cpu"; "cpu:N"
     (N CPU workers); "cuda" (all GPUs); "cuda:i"; a list such as ["cuda:0", "cuda:2"] or ["cpu", "cpu"].
-    `share`: allow a list to name a GPU more than once; its ranks then talk through gloo.
+    `share`: allow a list to name a GPU more than once; its ranks then talk through shared memory.
 
     Raises PlanError for devices that do not exist, repeat, or cannot work together.
     """
@@ -105,7 +105,7 @@ def _from_list(devices: Sequence[object], share: bool) -> Devices:
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated and not share:
         raise PlanError(f"devices={list(names)}: {', '.join(repeated)} repeats; name each GPU once")
-    return Devices(names=names, note=", ".join(names) + (" (shared, through gloo)" if repeated else ""))
+    return Devices(names=names, note=", ".join(names) + (" (shared, without NCCL)" if repeated else ""))
 
 
 def _one_device(device: object) -> str:

@@ -9,16 +9,20 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
+import json
 import logging
 import os
+import pickle
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from patchpar.errors import LaunchError, WorkerDied, WorkerError, WorkerHung
+from patchpar.errors import LaunchError, WorkerError, WorkerHung
+from patchpar.launch.arguments import compare, described
 from patchpar.launch.context import (
     CallAborted,
     Callbacks,
@@ -28,16 +32,15 @@ from patchpar.launch.context import (
     engine_method,
     load_engine,
 )
-from patchpar.launch.failures import Failure, take_down
+from patchpar.launch.control import REPLY_SECONDS, Control, GroupControl, LinkControl
+from patchpar.launch.failures import Failure, is_transport_error, take_down
+from patchpar.launch.forks import change_in_children, check_owner
 from patchpar.launch.hello import versions
+from patchpar.launch.meeting import meet, name_of_job, this_host
 from patchpar.launch.progress import MORE_TIME
 from patchpar.launch.wire import encode, pack, unpack
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-CALLBACK_SECONDS = 3600.0  # how long rank 0's on_ask may take: nobody stands by to watch, so there has to be a limit
 log = logging.getLogger(__name__)
 
 
@@ -48,46 +51,18 @@ def torchrun_world() -> int | None:
     return int(os.environ["WORLD_SIZE"])
 
 
-class _Control:
-    """A gloo group of all ranks, beside the default one, by which they agree.
-
-    Nobody else keeps the group itself, so that `leave` ends its threads. One that still wants to let go of a tensor
-    when Python is on its way out has to take Python's lock then, which ends the thread there and, with it, the process:
-    "terminate called without an active exception".
-    """
-
-    def __init__(self) -> None:
-        import torch.distributed as dist
-
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=CALLBACK_SECONDS))
-
-    @property
-    def group(self) -> ProcessGroup:
-        """The group. Raises LaunchError when it has been left: torch takes no group for the default one."""
-        if self._group is None:
-            raise LaunchError("this executor is closed; make a new one")
-        return self._group
-
-    def leave(self) -> None:
-        """Let go of the group. Harmless when done twice."""
-        import torch.distributed as dist
-
-        group, self._group = self._group, None
-        if group is not None:
-            with contextlib.suppress(RuntimeError, ValueError):  # the latter: it went with the default group
-                dist.destroy_process_group(group)
-
-
 class TorchrunContext:
     """The RankContext of a rank under torchrun."""
 
-    def __init__(self, rank: int, world_size: int, device: str, control: _Control) -> None:
-        self.rank, self.world_size, self.device = rank, world_size, device
+    def __init__(
+        self, rank: int, devices: tuple[str, ...], control: Control, links: Mapping[int, socket.socket] | None
+    ) -> None:
+        self.rank, self.world_size, self.device = rank, len(devices), devices[rank]
         self.deadline = self.wait_limit = 0.0
         self.waiting = contextlib.nullcontext()
         self.callbacks = Callbacks()
         self.where = ""
-        self.links: Mapping[int, socket.socket] | None = None
+        self.links = links
         self._control = control
 
     def emit(self, event: object) -> None:
@@ -98,43 +73,30 @@ class TorchrunContext:
     def ask(self, question: object) -> Any:
         """See RankContext."""
         if self.rank != 0:
-            answered, reply = unpack(self._broadcast(b""))
+            answered, reply = unpack(self._control.broadcast(b""))
             if not answered:
                 raise CallAborted(str(reply))
             return reply
         try:
             reply = self.callbacks.answer(question)
         except Exception as error:
-            self._broadcast(pack(encode((False, f"{type(error).__name__} in the caller's on_ask: {error}"))))
+            self._control.broadcast(pack(encode((False, f"{type(error).__name__} in the caller's on_ask: {error}"))))
             raise
-        self._broadcast(pack(encode((True, reply))))
+        self._control.broadcast(pack(encode((True, reply))))
         return reply
 
     def mark(self, where: str) -> None:
         """See RankContext."""
         self.where = where
 
-    def _broadcast(self, data: bytes) -> bytes:
-        """Rank 0's data, on all ranks."""
-        import torch
-        import torch.distributed as dist
-
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, 0, group=self._control.group)
-        body = torch.empty(int(size), dtype=torch.uint8)
-        if self.rank == 0:
-            body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        dist.broadcast(body, 0, group=self._control.group)
-        return body.numpy().tobytes() if self.rank else data
-
 
 class TorchrunExecutor:
     """An Executor of which this process is one rank. To be made by all ranks together.
 
-    Takes the default group of torch.distributed if there is one, else makes it, for the rest of this process: nccl
-    where every rank has a GPU of its own, gloo otherwise. `device` overrides this rank's device, for example "cpu" on a
-    machine with GPUs.
-    Raises LaunchError outside torchrun, or where the ranks differ in versions or engine.
+    Ranks of one host meet by themselves (see `meeting`). Otherwise, and where every rank has a GPU of its own, this
+    takes the default group of torch.distributed if there is one, else makes it, for the rest of this process: over nccl
+    between such GPUs, gloo otherwise. `device` overrides this rank's device, for example "cpu" on a machine with GPUs.
+    Raises LaunchError outside torchrun, or where ranks do not come, or differ in versions or engine.
     """
 
     kind: Literal["torchrun"] = "torchrun"
@@ -143,26 +105,36 @@ class TorchrunExecutor:
         import torch.distributed as dist
 
         self._deadline = check_deadline("deadline", deadline)
-        if not dist.is_initialized() and torchrun_world() is None:
-            raise LaunchError(f"this process was not started by torchrun: {', '.join(RANK_VARIABLES)} are not set")
         own, backend = _own_device(device)
-        if not dist.is_initialized():
+        rank, self.world_size = _place()
+        job = name_of_job(self.world_size)
+        if not dist.is_initialized() and (job is None or backend == "nccl"):
             _load_what_keeps_the_default_group()
             dist.init_process_group(backend, timeout=timedelta(seconds=self._deadline))
             # Not at `close`: torchrun's store keeps the old addresses, so a second group in this process would hang.
             atexit.register(_leave_default_group)
-        self.world_size = dist.get_world_size()
-        self._control = _Control()
-        atexit.register(self._control.leave)  # before the default group, without which it cannot be left
-        facts = [{**fact} for fact in self._gather({**versions(), "engine": engine, "device": own})]
+        self._control, links = _met(job, rank, self.world_size, self._deadline)
+        self._owner = os.getpid()
+        self._links = links
+        change_in_children(self)
+        atexit.register(self._leave)  # before the default group, without which the control's cannot be left
+        found = self._control.gather(json.dumps({**versions(), "engine": engine, "device": own}).encode(), deadline)
+        facts = [json.loads(fact) for fact in found]
         self.devices: tuple[str, ...] = tuple(fact.pop("device") for fact in facts)
-        for rank, fact in enumerate(facts):
+        for other, fact in enumerate(facts):
             if fact != facts[0]:
-                raise LaunchError(f"rank {rank} differs: it has {fact}, where rank 0 has {facts[0]}")
-        self._context = TorchrunContext(dist.get_rank(), self.world_size, own, self._control)
+                raise LaunchError(f"rank {other} differs: it has {fact}, where rank 0 has {facts[0]}")
+        self._context = TorchrunContext(rank, self.devices, self._control, links)
         self._engine_name = engine
         self._engine: Any = None
         self._is_closed = False
+
+    def after_fork(self) -> None:
+        """See Forkable. Other ranks would take this one for alive as long as a child of it lives."""
+        for link in (self._links or {}).values():
+            link.close()
+        if isinstance(self._control, LinkControl):
+            self._control.leave()
 
     @property
     def rank(self) -> int:
@@ -185,6 +157,9 @@ class TorchrunExecutor:
         """See Executor.call. `replay` means nothing here: torchrun restarts whole scripts."""
         if self._is_closed:
             raise LaunchError("this executor is closed; make a new one")
+        check_owner(self._owner)
+        # No deadline of ours: rank 0 may have pictures to save, and one that has gone is noticed.
+        compare(self._control.gather(described(method, args, kwargs), REPLY_SECONDS))
         context = self._context
         before, context.callbacks = context.callbacks, Callbacks(on_event=on_event, on_ask=on_ask)
         context.deadline = context.wait_limit = self._deadline + expected
@@ -212,7 +187,10 @@ class TorchrunExecutor:
         try:
             failures = self._exchange_failures(None if own is None else take_down(own), patience)
         except WorkerError as error:
-            raise own or error from error
+            if own is not None and not isinstance(own, WorkerError) and not is_transport_error(own):
+                raise own from error
+            more = f". If it is only slow, give it more time: {MORE_TIME}" if isinstance(error, WorkerHung) else ""
+            raise type(error)(f"{error} ({method}; {self._where()}){more}", rank=error.rank) from own or error
         cause = next((rank for rank, failure in enumerate(failures) if _is_cause(failure)), None)
         if own is not None and (cause is None or _is_cause(failures[self.rank])):
             raise own
@@ -222,36 +200,26 @@ class TorchrunExecutor:
             raise failure.as_worker_error(where, cause) from own
         return result
 
+    def _where(self) -> str:
+        where = self._context.where
+        return f"rank {self.rank} was at {where!r}" if where else f"rank {self.rank} was before its first seam"
+
     def _exchange_failures(self, own: Failure | None, patience: float) -> list[Failure | None]:
         """How the call went on each rank. Raises WorkerHung or WorkerDied if one of them does not say."""
-        import torch
-        import torch.distributed as dist
-
-        flags = [torch.zeros(1, dtype=torch.int32) for _ in range(self.world_size)]
-        mine = torch.tensor([own is not None], dtype=torch.int32)
-        try:
-            work = dist.all_gather(flags, mine, group=self._control.group, async_op=True)
-            assert work is not None
-            work.wait(timedelta(seconds=patience))
-            return self._gather(own) if any(map(int, flags)) else [None] * self.world_size
-        except RuntimeError as error:
-            if "imed out" in str(error):
-                late = f"a rank has not finished within {patience:.0f} s of this one ({self._context.where!r})"
-                raise WorkerHung(f"{late}. If it is only slow, give it more time: {MORE_TIME}") from error
-            raise WorkerDied(f"a rank has gone: {error}") from error
-
-    def _gather(self, value: Any) -> list[Any]:
-        import torch.distributed as dist
-
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._control.group)
-        return values
+        found = self._control.gather(b"" if own is None else pickle.dumps(own), patience)
+        return [pickle.loads(data) if data else None for data in found]
 
     def close(self) -> None:
         """Let go of the engine. The default group stays, for the next executor. Harmless when done twice."""
         self._is_closed, self._engine = True, None
-        self._control.leave()
-        atexit.unregister(self._control.leave)
+        self._leave()
+        atexit.unregister(self._leave)
+
+    def _leave(self) -> None:
+        if os.getpid() == self._owner:  # in a child that was forked: the group is not its own
+            self._control.leave()
+            for link in (self._links or {}).values():
+                link.close()
 
     def __enter__(self) -> TorchrunExecutor:
         return self
@@ -262,6 +230,31 @@ class TorchrunExecutor:
         self.close()
 
 
+def _place() -> tuple[int, int]:
+    """This process's rank, and how many there are. Raises LaunchError outside torchrun."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    world_size = torchrun_world()
+    if world_size is None:
+        raise LaunchError(f"this process was not started by torchrun: {', '.join(RANK_VARIABLES)} are not set")
+    return int(os.environ["RANK"]), world_size
+
+
+def _met(
+    job: str | None, rank: int, world_size: int, deadline: float
+) -> tuple[Control, Mapping[int, socket.socket] | None]:
+    """How the ranks agree, and their links where they are known to live on one host."""
+    if job is None:
+        group = GroupControl()
+        hosts, token = group.gather(this_host().encode(), deadline), group.broadcast(secrets.token_bytes(16))
+        is_one = len(set(hosts)) == 1 and hosts[0]
+        return group, meet(f"patchpar-{token.hex()}", rank, world_size, deadline) if is_one else None
+    control = meet(f"{job}-control", rank, world_size, deadline)
+    return LinkControl(rank, world_size, control), meet(f"{job}-links", rank, world_size, deadline)
+
+
 def _is_cause(failure: Failure | None) -> bool:
     """Whether an exception arose by itself, and did not follow from another rank's."""
     return failure is not None and not failure.transport and not failure.type_name.endswith(CallAborted.__name__)
@@ -270,7 +263,7 @@ def _is_cause(failure: Failure | None) -> bool:
 def _load_what_keeps_the_default_group() -> None:
     """Its functions have the default group of when it is loaded as a default argument, and so would keep its threads.
 
-    Diffusers loads it, some time or other. See `_Control` for what such threads do in the end.
+    Diffusers loads it, some time or other. See `GroupControl` for what such threads do in the end.
     """
     importlib.import_module("torch.distributed.nn.functional")
 
@@ -295,6 +288,6 @@ def _own_device(device: str | None) -> tuple[str, str]:
         return device, "gloo"
     torch.cuda.set_device(device)
     if ranks_here > gpus:
-        log.warning("%d ranks share %d GPUs here, through gloo, which is slow", ranks_here, gpus)
+        log.warning("%d ranks share %d GPUs here, without NCCL, which is slow", ranks_here, gpus)
         return device, "gloo"
     return device, "nccl"

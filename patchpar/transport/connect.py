@@ -15,13 +15,14 @@ from patchpar.errors import ExchangeError
 from patchpar.transport.message import Transport
 from patchpar.transport.shared_memory import SharedMemoryTransport
 from patchpar.transport.torch_p2p import TorchTransport
+from patchpar.transport.watched import Watched
 
 PEER = struct.Struct("<I")  # whom the socket that comes with it leads to
 CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere only a later exec would inherit
 RETRY_SECONDS = 0.01
 
 
-class Place(Protocol):
+class Place(Watched, Protocol):
     """What has to be known of a rank: `launch.context.RankContext` says what each means."""
 
     @property
@@ -34,30 +35,28 @@ class Place(Protocol):
     def device(self) -> str: ...
 
     @property
-    def deadline(self) -> float: ...
-
-    @property
     def links(self) -> Mapping[int, socket.socket] | None: ...
 
 
 def connect(place: Place, *, through: str = "auto") -> Transport:
-    """Connect this rank with all others. Its deadline, in seconds, bounds every wait.
+    """Connect this rank with all others. Its limit bounds every wait, here and of the transport.
 
     `through` is "auto", "shared_memory" or "torch" (the default group of torch.distributed, which has to be there).
     Auto takes shared memory where all ranks live on one host and do not talk through NCCL. Raises ExchangeError.
     """
     device = torch.device(place.device)
     if through == "torch" or (through == "auto" and (place.links is None or _over_nccl(device))):
-        return TorchTransport(device, place.deadline)
+        return TorchTransport(device, place.wait_limit)
     if place.links is None:
         raise ExchangeError(f"rank {place.rank}: shared memory needs all ranks on one host, met without torch's group")
-    lines = _handed_out(place, place.links) if place.rank == 0 else _taken(place, place.links[0])
-    return SharedMemoryTransport(place.rank, lines, device, place.deadline)
+    with place.waiting:
+        lines = _handed_out(place, place.links) if place.rank == 0 else _taken(place, place.links[0])
+    return SharedMemoryTransport(place.rank, lines, device, place.wait_limit)
 
 
 def alone(place: Place) -> Transport:
     """For a rank that has no others."""
-    return SharedMemoryTransport(0, {}, torch.device(place.device), place.deadline)
+    return SharedMemoryTransport(0, {}, torch.device(place.device), place.wait_limit)
 
 
 def _over_nccl(device: torch.device) -> bool:
@@ -67,7 +66,7 @@ def _over_nccl(device: torch.device) -> bool:
 def _handed_out(place: Place, links: Mapping[int, socket.socket]) -> dict[int, socket.socket]:
     """On rank 0: make a socket pair for every two ranks, and give both their ends. Returns our own."""
     own: dict[int, socket.socket] = {}
-    give_up = time.monotonic() + place.deadline
+    give_up = time.monotonic() + place.wait_limit
     try:
         for lower, higher in combinations(range(place.world_size), 2):
             ends = socket.socketpair()
@@ -104,7 +103,7 @@ def _send(link: socket.socket, rank: int, end: socket.socket, peer: int, give_up
 def _taken(place: Place, link: socket.socket) -> dict[int, socket.socket]:
     """On the other ranks: one socket to each peer, as rank 0 hands them out."""
     lines: dict[int, socket.socket] = {}
-    link.settimeout(place.deadline)
+    link.settimeout(place.wait_limit)
     try:
         while len(lines) < place.world_size - 1:
             data, descriptors, _, _ = socket.recv_fds(link, PEER.size, 1, CLOSE_ON_EXEC)
@@ -114,6 +113,6 @@ def _taken(place: Place, link: socket.socket) -> dict[int, socket.socket]:
     except OSError as error:
         for line in lines.values():
             line.close()
-        state = f"has not answered for {place.deadline:g} s" if isinstance(error, TimeoutError) else "is gone"
+        state = f"has not answered for {place.wait_limit:g} s" if isinstance(error, TimeoutError) else "is gone"
         raise ExchangeError(f"rank {place.rank} cannot connect to the others: rank 0 {state} ({error})") from error
     return lines

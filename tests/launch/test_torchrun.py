@@ -1,6 +1,8 @@
 """The same script under torchrun: every process is a rank."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from patchpar.errors import LaunchError
-from patchpar.launch.torchrun import TorchrunExecutor, _Control, torchrun_world
+from patchpar.launch.control import GroupControl
+from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
 from tests.launch.conftest import TOY
 
 
@@ -63,20 +66,79 @@ def test_an_exception_anywhere_is_one_everywhere(seen):
     assert seen[0]["caller raises"] == ["Strange", "the caller's own"]
     assert seen[1]["caller raises"][0] == "WorkerError"
     assert "Strange: the caller's own" in seen[1]["caller raises"][1]
+    for saw in seen:
+        kind, text = saw["other prompts"]
+        assert kind == "ArgumentMismatch"
+        assert text.startswith("echo: argument 'prompt' differs: 'a dog' on rank 0, 'a cat' on rank 1. Under torchrun")
+        assert saw["other methods"][1].startswith("the call differs: rank on rank 0, load on rank 1")
     assert [saw["again"][rank] for rank, saw in enumerate(seen)] == [9.0, 9.0]
 
 
-def test_no_thread_of_a_group_outlives_it(folder):
+def test_a_rank_that_leaves_the_script_is_named(folder):
+    kind, text = json.loads((folder / "left.json").read_text())
+    assert kind == "WorkerDied"
+    assert text.startswith("rank 1 has gone: its process has ended")
+
+
+def test_ranks_of_one_host_neither_listen_nor_have_a_group(results):
+    assert [seen[0]["listening"] for seen in results] == [[], []]
+    assert [seen[0]["has group"] for seen in results] == [False, False]
+    assert [seen[1]["has group"] for seen in results] == [True, True], "the second time the script has made one"
+
+
+def test_no_thread_of_a_group_outlives_it(tmp_path):
     """One that does may end the process: Python ends threads that want its lock when it is on its way out."""
+    run_ranks(tmp_path, "tests.launch.several_hosts", 2, LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
     for rank in range(2):
-        names = json.loads((folder / f"{rank}.threads.json").read_text())
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert found["add_up"][rank] == 7.0
+        assert found["backend"] == "gloo"
+        assert found["prompt"][0] == "ArgumentMismatch"
+        assert found["links"], "one host all the same, as it turned out"
+        assert any("gloo" in name for name in found["threads"])
+        names = json.loads((tmp_path / f"{rank}.threads.json").read_text())
         assert names
         assert not [name for name in names if "gloo" in name]
 
 
+def test_a_rank_that_dies_in_a_call_is_named_on_all_others(tmp_path):
+    run_ranks(tmp_path, "tests.launch.dying_rank", 3, codes=[0, 0, 7])
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        kind, text, number = found["first"]
+        assert (kind, number) == ("WorkerDied", 2), text
+        assert "rank 2 has gone" in text
+        assert f"die; rank {rank} was at 'all-reduce'" in text
+        assert found["next"][0] == "WorkerDied"
+
+
+def run_ranks(folder, module, world, codes=None, **environment):
+    """Start what torchrun would, without what it does when one of them fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    base = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(folder)],
+            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank), **environment},
+            cwd=Path(__file__).parents[2],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == (codes or [0] * world), errors
+
+
 def test_a_group_that_went_with_the_default_one_is_left_in_peace():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    control = _Control()
+    control = GroupControl()
     dist.destroy_process_group()
     control.leave()
     with pytest.raises(LaunchError, match="closed"):

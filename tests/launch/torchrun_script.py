@@ -1,7 +1,5 @@
 """Run under torchrun by test_torchrun: writes what it saw to a file per rank."""
 
-import atexit
-import importlib
 import json
 import os
 import sys
@@ -12,6 +10,7 @@ import torch.distributed as dist
 from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
 from tests.launch.conftest import TOY
 from tests.launch.plain import Strange
+from tests.launch.test_links import listening
 
 
 def outcome(work):
@@ -45,28 +44,25 @@ def use_everything():
             "all raise": outcome(lambda: executor.call("fail", "ValueError", "alike")),
             "rank 1 raises": outcome(lambda: executor.call("fail", "ValueError", "only one", [1])),
             "caller raises": outcome(lambda: executor.call("converse", 1, on_ask=refuse)),
+            "other prompts": outcome(lambda: executor.call("echo", 1, prompt=["a dog", "a cat"][executor.rank])),
+            "other methods": outcome(lambda: executor.call(["rank", "load"][executor.rank])),
+            "listening": sorted(listening([os.getpid()])),
+            "has group": dist.is_initialized(),
             "again": executor.call("add_up", 4),
         }
 
 
-def threads():
-    """Names of all of this process's threads, those that Python does not know of as well."""
-    return [Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-
-
 def main(folder):
-    # What is registered first runs last, after everybody else has let go.
-    at_the_end = Path(folder, f"{os.environ['RANK']}.threads.json")
-    atexit.register(lambda: at_the_end.write_text(json.dumps(threads())))
-    assert not dist.is_initialized()
-    rank, first = use_everything()  # makes the default group
-    assert dist.is_initialized()
-    importlib.import_module("torch.distributed.nn.functional")  # as diffusers does: it keeps a default group it finds
-    _, second = use_everything()  # finds it
+    rank, first = use_everything()  # without a group
+    dist.init_process_group("gloo")
+    _, second = use_everything()  # beside one
+    dist.destroy_process_group()
     Path(folder, f"{rank}.json").write_text(json.dumps([first, second]))
-    assert any("gloo" in name for name in threads())
     globals()["never closed"] = left_open = TorchrunExecutor(TOY, deadline=20.0, device="cpu")
     left_open.call("add_up", 5)
+    if rank == 0:
+        Path(folder, "left.json").write_text(json.dumps(outcome(lambda: left_open.call("add_up", 6))))
 
 
-main(sys.argv[1])
+if __name__ == "__main__":
+    main(sys.argv[1])

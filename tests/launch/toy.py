@@ -30,6 +30,9 @@ class ToyEngine(PlainEngine):
             "cwd": str(Path.cwd()),
         }
 
+    def has_links(self):
+        return bool(self.context.links)
+
     def add_up(self, value):
         total = torch.tensor([float(value + self.context.rank)])
         self.context.mark("all-reduce")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ class OnThread:
     world_size: int
     links: Mapping[int, socket.socket] | None
     device: str = "cpu"
-    deadline: float = 20.0
+    wait_limit: float = 20.0
+    waiting: AbstractContextManager[None] = field(default_factory=nullcontext)
 
 
 def made(world: int) -> list[OnThread]:
@@ -77,7 +79,7 @@ def test_no_line_without_rank_0(places: list[OnThread]) -> None:
 
 
 def test_a_late_rank_0_is_named_after_the_deadline(places: list[OnThread]) -> None:
-    places[2].deadline = 0.1
+    places[2].wait_limit = 0.1
     with pytest.raises(ExchangeError, match=r"rank 2 cannot connect.*rank 0 has not answered for 0.1 s"):
         connect(places[2])
 
