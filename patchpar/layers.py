@@ -124,6 +124,14 @@ def correct_moments(whole: Moments, own: Moments, now: Moments, least: float = 0
     return Moments(whole.num, whole.mean_BG + moved_BG, corrected_BG * whole.num)
 
 
+def as_published(moments: Moments, num_own: Tensor) -> Moments:
+    """Moments with the variance times N/(N - 1), N the values of our share, as DistriFusion's code has it.
+
+    Its paper (arXiv:2402.19481) does not speak of it, and nn.GroupNorm is biased.
+    """
+    return moments._replace(m2_BG=moments.m2_BG * (num_own / (num_own - 1).clamp_min(1)))
+
+
 class Normalise:
     """Group norm with given moments, to be applied to this share and to a neighbour's edge rows alike."""
 

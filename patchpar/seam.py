@@ -22,6 +22,7 @@ from patchpar.layers import (
     Halo,
     Moments,
     Normalise,
+    as_published,
     convolve_with_halo,
     correct_moments,
     is_heavy,
@@ -85,9 +86,11 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             slot.own = own
             slot.coming = share.memory.send(moments_part(share.axis, [own]), self.where)
         if share.treatment.moments == "stale":
-            return merge_moments([own, *others], shape)
-        least = LEAST_VARIANCE[share.treatment.moments]
-        return correct_moments(merge_moments([before, *others], shape), unpack_moments(before, shape), now, least)
+            found = merge_moments([own, *others], shape)
+        else:
+            least = LEAST_VARIANCE[share.treatment.moments]
+            found = correct_moments(merge_moments([before, *others], shape), unpack_moments(before, shape), now, least)
+        return as_published(found, now.num) if share.treatment.published else found
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,9 +59,9 @@ class CachedPartials:
 class Treatment:
     """A strategy, as the seams see it. `name` is what it was verified under and what reports call it.
 
-    The first `warmup_steps` denoising steps are exact; None: all. `published`: halos and moments go to everyone, and
-    keys and values are joined by copying, as in DistriFusion's code. `bucket`: how many small messages leave together.
-    `keys`: how they are exchanged where all are of this step.
+    The first `warmup_steps` denoising steps are exact; None: all. `published`: halos and moments go to everyone, keys
+    and values are joined by copying, and variances of old moments are unbiased, as in DistriFusion's code. `bucket`:
+    how many small messages leave together. `keys`: how they are exchanged where all are of this step.
     """
 
     name: str = "exact"

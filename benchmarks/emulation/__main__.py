@@ -36,6 +36,7 @@ LATE = Treatment(halo="stale", moments="corrected", context="all")
 ROWS: dict[str, Treatment] = {
     "all fresh": EDGES,
     "displaced, corrected moments": LATE,
+    "displaced, as published": replace(LATE, published=True),
     "displaced, guarded moments": replace(LATE, moments="guarded"),
     "displaced, stale moments": replace(LATE, moments="stale"),
     "displaced, separate moments": replace(LATE, moments="separate"),
@@ -65,6 +66,7 @@ ROWS: dict[str, Treatment] = {
 AS_THEY_WERE = "extrapolated=false,correction=none"
 STRATEGIES: dict[str, str] = {
     "displaced, corrected moments": "displaced",
+    "displaced, as published": "displaced:preset=paper",
     "displaced, guarded moments": "displaced:group_norm=guarded",
     "displaced, stale moments": "displaced:group_norm=stale",
     "displaced, separate moments": "displaced:group_norm=separate",

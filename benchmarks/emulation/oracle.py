@@ -209,11 +209,16 @@ class Emulation:
         self, place: int, now: Sequence[Moments], then: Sequence[Moments] | None, shown: Sequence[Moments]
     ) -> tuple[Tensor, Tensor]:
         """Mean and variance that `place` normalises with. Everyone's moments of this step, of the last, as shown."""
-        if self.treatment.moments in LEAST:
-            return corrected(merged(then), then[place], now[place], LEAST[self.treatment.moments])
         others = [each for other, each in enumerate(shown) if other != place]
-        seen = now[place] if self.treatment.moments == "separate" else merged([now[place], *others])
-        return seen.mean_BG, seen.variance_BG
+        if self.treatment.moments in LEAST:
+            mean, variance = corrected(merged(then), then[place], now[place], LEAST[self.treatment.moments])
+        else:
+            seen = now[place] if self.treatment.moments == "separate" else merged([now[place], *others])
+            mean, variance = seen.mean_BG, seen.variance_BG
+        if self.treatment.published and self.treatment.moments not in ("fresh", "separate"):
+            count = now[place].count
+            variance = variance * (count / (count - 1))
+        return mean, variance
 
     def _attention(self, path: str, number: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with Intercept(functools.partial(self._attend, path, number)) as intercept:

@@ -18,6 +18,7 @@ class Treatment:
     moments   of a group norm. fresh: all places' of this step. stale: own of this step, others' of the last.
               corrected: all places' of the last step, moved by the change of the own. guarded: the same, and the own
               variance where that leaves less than 0.3 of it. separate: own only
+    published variances of moments that are partly old are multiplied by N/(N - 1), N the values of a place's own group
     context   the others' keys and values. fresh: all of this step. Of the last step, `all`; `band`: of the two
               neighbours the nearest `fraction` of their rows; `pooled`: of the neighbours the nearest `band` of their
               rows, everything else averaged over `pool` x `pool` tokens; `partials`: all, but looked at only at every
@@ -35,6 +36,7 @@ class Treatment:
 
     halo: str = "fresh"
     moments: str = "fresh"
+    published: bool = False
     context: str = "fresh"
     fraction: float = 0.3
     band: float = 0.1

@@ -28,8 +28,9 @@ class DisplacedPatch(PatchStrategy):
     `group_norm`: "corrected" moves the last step's moments of the whole by all that ours have changed; "guarded" does
     not believe a variance far below ours that comes of it; "stale" merges ours with the others' old ones; "separate"
     takes ours alone; "sync" takes this step's of all.
-    `preset`: "paper" also sends what the paper's code sends (halos to everyone) and joins keys by copying, so that the
-    difference can be measured. Raises PlanError.
+    `preset`: "paper" is what the paper's code computes and sends: the variance of old moments times N/(N - 1), halos to
+    everyone, keys joined by copying. Its exact steps have that factor too and so are not exact; ours are. Raises
+    PlanError.
     """
 
     name: ClassVar[str] = "displaced"

@@ -97,5 +97,6 @@ def treatment_of(run: Run) -> Treatment:
     else:
         moments = MOMENTS.get(strategy.group_norm, strategy.group_norm)
         found = Treatment(halo="stale", moments=moments, context=CONTEXTS[strategy.name])
+        found = replace(found, published=getattr(strategy, "preset", None) == "paper")
         found = replace(found, fraction=getattr(strategy, "fraction", 1.0))
     return replace(found, warmup_steps=strategy.warmup_steps, frozen=run.exchange == "frozen")

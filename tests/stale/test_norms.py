@@ -24,11 +24,13 @@ GROUPS, ROWS = 2, (6, 2)
 Maps = Callable[[int, int], Tensor]  # by evaluation and place
 
 
-def normalised(transport: Any, group_norm: Any, norm: nn.GroupNorm, maps: Maps) -> list[Tensor]:
+def normalised(
+    transport: Any, group_norm: Any, norm: nn.GroupNorm, maps: Maps, preset: Any = None, rows: int = 6
+) -> list[Tensor]:
     """Our rows of an exact evaluation and three stale ones."""
-    door, treatment = Door(transport), DisplacedPatch(group_norm=group_norm).treatment
-    memory = Memory(door, treatment.bucket)
-    share = Share(door, Mesh(transport.rank, range(2), patch=2)["patch"], treatment, Bands((0, 6, 8)), memory=memory)
+    door, treatment = Door(transport), DisplacedPatch(group_norm=group_norm, preset=preset).treatment
+    memory, bands = Memory(door, treatment.bucket), Bands((0, rows, 8))
+    share = Share(door, Mesh(transport.rank, range(2), patch=2)["patch"], treatment, bands, memory=memory)
     hook, found = NormHook(share, "norm", None), []
     for evaluation in range(4):
         share.fresh = not memory.begin(0, evaluation, "form")
@@ -119,3 +121,53 @@ def test_a_corrected_variance_next_to_nothing_is_believed_unless_guarded() -> No
     assert ((share > 0) & (share < LEAST_VARIANCE["guarded"])).all(), f"the case is not what it is meant to be: {share}"
     believed, guarded = (check(group_norm, maps, 1e-4)[1][1] for group_norm in ("corrected", "guarded"))
     assert believed.abs().max() > 1.5 * guarded.abs().max()
+
+
+def published(place: int, group_norm: str, norm: nn.GroupNorm, maps: Maps, evaluation: int) -> Tensor:
+    """What DistriFusion's code computes in a stale step (arXiv:2402.19481, section 4.3), from means of squares.
+
+    Every patch of rows counts the same. Where the estimated variance is negative it is that of the own patch; then it
+    is multiplied by N/(N - 1), where N counts the values of a group in the own patch.
+    """
+    x_BGn = [maps(evaluation, p).double().reshape(1, GROUPS, -1) for p in (0, 1)]
+    old_BGn = [maps(evaluation - 1, p).double().reshape(1, GROUPS, -1) for p in (0, 1)]
+    now, then = ([(x.mean(-1), x.square().mean(-1)) for x in each] for each in (x_BGn, old_BGn))
+    seen = [now[p] if p == place and group_norm == "stale" else then[p] for p in (0, 1)]
+    moved = [now[place][i] - then[place][i] if group_norm == "corrected" else 0.0 for i in (0, 1)]
+    mean, square = ((seen[0][i] + seen[1][i]) / 2 + moved[i] for i in (0, 1))
+    variance = square - mean.square()
+    if group_norm == "corrected":
+        variance = torch.where(variance < 0, now[place][1] - now[place][0].square(), variance)
+    count = x_BGn[place].shape[-1]
+    return normalise(norm, maps(evaluation, place).double(), mean, variance * count / (count - 1))
+
+
+def even(evaluation: int, place: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * evaluation + place)
+    return 0.3 * place + torch.randn(1, 8, 4, 5, generator=generator)
+
+
+def turning_negative(evaluation: int, place: int) -> Tensor:
+    """A place that varied much varies little: more is taken away than there was."""
+    return even(evaluation, place) * (10.0 if (evaluation % 2, place) == (0, 1) else 0.1)
+
+
+@pytest.mark.parametrize("group_norm", ["corrected", "stale"])
+@pytest.mark.parametrize("maps", [even, turning_negative])
+def test_the_preset_of_the_paper_is_the_published_algorithm(group_norm: str, maps: Maps) -> None:
+    norm = nn.GroupNorm(GROUPS, 8).requires_grad_(False)
+    nn.init.normal_(norm.weight, 1.0, 0.2)
+    found, ours = (on_threads(2, normalised, group_norm, norm, maps, preset, 4) for preset in ("paper", None))
+    for place in (0, 1):
+        for evaluation in (1, 2, 3):
+            want = published(place, group_norm, norm, maps, evaluation)
+            got, plain = found[place][evaluation], ours[place][evaluation]
+            assert (got.double() - want).norm() <= 1e-5 * want.norm(), (place, evaluation)
+            assert (plain.double() - want).norm() >= 1e-3 * want.norm(), "without the preset it is another"
+
+
+def test_that_negative_variances_are_among_those_cases() -> None:
+    then, now = ([moments_of(turning_negative(e, p), GROUPS) for p in (0, 1)] for e in (0, 1))
+    square = merged(then).square_BG + now[1].square_BG - then[1].square_BG
+    mean = merged(then).mean_BG + now[1].mean_BG - then[1].mean_BG
+    assert (square - mean.square() < 0).all()
