@@ -3,11 +3,13 @@
     tensors (any device), arrays, pictures   their bytes go to the block, the pickle holds the place
     torch.Generator                          kind of device and state; comes to life on the receiver's own device
     functions inside functions               code and what it holds on to: libraries hook such into their modules
+    what a script or a notebook defines      by value, as cloudpickle does it: classes, functions, and what they name
     modules                                  by name
     everything else                          as pickle does it
 
 A tensor arrives on the CPU. Tensors that share a whole storage (tied weights) share it again on arrival; a view of a
-part of a storage arrives as a tensor of its own. Neither torch, numpy nor Pillow is imported before it is needed.
+part of a storage arrives as a tensor of its own. Neither torch, numpy, Pillow nor
+cloudpickle is imported before it is needed.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class BlockPickler(pickle.Pickler):
         self._storages: dict[tuple[str, int], _Storage] = {}
         self._alive: list[object] = []  # the keys above are addresses: what they point at must stay
         self._written: pickle.PickleBuffer | None = None
+        self._cloud: Any = None  # cloudpickle's, which takes code apart
 
     def _take(self, buffer: pickle.PickleBuffer) -> bool:
         """Whether the buffer is to be kept in the stream."""
@@ -59,7 +62,8 @@ class BlockPickler(pickle.Pickler):
         """How our own kinds are taken apart; NotImplemented for all others."""
         parts: Any = NotImplemented
         if isinstance(value, (type, FunctionType)):
-            parts = _code_parts(value)
+            by_value = _is_of_script(value) or (self._cloud is not None and _is_nameless(value))
+            parts = self._by_value(value) if by_value else _code_parts(value)
         elif isinstance(value, ModuleType):
             parts = importlib.import_module, (value.__name__,)
         elif isinstance(value, _Storage):
@@ -73,6 +77,15 @@ class BlockPickler(pickle.Pickler):
         elif _is_a(value, "numpy", "ndarray") and not (value.flags.forc or value.dtype.hasobject):
             parts = value.copy().__reduce_ex__(5)  # contiguous; numpy itself would put a copy into the stream
         return parts
+
+    def _by_value(self, value: type | FunctionType) -> Any:
+        """What workers cannot import. A class that comes back is the same class, as cloudpickle keeps count of them."""
+        if self._cloud is None:
+            import cloudpickle
+
+            self._cloud = cloudpickle.Pickler(io.BytesIO(), protocol=5)
+            self.dispatch_table = self._cloud.dispatch_table  # for code, cells and what else such are made of
+        return self._cloud.reducer_override(value)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         import torch
@@ -113,19 +126,27 @@ def _bytes_of(storage: torch.UntypedStorage) -> pickle.PickleBuffer:
     return pickle.PickleBuffer(array)
 
 
+def _is_of_script(value: type | FunctionType) -> bool:
+    """Whether a class or function is of the script or notebook itself, or a class inside a function."""
+    if value.__module__ == "__main__":
+        return True
+    return isinstance(value, type) and "<locals>" in value.__qualname__ and not _is_found_by_name(value)
+
+
+def _is_nameless(value: type | FunctionType) -> bool:
+    """Whether a class is one of Python's own that no name leads to, such as that of code."""
+    return value.__module__ == "builtins" and not _is_found_by_name(value)
+
+
 def _code_parts(value: type | FunctionType) -> Any:
     """Classes, and functions of a module, go by name; a function inside a function goes with all it needs."""
-    if value.__module__ == "__main__":
-        raise pickle.PicklingError(
-            f"{value.__qualname__} is defined in the script itself, which workers do not run: put it into a module"
-        )
     if isinstance(value, type) or _is_found_by_name(value):
         return NotImplemented
     return _function, (marshal.dumps(value.__code__), value.__module__), _function_state(value), *_FILL
 
 
-def _is_found_by_name(function: FunctionType) -> bool:
-    """Whether pickle can send a function as a mere name."""
+def _is_found_by_name(function: type | FunctionType) -> bool:
+    """Whether pickle can send a function or class as a mere name."""
     found: object = sys.modules.get(function.__module__)
     for part in function.__qualname__.split("."):
         found = getattr(found, part, None)

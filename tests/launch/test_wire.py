@@ -2,9 +2,9 @@
 
 import gc
 import os
+import subprocess
 import sys
 import threading
-import types
 from pathlib import Path
 
 import numpy as np
@@ -212,12 +212,70 @@ def test_an_argument_that_cannot_be_sent_is_named():
         encode_call("draw", [1, [threading.Lock()]], {}, 0.0)
 
 
-def test_what_the_script_defines_is_refused_with_the_way_out(monkeypatch):
-    Mine = types.new_class("Mine")
-    Mine.__module__ = "__main__"
-    monkeypatch.setattr(sys.modules["__main__"], "Mine", Mine, raising=False)
-    with pytest.raises(PlanError, match=r"Mine is defined in the script itself.*put it into a module"):
-        encode_call("draw", [Mine()], {}, 0.0)
+SCRIPT = """
+import torch
+
+FACTOR = 2
+table = torch.ones(1 << 16)
+
+class Base:
+    factor = FACTOR
+
+class Mine(Base):
+    def __init__(self):
+        self.also = table
+
+    def twice(self, x):
+        return helper(x * super().factor)
+
+def helper(x):
+    return Mine, x * table[:2]
+"""
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """What a script of that text defines. Its module is `__main__`, as in a notebook."""
+    defined = {"__name__": "__main__"}
+    exec(SCRIPT, defined)
+    return defined
+
+
+def test_what_the_script_defines_goes_by_value(script):
+    """Its classes are themselves again when they come back, and what large tensors it names go through the block."""
+    mine = script["Mine"]()
+    message = encode(mine)
+    assert message.block is not None
+    assert len(message.stream) < INLINE_BYTES
+    arrived = decode(message)
+    message.close()
+    assert type(arrived) is script["Mine"]
+    kind, x = arrived.twice(3)
+    assert kind is script["Mine"]
+    assert x.tolist() == [6.0, 6.0]
+    assert torch.equal(arrived.also, script["table"])
+
+
+def test_another_process_gets_what_the_script_defines(script):
+    """One that has no such script."""
+    message = pack(encode([script["Mine"](), script["helper"]]))
+    reads = "import sys; from patchpar.launch.wire import unpack; m, f = unpack(sys.stdin.buffer.read()); "
+    says = "print(type(m).__name__, type(m).__module__, m.twice(3)[1].tolist(), f(1)[0] is type(m))"
+    found = subprocess.run([sys.executable, "-c", reads + says], input=message, capture_output=True, check=True)
+    assert found.stdout.decode().strip() == "Mine __main__ [6.0, 6.0] True"
+
+
+def test_a_class_inside_a_function_goes_by_value():
+    class Inside:
+        x = 3
+
+    assert type(there_and_back(Inside())) is Inside
+
+
+def test_what_the_script_holds_on_to_must_travel_too(script):
+    script["table"] = threading.Lock()
+    with pytest.raises(PlanError, match=r"draw: argument 1 \(a function\) cannot be sent.*lock"):
+        encode_call("draw", [script["helper"]], {}, 0.0)
 
 
 def test_packed_messages_need_no_descriptor():

@@ -1,0 +1,97 @@
+"""Classes that a script or notebook defines, which no worker can import, work there as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from diffusers import DDIMScheduler
+from diffusers.models.attention_processor import AttnProcessor2_0
+
+from patchpar import ParallelPipeline
+from tests.tiny import build
+
+from .conftest import EXACT, QUICK, Hold, generator, relative_error
+
+CALL = {**QUICK, "output_type": "latent"}
+SCRIPT = """
+import torch
+from dataclasses import dataclass
+from diffusers import DDIMScheduler, StableDiffusionXLPipeline
+from diffusers.models.attention_processor import AttnProcessor2_0
+from diffusers.utils import BaseOutput
+
+STRENGTH = 0.5
+
+@dataclass
+class Drawn(BaseOutput):
+    images: torch.Tensor
+
+class Halving:
+    def __init__(self):
+        self.inner = AttnProcessor2_0()
+
+    def __call__(self, attn, hidden_states, *args, **kwargs):
+        return STRENGTH * self.inner(attn, hidden_states, *args, **kwargs)
+
+class Careful(DDIMScheduler):
+    def step(self, model_output, *args, **kwargs):
+        return super().step(STRENGTH * model_output, *args, **kwargs)
+
+class Brighter(StableDiffusionXLPipeline):
+    def __call__(self, prompt, **kwargs):
+        return Drawn(images=super().__call__(prompt, **kwargs).images + 1)
+"""
+
+
+@pytest.fixture
+def script() -> dict[str, Any]:
+    """What a script of that text defines. Its module is `__main__`, as in a notebook."""
+    defined: dict[str, Any] = {"__name__": "__main__"}
+    exec(SCRIPT, defined)
+    return defined
+
+
+def _with_processor(pipe: Any, script: dict[str, Any]) -> Any:
+    pipe.unet.set_attn_processor(script["Halving"]())
+    return pipe
+
+
+def _with_scheduler(pipe: Any, script: dict[str, Any]) -> Any:
+    pipe.scheduler = script["Careful"].from_config(pipe.scheduler.config)
+    return pipe
+
+
+def _of_class(pipe: Any, script: dict[str, Any]) -> Any:
+    return script["Brighter"](**pipe.components)
+
+
+@pytest.mark.parametrize("plan", ["patch=2", "cfg=2"])
+@pytest.mark.parametrize("change", [_with_processor, _with_scheduler, _of_class])
+def test_handed_over(hold: Hold, plain: Any, script: Any, change: Callable[[Any, Any], Any], plan: str) -> None:
+    pipe = change(build("sdxl").pipe, script)
+    pipe.set_progress_bar_config(disable=True)
+    want = pipe(**CALL, generator=generator())
+    assert (want.images - plain(**CALL, generator=generator()).images).norm() > 1e-3
+    with hold(pipe) as parallel:
+        parallel.plan = plan
+        got = parallel(**CALL, generator=generator())
+        assert relative_error(got, want) <= EXACT
+        assert parallel.description.pipeline == type(pipe).__name__
+
+
+def test_set_on_a_pipeline_in_workers(parallel: ParallelPipeline, script: Any) -> None:
+    """By a method of a network, and as an attribute."""
+    pipe, parallel.plan = build("sdxl").pipe, "patch=2"
+    before = parallel.scheduler
+    try:
+        for each in (pipe, parallel):
+            each.unet.set_attn_processor(script["Halving"]())
+            each.scheduler = script["Careful"].from_config(DDIMScheduler().config)
+        assert type(parallel.scheduler) is script["Careful"]
+        want = pipe(**CALL, generator=generator())
+        assert relative_error(parallel(**CALL, generator=generator()), want) <= EXACT
+    finally:
+        parallel.unet.set_attn_processor(AttnProcessor2_0())
+        parallel.scheduler = before
