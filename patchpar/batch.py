@@ -5,11 +5,11 @@
 
 A tensor carries the batch if its first dim is the batch size, or, for a sample with frames and a tensor of three dims
 or more, batch size x frames (the text of AnimateDiff, the residuals of a video ControlNet), or if the second of four is
-(the text of HiDream, one for each layer). All else is shared.
+(the text of HiDream, one for each layer). All else is shared. Where that is wrong `carriers` finds out.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ SAMPLE_NAMES = ("sample", "hidden_states", "x")
 
 def entries(tree: dict[str, Any]) -> dict[str, Any]:
     """What a dict holds; of an output of diffusers, which leaves out what is None, all fields."""
-    return {field.name: getattr(tree, field.name) for field in fields(tree)} if is_dataclass(tree) else tree
+    return {each.name: getattr(tree, each.name) for each in fields(tree)} if is_dataclass(tree) else tree
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
@@ -45,6 +45,18 @@ def leaves(tree: Any) -> Iterator[Any]:
         return
     for item in tree:
         yield from leaves(item)
+
+
+def paths_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves, each with where it is."""
+    if isinstance(tree, dict):
+        for key, value in entries(tree).items():
+            yield from paths_of(value, f"{path}.{key}")
+    elif isinstance(tree, (list, tuple)):
+        for number, item in enumerate(tree):
+            yield from paths_of(item, f"{path}[{number}]")
+    else:
+        yield path, tree
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -98,18 +110,26 @@ def _repeats(sample: Tensor, branches: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The batch of one denoiser call. `frames` holds what a sample of five dims may have been multiplied by."""
+    """The batch of one denoiser call. `frames` holds what a sample of five dims may have been multiplied by.
+
+    `known`: by path, the dim that carries the batch of arguments whose shapes tell it wrongly; None where none does.
+    """
 
     size: int
     frames: tuple[int, ...] = ()
     by_item: bool = False  # lists hold one entry for each picture
+    known: Mapping[str, int | None] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, sample: Any) -> "Batch":
+    def of(cls, sample: Any, known: Mapping[str, int | None] | None = None) -> "Batch":
         """The batch of a sample."""
         if isinstance(sample, list):
-            return cls(len(sample), by_item=True)
-        return cls(sample.shape[0], tuple(sample.shape[1:3]) if sample.ndim == 5 else ())
+            return cls(len(sample), by_item=True, known=known or {})
+        return cls(sample.shape[0], tuple(sample.shape[1:3]) if sample.ndim == 5 else (), known=known or {})
+
+    def fits(self, size: int) -> bool:
+        """Whether a dim of that size may be the batch, or the frames of all pictures of it."""
+        return size in (self.size, *(self.size * count for count in self.frames))
 
     def carries(self, x: Tensor) -> bool:
         """Whether the first dim of `x` is the batch, or the frames of all pictures of the batch."""
@@ -123,8 +143,8 @@ class Batch:
             return 0
         return 1 if x.ndim == 4 and x.shape[1] == self.size > 1 else None
 
-    def share(self, tree: Any, rank: int, parts: int) -> Any:
-        """Share `rank` of `parts` equal ones. `size` is a multiple of `parts`.
+    def share(self, tree: Any, rank: int, parts: int, path: str = "") -> Any:
+        """Share `rank` of `parts` equal ones of the arguments (args, kwargs). `size` is a multiple of `parts`.
 
         A promise of a whole batch may bring the share that this rank has already, as `own_share`.
         """
@@ -132,15 +152,15 @@ class Batch:
             own_share: Tensor | None = getattr(tree, "own_share", None)
             if own_share is not None:
                 return own_share
-            dim = self._dim(tree)
+            dim = self.known[path] if path in self.known else self._dim(tree)
             return tree if dim is None else tree.chunk(parts, dim)[rank]
         if isinstance(tree, list) and self._is_per_item(tree):
             per_part = self.size // parts
             return tree[rank * per_part : (rank + 1) * per_part]
         if isinstance(tree, dict) and type(tree) is dict:
-            return {key: self.share(value, rank, parts) for key, value in tree.items()}
+            return {key: self.share(value, rank, parts, f"{path}.{key}") for key, value in tree.items()}
         if type(tree) in (list, tuple):
-            return type(tree)(self.share(item, rank, parts) for item in tree)
+            return type(tree)(self.share(item, rank, parts, f"{path}[{at}]") for at, item in enumerate(tree))
         return tree
 
     def _is_per_item(self, items: list[Any]) -> bool:

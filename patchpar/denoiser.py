@@ -9,6 +9,7 @@ from diffusers.hooks import ModelHook
 from torch import nn
 
 from patchpar.caches import CacheVote
+from patchpar.carriers import Carriers
 from patchpar.clock import StepClock
 from patchpar.guided import GuidanceCheck
 from patchpar.plan import Plan
@@ -52,6 +53,9 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             forward = partial(layer.denoise, forward)
         stale_before, start = self._stale_calls(), time.perf_counter()
         with refused_in_words(module, str(self.plan), self._way_out(), partial(plain, *args, **kwargs)):
+            for layer in self.layers:
+                if self.check is not None and isinstance(layer, GuidanceSplit):
+                    layer.carriers = self.check.carriers.of(plain, (args, kwargs))
             result = forward(*args, **kwargs)
             if self.check is not None:
                 self.check(plain, (args, kwargs), result)
@@ -86,10 +90,12 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 class ConditionerHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """Lets each guidance rank run its share of a network that the denoiser listens to."""
 
-    def __init__(self, guidance: GuidanceSplit) -> None:
+    def __init__(self, guidance: GuidanceSplit, carriers: Carriers | None) -> None:
         super().__init__()
-        self.guidance = guidance
+        self.guidance, self.carriers = guidance, carriers
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Replaces the network's forward."""
-        return self.guidance.condition(self.fn_ref.original_forward, *args, **kwargs)
+        """Replaces the network's forward. Raises VerificationError where shares of its batch do not make the whole."""
+        plain = self.fn_ref.original_forward
+        self.guidance.carriers = {} if self.carriers is None else self.carriers.of(plain, (args, kwargs))
+        return self.guidance.condition(plain, *args, **kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from patchpar.errors import UnsupportedModel
 from patchpar.exchange import Door, Gather
@@ -103,3 +103,20 @@ def _sort_of(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return f"{tuple(leaf.shape)} {leaf.dtype}"
     return repr(leaf) if isinstance(leaf, (int, str, bool)) else type(leaf).__name__
+
+
+def with_noise_for_zeros(call: Call) -> Call | None:
+    """The same call with random numbers in residuals that are all zeros; None where there are none.
+
+    Those of a ControlNet are that does not act yet, and nothing of what becomes of them would show.
+    """
+    leaves, spec = tree_flatten(call)
+    asleep = [number for number, leaf in enumerate(leaves) if _is_zeros(leaf)]
+    for number in asleep:
+        generator = torch.Generator().manual_seed(number)
+        leaves[number] = torch.randn(leaves[number].shape, generator=generator).to(leaves[number])
+    return tree_unflatten(leaves, spec) if asleep else None
+
+
+def _is_zeros(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 2 and leaf.is_floating_point() and not bool(leaf.any())

@@ -8,6 +8,7 @@ from diffusers.hooks import ModelHook
 from torch import nn
 
 from patchpar.caches import CacheVote
+from patchpar.carriers import Carriers
 from patchpar.clock import StepClock
 from patchpar.denoiser import ConditionerHook, DenoiserHook
 from patchpar.exchange import Door
@@ -51,7 +52,8 @@ class Installed:
         if plan.cfg > 1:  # one for all networks, since several may serve one step
             self.guidance = GuidanceSplit(door, mesh["cfg"], clock)
             for module in self._conditioners():
-                self._register(module, ConditionerHook(self.guidance))
+                carriers = None if verdicts is None else Carriers(module, plan.cfg, verdicts)
+                self._register(module, ConditionerHook(self.guidance, carriers))
         for module in self._denoisers():
             layers: list[Any] = [] if self.guidance is None else [self.guidance]
             if isinstance(strategy, StructureGuidance):

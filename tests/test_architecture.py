@@ -38,7 +38,7 @@ LINES = (
     ("shard", "history", "first_use", "caches"),
     ("shared_denoiser",),
     ("patched", "ledger", "token_split", "vae"),
-    ("highres",),
+    ("highres", "carriers"),
     ("strategies", "guided"),
     ("stream",),
     ("planner", "checks", "outcome", "attributes", "changes", "start", "drawing", "denoiser"),

@@ -34,7 +34,7 @@ def test_guidance_changes_a_finite_result(name: str) -> None:
 
 
 def test_every_pipeline_has_one_kind_of_guidance_and_one_of_denoiser() -> None:
-    kinds = (tiny.BATCHED, tiny.SEQUENTIAL, tiny.DISTILLED, tiny.OWN_TIMES)
+    kinds = (tiny.BATCHED, tiny.SEQUENTIAL, tiny.DISTILLED, tiny.OWN_TIMES, tiny.AMBIGUOUS)
     assert len(tiny.BUILDERS) == sum(map(len, kinds))
     for name in NAMES:
         module = type(tiny.build(name).denoiser).__module__

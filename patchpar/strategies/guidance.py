@@ -80,10 +80,12 @@ class Progress:
 class GuidanceSplit:
     """Spreads the branches of guidance over `axis`. Every call of every denoiser goes through `denoise` on every rank.
 
-    `reset` belongs before every pipeline call and `finish` after it.
+    `reset` belongs before every pipeline call and `finish` after it. `carriers`: what is known of the arguments of the
+    next call, see `Batch.known`.
     """
 
     def __init__(self, door: Door, axis: Axis, clock: StepClock) -> None:
+        self.carriers: Mapping[str, int | None] = {}
         self._axis, self._clock = axis, clock
         self._post = Post(door, axis)
         self._progress = Progress()
@@ -126,10 +128,11 @@ class GuidanceSplit:
         """
         axis, moment = self._axis, self._moment
         sample = sample_of(args, kwargs)
-        batch = Batch.of(sample)
+        batch = Batch.of(sample, self.carriers)
         if axis.size == 1 or self._branches(sample) == 1 or batch.size % axis.size:
             return forward(*args, **kwargs)
-        output = forward(*batch.share(args, axis.rank, axis.size), **batch.share(kwargs, axis.rank, axis.size))
+        own_args, own_kwargs = batch.share((args, kwargs), axis.rank, axis.size)
+        output = forward(*own_args, **own_kwargs)
         own = [x.contiguous() for x in tensors_in(output)]
         specs = [((axis.size * x.shape[0], *x.shape[1:]), x.dtype) for x in own]
 
@@ -147,14 +150,15 @@ class GuidanceSplit:
     def _share_of_batch(
         self, forward: Callable[..., Any], sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        axis, batch = self._axis, Batch.of(sample)
+        axis, batch = self._axis, Batch.of(sample, self.carriers)
         if batch.size % axis.size:
             branches = self._branches(sample)
             raise PlanError(
                 f"guidance here has {branches} branches in one batch of {batch.size}, which cfg={axis.size} ranks "
                 f"cannot share evenly: use cfg={branches}, or {WITHOUT}"
             )
-        output = forward(*batch.share(args, axis.rank, axis.size), **batch.share(kwargs, axis.rank, axis.size))
+        own_args, own_kwargs = batch.share((args, kwargs), axis.rank, axis.size)
+        output = forward(*own_args, **own_kwargs)
         return batch.join(self._post.exchange(output, self._moment))
 
     def _own_call_or_promise(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from patchpar.caches import caches_set_aside, refuse_caches
 from patchpar.clock import StepClock
 from patchpar.exchange import Door, Gather
-from patchpar.first_use import Call, arguments_of, check_once, form_of, made_of
+from patchpar.first_use import Call, arguments_of, check_once, form_of, made_of, with_noise_for_zeros
 from patchpar.history import History
 from patchpar.key_exchange import KeyExchange
 from patchpar.mesh import Axis
@@ -171,7 +171,8 @@ class TokenDenoiser(SharedDenoiser):
         try:
             if self.verdicts is not None:
                 mesh = (self.share.door, self.share.axis)
-                measure = partial(verify_tokens, shard, forward, [call])
+                calls = [each for each in (call, with_noise_for_zeros(call)) if each is not None]
+                measure = partial(verify_tokens, shard, forward, calls)
                 self.error = check_once(self.verdicts, self._facts(call), mesh, measure)
             elif known:
                 shard.denoise(forward, *call[0], **call[1])

@@ -78,6 +78,12 @@ DISTILLED: dict[str, Builder] = {
 }
 """Pipelines without branches: the guidance scale is an input of the denoiser."""
 
+AMBIGUOUS: dict[str, Builder] = {
+    "cogvideox_image": video_transformer_pipelines.cogvideox_image,
+    "allegro": video_transformer_pipelines.allegro,
+}
+"""Batched as well, but shapes alone do not tell which arguments of the denoiser carry the batch."""
+
 OWN_TIMES: dict[str, Builder] = {
     "wan_ti2v": conditioned_pipelines.wan_ti2v,
     "wan_ti2v_image": conditioned_pipelines.wan_ti2v_image,
@@ -90,7 +96,7 @@ OWN_TIMES: dict[str, Builder] = {
 }
 """Pipelines in which tokens, frames or sound have a time or a scheduler of their own."""
 
-BUILDERS = BATCHED | SEQUENTIAL | DISTILLED | OWN_TIMES
+BUILDERS = BATCHED | SEQUENTIAL | DISTILLED | OWN_TIMES | AMBIGUOUS
 
 RARER: dict[str, Builder] = {
     "sd_t2i": adapted_pipelines.sd_t2i,

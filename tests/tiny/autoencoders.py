@@ -81,6 +81,17 @@ def cogvideox() -> Any:
     )
 
 
+def allegro() -> Any:
+    return diffusers.AutoencoderKLAllegro(
+        down_block_types=("AllegroDownBlock3D",) * 4,
+        up_block_types=("AllegroUpBlock3D",) * 4,
+        block_out_channels=(8, 8, 8, 8),
+        latent_channels=4,
+        layers_per_block=1,
+        norm_num_groups=2,
+    )
+
+
 def ltx() -> Any:
     """Three levels that halve space and time: 8 in both."""
     scaling = (True, True, True, False)

@@ -103,11 +103,11 @@ def hunyuan_video() -> Built:
     return pipe, FILM | {"prompt_template": template} | guidance
 
 
-def cogvideox() -> Built:
+def _cogvideox_parts(in_channels: int = 4) -> dict[str, Any]:
     transformer = diffusers.CogVideoXTransformer3DModel(
         num_attention_heads=2,
         attention_head_dim=16,
-        in_channels=4,
+        in_channels=in_channels,
         out_channels=4,
         time_embed_dim=8,
         text_embed_dim=32,
@@ -120,14 +120,48 @@ def cogvideox() -> Built:
         max_text_seq_length=32,
         use_rotary_positional_embeddings=True,
     )
-    pipe = diffusers.CogVideoXPipeline(
+    return {
+        "tokenizer": tokenizers.t5(),
+        "text_encoder": encoders.t5(),
+        "vae": autoencoders.cogvideox(),
+        "transformer": transformer,
+        "scheduler": diffusers.CogVideoXDDIMScheduler(),
+    }
+
+
+def cogvideox() -> Built:
+    return diffusers.CogVideoXPipeline(**_cogvideox_parts()), dict(FILM)
+
+
+def cogvideox_image() -> Built:
+    """The picture comes as further channels of the sample."""
+    pipe = diffusers.CogVideoXImageToVideoPipeline(**_cogvideox_parts(in_channels=8))
+    return pipe, FILM | {"image": pictures.scene(64, 64)}
+
+
+def allegro() -> Built:
+    transformer = diffusers.AllegroTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        cross_attention_dim=24,
+        sample_width=8,
+        sample_height=8,
+        sample_frames=8,
+        caption_channels=32,
+    )
+    vae = autoencoders.allegro()
+    vae.enable_tiling()  # it decodes no other way
+    pipe = diffusers.AllegroPipeline(
         tokenizer=tokenizers.t5(),
         text_encoder=encoders.t5(),
-        vae=autoencoders.cogvideox(),
+        vae=vae,
         transformer=transformer,
-        scheduler=diffusers.CogVideoXDDIMScheduler(),
+        scheduler=diffusers.DDIMScheduler(),
     )
-    return pipe, dict(FILM)
+    return pipe, FILM | {"num_frames": 8, "clean_caption": False}
 
 
 def ltx_parts() -> dict[str, Any]:

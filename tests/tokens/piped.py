@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ def plain(name: str, **options: Any) -> Tensor:
 def shared(name: str, plan: str, folder: Path, *, exchange: str = "on", **options: Any) -> list[Tensor]:
     """The final latents on every rank of the plan, verified at first use. Raises the first rank's error."""
     wanted = Plan.parse(plan)
-    found = [tiny.build(name) for _ in range(wanted.world_size)]  # threads share torch's random state
+    found = [_own(tiny.build(name)) for _ in range(wanted.world_size)]  # threads share torch's random state
 
     def on_rank(transport: Any) -> Tensor:
         pipe, arguments = found[transport.rank].pipe, _arguments(found[transport.rank], options)
@@ -59,6 +60,14 @@ def shared(name: str, plan: str, folder: Path, *, exchange: str = "on", **option
         if isinstance(each, Exception):
             raise each
     return drawn
+
+
+def _own(found: tiny.Tiny) -> tiny.Tiny:
+    """With tokenizers of its own, which threads may not share."""
+    for name, each in found.pipe.components.items():
+        if name.startswith("tokenizer"):
+            setattr(found.pipe, name, copy.deepcopy(each))
+    return found
 
 
 def _arguments(found: tiny.Tiny, options: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,148 @@
+"""Which arguments of a network carry the batch, where branches of guidance share it between ranks.
+
+    1. by their shapes            what `Batch` takes them for; held against the network's own forward
+    2. by disturbing them         where that is wrong, or fails: an argument carries the batch along the dim in which
+                                  other numbers for the last branch change the last branch alone
+
+Both on every rank alike and by itself: nothing is exchanged, so that nobody waits for one that fails.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from patchpar.batch import Batch, count_branches, paths_of, sample_of, tensors_in, with_tensors
+from patchpar.caches import caches_set_aside
+from patchpar.errors import UnsupportedModel, VerificationError
+from patchpar.first_use import Call, arguments_of, form_of, made_of, with_noise_for_zeros
+from patchpar.refusal import in_one_line, is_of_the_split
+from patchpar.shard import TOLERANCE, relative_error
+from patchpar.token_split.provenance import disturbed, moved_indices
+from patchpar.verdicts import Verdicts
+
+Plain = Callable[..., Any]
+Found = Mapping[str, int | None]  # paths of arguments that shapes would take for something else, and the dim
+
+
+class Carriers:
+    """Those of one network, whose batch `ranks` share."""
+
+    def __init__(self, network: nn.Module, ranks: int, verdicts: Verdicts) -> None:
+        self.network, self.ranks, self.verdicts = network, ranks, verdicts
+        self._known: list[tuple[Any, Found]] = []
+
+    def of(self, plain: Plain, call: Call) -> Found:
+        """For calls like this one; `plain` is the network's own forward. Raises VerificationError, UnsupportedModel."""
+        sample = sample_of(*call)
+        if count_branches(sample) == 1 or Batch.of(sample).size % self.ranks:  # there is nothing to share, or no way
+            return {}
+        form = form_of(call)
+        found = next((found for known, found in self._known if known == form), None)
+        if found is None:
+            found = self._kept_or_found(plain, call)
+            self._known.append((form, found))
+        return found
+
+    def _kept_or_found(self, plain: Plain, call: Call) -> Found:
+        facts = {**made_of(self.network), "carriers of the batch": arguments_of(call), "places": self.ranks}
+        key = self.verdicts.key(facts)
+        found = self.verdicts.find(key, "carriers", _read)
+        if found is None:
+            with caches_set_aside(self.network), torch.no_grad():
+                found = self._found(plain, call)
+            self.verdicts.remember(key, facts, carriers=found)
+        return found
+
+    def _found(self, plain: Plain, call: Call) -> Found:
+        failures: list[Exception] = []
+        for found in self._ways(plain, call):
+            try:
+                error = self._error(plain, call, found)
+            except Exception as failure:
+                if not is_of_the_split(failure):
+                    raise
+                failures.append(failure)
+            else:
+                if error is None:
+                    return found
+                failures.append(VerificationError(f"off by {error:.1e}"))
+        ours = next((each for each in failures if isinstance(each, UnsupportedModel)), None)
+        raise ours or VerificationError(
+            f"{type(self.network).__name__} with its batch shared between {self.ranks} ranks does not give what it "
+            f"gives whole ({'; '.join(dict.fromkeys(map(in_one_line, failures)))}): which of its arguments carry the batch is told "
+            f"neither by their shapes nor by disturbing them ({', '.join(arguments_of(call))}). Run it with cfg=1 and "
+            "give the devices to another axis, e.g. patch"
+        )
+
+    def _ways(self, plain: Plain, call: Call) -> Iterator[Found]:
+        yield {}
+        if isinstance(sample_of(*call), Tensor):
+            found, unmoved = carriers_in(plain, call, self.ranks)
+            yield found
+            yield {**dict.fromkeys(unmoved), **found}
+
+    def _error(self, plain: Plain, call: Call, found: Found) -> float | None:
+        """How far shares joined are from the whole; None where rounding explains it."""
+        batch = Batch.of(sample_of(*call), found)
+        for each in (call, with_noise_for_zeros(call)):
+            if each is None:
+                continue
+            want = _predictions(plain(*each[0], **each[1]))
+            shares = [batch.share(each, rank, self.ranks) for rank in range(self.ranks)]
+            got = _predictions(batch.join([plain(*args, **kwargs) for args, kwargs in shares]))
+            error = max(relative_error(x, y) for x, y in zip(got, want, strict=True))
+            if not error <= max(TOLERANCE[x.dtype] for x in want):
+                return error
+        return None
+
+
+def carriers_in(plain: Plain, call: Call, parts: int) -> tuple[Found, list[str]]:
+    """The dim of the batch of every argument that has one of its size, None where it is something else's.
+
+    And those arguments with which nothing moves.
+    """
+    sample, tensors = sample_of(*call), tensors_in(call)
+    batch, found, unmoved = Batch.of(sample), dict[str, int | None](), list[str]()
+    before = _predictions(plain(*call[0], **call[1]))
+    paths = [path for path, leaf in paths_of(call) if isinstance(leaf, Tensor)]
+    for number, (path, x) in enumerate(zip(paths, tensors, strict=True)):
+        dims = [dim for dim in range(x.ndim) if batch.fits(x.shape[dim])]
+        if x is sample or not dims:
+            continue
+        moved = [_moved(plain, call, before, (number, dim, x.shape[dim] // parts), batch.size // parts) for dim in dims]
+        if any(moved):
+            found[path] = next((dim for dim, who in zip(dims, moved, strict=True) if who == "its own"), None)
+        else:
+            unmoved.append(path)
+    return found, unmoved
+
+
+def _moved(plain: Plain, call: Call, before: list[Tensor], where: tuple[int, int, int], own: int) -> str:
+    """Whose predictions change with the last rows of an argument: nobody's (""), "its own", or "others"."""
+    number, dim, rows = where
+    tensors = tensors_in(call)
+    size = tensors[number].shape[dim]
+    tensors[number] = disturbed(tensors[number], dim, torch.arange(size - rows, size))
+    args, kwargs = with_tensors(call, tensors)
+    try:
+        after = _predictions(plain(*args, **kwargs))
+    except Exception as error:
+        if not is_of_the_split(error):
+            raise
+        return "others"  # it cannot be anything else than it is
+    rows_moved = torch.stack([moved_indices(x, y)[0] for x, y in zip(before, after, strict=True)]).any(0)
+    if not rows_moved.any():
+        return ""
+    return "others" if rows_moved[:-own].any() else "its own"
+
+
+def _predictions(output: Any) -> list[Tensor]:
+    return [x for x in tensors_in(output) if x.is_floating_point()]
+
+
+def _read(raw: Any) -> Found:
+    if not isinstance(raw, dict) or not all(dim is None or type(dim) is int for dim in raw.values()):
+        raise ValueError(f"no carriers: {raw}")
+    return {str(path): dim for path, dim in raw.items()}

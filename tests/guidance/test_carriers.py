@@ -1,0 +1,140 @@
+"""Which arguments carry the batch is held against the plain forward, and found out where shapes tell it wrongly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from patchpar.batch import Batch
+from patchpar.carriers import Carriers, carriers_in
+from patchpar.errors import VerificationError
+from patchpar.verdicts import Verdicts
+from tests.breadth import first_of
+from tests.exact.on_ranks import relative
+from tests.tokens.piped import plain, shared
+
+TOLERANCE = 1e-5
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+class Network(nn.Module):
+    """Everybody's table has as many rows as the batch, the text one for each layer, places index the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.mixes = 0, False
+
+    def forward(
+        self, sample: Tensor, text: Tensor, table: Tensor, places: Tensor, residuals: list[Tensor], scale: float = 1.0
+    ) -> Tensor:
+        self.calls += 1
+        read = table[places].sum(0)
+        mixed = text.sum((0, 2)).mean(0) if self.mixes else 0.0
+        return sample * read + text.sum((0, 2)) + residuals[0].sum(0) * scale + residuals[1] + mixed
+
+
+def call_of(batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Two branches of the same latents."""
+    latents = noise(batch // 2, 6)
+    sample = torch.cat([latents, latents])
+    more = {
+        "text": noise(batch, batch, 3, 6),  # layers, batch, tokens, width
+        "table": noise(batch, 6),
+        "places": torch.arange(batch),
+        "residuals": [torch.zeros(batch, 1, 6), noise(batch, 6, seed=2)],
+    }
+    return (sample,), more
+
+
+def carriers(folder: Path) -> Carriers:
+    return Carriers(Network(), 2, Verdicts(folder))
+
+
+@pytest.mark.parametrize("batch", [2, 4])
+def test_what_is_found(batch: int, tmp_path: Path) -> None:
+    args, kwargs = call_of(batch)
+    subject = carriers(tmp_path)
+    found = subject.of(subject.network.forward, (args, kwargs))
+    told = {"[1].text": 1, "[1].table": None, "[1].places": None, "[1].residuals[0]": None, "[1].residuals[1]": 0}
+    assert found == told
+    parts = [Batch.of(args[0], found).share((args, kwargs), rank, 2) for rank in range(2)]
+    whole = subject.network(*args, **kwargs)
+    assert torch.allclose(torch.cat([subject.network(*a, **k) for a, k in parts]), whole, atol=1e-6)
+
+
+def test_it_is_found_once_and_kept(tmp_path: Path) -> None:
+    call = call_of(4)
+    first, second = carriers(tmp_path), carriers(tmp_path)
+    found = first.of(first.network.forward, call)
+    calls = first.network.calls
+    assert first.of(first.network.forward, call) == found
+    assert first.network.calls == calls
+    assert second.of(second.network.forward, call) == found
+    assert second.network.calls == 0
+    next(tmp_path.glob("*.json")).write_text('{"carriers": ["no"]}')
+    third = carriers(tmp_path)
+    assert third.of(third.network.forward, call) == found  # what is kept is believed if it can be read
+
+
+def test_without_branches_nothing_is_asked(tmp_path: Path) -> None:
+    subject = carriers(tmp_path)
+    _, kwargs = call_of(4)
+    assert subject.of(subject.network.forward, ((noise(4, 6),), kwargs)) == {}
+    assert subject.network.calls == 0
+
+
+def test_a_network_whose_batch_cannot_be_shared_is_refused_in_words(tmp_path: Path) -> None:
+    subject = carriers(tmp_path)
+    subject.network.mixes = True
+    with pytest.raises(VerificationError, match=r"(?s)Network with its batch shared between 2 ranks does not give what.*cfg=1"):
+        subject.of(subject.network.forward, call_of(4))
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_what_moves_nothing_stays_what_its_shape_says() -> None:
+    network = Network()
+    args, kwargs = call_of(4)
+    more = kwargs | {"unused": noise(4, 2)}
+    found, unmoved = carriers_in(lambda *a, unused, **k: network(*a, **k), (args, more), 2)
+    assert "[1].unused" not in found
+    assert "[1].unused" in unmoved
+
+
+CASES = {
+    "hidream": {"prompt": ["a small red house", "a blue boat"]},  # four samples, and text of four layers
+    "allegro": {},  # positions of tokens in tables that two samples share
+    "cogvideox_image": {"height": 16, "width": 16, "num_frames": 5},  # a rotary table of two tokens
+    "sd_controlnet": {},  # the ControlNet is checked by itself: its states reach whole and shared denoisers alike
+}
+
+
+@pytest.mark.parametrize("name", first_of(CASES, "allegro", "sd_controlnet"))
+def test_pipelines(name: str, tmp_path: Path) -> None:
+    options: Any = CASES[name]
+    want = plain(name, **options)
+    for got in shared(name, "cfg=2", tmp_path, **options):
+        assert relative(got, want) <= TOLERANCE
+
+
+def test_a_controlnet_whose_shares_do_not_make_the_whole_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its wrong states would go to the denoiser's own forward too, which a check of that alone would not show."""
+    from diffusers import ControlNetModel
+
+    forward = ControlNetModel.forward
+
+    def mixing(self: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
+        kwargs["encoder_hidden_states"] = kwargs["encoder_hidden_states"] + kwargs["encoder_hidden_states"].mean(0)
+        return forward(self, sample, *args, **kwargs)
+
+    monkeypatch.setattr(ControlNetModel, "forward", mixing)
+    with pytest.raises(VerificationError, match="ControlNetModel with its batch shared between 2 ranks"):
+        shared("sd_controlnet", "cfg=2", tmp_path)
