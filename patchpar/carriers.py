@@ -69,9 +69,10 @@ class Carriers:
                     return found
                 failures.append(VerificationError(f"off by {error:.1e}"))
         ours = next((each for each in failures if isinstance(each, UnsupportedModel)), None)
+        reasons = "; ".join(dict.fromkeys(map(in_one_line, failures)))
         raise ours or VerificationError(
             f"{type(self.network).__name__} with its batch shared between {self.ranks} ranks does not give what it "
-            f"gives whole ({'; '.join(dict.fromkeys(map(in_one_line, failures)))}): which of its arguments carry the batch is told "
+            f"gives whole ({reasons}): which of its arguments carry the batch is told "
             f"neither by their shapes nor by disturbing them ({', '.join(arguments_of(call))}). Run it with cfg=1 and "
             "give the devices to another axis, e.g. patch"
         )

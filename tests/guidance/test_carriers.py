@@ -93,7 +93,7 @@ def test_without_branches_nothing_is_asked(tmp_path: Path) -> None:
 def test_a_network_whose_batch_cannot_be_shared_is_refused_in_words(tmp_path: Path) -> None:
     subject = carriers(tmp_path)
     subject.network.mixes = True
-    with pytest.raises(VerificationError, match=r"(?s)Network with its batch shared between 2 ranks does not give what.*cfg=1"):
+    with pytest.raises(VerificationError, match=r"Network with its batch shared between 2 ranks.*cfg=1"):
         subject.of(subject.network.forward, call_of(4))
     assert not list(tmp_path.glob("*.json"))
 
