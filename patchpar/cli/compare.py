@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from patchpar.cli.ending import ended_at_once
 from patchpar.cli.flags import Request, plan_of
 from patchpar.cli.generate import images_of
 from patchpar.cli.pictures import check_writable, names_for, save
@@ -84,7 +85,7 @@ def _draw(request: Compare, where: dict[str, Any], title: str) -> tuple[Outcome,
 
     hush()
     opened = {**where, **request.for_loading()}
-    with progress(title) as step, ParallelPipeline.from_pretrained(request.model, **opened) as pipe:
+    with progress(title) as step, ended_at_once(), ParallelPipeline.from_pretrained(request.model, **opened) as pipe:
         pipe.set_progress_bar_config(disable=True)
         exact = {"output_type": "np"}  # not rounded to 8 bits: small errors show
         pipe(**request.for_drawing() | exact | {"num_inference_steps": WARM_UP_STEPS})

@@ -15,6 +15,7 @@ from typing import Any
 
 import typer
 
+from patchpar.cli.ending import ended_at_once
 from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Json, Model, check_deadline
 from patchpar.cli.speech import FAILURE, friendly_errors, print_json, stdout_kept_clean
 from patchpar.errors import PatchparError
@@ -37,7 +38,7 @@ def doctor(request: Doctor) -> None:
     """Say what is here, whether it works together, and what would be chosen."""
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
-        with stdout_kept_clean(request.json):
+        with stdout_kept_clean(request.json), ended_at_once():
             findings = examine(request)
         if request.json:
             print_json(findings)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
+from patchpar.cli.ending import ended_at_once
 from patchpar.cli.flags import Asked, Opened, plan_of
 from patchpar.cli.speech import progress
 
@@ -33,13 +35,12 @@ def drawn_by(request: Opened, call: Callable[[Any], Any], keep: Keep = itself, *
     hush()
     plan = plan_of(request.plan, request.strategy, request.devices)
     opened = {"devices": request.devices, "plan": plan, **request.for_loading(), **options}
-    with (
-        ThreadPoolExecutor(1) as aside,
-        progress("drawing") as step,
-        ParallelPipeline.from_pretrained(request.model, **opened) as pipe,
-    ):
-        pipe.set_progress_bar_config(disable=True)
-        pipe.on_step, pipe.tracing = step, request.trace is not None
-        kept = aside.submit(keep, call(pipe))
+    with ThreadPoolExecutor(1) as aside, progress("drawing") as step, ExitStack() as stack:
+        with ended_at_once():
+            pipe = stack.enter_context(ParallelPipeline.from_pretrained(request.model, **opened))
+            pipe.set_progress_bar_config(disable=True)
+            pipe.on_step, pipe.tracing = step, request.trace is not None
+            output = call(pipe)
+        kept = aside.submit(keep, output)
         run = pipe.last_run
     return run, kept.result()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from patchpar.cli.ending import ended_by_signals
 from patchpar.cli.files import check_place
 from patchpar.errors import PlanError
 
@@ -168,7 +169,8 @@ def takes(flags: type[F], command: Callable[[F], None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**values: Any) -> None:
-        command(flags(**values))
+        with ended_by_signals():
+            command(flags(**values))
 
     parameters = [
         Parameter(

@@ -68,13 +68,13 @@ def stream_pictures(request: Stream) -> None:
     """Run it and report. Raises PlanError and what the ranks raise."""
     assert request.input is not None
     frames = Frames.of(request.input, request.fps)
-    with stdout_kept_clean(request.json), ExitStack() as stack:
-        report = _run(request, frames, stack)
+    with stdout_kept_clean(request.json), ExitStack() as ranks, ExitStack() as stack:  # films are closed before ranks
+        report = _run(request, frames, stack, ranks)
     report.tell(request.json)
     report.finish(is_endless=False)
 
 
-def _run(request: Stream, frames: Frames, stack: ExitStack) -> Report:
+def _run(request: Stream, frames: Frames, stack: ExitStack, ranks: ExitStack) -> Report:
     from patchpar import PictureStreamingPipeline
     from patchpar.models.hush import hush
 
@@ -82,7 +82,7 @@ def _run(request: Stream, frames: Frames, stack: ExitStack) -> Report:
     screens = Screens.opened(request, frames.fps, None, stack)
     say = screens.heard_by(stack.enter_context(living_line("starting")))
     opened = {"takes_image": True, **request.for_loading()}
-    pipe = stack.enter_context(PictureStreamingPipeline.from_pretrained(request.weights, **opened))
+    pipe = ranks.enter_context(PictureStreamingPipeline.from_pretrained(request.weights, **opened))
     arguments = given(
         prompt=request.prompt,
         negative_prompt=request.negative_prompt,
@@ -91,7 +91,7 @@ def _run(request: Stream, frames: Frames, stack: ExitStack) -> Report:
         guidance_scale=request.guidance_scale,
     )
     meter = Meter()
-    session = stack.enter_context(pipe.stream(seed=request.seed, **arguments))
+    session = pipe.stream(seed=request.seed, **arguments)
     shots = session.map({"image": _sized(frame, request)} for frame in frames)
     parts = _parts(shots, frames.fps)
     ending = show_all(paced(parts) if request.is_live else parts, session, screens.all, meter, say, frames.fps)

@@ -85,7 +85,7 @@ def _run(request: Replay, model: str, recording: Recording, differing: list[int]
     opened = {"devices": request.devices, "deadline": request.deadline, "config": origin.config, **origin.options}
     pipe = stack.enter_context(StreamingPipeline.from_pretrained(model, **opened))
     meter, plan = Meter(), str(pipe.plan)
-    session = stack.enter_context(pipe.replay(recording))
+    session = pipe.replay(recording)
     screens = [] if request.output is None else [stack.enter_context(film_at(request.output, origin.fps, pipe.rate))]
     parts = parts_of(_compared(session, recording, differing), session)
     ending = show_all(parts, session, screens, meter, say, origin.fps)

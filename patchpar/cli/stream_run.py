@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
+from patchpar.cli.ending import INTERRUPTED
 from patchpar.cli.speech import print_json
 from patchpar.cli.stream_meter import Meter
 
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
-
-INTERRUPTED = 130
-"""What a shell expects of a command that ctrl-C has ended."""
 
 
 class Screen(Protocol):
@@ -52,10 +50,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a stream ended: by itself, by ctrl-C, or by an error. `seconds`: of video that have come out."""
+    """How a stream ended: by itself, by ctrl-C, by a signal that asked for it, or by an error.
+
+    `seconds`: of video that have come out. `code`: the exit code after a signal, 0 without one.
+    """
 
     seconds: float
-    was_interrupted: bool = False
+    code: int = 0
     error: Exception | None = None
 
 
@@ -78,7 +79,9 @@ def show_all(
                 meter.add(len(part.frames), session.in_flight)
             say(meter.line(part.status, session.in_flight, seconds))
     except KeyboardInterrupt:
-        return Ending(seconds=seconds, was_interrupted=True)
+        return Ending(seconds=seconds, code=INTERRUPTED)
+    except SystemExit as ending:
+        return Ending(seconds=seconds, code=int(ending.code or 0))
     except Exception as error:
         if not meter.frames:
             raise
@@ -128,8 +131,8 @@ class Report:
         }
 
     def finish(self, *, is_endless: bool) -> None:
-        """Leave as it has ended: raise its error, or Exit if ctrl-C cut it short of its end."""
+        """Leave as it has ended: raise its error, or Exit if it was cut short, as by ctrl-C unless it had no end."""
         if self.ending.error is not None:
             raise self.ending.error
-        if self.ending.was_interrupted and not is_endless:
-            raise typer.Exit(INTERRUPTED)
+        if self.ending.code and not (is_endless and self.ending.code == INTERRUPTED):
+            raise typer.Exit(self.ending.code)

@@ -33,8 +33,8 @@ def stream_video(request: Stream) -> None:
     if request.reference is not None:
         reference = reference_picture(request.reference, config.height, config.width)
     given = {"reference": reference, "audio": _sound(request, folder)}
-    with stdout_kept_clean(request.json), ExitStack() as stack:
-        report = _run(request, folder, given, stack)
+    with stdout_kept_clean(request.json), ExitStack() as ranks, ExitStack() as stack:  # films are closed before ranks
+        report = _run(request, folder, given, stack, ranks)
     report.tell(request.json)
     report.finish(is_endless=request.audio is None and request.seconds is None)
 
@@ -52,7 +52,7 @@ def _sound(request: Stream, folder: StreamFolder) -> Any:
     return sound.samples, sound.rate
 
 
-def _run(request: Stream, folder: StreamFolder, given: dict[str, Any], stack: ExitStack) -> Report:
+def _run(request: Stream, folder: StreamFolder, given: dict[str, Any], stack: ExitStack, ranks: ExitStack) -> Report:
     from patchpar import StreamDelivery, StreamingPipeline
     from patchpar.models.hush import hush
 
@@ -60,12 +60,12 @@ def _run(request: Stream, folder: StreamFolder, given: dict[str, Any], stack: Ex
     fps = request.fps or folder.config.fps
     screens = Screens.opened(request, fps, folder.rate, stack)
     say = screens.heard_by(stack.enter_context(living_line("starting")))
-    pipe = stack.enter_context(StreamingPipeline.from_pretrained(request.weights, **request.for_loading()))
+    pipe = ranks.enter_context(StreamingPipeline.from_pretrained(request.weights, **request.for_loading()))
     pace: Pace = "realtime" if request.is_live else "fast"
     delivery = StreamDelivery(hold=HOLD, fps=fps, record=request.record, pace=pace)
     meter, plan = Meter(), str(pipe.plan)
     arguments = {"seed": request.seed, "seconds": request.seconds, "delivery": delivery, **given}
-    session = stack.enter_context(pipe.stream(request.prompt, **arguments))
+    session = pipe.stream(request.prompt, **arguments)
     ending = show_all(parts_of(session, session), session, screens.all, meter, say, fps)
     written = [path for path in (request.output, request.record) if path is not None]
     return Report(plan=plan, meter=meter, ending=ending, dropped=session.dropped, outputs=written)

@@ -8,6 +8,8 @@ from typing import Generic, Protocol, TypeVar
 
 from patchpar.errors import PlanError
 
+SOON = 2.0
+"""Seconds for a stream that is cancelled to let go of its ranks by itself, where they are to be ended anyway."""
 Self = TypeVar("Self", bound="Closing")
 R = TypeVar("R", bound="Closable")
 S = TypeVar("S", bound="OneStream")
@@ -51,6 +53,12 @@ class OneStream(Closable, Protocol):
     def is_over(self) -> bool:
         """Whether nothing more will come out."""
 
+    def cancel(self) -> None:
+        """End now: nothing more comes out."""
+
+    def is_free_within(self, seconds: float) -> bool:
+        """Wait for the ranks to be free; whether they are."""
+
 
 class HeldRanks(Closing, Generic[R, S]):
     """Ranks, and at most one stream on them."""
@@ -70,9 +78,14 @@ class HeldRanks(Closing, Generic[R, S]):
         return self._ranks
 
     def close(self) -> None:
-        """End stream and workers. Idempotent."""
+        """End stream and workers, also in the middle of a step. Idempotent. Raises PlanError as a session's `close`."""
         ranks, self._ranks = self._ranks, None
+        try:
+            if self._session is not None:
+                self._session.cancel()
+                self._session.is_free_within(SOON)
+        finally:
+            if ranks is not None:
+                ranks.close()
         if self._session is not None:
             self._session.close()
-        if ranks is not None:
-            ranks.close()

@@ -151,9 +151,13 @@ class PictureSession(Closing):
     def close(self) -> None:
         """Cancel what is left and wait until the ranks are free. Raises PlanError if they are not within a minute."""
         self.cancel()
-        self._thread.join(CLOSE_SECONDS)
-        if self._thread.is_alive():
+        if not self.is_free_within(CLOSE_SECONDS):
             raise PlanError(f"the ranks have not let go of the stream within {CLOSE_SECONDS:g} s")
+
+    def is_free_within(self, seconds: float) -> bool:
+        """Wait for the ranks to be free of this stream; whether they are."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def __iter__(self) -> Iterator[Shot]:
         return self

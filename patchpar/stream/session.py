@@ -179,11 +179,15 @@ class StreamSession(Closing):
     def close(self) -> None:
         """Cancel what is left and wait until the ranks are free. Raises PlanError if they are not within a minute."""
         self._driver.cancel()
-        is_free = self._driver.join(CLOSE_SECONDS)
+        is_free = self.is_free_within(CLOSE_SECONDS)
         if self._journal is not None:
             self._journal.close()
         if not is_free:
             raise PlanError(f"the ranks have not let go of the stream within {CLOSE_SECONDS:g} s")
+
+    def is_free_within(self, seconds: float) -> bool:
+        """Wait for the ranks to be free of this stream; whether they are."""
+        return self._driver.join(seconds)
 
     def _listening(self, instead: str) -> AudioTrack:
         self._check_running()

@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from patchpar.models.folder import embedded_model
+from tests.launch.conftest import all_gone
 from tests.tiny import build
 
 PROMPT = "a red house on the left and a pine on the right, green hills at sunset"
@@ -81,31 +82,37 @@ def test_doctor() -> None:
     assert "cfg=2" in found["plan"]["chosen"]
 
 
-def after_ctrl_c(process: subprocess.Popen[str]) -> str:
+def after_signal(process: subprocess.Popen[str], number: signal.Signals) -> str:
     """What it had said when it ended.
 
     Python loses an interrupt that falls into a callback of its own, as while modules are imported: then once more.
     """
     for seconds in (20, 60):
-        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.communicate(timeout=seconds)[1]
-    raise AssertionError("ctrl-C did not end it, twice")
+    raise AssertionError(f"{number.name} did not end it, twice")
 
 
-def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+def children_of(pid: int) -> list[int]:
+    found = subprocess.run(["ps", "--ppid", str(pid), "-o", "pid="], capture_output=True, text=True, check=False)
+    return [int(word) for word in found.stdout.split()]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_end_leaves_nothing_behind(tmp_path: Path, number: signal.Signals, code: int) -> None:
     words = ("generate", PROMPT, "--devices", "2", "--steps", "500", "--output", str(tmp_path / "x.png"))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "patchpar", *words], stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    time.sleep(8)
-    errors = after_ctrl_c(process)
-    assert process.returncode not in (0, None)
+    process = subprocess.Popen([sys.executable, "-m", "patchpar", *words], stderr=subprocess.PIPE, text=True)
+    give_up = time.monotonic() + 180
+    while len(workers := children_of(process.pid)) < 2 and time.monotonic() < give_up:
+        time.sleep(0.2)
+    time.sleep(5)
+    errors = after_signal(process, number)
+    assert process.returncode == code, errors
     assert "Traceback" not in errors
+    assert f"ended by {number.name}" in errors
     assert not list(tmp_path.iterdir())
-    time.sleep(1)
-    with pytest.raises(ProcessLookupError):  # the workers were in its session
-        os.killpg(process.pid, 0)
+    assert all_gone(workers)
 
 
 def copy_of_the_model(folder: Path) -> Path:

@@ -133,7 +133,10 @@ def test_a_film_is_drawn_anew_frame_by_frame(image_folder: Path, tmp_path: Path)
     assert pixels.shape == (3, 64, 64, 3)
 
 
-def test_ctrl_c_ends_a_stream_without_end_and_saves_what_came(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_stream_without_end_and_what_came_is_saved(
+    folder: Path, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     command = [sys.executable, "-m", "patchpar", "stream", "--model", folder, "--devices", "cpu:2", "-o"]
     target = tmp_path / "talk.webm"
     process = subprocess.Popen(
@@ -145,11 +148,11 @@ def test_ctrl_c_ends_a_stream_without_end_and_saves_what_came(folder: Path, tmp_
             assert process.poll() is None, process.communicate()[1]
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, number)
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 0, err
+    assert process.returncode == code, err
     assert f"saved {target}" in out
     assert "Traceback" not in err
     assert len(film(target)[0]) > 0
@@ -366,7 +369,7 @@ class Screen:
         self.shown.append(pts)
 
 
-@pytest.mark.parametrize("fault", [KeyboardInterrupt(), RuntimeError("a rank is gone")])
+@pytest.mark.parametrize("fault", [KeyboardInterrupt(), SystemExit(143), RuntimeError("a rank is gone")])
 def test_what_has_come_out_is_kept_whatever_ends_a_stream(fault: BaseException) -> None:
     def parts() -> Iterator[Part]:
         frames = torch.zeros(4, 2, 2, 3)
@@ -380,8 +383,8 @@ def test_what_has_come_out_is_kept_whatever_ends_a_stream(fault: BaseException) 
     ending = show_all(parts(), session, [screen], Meter(), said.append, 20)
     assert screen.shown == [0.0, 0.2]
     assert ending.seconds == 0.4
-    assert ending.was_interrupted == isinstance(fault, KeyboardInterrupt)
-    assert ending.error is (None if ending.was_interrupted else fault)
+    assert ending.code == {KeyboardInterrupt: 130, SystemExit: 143, RuntimeError: 0}[type(fault)]
+    assert ending.error is (None if ending.code else fault)
     assert ["degraded" in line for line in said] == [False, True, False]
 
 

@@ -1,0 +1,85 @@
+"""Signals that end a command: what is open is closed, and a kernel that takes long does not hold them up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from patchpar.cli.ending import ended_at_once
+
+PRELUDE = """
+import hashlib, sys, threading, time
+from patchpar.cli.ending import ended_at_once, ended_by_signals
+def kernel():
+    "Minutes in one call that leaves the interpreter to other threads, and hears of no signal."
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+def say(word):
+    print(word, flush=True)
+"""
+
+
+def after(source: str, *signals: signal.Signals) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a script that gets these when it has said that it is ready."""
+    command = [sys.executable, "-c", PRELUDE + textwrap.dedent(source)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for number in signals:
+            os.kill(process.pid, number)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_in_the_middle_of_a_kernel(number: signal.Signals, code: int) -> None:
+    source = """
+    with ended_by_signals(), ended_at_once():
+        threading.Timer(1.0, say, ["ready"]).start()
+        kernel()
+    """
+    returned, _, err = after(source, number)
+    assert returned == code
+    assert f"ended by {number.name}, in the middle of a computation" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_is_open_is_closed_where_the_main_thread_hears(number: signal.Signals) -> None:
+    """Also when closing takes longer than a kernel may, outside of what ends at once."""
+    source = """
+    import typer
+    try:
+        with ended_by_signals():
+            try:
+                with ended_at_once():
+                    say("ready")
+                    time.sleep(600)
+            finally:
+                time.sleep(4)
+                say("closed")
+    except typer.Exit as end:
+        sys.exit(end.exit_code)
+    """
+    returned, out, err = after(source, number)
+    assert returned == 128 + number
+    assert out == "closed\n"
+    assert err == f"ended by {number.name}\n"
+
+
+def test_it_leaves_signals_and_descriptors_as_they_were() -> None:
+    before = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(before)
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    with ended_at_once():
+        pass
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+    now = signal.set_wakeup_fd(before)
+    assert now == before

@@ -1,0 +1,66 @@
+"""Ranks that a pipeline holds are ended with it, whatever its stream does."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from patchpar.errors import LaunchError, PlanError
+from patchpar.stream import held
+from patchpar.stream.held import HeldRanks
+from patchpar.stream.picture_session import PictureManner, PictureSession
+
+
+class Ranks:
+    """Busy with one step until they are ended."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def run(self, **_: object) -> None:
+        assert self.ended.wait(60)
+        raise LaunchError("this executor was closed during the call")
+
+    def close(self) -> None:
+        self.ended.set()
+
+
+class Stubborn:
+    """A session whose ranks never let go."""
+
+    is_over = False
+
+    def cancel(self) -> None: ...
+
+    def is_free_within(self, seconds: float) -> bool:
+        return False
+
+    def close(self) -> None:
+        raise PlanError("the ranks have not let go of the stream within 60 s")
+
+
+def test_a_stream_in_the_middle_of_a_step_ends_with_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held, "SOON", 0.05)
+    ranks = Ranks()
+    pipe = HeldRanks[Ranks, PictureSession](ranks)
+    pipe._session = PictureSession(ranks.run, PictureManner(ranks=1, seed=0), {})
+    pipe.close()
+    assert ranks.ended.is_set()
+    assert pipe._session.is_free_within(0)
+    pipe.close()
+
+
+@pytest.mark.parametrize("how", ["close", "cancel", "is_free_within"])
+def test_ranks_are_ended_even_if_the_stream_cannot_be(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: object, *_: object) -> None:
+        raise KeyboardInterrupt
+
+    if how != "close":
+        monkeypatch.setattr(Stubborn, how, interrupted)
+    ranks = Ranks()
+    pipe = HeldRanks[Ranks, Stubborn](ranks)
+    pipe._session = Stubborn()
+    with pytest.raises(PlanError if how == "close" else KeyboardInterrupt):
+        pipe.close()
+    assert ranks.ended.is_set()
