@@ -18,6 +18,8 @@ from torch import Tensor
 from patchpar.errors import UnsupportedModel
 
 SAMPLE_NAMES = ("sample", "hidden_states", "x")
+SHARED_NAMES = ("ip_adapter_masks",)
+"""Arguments that never carry the batch, though their sizes may be its: as many masks as there are adapters, pictures."""
 
 
 def entries(tree: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +160,10 @@ class Batch:
             per_part = self.size // parts
             return tree[rank * per_part : (rank + 1) * per_part]
         if isinstance(tree, dict) and type(tree) is dict:
-            return {key: self.share(value, rank, parts, f"{path}.{key}") for key, value in tree.items()}
+            return {
+                key: value if key in SHARED_NAMES else self.share(value, rank, parts, f"{path}.{key}")
+                for key, value in tree.items()
+            }
         if type(tree) in (list, tuple):
             return type(tree)(self.share(item, rank, parts, f"{path}[{at}]") for at, item in enumerate(tree))
         return tree

@@ -3,7 +3,7 @@
 What every patch strategy shares; a strategy decides what its seams exchange and when.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -209,15 +209,14 @@ def bands_of(total: int, places: int, unit: int) -> Bands:
 
 
 REFUSED = {
-    "ip_adapter_masks": "IP-Adapter masks are cut by each layer to the tokens it sees",
     "gligen": "GLIGEN boxes are positions in the whole picture",
 }
 
 
-def refuse_arguments(kwargs: Any) -> None:
-    """Raise UnsupportedModel for arguments that address the whole picture from inside a layer."""
+def refuse_arguments(kwargs: Any, refused: Mapping[str, str] = REFUSED) -> None:
+    """Raise UnsupportedModel for arguments that address the whole picture from inside a layer: names, and why not."""
     for name in kwargs.get("cross_attention_kwargs") or {}:
-        if name in REFUSED:
+        if name in refused:
             raise UnsupportedModel(
-                f"{name} cannot be used with axis 'patch' ({REFUSED[name]}): use plan cfg=2 or data=N"
+                f"{name} cannot be used with axis 'patch' ({refused[name]}): use plan cfg=2 or data=N"
             )

@@ -14,6 +14,7 @@ from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from patchpar.adapter_masks import MaskHook, takes_masks
 from patchpar.attention import AttentionHook, refusal_of_past
 from patchpar.discover import NormSite, Sites
 from patchpar.errors import UnsupportedModel, VerificationError
@@ -38,6 +39,14 @@ class Sharded:
         self._modules: dict[str, Any] = dict(denoiser.named_modules())
         self._hooked: list[Hooked] = []
         self.share = share
+        try:
+            self._hook_all(sites)
+        except BaseException:
+            self.restore()  # what is refused is left as it was
+            raise
+
+    def _hook_all(self, sites: Sites) -> None:
+        share = self.share
         trailing = {site.path: site.trailing for site in sites.convs}
         for norm in sites.norms:
             self._hook(norm.path, NormHook(share, norm.path, self._fed_by(norm, trailing)))
@@ -45,13 +54,19 @@ class Sharded:
             if self._reaches(conv.path):
                 hook = ConvHook(share, conv.path, reads_sample=conv.reads_sample, trailing=conv.trailing)
                 self._hook(conv.path, hook)
-        for path in sites.attentions:
-            own_kernel = path in sites.own_kernel
-            if own_kernel and share.treatment.context is not None:
-                raise refusal_of_past(path, self._modules[path], share.treatment.name)
-            self._hook(path, AttentionHook(share, path, own_kernel=own_kernel))
+        self._hook_attention(sites)
         for path in sites.transforms:
             self._hook(path, FourierHook(share, path), "patchpar_fourier")
+
+    def _hook_attention(self, sites: Sites) -> None:
+        for path in sites.attentions:
+            own_kernel = path in sites.own_kernel
+            if own_kernel and self.share.treatment.context is not None:
+                raise refusal_of_past(path, self._modules[path], self.share.treatment.name)
+            self._hook(path, AttentionHook(self.share, path, own_kernel=own_kernel))
+        for path, module in self._modules.items():
+            if takes_masks(module) and path not in sites.attentions:
+                self._hook(path, MaskHook(self.share))
 
     def _fed_by(self, norm: NormSite, trailing: dict[str, int]) -> ConvFed | None:
         stencils = {

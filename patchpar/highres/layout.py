@@ -15,7 +15,7 @@ from torch import Tensor
 
 from patchpar.batch import SAMPLE_NAMES, sample_of, with_tensors
 from patchpar.errors import UnsupportedModel
-from patchpar.patched import refuse_arguments
+from patchpar.patched import REFUSED, refuse_arguments
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -131,7 +131,7 @@ def unpack(tokens_BND: Tensor, rows: int, columns: int) -> Tensor:
 
 def refuse_whole(kwargs: Mapping[str, Any]) -> None:
     """Raise UnsupportedModel for arguments that address the whole picture from inside the denoiser."""
-    refuse_arguments(kwargs)
+    refuse_arguments(kwargs, REFUSED | {"ip_adapter_masks": "a patch would take them for masks of itself"})
     for name, value in kwargs.items():
         if "residual" in name and value is not None:
             raise UnsupportedModel(

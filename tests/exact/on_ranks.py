@@ -280,13 +280,14 @@ def refused(place: Place, name: str, height: int, width: int, arguments: dict[st
 
 @torch.no_grad()
 def refused_with(place: Place, name: str, change: str, strategy: str) -> str:
-    """A strategy with a denoiser that has been changed: what is said of it."""
+    """A strategy with a denoiser that has been changed: what is said of it, and what is left in it."""
     denoiser = denoisers.build(name)
     CHANGES[change](denoiser)
     axis = place.mesh(patch=place.world)["patch"]
     layer = parse_strategy(strategy).install(denoiser, place.door(), axis, clock=StepClock())
+    traces = attributes(denoiser)
     try:
         layer.denoise(denoiser.forward, **denoisers.call(name, 16, 8))
     except PatchparError as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}" + (", and hooks are left" if attributes(denoiser) != traces else "")
     return "not refused"

@@ -36,3 +36,10 @@ def test_keys_of_the_last_step_are_refused_in_words(ranks: Any, strategy: str) -
     for text in ranks.run(f"{ON_RANKS}:refused_with", 2, "sd", "sliced", strategy):
         says = rf"UnsupportedModel: .*attn1: strategy {strategy}.* last step .*SlicedAttnProcessor.*use strategy exact"
         assert re.match(says, text), text
+        assert "hooks are left" not in text
+
+
+def test_what_is_refused_is_left_as_it_was(ranks: Any) -> None:
+    for text in ranks.run(f"{ON_RANKS}:refused_with", 2, "sd", "replicate", "exact"):
+        assert re.match(r"UnsupportedModel: conv_out pads with 'replicate'", text), text
+        assert "hooks are left" not in text

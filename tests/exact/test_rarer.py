@@ -11,11 +11,21 @@ from tests import tiny
 from tests.breadth import first_of
 
 LIMIT, CONTROL = 1e-5, 1e-2
-QUICK = ("sd_t2i", "sdxl_t2i_multi", "sd_controlnet_xs", "if_text", "kandinsky22_controlnet", "kandinsky3", "ddpm")
+QUICK = (
+    "sd_t2i",
+    "sdxl_t2i_multi",
+    "sd_controlnet_xs",
+    "sdxl_ip_masks",
+    "if_text",
+    "kandinsky22_controlnet",
+    "kandinsky3",
+    "ddpm",
+)
 
 
 @pytest.mark.parametrize("name", first_of(tiny.RARER, *QUICK))
 def test_what_is_drawn(ranks: Any, tmp_path: Path, name: str) -> None:
-    *split, alone = ranks.run("tests.exact.rarer:errors", 4, name, ["patch=2", "patch=3"], str(tmp_path))[0]
+    plans = ["patch=2", "patch=3"] + ["cfg=2,patch=2"] * name.endswith("ip_masks")
+    *split, alone = ranks.run("tests.exact.rarer:errors", 4, name, plans, str(tmp_path))[0]
     assert max(split) <= LIMIT, split
     assert alone >= CONTROL, alone

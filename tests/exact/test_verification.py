@@ -56,7 +56,6 @@ def test_what_cannot_be_split_is_refused_by_name(ranks: Any, tmp_path: Path, cha
 @pytest.mark.parametrize(
     ("size", "arguments", "says"),
     [
-        ((16, 8), {"cross_attention_kwargs": {"ip_adapter_masks": []}}, "UnsupportedModel: ip_adapter_masks .*cfg=2"),
         ((16, 8), {"cross_attention_kwargs": {"gligen": {}}}, "UnsupportedModel: gligen .*cfg=2"),
         ((8, 4), {}, "PlanError: 8 latent rows make 2 bands of 4 rows, too few for 3 ranks: use at most 2 on axis"),
     ],

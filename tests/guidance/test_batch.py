@@ -41,6 +41,13 @@ def test_a_share_of_every_argument_that_carries_the_batch() -> None:
         assert own[name] is call[name] or own[name] == call[name], name
 
 
+def test_masks_of_adapters_are_whole_however_many_there_are() -> None:
+    """As many as there are branches, of two pictures each."""
+    masks = [latents(1, 2, 8, 8), latents(1, 2, 8, 8)]
+    own = Batch.of(latents(2, 4, 8, 8)).share({"cross_attention_kwargs": {"ip_adapter_masks": masks}}, 1, 2)
+    assert own["cross_attention_kwargs"]["ip_adapter_masks"] is masks
+
+
 @pytest.mark.parametrize("layout", [(2, 4, 3, 8, 8), (2, 3, 4, 8, 8)], ids=["channels first", "frames first"])
 def test_frames_multiply_the_batch(layout: tuple[int, ...]) -> None:
     batch = Batch.of(latents(*layout))

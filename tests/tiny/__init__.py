@@ -106,6 +106,8 @@ RARER: dict[str, Builder] = {
     "sd_inpaint_4": adapted_pipelines.sd_inpaint_4,
     "sd_controlnet_xs": adapted_pipelines.sd_controlnet_xs,
     "sdxl_controlnet_xs": adapted_pipelines.sdxl_controlnet_xs,
+    "sd_ip_masks": adapted_pipelines.sd_ip_masks,
+    "sdxl_ip_masks": adapted_pipelines.sdxl_ip_masks,
     "if_text": pixel_pipelines.if_text,
     "if_img2img": pixel_pipelines.if_img2img,
     "if_inpaint": pixel_pipelines.if_inpaint,

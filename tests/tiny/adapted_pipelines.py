@@ -1,13 +1,17 @@
-"""Stable Diffusion and Stable Diffusion XL in small, with networks beside the UNet: T2I-Adapters, ControlNet-XS."""
+"""Stable Diffusion and Stable Diffusion XL in small, beside their UNets adapters of several kinds."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import diffusers
+import torch
 
 from . import pictures
 from .image_pipelines import PROMPT, SIZE, Built, sd_parts, sd_unet, xl_parts, xl_unet
+
+SEEN = 16
+"""How wide a picture is as an IP-Adapter is given it."""
 
 
 def _adapter(kind: str, downscale_factor: int) -> Any:
@@ -72,3 +76,47 @@ def sdxl_controlnet_xs() -> Built:
     unet = xl_unet(layers_per_block=2, transformer_layers_per_block=1)
     pipe = diffusers.StableDiffusionXLControlNetXSPipeline(**xl_parts(unet), controlnet=_controlled(unet))
     return pipe, {"prompt": PROMPT, "image": pictures.scene(), **SIZE}
+
+
+def _with_pictures(unet: Any, *, adapters: int) -> Any:
+    """IP-Adapters in a UNet, with weights as their loader wants them."""
+    unet._load_ip_adapter_weights([_picture_weights(unet) for _ in range(adapters)], low_cpu_mem_usage=False)
+    return unet
+
+
+def _picture_weights(unet: Any) -> dict[str, dict[str, torch.Tensor]]:
+    width = unet.config.cross_attention_dim
+    projection = {"proj.weight": torch.randn(4 * width, SEEN), "proj.bias": torch.randn(4 * width)}
+    layers = {}
+    cross = [name.removesuffix(".processor") for name in unet.attn_processors if name.endswith("attn2.processor")]
+    for number, name in enumerate(cross):
+        shape = unet.get_submodule(name).to_q.out_features, width
+        layers[f"{2 * number + 1}.to_k_ip.weight"] = torch.randn(shape) / width**0.5
+        layers[f"{2 * number + 1}.to_v_ip.weight"] = torch.randn(shape) / width**0.5
+    norm = {"norm.weight": torch.ones(width), "norm.bias": torch.zeros(width)}
+    return {"image_proj": projection | norm, "ip_adapter": layers}
+
+
+def _masked(height: int, width: int) -> dict[str, Any]:
+    """What two adapters see: one two pictures, in the halves of the mask, one a picture in a corner."""
+    half = torch.zeros(1, 2, height, width)
+    half[:, 0, :, : width // 2], half[:, 1, :, width // 2 :] = 1, 1
+    corner = torch.zeros(1, 1, height, width)
+    corner[..., : height // 3, : width // 3] = 1
+    return {
+        "ip_adapter_image_embeds": [torch.randn(2, 2, SEEN), torch.randn(2, 1, SEEN)],
+        "cross_attention_kwargs": {"ip_adapter_masks": [half, corner]},
+    }
+
+
+def sd_ip_masks() -> Built:
+    unet = _with_pictures(sd_unet(), adapters=2)
+    pipe = diffusers.StableDiffusionPipeline(**sd_parts(unet))
+    return pipe, {"prompt": PROMPT, **_masked(128, 128), **SIZE}
+
+
+def sdxl_ip_masks() -> Built:
+    """The mask is of another size and of other sides than the picture."""
+    unet = _with_pictures(xl_unet(), adapters=2)
+    pipe = diffusers.StableDiffusionXLPipeline(**xl_parts(unet))
+    return pipe, {"prompt": PROMPT, **_masked(96, 64), **SIZE, "height": 136}
