@@ -19,7 +19,7 @@ from patchpar.errors import UnsupportedModel
 
 SAMPLE_NAMES = ("sample", "hidden_states", "x")
 SHARED_NAMES = ("ip_adapter_masks",)
-"""Arguments that never carry the batch, though their sizes may be its: as many masks as there are adapters, pictures."""
+"""Arguments that never carry the batch, though their sizes may be its: as many masks as adapters or pictures."""
 
 
 def entries(tree: dict[str, Any]) -> dict[str, Any]:
