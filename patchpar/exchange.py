@@ -96,13 +96,17 @@ class Door:
         return Exchange(self._start(label, where, outgoing, incoming), tuple(parts), incoming)
 
     def _start(self, kind: str, where: str, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> Arriving:
-        if self._mark is not None:
-            self._mark(where)
+        self.mark(where)
         self.traffic.rounds[kind] += 1
         start = time.perf_counter()
         pending = self.transport.swap(outgoing, incoming, where)
         self.traffic.note("send", kind, where, start)
         return Arriving(pending, self.traffic, kind, where)
+
+    def mark(self, where: str) -> None:
+        """Show that this rank has come to `where`, without an exchange."""
+        if self._mark is not None:
+            self._mark(where)
 
     def send(self, kind: str, where: str, peers: Sequence[int], tensors: Sequence[Tensor]) -> Arriving:
         """Start sending `tensors` to each of `peers` (global ranks). Hold the result until it has been waited for."""

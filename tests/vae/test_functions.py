@@ -15,6 +15,7 @@ from patchpar.exchange import Door
 from patchpar.patches import split_bands
 from patchpar.share import Share
 from patchpar.transport import Transport
+from patchpar.vae import attention
 from patchpar.vae.band import Band
 from patchpar.vae.functions import Functions
 from patchpar.vae.split import Call, SplitMethod
@@ -133,6 +134,22 @@ def test_attention_is_over_the_tokens_of_all(heads: tuple[int, ...]) -> None:
     q, k, v = (structured(2, *heads, ROWS, 8, seed=seed) for seed in range(3))
     got = on_bands(lambda band: F.scaled_dot_product_attention(*(rows_of(band, x) for x in (q, k, v))))
     assert close(got, F.scaled_dot_product_attention(q, k, v))
+
+
+@pytest.mark.parametrize(("most", "chunks"), [(2 * 2 * 4 * ROWS * 8, 1), (2 * 2 * 2 * ROWS * 8, 2), (1, 3)])
+def test_attention_in_chunks_is_the_same(most: int, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many on every rank, whether it has 3 or 4 rows, and a mark for each: a rank must show that it gets on."""
+    monkeypatch.setattr(attention, "ON_OTHERS", most)
+    marks: dict[int, list[str]] = {place: [] for place in range(WORLD)}
+    q, k, v = (structured(2, 2, ROWS, 8, seed=seed) for seed in range(3))
+
+    def attended(band: Band) -> Tensor:
+        band.where, band.share.door._mark = "mid_block", marks[band.share.place].append
+        return F.scaled_dot_product_attention(*(rows_of(band, x) for x in (q, k, v)))
+
+    assert close(on_bands(attended), F.scaled_dot_product_attention(q, k, v))
+    exchanges_and_chunks = 1 + (chunks if chunks > 1 else 0)
+    assert marks == dict.fromkeys(range(WORLD), ["mid_block"] * exchanges_and_chunks)
 
 
 def test_attention_that_does_not_grow_with_the_rows_is_refused() -> None:
