@@ -30,7 +30,9 @@ class _Forks:
     def __init__(self) -> None:
         self.making = threading.RLock()
         self._known: weakref.WeakSet[Forkable] = weakref.WeakSet()
-        os.register_at_fork(before=self.making.acquire, after_in_parent=self.making.release, after_in_child=self._begin)
+        if hasattr(os, "register_at_fork"):  # and not on Windows, where nothing forks
+            lock = self.making
+            os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=self._begin)
 
     def add(self, thing: Forkable) -> None:
         with self.making:

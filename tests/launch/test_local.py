@@ -17,7 +17,7 @@ from patchpar.anonymous import anonymous_file
 from patchpar.errors import LaunchError, PlanError
 from patchpar.launch.beacon import Beacon, BeaconReader
 from patchpar.launch.devices import available_cores
-from patchpar.launch.hello import share_of_cores, worker_environment
+from patchpar.launch.hello import needs_nccl, share_of_cores, worker_environment
 from patchpar.launch.local import LocalExecutor
 from tests.launch.conftest import PLAIN, TOY
 
@@ -67,6 +67,14 @@ def test_nccl_meets_over_loopback_where_there_is_one_and_nobody_says_otherwise(m
     assert worker_environment(1).get("NCCL_SOCKET_IFNAME") == chosen
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
     assert worker_environment(1)["NCCL_SOCKET_IFNAME"] == "eth1"
+
+
+@pytest.mark.parametrize(
+    ("devices", "wanted"),
+    [("cuda:0 cuda:1", True), ("cuda:0 cuda:0", False), ("cuda:0", False), ("cpu cpu", False), ("cpu", False)],
+)
+def test_only_gpus_of_their_own_have_a_group(devices, wanted):
+    assert needs_nccl(tuple(devices.split())) is wanted
 
 
 def test_values_of_every_kind_go_there_and_back(pool):

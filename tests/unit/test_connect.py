@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -88,6 +90,25 @@ def test_rank_0_names_who_has_gone(places: list[OnThread]) -> None:
     leave(places[3])
     with pytest.raises(ExchangeError, match=r"rank 0 cannot connect the ranks: rank 3 is gone"):
         connect(places[0])
+
+
+def test_more_descriptors_under_way_than_the_kernel_lets_wait(
+    places: list[OnThread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts those of all processes of a user that nobody has taken yet."""
+    send, refusals = socket.send_fds, iter([True, False, True, True])
+
+    def send_sometimes(*args: Any) -> int:
+        if next(refusals, False):
+            raise OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")
+        return send(*args)
+
+    monkeypatch.setattr(socket, "send_fds", send_sometimes)
+    with ThreadPoolExecutor(4) as threads:
+        lines = list(threads.map(connect, places))
+        assert list(threads.map(told, lines, [4] * 4))[3] == [0.0, 1.0, 2.0]
+    for line in lines:
+        line.close()
 
 
 def test_shared_memory_is_for_one_host() -> None:
