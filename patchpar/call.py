@@ -70,12 +70,30 @@ class StepEnd:
     facts: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class StepChange:
+    """What a callback does to the pipeline: calls the method `path` with `args` and `kwargs`, or sets an attribute.
+
+    `path` may lead through a network, as in "unet.set_attn_processor". Without `kwargs` the attribute of that path
+    becomes the one of `args`.
+    """
+
+    path: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] | None = None
+
+    @property
+    def is_of_networks(self) -> bool:
+        """Whether it may change networks, which a plain attribute of the pipeline does not."""
+        return self.kwargs is not None or "." in self.path
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAnswer:
-    """What a callback changed: tensors by name, and attributes that it set on the pipeline."""
+    """What a callback changed: tensors by name, and what it did to the pipeline, in order."""
 
     tensors: dict[str, Any]
-    attributes: dict[str, Any]
+    changes: tuple[StepChange, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,22 @@ from collections.abc import Callable
 from typing import Any
 
 from patchpar.attributes import refuse_network_method
+from patchpar.call import Returned
 from patchpar.errors import UnsupportedModel
 from patchpar.models.description import Network
 
 Ask = Callable[..., Any]
+
+
+def on_all_ranks(owner: Any, path: str, apply: Ask) -> Callable[..., Any]:
+    """The method of that path, as its caller holds it: `apply` has all ranks do it. It returns `owner` for itself."""
+
+    def broadcast(*args: Any, **kwargs: Any) -> Any:
+        returned: Returned = apply(path, args, kwargs)
+        return owner if returned.itself else returned.value
+
+    broadcast.__name__ = path.rpartition(".")[2]
+    return broadcast
 
 
 class Component:
@@ -29,13 +41,7 @@ class Component:
         if name not in self._network.methods:
             return self._ask("get", path)
         refuse_network_method(path)
-
-        def broadcast(*args: Any, **kwargs: Any) -> Any:
-            returned = self._apply(path, args, kwargs)
-            return self if returned.itself else returned.value
-
-        broadcast.__name__ = name
-        return broadcast
+        return on_all_ranks(self, path, self._apply)
 
     def __setattr__(self, name: str, value: Any) -> None:
         path = f"{self._name}.{name}"

@@ -8,13 +8,15 @@ caller                       rank
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from patchpar.call import DrawOptions, RandomState, StepAnswer, StepEnd, generators_of
+from patchpar.call import DrawOptions, RandomState, StepAnswer, StepChange, StepEnd, generators_of
 from patchpar.clock import StepClock
+from patchpar.errors import UnsupportedModel
 from patchpar.launch.context import RankContext
 from patchpar.ledger import Ledger
 from patchpar.pulse import Pulse
@@ -26,7 +28,7 @@ PLAIN = (bool, int, float, str, type(None))
 class Drawing:
     """One call. `steps` counts those of the scheduler; the `ledger` hears of each.
 
-    `apart` is entered while the caller is asked.
+    `apart` is entered while the caller is asked; `changing` is called before its callback changes networks.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Drawing:
     ) -> None:
         self.pipe, self.context, self.clock, self.options = pipe, context, clock, options
         self.ledger, self.apart, self.steps = ledger, apart, 0
+        self.changing: Callable[[], object] = lambda: None
         self._stepped_by_copy = False  # of the scheduler, before itself
 
     def run(self, kwargs: Mapping[str, Any]) -> Any:
@@ -61,8 +64,10 @@ class Drawing:
         question = StepEnd(step=step, timestep=timestep, tensors=tensors, facts=facts_of(pipe)) if first else None
         with self.apart():
             answer: StepAnswer = self.context.ask(question)
-        for name, value in answer.attributes.items():
-            setattr(pipe, name, value)
+        if any(change.is_of_networks for change in answer.changes):
+            self.changing()
+        for change in answer.changes:
+            _carry_out(pipe, change)
         return {name: _moved(value, tensors.get(name)) for name, value in answer.tensors.items()}
 
     @contextmanager
@@ -100,6 +105,26 @@ class Drawing:
         self.context.mark(f"step {self.steps}")
         if self.context.rank == 0:
             self.context.emit(("step", self.steps, _total_steps(self.pipe, scheduler)))
+
+
+def _carry_out(pipe: Any, change: StepChange) -> None:
+    """Do to the pipeline what the caller's callback did. Raises UnsupportedModel, and what the pipeline raises."""
+    if change.path == "scheduler":
+        raise UnsupportedModel(
+            "pipe.scheduler cannot be replaced in callback_on_step_end, since the steps under way are its own: set it "
+            "between two calls of the pipeline"
+        )
+    if change.kwargs is None:
+        owner, _, name = change.path.rpartition(".")
+        setattr(attrgetter(owner)(pipe) if owner else pipe, name, change.args[0])
+        return
+    method = attrgetter(change.path)(pipe)
+    returned = method(*change.args, **change.kwargs)
+    if returned is not None and returned is not getattr(method, "__self__", None):
+        raise UnsupportedModel(
+            f"pipe.{change.path}() returned a {type(returned).__name__}, which a callback cannot have, because the "
+            "ranks are busy: call it between two calls of the pipeline"
+        )
 
 
 def facts_of(pipe: Any) -> dict[str, Any]:

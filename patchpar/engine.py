@@ -227,6 +227,7 @@ class Engine:
         watched = options.has_callback or kwargs.get("callback_on_step_end") is not None
         ledger = installed.begin(tracing=options.tracing, watched=watched)
         drawing = Drawing(self.pipe, self.context, self.clock, options, ledger, installed.interrupted)
+        drawing.changing = installed.open_up
         with self._own_share(dict(kwargs)) as self._arguments, installed.running():
             output = drawing.run(self._arguments)
         ledger.end_picture()

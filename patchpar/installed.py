@@ -105,6 +105,16 @@ class Installed:
         if self.vaes is not None:
             self.vaes.forget()
 
+    def open_up(self) -> None:
+        """Take the seams out of the denoisers amid a picture: somebody changes them. The next call looks at them."""
+        for patched in self.patched:
+            shared = patched.team if isinstance(patched, LargePicture) else patched
+            if shared is not None:
+                shared.restore()
+                shared.unsure = True
+        if self.vaes is not None:
+            self.vaes.forget()
+
     def begin(self, *, tracing: bool, watched: bool = False) -> Ledger:
         """Begin a picture: nothing of the last one is used, and the books are empty. Raises UnsupportedModel.
 

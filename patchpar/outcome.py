@@ -8,8 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from patchpar.call import Drawn, DrawOptions, RandomState, StepAnswer, StepEnd, generators_of
-from patchpar.errors import PlanError
+from patchpar.call import (
+    Drawn,
+    DrawOptions,
+    RandomState,
+    Returned,
+    StepAnswer,
+    StepChange,
+    StepEnd,
+    generators_of,
+)
+from patchpar.changes import change_of
+from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan import Plan
 from patchpar.run import Run
 from patchpar.strategies.data import merge_outputs
@@ -36,7 +46,7 @@ class Caller:
         self._thread: int | None = None
         self._import: threading.Thread | None = None
         self._facts: dict[str, Any] = {}
-        self._set: dict[str, Any] = {}
+        self.changes: list[StepChange] = []  # what its callback has done to the pipeline so far
 
     def _take_callback(self) -> Callable[..., Any] | None:
         callback = self.kwargs.get("callback_on_step_end")
@@ -106,7 +116,7 @@ class Caller:
         assert self._callback is not None
         versions = {name: getattr(value, "_version", 0) for name, value in end.tensors.items()}
         before = dict(end.tensors)
-        self._facts, self._set = dict(end.facts), {}
+        self._facts, first = dict(end.facts), len(self.changes)
         self._thread = threading.get_ident()
         try:
             answer = self._callback(self._owner, end.step, end.timestep, end.tensors) or {}
@@ -117,7 +127,7 @@ class Caller:
             for name, value in answer.items()
             if value is not before.get(name) or getattr(value, "_version", 0) != versions.get(name)
         }
-        return StepAnswer(tensors=tensors, attributes=self._set)
+        return StepAnswer(tensors=tensors, changes=tuple(self.changes[first:]))
 
     @property
     def in_callback(self) -> bool:
@@ -136,7 +146,29 @@ class Caller:
 
     def set_attribute(self, name: str, value: Any) -> None:
         """The callback sets an attribute of the pipeline: all ranks do so when it has returned."""
-        self._facts[name] = self._set[name] = value
+        self._facts[name] = value
+        self.changes.append(StepChange(name, (value,)))
+
+    def apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
+        """The callback calls a method of the pipeline or of a network: all ranks do so when it has returned.
+
+        Raises UnsupportedModel for one that changes nothing, and so is called for what it returns.
+        """
+        if change_of(path, args, kwargs) is None:
+            raise UnsupportedModel(
+                f"pipe.{path}() cannot be called inside callback_on_step_end, because the ranks are busy: only what "
+                "changes the pipeline can (set_..., enable_..., disable_...), and all ranks do it when it has returned"
+            )
+        self.changes.append(StepChange(path, args, kwargs))
+        return Returned(None)
+
+    def ask(self, method: str, path: str, *values: Any, **_: Any) -> None:
+        """The callback sets an attribute of a network, or would like to have one. Raises AttributeError for that."""
+        if method != "set":
+            raise AttributeError(
+                f"pipe.{path} cannot be had inside callback_on_step_end, because the ranks are busy; it can be set"
+            )
+        self.changes.append(StepChange(path, values))
 
 
 def _is_importable(callback: Any) -> bool:

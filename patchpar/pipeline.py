@@ -19,7 +19,7 @@ from patchpar.attributes import QUESTIONS, refuse_method
 from patchpar.call import Drawn
 from patchpar.changes import LOAD_SECONDS
 from patchpar.checks import bind, check_call, check_plan, check_plan_for
-from patchpar.component import Component
+from patchpar.component import Component, on_all_ranks
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.context import Executor
 from patchpar.models.description import Description, refuse_to_send_compiled
@@ -129,6 +129,7 @@ class ParallelPipeline:
                 plan, drawn = self._drawn(executor, caller)
             finally:
                 state.caller = None
+            state.keep(caller.changes)
             if executor.kind == "local":
                 move_generators_on(bound, drawn)
             output = output_of(drawn)
@@ -231,23 +232,14 @@ class ParallelPipeline:
         if name.startswith(("__", *QUESTIONS)) or name == "_state":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         caller = self._state.caller
-        if caller is not None and caller.in_callback:
-            return caller.attribute(name)
+        called_back = caller is not None and caller.in_callback
+        does: Any = caller if called_back else self._state  # what asks the ranks: inside a callback when it is over
         if name in self.description.methods:
-            return self._method(name)
-        if name in self.description.networks and self._executor.kind == "local":
-            return Component(name, self.description.networks[name], self._state.ask, self._state.apply)
-        return self._state.ask("get", name)
-
-    def _method(self, name: str) -> Callable[..., Any]:
-        refuse_method(name, world_size=self._executor.world_size)
-
-        def broadcast(*args: Any, **kwargs: Any) -> Any:
-            returned = self._state.apply(name, args, kwargs)
-            return self if returned.itself else returned.value
-
-        broadcast.__name__ = name
-        return broadcast
+            refuse_method(name, world_size=self._executor.world_size)
+            return on_all_ranks(self, name, does.apply)
+        if name in self.description.networks and (called_back or self._executor.kind == "local"):
+            return Component(name, self.description.networks[name], does.ask, does.apply)
+        return does.attribute(name) if called_back else does.ask("get", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Attributes of the pipeline, such as `scheduler`, are set on all ranks."""

@@ -1,14 +1,15 @@
 """Everything a `ParallelPipeline` knows, apart from it, so that its other attributes can be the pipeline's."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from patchpar.call import Returned
+from patchpar.call import Returned, StepChange
 from patchpar.changes import asked
 from patchpar.errors import PlanError
 from patchpar.launch.context import Executor
 from patchpar.launch.forks import change_in_children
+from patchpar.launch.local import LocalExecutor
 from patchpar.models.adapters import from_safetensors
 from patchpar.models.description import Description
 from patchpar.outcome import Caller
@@ -58,6 +59,17 @@ class State:
         words, options = asked(path, args, from_safetensors(path, args, kwargs), is_fresh=self.is_fresh)
         returned: Returned = self.ask(*words, **options)
         return returned
+
+    def keep(self, changes: Iterable[StepChange]) -> None:
+        """Have workers that start later do to networks what a callback has done during the call."""
+        if not isinstance(self.ranks, LocalExecutor):
+            return  # nothing is started anew
+        for change in changes:
+            if change.kwargs is not None:
+                words, options = asked(change.path, change.args, change.kwargs, is_fresh=self.is_fresh)
+                self.ranks.remember(*words, **options)
+            elif change.is_of_networks:
+                self.ranks.remember("set", change.path, *change.args, replay=change.path)
 
     @property
     def described(self) -> Description:

@@ -120,13 +120,31 @@ class LocalExecutor:
                     self._is_busy = False
                 if replay:
                     sent = message if message.block is None else None
-                    change = replay if isinstance(replay, Change) else Change(sets=None if replay is True else replay)
-                    self._journal.add(
-                        Replay(method=method, args=args, kwargs=kwargs, expected=expected, sent=sent, change=change)
-                    )
+                    self._keep(method, args, kwargs, replay=replay, expected=expected, sent=sent)
                 return result
         finally:
             message.close()
+
+    def remember(
+        self, method: str, *args: Any, replay: bool | str | Change = True, expected: float = 0.0, **kwargs: Any
+    ) -> None:
+        """Have workers that are started later do this call too, which those there have done in another way."""
+        with self._lock:
+            self._keep(method, args, kwargs, replay=replay, expected=expected, sent=None)
+
+    def _keep(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        replay: bool | str | Change,
+        expected: float,
+        sent: Message | None,
+    ) -> None:
+        """Have new workers do a call too."""
+        change = replay if isinstance(replay, Change) else Change(sets=None if replay is True else str(replay))
+        self._journal.add(Replay(method=method, args=args, kwargs=kwargs, expected=expected, sent=sent, change=change))
 
     def _enter(self) -> None:
         if self._is_busy:

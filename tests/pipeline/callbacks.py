@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from diffusers.callbacks import PipelineCallback
+from diffusers.models.attention_processor import AttnProcessor2_0
 
 
 class Darken(PipelineCallback):
@@ -14,3 +15,13 @@ class Darken(PipelineCallback):
 
     def callback_fn(self, pipeline: Any, step_index: int, timesteps: Any, callback_kwargs: Any) -> Any:
         return {**callback_kwargs, "latents": callback_kwargs["latents"] * 0.8}
+
+
+class Halved:
+    """An attention processor that gives half of what the default one does."""
+
+    def __init__(self) -> None:
+        self.inner = AttnProcessor2_0()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return 0.5 * self.inner(*args, **kwargs)

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import DDIMScheduler
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback, SDXLCFGCutoffCallback
+from diffusers.models.attention_processor import AttnProcessor2_0
 
-from patchpar import ParallelPipeline
+from patchpar import ParallelPipeline, UnsupportedModel
+from tests.breadth import first_of
 
-from .callbacks import Darken
+from .callbacks import Darken, Halved
 from .conftest import EXACT, QUICK, generator, relative_error
 
 CALL = {**QUICK, "num_inference_steps": 4, "output_type": "latent"}
@@ -141,13 +144,93 @@ def test_an_exception_in_a_callback_is_the_callers_own(parallel: ParallelPipelin
     assert parallel._executor.pids == pids
 
 
-def test_what_a_callback_cannot_have(parallel: ParallelPipeline) -> None:
-    def callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        assert not hasattr(pipe, "unet")
-        return pipe.scheduler
+Callback = Callable[..., dict[str, Any]]
 
-    with pytest.raises(AttributeError, match=r"pipe\.scheduler cannot be had inside callback_on_step_end.*num_times"):
-        parallel(**CALL, generator=generator(), callback_on_step_end=callback)
+
+def at_step(wanted: int, do: Callable[[Any], object]) -> Callback:
+    def callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if step == wanted:
+            do(pipe)
+        return tensors
+
+    return callback
+
+
+def _filter(pipe: Any) -> None:
+    pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.5, b2=1.6)
+
+
+def _other_processors(pipe: Any) -> None:
+    pipe.unet.set_attn_processor(Halved())
+
+
+UNDONE = {
+    _filter: lambda pipe: pipe.disable_freeu(),
+    _other_processors: lambda pipe: pipe.unet.set_attn_processor(AttnProcessor2_0()),
+}
+
+
+@pytest.mark.parametrize(
+    ("do", "plan"),
+    first_of(
+        [(do, plan) for do in UNDONE for plan in ("cfg=2", "patch=2", "patch=2,strategy=fresh-edges")],
+        (_filter, "patch=2"),
+        (_other_processors, "cfg=2"),
+    ),
+)
+def test_a_callback_calls_methods(parallel: ParallelPipeline, plain: Any, do: Any, plan: str) -> None:
+    """All ranks do what it did when it has returned, and keep it after the call, as one process does."""
+    parallel.plan = plan
+    untouched = plain(**CALL, generator=generator())
+    before = parallel(**CALL, generator=generator())
+    limit = EXACT if "fresh-edges" not in plan else 1.5 * relative_error(before, untouched)
+    try:
+        got = parallel(**CALL, generator=generator(), callback_on_step_end=at_step(1, do))
+        want = plain(**CALL, generator=generator(), callback_on_step_end=at_step(1, do))
+        assert relative_error(untouched, want) > 100 * EXACT
+        assert relative_error(got, want) <= limit
+        again = relative_error(parallel(**CALL, generator=generator()), plain(**CALL, generator=generator()))
+        assert again <= limit
+    finally:
+        for pipe in (parallel, plain):
+            UNDONE[do](pipe)
+    assert relative_error(parallel(**CALL, generator=generator()), before) <= EXACT
+
+
+def test_new_workers_know_what_a_callback_has_done(parallel: ParallelPipeline, plain: Any) -> None:
+    parallel.plan = "patch=2"
+    executor: Any = parallel._executor
+    try:
+        for pipe in (parallel, plain):
+            pipe(**CALL, generator=generator(), callback_on_step_end=at_step(0, _filter))
+        executor._drop_pool()  # as after the death of a worker
+        want = plain(**CALL, generator=generator())
+        assert relative_error(parallel(**CALL, generator=generator()), want) <= EXACT
+    finally:
+        for pipe in (parallel, plain):
+            pipe.disable_freeu()
+
+
+@pytest.mark.parametrize(
+    ("look", "kind", "words"),
+    [
+        (lambda pipe: pipe.scheduler, AttributeError, r"pipe\.scheduler cannot be had inside callback_on_.*num_times"),
+        (lambda pipe: pipe.unet.config, AttributeError, r"pipe\.unet\.config cannot be had inside.*it can be set"),
+        (
+            lambda pipe: pipe.encode_prompt("x"),
+            UnsupportedModel,
+            r"pipe\.encode_prompt\(\) cannot be called inside callback_on_step_end, because the ranks are busy",
+        ),
+        (
+            lambda pipe: setattr(pipe, "scheduler", DDIMScheduler()),
+            UnsupportedModel,
+            r"pipe\.scheduler cannot be replaced in callback_on_step_end.*between two calls",
+        ),
+    ],
+)
+def test_what_a_callback_cannot_have(parallel: ParallelPipeline, look: Any, kind: Any, words: str) -> None:
+    with pytest.raises(kind, match=words):
+        parallel(**CALL, generator=generator(), callback_on_step_end=at_step(0, look))
 
 
 def test_steps_are_reported(parallel: ParallelPipeline, capfd: pytest.CaptureFixture[str]) -> None:
