@@ -13,11 +13,14 @@ from typing import Any
 from patchpar import ParallelPipeline, PictureStreamingPipeline, PlanError, StreamingPipeline
 from patchpar.launch.devices import Devices, resolve_devices
 from patchpar.models.description import Description
+from patchpar.models.errand import Errand
 from patchpar.models.folder import check_memory, needed_bytes, resolve_model
+from patchpar.models.purpose import purpose_of
 
 from .ways import Way, plain, ways_for
 
 PICTURES = "pictures"
+ERRAND = Errand(verb="app")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,7 @@ class Setup:
 
     def check(self) -> None:
         """Raise PlanError for a model that is none or has no room here, before anything is started."""
+        ERRAND.check_model(self.model, self.options)
         source, options, folder = resolve_model(self.model, self.options)
         check_memory(source, needed_bytes(folder, options), self.devices.names)
 
@@ -123,6 +127,11 @@ class Workers:
 
     def _open_pictures(self) -> ParallelPipeline:
         pipe = self._open_parallel()
+        try:
+            ERRAND.check(purpose_of(pipe.description.pipeline))  # of a model of the hub nothing was known before
+        except PlanError:
+            pipe.close()
+            raise
         self._model = pipe.description
         return pipe
 

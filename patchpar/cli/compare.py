@@ -15,6 +15,8 @@ from patchpar.cli.generate import images_of
 from patchpar.cli.pictures import check_writable, names_for, save
 from patchpar.cli.speech import friendly_errors, print_json, progress, stdout_kept_clean
 from patchpar.errors import PlanError
+from patchpar.models.errand import Errand
+from patchpar.models.purpose import purpose_of
 
 if TYPE_CHECKING:
     from patchpar import Plan
@@ -49,8 +51,10 @@ def compare(request: Compare) -> None:
         every = list(chain.from_iterable(paths.values()))
         for path in every:
             check_writable(path)
+        errand = Errand(verb="compare", per_prompt=request.num_images)
+        errand.check_model(request.model, request.for_loading())
         with stdout_kept_clean(request.json):
-            planned, single = _both(request)
+            planned, single = _both(request, errand)
         figures = measure_pair(planned, single)
         _save_all(planned, single, paths)
         if request.trace is not None:
@@ -59,7 +63,7 @@ def compare(request: Compare) -> None:
         _report({**planned.run.as_dict(), **found}, planned, single, as_json=request.json)
 
 
-def _both(request: Compare) -> tuple[Outcome, Outcome]:
+def _both(request: Compare, errand: Errand) -> tuple[Outcome, Outcome]:
     from patchpar.launch.devices import resolve_devices
     from patchpar.launch.torchrun import torchrun_world
 
@@ -67,8 +71,8 @@ def _both(request: Compare) -> tuple[Outcome, Outcome]:
         raise PlanError("compare runs one process beside the plan's, which torchrun cannot: start it without torchrun")
     plan = plan_of(request.plan, request.strategy, request.devices)
     alone = resolve_devices(request.devices).names[:1]
-    planned, used = _draw(request, {"devices": request.devices, "plan": plan}, "under the plan")
-    single, _ = _draw(request, {"devices": alone, "plan": of_one(used)}, "on one process")
+    planned, used = _draw(request, errand, {"devices": request.devices, "plan": plan}, "under the plan")
+    single, _ = _draw(request, errand, {"devices": alone, "plan": of_one(used)}, "on one process")
     return planned, single
 
 
@@ -79,13 +83,14 @@ def of_one(plan: Plan) -> Plan:
     return Plan(strategy=plan.strategy) if plan.strategy.for_one_rank else Plan()
 
 
-def _draw(request: Compare, where: dict[str, Any], title: str) -> tuple[Outcome, Plan]:
+def _draw(request: Compare, errand: Errand, where: dict[str, Any], title: str) -> tuple[Outcome, Plan]:
     from patchpar import ParallelPipeline, Plan
     from patchpar.models.hush import hush
 
     hush()
     opened = {**where, **request.for_loading()}
     with progress(title) as step, ended_at_once(), ParallelPipeline.from_pretrained(request.model, **opened) as pipe:
+        errand.check(purpose_of(pipe.description.pipeline))
         pipe.set_progress_bar_config(disable=True)
         exact = {"output_type": "np"}  # not rounded to 8 bits: small errors show
         pipe(**request.for_drawing() | exact | {"num_inference_steps": WARM_UP_STEPS})

@@ -19,8 +19,12 @@ from patchpar.cli.ending import ended_at_once
 from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Json, Model, check_deadline
 from patchpar.cli.speech import FAILURE, friendly_errors, print_json, stdout_kept_clean
 from patchpar.errors import PatchparError
+from patchpar.models.errand import Errand
+from patchpar.models.purpose import purpose_of
 
 PACKAGES = ("patchpar", "torch", "diffusers", "transformers", "accelerate", "safetensors", "pillow", "av")
+ERRAND = Errand(verb="doctor")
+"""Of its model: a picture is drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +43,7 @@ def doctor(request: Doctor) -> None:
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
         with stdout_kept_clean(request.json), ended_at_once():
+            ERRAND.check_model(request.model, {})
             findings = examine(request)
         if request.json:
             print_json(findings)
@@ -132,6 +137,7 @@ def choice(request: Doctor) -> dict[str, Any]:
     hush()
     devices, deadline = request.devices, request.deadline
     with ParallelPipeline.from_pretrained(request.model, devices=devices, deadline=deadline) as pipe:
+        ERRAND.check(purpose_of(pipe.description.pipeline))
         pipe.set_progress_bar_config(disable=True)
         pipe("a test picture", num_inference_steps=1)
         return {"model": request.model, "chosen": str(pipe.plan), "why": pipe.explain(), "ran": str(pipe.last_run)}

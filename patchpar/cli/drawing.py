@@ -10,6 +10,8 @@ from typing import Any
 from patchpar.cli.ending import ended_at_once
 from patchpar.cli.flags import Asked, Opened, plan_of
 from patchpar.cli.speech import progress
+from patchpar.models.errand import Errand
+from patchpar.models.purpose import purpose_of
 
 Keep = Callable[[Any], Any]
 
@@ -19,16 +21,22 @@ def itself(output: Any) -> Any:
     return output
 
 
-def draw(request: Asked, arguments: Callable[[], dict[str, Any]], keep: Keep = itself) -> tuple[Any, Any]:
+def draw(
+    request: Asked, errand: Errand, arguments: Callable[[], dict[str, Any]], keep: Keep = itself
+) -> tuple[Any, Any]:
     """(figures of the call, what `keep` made of its output). `arguments` may be slow: workers start meanwhile."""
-    return drawn_by(request, lambda pipe: pipe(**arguments()), keep)
+    return drawn_by(request, errand, lambda pipe: pipe(**arguments()), keep)
 
 
-def drawn_by(request: Opened, call: Callable[[Any], Any], keep: Keep = itself, **options: Any) -> tuple[Any, Any]:
+def drawn_by(
+    request: Opened, errand: Errand, call: Callable[[Any], Any], keep: Keep = itself, **options: Any
+) -> tuple[Any, Any]:
     """(figures of the call, what `keep` made of its result). `options` are of how the pipeline is loaded.
 
-    `call` takes the pipeline. `keep` works while the workers stop, on the cores that they leave.
+    `call` takes the pipeline. `keep` works while the workers stop, on the cores that they leave. Raises PlanError for a
+    model that cannot do `errand`: before it is loaded where its folder tells, else before any rank works.
     """
+    errand.check_model(request.model, request.for_loading())
     from patchpar import ParallelPipeline
     from patchpar.models.hush import hush
 
@@ -38,6 +46,7 @@ def drawn_by(request: Opened, call: Callable[[Any], Any], keep: Keep = itself, *
     with ThreadPoolExecutor(1) as aside, progress("drawing") as step, ExitStack() as stack:
         with ended_at_once():
             pipe = stack.enter_context(ParallelPipeline.from_pretrained(request.model, **opened))
+            errand.check(purpose_of(pipe.description.pipeline))
             pipe.set_progress_bar_config(disable=True)
             pipe.on_step, pipe.tracing = step, request.trace is not None
             output = call(pipe)

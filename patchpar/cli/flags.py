@@ -127,7 +127,7 @@ class Request(Asked):
         return given(
             prompt=self.prompt if several else self.prompt[0],
             negative_prompt=[negative] * len(self.prompt) if several and negative is not None else negative,
-            num_images_per_prompt=self.num_images,
+            num_images_per_prompt=self.num_images if self.num_images > 1 else None,  # not every pipeline takes it
             generator=generators if len(generators) > 1 else generators[0],
             **self.for_sampling(),
         )

@@ -13,6 +13,7 @@ from patchpar.cli.flags import Request
 from patchpar.cli.pictures import check_writable, names_for, save
 from patchpar.cli.speech import friendly_errors, print_json, stdout_kept_clean
 from patchpar.errors import PlanError
+from patchpar.models.errand import Errand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,8 @@ def generate(request: Generate) -> None:
         for path in paths:
             check_writable(path)
         with stdout_kept_clean(request.json):
-            run, saved = draw(request, request.for_drawing, lambda output: _saved(output, paths))
+            errand = Errand(verb="generate", per_prompt=request.num_images)
+            run, saved = draw(request, errand, request.for_drawing, lambda output: _saved(output, paths))
         if not saved:
             return  # under torchrun, a rank that has no result: rank 0 saves and reports
         if request.trace is not None:

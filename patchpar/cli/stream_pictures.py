@@ -16,6 +16,7 @@ from patchpar.cli.stream_meter import Meter, living_line
 from patchpar.cli.stream_run import Part, Report, paced, show_all
 from patchpar.cli.stream_screens import Screens
 from patchpar.errors import PlanError
+from patchpar.models.errand import Errand
 from patchpar.picture_file import check_pixels, read_picture
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def stream_pictures(request: Stream) -> None:
     """Run it and report. Raises PlanError and what the ranks raise."""
     assert request.input is not None
     frames = Frames.of(request.input, request.fps)
+    Errand(verb="stream", has_picture=None).check_model(request.weights, request.for_loading())
     with stdout_kept_clean(request.json), ExitStack() as ranks, ExitStack() as stack:  # films are closed before ranks
         report = _run(request, frames, stack, ranks)
     report.tell(request.json)

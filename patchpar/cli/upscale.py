@@ -14,6 +14,7 @@ from patchpar.cli.flags import Opened, given
 from patchpar.cli.pictures import check_writable, save
 from patchpar.cli.speech import friendly_errors, print_json, stdout_kept_clean
 from patchpar.errors import PlanError
+from patchpar.models.errand import Errand
 from patchpar.picture_file import read_picture
 
 
@@ -58,7 +59,9 @@ def enlarge(request: Upscale) -> None:
         picture = read_picture(request.picture, str(request.picture))
         with stdout_kept_clean(request.json):
             keep = partial(_saved, request.output)
-            run, size = drawn_by(request, lambda pipe: _upscaled(pipe, picture, request), keep, task="image-to-image")
+            errand = Errand(verb="upscale", has_picture=None)
+            work = partial(_upscaled, picture=picture, request=request)
+            run, size = drawn_by(request, errand, work, keep, task="image-to-image")
         if size is None:
             return  # under torchrun, a rank that has no result: rank 0 saves and reports
         if request.trace is not None:

@@ -13,6 +13,7 @@ from patchpar.cli.film import check_film, check_folder, frames_of, save_film, sa
 from patchpar.cli.flags import Asked, given
 from patchpar.cli.speech import friendly_errors, print_json, stdout_kept_clean
 from patchpar.errors import PlanError
+from patchpar.models.errand import Errand
 from patchpar.picture_file import read_picture
 
 
@@ -66,7 +67,8 @@ def video(request: Video) -> None:
         request.check()
         picture = request.picture()
         with stdout_kept_clean(request.json):
-            run, output = draw(request, lambda: request.for_drawing(picture))
+            errand = Errand(verb="video", product="video", has_picture=picture is not None)
+            run, output = draw(request, errand, lambda: request.for_drawing(picture))
         frames = frames_of(output)
         if frames is None:
             return  # under torchrun, a rank that has no result: rank 0 saves and reports

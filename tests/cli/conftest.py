@@ -34,6 +34,7 @@ class FakePipeline:
     opened: ClassVar[list[FakePipeline]] = []
     error: ClassVar[Exception | None] = None
     noisy: ClassVar[bool] = False
+    kind: ClassVar[str] = "Fake"
 
     @classmethod
     def from_pretrained(cls, model: str, **options: Any) -> FakePipeline:
@@ -46,6 +47,10 @@ class FakePipeline:
 
     def __exit__(self, *_: object) -> None:
         self.closed = True
+
+    @property
+    def description(self) -> Any:
+        return SimpleNamespace(pipeline=self.kind)
 
     def set_progress_bar_config(self, **_: Any) -> None: ...
 
@@ -74,7 +79,7 @@ class FakePipeline:
         )
         if "generator" not in arguments:
             return None
-        count = arguments["num_images_per_prompt"] * (
+        count = arguments.get("num_images_per_prompt", 1) * (
             len(arguments["prompt"]) if isinstance(arguments["prompt"], list) else 1
         )
         generators = arguments["generator"] if count > 1 else [arguments["generator"]]
@@ -92,6 +97,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakePipeline]:
     monkeypatch.setattr(FakePipeline, "opened", [])
     monkeypatch.setattr(FakePipeline, "error", None)
     monkeypatch.setattr(FakePipeline, "noisy", False)
+    monkeypatch.setattr(FakePipeline, "kind", "Fake")
     return FakePipeline
 
 

@@ -66,8 +66,8 @@ def test_passes_every_argument_on(fake: Any, run: Any, tmp_path: Path) -> None:
 def test_what_is_not_said_is_not_passed(fake: Any, run: Any, tmp_path: Path) -> None:
     run("generate", "a fox", "-o", tmp_path / "x.png")
     (pipe,) = fake.opened
-    assert set(pipe.calls[0]) == {"prompt", "generator", "num_images_per_prompt"}
-    assert set(pipe.options) == {"devices", "plan", "vae"}
+    assert set(pipe.calls[0]) == {"prompt", "generator"}
+    assert set(pipe.options) == {"deadline", "devices", "plan", "vae"}
 
 
 def test_several_pictures_are_numbered(fake: Any, run: Any, tmp_path: Path) -> None:
