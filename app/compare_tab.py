@@ -8,7 +8,7 @@ import gradio as gr
 from . import words
 from .answers import answered
 from .comparison import HEAD, Comparison, compare
-from .fields import Fields, picture_fields, result, result_pair
+from .fields import Fields, Forms, picture_fields, result, result_pair, settles
 from .image_tab import buttons
 from .jobs import Job, View
 from .studio import Studio
@@ -70,13 +70,13 @@ def _label(found: Comparison) -> str:
     return f"Difference, {found.gain:,.0f} times as bright" if found.largest else "Difference: none"
 
 
-def build(studio: Studio, owner: gr.State) -> tuple[CompareTab, list[Any]]:
+def build(studio: Studio, owner: gr.State, forms: Forms) -> tuple[CompareTab, list[Any]]:
     """Lay the tab out. Returns it, and what `resume` fills."""
     tab = CompareTab(studio)
     labels = [way.label for way in studio.workers.ways]
     with gr.Row(equal_height=False):
         with gr.Column(scale=5, min_width=320):
-            fields = picture_fields(studio.workers.setup.side)
+            fields = picture_fields(forms)
             one = gr.Dropdown(labels, value=labels[min(1, len(labels) - 1)], label="Left: drawn by")
             other = gr.Dropdown(labels, value=labels[-2 if len(labels) > 2 else 0], label="Right: drawn by")
             with gr.Row():
@@ -89,5 +89,6 @@ def build(studio: Studio, owner: gr.State) -> tuple[CompareTab, list[Any]]:
     table = gr.HTML(elem_id="compare-table")
     filled = [pair, difference, status, table, begin, cancel]
     gr.on([begin.click], tab.run, [owner, one, other, *fields.components], filled, show_progress="hidden")
+    settles(status, HINT, [*fields.components, one, other])
     cancel.click(answered()(studio.desk.cancel), owner, None, show_progress="hidden")
     return tab, filled

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from patchpar import Plan, PlanError, Run, StructureGuidance
-from patchpar.checks import check_plan_for
+from patchpar.checks import check_call, check_plan_for
 from patchpar.mesh import Mesh
 from patchpar.patches import split_bands
 from patchpar.plan import AXIS_MEANINGS
@@ -73,6 +73,7 @@ class Forecast:
 def forecast(model: Any, call: Call) -> Forecast:
     """For a model's Description. Raises PlanError for a call that no plan can do."""
     arguments = call.arguments(model.parameters)
+    check_call(model, arguments)
     choice = choose(model, call.devices, arguments)
     others = (plan for plan in plans(call.devices) if plan != choice.plan)
     offers = tuple(_tried(model, plan, arguments) for plan in (choice.plan, *others))

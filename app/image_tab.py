@@ -5,15 +5,18 @@ from typing import Any
 
 import gradio as gr
 
+from patchpar import PlanError
+from patchpar.models.folder import EMBEDDED
+
 from . import words
 from .answers import answered
 from .drawing import Manner, Picture
-from .fields import Fields, captions, picture_fields, result
+from .fields import Fields, Forms, captions, picture_fields, result, settles
 from .jobs import Job, View
 from .orders import Order
 from .studio import Studio
 from .watching import looked_at
-from .ways import Way, own_way, way_named
+from .ways import OWN, OWN_MEANS, Way, own_way, way_named
 
 KIND = "image"
 HINT = "Press Draw: the picture is shown after every step, and what each run cost below it."
@@ -30,14 +33,26 @@ class ImageTab:
     def __init__(self, studio: Studio) -> None:
         self._studio = studio
 
-    @answered(words.failure)
-    def explain(self, label: str) -> str:
-        """What a way means."""
-        return words.notice(way_named(label, self._studio.workers.count).means)
+    @answered(lambda sentence: (words.failure(sentence), gr.skip(), gr.skip()))
+    def choose(self, label: str) -> tuple[Any, Any, Any]:
+        """Another line of the list: (what it means, plan and strategy of one's own, emptied where it is not that)."""
+        if label == OWN:
+            return words.notice(OWN_MEANS), gr.skip(), gr.skip()
+        return words.notice(way_named(label, self._studio.workers.count).means), "", ""
+
+    @answered(lambda sentence: (gr.skip(), words.failure(sentence)))
+    def write(self, degrees: str, strategy: str) -> tuple[Any, str]:
+        """A plan or a strategy of one's own is being written, or emptied: (the line of the list, what it means)."""
+        if (degrees or "").strip() or (strategy or "").strip():
+            return gr.update(value=OWN), words.notice(OWN_MEANS)
+        first = self._studio.workers.ways[0]
+        return gr.update(value=first.label), words.notice(first.means)
 
     def way(self, label: str, degrees: str, strategy: str) -> Way:
         """The way that a person has chosen. Raises PlanError."""
         count = self._studio.workers.count
+        if label == OWN and not (degrees or strategy or "").strip():
+            raise PlanError("your own plan is empty: fill it in, or choose another line of the list")
         return own_way(degrees or "", strategy or "", count) or way_named(label, count)
 
     def submit(self, owner: str, order: Order, way: Way, traced: bool) -> Job:
@@ -81,14 +96,14 @@ def buttons(view: View | None) -> tuple[Any, Any]:
     return gr.update(interactive=not is_busy), gr.update(interactive=is_busy)
 
 
-def build(studio: Studio, owner: gr.State) -> tuple[ImageTab, list[Any]]:
+def build(studio: Studio, owner: gr.State, forms: Forms) -> tuple[ImageTab, list[Any]]:
     """Lay the tab out. Returns it, and what `resume` fills."""
     tab = ImageTab(studio)
     ways = studio.workers.ways
     with gr.Row(equal_height=False):
         with gr.Column(scale=5, min_width=320):
-            fields = picture_fields(studio.workers.setup.side)
-            way = gr.Dropdown([each.label for each in ways], value=ways[0].label, label="Devices and strategy")
+            fields = picture_fields(forms)
+            way = gr.Dropdown([*(each.label for each in ways), OWN], value=ways[0].label, label="Devices and strategy")
             means = gr.HTML(words.notice(ways[0].means))
             with gr.Accordion("Your own plan", open=False):
                 degrees = gr.Textbox(label="Plan", placeholder="cfg=2,patch=2", max_lines=1)
@@ -101,9 +116,13 @@ def build(studio: Studio, owner: gr.State) -> tuple[ImageTab, list[Any]]:
             picture = result("Picture", "image-picture", height=420)
             status = gr.HTML(words.notice(HINT), elem_id="image-status")
             facts = gr.HTML(elem_id="image-facts")
-    captions(fields.prompt)
+    if studio.workers.setup.model in EMBEDDED:
+        captions(fields.prompt)
     filled = [picture, status, facts, begin, cancel]
-    way.change(tab.explain, way, means, show_progress="hidden")
+    way.input(tab.choose, way, [means, degrees, strategy], show_progress="hidden")
+    written = [degrees.input, strategy.input]
+    gr.on(written, tab.write, [degrees, strategy], [way, means], trigger_mode="always_last", show_progress="hidden")
+    settles(status, HINT, [*fields.components, way, degrees, strategy])
     inputs = [owner, way, degrees, strategy, traced, *fields.components]
     gr.on([begin.click, fields.prompt.submit], tab.draw, inputs, filled, show_progress="hidden")
     cancel.click(answered()(studio.desk.cancel), owner, None, show_progress="hidden")

@@ -8,7 +8,7 @@ import gradio as gr
 
 from . import words
 from .answers import answered
-from .fields import CAPTIONS, Fields, picture_fields, result, result_pair, uploaded
+from .fields import CAPTIONS, Fields, Forms, picture_fields, result, result_pair, settles, uploaded
 from .image_tab import buttons
 from .jobs import Job, View
 from .large import LARGEST_SCALE, EnlargeOrder, Large, draw_again, draw_large, large_way
@@ -106,14 +106,14 @@ def _buttons(view: View | None) -> tuple[Any, Any, Any]:
     return begin, begin, cancel
 
 
-def build(studio: Studio, owner: gr.State) -> tuple[LargeTab, list[Any]]:
+def build(studio: Studio, owner: gr.State, forms: Forms) -> tuple[LargeTab, list[Any]]:
     """Lay the tab out. Returns it, and what `resume` fills."""
     tab = LargeTab(studio)
     with gr.Row(equal_height=False):
         with gr.Column(scale=5, min_width=320):
             with gr.Tabs():
                 with gr.Tab("Out of a prompt"):
-                    prompted = _PromptFields(studio)
+                    prompted = _PromptFields(forms)
                 with gr.Tab("Out of a picture"):
                     again = _PictureFields()
             cancel = gr.Button("Cancel", interactive=False, elem_id="large-cancel")
@@ -125,6 +125,7 @@ def build(studio: Studio, owner: gr.State) -> tuple[LargeTab, list[Any]]:
     filled = [picture, pair, status, figures, prompted.begin, again.begin, cancel]
     prompted.begin.click(tab.draw, [owner, *prompted.components], filled, show_progress="hidden")
     again.begin.click(tab.enlarge, [owner, *again.components], filled, show_progress="hidden")
+    settles(status, HINT, [*prompted.components, *again.components])
     cancel.click(answered()(studio.desk.cancel), owner, None, show_progress="hidden")
     return tab, filled
 
@@ -132,9 +133,9 @@ def build(studio: Studio, owner: gr.State) -> tuple[LargeTab, list[Any]]:
 class _PromptFields:
     """What a picture out of a prompt is told."""
 
-    def __init__(self, studio: Studio) -> None:
+    def __init__(self, forms: Forms) -> None:
         gr.HTML(words.notice(EXPLAINED))
-        fields = picture_fields(studio.workers.setup.side, times=2, steps=12)
+        fields = picture_fields(forms, times=2)
         options = gr.Textbox(label="Options of structure guidance", placeholder="overlap=0.25,kept=0.5", max_lines=1)
         beside = gr.Checkbox(False, label="Draw it directly as well, to compare")
         self.begin = gr.Button("Draw large", variant="primary", interactive=False, elem_id="large-run")

@@ -1,6 +1,6 @@
 """The page: its tabs, its colours, what happens when somebody comes and goes."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,8 @@ import gradio as gr
 
 from . import compare_tab, image_tab, large_tab, plan_tab, stream_tab, timeline_tab, words
 from .answers import AnsweredBlocks, answered
+from .defaults import defaults_before, defaults_of
+from .fields import Forms
 from .jobs import View
 from .studio import Studio
 from .visits import ASK_PAGE
@@ -41,26 +43,28 @@ def theme() -> Any:
 def build(studio: Studio) -> gr.Blocks:
     """The whole page."""
     with AnsweredBlocks(title="patchpar", analytics_enabled=False, delete_cache=CACHE, fill_width=True) as page:
+        forms = Forms(defaults_before(studio.workers.setup.model))
         owner, asked = gr.State(""), gr.Textbox(visible="hidden")
         gr.HTML(_heading(studio))
         ready = gr.HTML(words.notice("Starting."), elem_id="ready")
         with gr.Tabs():
             with gr.Tab("Image"):
-                image = image_tab.build(studio, owner)
+                image = image_tab.build(studio, owner, forms)
             with gr.Tab("Compare"):
-                pair = compare_tab.build(studio, owner)
+                pair = compare_tab.build(studio, owner, forms)
             with gr.Tab("High resolution"):
-                large = large_tab.build(studio, owner)
+                large = large_tab.build(studio, owner, forms)
             with gr.Tab("Stream"):
-                stream = stream_tab.build(studio, owner)
+                stream = stream_tab.build(studio, owner, forms)
             with gr.Tab("Timeline") as shown:
                 timeline, lanes = timeline_tab.build(studio, owner)
             with gr.Tab("Plan") as planned:
-                plan, asked_for, answers = plan_tab.build(studio, owner)
+                plan, asked_for, answers = plan_tab.build(studio, owner, forms)
         shown.select(timeline.refresh, owner, lanes, show_progress="hidden")
         planned.select(plan.show, asked_for, answers, show_progress="hidden")
         _welcome(page, studio, owner, asked, (image, pair, large, stream))
-        page.load(_Readiness(studio).show, None, ready, show_progress="hidden")
+        loaded = page.load(_Readiness(studio).show, None, ready, show_progress="hidden")
+        loaded.then(_filling(studio, forms), forms.components, forms.components, show_progress="hidden")
     return page
 
 
@@ -85,6 +89,17 @@ def _welcome(page: gr.Blocks, studio: Studio, owner: gr.State, asked: gr.Textbox
     for tab, filled in tabs:
         arrived.then(tab.resume, owner, filled, show_progress="hidden")
     page.unload(leave)
+
+
+def _filling(studio: Studio, forms: Forms) -> Callable[..., Any]:
+    """The handler that gives the fields what the model, which has been loaded, has as its own."""
+
+    @answered()
+    def fill(*values: Any) -> list[Any]:
+        workers = studio.workers
+        return forms.filled(defaults_of(workers.setup.model, workers.model), values)
+
+    return fill
 
 
 class _Readiness:

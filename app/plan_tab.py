@@ -9,6 +9,7 @@ from patchpar.planner.links import Link
 
 from . import words
 from .answers import answered
+from .fields import Forms
 from .forecast import MOST_DEVICES, MOST_PROMPTS, Call, drawing, forecast, link_verdict
 from .studio import Studio
 
@@ -53,15 +54,19 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def build(studio: Studio, owner: gr.State) -> tuple[PlanTab, list[Any], list[Any]]:
+def build(studio: Studio, owner: gr.State, forms: Forms) -> tuple[PlanTab, list[Any], list[Any]]:
     """Lay the tab out. Returns it, what `show` is given, and what it fills."""
-    tab, side = PlanTab(studio), studio.workers.setup.side
+    tab = PlanTab(studio)
     with gr.Row(equal_height=False):
         with gr.Column(scale=5, min_width=320):
             devices = gr.Slider(1, MOST_DEVICES, 8, step=1, label="Devices")
             with gr.Row():
-                width = gr.Number(side, label="Width", precision=0, min_width=120)
-                height = gr.Number(side, label="Height", precision=0, min_width=120)
+                width = forms.add(
+                    gr.Number, lambda each: {"value": each.width}, label="Width", precision=0, min_width=120
+                )
+                height = forms.add(
+                    gr.Number, lambda each: {"value": each.height}, label="Height", precision=0, min_width=120
+                )
                 prompts = gr.Slider(1, MOST_PROMPTS, 1, step=1, label="Prompts", min_width=120)
             guided = gr.Checkbox(True, label="Guidance is on")
             begin = gr.Button("Plan", variant="primary", elem_id="plan-run")

@@ -14,7 +14,7 @@ from patchpar.stream.config import StreamConfig
 from . import words
 from .answers import answered
 from .face import LONGEST, FaceOrder, FaceStream
-from .fields import Fields, picture_fields, uploaded
+from .fields import Fields, Forms, picture_fields, settles, uploaded
 from .footage import MOST_RATE, Footage
 from .image_tab import buttons
 from .jobs import Job, View
@@ -29,6 +29,8 @@ from .watching import looked_at
 KIND = "stream"
 SOURCES = {"The prompt alone": "prompt", "A picture": "picture", "A film": "film", "The camera": "camera"}
 HINT = "The stream will be here, picture after picture, until you stop it. Its prompt can be changed meanwhile."
+NOTHING = "Stopped before the first picture had come: there is nothing to show or to save."
+STREAM_STEPS = 8  # at the beginning, though a model may have more: a stream wants to move
 NO_FACE = "No model of a face is loaded. Start the app with --face FOLDER to have one talk here."
 
 
@@ -150,10 +152,11 @@ def show(view: View | None) -> tuple[Any, ...]:
     facts, film = gr.skip(), None
     if view is not None and view.state == "done":
         streamed: Streamed = view.result
-        facts = words.pairs(streamed.rows())
+        facts = words.pairs(streamed.rows()) if streamed.pictures else ""
         film = streamed.film if streamed.film is not None and streamed.film.exists() else None
     save = gr.update(value=None if film is None else str(film), visible=film is not None)
-    return words.status(view), facts, save, *_buttons(view)
+    is_empty = view is not None and view.state == "done" and not view.result.pictures
+    return words.notice(NOTHING) if is_empty else words.status(view), facts, save, *_buttons(view)
 
 
 def _buttons(view: View | None) -> tuple[Any, Any, Any]:
@@ -161,13 +164,13 @@ def _buttons(view: View | None) -> tuple[Any, Any, Any]:
     return begin, begin, stop
 
 
-def build(studio: Studio, owner: gr.State) -> tuple[StreamTab, list[Any]]:
+def build(studio: Studio, owner: gr.State, forms: Forms) -> tuple[StreamTab, list[Any]]:
     """Lay the tab out. Returns it, and what `resume` fills."""
     tab = StreamTab(studio)
     with gr.Row(equal_height=False):
         with gr.Column(scale=5, min_width=320), gr.Tabs():
             with gr.Tab("Pictures"):
-                pictures = _PictureFields(studio)
+                pictures = _PictureFields(forms)
             with gr.Tab("Face"):
                 face = _FaceFields(studio)
         with gr.Column(scale=6, min_width=320):
@@ -184,6 +187,7 @@ def build(studio: Studio, owner: gr.State) -> tuple[StreamTab, list[Any]]:
     face.begin.click(tab.talk, [owner, *face.components], filled, show_progress="hidden")
     gr.on([say.click, prompt.submit], tab.say, [owner, prompt], said, show_progress="hidden")
     stop.click(tab.stop, owner, None, show_progress="hidden")
+    settles(status, "", [*pictures.components, *face.components])
     pictures.camera.stream(tab.see, [owner, pictures.camera], None, stream_every=0.2, show_progress="hidden")
     return tab, filled
 
@@ -198,8 +202,8 @@ def _shipped(folder: Path, name: str) -> str:
 class _PictureFields:
     """What a stream of pictures is told."""
 
-    def __init__(self, studio: Studio) -> None:
-        fields = picture_fields(studio.workers.setup.side, steps=8)
+    def __init__(self, forms: Forms) -> None:
+        fields = picture_fields(forms, most_steps=STREAM_STEPS)
         source = gr.Radio(list(SOURCES), value=next(iter(SOURCES)), label="Begin with", elem_id="stream-source")
         picture = uploaded(
             "Picture", sources=["upload", "clipboard"], visible=False, height=240, elem_id="stream-picture"

@@ -7,6 +7,8 @@ from patchpar.strategies import parse_strategy
 
 AUTOMATIC = "auto"
 SINGLE = "single"
+OWN = "Your own plan"
+OWN_MEANS = "What you write below is what draws: exact, or approximate if its strategy is."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +101,7 @@ def own_way(degrees: str, strategy: str, count: int) -> Way | None:
     degrees, strategy = degrees.strip(), strategy.strip()
     if not degrees and not strategy:
         return None
-    way = Way(label="Your own", degrees=degrees or f"patch={count}", strategy=strategy or "exact")
+    way = Way(label=OWN, degrees=degrees or f"patch={count}", strategy=strategy or "exact")
     if way.degrees in (AUTOMATIC, SINGLE) and strategy:
         raise PlanError(f"strategy {strategy!r} needs a plan to go with, such as patch={count}")
     way.plan(count)

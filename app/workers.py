@@ -47,11 +47,6 @@ class Setup:
         source, options, folder = resolve_model(self.model, self.options)
         check_memory(source, needed_bytes(folder, options), self.devices.names)
 
-    @property
-    def side(self) -> int:
-        """Pixels of a side that the page begins with."""
-        return 256 if self.model.startswith("embedded") else 1024
-
 
 def devices_of(text: str) -> Devices:
     """The devices that `--devices` means; without a GPU, "auto" is two CPU workers. Raises PlanError."""

@@ -1,0 +1,151 @@
+"""Fields begin with what the loaded model has as its own, and what a person has changed is left alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from html import unescape
+from typing import Any
+
+import gradio as gr
+import pytest
+
+from app.defaults import Defaults, defaults_before, defaults_of
+from app.drawing import Artist
+from app.fields import Forms, picture_fields
+from app.image_tab import ImageTab
+from app.jobs import Desk, View
+from app.live import Feeds
+from app.page import build
+from app.plan_tab import PlanTab
+from app.stream_tab import show
+from app.streaming import Streamed
+from app.studio import Studio
+from app.visits import Visits
+from app.ways import OWN, OWN_MEANS
+from app.workers import Setup
+from patchpar.models.description import Description, describe
+from tests import tiny
+
+from .fakes import FakePipeline, FakeWorkers
+from .test_bad_input import AUTOMATIC, OWNER, fields, said
+
+
+class LoadedWorkers(FakeWorkers):
+    """A model of the hub, which has been loaded, or not yet."""
+
+    def __init__(self, model: str, description: Description | None) -> None:
+        super().__init__(FakePipeline())
+        self.setup, self.loaded = Setup(model=model), description
+
+    @property
+    def model(self) -> Any:
+        return self.loaded
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    studios: list[Studio] = []
+
+    def studio_of(model: str, description: Description | None = None) -> Studio:
+        workers: Any = LoadedWorkers(model, description)
+        desk = Desk()
+        studios.append(Studio(workers, Artist(workers), desk, Visits(desk), Feeds()))
+        monkeypatch.setenv("GRADIO_TEMP_DIR", str(studios[-1].uploads))
+        return studios[-1]
+
+    yield studio_of
+    for each in studios:
+        each.close()
+
+
+@pytest.mark.parametrize(("kind", "steps", "guidance"), [("sd", 50, 7.5), ("sdxl", 50, 5.0), ("flux", 28, 3.5)])
+def test_they_are_those_of_the_pipeline_s_call_and_of_its_size(kind: str, steps: int, guidance: float) -> None:
+    model = describe(tiny.build(kind).pipe)
+    found = defaults_of("org/name", model)
+    assert (found.steps, found.guidance) == (steps, guidance)
+    assert model.default_size is not None
+    assert (found.height, found.width) == tuple(max(64, side) for side in model.default_size)
+
+
+def test_the_embedded_models_have_theirs_whatever_their_class_says() -> None:
+    known = Defaults(height=256, width=256, steps=20, guidance=4.0)
+    assert defaults_before("embedded") == defaults_of("embedded-dit", describe(tiny.build("sdxl").pipe)) == known
+    assert defaults_of("org/name", None) == Defaults()
+
+
+def test_a_field_that_a_person_has_changed_keeps_what_it_holds() -> None:
+    forms = Forms(Defaults())
+    with gr.Blocks():
+        picture_fields(forms, times=2, most_steps=8)
+    names = [each.label for each in forms.components]
+    assert names == ["Width", "Height", "Steps", "Guidance scale"]
+    values: list[Any] = [each.value for each in forms.components]
+    assert values == [2048, 2048, 8, 4.0]
+    known = Defaults(height=512, width=768, steps=4, guidance=0.0)
+    filled = [each["value"] for each in forms.filled(known, values)]
+    assert filled == [1536, 1024, 4, 0.0]
+    filled = [each["value"] for each in forms.filled(known, [640, 2048, 8, 9.5])]
+    assert filled == [640, 1024, 4, 9.5]
+    for each, value in zip(forms.filled(known, values), (1536, 1024), strict=False):
+        assert each["minimum"] <= value <= each["maximum"]
+        assert (value - each["minimum"]) % each["step"] == 0
+    assert forms.filled(Defaults(), values) == [gr.skip()] * 4
+
+
+def test_the_page_is_filled_when_the_model_has_been_loaded(opened: Any) -> None:
+    model = describe(tiny.build("flux").pipe)
+    page = build(opened("org/name", model))
+    (fill,) = (each for each in page.fns.values() if getattr(each.fn, "__name__", "") == "fill")
+    values = [component.value for component in fill.inputs]
+    filled = fill.fn(*values)
+    assert [each["value"] for each in filled if each["value"] == 3.5]
+    assert len(filled) == len(fill.outputs) == 4 * 4 + 2
+
+
+def test_only_the_embedded_model_is_said_to_draw_what_it_draws(opened: Any) -> None:
+    for model, is_said in (("embedded", True), ("org/name", False)):
+        config = str(build(opened(model)).get_config_file())
+        assert ("What the embedded model can draw" in config) == is_said
+
+
+def test_the_list_says_when_a_plan_of_one_s_own_is_what_draws(opened: Any) -> None:
+    tab = ImageTab(opened("embedded"))
+    line, means = tab.write("patch=2", "displaced")
+    assert (line["value"], OWN_MEANS in means) == (OWN, True)
+    line, means = tab.write(" ", "")
+    assert (line["value"], "never approximate" in means) == (AUTOMATIC, True)
+    assert tab.choose(AUTOMATIC)[1:] == ("", "")  # what was written no longer counts, and is no longer there
+    assert OWN_MEANS in tab.choose(OWN)[0]
+    assert "your own plan is empty: fill it in" in said(tab.draw(OWNER, OWN, "", " ", True, *fields()))
+
+
+def test_what_is_chosen_is_what_draws(opened: Any) -> None:
+    studio = opened("embedded")
+    asyncio.run(_to_the_end(ImageTab(studio).draw(OWNER, OWN, "patch=2", "displaced", True, *fields())))
+    assert str(studio.workers.pictures().plan) == "patch=2,strategy=displaced"
+
+
+async def _to_the_end(shown: Any) -> None:
+    async for _ in shown:
+        pass
+
+
+def test_a_stream_that_is_stopped_before_its_first_picture_has_made_nothing() -> None:
+    none, one = (Streamed(pictures=count, seconds=1.0, latency=0.0, devices="2") for count in (0, 1))
+    status, facts, save, *_ = show(View(state="done", result=none))
+    assert "Stopped before the first picture" in status
+    assert "Done" not in status
+    assert facts == ""
+    assert save["visible"] is False
+    status, facts, *_ = show(View(state="done", result=one))
+    assert "Done" in status
+    assert "1 in 1.0 s" in facts
+
+
+def test_a_size_that_no_plan_can_draw_is_not_offered(opened: Any) -> None:
+    tab = PlanTab(opened("org/name", describe(tiny.build("sdxl").pipe)))
+    said_, drawn, table = tab.show(2, 250, 256, True, 1)
+    assert "width=250 is no multiple of 8, the model's grid: use 248 or 256" in unescape(said_)
+    assert (drawn, table) == ("", "")
+    assert "can be run" in tab.show(2, 256, 256, True, 1)[2]
