@@ -99,7 +99,7 @@ def settles(status: gr.HTML, hint: str, fields: Iterable[Any]) -> None:
     """An error in `status` is taken back, for `hint`, when a person changes one of the fields that it may be about."""
     instead = words.notice(hint) if hint else ""
     js = f"(status) => status.includes('class=\"state failed\"') ? {json.dumps(instead)} : status"
-    gr.on([each.change for each in fields], None, status, status, js=js, show_progress="hidden")
+    gr.on([each.input for each in fields], None, status, status, js=js, show_progress="hidden")
 
 
 def result(label: str, name: str, **options: Any) -> gr.Image:
