@@ -2,6 +2,7 @@
 # make app      the demo, a page in the browser
 # make test     the whole test suite
 # make test-all the same for every model, scheduler and option that a promise names
+# make test-lowest  a part of it with the lowest versions that pyproject.toml allows, in .venv-lowest
 # make check    lint, types, direction of imports
 # make docs     the docs as a site, in build/site
 # make drawings the drawings of the docs, drawn again
@@ -18,7 +19,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PROMPT ?= a red house on the left and a pine on the right, green hills at sunset
 
-.PHONY: demo app browser test test-all lint format types imports check docs drawings figures figures-long coverage plans clean
+.PHONY: demo app browser test test-all test-lowest lint format types imports check docs drawings figures figures-long coverage plans clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -36,6 +37,14 @@ test: $(VENV)/installed-dev $(VENV)/browser
 
 test-all: $(VENV)/installed-dev $(VENV)/browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15 -m ""
+
+# What depends most on versions: what is loaded and refused, seams of every pipeline, guidance, streams.
+LOWEST := .venv-lowest
+LOWEST_TESTS := tests/safety tests/unit/test_model_folder.py tests/test_tiny.py tests/exact/test_pipelines.py \
+  tests/guidance/test_guidance.py tests/pipeline/test_attributes.py tests/stream/test_journal.py
+
+test-lowest: $(LOWEST)/installed-lowest
+	$(LOWEST)/bin/python -m pytest -n 2 --dist loadfile $(LOWEST_TESTS)
 
 check: lint types imports docs
 
@@ -98,7 +107,7 @@ plans: $(VENV)/installed-dev
 	$(BIN)/python -m tests.tokens.ship
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(LOWEST) dist build .pytest_cache .mypy_cache .ruff_cache
 
 # Without an NVIDIA GPU the CPU build of torch does, at a tenth of the download. It has a version of its own in some
 # indexes, an index of its own elsewhere; where neither can be reached (and on macOS) the plain package is a CPU build
@@ -115,6 +124,16 @@ $(VENV)/torch:
 	  || $(PIP) install "torch==$(TORCH)"; \
 	fi
 	@touch $@
+
+# Of torch the version of the other environment: each older CPU build is hundreds of megabytes more.
+$(LOWEST)/installed-lowest: pyproject.toml
+	@$(MAKE) --no-print-directory VENV=$(LOWEST) $(LOWEST)/torch
+	$(LOWEST)/bin/python -m pip --quiet --disable-pip-version-check install uv
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
+	  "torch==$$($(LOWEST)/bin/python -c 'import torch; print(torch.__version__)')" --editable ".[lora,video]"
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python pytest pytest-timeout pytest-xdist hatchling
+	$(LOWEST)/bin/uv pip list --python $(LOWEST)/bin/python
+	touch $@
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml
 	@$(PIP) install --editable .

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import StableDiffusion3Pipeline, StableDiffusionXLPipeline
 from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
 
@@ -110,11 +112,23 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"face": face, "pictures": pictures}
 
 
+def small(draw: Any) -> Any:
+    """A call of diffusers' own pipelines, of a small picture in few steps whatever the page asks for."""
+
+    @wraps(draw)
+    def drawn(self: Any, *args: Any, **arguments: Any) -> Any:
+        return draw(self, *args, **(arguments | SMALL))
+
+    return drawn
+
+
 @pytest.fixture
 def names(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """What a reader of the pages has: models that are tiny here, a face, sound, frames."""
     fifo = FifoConfig(fps=20, height=2 * ROWS, width=2 * COLUMNS, queue=QUEUE, text_tokens=TEXT)
     control = tiny.build("sdxl_controlnet").pipe
+    for plain in (StableDiffusionXLPipeline, StableDiffusion3Pipeline):
+        monkeypatch.setattr(plain, "__call__", small(plain.__call__))
     monkeypatch.setattr(patchpar, "ParallelPipeline", Opened)
     monkeypatch.setattr(patchpar, "StreamingPipeline", streaming(folders["face"], StreamingPipeline))
     monkeypatch.setattr(

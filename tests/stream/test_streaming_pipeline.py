@@ -195,7 +195,7 @@ def test_two_transformers_without_a_boundary_are_refused(tmp_path: Path) -> None
     ("facts", "message"),
     [
         (None, r"no stream\.json"),
-        ("nonsense", "cannot be read"),
+        ("nonsense", "is not valid JSON"),
         ({"sigmas": [1, 0]}, "not complete"),
         ({"sigmas": [1, 0], "fps": 0, "height": 1, "width": 1}, "fps=0"),
         ({"sigmas": [1, 0], "colour": 1}, "colour means nothing"),
