@@ -56,7 +56,9 @@ def doctor(request: Doctor) -> None:
 def examine(request: Doctor) -> dict[str, Any]:
     """Everything doctor has to say, as JSON has it."""
     from patchpar.launch.devices import resolve_devices
+    from patchpar.models.folder import resolve_model
 
+    resolve_model(request.model, {})  # refused before anything is tried
     return {
         "versions": versions(),
         "host": host(),
