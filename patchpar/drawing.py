@@ -23,6 +23,7 @@ from patchpar.pulse import Pulse
 from patchpar.stepping import InPlaceOfStep, Step
 
 PLAIN = (bool, int, float, str, type(None))
+BAR = "_progress_bar_config"  # as diffusers keeps it
 
 
 class Drawing:
@@ -154,15 +155,19 @@ def _moved(value: Any, like: Any) -> Any:
 
 @contextmanager
 def _no_progress_bar(pipe: Any) -> Iterator[None]:
-    before = getattr(pipe, "_progress_bar_config", None)
-    pipe.set_progress_bar_config(**{**(before or {}), "disable": True})
+    """Neither of a pipeline nor of those that it is made of, as Kandinsky's combined ones are."""
+    shown = [pipe, *(each for each in vars(pipe).values() if hasattr(each, "set_progress_bar_config"))]
+    before = [vars(each).get(BAR) for each in shown]
+    for each, config in zip(shown, before, strict=True):
+        setattr(each, BAR, {**(config or {}), "disable": True})
     try:
         yield
     finally:
-        if before is None:
-            del pipe._progress_bar_config
-        else:
-            pipe._progress_bar_config = before
+        for each, config in zip(shown, before, strict=True):
+            if config is None:
+                vars(each).pop(BAR, None)
+            else:
+                setattr(each, BAR, config)
 
 
 def take_random_state(state: RandomState, device: torch.device) -> None:

@@ -111,6 +111,7 @@ CASES = {
     "hidream": {"prompt": ["a small red house", "a blue boat"]},  # four samples, and text of four layers
     "allegro": {},  # positions of tokens in tables that two samples share
     "cogvideox_image": {"height": 16, "width": 16, "num_frames": 5},  # a rotary table of two tokens
+    "kandinsky22_combined": {},  # made of pipelines, the second of which has the denoiser
     "sd_controlnet": {},  # the ControlNet is checked by itself: its states reach whole and shared denoisers alike
 }
 

@@ -120,6 +120,7 @@ RARER: dict[str, Builder] = {
     "ldm_upscale": pixel_pipelines.ldm_upscale,
     "ldm_text": pixel_pipelines.ldm_text,
     "kandinsky22": kandinsky_pipelines.kandinsky22,
+    "kandinsky22_combined": kandinsky_pipelines.kandinsky22_combined,
     "kandinsky22_img2img": kandinsky_pipelines.kandinsky22_img2img,
     "kandinsky22_inpaint": kandinsky_pipelines.kandinsky22_inpaint,
     "kandinsky22_controlnet": kandinsky_pipelines.kandinsky22_controlnet,

@@ -55,6 +55,21 @@ def kandinsky22() -> Built:
     return diffusers.KandinskyV22Pipeline(**_decoder_parts(_decoder_unet())), {**_said(), **_LATENT}
 
 
+def kandinsky22_combined() -> Built:
+    """A pipeline made of two: a prior says of text what the decoder draws."""
+    prior = diffusers.PriorTransformer(num_attention_heads=2, attention_head_dim=12, embedding_dim=WIDTH, num_layers=1)
+    pipe = diffusers.KandinskyV22CombinedPipeline(
+        **_decoder_parts(_decoder_unet()),
+        prior_prior=prior,
+        prior_image_encoder=encoders.clip_vision(WIDTH),
+        prior_text_encoder=encoders.clip_text_projected(WIDTH),
+        prior_tokenizer=tokenizers.clip(),
+        prior_scheduler=diffusers.UnCLIPScheduler(prediction_type="sample"),
+        prior_image_processor=encoders.clip_image_processor(),
+    )
+    return pipe, {"prompt": PROMPT, **_LATENT, "prior_num_inference_steps": 2}
+
+
 def kandinsky22_img2img() -> Built:
     call = {**_said(), **_LATENT, "image": pictures.scene(64, 64), "strength": 0.9}
     return diffusers.KandinskyV22Img2ImgPipeline(**_decoder_parts(_decoder_unet())), call

@@ -1,0 +1,45 @@
+"""The bars of diffusers are off while a caller shows its own, also those of pipelines that a pipeline is made of."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from patchpar.call import DrawOptions
+from patchpar.clock import StepClock
+from patchpar.drawing import Drawing
+from patchpar.ledger import Ledger
+from patchpar.plan import Plan
+from patchpar.traffic import Traffic
+
+
+class Part:
+    """Keeps what it is told of its bar as diffusers does."""
+
+    def set_progress_bar_config(self, **config: Any) -> None:
+        self._progress_bar_config = config
+
+
+class Combined(Part):
+    """Tells its parts, and keeps nothing itself."""
+
+    def __init__(self) -> None:
+        self.prior_pipe, self.decoder_pipe = Part(), Part()
+        self.decoder_pipe.set_progress_bar_config(desc="decoding")
+
+    def set_progress_bar_config(self, **config: Any) -> None:
+        for part in (self.prior_pipe, self.decoder_pipe):
+            part.set_progress_bar_config(**config)
+
+    def __call__(self) -> list[Any]:
+        return [dict(vars(part).get("_progress_bar_config", {})) for part in (self.prior_pipe, self.decoder_pipe)]
+
+
+def test_they_are_off_meanwhile_and_as_they_were_after() -> None:
+    pipe = Combined()
+    context: Any = SimpleNamespace(world_size=1, rank=0, mark=lambda where: None, emit=lambda event: None)
+    options = DrawOptions(plan=Plan(), quiet=True)
+    seen = Drawing(pipe, context, StepClock(), options, Ledger(Traffic(), (), tracing=False)).run({})
+    assert seen == [{"disable": True}, {"desc": "decoding", "disable": True}]
+    assert pipe() == [{}, {"desc": "decoding"}]
+    assert "_progress_bar_config" not in vars(pipe)
