@@ -73,6 +73,7 @@ drawings: $(VENV)/installed
 figures: $(VENV)/installed-dev drawings
 	$(BIN)/python -m benchmarks.scaling --write docs/figures/scaling.md
 	$(BIN)/python -m benchmarks.parity --write docs/figures/parity.md
+	$(BIN)/python -m benchmarks.parity_half --write docs/figures/parity-half.md
 	$(BIN)/python -m benchmarks.startup --write docs/figures/startup.md
 	$(BIN)/python -m benchmarks.transport --write docs/figures/transport.md
 	$(BIN)/python -m benchmarks.volumes --write docs/figures/volumes.md

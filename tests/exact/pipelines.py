@@ -11,6 +11,7 @@ from typing import Any
 import diffusers
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from patchpar.call import DrawOptions, RandomState
 from patchpar.engine import Engine
@@ -76,6 +77,79 @@ def compared(place: Place, name: str, cases: Sequence[Case], verdicts: str) -> l
             psnr = psnr_db(_latents(drawn[0].output), plain)
             found.append(Compared(relative_error=error, psnr_db=psnr, control_error=next(iter(control), None)))
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halved:
+    """Relative differences of final latents in half precision. `truth`: the same half weights computed in fp32.
+
+    `ours`: a plan beside one process; `batched`, `math`: plain diffusers in a batch of two, or with attention's plain
+    kernel, beside plain diffusers. `ours_off` and `plain_off`: how far each is from the truth. `alone`: `ours` with
+    every band by itself.
+    """
+
+    ours: float
+    batched: float
+    math: float
+    ours_off: float
+    plain_off: float
+    alone: float | None = None
+
+
+def halved(place: Place, name: str, dtype: torch.dtype, cases: Sequence[Case], verdicts: str) -> list[Halved | None]:
+    """Each case in half precision, on as many of the ranks as its plan takes. Rank 0 knows."""
+    pipe, arguments = _pipeline(name)
+    pipe.to(dtype)
+    engine, original, found = Engine(place.context), pipe.scheduler, []
+    for case in cases:
+        kwargs = arguments | _changes(name, case) | {"latents": _noise(pipe, case.size, dtype)}
+        pipe.scheduler = SCHEDULERS[case.scheduler].from_config(original.config)
+        plain = _plain_ways(pipe, kwargs, dtype) if place.rank == 0 else None
+        engine.adopt(pipe)
+        options = DrawOptions(
+            plan=Plan.parse(case.plan), verify=Path(verdicts), random=RandomState(seed=SEED), quiet=True
+        )
+        drawn = engine.draw(_seeded(kwargs), options)
+        control = None
+        if case.control:
+            engine.control(exchange="off")
+            control = engine.draw(_seeded(kwargs), options)
+        engine.restore()
+        if plain is not None:
+            one, ours = plain["one"], _latents(drawn.output)
+            found.append(
+                Halved(
+                    ours=relative(ours, one),
+                    batched=relative(plain["batched"], one),
+                    math=relative(plain["math"], one),
+                    ours_off=relative(ours, plain["truth"]),
+                    plain_off=relative(one, plain["truth"]),
+                    alone=relative(_latents(control.output), one) if control else None,
+                )
+            )
+    return found
+
+
+def _noise(pipe: Any, size: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The same in every format: torch draws other numbers in half precision than in fp32."""
+    height, width = (side // pipe.vae_scale_factor for side in size)
+    shape = (1, pipe.vae.config.latent_channels, height, width)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(SEED)).to(dtype)
+
+
+def _plain_ways(pipe: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Final latents of plain diffusers: in one process, in a batch of two, with another kernel, and in fp32."""
+    one = _latents(pipe(**_seeded(kwargs)))
+    twice = {"prompt": [kwargs["prompt"]] * 2, "generator": [torch.Generator().manual_seed(SEED) for _ in range(2)]}
+    several: dict[str, Any] = {name: [kwargs[name]] * 2 for name in ("image", "negative_prompt") if name in kwargs}
+    several["latents"] = torch.cat([kwargs["latents"]] * 2)
+    batched = _latents(pipe(**kwargs | twice | several))[:1]
+    with sdpa_kernel(SDPBackend.MATH):
+        slow = _latents(pipe(**_seeded(kwargs)))
+    pipe.to(torch.float32)
+    truth = _latents(pipe(**_seeded(kwargs | {"latents": kwargs["latents"].float()})))
+    pipe.to(dtype)
+    return {"one": one, "batched": batched, "math": slow, "truth": truth}
 
 
 def relative(got: Tensor, want: Tensor) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.breadth import first_of
 from tests.exact.pipelines import Case
@@ -48,3 +49,13 @@ def test_final_latents(ranks: Any, tmp_path: Path, name: str) -> None:
     assert max(each.relative_error for each in found) <= LIMIT, found
     assert min(each.psnr_db for each in found) >= LEAST_DB, found
     assert found[0].control_error >= CONTROL, found
+
+
+@pytest.mark.parametrize("dtype", first_of([torch.bfloat16, torch.float16], torch.bfloat16))
+def test_in_half_precision_no_farther_off_than_one_process(ranks: Any, tmp_path: Path, dtype: torch.dtype) -> None:
+    """And no farther from plain diffusers than that is from itself with another kernel of attention."""
+    cases = [Case(plan="patch=2", scheduler="DDIM", control=True)]
+    (found,) = ranks.run("tests.exact.pipelines:halved", 2, "sd", dtype, cases, str(tmp_path))[0]
+    assert found.ours_off <= 1.5 * found.plain_off, found
+    assert found.ours <= 1.5 * found.math, found
+    assert found.alone > 3 * found.ours, found
