@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from patchpar.clock import StepClock
 from patchpar.errors import UnsupportedModel
 from patchpar.exchange import Door, Gather
+from patchpar.hooks import hooks_of
 from patchpar.mesh import Axis
 
 FOLDER = "diffusers.hooks."
@@ -26,15 +27,22 @@ DECIDES_ALIKE = {
     "MagCacheConfig": "by the number of the step",
     "TaylorSeerCacheConfig": "by the number of the step",
 }
+CONFIGURED_BY = {
+    "first_block_cache": "FirstBlockCacheConfig",
+    "mag_cache": "MagCacheConfig",
+    "taylorseer_cache": "TaylorSeerCacheConfig",
+    "faster_cache": "FasterCacheConfig",
+    "pyramid_attention_broadcast": "PyramidAttentionBroadcastConfig",
+}
 DECISION = "_should_compute_remaining_blocks"
 
 
 def refuse_caches(denoiser: Any, *, stale: bool) -> None:
     """Raise UnsupportedModel for a cache that ranks which share tokens would not all use alike."""
     config = getattr(denoiser, "_cache_config", None)
-    if config is None:
+    name = _cache_in(denoiser) if config is None else type(config).__name__
+    if name is None:
         return
-    name = type(config).__name__
     if name not in DECIDES_ALIKE or getattr(config, "calibrate", False):
         raise UnsupportedModel(
             f"{name} cannot be used with axis 'patch', since ranks may decide differently about what to leave out: use "
@@ -45,6 +53,16 @@ def refuse_caches(denoiser: Any, *, stale: bool) -> None:
             f"{name} leaves steps out, so that keys of the last step may be much older: use strategy 'exact', or "
             "transformer.disable_cache()"
         )
+
+
+def _cache_in(denoiser: nn.Module) -> str | None:
+    """The cache that a function such as `apply_first_block_cache` has put in, by the name of its configuration."""
+    for module in denoiser.modules():
+        for _, hook in hooks_of(module):
+            written_in = type(hook).__module__.removeprefix(FOLDER)
+            if written_in in CONFIGURED_BY:
+                return CONFIGURED_BY[written_in]
+    return None
 
 
 class CacheVote:
