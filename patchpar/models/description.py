@@ -10,6 +10,7 @@ from patchpar.errors import UnsupportedModel
 from patchpar.scalars import plain
 
 DENOISERS = ("unet", "transformer", "transformer_2")
+AUTOENCODERS = ("vae", "movq", "vqvae", "vqgan", "vq_model")
 NAMED_FOR_GUIDANCE = ("guidance_scale", "true_cfg_scale", "max_guidance_scale")
 
 
@@ -208,11 +209,12 @@ def _is_method(pipe: Any, name: str) -> bool:
 
 
 def _vae_scale(pipe: Any) -> int:
+    """Pixels for each row of what is denoised; one where that is the picture itself (DeepFloyd IF, DDPM)."""
     for name in ("vae_scale_factor", "vae_scale_factor_spatial"):
         scale = getattr(pipe, name, None)
         if isinstance(scale, int):
             return scale
-    return 8
+    return 8 if any(pipe.components.get(name) is not None for name in AUTOENCODERS) else 1
 
 
 def _size_unit(pipe: Any, config: Mapping[str, Any], scale: int) -> int:

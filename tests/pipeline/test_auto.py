@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from patchpar.checks import check_plan_for
 from patchpar.models.description import Description, describe
+from patchpar.plan import Plan
 from patchpar.planner.auto import choose
 from patchpar.planner.shapes import EXCHANGE, Work
 from tests.tiny import build
@@ -169,3 +171,11 @@ def test_sizes(unet: Description, transformer: Description) -> None:
     pictures = build("sd_img2img")
     assert describe(pictures.pipe).size({"image": pictures.call_kwargs["image"].resize((64, 96))}) == (96, 64)
     assert describe(build("svd").pipe).size({}) == (576, 1024)
+
+
+def test_a_pipeline_without_a_vae_denoises_pixels() -> None:
+    """Bands are counted in its own rows."""
+    pixels = describe(build("if_text").pipe)
+    assert (pixels.vae_scale, pixels.size({})) == (1, (32, 32))
+    check_plan_for(pixels, Plan(patch=4), {"prompt": "a fox", "height": 32, "width": 32})
+    assert describe(build("kandinsky3").pipe).vae_scale == 8

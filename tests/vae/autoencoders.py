@@ -144,6 +144,20 @@ def in_bands(
 ) -> list[Result]:
     """The method on every rank. Raises the first error of any."""
     x, kwargs = given(name, method, *size)
+    return of_bands(name, method, x, kwargs, world, exchanging=exchanging, everywhere=everywhere)
+
+
+def of_bands(
+    name: str,
+    method: str,
+    x: Tensor,
+    kwargs: dict[str, Any],
+    world: int,
+    *,
+    exchanging: bool = True,
+    everywhere: bool = True,
+) -> list[Result]:
+    """The same of any input."""
 
     def run(transport: Transport) -> Result:
         vae, door = build(name), Door(transport)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .autoencoders import KINDS, build, given, in_bands, plain, psnr_db
+from .autoencoders import KINDS, build, given, in_bands, of_bands, plain, psnr_db
 
 METHODS = ("decode", "encode")
 UNEVEN = (7, 6)  # latent rows and columns: 3 ranks have 3, 2 and 2 rows
@@ -35,6 +35,15 @@ def test_any_number_of_ranks_and_rows(method: str, size: tuple[int, int], world:
     want = plain(build("AutoencoderKL"), method, *given("AutoencoderKL", method, *size))
     for result in in_bands("AutoencoderKL", method, size, world):
         assert psnr_db(result.x, want) >= 100
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_a_flat_picture_is_encoded_as_in_double_precision(layout: torch.memory_format) -> None:
+    """Whatever its layout in memory: one process itself is off by far more where channels are last (see accuracy)."""
+    picture = -torch.ones(1, 3, 64, 48).to(memory_format=layout)
+    want = plain(build("AutoencoderKL").double(), "encode", picture.double(), {})
+    for result in of_bands("AutoencoderKL", "encode", picture, {}, 2):
+        assert psnr_db(result.x.double(), want) >= 100
 
 
 @pytest.mark.parametrize("exchanging", [True, False])
