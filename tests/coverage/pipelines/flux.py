@@ -1,0 +1,127 @@
+"""Pipelines of FLUX.1, Chroma and Stable Diffusion 3: transformers with text in front of the image tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+
+from tests.tiny import autoencoders, pictures, transformer_pipelines
+from tests.tiny.image_pipelines import SIZE
+
+from .entry import CONTROL, IMAGE, MASKED, Built, Entry, Guidance, changed, derived
+
+_PAG = {"pag_scale": 2.0}
+
+
+def _flux(name: str, call: dict[str, Any], *, channels: int = 16, out: int | None = None) -> Callable[[], Built]:
+    """Of FLUX's components; `channels` in, `out` of them as prediction."""
+
+    def build() -> Built:
+        transformer = changed(transformer_pipelines.flux()[0].transformer, in_channels=channels, out_channels=out)
+        return derived(transformer_pipelines.flux, name, call, transformer=transformer)
+
+    return build
+
+
+def _flux_controlnet(name: str, call: dict[str, Any]) -> Callable[[], Built]:
+    def build() -> Built:
+        source = transformer_pipelines.flux()[0].transformer.config
+        taken = (
+            *("patch_size", "in_channels", "attention_head_dim", "num_attention_heads", "joint_attention_dim"),
+            *("pooled_projection_dim", "axes_dims_rope", "guidance_embeds"),
+        )
+        controlnet = diffusers.FluxControlNetModel(
+            **{option: source[option] for option in taken}, num_layers=1, num_single_layers=1
+        )
+        return derived(transformer_pipelines.flux, name, CONTROL | call, controlnet=controlnet)
+
+    return build
+
+
+def _kontext(name: str, call: dict[str, Any]) -> Callable[[], Built]:
+    return _flux(name, call | {"max_area": 128 * 128, "_auto_resize": False, **SIZE})
+
+
+def _of(source: Callable[[], Built], name: str, call: dict[str, Any]) -> Callable[[], Built]:
+    return lambda: derived(source, name, call)
+
+
+def _sd3_controlnet(name: str, call: dict[str, Any], extra_channels: int = 0) -> Callable[[], Built]:
+    def build() -> Built:
+        source = transformer_pipelines.sd3()[0].transformer
+        controlnet = diffusers.SD3ControlNetModel.from_transformer(
+            source, num_layers=1, num_extra_conditioning_channels=extra_channels, load_weights_from_transformer=False
+        )
+        return derived(transformer_pipelines.sd3, name, CONTROL | call, controlnet=controlnet)
+
+    return build
+
+
+def _sd3_inpaint() -> Built:
+    """It takes 16 channels or 33."""
+    parts = {
+        "vae": autoencoders.kl(latent_channels=16, quant_conv=False, scaling_factor=1.53),
+        "transformer": changed(transformer_pipelines.sd3()[0].transformer, in_channels=16, out_channels=16),
+    }
+    return derived(transformer_pipelines.sd3, "StableDiffusion3InpaintPipeline", MASKED, **parts)
+
+
+_FLUX: dict[str, tuple[Callable[[], Built], Guidance]] = {
+    "FluxPipeline": (transformer_pipelines.flux, "a call each"),
+    "FluxImg2ImgPipeline": (_flux("FluxImg2ImgPipeline", IMAGE), "a call each"),
+    "FluxInpaintPipeline": (_flux("FluxInpaintPipeline", MASKED), "a call each"),
+    "FluxControlPipeline": (_flux("FluxControlPipeline", CONTROL, channels=32, out=16), "none"),
+    "FluxControlImg2ImgPipeline": (
+        _flux("FluxControlImg2ImgPipeline", IMAGE | CONTROL, channels=32, out=16),
+        "none",
+    ),
+    "FluxControlInpaintPipeline": (
+        _flux("FluxControlInpaintPipeline", MASKED | CONTROL, channels=32, out=16),
+        "none",
+    ),
+    "FluxFillPipeline": (_flux("FluxFillPipeline", MASKED, channels=4 * (4 + 4 + 64), out=16), "none"),
+    "FluxControlNetPipeline": (_flux_controlnet("FluxControlNetPipeline", {}), "a call each"),
+    "FluxControlNetImg2ImgPipeline": (_flux_controlnet("FluxControlNetImg2ImgPipeline", IMAGE), "none"),
+    "FluxControlNetInpaintPipeline": (_flux_controlnet("FluxControlNetInpaintPipeline", MASKED), "none"),
+    "FluxKontextPipeline": (_kontext("FluxKontextPipeline", {"image": pictures.scene()}), "a call each"),
+    "FluxKontextInpaintPipeline": (_kontext("FluxKontextInpaintPipeline", MASKED), "a call each"),
+    "ChromaPipeline": (transformer_pipelines.chroma, "a call each"),
+    "ChromaImg2ImgPipeline": (_of(transformer_pipelines.chroma, "ChromaImg2ImgPipeline", IMAGE), "a call each"),
+    "AuraFlowPipeline": (transformer_pipelines.auraflow, "one call"),
+    "DiTPipeline": (transformer_pipelines.dit, "one call"),
+    "PixArtSigmaPipeline": (transformer_pipelines.pixart, "one call"),
+    "PixArtAlphaPipeline": (_of(transformer_pipelines.pixart, "PixArtAlphaPipeline", {}), "one call"),
+    "PixArtSigmaPAGPipeline": (_of(transformer_pipelines.pixart, "PixArtSigmaPAGPipeline", _PAG), "one call"),
+    "StableDiffusion3Pipeline": (transformer_pipelines.sd3, "one call"),
+    "StableDiffusion3Img2ImgPipeline": (
+        _of(transformer_pipelines.sd3, "StableDiffusion3Img2ImgPipeline", IMAGE),
+        "one call",
+    ),
+    "StableDiffusion3InpaintPipeline": (
+        _sd3_inpaint,
+        "one call",
+    ),
+    "StableDiffusion3ControlNetPipeline": (_sd3_controlnet("StableDiffusion3ControlNetPipeline", {}), "one call"),
+    "StableDiffusion3ControlNetInpaintingPipeline": (
+        _sd3_controlnet("StableDiffusion3ControlNetInpaintingPipeline", {"control_mask": pictures.mask()}, 1),
+        "one call",
+    ),
+    "StableDiffusion3PAGPipeline": (_of(transformer_pipelines.sd3, "StableDiffusion3PAGPipeline", _PAG), "one call"),
+    "StableDiffusion3PAGImg2ImgPipeline": (
+        _of(transformer_pipelines.sd3, "StableDiffusion3PAGImg2ImgPipeline", _PAG | IMAGE),
+        "one call",
+    ),
+}
+
+ENTRIES = tuple(
+    Entry(
+        name=name,
+        build=build,
+        guidance=guidance,
+        prompts="" if name == "DiTPipeline" else "prompt",
+        output_type="np" if name == "DiTPipeline" else "latent",
+    )
+    for name, (build, guidance) in _FLUX.items()
+)

@@ -1,0 +1,142 @@
+"""What was found of the pipelines, as the section "Pipelines" of docs/coverage.md: written, and read back."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+
+from .entry import Guidance, pipeline_classes
+from .trial import LIMIT, PLANS, SEEN, Outcome
+from .zoo import LEFT_OUT, ZOO
+
+TITLE = "## Pipelines"
+HEADER = ("pipeline", "guidance", *PLANS, "without exchange", "note")
+NOTHING = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One pipeline under every plan that it has prompts and ranks for."""
+
+    name: str
+    guidance: Guidance
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def failures(self) -> list[str]:
+        """What is wrong, or ended in an error that is no refusal."""
+        bad = [each for each in self.outcomes if each.verdict in ("wrong", "failed")]
+        return [f"{each.plan}: {each.said}" for each in bad]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the table. Errors are powers of ten that they stay below, since rounding differs by machine."""
+
+    name: str
+    guidance: str
+    patch_2: str
+    patch_3: str
+    cfg: str
+    data: str
+    without: str
+    note: str
+
+
+def row_of(report: Report) -> Row:
+    """The line of the table."""
+    found = {each.plan: each for each in report.outcomes}
+    controls = [each.control for each in report.outcomes if each.control is not None]
+    cells = [_cell(found.get(plan)) for plan in PLANS]
+    without = f"{min(controls):.1g}" if controls else NOTHING
+    return Row(report.name, report.guidance, *cells, without, _note(report))
+
+
+def _cell(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return NOTHING
+    if outcome.verdict != "exact" or outcome.error is None:
+        return outcome.verdict
+    return "equal" if outcome.error == 0 else f"1e{math.floor(math.log10(outcome.error)) + 1}"
+
+
+def _note(report: Report) -> str:
+    """Each sentence once, with the plans it is for; of guidance that a pipeline has not, nothing need be said."""
+    plans: dict[str, list[str]] = {}
+    for each in report.outcomes:
+        if each.said and not (report.guidance == "none" and each.plan.startswith("cfg")):
+            plans.setdefault(each.said.splitlines()[0], []).append(each.plan)
+    told = [f"{', '.join(names)}: {said}" for said, names in plans.items()]
+    return "; ".join(told).replace("|", "\\|")
+
+
+def left_out() -> dict[str, str]:
+    """Pipeline classes of the installed diffusers that are not tried, and why."""
+    return {name: LEFT_OUT.get(name, "no small pipeline yet") for name in pipeline_classes() if name not in ZOO}
+
+
+def section(reports: Sequence[Report], missing: Mapping[str, str]) -> str:
+    """The section, from its title to the end of the page."""
+    rows = [[str(cell) for cell in astuple(row_of(each))] for each in reports]
+    return "\n".join(
+        (
+            TITLE,
+            "",
+            f"{len(reports)} of {len(reports) + len(missing)} pipeline classes of diffusers, in small and with random "
+            "weights, under plans for two and three worker processes against plain diffusers in one process: the "
+            f"relative error of what the call returns, latents where the pipeline can return them (limit {_power(LIMIT)}). "
+            "*Guidance* says whether its branches are one call of the denoiser or a call each. *Without exchange* is "
+            f"the smallest error of the same call with the exchange switched off (at least {_power(SEEN)}). Written by "
+            "`python -m tests.coverage.pipelines`.",
+            "",
+            *_table(("", *PLANS), _summary(reports)),
+            "",
+            *_table(HEADER, rows),
+            "",
+            "### Pipelines left out",
+            "",
+            *_table(("pipeline", "why nothing is tried"), [[name, reason] for name, reason in missing.items()]),
+            "",
+        )
+    )
+
+
+def _summary(reports: Sequence[Report]) -> list[list[str]]:
+    counted = Counter((each.plan, each.verdict) for report in reports for each in report.outcomes)
+    return [
+        [verdict, *(str(counted[plan, verdict]) for plan in PLANS)]
+        for verdict in ("exact", "refused", "wrong", "failed")
+    ]
+
+
+def _power(limit: float) -> str:
+    return f"{limit:.0e}".replace("e-0", "e-")
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [_line(header), _line(["---"] * len(header)), *map(_line, rows)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def replaced(page: str, new: str) -> str:
+    """The page with this section in the place of the one it has, or behind all else."""
+    before, title, _ = page.partition(TITLE + "\n")
+    return (before if title else page.rstrip("\n") + "\n\n") + new
+
+
+def rows_of(page: str) -> list[Row]:
+    """The lines of the table on a page. Raises ValueError for a page without it."""
+    lines = page.splitlines()
+    if _line(HEADER) not in lines:
+        raise ValueError(f"no table of {', '.join(HEADER)}")
+    found = []
+    for line in lines[lines.index(_line(HEADER)) + 2 :]:
+        if not line.startswith("| "):
+            break
+        found.append(Row(*line.removeprefix("| ").removesuffix(" |").split(" | ")))
+    return found

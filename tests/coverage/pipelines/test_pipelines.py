@@ -1,0 +1,58 @@
+"""The table of pipelines in docs/coverage.md says what is so: some of them are tried again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.breadth import first_of
+from tests.conftest import POOL_SIZE
+from tests.coverage.page import PAGE
+
+from .report import Report, left_out, replaced, row_of, rows_of, section
+from .trial import LIMIT, PLANS, Outcome, judged, merged
+from .zoo import ZOO
+
+ALWAYS = tuple(name for number, name in enumerate(ZOO) if number % 4 == 0)
+"""A quarter of them in every run."""
+
+
+@pytest.mark.parametrize("name", first_of(ZOO, *ALWAYS))
+def test_no_pipeline_is_wrong_or_ends_in_an_error(ranks: Any, tmp_path: Path, name: str) -> None:
+    """Exact under every plan, or refused in words; what the page says of it is found again."""
+    plans = [plan for plan in PLANS if ZOO[name].prompts or not plan.startswith("data")]
+    found = ranks.run("tests.coverage.pipelines.trial:examined", POOL_SIZE, name, plans, str(tmp_path))
+    outcomes = tuple(merged([each for rank in found for each in rank if each.plan == plan]) for plan in plans)
+    report = Report(name=name, guidance=ZOO[name].guidance, outcomes=outcomes)
+    assert not report.failures
+    told = next(row for row in rows_of(PAGE.read_text()) if row.name == name)
+    row = row_of(report)
+    for cell, wanted in zip(
+        (row.patch_2, row.patch_3, row.cfg, row.data), (told.patch_2, told.patch_3, told.cfg, told.data), strict=True
+    ):
+        assert (cell == "refused") == (wanted == "refused"), (row, told)
+
+
+def test_the_page_has_every_pipeline() -> None:
+    assert [row.name for row in rows_of(PAGE.read_text())] == list(ZOO)
+
+
+def test_what_is_wrong_is_seen() -> None:
+    assert judged("patch=2", 1e-7, 0.2).verdict == "exact"
+    assert judged("patch=2", 2 * LIMIT, 0.2).verdict == "wrong"
+    assert judged("patch=2", 1e-7, 1e-7).verdict == "wrong"
+    assert judged("patch=2", float("nan"), 0.2).verdict == "wrong"
+    exact, refused = Outcome(plan="cfg=2", verdict="exact", error=1e-7), Outcome(plan="cfg=2", verdict="refused")
+    assert merged([exact, refused]).verdict == "refused"
+    assert merged([exact, judged("cfg=2", 0.4, None)]).verdict == "wrong"
+
+
+def test_the_section_reads_back() -> None:
+    outcome = Outcome(plan="patch=2", verdict="exact", error=2e-7, control=0.3)
+    report = Report(name="SomePipeline", guidance="one call", outcomes=(outcome,))
+    page = replaced("# Coverage\n", section([report], left_out()))
+    assert rows_of(page) == [row_of(report)]
+    assert replaced(page, section([report], left_out())) == page
+    assert row_of(report).patch_2 == "1e-6"

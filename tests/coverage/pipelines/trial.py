@@ -1,0 +1,161 @@
+"""One pipeline under several plans against plain diffusers in one process, on the ranks of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import PIL.Image
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from patchpar.call import DrawOptions, RandomState
+from patchpar.engine import Engine
+from patchpar.errors import PatchparError
+from patchpar.plan import Plan
+from tests.coverage.trial import LIMIT, SEEN, distance
+from tests.ranks import Place
+
+from .entry import SECOND_PROMPT, Entry
+
+SEED = 7
+PLANS = ("patch=2", "patch=3", "cfg=2", "data=2")
+RANKS = 3
+
+Verdict = Literal["exact", "refused", "wrong", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One plan of one pipeline. `error`: relative, of what the call returns; `control`: the same without exchange.
+
+    `said`: the sentence of a refusal, or what went wrong.
+    """
+
+    plan: str
+    verdict: Verdict
+    error: float | None = None
+    control: float | None = None
+    said: str = ""
+
+
+def examined(place: Place, name: str, plans: Sequence[str], verdicts: str) -> list[Outcome]:
+    """What each plan gives, on this rank, without those that leave it idle. Collective: every rank of the pool calls
+    it."""
+    from .zoo import ZOO
+
+    engine = Engine(place.context)
+    trials = [_Trial(place, engine, ZOO[name], plan, Path(verdicts)) for plan in plans]
+    return [outcome for trial in trials if (outcome := trial.run()) is not None]
+
+
+class _Trial:
+    """One plan, on one rank. Each plan has a pipeline of its own, so that none sees what another has left."""
+
+    def __init__(self, place: Place, engine: Engine, entry: Entry, plan: str, verdicts: Path) -> None:
+        self.place, self.engine, self.entry, self.plan = place, engine, entry, Plan.parse(plan)
+        self.options = DrawOptions(
+            plan=self.plan, verify=verdicts / str(place.rank), random=RandomState(seed=SEED), quiet=True
+        )
+
+    def run(self) -> Outcome | None:
+        text = str(self.plan)
+        try:
+            error, control = self._errors()
+        except PatchparError as refusal:
+            return Outcome(plan=text, verdict="refused", said=f"{type(refusal).__name__}: {refusal}")
+        except Exception as failure:  # noqa: BLE001 - this is what the table is about
+            return Outcome(plan=text, verdict="failed", said=f"{type(failure).__name__}: {failure}")
+        return judged(text, error, control) if self.place.rank < self.plan.world_size else None
+
+    def _errors(self) -> tuple[float, float | None]:
+        self.engine.restore()
+        pipe, call = self.entry.make()
+        call = call | _several_prompts(self.entry, call) if self.plan.data > 1 else call
+        want = results(_of_rank(_plain(pipe, call), self.place.rank, self.plan.data))
+        engine = self.engine
+        engine.adopt(self.entry.make()[0])
+        got = [engine.draw(_seeded(call), self.options)]
+        if self.plan.patch > 1:
+            engine.control(exchange="off")
+            got.append(engine.draw(_seeded(call), self.options))
+        errors = [self._error(each, want) for each in got]
+        return errors[0], next(iter(errors[1:]), None)
+
+    def _error(self, drawn: Any, want: Sequence[Tensor]) -> float:
+        """Of what this rank has to return; 0 where it returns nothing, since another rank returns the same."""
+        output = getattr(drawn, "output", None)
+        if output is None:
+            return 0.0
+        return distance(results(output), want)
+
+
+def judged(plan: str, error: float, control: float | None) -> Outcome:
+    """Exact if it is within the limit and its control is not."""
+    if not error <= LIMIT:
+        return Outcome(plan=plan, verdict="wrong", error=error, control=control, said=f"off by {error:.1e}")
+    if control is not None and not control >= SEEN:
+        said = f"right without exchange as well ({control:.1e})"
+        return Outcome(plan=plan, verdict="wrong", error=error, control=control, said=said)
+    return Outcome(plan=plan, verdict="exact", error=error, control=control)
+
+
+def merged(of_ranks: Sequence[Outcome]) -> Outcome:
+    """One outcome of those of all ranks: the worst verdict, the largest error, the smallest control that was seen."""
+    order = ("failed", "wrong", "refused", "exact")
+    worst = min(of_ranks, key=lambda each: order.index(each.verdict))
+    if worst.verdict in ("refused", "failed"):
+        return worst
+    error = max(each.error or 0.0 for each in of_ranks)
+    control = max((each.control for each in of_ranks if each.control is not None), default=None)
+    return judged(worst.plan, error, control)
+
+
+def results(output: Any) -> list[Tensor]:
+    """Every array in what a pipeline returned, as tensors, in order."""
+    leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    found = [_tensor(leaf) for leaf in leaves]
+    tensors = [each for each in found if each is not None]
+    assert tensors, f"nothing to compare in a {type(output).__name__}"
+    return tensors
+
+
+def _of_rank(output: Any, rank: int, ranks: int) -> Any:
+    """What one of `ranks` ranks of axis `data` has to return of an output for as many prompts."""
+    if ranks == 1 or rank >= ranks:
+        return output
+    return [value[rank : rank + 1] for value in dict(output).values() if value is not None and len(value) == ranks]
+
+
+def _tensor(leaf: Any) -> Tensor | None:
+    if isinstance(leaf, Tensor):
+        return leaf.double()
+    if isinstance(leaf, (np.ndarray, PIL.Image.Image)):
+        return torch.as_tensor(np.asarray(leaf)).double()
+    return None
+
+
+def _plain(pipe: Any, call: Mapping[str, Any]) -> Any:
+    torch.manual_seed(SEED)
+    return pipe(**_seeded(call))
+
+
+def _seeded(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The call with generators of its own: one for each prompt."""
+    prompts = next((len(value) for value in call.values() if _is_prompts(value)), 0)
+    own = [torch.Generator().manual_seed(SEED + number) for number in range(max(1, prompts))]
+    return dict(call) | {"generator": own if prompts else own[0]}
+
+
+def _is_prompts(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and value[1] == SECOND_PROMPT
+
+
+def _several_prompts(entry: Entry, call: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that make two prompts of one. Raises AssertionError for an entry without prompts."""
+    assert entry.prompts, f"{entry.name} has no batch"
+    return {entry.prompts: [call[entry.prompts], SECOND_PROMPT]}

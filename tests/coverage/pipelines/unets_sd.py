@@ -1,0 +1,167 @@
+"""Pipelines of Stable Diffusion 1 and 2, all on one small UNet or one with other input channels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import torch
+
+from tests.tiny import autoencoders, encoders, image_pipelines, pictures
+from tests.tiny.image_pipelines import SIZE
+
+from .entry import CONTROL, IMAGE, MASKED, Built, Entry, changed, derived
+
+_PAG = {"pag_scale": 2.0}
+
+
+def _sd(name: str, call: dict[str, Any], **parts: Callable[[], Any]) -> Callable[[], Built]:
+    """A pipeline of the components of Stable Diffusion; `parts` are made when it is built."""
+
+    def build() -> Built:
+        return derived(image_pipelines.sd, name, call, **{part: make() for part, make in parts.items()})
+
+    return build
+
+
+def controlnet() -> Any:
+    return diffusers.ControlNetModel.from_unet(
+        image_pipelines.sd()[0].unet, conditioning_embedding_out_channels=(8, 8, 16, 16)
+    )
+
+
+def two_adapters(*, adapter_type: str = "full_adapter", downscale_factor: int = 8) -> Any:
+    """Adapters whose states are as large as the outputs of the levels of the UNet."""
+    options = {"channels": [16, 32, 32], "num_res_blocks": 1, "downscale_factor": downscale_factor}
+    return diffusers.MultiAdapter([diffusers.T2IAdapter(adapter_type=adapter_type, **options) for _ in range(2)])
+
+
+def beside(unet: Any) -> dict[str, Any]:
+    """A UNet with a ControlNet-XS, which needs two layers in every block."""
+    unet = changed(unet, layers_per_block=2)
+    controlnet = diffusers.ControlNetXSAdapter.from_unet(
+        unet, size_ratio=0.5, conditioning_embedding_out_channels=(8, 8, 16, 16)
+    )
+    return {"unet": unet, "controlnet": controlnet}
+
+
+def _controlnet_xs() -> Built:
+    call = {"image": pictures.scene(), **SIZE}
+    parts = beside(image_pipelines.sd()[0].unet)
+    return derived(image_pipelines.sd, "StableDiffusionControlNetXSPipeline", call, **parts)
+
+
+def _unet(**changes: Any) -> Any:
+    return changed(image_pipelines.sd()[0].unet, **changes)
+
+
+def _depth() -> Built:
+    call = IMAGE | {"depth_map": torch.linspace(0, 1, 128 * 128).view(1, 128, 128)}
+    parts: dict[str, Any] = {"unet": _unet(in_channels=5), "depth_estimator": None, "feature_extractor": None}
+    return derived(image_pipelines.sd, "StableDiffusionDepth2ImgPipeline", call, **parts)
+
+
+def _depth_vae() -> Any:
+    """Decodes colours and depth."""
+    return changed(autoencoders.kl(), in_channels=6, out_channels=6)
+
+
+def _variation() -> Built:
+    parts = {"image_encoder": encoders.clip_vision(), "feature_extractor": encoders.clip_image_processor()}
+    call = {"image": pictures.scene(), "prompt": None, **SIZE}
+    return derived(image_pipelines.sd, "StableDiffusionImageVariationPipeline", call, **parts)
+
+
+def _upscale() -> Built:
+    """Four times larger: the latents are as large as the image that is given."""
+    unet = _unet(in_channels=7, num_class_embeds=1000)
+    call = {"image": pictures.scene(16, 24), "noise_level": 20}
+    parts = {"unet": unet, "low_res_scheduler": diffusers.DDPMScheduler()}
+    return derived(image_pipelines.sd, "StableDiffusionUpscalePipeline", call, **parts)
+
+
+def _lcm(name: str, call: dict[str, Any]) -> Callable[[], Built]:
+    """Guidance is an input of the UNet, so that there is one branch."""
+
+    def build() -> Built:
+        parts = {"unet": _unet(time_cond_proj_dim=32), "scheduler": diffusers.LCMScheduler()}
+        return derived(image_pipelines.sd, name, call | {"num_inference_steps": 4}, **parts)
+
+    return build
+
+
+TWO_IMAGES: dict[str, Any] = {
+    "image": [pictures.scene(), pictures.scene().transpose(1)],
+    "adapter_conditioning_scale": [0.7, 0.4],
+    **SIZE,
+}
+"""One for each of two adapters."""
+
+
+ENTRIES = (
+    Entry(name="StableDiffusionPipeline", build=image_pipelines.sd),
+    Entry(name="StableDiffusionImg2ImgPipeline", build=image_pipelines.sd_img2img),
+    Entry(name="StableDiffusionInpaintPipeline", build=_sd("StableDiffusionInpaintPipeline", MASKED)),
+    Entry(name="StableDiffusionInstructPix2PixPipeline", build=image_pipelines.instruct_pix2pix),
+    Entry(name="StableDiffusionControlNetPipeline", build=image_pipelines.sd_controlnet),
+    Entry(
+        name="StableDiffusionControlNetImg2ImgPipeline",
+        build=_sd(
+            "StableDiffusionControlNetImg2ImgPipeline",
+            IMAGE | CONTROL,
+            controlnet=controlnet,
+        ),
+    ),
+    Entry(
+        name="StableDiffusionControlNetInpaintPipeline",
+        build=_sd(
+            "StableDiffusionControlNetInpaintPipeline",
+            MASKED | CONTROL,
+            controlnet=controlnet,
+        ),
+    ),
+    Entry(name="StableDiffusionControlNetXSPipeline", build=_controlnet_xs),
+    Entry(
+        name="StableDiffusionAdapterPipeline",
+        build=_sd("StableDiffusionAdapterPipeline", TWO_IMAGES, adapter=two_adapters),
+    ),
+    Entry(name="StableDiffusionDepth2ImgPipeline", build=_depth),
+    Entry(name="StableDiffusionImageVariationPipeline", build=_variation, prompts=""),
+    Entry(name="StableDiffusionUpscalePipeline", build=_upscale),
+    Entry(
+        name="StableDiffusionLDM3DPipeline",
+        build=_sd("StableDiffusionLDM3DPipeline", {}, vae=_depth_vae),
+        output_type="np",
+    ),
+    Entry(name="StableDiffusionSAGPipeline", build=_sd("StableDiffusionSAGPipeline", {"sag_scale": 0.75})),
+    Entry(
+        name="StableDiffusionPanoramaPipeline",
+        build=_sd("StableDiffusionPanoramaPipeline", {"height": 128, "width": 192}),
+    ),
+    Entry(name="StableDiffusionPAGPipeline", build=_sd("StableDiffusionPAGPipeline", _PAG)),
+    Entry(name="StableDiffusionPAGImg2ImgPipeline", build=_sd("StableDiffusionPAGImg2ImgPipeline", _PAG | IMAGE)),
+    Entry(name="StableDiffusionPAGInpaintPipeline", build=_sd("StableDiffusionPAGInpaintPipeline", _PAG | MASKED)),
+    Entry(
+        name="StableDiffusionControlNetPAGPipeline",
+        build=_sd("StableDiffusionControlNetPAGPipeline", _PAG | {"image": pictures.scene()}, controlnet=controlnet),
+    ),
+    Entry(
+        name="StableDiffusionControlNetPAGInpaintPipeline",
+        build=_sd(
+            "StableDiffusionControlNetPAGInpaintPipeline",
+            _PAG | MASKED | CONTROL,
+            controlnet=controlnet,
+        ),
+    ),
+    Entry(
+        name="LatentConsistencyModelPipeline",
+        build=_lcm("LatentConsistencyModelPipeline", {"original_inference_steps": 50}),
+        guidance="none",
+    ),
+    Entry(
+        name="LatentConsistencyModelImg2ImgPipeline",
+        build=_lcm("LatentConsistencyModelImg2ImgPipeline", IMAGE | {"original_inference_steps": 50}),
+        guidance="none",
+    ),
+)

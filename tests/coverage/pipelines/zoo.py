@@ -1,0 +1,17 @@
+"""Every entry of the zoo of pipelines, by the name of its class."""
+
+from __future__ import annotations
+
+from . import flux, language, unets_sd, unets_xl, video
+from .entry import Entry, pipeline_classes
+
+_FAMILIES = (flux, language, unets_sd, unets_xl, video)
+_ENTRIES = {entry.name: entry for family in _FAMILIES for entry in family.ENTRIES}
+
+ZOO: dict[str, Entry] = {name: _ENTRIES[name] for name in sorted(_ENTRIES) if name in pipeline_classes()}
+"""Class -> its entry, for all that the installed diffusers has."""
+
+LEFT_OUT: dict[str, str] = {
+    "ChromaInpaintPipeline": "it reads a setting of its transformer that ChromaTransformer2DModel has not: diffusers' own fails",
+}
+"""Class -> why it has no entry."""
