@@ -7,7 +7,7 @@ from typing import Any
 
 import diffusers
 
-from tests.tiny import encoders, pictures, video_pipelines, video_transformer_pipelines
+from tests.tiny import encoders, pictures, transformer_pipelines, video_pipelines, video_transformer_pipelines
 
 from .entry import Built, Entry, Guidance, changed, derived
 from .unets_sd import controlnet

@@ -12,6 +12,6 @@ ZOO: dict[str, Entry] = {name: _ENTRIES[name] for name in sorted(_ENTRIES) if na
 """Class -> its entry, for all that the installed diffusers has."""
 
 LEFT_OUT: dict[str, str] = {
-    "ChromaInpaintPipeline": "it reads a setting of its transformer that ChromaTransformer2DModel has not: diffusers' own fails",
+    "ChromaInpaintPipeline": "its own call fails: it reads a setting that its transformer has not",
 }
 """Class -> why it has no entry."""
