@@ -45,7 +45,7 @@ from patchpar.models.hush import hush
 from patchpar.models.loading import load_pipeline
 from patchpar.plan import Plan
 from patchpar.strategies.data import as_one_call, why_kept_together
-from patchpar.strategies.guidance import guidance_of
+from patchpar.strategies.guidance import guidance_of, refuse_perturbed
 from patchpar.together import Together
 from patchpar.transport import Transport, alone, connect, watched
 from patchpar.vae.course import StillNeeded
@@ -173,6 +173,8 @@ class Engine:
         self._installed.control(exchange=exchange, vae=vae)
 
     def _guided(self) -> bool | None:
+        if self._installed.splits_guidance:
+            refuse_perturbed(self.pipe, self._arguments)
         return guidance_of(self.pipe, self._arguments)
 
     # --- a call -------------------------------------------------------------------------------------------------

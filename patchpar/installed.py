@@ -115,6 +115,11 @@ class Installed:
         if self.vaes is not None:
             self.vaes.forget()
 
+    @property
+    def splits_guidance(self) -> bool:
+        """Whether the branches of one batch may go to different ranks."""
+        return self.guidance is not None or any(isinstance(patched, LargePicture) for patched in self.patched)
+
     def begin(self, *, tracing: bool, watched: bool = False) -> Ledger:
         """Begin a picture: nothing of the last one is used, and the books are empty. Raises UnsupportedModel.
 

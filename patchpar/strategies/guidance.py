@@ -36,14 +36,10 @@ WITHOUT = "run it with cfg=1 and give the devices to another axis, e.g. patch"
 def guidance_of(pipe: Any, arguments: Mapping[str, Any]) -> bool | None:
     """Whether a call of a diffusers pipeline with these arguments applies guidance; None if that cannot be told.
 
-    Ask when the denoiser is first called: before, a pipeline may not know itself. Raises UnsupportedModel for guidance
-    whose branches depend on each other inside the denoiser.
+    Ask when the denoiser is first called: before, a pipeline may not know itself.
     """
     if getattr(pipe, "do_perturbed_attention_guidance", False):
-        raise UnsupportedModel(
-            f"{type(pipe).__name__} with pag_scale={arguments.get('pag_scale', 'its default')} tells the branches of "
-            f"guidance apart inside its attention, so that they cannot go to different ranks: {WITHOUT}"
-        )
+        return True
     given = {**parameters_of(type(pipe)), **arguments}
     if given.get("true_cfg_scale") is not None:
         negative = any(given.get(name) is not None for name in ("negative_prompt", "negative_prompt_embeds"))
@@ -53,6 +49,18 @@ def guidance_of(pipe: Any, arguments: Mapping[str, Any]) -> bool | None:
     except AttributeError:  # it has no such property, or has not been called yet
         scale = given.get("guidance_scale")
         return False if isinstance(scale, (int, float)) and scale <= 1 else None
+
+
+def refuse_perturbed(pipe: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModel for guidance whose branches are told apart inside the denoiser (arXiv:2403.17377).
+
+    Its attention layers cut the batch into branches, so a rank has to have all of them.
+    """
+    if getattr(pipe, "do_perturbed_attention_guidance", False):
+        raise UnsupportedModel(
+            f"{type(pipe).__name__} with pag_scale={arguments.get('pag_scale', 'its default')} tells the branches of "
+            f"guidance apart inside its attention, so that they cannot go to different ranks: {WITHOUT}"
+        )
 
 
 @dataclass(slots=True)
