@@ -87,9 +87,9 @@ def section(reports: Sequence[Report], missing: Mapping[str, str]) -> str:
             f"{len(reports)} of {len(reports) + len(missing)} pipeline classes of diffusers, in small and with random "
             "weights, under plans for two and three worker processes against plain diffusers in one process: the "
             "relative error of what the call returns, latents where the pipeline can return them (limit "
-            f"{_power(LIMIT)}). *Guidance* says whether its branches are one call of the denoiser or a call each. *Without exchange* is "
-            f"the smallest error of the same call with the exchange switched off (at least {_power(SEEN)}). Written by "
-            "`python -m tests.coverage.pipelines`.",
+            f"{_power(LIMIT)}). *Guidance* says whether its branches are one call of the denoiser or a call each. "
+            "*Without exchange* is the smallest error of the same call with the exchange switched off (at least "
+            f"{_power(SEEN)}). Written by `python -m tests.coverage.pipelines`.",
             "",
             *_table(("", *PLANS), _summary(reports)),
             "",
