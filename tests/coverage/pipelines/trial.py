@@ -57,13 +57,14 @@ class _Trial:
     """One plan, on one rank. Each plan has a pipeline of its own, so that none sees what another has left."""
 
     def __init__(self, place: Place, engine: Engine, entry: Entry, plan: str, verdicts: Path) -> None:
-        self.place, self.engine, self.entry, self.plan = place, engine, entry, Plan.parse(plan)
+        self.place, self.engine, self.entry = place, engine, entry
+        self.text, self.plan = plan, Plan.parse(plan)
         self.options = DrawOptions(
             plan=self.plan, verify=verdicts / str(place.rank), random=RandomState(seed=SEED), quiet=True
         )
 
     def run(self) -> Outcome | None:
-        text = str(self.plan)
+        text = self.text
         try:
             error, control = self._errors()
         except PatchparError as refusal:
