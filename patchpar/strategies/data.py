@@ -183,19 +183,22 @@ def _refuse_what_depends_on_the_others(pipe: Any, kwargs: Mapping[str, Any], sha
         raise PlanError(
             f"{type(pipe).__name__} takes image as references for all prompts, not one for each: use data=1 with it"
         )
-    if not isinstance(kwargs.get("generator"), list):
-        _refuse_one_picture(pipe, kwargs, share)
+    _refuse_one_picture(pipe, kwargs, share)
 
 
 def _refuse_one_picture(pipe: Any, kwargs: Mapping[str, Any], share: Share) -> None:
-    # One row of noise may be the one picture's, the same for all prompts, or that of a share of one prompt.
+    """What one picture takes of the noise, and of which generator, depends on the pipeline and the number of prompts.
+
+    Some pipelines repeat the picture for every prompt before they encode it, others encode it once, with the first
+    generator, which only the first rank has.
+    """
     guides_only = getattr(pipe, "controlnet", None) is not None and "control_image" not in kwargs
     for name in PICTURES:
         if kwargs.get(name) is None or (name == "image" and guides_only):
             continue
         if _entries(name, kwargs[name]) != share.total:
             raise PlanError(
-                f"one {name} for {share.total} prompts, and no list of generators: the noise that takes depends on the "
-                f"number of prompts in a call, so that data ranks would give other pictures. Give a list of "
-                f"{share.total} generators, or {name} as a list of {share.total}"
+                f"one {name} for {share.total} prompts: the noise that it takes depends on the number of prompts in a "
+                f"call, so that data ranks would give other pictures. Give {name} as a list of {share.total}, the same "
+                f"{share.total} times if need be"
             )

@@ -171,13 +171,19 @@ def test_what_cannot_be_divided_is_told(call: dict[str, Any], said: str) -> None
         split_call(call, 0, 2)
 
 
-def test_one_picture_for_all_prompts_needs_a_generator_for_each() -> None:
+@pytest.mark.parametrize("given", [None, generators(2)], ids=["no generator", "one each"])
+def test_one_picture_for_all_prompts_is_refused(given: Any) -> None:
+    """Some pipelines encode it once, with the first generator alone."""
     pipe = tiny.build("sd_img2img")
-    call = pipe.call_kwargs | {"prompt": PROMPTS[:2], "num_inference_steps": 2}
-    with pytest.raises(PlanError, match="one image for 2 prompts"), as_one_call(pipe.pipe, call, 0, 2):
+    call = pipe.call_kwargs | {"prompt": PROMPTS[:2], "num_inference_steps": 2, "generator": given}
+    with pytest.raises(PlanError, match=r"one image for 2 prompts.*a list of 2"), as_one_call(pipe.pipe, call, 0, 2):
         pass
-    each = {"prompt": PROMPTS[:2], "num_inference_steps": 2, "generator": generators(2)}
-    assert error(on_all("sd_img2img", 2, each)[0], alone("sd_img2img", each)[0]) <= 1e-5
+
+
+def test_a_picture_given_as_often_as_there_are_prompts_is_that_of_one_call() -> None:
+    image = tiny.build("sd_img2img").call_kwargs["image"]
+    call = {"prompt": PROMPTS[:2], "num_inference_steps": 2, "generator": generators(2)}
+    assert error(on_all("sd_img2img", 2, call | {"image": [image] * 2})[0], alone("sd_img2img", call)[0]) <= 1e-5
 
 
 def test_a_scheduler_with_a_seed_of_its_own_is_refused() -> None:
