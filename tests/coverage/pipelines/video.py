@@ -7,7 +7,14 @@ from typing import Any
 
 import diffusers
 
-from tests.tiny import encoders, pictures, transformer_pipelines, video_pipelines, video_transformer_pipelines
+from tests.tiny import (
+    encoders,
+    image_pipelines,
+    pictures,
+    transformer_pipelines,
+    video_pipelines,
+    video_transformer_pipelines,
+)
 
 from .entry import Built, Entry, Guidance, changed, derived
 from .unets_sd import controlnet
@@ -77,25 +84,12 @@ def _skyreels(name: str, call: dict[str, Any], **more: Any) -> Callable[[], Buil
 def _animate(name: str, call: dict[str, Any], *, with_controlnet: bool = False) -> Callable[[], Built]:
     def build() -> Built:
         parts: dict[str, Any] = {"motion_adapter": video_pipelines.animatediff()[0].motion_adapter}
-        parts["unet"] = diffusers.UNet2DConditionModel(**_plain_unet())
+        parts["unet"] = image_pipelines.sd()[0].unet
         if with_controlnet:
             parts["controlnet"] = controlnet()
         return derived(video_pipelines.animatediff, name, call, **parts)
 
     return build
-
-
-def _plain_unet() -> dict[str, Any]:
-    return {
-        "sample_size": 16,
-        "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-        "block_out_channels": (16, 32, 32),
-        "layers_per_block": 1,
-        "cross_attention_dim": 32,
-        "attention_head_dim": 4,
-        "norm_num_groups": 8,
-    }
 
 
 _FRAMES = {"video": _film(3, 128), "strength": 0.99}
