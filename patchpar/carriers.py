@@ -4,10 +4,11 @@
     2. by disturbing them         where that is wrong, or fails: an argument carries the batch along the dim in which
                                   other numbers for the last branch change the last branch alone
 
-Both on every rank alike and by itself: nothing is exchanged, so that nobody waits for one that fails.
+Both on every rank alike, or on none: what a network is given may be fetched from the other ranks when it is used.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 from patchpar.batch import Batch, count_branches, paths_of, sample_of, tensors_in, with_tensors
 from patchpar.caches import caches_set_aside
 from patchpar.errors import UnsupportedModel, VerificationError
-from patchpar.first_use import Call, arguments_of, form_of, made_of, with_noise_for_zeros
+from patchpar.exchange import Door
+from patchpar.first_use import Call, arguments_of, form_of, known_to_all, made_of, with_noise_for_zeros
+from patchpar.mesh import Axis
 from patchpar.refusal import in_one_line, is_of_the_split
 from patchpar.shard import TOLERANCE, relative_error
 from patchpar.token_split.provenance import disturbed, moved_indices
@@ -24,13 +27,14 @@ from patchpar.verdicts import Verdicts
 
 Plain = Callable[..., Any]
 Found = Mapping[str, int | None]  # paths of arguments that shapes would take for something else, and the dim
+Agreement = Callable[[str, bool], bool]  # a key, and whether this rank knows what stands there: whether all do
 
 
 class Carriers:
-    """Those of one network, whose batch `ranks` share."""
+    """Those of one network, whose batch the ranks of an axis share; `known_to_all` of first_use says what all know."""
 
-    def __init__(self, network: nn.Module, ranks: int, verdicts: Verdicts) -> None:
-        self.network, self.ranks, self.verdicts = network, ranks, verdicts
+    def __init__(self, network: nn.Module, ranks: int, verdicts: Verdicts, known_to_all: Agreement) -> None:
+        self.network, self.ranks, self.verdicts, self.known_to_all = network, ranks, verdicts, known_to_all
         self._known: list[tuple[Any, Found]] = []
 
     def of(self, plain: Plain, call: Call) -> Found:
@@ -49,7 +53,7 @@ class Carriers:
         facts = {**made_of(self.network), "carriers of the batch": arguments_of(call), "places": self.ranks}
         key = self.verdicts.key(facts)
         found = self.verdicts.find(key, "carriers", _read)
-        if found is None:
+        if not self.known_to_all(key, found is not None) or found is None:
             with caches_set_aside(self.network), torch.no_grad():
                 found = self._found(plain, call)
             self.verdicts.remember(key, facts, carriers=found)
@@ -97,6 +101,11 @@ class Carriers:
             if not error <= max(TOLERANCE[x.dtype] for x in want):
                 return error
         return None
+
+
+def carriers_of(network: nn.Module, mesh: tuple[Door, Axis], verdicts: Verdicts) -> Carriers:
+    """Those of a network whose batch the ranks of `mesh` share."""
+    return Carriers(network, mesh[1].size, verdicts, partial(known_to_all, mesh, type(network).__name__))
 
 
 def carriers_in(plain: Plain, call: Call, parts: int) -> tuple[Found, list[str]]:

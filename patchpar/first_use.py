@@ -31,23 +31,33 @@ def check_once(
 
     Raises UnsupportedModel where they do not have the same facts.
     """
-    door, axis = mesh
+    door, _ = mesh
     start = time.perf_counter()
     with _uncounted(door):
         key = verdicts.key(facts)
         known = verdicts.find(key, "relative_error", _error)
-        own = torch.tensor([known is not None, int(key[:12], 16)], device=door.transport.device)
-        told = [(bool(each[0]), int(each[1])) for each in Gather(door, axis, "verify", "verdicts").same(own)]
-        if len({name for _, name in told}) > 1:  # all ranks see it
-            raise UnsupportedModel(
-                f"the ranks hold different networks, or call them differently (here a {facts['denoiser']}): what is "
-                "changed in a network, such as a hook, a processor or a forward, must be changed on every rank alike"
-            )
-        if known is None or not all(found for found, _ in told):  # decided together, or somebody would wait
+        if not known_to_all(mesh, facts["denoiser"], key, known is not None) or known is None:
             known = measure()
             verdicts.remember(key, facts, relative_error=known)  # on every rank: they need not share a home
     door.traffic.note("check", "", "first use", start)
     return known
+
+
+def known_to_all(mesh: tuple[Door, Axis], network: str, key: str, known: bool) -> bool:
+    """Whether every rank of the axis knows what stands under `key`: decided together, or somebody would wait.
+
+    Raises UnsupportedModel where they do not have the same key for a network of that class.
+    """
+    door, axis = mesh
+    with _uncounted(door):
+        own = torch.tensor([known, int(key[:12], 16)], device=door.transport.device)
+        told = [(bool(each[0]), int(each[1])) for each in Gather(door, axis, "verify", "verdicts").same(own)]
+    if len({name for _, name in told}) > 1:  # all ranks see it
+        raise UnsupportedModel(
+            f"the ranks hold different networks, or call them differently (here a {network}): what is "
+            "changed in a network, such as a hook, a processor or a forward, must be changed on every rank alike"
+        )
+    return all(found for found, _ in told)
 
 
 def _error(value: Any) -> float:

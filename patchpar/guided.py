@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from patchpar.batch import tensors_in
 from patchpar.caches import caches_set_aside
-from patchpar.carriers import Carriers
+from patchpar.carriers import carriers_of
 from patchpar.clock import StepClock
 from patchpar.errors import VerificationError
 from patchpar.exchange import Door, Gather
@@ -34,7 +34,7 @@ class GuidanceCheck:
         self.denoiser, self.clock, self.verdicts = denoiser, clock, verdicts
         self.door, self.axis = mesh
         self._seen: list[Any] = []
-        self.carriers = Carriers(denoiser, self.axis.size, verdicts)
+        self.carriers = carriers_of(denoiser, mesh, verdicts)
         self._watched, self.unsure = Watched(denoiser), False
 
     def __call__(self, plain: Callable[..., Any], call: Call, joined: Any) -> None:

@@ -8,7 +8,7 @@ from diffusers.hooks import ModelHook
 from torch import nn
 
 from patchpar.caches import CacheVote
-from patchpar.carriers import Carriers
+from patchpar.carriers import carriers_of
 from patchpar.clock import StepClock
 from patchpar.denoiser import ConditionerHook, DenoiserHook
 from patchpar.exchange import Door
@@ -52,7 +52,7 @@ class Installed:
         if plan.cfg > 1:  # one for all networks, since several may serve one step
             self.guidance = GuidanceSplit(door, mesh["cfg"], clock)
             for module in self._conditioners():
-                carriers = None if verdicts is None else Carriers(module, plan.cfg, verdicts)
+                carriers = None if verdicts is None else carriers_of(module, (door, mesh["cfg"]), verdicts)
                 self._register(module, ConditionerHook(self.guidance, carriers))
         for module in self._denoisers():
             layers: list[Any] = [] if self.guidance is None else [self.guidance]

@@ -54,7 +54,7 @@ def call_of(batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def carriers(folder: Path) -> Carriers:
-    return Carriers(Network(), 2, Verdicts(folder))
+    return Carriers(Network(), 2, Verdicts(folder), lambda key, known: known)
 
 
 @pytest.mark.parametrize("batch", [2, 4])
@@ -67,6 +67,15 @@ def test_what_is_found(batch: int, tmp_path: Path) -> None:
     parts = [Batch.of(args[0], found).share((args, kwargs), rank, 2) for rank in range(2)]
     whole = subject.network(*args, **kwargs)
     assert torch.allclose(torch.cat([subject.network(*a, **k) for a, k in parts]), whole, atol=1e-6)
+
+
+def test_what_another_rank_does_not_know_is_found_again(tmp_path: Path) -> None:
+    """It uses what may have to be fetched from that rank, which would wait for nobody otherwise."""
+    call, first = call_of(4), carriers(tmp_path)
+    found = first.of(first.network.forward, call)
+    second = Carriers(Network(), 2, Verdicts(tmp_path), lambda key, known: False)
+    assert second.of(second.network.forward, call) == found
+    assert second.network.calls > 0
 
 
 def test_it_is_found_once_and_kept(tmp_path: Path) -> None:
