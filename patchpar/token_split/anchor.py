@@ -75,6 +75,35 @@ class Anchor:
         mask = self.traced.get(f"attention {number} mask")
         return AttentionCall(queries, keys, None if mask is None else len(mask.by_dim))
 
+    def sums(self) -> frozenset[int]:
+        """The products of matrices that sum over the tokens, each of which is one row of both factors."""
+        found = set()
+        for name, left in self.traced.items():
+            right = self.traced.get(name.replace("left", "right"))
+            if name.startswith("product") and name.endswith("left") and right is not None:
+                sides = [(left, len(left.by_dim) - 1), (right, len(right.by_dim) - 2)]
+                if all(self._all_tokens(sources, dim) for sources, dim in sides):
+                    found.add(int(name.split()[1]))
+        return frozenset(found)
+
+    def _all_tokens(self, sources: Sources, dim: int) -> bool:
+        """Whether there are the tokens along `dim`, in their order, and nothing else."""
+        tokens = self._tokens(sources, dim) if dim >= 0 else None
+        return tokens is not None and torch.equal(tokens, torch.arange(self.count))
+
+    def convolutions(self) -> dict[int, tuple[int, int]]:
+        """Rows and columns of the tokens by the number of each convolution over them. Raises UnsupportedModel."""
+        found = {}
+        for name, sources in self.traced.items():
+            if name.startswith("convolution") and name.endswith("cells") and sources.moved:
+                if not self._all_tokens(sources, 2):
+                    raise UnsupportedModel(
+                        f"the cells of its {name.removesuffix(' cells')} are not the tokens in order"
+                    )
+                grid = self.traced[name.replace("cells", "grid")].by_dim
+                found[int(name.split()[1])] = (len(grid[2]), len(grid[3]))
+        return found
+
     def outputs(self) -> dict[int, Rows]:
         """Where tokens are in what the block returns. Raises UnsupportedModel."""
         found = {}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from patchpar.caches import caches_set_aside, refuse_caches
 from patchpar.clock import StepClock
+from patchpar.errors import UnsupportedModel
 from patchpar.exchange import Door, Gather
 from patchpar.first_use import Call, arguments_of, check_once, form_of, made_of, with_noise_for_zeros
 from patchpar.history import History
@@ -128,7 +129,17 @@ class TokenDenoiser(SharedDenoiser):
                 self._extend(self._search.find_anew(forward, call, unforeseen))
                 self._check(forward, call, known=False)
         assert self.plan is not None
+        self._refuse_old_values(self.plan)
         self._plans = [entry for entry in self._plans if entry[0] != form] + [(form, self.plan)]
+
+    def _refuse_old_values(self, plan: TokenPlan) -> None:
+        """Raise UnsupportedModel if values of the last step are wanted where sums and convolutions have this one's."""
+        if self.history is not None and any(block.mixing is not None for block in plan.blocks):
+            self._take_out()
+            raise UnsupportedModel(
+                f"the tokens of {plan.denoiser} meet in sums or convolutions, and no values of the last step are kept "
+                f"of these: use strategy=exact"
+            )
 
     def _know(self, forward: Forward, call: Call) -> None:
         """The plan that served other calls, else the one that is known of this model; else it is watched."""

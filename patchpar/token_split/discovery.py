@@ -5,11 +5,13 @@
     3. look at attention          which keys are tokens, which of them every rank has anyway
     4. disturb the latent's rows  in which grid the tokens lie, see `origin`
 
-Attention is severed meanwhile (see `watch`). A block in which a token moves another one nevertheless cannot be split.
+Attention is severed meanwhile (see `watch`). A block in which a token moves another one nevertheless is looked at again
+with sums over tokens and convolutions severed as well (see `mixing`); if it does so still, it cannot be split.
 """
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +22,7 @@ from patchpar.refusal import in_one_line, is_of_the_split
 from patchpar.token_split.anchor import Anchor, run_as_rows, run_of
 from patchpar.token_split.grouped import group_here
 from patchpar.token_split.latent import WAY_OUT, latent_size, name_of_latent, with_other_latent
+from patchpar.token_split.mixing import Mixing
 from patchpar.token_split.origin import Origins
 from patchpar.token_split.plan import BlockPlan, Rows, TokenPlan
 from patchpar.token_split.proof import proved
@@ -40,7 +43,7 @@ def discover_tokens(denoiser: nn.Module, forward: Callable[..., Any], args: Any,
         plan = None
         try:
             with group_here(block.module):
-                plan = _BlockProbe(block, _the_same(moved.blocks.get(kind)), size).plan()
+                plan = _plan_of(block, _the_same(moved.blocks.get(kind)), size)
         except Exception as error:
             if not is_of_the_split(error):
                 raise
@@ -55,6 +58,12 @@ def discover_tokens(denoiser: nn.Module, forward: Callable[..., Any], args: Any,
         raise UnsupportedModel(f"{type(denoiser).__name__} cannot be split by tokens ({reasons}): {WAY_OUT}")
     with shortened(denoiser, (plan.paths for plan in found.values())):
         blocks = Origins(watched, arguments, latent).of_all(found)
+    for plan in blocks:
+        if plan.mixing is not None and plan.mixing.convolutions and plan.origin is None:
+            raise UnsupportedModel(
+                f"{type(denoiser).__name__} cannot be split by tokens ({plan.name}: it convolves its tokens, but in "
+                f"which rows they lie could not be found): {WAY_OUT}"
+            )
     return TokenPlan(
         denoiser=type(denoiser).__name__, latent=latent, blocks=blocks, whole=whole, others=frozenset(others)
     )
@@ -67,18 +76,58 @@ def _the_same(moved: SeenBlock | None) -> SeenBlock:
     return moved
 
 
-class _BlockProbe:
-    """One kind of block, asked what its tokens are."""
+def _plan_of(block: SeenBlock, moved: SeenBlock, latent_size: int) -> BlockPlan | None:
+    """What to do at such blocks, in which tokens meet in attention alone or else in sums and convolutions too.
 
-    def __init__(self, block: SeenBlock, moved: SeenBlock, latent_size: int) -> None:
-        self.block, self.latent_size = block, latent_size
+    None where there is nothing to split. Raises UnsupportedModel.
+    """
+    try:
+        return _BlockProbe(block, moved, latent_size).plan()
+    except UnsupportedModel:
+        try:
+            found = _mixing_plan(block, moved, latent_size)
+        except Exception as error:
+            if not is_of_the_split(error):
+                raise
+            found = None
+        if found is None:
+            raise
+        return found
+
+
+def _mixing_plan(block: SeenBlock, moved: SeenBlock, latent_size: int) -> BlockPlan | None:
+    """A plan with sums over tokens or convolutions; None where there are none. Raises UnsupportedModel.
+
+    Whatever a sum goes into depends on all tokens, so that sums are found one after the other.
+    """
+    sums: frozenset[int] = frozenset()
+    while True:
+        probe = _BlockProbe(block, moved, latent_size, sums)
+        more = probe.sums() - sums
+        if not more:
+            break
+        sums |= more
+    plan = probe.plan()
+    return plan if plan is not None and plan.mixing != Mixing() else None
+
+
+class _BlockProbe:
+    """One kind of block, asked what its tokens are.
+
+    `sums`: products that are known to sum over tokens; None where tokens are taken to meet in attention alone.
+    """
+
+    def __init__(
+        self, block: SeenBlock, moved: SeenBlock, latent_size: int, sums: frozenset[int] | None = None
+    ) -> None:
+        self.block, self.latent_size, self._sums = block, latent_size, sums
         self.tensors = {name: x for name, x in block.arguments.tensors().items() if x.ndim}
         others = moved.arguments.tensors()
         self.moved = {name: moved_indices(x, others[name]) for name, x in self.tensors.items() if _is(x, others[name])}
 
     def plan(self) -> BlockPlan | None:
         """What to do at such blocks; None where there is nothing to split. Raises UnsupportedModel."""
-        carriers = [name for name, indices in self.moved.items() if indices[0].any()]
+        carriers = self._carriers()
         if not carriers:
             return None
         if not self.block.attentions:
@@ -96,6 +145,14 @@ class _BlockProbe:
             with suppress(UnsupportedModel):
                 return self._plan_for(anchor)
         return self._plan_for(anchor.with_all_rows())  # what is beside the tokens is split like them
+
+    def _carriers(self) -> list[str]:
+        return [name for name, indices in self.moved.items() if indices[0].any()]
+
+    def sums(self) -> frozenset[int]:
+        """Products that sum over tokens, as far as these come to them one by one."""
+        anchors = (each for name in self._carriers() for each in self._anchors(name))
+        return frozenset().union(*(anchor.sums() for anchor in anchors))
 
     def _plan_for(self, anchor: "Anchor") -> BlockPlan:
         inputs = {anchor.name: anchor.rows}
@@ -118,20 +175,32 @@ class _BlockProbe:
             outputs=outputs,
             ratio=anchor.count / self.latent_size,
         )
-        return proved(plan, self.block, anchor.count, (anchor.count, anchor.size))
+        if self._sums is None:
+            return proved(plan, self.block, anchor.count, (anchor.count, anchor.size))
+        convolutions = anchor.convolutions()
+        grids = set(convolutions.values())
+        if len(grids) > 1:
+            raise UnsupportedModel("its convolutions are over different grids of its tokens")
+        plan = replace(plan, mixing=Mixing(sums=tuple(sorted(self._sums)), convolutions=tuple(convolutions)))
+        num_rows = grids.pop()[0] if grids else None
+        return proved(plan, self.block, anchor.count, (anchor.count, anchor.size), num_rows)
 
     def _trace(self, name: str, dim: int) -> dict[str, Sources]:
         return trace_rows(partial(self._observe, name), self.tensors[name], dim)
 
     def _observe(self, name: str, x: Tensor) -> Observed:
         arguments = self.block.arguments.map(lambda other, leaf: x if other == name else leaf)
-        return observe_block(self.block.module, arguments)
+        return observe_block(self.block.module, arguments, self._sums)
 
     def _anchor(self, name: str) -> "Anchor | None":
         """The argument `name` as what carries the tokens, if its rows reach attention."""
+        return next((each for each in self._anchors(name) if each.reaches_attention), None)
+
+    def _anchors(self, name: str) -> list["Anchor"]:
+        """What the argument `name` would be, if its rows along one dim or another were the tokens."""
         x = self.tensors[name]
         if not x.is_floating_point():
-            return None
+            return []
         candidates = []
         for dim in range(x.ndim):
             if x.shape[dim] < 2:
@@ -140,8 +209,7 @@ class _BlockProbe:
             traced = self._trace(name, dim)
             if traced:
                 candidates.append(Anchor(name, dim, x.shape[dim], run, traced))
-        reaching = [each for each in candidates if each.reaches_attention]
-        return reaching[0] if reaching else None
+        return candidates
 
     def _rows_of(self, name: str, anchor: "Anchor") -> Rows | None:
         """Which rows of the argument `name` belong to the anchor's tokens, one to each; None where that is not so.

@@ -31,8 +31,12 @@ class Layout:
             raise PlanError(
                 f"{path} has {tokens} tokens, too few for {axis.size} ranks: use a larger picture, or at most {tokens}"
             )
-        grid = None if self._split.cut == "runs" else self._grid(plan, tokens, recipe, leaves)
-        return spread(tokens, axis.rank, axis.size, grid=grid, cut=self._split.cut)
+        in_rows = plan.mixing is not None and bool(plan.mixing.convolutions)
+        cut = "rows" if in_rows else self._split.cut
+        grid = None if cut == "runs" else self._grid(plan, tokens, recipe, leaves)
+        if in_rows:
+            _refuse_without_rows(path, grid, tokens, axis.size)
+        return spread(tokens, axis.rank, axis.size, grid=grid, cut=cut)
 
     def _num_tokens(self, path: str, plan: BlockPlan, recipe: Recipe, leaves: Sequence[Any]) -> int:
         """From an argument that consists of tokens alone, or else from the size of the latent."""
@@ -53,6 +57,17 @@ class Layout:
         if key not in self._grids:
             self._grids[key] = _find_grid(plan, shape, _table(plan, tokens, recipe, leaves))
         return self._grids[key]
+
+
+def _refuse_without_rows(path: str, grid: TokenGrid | None, tokens: int, ranks: int) -> None:
+    """Raise unless a block with convolutions can be split at whole rows of its tokens."""
+    if grid is None or grid.frames != 1 or grid.num_tokens != tokens:
+        raise UnsupportedModel(f"{path} convolves its {tokens} tokens, but in which rows they lie is not known")
+    if grid.rows < ranks:
+        raise PlanError(
+            f"{path} has {grid.rows} rows of tokens, too few for {ranks} ranks, since its convolutions need whole "
+            f"rows: use a larger picture, or at most {grid.rows}"
+        )
 
 
 def _find_grid(plan: BlockPlan, shape: tuple[int, ...] | None, table: tuple[Tensor, int] | None) -> TokenGrid | None:

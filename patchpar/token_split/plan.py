@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
+from patchpar.token_split.mixing import Mixing
 from patchpar.token_split.shares import Shares, TokenGrid
 
 
@@ -131,6 +132,7 @@ class BlockPlan:
     `signature` tells the kind apart: which arguments are tensors. `counts` are arguments that say how many tokens there
     are, and maybe how many rows beside them. `ratio`: tokens for each number of the latent of one
     sample, wanted where no argument consists of tokens alone. `origin`: None where tokens lie in no grid that is known.
+    `mixing`: where tokens meet outside attention; None where they do not.
     """
 
     name: str
@@ -143,6 +145,7 @@ class BlockPlan:
     outputs: Mapping[int, Rows]
     ratio: float
     origin: Origin | None = None
+    mixing: Mixing | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.name}, {len(self.paths)} x {self.kind}"]
@@ -150,6 +153,10 @@ class BlockPlan:
         lines += [f"  {path:<32} tokens {rows}" for path, rows in self.inputs.items()]
         lines += [f"  {path:<32} their number" for path in self.counts]
         lines += [f"  attention {number:<22} {call}" for number, call in enumerate(self.attentions)]
+        if self.mixing is not None:
+            lines += [f"  {path:<32} their number of rows" for path in self.mixing.row_counts]
+            lines += [f"  product {number:<24} a sum over tokens" for number in self.mixing.sums]
+            lines += [f"  convolution {number:<20} over rows of tokens" for number in self.mixing.convolutions]
         lines += [f"  output {number:<25} tokens {rows}" for number, rows in self.outputs.items()]
         return "\n".join(lines)
 

@@ -6,12 +6,14 @@ nothing shows that moves, is found out by trying: it does if the block is right 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 
 import torch
 from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
+from patchpar.selection import Across
+from patchpar.token_split.mixing import Mixing
 from patchpar.token_split.plan import BlockPlan, Rows
 from patchpar.token_split.provenance import TOLERANCE, Observed
 from patchpar.token_split.shares import Shares
@@ -21,13 +23,21 @@ ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest value
 MOST_COUNTS = 4  # numbers that may be counts: sets of them are tried
 
 
-def proved(plan: BlockPlan, block: SeenBlock, tokens: int, sizes: Sequence[int]) -> BlockPlan:
-    """The plan, with the arguments that count tokens: those whose value is one of `sizes`. Raises UnsupportedModel."""
-    whole, reasons = observe_block(block.module, block.arguments), []
-    for counts in _possible_counts(block.arguments, sizes):
-        candidate = replace(plan, counts=counts)
+def proved(
+    plan: BlockPlan, block: SeenBlock, tokens: int, sizes: Sequence[int], num_rows: int | None = None
+) -> BlockPlan:
+    """The plan, with the arguments that count tokens: those whose value is one of `sizes`. Raises UnsupportedModel.
+
+    `num_rows`: how many rows the tokens are laid out in, where convolutions are over them; the arguments that say how
+    many are found as well.
+    """
+    whole, reasons = observe_block(block.module, block.arguments, _severed_in(plan)), []
+    row_counts = [()] if num_rows is None else _possible_counts(block.arguments, (num_rows,))
+    for by_row, counts in product(row_counts, _possible_counts(block.arguments, sizes)):
+        mixing = None if plan.mixing is None else replace(plan.mixing, row_counts=by_row)
+        candidate = replace(plan, counts=counts, mixing=mixing)
         try:
-            _try(candidate, block, whole, tokens)
+            _try(candidate, block, whole, _middle(tokens, num_rows or tokens))
         except (RuntimeError, ValueError, IndexError) as error:
             reasons.append(str(error))
             continue
@@ -42,24 +52,53 @@ def _possible_counts(arguments: Arguments, sizes: Sequence[int]) -> Iterator[tup
         yield from combinations(numbers[:MOST_COUNTS], size)
 
 
-def _try(plan: BlockPlan, block: SeenBlock, whole: Observed, tokens: int) -> None:
-    """Run the block on the middle of its tokens. Raises UnsupportedModel, or what the block raises."""
-    first, last = tokens // 3, tokens // 3 * 2 + 1
-    shares = Shares(place=1, starts=(0, first, last, tokens))
+def _severed_in(plan: BlockPlan) -> frozenset[int] | None:
+    return None if plan.mixing is None else frozenset(plan.mixing.sums)
+
+
+def _middle(tokens: int, num_rows: int) -> Shares:
+    """Of three places' whole rows those of the second."""
+    first, last = num_rows // 3, num_rows // 3 * 2 + 1
+    return Shares(place=1, starts=(0, first, last, num_rows), across=Across(tokens // num_rows))
+
+
+def _try(plan: BlockPlan, block: SeenBlock, whole: Observed, shares: Shares) -> None:
+    """Run the block on our share of its tokens. Raises UnsupportedModel, or what the block raises."""
 
     def share(name: str, leaf: object) -> object:
+        if plan.mixing is not None and name in plan.mixing.row_counts:
+            return shares.num_rows
         if name in plan.counts and isinstance(leaf, int):
-            return leaf - tokens + shares.count
+            return leaf - shares.num_tokens + shares.count
         rows = plan.inputs.get(name)
         return leaf if rows is None or not isinstance(leaf, Tensor) else rows.cut(leaf, shares)
 
-    own = observe_block(block.module, block.arguments.map(share))
+    own = observe_block(block.module, block.arguments.map(share), _severed_in(plan))
     for name, rows in _rows_observed(plan, whole):
         want = whole[name] if rows is None else rows.cut(whole[name], shares)
         if name not in own or own[name].shape != want.shape:
             raise UnsupportedModel(f"its {name} is of another shape than it should be")
         if not _close(own[name], want):
             raise UnsupportedModel(f"its {name} is another one then")
+    if plan.mixing is not None:
+        _same_columns(plan.mixing, own, whole)
+
+
+def _same_columns(mixing: Mixing, own: Observed, whole: Observed) -> None:
+    """Raise UnsupportedModel where tokens are in order, but in other rows: a count of columns was taken for theirs."""
+    for number in mixing.convolutions:
+        name = f"convolution {number} grid"
+        if own[name].shape[3] != whole[name].shape[3]:
+            raise UnsupportedModel(f"its {name} has other columns than it should have")
+
+
+def _mixing_observed(mixing: Mixing, whole: Observed) -> Iterator[tuple[str, Rows]]:
+    for number in mixing.sums:
+        left, right = (f"product {number} {side}" for side in ("left", "right"))
+        yield left, Rows(whole[left].ndim - 1)
+        yield right, Rows(whole[right].ndim - 2)
+    for number in mixing.convolutions:
+        yield f"convolution {number} cells", Rows(2)
 
 
 def _rows_observed(plan: BlockPlan, whole: Observed) -> Iterator[tuple[str, Rows | None]]:
@@ -68,6 +107,8 @@ def _rows_observed(plan: BlockPlan, whole: Observed) -> Iterator[tuple[str, Rows
         yield f"attention {number} query", call.queries
         yield f"attention {number} key", call.keys
         yield f"attention {number} value", call.keys
+    if plan.mixing is not None:
+        yield from _mixing_observed(plan.mixing, whole)
     for name in whole:
         if name.startswith("output"):
             yield name, plan.outputs.get(int(name.split()[1]))

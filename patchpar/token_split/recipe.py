@@ -21,6 +21,7 @@ class Recipe:
     plan: BlockPlan | None
     inputs: tuple[tuple[int, Rows], ...] = ()
     counts: tuple[int, ...] = ()
+    row_counts: tuple[int, ...] = ()
 
 
 class Recipes:
@@ -46,4 +47,7 @@ class Recipes:
             return Recipe(None)
         numbers = {name: number for number, name in enumerate(arguments.leaves())}
         inputs = tuple((numbers[name], rows) for name, rows in plan.inputs.items())
-        return Recipe(plan, inputs, tuple(numbers[name] for name in plan.counts))
+        by_row = () if plan.mixing is None else plan.mixing.row_counts
+        return Recipe(
+            plan, inputs, tuple(numbers[name] for name in plan.counts), tuple(numbers[name] for name in by_row)
+        )

@@ -1,7 +1,7 @@
 """Carry out a token plan: hooks on the blocks that keep a rank's tokens its own from the first block to the last.
 
     at a block's entry     whole arguments are cut to our tokens; what a block before left of them is taken as it is
-    in the block           attention is over everybody's keys, see `attention`
+    in the block           attention is over everybody's keys, see `attention`; sums and convolutions, see `mixed`
     after it               tokens stay ours until something outside a block looks at them: then they are gathered
 
 So nothing is gathered between blocks that hand tokens on, and everything the model does between blocks is exact.
@@ -27,6 +27,8 @@ from patchpar.errors import UnsupportedModel
 from patchpar.hooks import Hooked
 from patchpar.token_split.attention import Asked, Split, attend_split
 from patchpar.token_split.layout import Grids, Layout
+from patchpar.token_split.mixed import convolve_rows, sum_over_ranks
+from patchpar.token_split.mixing import PRODUCTS, Convolution, Mixing
 from patchpar.token_split.operator import answered_by, attend
 from patchpar.token_split.plan import BlockPlan, Rows, TokenPlan
 from patchpar.token_split.recipe import Recipe, Recipes
@@ -35,6 +37,10 @@ from patchpar.token_split.strides import as_torch_lays
 from patchpar.token_split.watch import Arguments
 
 HOOK = "patchpar_tokens"
+_COMPILED = (
+    "{} is compiled, and its tokens meet in sums or convolutions, which cannot be exchanged inside a compiled block: "
+    "leave it as it is, or use plan cfg=2 or data=N, which do not split the tokens"
+)
 ASKED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
@@ -115,6 +121,8 @@ class _BlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
                 leaves, spec = tree_flatten((args, kwargs))
                 recipe = self.recipes.find(leaves, spec, args, kwargs)
                 if recipe.plan is not None:
+                    if self.compiled is not None and recipe.plan.mixing is not None:
+                        raise UnsupportedModel(_COMPILED.format(self.path))
                     block = _Block(self.path, recipe.plan)
                     args, kwargs = tree_unflatten(call.own_leaves(block, recipe, leaves), spec)
                     return call.run(block, forward, args, kwargs)
@@ -144,7 +152,7 @@ class _Block:
     def __init__(self, path: str, plan: BlockPlan) -> None:
         self.path, self.plan = path, plan
         self.shares = Shares(place=0, starts=(0,))
-        self.attentions = 0
+        self.attentions = self.products = self.convolutions = 0
 
 
 class _Local:
@@ -177,7 +185,24 @@ class _Call(TorchFunctionMode):
             return _traceable(func)(*args, **kwargs)
         elif func is F.scaled_dot_product_attention and self.block is not None:
             return self.attend(*args, **kwargs)
+        elif self.block is not None and self.block.plan.mixing is not None:
+            return self._mixed(self.block, self.block.plan.mixing, func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _mixed(self, block: _Block, mixing: Mixing, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+        """What any other function gives in a block whose tokens meet in sums or convolutions too."""
+        if func in PRODUCTS:
+            number, block.products = block.products, block.products + 1
+            found = func(*args, **kwargs)
+            where = f"{block.path} product {number}"
+            return sum_over_ranks(self.split, where, found) if number in mixing.sums else found
+        convolution = Convolution.of(func, args, kwargs)
+        if convolution is None:
+            return func(*args, **kwargs)
+        number, block.convolutions = block.convolutions, block.convolutions + 1
+        if number not in mixing.convolutions:
+            return func(*args, **kwargs)
+        return convolve_rows(self.split, f"{block.path} convolution {number}", block.shares, convolution)
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
         """What attention of the block under way gives, called as torch's is. Raises UnsupportedModel, ExchangeError."""
@@ -202,6 +227,8 @@ class _Call(TorchFunctionMode):
         ]
         for number in recipe.counts:
             own[number] += block.shares.count - block.shares.num_tokens
+        for number in recipe.row_counts:
+            own[number] = block.shares.num_rows
         return own
 
     def run(self, block: _Block, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

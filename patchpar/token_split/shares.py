@@ -76,6 +76,11 @@ class Shares:
         return self.sizes[self.place]
 
     @property
+    def num_rows(self) -> int:
+        """How many of the rows along the split are ours."""
+        return self.starts[self.place + 1] - self.starts[self.place]
+
+    @property
     def rows(self) -> Grid:
         """The same as a grid of rows that are split, each place's tokens together."""
         return Grid(Bands(self.starts), self.across, dim=-2)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
+from patchpar.token_split.mixing import MixingSevered
 from patchpar.token_split.provenance import Observed
 from patchpar.token_split.strides import as_torch_lays
 
@@ -111,9 +112,14 @@ def watch(denoiser: nn.Module, forward: Callable[..., Any], arguments: Arguments
     return seen
 
 
-def observe_block(module: nn.Module, arguments: Arguments) -> Observed:
-    """What reaches attention in a block, and what it returns: by name, such as "attention 0 key" and "output 1"."""
-    mode, arguments = _Severed(), arguments.cloned()
+def observe_block(module: nn.Module, arguments: Arguments, sums: frozenset[int] | None = None) -> Observed:
+    """What reaches attention in a block, and what it returns: by name, such as "attention 0 key" and "output 1".
+
+    With `sums`, which may be empty, tokens do not meet in those products either, nor in convolutions, and what reaches
+    products and convolutions is told as well.
+    """
+    mixing = None if sums is None else MixingSevered(sums)
+    mode, arguments = _Severed(mixing), arguments.cloned()
     with torch.no_grad(), mode:
         output = module(*arguments.args, **arguments.kwargs)
     found = {
@@ -122,7 +128,8 @@ def observe_block(module: nn.Module, arguments: Arguments) -> Observed:
         for what, x in zip(ASKED, call, strict=True)
         if x is not None
     }
-    return found | {f"output {number}": x for number, x in output_tensors(output).items()}
+    seen = {} if mixing is None else mixing.seen
+    return found | seen | {f"output {number}": x for number, x in output_tensors(output).items()}
 
 
 def output_tensors(output: Any) -> dict[int, Tensor]:
@@ -132,10 +139,11 @@ def output_tensors(output: Any) -> dict[int, Tensor]:
 
 
 class _Severed(TorchFunctionMode):
-    """Attention calls are noted, and answered by their queries."""
+    """Attention calls are noted, and answered by their queries; other calls go to `mixing`, if it is there."""
 
-    def __init__(self) -> None:
+    def __init__(self, mixing: MixingSevered | None = None) -> None:
         super().__init__()
+        self._mixing = mixing
         self.calls: list[tuple[Tensor | None, ...]] = []
         self.keeping, self.count = True, 0
 
@@ -145,6 +153,8 @@ class _Severed(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self.count += 1
             return self._answer(*args, **(kwargs or {}))
+        if self._mixing is not None:
+            return self._mixing.answer(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def _answer(

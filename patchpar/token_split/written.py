@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from patchpar.json_files import object_of
+from patchpar.token_split.mixing import Mixing
 from patchpar.token_split.plan import AttentionCall, BlockPlan, Origin, Rows, TokenPlan
 
 T = TypeVar("T")
@@ -12,7 +13,11 @@ T = TypeVar("T")
 
 def to_json(plan: TokenPlan) -> str:
     """The same text for the same plan, wherever it was found."""
-    return json.dumps(asdict(plan), indent=1, default=sorted)
+    raw = asdict(plan)
+    for block in raw["blocks"]:
+        if block["mixing"] is None:  # in most plans tokens meet in attention alone
+            del block["mixing"]
+    return json.dumps(raw, indent=1, default=sorted)
 
 
 def from_json(text: str) -> TokenPlan:
@@ -54,7 +59,13 @@ def _block(raw: dict[str, Any]) -> BlockPlan:
         outputs={int(number): _rows(rows) for number, rows in _of(dict, raw["outputs"]).items()},
         ratio=_ratio(raw["ratio"]),
         origin=None if raw["origin"] is None else _origin(_of(dict, raw["origin"])),
+        mixing=None if raw.get("mixing") is None else _mixing(_of(dict, raw["mixing"])),
     )
+
+
+def _mixing(raw: dict[str, Any]) -> Mixing:
+    sums, convolutions = (_tuple(int, raw[name]) for name in ("sums", "convolutions"))
+    return Mixing(sums=sums, convolutions=convolutions, row_counts=_tuple(str, raw["row_counts"]))
 
 
 def _ratio(value: Any) -> float:

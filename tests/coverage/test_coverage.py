@@ -23,12 +23,13 @@ SAMPLE = {
     "HiDreamImageTransformer2DModel": "one of its calls is with other arguments",
     "Lumina2Transformer2DModel": "a mask, samples of different lengths, grouped heads",
     "PixArtTransformer2DModel": "text in cross attention alone",
-    "SanaTransformer2DModel": "refused",
+    "SanaTransformer2DModel": "sums over tokens and convolutions",
+    "SanaVideoTransformer3DModel": "refused",
     "UNet2DModel": "bands",
     "WanAnimateTransformer3DModel": "some blocks whole on every rank",
     "WanTransformer3DModel": "video",
 }
-QUICK = ("PixArtTransformer2DModel", "SanaTransformer2DModel", "WanTransformer3DModel")
+QUICK = ("PixArtTransformer2DModel", "SanaTransformer2DModel", "SanaVideoTransformer3DModel", "WanTransformer3DModel")
 LEAST_SPLIT = 50
 
 

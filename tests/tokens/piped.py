@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,16 +28,21 @@ from . import on_ranks
 DEADLINE = 60.0
 
 
-def plain(name: str, **options: Any) -> Tensor:
+Builder = Callable[[str], tiny.Tiny]
+
+
+def plain(name: str, build: Builder = tiny.build, **options: Any) -> Tensor:
     """The final latents in one piece."""
-    found = tiny.build(name)
+    found = build(name)
     return on_ranks.latents_of(found.pipe(**_arguments(found, options)))
 
 
-def shared(name: str, plan: str, folder: Path, *, exchange: str = "on", **options: Any) -> list[Tensor]:
+def shared(
+    name: str, plan: str, folder: Path, *, exchange: str = "on", build: Builder = tiny.build, **options: Any
+) -> list[Tensor]:
     """The final latents on every rank of the plan, verified at first use. Raises the first rank's error."""
     wanted = Plan.parse(plan)
-    found = [_own(tiny.build(name)) for _ in range(wanted.world_size)]  # threads share torch's random state
+    found = [_own(build(name)) for _ in range(wanted.world_size)]  # threads share torch's random state
 
     def on_rank(transport: Any) -> Tensor:
         pipe, arguments = found[transport.rank].pipe, _arguments(found[transport.rank], options)

@@ -1,0 +1,146 @@
+"""Tokens that meet outside attention: in sums (linear attention) and in convolutions over their grid."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor
+
+from patchpar.clock import StepClock
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.exchange import Door
+from patchpar.mesh import Axis
+from patchpar.sequence.gathered import attend_gathered
+from patchpar.strategies import parse_strategy
+from patchpar.token_split import shard
+from patchpar.token_split.attention import Split
+from patchpar.token_split.discovery import discover_tokens
+from patchpar.token_split.mixing import Mixing
+from patchpar.token_split.written import from_json, to_json
+from tests import tiny
+from tests.breadth import first_of
+from tests.exact.on_ranks import relative
+from tests.tiny.transformers_entry import IMAGE, noise
+from tests.unit.threads import on_threads
+
+from . import piped
+from .ranks import LIMIT, TRANSFORMERS, error, plain, plan_of, predictions, split
+
+NAME = "SanaTransformer2DModel"
+plan_for = cache(plan_of)
+
+
+def of_size(rows: int, columns: int) -> dict[str, Any]:
+    """A call with a latent of that size."""
+    return TRANSFORMERS[NAME].call(0) | {"hidden_states": noise(2, 4, rows, columns)}
+
+
+def on_ranks(ranks: int, call: dict[str, Any], strategy: str = "exact", exchange: str = "on") -> list[Any]:
+    """What every rank predicts, as a user has it but not verified, and what the first raised."""
+    models = [TRANSFORMERS[NAME].build() for _ in range(ranks)]
+
+    def on_rank(transport: Any) -> list[Tensor]:
+        model, axis = models[transport.rank], Axis("patch", transport.rank, ranks, tuple(range(ranks)))
+        layer: Any = parse_strategy(strategy).install(model, Door(transport), axis, clock=StepClock())
+        layer.exchange = exchange
+        with torch.no_grad():
+            return predictions(layer.denoise(model.forward, **call))
+
+    found = on_threads(ranks, on_rank, deadline=30.0)
+    errors = [each for each in found if isinstance(each, Exception)]
+    if errors:
+        raise errors[0]
+    return found
+
+
+def test_what_is_found() -> None:
+    (block,) = plan_for(NAME).blocks
+    assert block.mixing == Mixing(sums=(0,), convolutions=(0,), row_counts=("height",))
+    assert from_json(to_json(plan_for(NAME))) == plan_for(NAME)
+    (other,) = plan_for("PixArtTransformer2DModel").blocks
+    assert other.mixing is None
+    assert "mixing" not in to_json(plan_for("PixArtTransformer2DModel"))
+
+
+def test_rows_and_columns_of_a_square_are_told_apart() -> None:
+    model, call = TRANSFORMERS[NAME].build(), of_size(8, 8)
+    (block,) = discover_tokens(model, model.forward, (), call).blocks
+    assert block.mixing is not None
+    assert block.mixing.row_counts == ("height",)
+
+
+SIZES = ((7, 5, 3), (3, 6, 3), (8, 8, 2), (5, 9, 2))
+
+
+@pytest.mark.parametrize(("rows", "columns", "ranks"), first_of(SIZES, SIZES[0]))
+def test_rows_that_ranks_do_not_divide(rows: int, columns: int, ranks: int) -> None:
+    call = of_size(rows, columns)
+    with torch.no_grad():
+        want = predictions(TRANSFORMERS[NAME].build()(**call))
+    assert error(on_ranks(ranks, call), want) <= LIMIT
+    assert error(on_ranks(ranks, call, exchange="off"), want) > 100 * LIMIT
+
+
+def test_too_few_rows() -> None:
+    with pytest.raises(PlanError, match=r"has 2 rows of tokens, too few for 3 ranks.*at most 2"):
+        on_ranks(3, of_size(2, 9))
+
+
+@pytest.mark.parametrize("left_out", ["sum_over_ranks", "convolve_rows"])
+def test_either_exchange_is_needed(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchanged = getattr(shard, left_out)
+    alone = Split(None, Axis("patch", 0, 2, (0, 1)), None)  # type: ignore[arg-type]
+
+    def without(way: Split, *args: Any) -> Tensor:
+        return exchanged(alone, *args)
+
+    monkeypatch.setattr(shard, left_out, without)
+    assert error(split(NAME, plan_for(NAME), 2, 0, attend_gathered), plain(NAME, 0)) > 10 * LIMIT
+
+
+@pytest.mark.parametrize("strategy", first_of(("displaced", "pcpp"), "displaced"))
+def test_values_of_the_last_step_are_refused(strategy: str) -> None:
+    with pytest.raises(UnsupportedModel, match=r"meet in sums or convolutions.*use strategy=exact"):
+        on_ranks(2, of_size(*IMAGE[0]), f"{strategy}:warmup_steps=1")
+
+
+def test_compiled_blocks_are_refused() -> None:
+    model = TRANSFORMERS[NAME].build()
+    for block in model.transformer_blocks:
+        block.compile(backend="eager")
+    one = Split(None, Axis("patch", 0, 1, (0,)), attend_gathered)  # type: ignore[arg-type]
+    split_model = shard.TokenShard(model, plan_for(NAME), one)
+    with pytest.raises(UnsupportedModel, match=r"transformer_blocks\.0 is compiled, and its tokens meet in sums"):
+        split_model.denoise(model.forward, **of_size(*IMAGE[0]))
+    split_model.restore()
+
+
+def sana(name: str) -> tiny.Tiny:
+    """diffusers' pipeline, unmodified; text comes as embeddings."""
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    pipe = diffusers.SanaPipeline(None, None, None, TRANSFORMERS[NAME].build(), scheduler)
+    pipe.set_progress_bar_config(disable=True)
+    text = {
+        f"{which}prompt_{what}": value
+        for which, seed in (("", 1), ("negative_", 2))
+        for what, value in (("embeds", noise(1, 6, 32, seed=seed)), ("attention_mask", torch.ones(1, 6)))
+    }
+    size = {"height": 224, "width": 160, "use_resolution_binning": False}  # 7 x 5 tokens
+    return tiny.Tiny(name=name, pipe=pipe, call_kwargs={"negative_prompt": None, "guidance_scale": 4.0, **size, **text})
+
+
+PLANS = ("patch=2", "patch=3", "cfg=2,patch=2")
+
+
+@pytest.mark.parametrize("plan", first_of(PLANS, "cfg=2,patch=2"))
+def test_a_pipeline(plan: str, tmp_path: Path) -> None:
+    want = piped.plain("sana", sana)
+    for got in piped.shared("sana", plan, tmp_path, build=sana):
+        assert relative(got, want) <= LIMIT
+    for got in piped.shared("sana", plan, tmp_path, build=sana, exchange="off"):
+        assert relative(got, want) > 10 * LIMIT
