@@ -74,11 +74,12 @@ def _try(plan: BlockPlan, block: SeenBlock, whole: Observed, shares: Shares) -> 
         return leaf if rows is None or not isinstance(leaf, Tensor) else rows.cut(leaf, shares)
 
     own = observe_block(block.module, block.arguments.map(share), _severed_in(plan))
+    rounding = max(ROUNDING.get(x.dtype, TOLERANCE) for x in block.arguments.tensors().values())
     for name, rows in _rows_observed(plan, whole):
         want = whole[name] if rows is None else rows.cut(whole[name], shares)
         if name not in own or own[name].shape != want.shape:
             raise UnsupportedModel(f"its {name} is of another shape than it should be")
-        if not _close(own[name], want):
+        if not _close(own[name], want, rounding):
             raise UnsupportedModel(f"its {name} is another one then")
     if plan.mixing is not None:
         _same_columns(plan.mixing, own, whole)
@@ -114,9 +115,13 @@ def _rows_observed(plan: BlockPlan, whole: Observed) -> Iterator[tuple[str, Rows
             yield name, plan.outputs.get(int(name.split()[1]))
 
 
-def _close(x: Tensor, y: Tensor) -> bool:
-    """Up to the rounding of products over another number of rows, which a wrong row is far above."""
-    allowed = ROUNDING.get(y.dtype, TOLERANCE)
+def _close(x: Tensor, y: Tensor, rounding: float) -> bool:
+    """Up to the rounding of products over another number of rows, which a wrong row is far above.
+
+    `rounding`: that of the block's arguments. What is made of them may be of a finer dtype, as what linear attention
+    sums, but it has been rounded as they are.
+    """
+    allowed = max(rounding, ROUNDING.get(y.dtype, TOLERANCE))
     if not (y.is_floating_point() or y.is_complex()):
         return torch.equal(x, y)
     return not y.numel() or bool((x - y).abs().max() <= allowed * y.abs().max())

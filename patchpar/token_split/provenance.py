@@ -54,6 +54,7 @@ def trace_rows(observe: Observe, x: Tensor, dim: int) -> dict[str, Sources]:
 
     Raises UnsupportedModel when what is observed depends on the values.
     """
+    x = x.contiguous()  # as what is disturbed is: another layout in memory is rounded otherwise
     base, size = observe(x), x.shape[dim]
     hits: dict[str, list[Hits]] = {name: [] for name in base}
     numbers = torch.arange(size)

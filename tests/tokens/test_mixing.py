@@ -77,6 +77,21 @@ def test_rows_and_columns_of_a_square_are_told_apart() -> None:
 SIZES = ((7, 5, 3), (3, 6, 3), (8, 8, 2), (5, 9, 2))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
+    """What is summed is fp32 there, made of numbers that are rounded to less. Verified as always."""
+
+    def half(name: str) -> tiny.Tiny:
+        found = sana(name)
+        found.pipe.transformer.to(dtype)
+        text = {key: x.to(dtype) if isinstance(x, Tensor) else x for key, x in found.call_kwargs.items()}
+        return tiny.Tiny(name=name, pipe=found.pipe, call_kwargs=text)
+
+    want = piped.plain("sana", half)
+    for got in piped.shared("sana", "patch=2", tmp_path, build=half):
+        assert relative(got, want) <= 3e-2
+
+
 @pytest.mark.parametrize(("rows", "columns", "ranks"), first_of(SIZES, SIZES[0]))
 def test_rows_that_ranks_do_not_divide(rows: int, columns: int, ranks: int) -> None:
     call = of_size(rows, columns)
