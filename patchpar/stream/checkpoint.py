@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from torch import nn
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.dtype import dtype_of, with_dtype
@@ -63,7 +64,8 @@ def hollow_transformer(kind: type[Any], folder: Path, options: Mapping[str, Any]
     """Shapes without weights of a transformer of this class, for a rank that draws nothing."""
     config = kind.load_config(str(folder), subfolder=HIGH_NOISE)
     with torch.device("meta"):
-        return kind.from_config(config).to(dtype_of(options) or torch.float32)
+        hollow = kind.from_config(config)
+    return nn.Module.to(hollow, dtype_of(options) or torch.float32)  # diffusers' own warns of weights that it casts
 
 
 def _refuse_others(folder: Path) -> None:
