@@ -21,7 +21,8 @@ class InPlaceOfStep:
     def __init__(self, scheduler: Any, run: Step, in_copies: Step | None = None, *, before: Step | None = None) -> None:
         self._before: Step = scheduler.step if before is None else before
         self._scheduler, self._run, self._in_copies = scheduler, run, in_copies
-        functools.update_wrapper(self, self._before)  # diffusers reads the signature of scheduler.step
+        # diffusers reads the signature of scheduler.step. Not its attributes: what is there may be one of these.
+        functools.update_wrapper(self, self._before, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step."""

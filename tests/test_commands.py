@@ -22,6 +22,8 @@ MODULE = re.compile(r"python -m (?P<module>(?:benchmarks|training|tests|patchpar
 MAKE = re.compile(r"(?:`|^)make (?P<target>[a-z-]+)", re.MULTILINE)
 FOLDER = re.compile(r"pytest (?P<paths>(?:tests/\S+?)(?: tests/\S+?)*)(?=[`\s|])")
 DRAWS = ("generate", "compare")
+PLACEHOLDERS = ("PATH", "path/to/model")
+"""What pages write where the reader is to put the model of theirs."""
 
 
 def named(pattern: re.Pattern[str], *parts: str) -> set[tuple[str, ...]]:
@@ -87,6 +89,7 @@ def test_what_draws_could_be_drawn(page: Path, line: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(Typed, "model_known", describe(tiny.build("sdxl").pipe))
     monkeypatch.chdir(tmp_path)
     words: list[Any] = shlex.split(line, comments=True)[1:]
+    words = ["embedded" if word in PLACEHOLDERS else word for word in words]
     found = CliRunner().invoke(app, words)
     assert found.exit_code == 0, found.output
     assert [*tmp_path.glob("*.png")]

@@ -153,7 +153,7 @@ def _checked_sizes(file: Path) -> tuple[int, int]:
         tensors = [entry for name, entry in header.items() if name != "__metadata__"]
         end = 8 + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
         count = sum(math.prod(entry["shape"]) for entry in tensors)
-        if not 0 <= count <= 8 * size:
+        if not 0 <= count <= 8 * end:
             raise ValueError("more weights than there are bits")
     except (OSError, struct.error, ValueError, LookupError, AttributeError, TypeError, MemoryError) as error:
         raise PlanError(f"{file} is not a whole safetensors file: its header cannot be read. Fetch it again") from error

@@ -18,12 +18,13 @@ from patchpar.cli.generate import Generate
 SHARED = {
     "prompt", "model", "devices", "plan", "strategy", "height", "width", "steps", "guidance_scale",
     "negative_prompt", "seed", "num_images", "dtype", "variant", "json", "debug", "output",
-    "trace", "vae",
+    "trace", "vae", "deadline",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("flags", "names"), [(Generate, SHARED), (Compare, SHARED), (Doctor, {"devices", "model", "json", "debug"})]
+    ("flags", "names"),
+    [(Generate, SHARED), (Compare, SHARED), (Doctor, {"deadline", "devices", "model", "json", "debug"})],
 )
 def test_flags_are_pinned(flags: type, names: set[str]) -> None:
     """A flag once released stays: take one away only with a line in the changelog."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from patchpar.errors import PatchparError
+from patchpar.refusal import refused_in_words
 from patchpar.verdicts import Verdicts
 from tests.exact import denoisers
 from tests.exact.on_ranks import first, patched, relative
@@ -170,8 +172,10 @@ def found(place: Place, kind: str, when: str, folder: str) -> dict[str, Any]:
         bands = patched(place, unet, verdicts=verdicts)
     with planted(unet, kind):
         bands.reset()
+        whole = partial(unet.forward, **call)
         try:
-            got = first(bands.denoise(unet.forward, **call))
+            with refused_in_words(unet, f"patch={place.world}", "Use plan cfg=2", whole):  # as the denoiser's hook does
+                got = first(bands.denoise(unet.forward, **call))
         except PatchparError as error:
             return {"untouched": untouched, "said": f"{type(error).__name__}: {error}"}
         bands.restore()

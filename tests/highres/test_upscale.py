@@ -83,7 +83,8 @@ def test_bad_flags_cost_nothing(words: list[Any], said: str, tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     scene().save("small.png")
     Path("text.png").write_text("no picture")
-    result = run(*words, "--model", tmp_path / "no model")
+    monkeypatch.setattr("patchpar.launch.local.LocalExecutor.start", pytest.fail)
+    result = run(*words, "--devices", "cpu:2")
     assert result.exit_code == 2
     assert said in result.stderr
 

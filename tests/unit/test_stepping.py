@@ -95,3 +95,24 @@ def test_it_looks_like_the_step_and_leaves_no_trace() -> None:
     assert other.step.__self__ is other
     del scheduler.step
     assert "step" not in vars(scheduler)
+
+
+def test_one_in_the_place_of_another_runs_both() -> None:
+    """Structure guidance stands before what the clock ticks by."""
+    scheduler = scheduler_of(diffusers.FlowMatchEulerDiscreteScheduler)
+    ran: list[str] = []
+
+    def noting(name: str) -> Any:
+        def run(step: Any, *args: Any, **kwargs: Any) -> Any:
+            ran.append(name)
+            return step(*args, **kwargs)
+
+        return run
+
+    for name in ("inner", "outer"):
+        scheduler.step = InPlaceOfStep(scheduler, noting(name))
+    x = torch.ones(1, 4)
+    stepped = scheduler.step(0.1 * x, scheduler.timesteps[0], x, return_dict=False)[0]
+    assert ran == ["outer", "inner"]
+    plain = scheduler_of(diffusers.FlowMatchEulerDiscreteScheduler)
+    assert torch.equal(stepped, plain.step(0.1 * x, plain.timesteps[0], x, return_dict=False)[0])
