@@ -5,6 +5,7 @@ for shot in session  <--- [ at most as many as there is credit ] <--- [ their or
 """
 
 import asyncio
+import os
 import threading
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from patchpar.errors import PlanError
 from patchpar.launch.context import Tell
+from patchpar.launch.forks import check_owner
 from patchpar.stream.credits import Credits
 from patchpar.stream.held import Closing
 from patchpar.stream.outlet import Outlet, Output, check_output
@@ -63,6 +65,7 @@ class PictureSession(Closing):
 
     def __init__(self, run: Callable[..., Any], manner: PictureManner, arguments: Mapping[str, Any]) -> None:
         self._run, self._manner, self._arguments = run, manner, dict(arguments)
+        self._owner = os.getpid()
         self._changed = threading.Condition()
         self._credits = Credits(manner.ranks + manner.lead)
         self._waiting: deque[tuple[int, Mapping[str, Any]]] = deque()
@@ -163,7 +166,8 @@ class PictureSession(Closing):
         return self
 
     def __next__(self) -> Shot:
-        """The next picture. Raises what the pipeline raised, or WorkerError."""
+        """The next picture. Raises what the pipeline raised, or WorkerError; LaunchError in a forked child."""
+        check_owner(self._owner)
         with self._changed:
             self._changed.wait_for(lambda: len(self._outlet) or self.is_over)
             if not len(self._outlet):

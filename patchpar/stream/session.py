@@ -8,6 +8,7 @@ output="drop_oldest" or "skip_to_live" it loses chunks instead.
 """
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.launch.forks import check_owner
 from patchpar.stream.delivery import Chunk, Effect, StreamDelivery, StreamFormat
 from patchpar.stream.driver import Came, Driver, Limits, Run, Source, Status
 from patchpar.stream.events import Parameter, Transition
@@ -45,6 +47,7 @@ class StreamSession(Closing):
         source: Source | None,
     ) -> None:
         self._format, self._delivery, self._source = form, delivery, source
+        self._owner = os.getpid()
         self._changed = threading.Condition(threading.RLock())
         self._driver = Driver(run, courses, limits, source, self._take_in, self._changed)
         self._outlet: Outlet[Chunk] = Outlet(delivery.output, delivery.lead, self._driver.give_back)
@@ -68,7 +71,8 @@ class StreamSession(Closing):
         return self
 
     def __next__(self) -> Chunk:
-        """The next chunk. Raises WorkerError and the like if the stream cannot go on."""
+        """The next chunk. Raises WorkerError and the like if the stream cannot go on, LaunchError in a forked child."""
+        check_owner(self._owner)
         with self._changed:
             while not self._changed.wait_for(lambda: len(self._outlet) or self._driver.is_over, self._delivery.hold):
                 if self.status == "degraded" and self._last is not None:

@@ -21,6 +21,7 @@ from patchpar.stream.pictures import PictureStreamingPipeline
 from patchpar.stream.talk import Stop
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.test_pictures import quiet, same
+from tests.stream.test_session import refused_to_a_child
 from tests.tiny import image_pipelines
 
 ARGUMENTS = {"num_inference_steps": 4, "strength": 1.0, "output_type": "np", "guidance_scale": 1.0}
@@ -64,6 +65,11 @@ def test_all_come_out_in_order() -> None:
     assert [(shot.number, shot.picture["image"]) for shot in shots] == [(n, n) for n in range(20)]
     assert ranks.stops == [0, 1]
     assert {order.seed for order in ranks.orders} == {1}
+
+
+def test_a_forked_child_is_told_and_does_not_wait() -> None:
+    with session(Ranks()) as stream:
+        assert "was forked from it and cannot use them" in refused_to_a_child(stream)
 
 
 def test_pictures_that_end_on_several_ranks_come_out_in_order() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.errors import PlanError, WorkerDied
+from patchpar.errors import LaunchError, PlanError, WorkerDied
 from patchpar.stream import session as session_module
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
 from patchpar.stream.driver import Limits
@@ -88,6 +90,31 @@ def test_chunks_come_in_order_with_exact_times() -> None:
     assert [round(chunk.pts * 20) for chunk in chunks] == [0, *ends[:-1]] == [0, 3, 7, 11, 15, 19]
     assert stream.status == "finished"
     assert list(stream) == []
+
+
+def refused_to_a_child(stream: Any) -> str:
+    """What a child that is forked now is told that wants the next of a stream."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)  # it is to be told at once
+        try:
+            next(stream)
+        except LaunchError as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with os.fdopen(read, "rb") as told:
+        return told.read().decode()
+
+
+def test_a_forked_child_is_told_and_does_not_wait() -> None:
+    """Nobody would ever give it a chunk: threads do not come along."""
+    with session(Ranks(), blocks=None).begin() as stream:
+        next(stream)
+        assert "was forked from it and cannot use them" in refused_to_a_child(stream)
+        next(stream)
 
 
 def test_async() -> None:
