@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.breadth import first_of
 from tests.exact import foreign
 
 FOREIGN = "tests.exact.foreign"
@@ -14,7 +15,9 @@ LIMIT = 1e-5
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("kind", foreign.PLANTS)
+@pytest.mark.parametrize(
+    "kind", first_of(foreign.PLANTS, "forward", "forward at large sizes", "filter", "diffusers hook", "another class")
+)
 def test_what_is_put_into_a_denoiser_is_checked(ranks: Any, tmp_path: Path, kind: str, when: str) -> None:
     """The verdict on the untouched denoiser, which is known by then, is not that on the changed one."""
     for found in ranks.run(f"{FOREIGN}:found", 2, kind, when, str(tmp_path)):
