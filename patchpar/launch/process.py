@@ -41,10 +41,8 @@ class WorkerProcess:
                 theirs.enter_context(file)
             for file in (ours, self._write_life, read_output):
                 undo.enter_context(file)
-            self.beacon_fd, self.lifeline_fd = (
-                beacon.fileno(),
-                read_life.fileno(),
-            )  # the numbers they have in the worker
+            # The numbers they have in the worker.
+            self.beacon_fd, self.lifeline_fd = beacon.fileno(), read_life.fileno()
             self.beacon = BeaconReader(self.beacon_fd)
             undo.callback(self.beacon.close)
             self.channel = Channel(ours, send_timeout=SEND_TIMEOUT)

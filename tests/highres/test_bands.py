@@ -108,9 +108,8 @@ def test_teams_are_verified(tmp_path: Path) -> None:
 
     errors = on_threads(4, draw, deadline=60.0)
     assert all(isinstance(error, float) and error < 1e-4 for error in errors), errors
-    kept = [len(list((tmp_path / str(rank)).glob("*.json"))) for rank in range(4)]
-    assert kept[0] > 0
-    assert len(set(kept)) == 1, kept
+    # Of each rank one, and one at the size of the call, since the test has put a forward of its own into the denoiser.
+    assert len(list(tmp_path.rglob("*.json"))) == 2 * 4
 
 
 def test_what_eight_ranks_gain_at_most() -> None:
