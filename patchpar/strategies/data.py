@@ -18,7 +18,7 @@ from typing import Any
 from patchpar.errors import PlanError
 
 TEXTS = ("prompt", "negative_prompt", "pooled_prompt", "negative_pooled_prompt")  # and all names that begin so
-PICTURES = ("image", "mask_image", "control_image", "masked_image_latents", "video", "mask")
+PICTURES = ("image", "mask_image", "control_image", "original_image", "masked_image_latents", "video", "mask")
 PER_PROMPT = (*PICTURES, "generator", "latents", "class_labels", "image_embeds", "negative_image_embeds")
 COUNTING = ("prompt", "prompt_embeds", "class_labels", "image")  # the first of these that was given counts
 SHARED_LISTS = (

@@ -141,6 +141,7 @@ def test_what_belongs_to_a_prompt_goes_with_it() -> None:
         "generator": seeds,
         "latents": torch.arange(6.0).view(6, 1, 1, 1),
         "image": torch.zeros(3, 8, 8),
+        "original_image": ["first", "second", "third"],
         "original_size": (512, 512, 3),
         "timesteps": [999, 500, 1],
         "guidance_scale": 5.0,
@@ -148,6 +149,7 @@ def test_what_belongs_to_a_prompt_goes_with_it() -> None:
     own = split_call(call, 1, 2)
     assert own["prompt"] == PROMPTS[2:]
     assert own["prompt_2"] == ["z"]
+    assert own["original_image"] == ["third"]
     assert own["generator"] == seeds[4:]
     assert own["negative_prompt_embeds"].tolist() == [[[2.0]]]
     assert own["latents"].flatten().tolist() == [4.0, 5.0]
