@@ -19,6 +19,7 @@ from patchpar.clock import StepClock
 from patchpar.errors import UnsupportedModel
 from patchpar.launch.context import RankContext
 from patchpar.ledger import Ledger
+from patchpar.models.ip_adapters import looked_at
 from patchpar.pulse import Pulse
 from patchpar.stepping import InPlaceOfStep, Step
 
@@ -68,7 +69,7 @@ class Drawing:
         if any(change.is_of_networks for change in answer.changes):
             self.changing()
         for change in answer.changes:
-            _carry_out(pipe, change)
+            carry_out(pipe, change)
         return {name: _moved(value, tensors.get(name)) for name, value in answer.tensors.items()}
 
     @contextmanager
@@ -108,7 +109,7 @@ class Drawing:
             self.context.emit(("step", self.steps, _total_steps(self.pipe, scheduler)))
 
 
-def _carry_out(pipe: Any, change: StepChange) -> None:
+def carry_out(pipe: Any, change: StepChange) -> None:
     """Do to the pipeline what the caller's callback did. Raises UnsupportedModel, and what the pipeline raises."""
     if change.path == "scheduler":
         raise UnsupportedModel(
@@ -120,7 +121,8 @@ def _carry_out(pipe: Any, change: StepChange) -> None:
         setattr(attrgetter(owner)(pipe) if owner else pipe, name, change.args[0])
         return
     method = attrgetter(change.path)(pipe)
-    returned = method(*change.args, **change.kwargs)
+    args, kwargs = looked_at(method, change.args, change.kwargs)
+    returned = method(*args, **kwargs)
     if returned is not None and returned is not getattr(method, "__self__", None):
         raise UnsupportedModel(
             f"pipe.{change.path}() returned a {type(returned).__name__}, which a callback cannot have, because the "

@@ -42,6 +42,7 @@ from patchpar.models.description import (
 )
 from patchpar.models.dtype import with_dtype
 from patchpar.models.hush import hush
+from patchpar.models.ip_adapters import looked_at
 from patchpar.models.loading import load_pipeline
 from patchpar.plan import Plan
 from patchpar.strategies.data import as_one_call, why_kept_together
@@ -111,6 +112,7 @@ class Engine:
         """
         self._installed.forget()
         method = attrgetter(name)(self.pipe)
+        args, kwargs = looked_at(method, args, kwargs)
         result = method(*args, **kwargs)
         if result is getattr(method, "__self__", self.pipe):
             return Returned(itself=True)

@@ -20,6 +20,7 @@ from patchpar.call import (
 )
 from patchpar.changes import change_of
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.models.adapters import from_safetensors
 from patchpar.plan import Plan
 from patchpar.run import Run
 from patchpar.strategies.data import merge_outputs
@@ -152,14 +153,15 @@ class Caller:
     def apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
         """The callback calls a method of the pipeline or of a network: all ranks do so when it has returned.
 
-        Raises UnsupportedModel for one that changes nothing, and so is called for what it returns.
+        Raises UnsupportedModel for one that changes nothing, and so is called for what it returns, and PlanError for
+        one that would read a pickle.
         """
         if change_of(path, args, kwargs) is None:
             raise UnsupportedModel(
                 f"pipe.{path}() cannot be called inside callback_on_step_end, because the ranks are busy: only what "
                 "changes the pipeline can (set_..., enable_..., disable_...), and all ranks do it when it has returned"
             )
-        self.changes.append(StepChange(path, args, kwargs))
+        self.changes.append(StepChange(path, args, from_safetensors(path, args, kwargs)))
         return Returned(None)
 
     def ask(self, method: str, path: str, *values: Any, **_: Any) -> None:

@@ -1,6 +1,9 @@
-"""Adapters come as safetensors too: LoRA, textual inversions and IP-Adapters, out of a file, a folder or the hub."""
+"""Adapters come as safetensors too: LoRA and textual inversions, out of a file, a folder or the hub.
 
-from collections.abc import Iterator, Mapping, Sequence
+IP-Adapters bring an image encoder besides, see `ip_adapters`.
+"""
+
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,13 +16,17 @@ READ_FILES = (
     "load_lora_adapter",
     "load_attn_procs",
     "load_textual_inversion",
-    "load_ip_adapter",
     "lora_state_dict",
 )
 """Methods of pipelines and networks that read weights from where their first argument says."""
 SOURCES = ("pretrained_model_name_or_path_or_dict", "pretrained_model_name_or_path")
 SUFFIX = ".safetensors"
 CONVERT = "which can run code: convert it to safetensors first"
+OF_TRANSFORMERS = "load_adapter"
+"""A method of transformers' networks, which reads PEFT's own files."""
+PEFT_WEIGHTS = "adapter_model.safetensors"
+OF_ONE_FILE = "from_single_file"
+SINGLE_FILES = (SUFFIX, ".gguf")
 
 
 def from_safetensors(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,37 +36,43 @@ def from_safetensors(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     a pickle, before any rank reads anything.
     """
     method = name.rpartition(".")[2]
+    if method == OF_TRANSFORMERS:
+        _check_peft(name, args, kwargs)
+    elif method == OF_ONE_FILE:
+        _check_single_file(name, args, kwargs)
     if method not in READ_FILES:
         return dict(kwargs)
     source = args[0] if args else next((kwargs[each] for each in SOURCES if each in kwargs), None)
-    places = [each for each in _several(source) if isinstance(each, (str, PathLike))]
+    places = [each for each in several(source) if isinstance(each, (str, PathLike))]
     if not places:
         return dict(kwargs)
-    if kwargs.get("use_safetensors", True) is not True:
-        raise PlanError(f"use_safetensors={kwargs['use_safetensors']!r}: {name} reads no pickle, {CONVERT}")
-    has_more = method == "load_ip_adapter"
-    folders = _several(args[1] if has_more and len(args) > 1 else kwargs.get("subfolder"))
-    files = _several(args[2] if has_more and len(args) > 2 else kwargs.get("weight_name"))
+    check_told(name, kwargs)
+    folders, files = several(kwargs.get("subfolder")), several(kwargs.get("weight_name"))
     for number, place in enumerate(places):
-        _check(name, place, _of(folders, number), _of(files, number))
+        check_source(name, place, entry(folders, number), entry(files, number))
     for file in files:  # of one place, maybe several
         _check_name(name, file)
-    if not has_more:
-        return {**kwargs, "use_safetensors": True}
-    for folder in _image_encoders(places, folders, kwargs):
-        _check_folder(name, folder)
-    return dict(kwargs)
+    return {**kwargs, "use_safetensors": True}
 
 
-def _several(value: Any) -> list[Any]:
+def several(value: Any) -> list[Any]:
+    """A list of what may be given alone."""
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _of(values: Sequence[Any], number: int) -> Any:
+def entry(values: Sequence[Any], number: int) -> Any:
+    """The one of that number, or the first, which then is that of all."""
     return values[number] if number < len(values) else values[0]
 
 
-def _check(name: str, place: Any, subfolder: Any, file: Any) -> None:
+def check_told(name: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise PlanError where a method is told to read a pickle."""
+    if kwargs.get("use_safetensors", True) is not True:
+        raise PlanError(f"use_safetensors={kwargs['use_safetensors']!r}: {name} reads no pickle, {CONVERT}")
+
+
+def check_source(name: str, place: Any, subfolder: Any, file: Any) -> None:
+    """Raise PlanError for a file, a folder or a name of the hub out of which `name` would read no safetensors."""
     _check_name(name, file)
     path = Path(place).expanduser()
     if path.is_file():
@@ -89,13 +102,24 @@ def _check_folder(name: str, folder: Path) -> None:
     raise PlanError(f"{name}: {folder} has no weights as safetensors")
 
 
-def _image_encoders(places: Sequence[Any], folders: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Path]:
-    """Folders here out of which an IP-Adapter may take the encoder of its picture."""
-    inner = kwargs.get("image_encoder_folder", "image_encoder")
-    own = kwargs.get("image_encoder_pretrained_model_name_or_path")
-    for number, place in enumerate(places):
-        if inner is not None:
-            inside = inner if "/" in inner else Path(_of(folders, number) or "", inner)
-            yield from (folder for folder in [Path(place).expanduser() / inside] if folder.is_dir())
-    if own is not None and Path(own).is_dir():
-        yield Path(own, kwargs.get("image_encoder_subfolder") or "")
+def _check_peft(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise PlanError unless an adapter of PEFT is in memory, or in a folder here as safetensors.
+
+    transformers looks for a pickle where it finds none, and on the hub nobody can look before it does.
+    """
+    place = args[0] if args else kwargs.get("peft_model_id", kwargs.get("pretrained_model_name_or_path"))
+    if place is None:
+        return
+    check_told(name, kwargs)
+    folder = Path(place, kwargs.get("subfolder") or "")
+    if not (folder / PEFT_WEIGHTS).is_file():
+        raise PlanError(
+            f"{name}: {str(folder)!r} is no folder here with {PEFT_WEIGHTS} (fetch what is on the hub), and no pickle "
+            f"is read, {CONVERT}"
+        )
+
+
+def _check_single_file(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    place = args[0] if args else next((value for key, value in kwargs.items() if key.startswith("pretrained_")), "")
+    if not str(place).endswith(SINGLE_FILES):
+        raise PlanError(f"{name}: {place} is neither safetensors nor GGUF, and may be a pickle, {CONVERT}")

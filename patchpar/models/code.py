@@ -35,6 +35,17 @@ def refuse_code(folder: Path, options: Mapping[str, Any], *, besides: Collection
     if options.get("trust_remote_code"):
         return
     _refuse(folder, {*options, *besides}, has_own_class=options.get("custom_pipeline") is not None)
+    _refuse_connected(folder, is_asked_for=bool(options.get("load_connected_pipeline")))
+
+
+def _refuse_connected(folder: Path, *, is_asked_for: bool) -> None:
+    """Raise PlanError where diffusers would load other models too: those that the README.md of a pipeline names."""
+    pipeline, card = ModelIndex.read(folder).pipeline, folder / "README.md"
+    if card.exists() and (is_asked_for or "Combined" in pipeline):
+        raise PlanError(
+            f"{folder} is a {pipeline}, which also loads what {card} names, from elsewhere: remove that file if all "
+            "parts are here, or load it with diffusers and hand it to ParallelPipeline(pipe)"
+        )
 
 
 def _refuse(folder: Path, given: Collection[str], *, has_own_class: bool) -> None:
@@ -48,6 +59,11 @@ def _refuse(folder: Path, given: Collection[str], *, has_own_class: bool) -> Non
             _refuse_part(index.file, folder / part.name, part)
 
 
+def refuse_code_of_network(folder: Path) -> None:
+    """Raise PlanError for the folder of a network of transformers, loaded as a class that it has no say in."""
+    _refuse_what_is_in(folder, "", is_looked_up=False)
+
+
 def _refuse_part(file: Path, folder: Path, part: Part) -> None:
     named = f"{file} names {part.library}.{part.kind} for {part.name}"
     if (folder / f"{part.library}.py").exists():
@@ -56,17 +72,21 @@ def _refuse_part(file: Path, folder: Path, part: Part) -> None:
         raise PlanError(f"{named}, which is neither of diffusers nor of transformers: {TRUST}")
     if (folder / INDEX).exists():  # a pipeline within the pipeline
         _refuse(folder, (), has_own_class=False)
+    looked_up = part.kind.startswith("Auto") or part.kind.endswith("Processor")  # other classes are what they are
+    _refuse_what_is_in(folder, part.kind, is_looked_up=looked_up)
+
+
+def _refuse_what_is_in(folder: Path, kind: str, *, is_looked_up: bool) -> None:
     if (folder / "adapter_config.json").exists():
-        raise PlanError(f"{folder / 'adapter_config.json'} has {part.name} loaded from elsewhere: merge it first")
+        raise PlanError(f"{folder / 'adapter_config.json'} has {folder.name} loaded from elsewhere: merge it first")
     for config in (folder / name for name in CONFIGS):
         if config.is_file():
-            _refuse_config(config, read_object(config), part)
+            _refuse_config(config, read_object(config), kind, is_looked_up=is_looked_up)
 
 
-def _refuse_config(file: Path, facts: Mapping[str, Any], part: Part) -> None:
-    looked_up = part.kind.startswith("Auto") or part.kind.endswith("Processor")  # other classes are what they are
-    if looked_up and facts.get("auto_map"):
-        raise PlanError(f"{file} has an auto_map, that is classes of its own for {part.kind}: {TRUST}")
+def _refuse_config(file: Path, facts: Mapping[str, Any], kind: str, *, is_looked_up: bool) -> None:
+    if is_looked_up and facts.get("auto_map"):
+        raise PlanError(f"{file} has an auto_map, that is classes of its own for {kind}: {TRUST}")
     for kernel in _values(facts, KERNELS):
         if isinstance(kernel, str) and "/" in kernel:
             raise PlanError(f"{file} asks for the attention {kernel!r}, code from the hub: {TRUST}")

@@ -111,7 +111,7 @@ def inspect_folder(path: Path, variant: str | None = None) -> ModelFolder:
 
 
 def _weights(folder: Path, variant: str | None) -> list[Path]:
-    _refuse_other_shards(folder)
+    refuse_other_weights(folder)
     files = sorted(folder.glob("*.safetensors"))
     chosen = [file for file in files if variant and f".{variant}." in file.name] or [
         file for file in files if not re.search(r"\.(fp16|bf16|fp32)\.", file.name)
@@ -130,8 +130,12 @@ def _has_weights(folder: Path) -> bool:
     return "_class_name" in config or "architectures" in config
 
 
-def _refuse_other_shards(folder: Path) -> None:
-    """Raise PlanError where an index of safetensors leads to files that are none, or lie elsewhere."""
+def refuse_other_weights(folder: Path) -> None:
+    """Raise PlanError where an index of safetensors, or a configuration, leads to files that are none or elsewhere."""
+    config = folder / "config.json"
+    named = read_object(config).get("transformers_weights") if config.is_file() else None
+    if named is not None and not re.fullmatch(r"[^/\\]+\.safetensors(\.index\.json)?", str(named)):
+        raise PlanError(f"{config} leads to {named!r:.80}, which is no safetensors file of this folder")
     for index in folder.glob("*.safetensors.index*.json"):
         shards = read_object(index, limit=MAX_HEADER).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):

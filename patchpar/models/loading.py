@@ -9,6 +9,8 @@ from safetensors import SafetensorError
 
 from patchpar.errors import PatchparError, PlanError
 from patchpar.models.code import refuse_code
+from patchpar.models.folder import refuse_other_weights
+from patchpar.models.index import ModelIndex
 
 MALFORMED = (AttributeError, ImportError, LookupError, OSError, RecursionError, SafetensorError, TypeError, ValueError)
 """What diffusers and transformers raise of a folder whose files are not what they should be."""
@@ -22,6 +24,8 @@ def load_pipeline(model: str, options: Mapping[str, Any], *, kind: Any = Diffusi
     """
     folder = Path(model) if Path(model).is_dir() else _fetched(model, options, kind)
     refuse_code(folder, options)
+    for part in ModelIndex.read(folder).parts:
+        refuse_other_weights(folder / part.name)
     try:
         return kind.from_pretrained(str(folder), use_safetensors=True, **options)
     except PatchparError:

@@ -19,6 +19,7 @@ from patchpar.component import Component
 from patchpar.errors import UnsupportedModel
 from patchpar.models.adapters import READ_FILES, from_safetensors
 from patchpar.models.description import Network
+from patchpar.outcome import Caller
 from patchpar.state import State
 from tests import tiny
 
@@ -37,8 +38,8 @@ class Trap:
 def trap(tmp_path: Path) -> Path:
     """A folder with a pickle by every name that diffusers looks for."""
     folder = tmp_path / "trap"
-    (folder / "image_encoder").mkdir(parents=True)
-    for name in ("pytorch_lora_weights.bin", "learned_embeds.bin", "other.pt", "image_encoder/pytorch_model.bin"):
+    folder.mkdir()
+    for name in ("pytorch_lora_weights.bin", "learned_embeds.bin", "other.pt", "adapter_model.bin", "model.ckpt"):
         (folder / name).write_bytes(pickle.dumps(Trap(tmp_path / "ran")))
     return folder
 
@@ -78,32 +79,7 @@ def test_of_a_repository_of_the_hub_neither(method: str) -> None:
     with pytest.raises(PlanError, match=r"a\.bin is no safetensors file"):
         from_safetensors(method, ["org/adapters"], {"weight_name": "a.bin", "subfolder": "x"})
     told = from_safetensors(f"unet.{method}", ["org/adapters"], {"weight_name": "a.safetensors", "subfolder": "x"})
-    assert told.get("use_safetensors", method == "load_ip_adapter")
-
-
-@pytest.mark.parametrize("names", ["a.bin", ["a.safetensors", "a.bin"]])
-def test_an_ip_adapter_is_named_by_its_third_argument_too(names: Any) -> None:
-    with pytest.raises(PlanError, match=r"a\.bin is no safetensors file"):
-        from_safetensors("load_ip_adapter", ["org/adapters", "models", names], {})
-
-
-def test_the_encoder_of_an_ip_adapter_is_no_pickle_either(trap: Path) -> None:
-    save_file({"a": torch.zeros(1)}, trap / "ip.safetensors")
-    given = {"subfolder": "", "weight_name": "ip.safetensors"}
-    with pytest.raises(PlanError, match=r"image_encoder has only pytorch_model\.bin, a pickle"):
-        from_safetensors("load_ip_adapter", [trap], given)
-    with pytest.raises(PlanError, match=r"image_encoder has only"):
-        from_safetensors(
-            "load_ip_adapter",
-            ["org/flux"],
-            {
-                "weight_name": "a.safetensors",
-                "image_encoder_pretrained_model_name_or_path": str(trap / "image_encoder"),
-            },
-        )
-    assert from_safetensors("load_ip_adapter", [trap], {**given, "image_encoder_folder": None})
-    save_file({"a": torch.zeros(1)}, trap / "image_encoder" / "model.safetensors")
-    assert from_safetensors("load_ip_adapter", [trap], given) == given
+    assert told["use_safetensors"]
 
 
 @pytest.mark.parametrize("place", ["./nowhere", "/no/where.safetensors", "~/x.safetensors", Path("nowhere"), "nowhere"])
@@ -140,3 +116,41 @@ def test_networks_in_workers_read_safetensors_only(trap: Path) -> None:
     for method in ("from_pretrained", "from_single_file"):
         with pytest.raises(UnsupportedModel, match="another network"):
             getattr(unet, method)
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "kwargs"),
+    [
+        ("text_encoder.load_adapter", ("{trap}",), {}),
+        ("text_encoder.load_adapter", (), {"peft_model_id": "org/adapter"}),
+        ("text_encoder.load_adapter", (), {"pretrained_model_name_or_path": "{trap}", "use_safetensors": False}),
+        ("from_single_file", ("{trap}/model.ckpt",), {}),
+        ("from_single_file", (), {"pretrained_model_link_or_path": "https://hub/org/model/blob/main/model.bin"}),
+    ],
+)
+def test_what_else_reads_weights(method: str, args: tuple[str, ...], kwargs: dict[str, Any], trap: Path) -> None:
+    """Adapters of transformers' own, and whole pipelines out of a file."""
+    args = tuple(each.format(trap=trap) for each in args)
+    kwargs = {name: value.format(trap=trap) if isinstance(value, str) else value for name, value in kwargs.items()}
+    with pytest.raises(PlanError, match="pickle"):
+        from_safetensors(method, args, kwargs)
+
+
+def test_what_else_reads_weights_takes_safetensors(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    for method, args, kwargs in (
+        ("text_encoder.load_adapter", (str(tmp_path),), {"adapter_name": "a"}),
+        ("text_encoder.load_adapter", (), {"adapter_state_dict": {}}),
+        ("from_single_file", ("model.safetensors",), {}),
+        ("from_single_file", ("model-q4.gguf",), {}),
+    ):
+        assert from_safetensors(method, args, kwargs) == kwargs
+
+
+def test_a_callback_reads_no_pickle_either(trap: Path) -> None:
+    caller = Caller(None, {}, kind="local", output_module="diffusers")
+    with pytest.raises(PlanError, match="pickle"):
+        caller.apply("load_lora_weights", (trap,), {})
+    caller.apply("load_lora_weights", ("org/lora",), {"weight_name": "a.safetensors"})
+    (change,) = caller.changes
+    assert change.kwargs == {"weight_name": "a.safetensors", "use_safetensors": True}

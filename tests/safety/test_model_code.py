@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -194,3 +195,49 @@ def test_a_repository_without_code_is_loaded(model: Path, tmp_path: Path) -> Non
     assert isinstance(load_pipeline("somebody/model", options), diffusers.StableDiffusionXLPipeline)
     with pytest.raises(PlanError, match=r"'somebody/other' is no folder here, and as a name it could not be had"):
         load_pipeline("somebody/other", options)
+
+
+def shards_of_another_kind(folder: Path) -> None:
+    change(folder / "text_encoder" / "model.safetensors.index.json", weight_map={"a": "pytorch_model.bin"})
+
+
+def weights_of_another_name(folder: Path) -> None:
+    """transformers takes what a configuration names before it looks for safetensors."""
+    change(folder / "text_encoder" / "config.json", transformers_weights="adapter_model.bin")
+
+
+@pytest.mark.parametrize("way", [shards_of_another_kind, weights_of_another_name], ids=lambda way: way.__name__)
+def test_weights_lead_to_no_pickle(way: Callable[[Path], None], hostile: Path, tmp_path: Path) -> None:
+    """In a folder, and in a repository of which somebody else has fetched more than its safetensors."""
+    way(hostile)
+    cached(hostile, tmp_path)
+    hub = {"variant": "fp16", "cache_dir": str(tmp_path), "local_files_only": True}
+    for load in (
+        lambda: ParallelPipeline.from_pretrained(hostile, devices="cpu", variant="fp16"),
+        lambda: load_pipeline(str(hostile), {"variant": "fp16"}),
+        lambda: load_pipeline("somebody/model", hub),
+    ):
+        with pytest.raises(PlanError, match=r"leads to '\w+\.bin', which is no safetensors file of this folder"):
+            load()
+
+
+def test_a_model_that_names_others_is_refused(hostile: Path) -> None:
+    """diffusers would load those of its README.md, from wherever, and look at nothing."""
+    card = hostile / "README.md"
+    card.write_text("---\nprior:\n- somebody/model\n---\n")
+    refuse_code(hostile, {})
+    with pytest.raises(PlanError, match=r"also loads what .*README\.md names"):
+        refuse_code(hostile, {"load_connected_pipeline": True})
+    change(hostile / "model_index.json", _class_name="KandinskyV22CombinedPipeline")
+    with pytest.raises(PlanError, match=r"also loads what .*README\.md names"):
+        refuse_code(hostile, {})
+    card.unlink()
+    refuse_code(hostile, {})
+
+
+def test_every_class_of_diffusers_that_names_others_says_so_in_its_name() -> None:
+    texts = (file.read_text() for file in (Path(diffusers.__file__).parent / "pipelines").rglob("*.py"))
+    classes = [each for text in texts for each in re.split(r"^class ", text, flags=re.MULTILINE)[1:]]
+    found = [each.partition("(")[0] for each in classes if "_load_connected_pipes = True" in each]
+    assert found
+    assert all("Combined" in name for name in found), found

@@ -80,11 +80,12 @@ def sdxl_controlnet_xs() -> Built:
 
 def _with_pictures(unet: Any, *, adapters: int) -> Any:
     """IP-Adapters in a UNet, with weights as their loader wants them."""
-    unet._load_ip_adapter_weights([_picture_weights(unet) for _ in range(adapters)], low_cpu_mem_usage=False)
+    unet._load_ip_adapter_weights([picture_weights(unet) for _ in range(adapters)], low_cpu_mem_usage=False)
     return unet
 
 
-def _picture_weights(unet: Any) -> dict[str, dict[str, torch.Tensor]]:
+def picture_weights(unet: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """An IP-Adapter for a UNet, at random."""
     width = unet.config.cross_attention_dim
     projection = {"proj.weight": torch.randn(4 * width, SEEN), "proj.bias": torch.randn(4 * width)}
     layers = {}
