@@ -18,6 +18,7 @@ from patchpar.transport.torch_p2p import TorchTransport
 from patchpar.transport.watched import Watched
 
 PEER = struct.Struct("<I")  # whom the socket that comes with it leads to
+HERE = b"h"  # each rank says so to each other, or a rank that did not connect would be missed only much later
 CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere only a later exec would inherit
 RETRY_SECONDS = 0.01
 
@@ -42,7 +43,8 @@ def connect(place: Place, *, through: str = "auto") -> Transport:
     """Connect this rank with all others. Its limit bounds every wait, here and of the transport.
 
     `through` is "auto", "shared_memory" or "torch" (the default group of torch.distributed, which has to be there).
-    Auto takes shared memory where all ranks live on one host and do not talk through NCCL. Raises ExchangeError.
+    Auto takes shared memory where all ranks live on one host and do not talk through NCCL. Raises ExchangeError, also
+    where a rank does not connect: what it did not take, it would take for its part of the next connection.
     """
     device = torch.device(place.device)
     if through == "torch" or (through == "auto" and (place.links is None or _over_nccl(device))):
@@ -51,6 +53,7 @@ def connect(place: Place, *, through: str = "auto") -> Transport:
         raise ExchangeError(f"rank {place.rank}: shared memory needs all ranks on one host, met without torch's group")
     with place.waiting:
         lines = _handed_out(place, place.links) if place.rank == 0 else _taken(place, place.links[0])
+        _greet(place, lines)
     return SharedMemoryTransport(place.rank, lines, device, place.wait_limit)
 
 
@@ -116,3 +119,24 @@ def _taken(place: Place, link: socket.socket) -> dict[int, socket.socket]:
         state = f"has not answered for {place.wait_limit:g} s" if isinstance(error, TimeoutError) else "is gone"
         raise ExchangeError(f"rank {place.rank} cannot connect to the others: rank 0 {state} ({error})") from error
     return lines
+
+
+def _greet(place: Place, lines: Mapping[int, socket.socket]) -> None:
+    """Wait until every rank has connected. Raises ExchangeError, with all lines closed."""
+    give_up = time.monotonic() + place.wait_limit
+    peer = place.rank
+    try:
+        for line in lines.values():
+            line.sendall(HERE)
+        for peer, line in lines.items():
+            line.settimeout(max(RETRY_SECONDS, give_up - time.monotonic()))
+            if not line.recv(len(HERE)):
+                raise ConnectionResetError("it has closed the connection")
+    except OSError as error:
+        for line in lines.values():
+            line.close()
+        state = f"has not connected within {place.wait_limit:g} s" if isinstance(error, TimeoutError) else "is gone"
+        raise ExchangeError(
+            f"rank {place.rank} cannot connect to the others: rank {peer} {state} ({error}); every rank has to connect, "
+            "also one that takes no part in what follows"
+        ) from error

@@ -55,7 +55,7 @@ def test_final_latents(ranks: Any, tmp_path: Path, name: str) -> None:
 def test_in_half_precision_no_farther_off_than_one_process(ranks: Any, tmp_path: Path, dtype: torch.dtype) -> None:
     """And no farther from plain diffusers than that is from itself with another kernel of attention."""
     cases = [Case(plan="patch=2", scheduler="DDIM", control=True)]
-    (found,) = ranks.run("tests.exact.pipelines:halved", 2, "sd", dtype, cases, str(tmp_path))[0]
+    (found,) = ranks.run("tests.exact.pipelines:halved", 4, "sd", dtype, cases, str(tmp_path))[0]
     assert found.ours_off <= 1.5 * found.plain_off, found
     assert found.ours <= 1.5 * found.math, found
     assert found.alone > 3 * found.ours, found

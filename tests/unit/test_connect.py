@@ -92,6 +92,17 @@ def test_rank_0_names_who_has_gone(places: list[OnThread]) -> None:
         connect(places[0])
 
 
+def test_a_rank_that_does_not_connect_is_missed_at_once(places: list[OnThread]) -> None:
+    """Later it would take for its own what was meant for this connection, and hear nobody."""
+    for place in places:
+        place.wait_limit = 0.5
+    with ThreadPoolExecutor(4) as threads:
+        tried = [threads.submit(connect, place) for place in places if place.rank != 2]
+        said = [str(each.exception()) for each in tried]
+    for rank, sentence in zip([0, 1, 3], said, strict=True):
+        assert f"rank {rank} cannot connect to the others: rank 2 has not connected within 0.5 s" in sentence
+
+
 def test_more_descriptors_under_way_than_the_kernel_lets_wait(
     places: list[OnThread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
