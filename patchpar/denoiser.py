@@ -19,10 +19,7 @@ from patchpar.strategies.guidance import GuidanceSplit
 
 
 class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
-    """Stands before a denoiser's forward and passes the call through the plan's layers, outermost first.
-
-    `watched`: somebody's callback is called between the steps, and may change the denoiser.
-    """
+    """Stands before a denoiser's forward and passes the call through the plan's layers, outermost first."""
 
     def __init__(
         self,
@@ -36,17 +33,19 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     ) -> None:
         super().__init__()
         self.clock, self.layers, self.guided = clock, tuple(layers), guided
-        self.votes, self.check, self.plan, self.watched = votes, check, plan, False
+        self.votes, self.check, self.plan, self._watched = votes, check, plan, False
+        self._looked: int | None = None  # in which evaluation of this picture
         self.door, self.deadline = votes.door, votes.door.transport.deadline
+
+    def begin(self, *, watched: bool) -> None:
+        """Begin a picture. `watched`: a callback of somebody's is called between its steps, and may change things."""
+        self._watched, self._looked = watched, None
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces the denoiser's forward."""
         self.clock.guided = self.guided()
         self.clock.next_call()
-        if self.clock.evaluation == 0:
-            self.votes.renew()
-        if self.clock.call == 0 and (self.watched or self.clock.evaluation == 0):
-            self._look_again()
+        self._look_again()
         plain = self.fn_ref.original_forward
         forward = plain
         for layer in reversed(self.layers):
@@ -67,7 +66,14 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         return result
 
     def _look_again(self) -> None:
-        """Somebody may have changed the denoiser: before the picture, or in a callback between the steps."""
+        """Somebody may have changed the denoiser: before the picture, or in a callback between the steps.
+
+        Of two denoisers the second may come late in a picture, or late in each step.
+        """
+        if self._looked is not None and not (self._watched and self._looked != self.clock.evaluation):
+            return
+        self._looked = self.clock.evaluation
+        self.votes.renew()
         for layer in (*self.layers, self.check):
             if hasattr(layer, "unsure"):
                 layer.unsure = True

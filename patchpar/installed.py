@@ -128,7 +128,7 @@ class Installed:
         for number, hooked in enumerate(self._hooked):
             refuse_compiled(hooked.module)
             if isinstance(hooked.hook, DenoiserHook):
-                hooked.hook.watched = watched
+                hooked.hook.begin(watched=watched)
             if not hooked.is_reached:  # somebody has put another forward before it
                 hooked.take_out()
                 self._hooked[number] = Hooked(hooked.module, hooked.hook, HOOK)

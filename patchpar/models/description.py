@@ -9,7 +9,7 @@ from patchpar.compiled import compiled_in, is_compiled, is_wrapped
 from patchpar.errors import UnsupportedModel
 from patchpar.scalars import plain
 
-DENOISERS = ("unet", "transformer", "transformer_2")
+DENOISERS = ("unet", "transformer", "transformer_2", "unconditional_transformer")
 AUTOENCODERS = ("vae", "movq", "vqvae", "vqgan", "vq_model")
 NAMED_FOR_GUIDANCE = ("guidance_scale", "true_cfg_scale", "max_guidance_scale")
 

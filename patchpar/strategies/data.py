@@ -27,7 +27,9 @@ SHARED_LISTS = (
     "skip_guidance_layers", "original_size", "target_size", "crops_coords_top_left", "negative_original_size",
     "negative_target_size", "negative_crops_coords_top_left", "decode_timestep", "decode_noise_scale",
 )  # fmt: skip
-REFERENCES = ("Flux2", "QwenImageEditPlus", "JoyImageEditPlus", "OmniGen")  # pipelines with several pictures a prompt
+REFERENCES = (  # pipelines with several pictures a prompt
+    "Flux2", "QwenImageEditPlus", "QwenImage21", "JoyImageEditPlus", "OmniGen", "BriaFibo", "ZImageOmni", "VisualCloze",
+)  # fmt: skip
 OWN_NOISE = ("DPMSolverSDEScheduler",)  # schedulers that draw noise for a whole batch from a seed of their own
 
 

@@ -218,3 +218,17 @@ def test_outputs_become_one(parts: list[Any], check: Any) -> None:
     tuples = merge_outputs([(part, None) for part in parts])
     assert check(tuples[0])
     assert tuples[1] is None
+
+
+@pytest.mark.parametrize("name", ["BriaFiboEditPipeline", "QwenImage21Pipeline", "VisualClozePipeline"])
+def test_pictures_that_all_prompts_refer_to_are_not_divided(name: str) -> None:
+    """As many as there are prompts, they would be taken for one each, and nobody would see that the result is wrong."""
+    call = {"prompt": PROMPTS[:2], "image": [pictures.scene()] * 2}
+    pipe = type(name, (), {})()
+    with (
+        pytest.raises(PlanError, match=f"{name} takes image as references for all prompts.* use data=1"),
+        as_one_call(pipe, call, 0, 2),
+    ):
+        raise AssertionError("it was divided")
+    with as_one_call(pipe, {"prompt": PROMPTS[:2]}, 1, 2) as own:
+        assert own == {"prompt": PROMPTS[1:2]}
