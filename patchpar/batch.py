@@ -38,6 +38,18 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     return function(tree)
 
 
+def with_own_lists(tree: Any) -> Any:
+    """`tree` in lists, tuples and dicts of its own: some models empty those that they are given.
+
+    HunyuanDiT takes a ControlNet's residuals out of their list one by one.
+    """
+    if type(tree) is dict:
+        return {key: with_own_lists(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(with_own_lists(item) for item in tree)
+    return tree
+
+
 def leaves(tree: Any) -> Iterator[Any]:
     """Everything in `tree` that is not a list, a tuple or a dict, in the order of `map_leaves`."""
     if isinstance(tree, dict):

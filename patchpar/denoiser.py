@@ -8,6 +8,7 @@ from typing import Any
 from diffusers.hooks import ModelHook
 from torch import nn
 
+from patchpar.batch import with_own_lists
 from patchpar.caches import CacheVote
 from patchpar.carriers import Carriers
 from patchpar.clock import StepClock
@@ -51,13 +52,14 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         for layer in reversed(self.layers):
             forward = partial(layer.denoise, forward)
         stale_before, start = self._stale_calls(), time.perf_counter()
-        with refused_in_words(module, str(self.plan), self._way_out(), partial(plain, *args, **kwargs)):
+        kept, plain = with_own_lists((args, kwargs)), _on_lists_of_its_own(plain)
+        with refused_in_words(module, str(self.plan), self._way_out(), partial(plain, *kept[0], **kept[1])):
             for layer in self.layers:
                 if self.check is not None and isinstance(layer, GuidanceSplit):
-                    layer.carriers = self.check.carriers.of(plain, (args, kwargs))
+                    layer.carriers = self.check.carriers.of(plain, kept)
             result = forward(*args, **kwargs)
             if self.check is not None:
-                self.check(plain, (args, kwargs), result)
+                self.check(plain, kept, result)
         age = "stale" if self._stale_calls() > stale_before else "exact"
         self.door.traffic.note("call", "", f"step {self.clock.evaluation}, call {self.clock.call} ({age})", start)
         # A rank may have to wait for as long as another one computes, and that is only known once it has.
@@ -103,5 +105,15 @@ class ConditionerHook(ModelHook):  # type: ignore[misc]  # diffusers is not type
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces the network's forward. Raises VerificationError where shares of its batch do not make the whole."""
         plain = self.fn_ref.original_forward
-        self.guidance.carriers = {} if self.carriers is None else self.carriers.of(plain, (args, kwargs))
+        found = {} if self.carriers is None else self.carriers.of(_on_lists_of_its_own(plain), (args, kwargs))
+        self.guidance.carriers = found
         return self.guidance.condition(plain, *args, **kwargs)
+
+
+def _on_lists_of_its_own(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that may be called again with the same arguments."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*with_own_lists(args), **with_own_lists(kwargs))
+
+    return call

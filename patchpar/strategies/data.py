@@ -105,15 +105,14 @@ def as_one_call(pipe: Any, kwargs: Mapping[str, Any], rank: int, size: int) -> I
     share, plain, own_kwargs = Share.of(kwargs, rank, size), torch_utils.randn_tensor, split_call(kwargs, rank, size)
     _refuse_what_depends_on_the_others(pipe, kwargs, share)
     given, own = kwargs.get("generator"), share.stop - share.start
-    if isinstance(given, list):
-        yield own_kwargs
-        return
 
     def randn_tensor(shape: Sequence[int], generator: Any = None, *args: Any, **more: Any) -> Any:
         rows = shape[0]
         if isinstance(generator, list) and len(generator) == 1:  # as diffusers does
             generator = generator[0]
-        if generator is not given or rows % own:
+        if generator is None and given is not None:
+            _refuse_noise_of_its_own(pipe, kwargs, rows, own)
+        elif isinstance(given, list) or generator is not given or rows % own:
             return plain(shape, generator, *args, **more)
         noise = plain((rows // own * share.total, *shape[1:]), generator, *args, **more)
         return noise[share.rows(len(noise))].clone()
@@ -186,6 +185,20 @@ def _refuse_what_depends_on_the_others(pipe: Any, kwargs: Mapping[str, Any], sha
             f"{type(pipe).__name__} takes image as references for all prompts, not one for each: use data=1 with it"
         )
     _refuse_one_picture(pipe, kwargs, share)
+
+
+def _refuse_noise_of_its_own(pipe: Any, kwargs: Mapping[str, Any], rows: int, own: int) -> None:
+    """Noise that a pipeline draws from no generator, though it was given some, and not a row for each picture.
+
+    In which order it would draw the rows for all prompts is not known then.
+    """
+    images = kwargs.get("num_images_per_prompt") or kwargs.get("num_videos_per_prompt") or 1
+    if rows != own * images:
+        raise PlanError(
+            f"{type(pipe).__name__} draws noise for {rows} rows from torch's own generator, though it was given another "
+            f"one: which of them belong to which of {own * images} pictures is not known, so that data ranks may give "
+            "other pictures. Use data=1 for this call"
+        )
 
 
 def _refuse_one_picture(pipe: Any, kwargs: Mapping[str, Any], share: Share) -> None:

@@ -232,3 +232,18 @@ def test_pictures_that_all_prompts_refer_to_are_not_divided(name: str) -> None:
         raise AssertionError("it was divided")
     with as_one_call(pipe, {"prompt": PROMPTS[:2]}, 1, 2) as own:
         assert own == {"prompt": PROMPTS[1:2]}
+
+
+def test_noise_that_asks_no_generator_is_a_row_for_each_picture_or_refused() -> None:
+    """Some autoencoders are asked for a sample without the generators that were given."""
+    from diffusers.models.autoencoders import vae
+
+    torch.manual_seed(5)
+    whole, call = vae.randn_tensor((3, 4, 8, 8)), {"prompt": PROMPTS, "generator": generators(3)}
+    for rank, rows in enumerate([slice(0, 2), slice(2, 3)]):
+        torch.manual_seed(5)
+        with as_one_call(tiny.build("sd").pipe, call, rank, 2):
+            own = vae.randn_tensor((rows.stop - rows.start, 4, 8, 8))
+            assert torch.equal(own, whole[rows])
+            with pytest.raises(PlanError, match="draws noise for 4 rows from torch's own generator.*Use data=1"):
+                vae.randn_tensor((4, 4, 8, 8))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+_PICTURE = "<|image_pad|>"
 
 
 def _clip_config(width: int) -> Any:
@@ -208,11 +211,17 @@ class PictureReader:
         self.tokenizer = tokenizer
         self.image_processor = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 56)
 
-    def __call__(self, *, text: list[str], images: Any, padding: bool, return_tensors: str) -> Any:
+    def __call__(self, *, text: Any, images: Any = None, return_tensors: str = "pt", **options: Any) -> Any:
+        """Each mark of a picture in the texts becomes as many as it has tokens; `options` go to the tokenizer."""
+        texts = [text] if isinstance(text, str) else text
+        if not images:
+            return self.tokenizer(texts, return_tensors=return_tensors, **options)
         pictures = self.image_processor(images=images, return_tensors=return_tensors)
-        mark, tokens = "<|image_pad|>", int(pictures["image_grid_thw"][0].prod()) // 4
-        inputs = self.tokenizer(
-            [each.replace(mark, mark * tokens) for each in text], padding=padding, return_tensors=return_tensors
-        )
+        tokens = iter([int(grid.prod()) // 4 for grid in pictures["image_grid_thw"]])
+        texts = [re.sub(re.escape(_PICTURE), lambda _: _PICTURE * next(tokens), each) for each in texts]
+        inputs = self.tokenizer(texts, return_tensors=return_tensors, **options)
         inputs.update(pictures)
         return inputs
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        return self.tokenizer.apply_chat_template(conversation, **options)

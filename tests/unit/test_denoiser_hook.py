@@ -59,6 +59,34 @@ class Late:
         return [list(layer.found) for layer in self.layers]
 
 
+class Emptying(nn.Module):
+    """Takes the residuals that it is given out of their list, as HunyuanDiT does."""
+
+    def forward(self, x: torch.Tensor, residuals: list[torch.Tensor]) -> torch.Tensor:
+        while residuals:
+            x = x + residuals.pop()
+        return x
+
+
+def test_a_model_that_empties_its_lists_can_be_asked_again() -> None:
+    """What is looked at, checked or told of a failure is the call as it was."""
+    asked = list[float]()
+
+    class Check:
+        def __call__(self, plain: Any, call: Any, result: Any) -> None:
+            asked.extend(float(plain(*call[0], **call[1])) for _ in range(2))
+
+    module, door = Emptying(), SimpleNamespace(transport=SimpleNamespace(deadline=1.0), traffic=Traffic())
+    votes: Any = SimpleNamespace(door=door, renew=lambda: None, restore=lambda: None)
+    check: Any = Check()
+    hook = DenoiserHook(StepClock(), [], lambda: None, votes, check, plan=Plan())
+    HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, "denoiser")
+    residuals = [torch.ones(()), torch.ones(())]
+    assert float(module(torch.ones(()), residuals)) == 3
+    assert residuals == [], "its own call is the model's own"
+    assert asked == [3, 3]
+
+
 def test_a_second_denoiser_is_looked_at_when_it_comes_in() -> None:
     two, steps = Late(), [[0, 0], [0, 0], [1, 1], [1, 1]]
     assert two.picture(steps) == [[0], [2]]

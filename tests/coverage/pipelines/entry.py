@@ -34,7 +34,8 @@ class Entry:
     """One class of pipeline.
 
     `build` gives the pipeline and keyword arguments of a call. `output_type` is "latent" unless the pipeline cannot
-    return latents. `prompts`: the argument that becomes a list for axis `data`, empty where there is no batch.
+    return latents. `prompts`: the argument that becomes a list for axis `data`, empty where there is no batch, and
+    `second` the other prompt of it.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Entry:
     guidance: Guidance = "one call"
     output_type: str = "latent"
     prompts: str = "prompt"
+    second: Any = SECOND_PROMPT
 
     def make(self) -> Built:
         """The same weights every time, and the arguments of a call. The caller's random state is left as it was."""

@@ -21,7 +21,7 @@ from patchpar.strategies.data import PICTURES
 from tests.coverage.trial import LIMIT, SEEN, distance
 from tests.ranks import Place
 
-from .entry import SECOND_PROMPT, Entry
+from .entry import Entry
 
 SEED = 7
 PLANS = ("patch=2", "patch=3", "cfg=2", "data=2")
@@ -158,17 +158,19 @@ def _seeded(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_prompts(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and value[1] == SECOND_PROMPT
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(each, str) for each in value)
 
 
 def _several_prompts(entry: Entry, call: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that make two prompts of one, with the image of the first for both.
+    """The arguments that make two prompts of one, with the image and the negative prompt of the first for both.
 
     Raises AssertionError for an entry without prompts.
     """
     assert entry.prompts, f"{entry.name} has no batch"
-    images = {name: [call[name]] * 2 for name in PICTURES if _is_one(name, call.get(name))}
-    return images | {entry.prompts: [call[entry.prompts], SECOND_PROMPT]}
+    twice = {name: [call[name]] * 2 for name in PICTURES if _is_one(name, call.get(name))}
+    if isinstance(call.get("negative_prompt"), str):
+        twice["negative_prompt"] = [call["negative_prompt"]] * 2
+    return twice | {entry.prompts: [call[entry.prompts], entry.second]}
 
 
 def _is_one(name: str, value: Any) -> bool:

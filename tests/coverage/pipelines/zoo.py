@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
-from . import flux, language, motion, pixels, unets_rarer, unets_sd, unets_xl, video
+from . import (
+    bria,
+    cross_text,
+    flux,
+    language,
+    motion,
+    pixels,
+    single_stream,
+    unets_rarer,
+    unets_sd,
+    unets_xl,
+    video,
+)
 from .entry import Entry, pipeline_classes
 
-_FAMILIES = (flux, language, motion, pixels, unets_rarer, unets_sd, unets_xl, video)
+_FAMILIES = (
+    bria,
+    cross_text,
+    flux,
+    language,
+    motion,
+    pixels,
+    single_stream,
+    unets_rarer,
+    unets_sd,
+    unets_xl,
+    video,
+)
 _ENTRIES = {entry.name: entry for family in _FAMILIES for entry in family.ENTRIES}
 
 ZOO: dict[str, Entry] = {name: _ENTRIES[name] for name in sorted(_ENTRIES) if name in pipeline_classes()}
