@@ -195,9 +195,9 @@ def _refuse_noise_of_its_own(pipe: Any, kwargs: Mapping[str, Any], rows: int, ow
     images = kwargs.get("num_images_per_prompt") or kwargs.get("num_videos_per_prompt") or 1
     if rows != own * images:
         raise PlanError(
-            f"{type(pipe).__name__} draws noise for {rows} rows from torch's own generator, though it was given another "
-            f"one: which of them belong to which of {own * images} pictures is not known, so that data ranks may give "
-            "other pictures. Use data=1 for this call"
+            f"{type(pipe).__name__} draws noise for {rows} rows from torch's own generator, though it was given "
+            f"another one: which of them belong to which of {own * images} pictures is not known, so that data ranks "
+            "may give other pictures. Use data=1 for this call"
         )
 
 

@@ -245,5 +245,5 @@ def test_noise_that_asks_no_generator_is_a_row_for_each_picture_or_refused() -> 
         with as_one_call(tiny.build("sd").pipe, call, rank, 2):
             own = vae.randn_tensor((rows.stop - rows.start, 4, 8, 8))
             assert torch.equal(own, whole[rows])
-            with pytest.raises(PlanError, match="draws noise for 4 rows from torch's own generator.*Use data=1"):
+            with pytest.raises(PlanError, match="draws noise for 4 rows from torch's own generator"):
                 vae.randn_tensor((4, 4, 8, 8))
