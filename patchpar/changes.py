@@ -3,14 +3,17 @@
 encode_prompt, vae.decode, get_..., prepare_...     nothing: they compute
 set_..., enable_... and disable_...                 the last one holds
 load_lora_weights ... unload_lora_weights           the second takes the first back
+load_lora_weights(adapter_name=...), set_adapters, delete_adapters      what concerns a deleted adapter is not told
 anything else                                       something, and it is repeated as it was
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from patchpar.launch.parts import Parts
 from patchpar.launch.replay import Change
 
 LOAD_SECONDS = 3600.0  # a large model from a slow disk; workers that die are noticed at once all the same
@@ -39,12 +42,21 @@ KINDS = {
     "load_textual_inversion": "inversion",
 }
 UNDOES = {
-    "unload_lora_weights": Change(undoes="lora", unless="fused"),
+    "unload_lora_weights": Change(undoes="lora", unless=("fused",)),
     "unfuse_lora": Change(undoes="fused"),
     "unload_ip_adapter": Change(undoes="image prompt"),
     "unload_textual_inversion": Change(undoes="inversion"),
 }
 """Of the pipeline, and without arguments, which would say that a part is meant."""
+
+NAMES_ADAPTERS: Mapping[str, tuple[Literal["adds", "selects", "deletes"], int, str]] = {
+    "load_lora_weights": ("adds", 1, "adapter_name"),
+    "set_adapters": ("selects", 0, "adapter_names"),
+    "delete_adapters": ("deletes", 0, "adapter_names"),
+}
+"""Methods of the pipeline, and which argument of them says which adapters, by place and by name."""
+ADDS_OR_HIDES = ("fused", "image prompt")
+"""Kinds of calls after which it is not known which adapters are there: IP-Adapters may bring some of their own."""
 
 
 def change_of(path: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_fresh: bool = True) -> Change | None:
@@ -53,6 +65,7 @@ def change_of(path: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_f
     `is_fresh`: the pipeline began as its files have it; one that was handed over may have had adapters before.
     """
     owner, _, name = path.rpartition(".")
+    parts = _adapters_of(path, args, kwargs) if is_fresh else None
     word, _, rest = name.partition("_")
     if (word in COMPUTES or name in COMPUTES) and name not in CHANGES_AFTER_ALL:
         return None
@@ -60,10 +73,35 @@ def change_of(path: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_f
         undo = UNDOES[path]
         return undo if is_fresh else replace(undo, kind=undo.undoes)
     if word not in SETS:
-        return Change(kind=KINDS.get(name))
+        return Change(kind=KINDS.get(name), parts=parts, unless=ADDS_OR_HIDES if parts else ())
     what = name if word == "set" else rest
     given = frozenset[str | int]((*range(len(args)), *kwargs))
-    return Change(sets=f"{owner}.{what}".lstrip("."), given=given, kind=KINDS.get(name))
+    sets = f"{owner}.{what}".lstrip(".")
+    return Change(sets=sets, given=given, kind=KINDS.get(name), parts=parts, unless=ADDS_OR_HIDES if parts else ())
+
+
+def _adapters_of(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Parts | None:
+    """The adapters that a call of the pipeline adds, selects or deletes; None where it does not name them."""
+    if path not in NAMES_ADAPTERS:
+        return None
+    does, place, name = NAMES_ADAPTERS[path]
+    named = args[place] if len(args) > place else kwargs.get(name)
+    names = [named] if isinstance(named, str) else named
+    if not isinstance(names, (list, tuple)) or not names or not all(isinstance(each, str) for each in names):
+        return None
+    without = partial(_selecting, path, list(names), args[1:], kwargs) if does == "selects" else None
+    return Parts(does=does, names=frozenset(names), without=without)
+
+
+def _selecting(
+    path: str, names: list[str], rest: Sequence[Any], kwargs: Mapping[str, Any], gone: frozenset[str]
+) -> tuple[Any, ...]:
+    """What `asked` asks for a call of set_adapters, without some of its adapters and their weights."""
+    weights = rest[0] if rest else kwargs.get("adapter_weights")
+    kept = [place for place, name in enumerate(names) if name not in gone]
+    if isinstance(weights, (list, tuple)):
+        weights = [weights[place] for place in kept]
+    return path, ([names[place] for place in kept], weights), {}
 
 
 def asked(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
+from patchpar.launch.parts import Parts, settled
 from patchpar.launch.wire import Message, encode_call
 
 
@@ -14,15 +15,17 @@ class Change:
     """What a call changes, as far as later calls can take its place or take it back.
 
     `sets`: the dotted name of what it sets, whatever that was before. `kind`: what it belongs to, if that can be taken
-    back as a whole. `undoes`: it takes back all of that kind, unless a call of the kind `unless` still holds; with a
-    `kind` it is kept itself. `given`: the arguments that decide what is set, by position or name.
+    back as a whole. `undoes`: it takes back all of that kind; with a `kind` it is kept itself. `parts`: which of its
+    kind it is about, if it says so, and these are settled among themselves. Neither is done while a call of one of the
+    kinds `unless` holds. `given`: the arguments that decide what is set, by position or name.
     """
 
     sets: str | None = None
     given: frozenset[str | int] = frozenset()
     kind: str | None = None
     undoes: str | None = None
-    unless: str | None = None
+    unless: tuple[str, ...] = ()
+    parts: Parts | None = None
 
     def concerns(self, name: str) -> bool:
         """Whether this may have to do with what has that name."""
@@ -45,6 +48,14 @@ class Replay:
         """The call, to be sent again."""
         return self.sent or encode_call(self.method, self.args, self.kwargs, self.expected)
 
+    def about(self, parts: Parts) -> Replay:
+        """The call for some of its parts."""
+        before = self.change.parts
+        if before is None or parts == before or parts.without is None:
+            return self
+        args = parts.without(before.names - parts.names)
+        return replace(self, args=args, sent=None, change=replace(self.change, parts=parts))
+
 
 class Replays:
     """Calls in the order in which they were made, without those that have been replaced or taken back."""
@@ -61,15 +72,32 @@ class Replays:
     def add(self, entry: Replay) -> None:
         """Keep a call, unless all that it does is to take back others, and forget what it replaces or takes back."""
         change = entry.change
+        if change.parts is not None and self._settle(entry, change):
+            return
         if change.undoes is not None and self._take_back(change.undoes, change.unless) and change.kind is None:
             return
         if change.sets is not None:
             self._replace(change.sets, change.given)
         self._entries.append(entry)
 
-    def _take_back(self, kind: str, unless: str | None) -> bool:
+    def _settle(self, entry: Replay, change: Change) -> bool:
+        """Keep a call about parts, and of those before it what still holds; whether that could be done."""
+        places = [place for place, each in enumerate(self._entries) if each.change.kind == change.kind]
+        known = [each.change.parts for each in (*(self._entries[place] for place in places), entry)]
+        parts = [each for each in known if each is not None]
+        if len(parts) < len(known) or any(each.change.kind in change.unless for each in self._entries):
+            return False
+        calls: dict[int, Replay] = dict(enumerate((*self._entries, entry)))
+        for place, left in zip((*places, len(self._entries)), settled(parts), strict=True):
+            call = calls.pop(place)
+            if left is not None:
+                calls[place] = call.about(left)
+        self._entries = [calls[place] for place in sorted(calls)]
+        return True
+
+    def _take_back(self, kind: str, unless: Collection[str]) -> bool:
         """Forget all of a kind; whether that could be done."""
-        if unless is not None and any(entry.change.kind == unless for entry in self._entries):
+        if any(entry.change.kind in unless for entry in self._entries):
             return False
         self._entries = [entry for entry in self._entries if entry.change.kind != kind]
         return True

@@ -46,12 +46,15 @@ def test_workers_are_told_what_holds_and_nothing_more(
     with ParallelPipeline.from_pretrained("model", devices="cpu:2", plan="cfg=2", verify="verdicts") as pipe:
         pipe.set_progress_bar_config(disable=True)
         journal = pipe._executor._journal
-        for _ in range(TIMES):
+        for number in range(TIMES):
             pipe.encode_prompt("a small red house")
             latents = latents_of_its_own(pipe)
             pipe.load_lora_weights("loras", weight_name="ink.safetensors", adapter_name="ink")
             pipe.set_adapters("ink")
-            pipe.unload_lora_weights()
+            if number % 2:
+                pipe.unload_lora_weights()
+            else:
+                pipe.delete_adapters("ink")
         assert [entry.method for entry in journal] == ["load"]
         gc.collect()
         assert latents() is None, "arguments of what only computes are not kept"

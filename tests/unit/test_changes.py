@@ -1,14 +1,21 @@
 """Which calls new workers are told of: those that changed something that still holds."""
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 
-from patchpar.changes import asked, change_of, with_whole_paths
+from patchpar.changes import asked, with_whole_paths
 from patchpar.launch.replay import Change, Replay, Replays
+from tests import tiny
+from tests.breadth import first_of
 
 Call = tuple[str, dict[str, Any]]
+Step = tuple[str, tuple[Any, ...]]
 
 
 def kept(*calls: str | Call, is_fresh: bool = True) -> list[str | Call]:
@@ -16,10 +23,21 @@ def kept(*calls: str | Call, is_fresh: bool = True) -> list[str | Call]:
     replays = Replays()
     for call in calls:
         path, kwargs = (call, {}) if isinstance(call, str) else call
-        change = change_of(path, (), kwargs, is_fresh=is_fresh)
-        if change is not None:
-            replays.add(Replay(method=path, args=(), kwargs=kwargs, expected=0.0, sent=None, change=change))
-    return [(entry.method, entry.kwargs) if entry.kwargs else entry.method for entry in replays]
+        keep(replays, path, (), kwargs, is_fresh=is_fresh)
+    return [(path, kwargs) if kwargs else path for path, _, kwargs in told(replays)]
+
+
+def keep(replays: Replays, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_fresh: bool = True) -> None:
+    """As an executor does when a call has been made."""
+    (method, *words), options = asked(path, args, kwargs, is_fresh=is_fresh)
+    change = options["replay"]
+    if change:
+        replays.add(Replay(method=method, args=tuple(words), kwargs={}, expected=0.0, sent=None, change=change))
+
+
+def told(replays: Replays) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """Path, arguments and named arguments of the calls that are repeated."""
+    return [(entry.args[0], entry.args[1], entry.args[2]) for entry in replays]
 
 
 LOAD: Call = ("load_lora_weights", {"adapter_name": "a"})
@@ -56,6 +74,114 @@ TILED: Call = ("vae.enable_tiling", {"tile_sample_min_height": 256})
 )
 def test_what_is_repeated(calls: list[str | Call], repeated: list[str | Call]) -> None:
     assert kept(*calls) == repeated
+
+
+def load(name: str | None) -> Step:
+    return "load_lora_weights", ("file", name)
+
+
+def select(*names: str, weights: Any = None) -> Step:
+    return "set_adapters", (list(names), weights)
+
+
+def delete(*names: str) -> Step:
+    return "delete_adapters", (list(names),)
+
+
+ROUND = [load("x"), select("x"), delete("x")]
+BESIDE = [load("x"), select("y", "x", weights=[0.5, 0.7]), delete("x")]
+TWO = [load("y"), load("z")]
+FREEU: Step = ("enable_freeu", (1.0,))
+
+
+@pytest.mark.parametrize(
+    ("steps", "repeated"),
+    [
+        (ROUND * 10, []),
+        ([load("x"), ("delete_adapters", ("x",))] * 10, []),
+        ([load("x"), load("y"), delete("x", "y")] * 10, []),
+        ([load("x"), FREEU, delete("x")], [FREEU]),
+        ([load("y"), *ROUND * 10], [load("y")]),
+        ([load("y"), *BESIDE * 10], [load("y"), select("y", weights=[0.5])]),
+        ([*TWO, *BESIDE * 10], [*TWO, select("y", weights=[0.5])]),
+        ([*TWO, *ROUND], [*TWO, *ROUND]),  # either of the two may be active then
+        ([*TWO, *ROUND * 10, select("y", "z")], [*TWO, select("y", "z")]),
+        ([load("y"), select("y", weights=0.5), *ROUND], [load("y"), select("y", weights=0.5)]),
+        ([*TWO, *[select("z"), select("y")] * 10], [*TWO, select("z"), select("y")]),
+        ([*TWO, *[select("z"), select("y", "z")] * 10], [*TWO, select("y", "z")]),
+        ([load(None), *ROUND], [load(None), *ROUND]),  # its name depends on how many there are
+        ([load("x"), ("disable_lora", ()), delete("x")], [load("x"), ("disable_lora", ()), delete("x")]),
+        ([load("x"), ("fuse_lora", ()), delete("x")], [load("x"), ("fuse_lora", ()), delete("x")]),
+        ([load("x"), ("unet.delete_adapters", ("x",))], [load("x"), ("unet.delete_adapters", ("x",))]),
+        ([load("y"), *ROUND, ("unload_lora_weights", ())], []),
+    ],
+)
+def test_what_concerns_deleted_adapters_is_not_repeated(steps: list[Step], repeated: list[Step]) -> None:
+    replays = Replays()
+    for path, args in steps:
+        keep(replays, path, args, {})
+    assert [(path, args) for path, args, _ in told(replays)] == repeated
+
+
+def test_adapters_that_were_there_before_count(tmp_path: Path) -> None:
+    """Nobody knows which of them is active when one of ours is deleted."""
+    replays = Replays()
+    for path, args in ROUND:
+        keep(replays, path, args, {}, is_fresh=False)
+    assert len(replays) == len(ROUND)
+
+
+Networks = dict[str, tuple[list[str], dict[str, float]]]
+
+
+def adapters_of(pipe: Any) -> Networks:
+    """Which adapters are active in each layer, and the scales of all."""
+    layers = [(name, module) for part in (pipe.unet, pipe.text_encoder) for name, module in part.named_modules()]
+    adapted = {name: module for name, module in layers if isinstance(module, LoraLayer)}
+    return {name: ([*each.active_adapters], {**each.scaling}) for name, each in adapted.items() if each.scaling}
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, dict[str, torch.Tensor]]:
+    """Of four adapters: two of the UNet and a text encoder, two of the UNet alone."""
+    pipe = tiny.build("sdxl").pipe
+    parts = {"unet": (pipe.unet, "to_q"), "text_encoder": (pipe.text_encoder, "q_proj")}
+    found = {}
+    for part, (network, target) in parts.items():
+        network.add_adapter(LoraConfig(r=2, target_modules=[target], init_lora_weights=False))
+        found[part] = {f"{part}.{name}": x for name, x in get_peft_model_state_dict(network).items()}
+    return {name: found["unet"] | (found["text_encoder"] if name in "ab" else {}) for name in "abcd"}
+
+
+def a_step(chance: random.Random, there: set[str]) -> Step:
+    names = sorted(there)
+    what = chance.choice(["load", "select", "delete"]) if there else "load"
+    if what == "load" and len(there) < 4:
+        return load(chance.choice(sorted(set("abcd") - there)))
+    some = chance.sample(names, chance.randint(1, len(names)))
+    return select(*some, weights=[chance.random() for _ in some]) if what == "select" else delete(*some)
+
+
+@pytest.mark.filterwarnings("ignore:Adapter . was active")
+@pytest.mark.parametrize("seed", first_of(range(6), 0))
+def test_new_workers_have_the_same_adapters(seed: int, weights: dict[str, dict[str, torch.Tensor]]) -> None:
+    """Whatever was loaded, selected and deleted, in whatever order, each by itself at one scale or another."""
+    chance, pipe, replays, there = random.Random(seed), tiny.build("sdxl").pipe, Replays(), set[str]()
+
+    def does(pipe: Any, path: str, args: tuple[Any, ...]) -> None:
+        getattr(pipe, path)(*((dict(weights[args[1]]), *args[1:]) if path == "load_lora_weights" else args))
+
+    for number in range(12):
+        path, args = a_step(chance, there)
+        does(pipe, path, args)
+        keep(replays, path, args, {})
+        there = there - set(args[0]) if path == "delete_adapters" else there | {args[1]} if "load" in path else there
+        if number % 4 < 3:
+            continue
+        new = tiny.build("sdxl").pipe
+        for path, args, _ in told(replays):
+            does(new, path, args)
+        assert adapters_of(new) == adapters_of(pipe)
 
 
 def test_what_was_there_before_is_taken_back_again() -> None:

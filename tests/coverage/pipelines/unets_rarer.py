@@ -1,4 +1,4 @@
-"""Pipelines around the UNet of Stable Diffusion that see an image's embedding, enlarge latents, or tell what is where."""
+"""Pipelines around Stable Diffusion's UNet that see an image's embedding, enlarge latents, or tell what is where."""
 
 from __future__ import annotations
 
