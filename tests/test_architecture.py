@@ -28,7 +28,7 @@ LINES = (
     ("resync", "figures", "key_exchange"),
     ("picture_file", "treatment"),
     ("launch", "run", "call"),
-    ("mesh", "transport", "batch", "live", "changes"),
+    ("mesh", "transport", "batch", "live", "changes", "text_encoding"),
     ("traffic", "picture_arguments", "attention_sites"),
     ("exchange", "promise"),
     ("layers", "discover", "predictions", "memory", "tokens", "residual", "pace", "correction"),

@@ -11,13 +11,21 @@ here, and keeps its rows: the picture of a prompt depends neither on the number 
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from patchpar.errors import PlanError
+from patchpar.text_encoding import Texts, encoded_together, images_each
 
-TEXTS = ("prompt", "negative_prompt", "pooled_prompt", "negative_pooled_prompt")  # and all names that begin so
+TEXTS = (
+    "prompt",
+    "negative_prompt",
+    "pooled_prompt",
+    "negative_pooled_prompt",
+    "lyrics",
+    "transcription",
+)  # and all names that begin so
 PICTURES = ("image", "mask_image", "control_image", "original_image", "masked_image_latents", "video", "mask")
 PER_PROMPT = (*PICTURES, "generator", "latents", "class_labels", "image_embeds", "negative_image_embeds")
 COUNTING = ("prompt", "prompt_embeds", "class_labels", "image")  # the first of these that was given counts
@@ -30,6 +38,7 @@ SHARED_LISTS = (
 REFERENCES = (  # pipelines with several pictures a prompt
     "Flux2", "QwenImageEditPlus", "QwenImage21", "JoyImageEditPlus", "OmniGen", "BriaFibo", "ZImageOmni", "VisualCloze",
 )  # fmt: skip
+MIXED = {"Kandinsky5I2VPipeline": "brings the first frames of each video to the mean of the videos of all prompts"}
 OWN_NOISE = ("DPMSolverSDEScheduler",)  # schedulers that draw noise for a whole batch from a seed of their own
 
 
@@ -95,16 +104,29 @@ def merge_outputs(outputs: Sequence[Any]) -> Any:
 
 @contextmanager
 def as_one_call(pipe: Any, kwargs: Mapping[str, Any], rank: int, size: int) -> Iterator[dict[str, Any]]:
-    """The arguments for `rank` of `size`; while open, noise that diffusers draws is our part of a draw for all prompts.
+    """The arguments for `rank` of `size`; while open, noise and texts are our part of those of one call for all.
 
-    Lists of generators are left alone: they draw prompt by prompt. Raises PlanError where a part of the prompts cannot
-    be given the pictures that they get in one call for all.
+    Raises PlanError where a part of the prompts cannot be given the pictures that they get in one call for all.
+    """
+    share, own_kwargs = Share.of(kwargs, rank, size), split_call(kwargs, rank, size)
+    _refuse_what_depends_on_the_others(pipe, kwargs, share)
+    own = share.stop - share.start
+    texts = Texts(whole_call=kwargs, own_call=own_kwargs, own=own, total=share.total, rows=share.rows)
+    with ExitStack() as stack:
+        stack.enter_context(encoded_together(pipe, texts))
+        stack.enter_context(_drawn_together(pipe, kwargs, share))
+        yield own_kwargs
+
+
+@contextmanager
+def _drawn_together(pipe: Any, kwargs: Mapping[str, Any], share: Share) -> Iterator[None]:
+    """While open, noise that diffusers draws is our part of a draw for all prompts. Raises PlanError.
+
+    Lists of generators are left alone: they draw prompt by prompt.
     """
     from diffusers.utils import torch_utils
 
-    share, plain, own_kwargs = Share.of(kwargs, rank, size), torch_utils.randn_tensor, split_call(kwargs, rank, size)
-    _refuse_what_depends_on_the_others(pipe, kwargs, share)
-    given, own = kwargs.get("generator"), share.stop - share.start
+    plain, given, own = torch_utils.randn_tensor, kwargs.get("generator"), share.stop - share.start
 
     def randn_tensor(shape: Sequence[int], generator: Any = None, *args: Any, **more: Any) -> Any:
         rows = shape[0]
@@ -122,7 +144,7 @@ def as_one_call(pipe: Any, kwargs: Mapping[str, Any], rank: int, size: int) -> I
     for module in importers:
         module.__dict__["randn_tensor"] = randn_tensor
     try:
-        yield own_kwargs
+        yield
     finally:
         for module in importers:
             module.__dict__["randn_tensor"] = plain
@@ -152,7 +174,7 @@ def _divided(name: str, value: Any, share: Share, kwargs: Mapping[str, Any]) -> 
     count = _entries(name, value)
     if not count or name in SHARED_LISTS:
         return value
-    images = kwargs.get("num_images_per_prompt") or kwargs.get("num_videos_per_prompt") or 1
+    images = images_each(kwargs)
     if name not in PER_PROMPT and not name.startswith(TEXTS):
         if isinstance(value, list) and count == share.total:
             raise PlanError(
@@ -172,14 +194,17 @@ def _divided(name: str, value: Any, share: Share, kwargs: Mapping[str, Any]) -> 
 
 def why_kept_together(pipe: Any) -> str:
     """Why no part of the prompts can be drawn by itself as the pipeline is set up; empty where it can."""
-    scheduler = type(getattr(pipe, "scheduler", None)).__name__
+    scheduler, name = type(getattr(pipe, "scheduler", None)).__name__, type(pipe).__name__
+    if name in MIXED:
+        return f"{name} {MIXED[name]}"
     return f"{scheduler} draws noise for all of them from a seed of its own" if scheduler in OWN_NOISE else ""
 
 
 def _refuse_what_depends_on_the_others(pipe: Any, kwargs: Mapping[str, Any], share: Share) -> None:
     why = why_kept_together(pipe)
     if why:
-        raise PlanError(f"{why}, so that data ranks would give other pictures: use another scheduler, or data=1")
+        way_out = "data=1" if type(pipe).__name__ in MIXED else "another scheduler, or data=1"
+        raise PlanError(f"{why}, so that data ranks would give other pictures: use {way_out}")
     if type(pipe).__name__.startswith(REFERENCES) and kwargs.get("image") is not None:
         raise PlanError(
             f"{type(pipe).__name__} takes image as references for all prompts, not one for each: use data=1 with it"
@@ -192,7 +217,7 @@ def _refuse_noise_of_its_own(pipe: Any, kwargs: Mapping[str, Any], rows: int, ow
 
     In which order it would draw the rows for all prompts is not known then.
     """
-    images = kwargs.get("num_images_per_prompt") or kwargs.get("num_videos_per_prompt") or 1
+    images = images_each(kwargs)
     if rows != own * images:
         raise PlanError(
             f"{type(pipe).__name__} draws noise for {rows} rows from torch's own generator, though it was given "

@@ -11,9 +11,11 @@ from diffusers.pipelines.stable_diffusion.pipeline_output import StableDiffusion
 
 from patchpar.errors import PlanError
 from patchpar.strategies.data import Share, as_one_call, merge_outputs, split_call
+from patchpar.text_encoding import Texts
 from tests import tiny
 from tests.tiny import pictures
 
+LATENT = {"output_type": "latent"}
 PROMPTS = ["a red house", "a blue boat", "three tall pines"]
 
 
@@ -30,7 +32,7 @@ def on_all(name: str, size: int, call: dict[str, Any]) -> tuple[torch.Tensor, li
         if given["generator"] is None:
             torch.manual_seed(5)
         with as_one_call(pipe.pipe, pipe.call_kwargs | given, rank, size) as own:
-            outputs.append(pipe.pipe(**own, output_type="latent"))
+            outputs.append(pipe.pipe(**own | LATENT))
         states.append(torch.get_rng_state() if given["generator"] is None else states_of(given["generator"]))
     merged = merge_outputs(outputs)
     return (merged.images if hasattr(merged, "images") else merged.frames), states
@@ -50,7 +52,7 @@ def alone(name: str, call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     pipe, given = tiny.build(name), call | {"generator": fresh(call["generator"])}
     if given["generator"] is None:
         torch.manual_seed(5)
-    output = pipe.pipe(**pipe.call_kwargs | given, output_type="latent")
+    output = pipe.pipe(**pipe.call_kwargs | given | LATENT)
     state = torch.get_rng_state() if given["generator"] is None else states_of(given["generator"])
     return (output.images if hasattr(output, "images") else output.frames), state
 
@@ -101,6 +103,54 @@ def test_other_kinds(name: str) -> None:
     if name == "svd":
         del call["prompt"]
     assert error(on_all(name, 2, call)[0], alone(name, call)[0]) <= 1e-5
+
+
+def test_texts_that_are_padded_to_the_longest_of_the_call() -> None:
+    """Kandinsky 3 gives its UNet the padding too: the prompts of other ranks decide how much of it there is."""
+    prompts, own = ["a red house", "two tall pines by a lake"], generators(2)
+    call = {"prompt": prompts, "num_inference_steps": 2, "generator": own}
+    expected, _ = alone("kandinsky3", call)
+    assert error(on_all("kandinsky3", 2, call)[0], expected) <= 1e-5
+    by_itself, _ = alone("kandinsky3", call | {"prompt": prompts[:1], "generator": own[:1]})
+    assert error(by_itself, expected[:1]) >= 1e-3
+
+
+def texts(rank: int) -> Texts:
+    """One of two prompts."""
+    whole = {"prompt": ["a house", "two tall pines"], "image": ["first", "second"]}
+    own = {name: value[rank : rank + 1] for name, value in whole.items()}
+    return Texts(
+        whole_call=whole,
+        own_call=own,
+        own=1,
+        total=2,
+        rows=lambda count: slice(rank * count // 2, (rank + 1) * count // 2),
+    )
+
+
+def test_arguments_for_all_prompts() -> None:
+    given = texts(1)
+    assert given.for_all(given.own_call["image"]) == ["first", "second"]
+    assert given.for_all(["two tall pines"]) == ["a house", "two tall pines"]
+    assert given.for_all(["blurred"]) == ["blurred"] * 2
+    assert given.for_all("blurred") == "blurred"
+
+
+def test_rows_of_what_is_encoded_for_all() -> None:
+    given, whole = texts(1), torch.arange(24.0).view(4, 6)
+    short, ids = torch.zeros(2, 3), torch.zeros(3, 2)
+    padded, mask, longer = given.among((short, None, ids), (whole, whole > 0, torch.zeros(7, 2)), images=2)
+    assert torch.equal(padded, whole[2:])
+    assert torch.equal(mask, (whole > 0)[2:])
+    assert len(longer) == 7
+    own = (torch.ones(2, 6), None)
+    assert given.among(own, (whole, whole > 0)) is own
+    of_each = [short[0], short[1]]
+    assert given.among(of_each, [*whole[:, :3]]) is of_each
+    guided, _ = given.among((short, None), (whole, whole > 0))  # two branches, one after the other
+    assert torch.equal(guided, whole[[1, 3]])
+    with pytest.raises(PlanError, match=r"of which of the 2 prompts each of its 4 rows.*data=1"):
+        given.among((short,), (whole,), images=3)
 
 
 def test_noise_of_its_own_would_give_other_pictures() -> None:
@@ -198,6 +248,14 @@ def test_a_scheduler_with_a_seed_of_its_own_is_refused() -> None:
         pytest.raises(PlanError, match="another scheduler"),
         as_one_call(fake, pipe.call_kwargs | {"prompt": PROMPTS}, 0, 2),
     ):
+        pass
+
+
+def test_a_pipeline_that_mixes_the_results_of_prompts_is_refused() -> None:
+    """Its own code takes a mean over the whole batch when the last step is done."""
+    fake = type("Kandinsky5I2VPipeline", (), {"scheduler": None})()
+    call = {"prompt": PROMPTS, "image": [pictures.scene()] * 3}
+    with pytest.raises(PlanError, match=r"Kandinsky5I2VPipeline.*mean.*use data=1"), as_one_call(fake, call, 0, 2):
         pass
 
 

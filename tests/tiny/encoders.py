@@ -193,6 +193,26 @@ def clip_vision(width: int = 32) -> Any:
     return CLIPVisionModelWithProjection(config)
 
 
+def multilingual_clip(width: int = 32) -> Any:
+    """What Kandinsky 2.1 reads its prompts with: XLM-RoBERTa, and its mean over the tokens as wide as the prior's."""
+    from diffusers.pipelines.kandinsky.text_encoder import MCLIPConfig, MultilingualCLIP
+
+    config = MCLIPConfig(
+        vocab_size=260,
+        hidden_size=width,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=80,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        transformerDimSize=width,
+        imageDimSize=width,
+    )
+    return MultilingualCLIP(config)
+
+
 def clip_image_processor() -> Any:
     from transformers import CLIPImageProcessor
 
@@ -202,24 +222,26 @@ def clip_image_processor() -> Any:
 class PictureReader:
     """Texts and pictures as a Qwen-VL model takes them, at most 16 patches of 14 pixels, four of which make a token.
 
-    The processor of transformers cannot be made without torchvision.
+    The processor of transformers cannot be made without torchvision. `most`: of longer texts it reads the last so many
+    characters.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, most: int = 100_000) -> None:
         from transformers import Qwen2VLImageProcessor
 
-        self.tokenizer = tokenizer
+        self.tokenizer, self.most = tokenizer, most
         self.image_processor = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 56)
 
-    def __call__(self, *, text: Any, images: Any = None, return_tensors: str = "pt", **options: Any) -> Any:
+    def __call__(self, *, text: Any, images: Any = None, videos: None = None, **options: Any) -> Any:
         """Each mark of a picture in the texts becomes as many as it has tokens; `options` go to the tokenizer."""
-        texts = [text] if isinstance(text, str) else text
+        texts = [each[-self.most :] for each in ([text] if isinstance(text, str) else text)]
+        options = {"return_tensors": "pt"} | options
         if not images:
-            return self.tokenizer(texts, return_tensors=return_tensors, **options)
-        pictures = self.image_processor(images=images, return_tensors=return_tensors)
+            return self.tokenizer(texts, **options)
+        pictures = self.image_processor(images=images, return_tensors=options["return_tensors"])
         tokens = iter([int(grid.prod()) // 4 for grid in pictures["image_grid_thw"]])
         texts = [re.sub(re.escape(_PICTURE), lambda _: _PICTURE * next(tokens), each) for each in texts]
-        inputs = self.tokenizer(texts, return_tensors=return_tensors, **options)
+        inputs = self.tokenizer(texts, **options)
         inputs.update(pictures)
         return inputs
 

@@ -1,4 +1,4 @@
-"""Kandinsky 2.2 and 3 in small: UNets whose attention sees picture and text at once, or with norms of their own."""
+"""Kandinsky 2 and 3 in small: UNets whose attention sees picture and text at once, or with norms of their own."""
 
 from __future__ import annotations
 
@@ -51,22 +51,61 @@ def _said() -> dict[str, Any]:
     return {"image_embeds": _noise(1, WIDTH), "negative_image_embeds": _noise(1, WIDTH).flip(-1)}
 
 
+def _prior_parts() -> dict[str, Any]:
+    return {
+        "prior": diffusers.PriorTransformer(
+            num_attention_heads=2, attention_head_dim=12, embedding_dim=WIDTH, num_layers=1
+        ),
+        "image_encoder": encoders.clip_vision(WIDTH),
+        "text_encoder": encoders.clip_text_projected(WIDTH),
+        "tokenizer": tokenizers.clip(),
+        "scheduler": diffusers.UnCLIPScheduler(prediction_type="sample"),
+        "image_processor": encoders.clip_image_processor(),
+    }
+
+
+def _with_prior(parts: dict[str, Any]) -> dict[str, Any]:
+    """The components of a pipeline made of two: a prior says of text what the decoder draws."""
+    return parts | {f"prior_{name}": part for name, part in _prior_parts().items()}
+
+
+def prior21() -> Built:
+    return diffusers.KandinskyPriorPipeline(**_prior_parts()), {"prompt": PROMPT, "output_type": "pt"}
+
+
+def prior22() -> Built:
+    return diffusers.KandinskyV22PriorPipeline(**_prior_parts()), {"prompt": PROMPT, "output_type": "pt"}
+
+
+def _multilingual_parts(in_channels: int = 4) -> dict[str, Any]:
+    unet = _decoder_unet(
+        in_channels=in_channels,
+        encoder_hid_dim_type="text_image_proj",
+        addition_embed_type="text_image",
+    )
+    return _decoder_parts(unet) | {
+        "text_encoder": encoders.multilingual_clip(WIDTH),
+        "tokenizer": tokenizers.xlm_roberta(),
+    }
+
+
+def kandinsky21() -> Built:
+    """What it draws is always decoded."""
+    call = {**_said(), **_LATENT, "prompt": PROMPT, "output_type": "pt", "guidance_scale": 2.0}
+    return diffusers.KandinskyPipeline(**_multilingual_parts()), call
+
+
+def kandinsky21_combined() -> Built:
+    call = {"prompt": PROMPT, **_LATENT, "prior_num_inference_steps": 2, "output_type": "pt"}
+    return diffusers.KandinskyCombinedPipeline(**_with_prior(_multilingual_parts())), call
+
+
 def kandinsky22() -> Built:
     return diffusers.KandinskyV22Pipeline(**_decoder_parts(_decoder_unet())), {**_said(), **_LATENT}
 
 
 def kandinsky22_combined() -> Built:
-    """A pipeline made of two: a prior says of text what the decoder draws."""
-    prior = diffusers.PriorTransformer(num_attention_heads=2, attention_head_dim=12, embedding_dim=WIDTH, num_layers=1)
-    pipe = diffusers.KandinskyV22CombinedPipeline(
-        **_decoder_parts(_decoder_unet()),
-        prior_prior=prior,
-        prior_image_encoder=encoders.clip_vision(WIDTH),
-        prior_text_encoder=encoders.clip_text_projected(WIDTH),
-        prior_tokenizer=tokenizers.clip(),
-        prior_scheduler=diffusers.UnCLIPScheduler(prediction_type="sample"),
-        prior_image_processor=encoders.clip_image_processor(),
-    )
+    pipe = diffusers.KandinskyV22CombinedPipeline(**_with_prior(_decoder_parts(_decoder_unet())))
     return pipe, {"prompt": PROMPT, **_LATENT, "prior_num_inference_steps": 2}
 
 

@@ -71,3 +71,15 @@ def llama() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=2048, **special)
+
+
+@cache
+def xlm_roberta() -> Any:
+    """The same ids; a start and an end stand around every text."""
+    from tokenizers import processors
+
+    tokenizer = copy.deepcopy(llama())
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    return tokenizer
