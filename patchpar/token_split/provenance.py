@@ -80,16 +80,17 @@ def disturbed(x: Tensor, dim: int, indices: Tensor) -> Tensor:
     """A copy of `x` in which the rows `indices` along `dim` are clearly others. Always by the same random numbers."""
     indices = indices.to(x.device)
     rows = x.index_select(dim, indices)
-    return x.index_copy(dim, indices, _other(rows))
+    return x.index_copy(dim, indices, _other(rows, x))
 
 
-def _other(x: Tensor) -> Tensor:
+def _other(x: Tensor, amid: Tensor) -> Tensor:
+    """Other values for `x`, which are some of those of `amid`."""
     if not x.numel():
         return x
     if x.dtype == torch.bool:
         return ~x
     if not (x.is_floating_point() or x.is_complex()):
-        least, most = x.min(), x.max()  # it may be an index, and must stay in its range
+        least, most = amid.min(), amid.max()  # it may be an index, and must stay in its range
         return torch.where((x < most) | (least == most), x + 1, least)
     generator = torch.Generator().manual_seed(x.numel())
     noise = torch.randn(x.shape, generator=generator, dtype=torch.complex64 if x.is_complex() else torch.float32)

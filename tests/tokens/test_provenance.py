@@ -39,6 +39,12 @@ def test_what_meets_is_mixed() -> None:
     assert trace(convolution, torch.randn(1, 5, 4), 1)[1].tolist() == [MIXED] * 3 + [3, 4]
 
 
+def test_numbers_stay_in_their_range() -> None:
+    """Of positions that a table is looked up at, a group of rows may have one value only."""
+    table, positions = torch.randn(2, 4), torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    assert trace(lambda at: table[at], positions, 0)[0].tolist() == list(range(8))
+
+
 def test_features_are_no_rows() -> None:
     weights = torch.randn(4, 4)
     assert trace(lambda x: x @ weights, torch.randn(1, 5, 4), 2) is None
