@@ -130,7 +130,8 @@ class BlockPlan:
     `inputs` go by the name of an argument, `outputs` by number.
 
     `signature` tells the kind apart: which arguments are tensors. `counts` are arguments that say how many tokens there
-    are, and maybe how many rows beside them. `ratio`: tokens for each number of the latent of one
+    are, and maybe how many rows beside them. `bounds` are arguments that say how many of the first tokens are treated
+    otherwise than the rest, as those of a frame that is given. `ratio`: tokens for each number of the latent of one
     sample, wanted where no argument consists of tokens alone. `origin`: None where tokens lie in no grid that is known.
     `mixing`: where tokens meet outside attention; None where they do not.
     """
@@ -146,12 +147,14 @@ class BlockPlan:
     ratio: float
     origin: Origin | None = None
     mixing: Mixing | None = None
+    bounds: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.name}, {len(self.paths)} x {self.kind}"]
         lines += [f"  {'tokens lie in':<32} {self.origin or 'a row'}"]
         lines += [f"  {path:<32} tokens {rows}" for path, rows in self.inputs.items()]
         lines += [f"  {path:<32} their number" for path in self.counts]
+        lines += [f"  {path:<32} how many of the first are treated otherwise" for path in self.bounds]
         lines += [f"  attention {number:<22} {call}" for number, call in enumerate(self.attentions)]
         if self.mixing is not None:
             lines += [f"  {path:<32} their number of rows" for path in self.mixing.row_counts]

@@ -1,7 +1,8 @@
 """Try a block's plan on a share of its tokens: all that the block computes must be what it is with all of them.
 
 Attention is severed here too, so no other rank is needed. Whether a number among the arguments counts tokens, which
-nothing shows that moves, is found out by trying: it does if the block is right only when it is told the share's.
+nothing shows that moves, is found out by trying: it does if the block is right only when it is told the share's. So it
+is with a number of the first tokens that are treated otherwise.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,21 +22,26 @@ from patchpar.token_split.watch import Arguments, SeenBlock, observe_block
 
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest value
 MOST_COUNTS = 4  # numbers that may be counts: sets of them are tried
+MOST_BOUNDS = 2  # likewise
 
 
 def proved(
     plan: BlockPlan, block: SeenBlock, tokens: int, sizes: Sequence[int], num_rows: int | None = None
 ) -> BlockPlan:
-    """The plan, with the arguments that count tokens: those whose value is one of `sizes`. Raises UnsupportedModel.
+    """The plan, with the arguments that count tokens: those whose value is one of `sizes`, or, of the first, less.
+
+    Raises UnsupportedModel.
 
     `num_rows`: how many rows the tokens are laid out in, where convolutions are over them; the arguments that say how
     many are found as well.
     """
     whole, reasons = observe_block(block.module, block.arguments, _severed_in(plan)), []
-    row_counts = [()] if num_rows is None else _possible_counts(block.arguments, (num_rows,))
-    for by_row, counts in product(row_counts, _possible_counts(block.arguments, sizes)):
+    row_counts = [()] if num_rows is None else list(_possible_counts(block.arguments, (num_rows,)))
+    sets_of_counts = list(_possible_counts(block.arguments, sizes))
+    bounds = list(_possible_counts(block.arguments, range(1, tokens), MOST_BOUNDS))
+    for first, by_row, counts in product(bounds, row_counts, sets_of_counts):  # without any bound first
         mixing = None if plan.mixing is None else replace(plan.mixing, row_counts=by_row)
-        candidate = replace(plan, counts=counts, mixing=mixing)
+        candidate = replace(plan, counts=counts, bounds=first, mixing=mixing)
         try:
             _try(candidate, block, whole, _middle(tokens, num_rows or tokens))
         except (RuntimeError, ValueError, IndexError) as error:
@@ -45,11 +51,11 @@ def proved(
     raise UnsupportedModel(f"with some of its tokens alone it fails: {reasons[0]}")
 
 
-def _possible_counts(arguments: Arguments, sizes: Sequence[int]) -> Iterator[tuple[str, ...]]:
+def _possible_counts(arguments: Arguments, sizes: Sequence[int], most: int = MOST_COUNTS) -> Iterator[tuple[str, ...]]:
     """Sets of arguments that may be numbers of tokens, the smallest sets first."""
     numbers = [name for name, leaf in arguments.leaves().items() if type(leaf) is int and leaf in sizes]
-    for size in range(min(len(numbers), MOST_COUNTS) + 1):
-        yield from combinations(numbers[:MOST_COUNTS], size)
+    for size in range(min(len(numbers), most) + 1):
+        yield from combinations(numbers[:most], size)
 
 
 def _severed_in(plan: BlockPlan) -> frozenset[int] | None:
@@ -64,16 +70,8 @@ def _middle(tokens: int, num_rows: int) -> Shares:
 
 def _try(plan: BlockPlan, block: SeenBlock, whole: Observed, shares: Shares) -> None:
     """Run the block on our share of its tokens. Raises UnsupportedModel, or what the block raises."""
-
-    def share(name: str, leaf: object) -> object:
-        if plan.mixing is not None and name in plan.mixing.row_counts:
-            return shares.num_rows
-        if name in plan.counts and isinstance(leaf, int):
-            return leaf - shares.num_tokens + shares.count
-        rows = plan.inputs.get(name)
-        return leaf if rows is None or not isinstance(leaf, Tensor) else rows.cut(leaf, shares)
-
-    own = observe_block(block.module, block.arguments.map(share), _severed_in(plan))
+    arguments = block.arguments.map(lambda name, leaf: _shared(plan, shares, name, leaf))
+    own = observe_block(block.module, arguments, _severed_in(plan))
     rounding = max(ROUNDING.get(x.dtype, TOLERANCE) for x in block.arguments.tensors().values())
     for name, rows in _rows_observed(plan, whole):
         want = whole[name] if rows is None else rows.cut(whole[name], shares)
@@ -83,6 +81,18 @@ def _try(plan: BlockPlan, block: SeenBlock, whole: Observed, shares: Shares) -> 
             raise UnsupportedModel(f"its {name} is another one then")
     if plan.mixing is not None:
         _same_columns(plan.mixing, own, whole)
+
+
+def _shared(plan: BlockPlan, shares: Shares, name: str, leaf: object) -> object:
+    """What our share of the block is called with in the place of an argument."""
+    if plan.mixing is not None and name in plan.mixing.row_counts:
+        return shares.num_rows
+    if name in plan.counts and isinstance(leaf, int):
+        return leaf - shares.num_tokens + shares.count
+    if name in plan.bounds and isinstance(leaf, int):
+        return shares.before(leaf)
+    rows = plan.inputs.get(name)
+    return leaf if rows is None or not isinstance(leaf, Tensor) else rows.cut(leaf, shares)
 
 
 def _same_columns(mixing: Mixing, own: Observed, whole: Observed) -> None:

@@ -22,6 +22,7 @@ class Recipe:
     inputs: tuple[tuple[int, Rows], ...] = ()
     counts: tuple[int, ...] = ()
     row_counts: tuple[int, ...] = ()
+    bounds: tuple[int, ...] = ()
 
 
 class Recipes:
@@ -48,6 +49,7 @@ class Recipes:
         numbers = {name: number for number, name in enumerate(arguments.leaves())}
         inputs = tuple((numbers[name], rows) for name, rows in plan.inputs.items())
         by_row = () if plan.mixing is None else plan.mixing.row_counts
-        return Recipe(
-            plan, inputs, tuple(numbers[name] for name in plan.counts), tuple(numbers[name] for name in by_row)
+        counts, row_counts, bounds = (
+            tuple(numbers[name] for name in names) for names in (plan.counts, by_row, plan.bounds)
         )
+        return Recipe(plan, inputs, counts, row_counts, bounds)

@@ -221,7 +221,7 @@ class _Call(TorchFunctionMode):
         """The arguments as our share of the block wants them. Raises PlanError, UnsupportedModel."""
         block.shares = self.shares[block.plan.name] = self._shares(block, recipe, leaves)
         rows = dict(recipe.inputs)
-        own = [
+        own: list[Any] = [
             self._own(block.shares, leaf, rows.get(number)) if isinstance(leaf, Tensor) else leaf
             for number, leaf in enumerate(leaves)
         ]
@@ -229,6 +229,8 @@ class _Call(TorchFunctionMode):
             own[number] += block.shares.count - block.shares.num_tokens
         for number in recipe.row_counts:
             own[number] = block.shares.num_rows
+        for number in recipe.bounds:
+            own[number] = block.shares.before(own[number])
         return own
 
     def run(self, block: _Block, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -80,6 +80,13 @@ class Shares:
         """How many of the rows along the split are ours."""
         return self.starts[self.place + 1] - self.starts[self.place]
 
+    def before(self, number: int) -> int:
+        """How many of ours are among the first `number` of all tokens; they are the first of ours."""
+        in_plane = self.num_tokens // self.across.planes
+        planes, rest = divmod(number, in_plane)
+        start, own = (sum(sizes) // self.across.planes for sizes in (self.sizes[: self.place], (self.count,)))
+        return planes * own + min(max(rest - start, 0), own)
+
     @property
     def rows(self) -> Grid:
         """The same as a grid of rows that are split, each place's tokens together."""

@@ -17,6 +17,8 @@ def to_json(plan: TokenPlan) -> str:
     for block in raw["blocks"]:
         if block["mixing"] is None:  # in most plans tokens meet in attention alone
             del block["mixing"]
+        if not block["bounds"]:
+            del block["bounds"]
     return json.dumps(raw, indent=1, default=sorted)
 
 
@@ -60,6 +62,7 @@ def _block(raw: dict[str, Any]) -> BlockPlan:
         ratio=_ratio(raw["ratio"]),
         origin=None if raw["origin"] is None else _origin(_of(dict, raw["origin"])),
         mixing=None if raw.get("mixing") is None else _mixing(_of(dict, raw["mixing"])),
+        bounds=_tuple(str, raw.get("bounds", [])),
     )
 
 

@@ -159,6 +159,42 @@ def test_a_block_that_fails_while_it_is_tried_is_a_reason_in_words(tmp_path: Pat
         drawn(models_of(2, alone=12), calls, tmp_path)
 
 
+class GivenFirst(nn.Module):
+    """Its first tokens are those of a given frame, which no tensor tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(GivenFirstBlock() for _ in range(2))
+
+    def forward(self, hidden_states: Tensor, given: int) -> Tensor:
+        for block in self.blocks:
+            hidden_states = block(hidden_states, given)
+        return hidden_states
+
+
+class GivenFirstBlock(Block):
+    """A block of it."""
+
+    def forward(self, x: Tensor, given: int) -> Tensor:  # type: ignore[override]
+        x = super().forward(x)
+        return torch.cat([2 * x[:, :given], x[:, given:] - 1], 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_first_tokens_are_told_from_the_rest_by_their_number(ranks: int, tmp_path: Path) -> None:
+    """By another number in a later call too, which a rank has all of, some of, or none."""
+    models: list[nn.Module] = []
+    for _ in range(ranks):
+        torch.manual_seed(0)
+        models.append(GivenFirst().eval().requires_grad_(False))
+    calls: Calls = [{"hidden_states": noise(1, 14, 8, seed=given), "given": given} for given in (4, 6, 9)]
+    want = [models[0](**call) for call in calls]
+    for got in drawn(models, calls, tmp_path):
+        assert max(relative(x, y) for x, y in zip(got, want, strict=True)) <= LIMIT
+    alone = drawn(models, calls, tmp_path, "off")[0]
+    assert min(relative(x, y) for x, y in zip(alone, want, strict=True)) > 10 * LIMIT
+
+
 class Steered(LateGuest):
     """Adds a residual to the first four tokens inside its blocks, where no argument of a block tells of it."""
 

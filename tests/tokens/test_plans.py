@@ -115,6 +115,8 @@ class Block(nn.Module):
             return y + y.roll(1, 1)
         if self.mixes == "order":
             return y.flip(1)
+        if self.mixes == "the first":
+            return torch.cat([y[:, :last].sin(), y[:, last:]], 1)
         first, rest = y.split([y.shape[1] - last, last], 1)
         return torch.cat([first, rest.sin()], 1)
 
@@ -149,6 +151,16 @@ def test_a_number_of_tokens_is_found_by_trying() -> None:
     plan = discover_tokens(model, model.forward, (torch.randn(2, 35, 8),), {"last": 35})
     assert plan.blocks[0].counts == ("last",)
     assert plan.blocks[0].inputs == {"x": Rows(1)}
+    assert plan.blocks[0].bounds == ()
+
+
+def test_a_number_of_the_first_tokens_is_found_by_trying() -> None:
+    model = Denoiser("the first")
+    plan = discover_tokens(model, model.forward, (torch.randn(2, 35, 8),), {"last": 12})
+    assert plan.blocks[0].bounds == ("last",)
+    assert plan.blocks[0].counts == ()
+    assert "last                             how many of the first are treated otherwise" in str(plan)
+    assert from_json(to_json(plan)) == plan
 
 
 class Interleaved(Denoiser):
