@@ -34,11 +34,15 @@ SHARED_LISTS = (
     "control_mode", "ip_adapter_image", "ip_adapter_image_embeds", "callback_on_step_end_tensor_inputs",
     "skip_guidance_layers", "original_size", "target_size", "crops_coords_top_left", "negative_original_size",
     "negative_target_size", "negative_crops_coords_top_left", "decode_timestep", "decode_noise_scale",
+    "chunk_partition", "conditions", "guidance_keyframe_positions", "history_sizes", "keyframe_positions",
+    "pyramid_num_inference_steps_list", "reference_conditions", "spatio_temporal_guidance_blocks",
 )  # fmt: skip
 REFERENCES = (  # pipelines with several pictures a prompt
     "Flux2", "QwenImageEditPlus", "QwenImage21", "JoyImageEditPlus", "OmniGen", "BriaFibo", "ZImageOmni", "VisualCloze",
+    "LTXCondition",
 )  # fmt: skip
 MIXED = {"Kandinsky5I2VPipeline": "brings the first frames of each video to the mean of the videos of all prompts"}
+REFERRED = ("image", "video", "conditions")
 OWN_NOISE = ("DPMSolverSDEScheduler",)  # schedulers that draw noise for a whole batch from a seed of their own
 
 
@@ -205,10 +209,13 @@ def _refuse_what_depends_on_the_others(pipe: Any, kwargs: Mapping[str, Any], sha
     if why:
         way_out = "data=1" if type(pipe).__name__ in MIXED else "another scheduler, or data=1"
         raise PlanError(f"{why}, so that data ranks would give other pictures: use {way_out}")
-    if type(pipe).__name__.startswith(REFERENCES) and kwargs.get("image") is not None:
-        raise PlanError(
-            f"{type(pipe).__name__} takes image as references for all prompts, not one for each: use data=1 with it"
-        )
+    if type(pipe).__name__.startswith(REFERENCES):
+        for name in REFERRED:
+            if kwargs.get(name) is not None:
+                raise PlanError(
+                    f"{type(pipe).__name__} takes {name} as references for all prompts, not one for each: use data=1 "
+                    "with it"
+                )
     _refuse_one_picture(pipe, kwargs, share)
 
 

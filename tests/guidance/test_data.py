@@ -232,6 +232,15 @@ def test_one_picture_for_all_prompts_is_refused(given: Any) -> None:
         pass
 
 
+@pytest.mark.parametrize("name", ["image", "video", "conditions"])
+def test_what_is_given_to_all_prompts_is_not_divided(name: str) -> None:
+    class LTXConditionPipeline: ...
+
+    call = {"prompt": PROMPTS[:2], name: ["one", "other"]}
+    with pytest.raises(PlanError, match=f"takes {name} as references"), as_one_call(LTXConditionPipeline(), call, 0, 2):
+        pass
+
+
 def test_a_picture_given_as_often_as_there_are_prompts_is_that_of_one_call() -> None:
     image = tiny.build("sd_img2img").call_kwargs["image"]
     call = {"prompt": PROMPTS[:2], "num_inference_steps": 2, "generator": generators(2)}
