@@ -14,7 +14,7 @@ from patchpar.carriers import Carriers
 from patchpar.clock import StepClock
 from patchpar.guided import GuidanceCheck
 from patchpar.plan import Plan
-from patchpar.refusal import refused_in_words
+from patchpar.refusal import refuse_gradients, refused_in_words
 from patchpar.shared_denoiser import SharedDenoiser
 from patchpar.strategies.guidance import GuidanceSplit
 
@@ -44,6 +44,8 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces the denoiser's forward."""
+        if self.layers:
+            refuse_gradients(module, str(self.plan), (args, kwargs))
         self.clock.guided = self.guided()
         self.clock.next_call()
         self._look_again()

@@ -7,6 +7,7 @@ The denoiser runs twice on small inputs, the second twice as tall. What grows wi
                    more samples, same tokens             -> temporal; every pixel by itself, nothing to do
     convolution    kernel > 1 along the split dim        -> reads a halo
     transform      torch.fft of a map                    -> of the whole map
+    pooling        output of one size from maps of all   -> of the whole map
 
 A group norm whose output reaches a convolution through pointwise activations only is linked to it, so that both
 exchange in one round.
@@ -58,7 +59,7 @@ class Sites:
     """Every place where a denoiser needs other ranks' values, and how often it halves its maps.
 
     `transforms`: modules in whose forward maps go through torch.fft. `own_kernel`: those of the `attentions` whose
-    processors compute attention without scaled_dot_product_attention.
+    processors compute attention without scaled_dot_product_attention. `pools`: modules that pool maps to one size.
     `beside`: arguments that are maps of the picture beside the latent, as `picture_arguments` calls them.
     """
 
@@ -69,14 +70,16 @@ class Sites:
     transforms: tuple[str, ...] = ()
     own_kernel: frozenset[str] = frozenset()
     beside: tuple[str, ...] = ()
+    pools: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """One line for `explain`."""
         linked = sum(bool(norm.convs) for norm in self.norms)
         transforms = f"{len(self.transforms)} with Fourier transforms, " if self.transforms else ""
+        pools = f"{len(self.pools)} poolings of whole maps, " if self.pools else ""
         return (
             f"{len(self.convs)} convolutions, {len(self.norms)} group norms ({linked} in one round with their "
-            f"convolution), {len(self.attentions)} self-attentions, {transforms}total stride {self.total_stride}"
+            f"convolution), {len(self.attentions)} self-attentions, {transforms}{pools}total stride {self.total_stride}"
         )
 
 
@@ -88,6 +91,7 @@ class _Seen:
     convs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     attention: SeenAttention = field(default_factory=SeenAttention)
     transforms: dict[str, None] = field(default_factory=dict)
+    maps: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # into and out of modules without others
     links: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)  # norm -> convolution -> activations
     reads_sample: set[str] = field(default_factory=set)
     origins: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)  # id of a tensor -> norm, activations
@@ -125,6 +129,7 @@ def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs
         transforms=tuple(first.transforms),
         own_kernel=frozenset(attentions) - seen.with_kernel,
         beside=beside,
+        pools=tuple(path for path in first.maps if _pools(first.maps[path], second.maps.get(path))),
     )
 
 
@@ -165,6 +170,10 @@ def _grows_in_rows(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     return before[:-2] == after[:-2] and before[-1] == after[-1] and before[-2] < after[-2]
 
 
+def _pools(before: tuple[tuple[int, ...], ...], after: tuple[tuple[int, ...], ...] | None) -> bool:
+    return after is not None and _grows_in_rows(before[0], after[0]) and before[1] == after[1]
+
+
 def _probe(
     denoiser: nn.Module,
     forward: Callable[..., Any],
@@ -194,6 +203,8 @@ def _watched(denoiser: nn.Module, seen: _Seen, sample: Tensor) -> Iterator[None]
             handles.append(module.register_forward_hook(_watch_conv(seen, path, sample)))
         elif isinstance(module, POINTWISE):
             handles.append(module.register_forward_hook(_watch_pointwise(seen, path)))
+        elif not any(module.children()):
+            handles.append(module.register_forward_hook(_watch_map(seen, path)))
     try:
         with _WatchedTransforms(seen):
             yield
@@ -232,6 +243,14 @@ def _watch_pointwise(seen: _Seen, path: str) -> Callable[..., None]:
         if origin is not None:
             seen.origins[id(output)] = (origin[0], (*origin[1], path))
             seen.kept.append(output)
+
+    return hook
+
+
+def _watch_map(seen: _Seen, path: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if len(args) == 1 and isinstance(args[0], Tensor) and args[0].ndim >= 4 and isinstance(output, Tensor):
+            seen.maps[path] = (tuple(args[0].shape), tuple(output.shape))
 
     return hook
 

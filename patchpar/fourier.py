@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from patchpar.discover import TRANSFORMS
-from patchpar.exchange import Gather
 from patchpar.patches import Bands
 from patchpar.share import Share
 
@@ -64,11 +63,8 @@ class _WholeTransforms(TorchFunctionMode):
 
     def _whole(self, x: Tensor) -> Tensor:
         """The whole map from everybody's bands. Raises UnsupportedModel, ExchangeError."""
-        share = self.share
-        self.bands = bands = share.level(x.shape[share.dim])
-        sizes = [bands.size(place) for place in range(share.axis.size)]
-        gather = Gather(share.door, share.axis, "fourier", self.where)
-        whole = torch.cat(gather.shares(x.contiguous(), share.dim, sizes), share.dim)
+        self.bands = self.share.level(x.shape[self.share.dim])
+        whole = self.share.whole_map("fourier", self.where, x)
         return whole.float() if whole.dtype in HALF else whole  # half precision knows powers of two only
 
 

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from patchpar.errors import PatchparError, UnsupportedModel, VerificationError
 
@@ -32,6 +34,18 @@ def refused_in_words(network: object, plan: str, way_out: str, plain: Callable[[
             f"{type(network).__name__} cannot be run with plan {plan}: with its work split it fails, and whole it does "
             f"not ({in_one_line(error)}). {way_out}"
         ) from error
+
+
+def refuse_gradients(network: object, plan: str, call: Any) -> None:
+    """Raise UnsupportedModel where what a network is called with asks for gradients: ranks exchange values only.
+
+    On all ranks alike, before any of them works: what a pipeline does next depends on those gradients.
+    """
+    if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(call)):
+        raise UnsupportedModel(
+            f"gradients are taken through {type(network).__name__}, whose work plan {plan} splits: ranks exchange "
+            "values, but no gradients. Use plan data=N for several prompts, or one device"
+        )
 
 
 def in_one_line(error: Exception) -> str:

@@ -23,6 +23,7 @@ from patchpar.fourier import FourierHook
 from patchpar.hooks import Hooked
 from patchpar.layers import stencil_of, wide
 from patchpar.picture_arguments import with_sample_size
+from patchpar.pooling import PoolingHook
 from patchpar.seam import ConvFed, ConvHook, NormHook
 from patchpar.share import Share
 
@@ -57,6 +58,8 @@ class Sharded:
         self._hook_attention(sites)
         for path in sites.transforms:
             self._hook(path, FourierHook(share, path), "patchpar_fourier")
+        for path in sites.pools:
+            self._hook(path, PoolingHook(share, path))
 
     def _hook_attention(self, sites: Sites) -> None:
         for path in sites.attentions:

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.exchange import Door, Edges
+from patchpar.exchange import Door, Edges, Gather
 from patchpar.layers import Halo
 from patchpar.memory import Memory, Slot
 from patchpar.mesh import Axis
@@ -60,6 +61,16 @@ class Share:
             return self.bands.at_level(self.place, own_rows, self.bands.total)
         except ValueError as error:
             raise UnsupportedModel(f"{error}: this denoiser cannot be split, use plan cfg=2 or data=N") from error
+
+    def whole_map(self, kind: str, where: str, own: Tensor) -> Tensor:
+        """A map from everybody's bands of it, of this step; `kind` is how its bytes are counted.
+
+        Raises UnsupportedModel, ExchangeError.
+        """
+        bands = self.level(own.shape[self.dim])
+        sizes = [bands.size(place) for place in range(self.axis.size)]
+        shares = Gather(self.door, self.axis, kind, where).shares(own.contiguous(), self.dim, sizes)
+        return torch.cat(shares, self.dim)
 
     def edges(self, x: Tensor, before: int, after: int) -> Edges:
         """Rows to send to the places before and after, and what comes back, for a reach of `before` and `after`."""

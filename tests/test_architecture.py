@@ -34,7 +34,7 @@ LINES = (
     ("layers", "discover", "predictions", "memory", "tokens", "residual", "pace", "correction"),
     ("context", "share", "models", "sequence"),
     ("stale_attention",),
-    ("seam", "attention", "fourier", "adapter_masks"),
+    ("seam", "attention", "fourier", "pooling", "adapter_masks"),
     ("shard", "history", "first_use", "caches"),
     ("shared_denoiser",),
     ("patched", "ledger", "token_split", "vae"),

@@ -8,7 +8,7 @@ import diffusers
 import torch
 from torch import nn
 
-from tests.exact.denoisers import FRAMES, TOKENS, WIDTH, Kind, noise
+from tests.exact.denoisers import KINDS, TOKENS, WIDTH, Kind, noise
 
 _LEVELS = (16, 32)
 _VOCABULARY = 16
@@ -38,30 +38,6 @@ def _dreamlite() -> nn.Module:
         attention_head_dim=4,
         norm_num_groups=8,
     )
-
-
-def _i2vgen() -> nn.Module:
-    return diffusers.I2VGenXLUNet(
-        down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
-        up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
-        block_out_channels=(32, 64),
-        layers_per_block=1,
-        norm_num_groups=8,
-        cross_attention_dim=WIDTH,
-        attention_head_dim=8,
-    )
-
-
-def _i2vgen_call(height: int, width: int) -> dict[str, Any]:
-    shape = (1, 4, FRAMES, height, width)
-    return {
-        "sample": noise(*shape),
-        "timestep": 501,
-        "fps": torch.tensor([8]),
-        "image_latents": noise(*shape).flip(-1),
-        "image_embeddings": noise(1, WIDTH),
-        "encoder_hidden_states": noise(1, TOKENS, WIDTH),
-    }
 
 
 def _kandinsky() -> nn.Module:
@@ -175,7 +151,7 @@ def _uvit_call(height: int, width: int) -> dict[str, Any]:
 UNETS: dict[str, Kind] = {
     "AudioLDM2UNet2DConditionModel": Kind(build=_audio, arguments=_audio_call, odd=True),
     "DreamLiteUNetModel": Kind(build=_dreamlite, arguments=_audio_call, odd=True),
-    "I2VGenXLUNet": Kind(build=_i2vgen, arguments=_i2vgen_call, odd=False),
+    "I2VGenXLUNet": KINDS["i2vgen"],
     "Kandinsky3UNet": Kind(build=_kandinsky, arguments=_kandinsky_call, odd=False),
     "StableCascadeUNet": Kind(build=_cascade, arguments=_cascade_call, odd=False),
     "UNet1DModel": Kind(build=_one_dim, arguments=_one_dim_call, odd=False),

@@ -165,6 +165,31 @@ def _unet3d() -> nn.Module:
     )
 
 
+def _i2vgen() -> nn.Module:
+    """What a frame shows is pooled to tokens of one number that every pixel sees."""
+    return diffusers.I2VGenXLUNet(
+        down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
+        up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        norm_num_groups=8,
+        cross_attention_dim=WIDTH,
+        attention_head_dim=8,
+    )
+
+
+def _i2vgen_call(height: int, width: int) -> dict[str, Any]:
+    shape = (1, 4, FRAMES, height, width)
+    return {
+        "sample": noise(*shape),
+        "timestep": 501,
+        "fps": torch.tensor([8]),
+        "image_latents": noise(*shape).flip(-1),
+        "image_embeddings": noise(1, WIDTH),
+        "encoder_hidden_states": noise(1, TOKENS, WIDTH),
+    }
+
+
 def _unconditional(**changes: Any) -> Callable[[], nn.Module]:
     blocks = {
         "down_block_types": ("DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
@@ -213,6 +238,7 @@ KINDS: dict[str, Kind] = {
     "svd": Kind(build=_svd, arguments=_frames_first, odd=True),
     "motion": Kind(build=_motion, arguments=_motion_call, odd=True),
     "unet3d": Kind(build=_unet3d, arguments=_video, odd=True),
+    "i2vgen": Kind(build=_i2vgen, arguments=_i2vgen_call, odd=False),
     "unconditional": Kind(build=_unconditional(), arguments=_no_text, odd=False),
     "asymmetric": Kind(build=_unconditional(downsample_padding=0), arguments=_no_text, odd=False),
     "added_keys": Kind(build=_added_keys, arguments=_text, odd=False),

@@ -60,6 +60,13 @@ def test_a_model_that_pads_by_itself() -> None:
     ]
 
 
+def test_poolings_of_whole_maps() -> None:
+    """What has another size in a larger picture is pooled in every band by itself."""
+    assert sites_of("i2vgen")[1].pools == ("image_latents_context_embedding.2",)
+    assert sites_of("sdxl")[1].pools == ()
+    assert "1 poolings of whole maps" in sites_of("i2vgen")[1].describe()
+
+
 def test_a_denoiser_without_convolutions_is_refused() -> None:
     class Tokens(nn.Module):
         def forward(self, sample: torch.Tensor) -> torch.Tensor:

@@ -38,10 +38,14 @@ class Failing:
 
 
 def run(error: Exception, x: Tensor, **plan: int) -> Any:
+    return called([Failing(error)], x, **plan)
+
+
+def called(layers: list[Any], x: Tensor, **plan: int) -> Any:
     denoiser = Denoiser()
     door = SimpleNamespace(transport=SimpleNamespace(deadline=1.0), traffic=Traffic())
     votes: Any = SimpleNamespace(door=door, renew=lambda: None, restore=lambda: None)
-    hook = DenoiserHook(StepClock(), [Failing(error)], lambda: None, votes, plan=Plan(**plan))
+    hook = DenoiserHook(StepClock(), layers, lambda: None, votes, plan=Plan(**plan))
     HookRegistry.check_if_exists_or_initialize(denoiser).register_hook(hook, "denoiser")
     return denoiser(x)
 
@@ -75,3 +79,13 @@ def test_what_says_enough_is_passed_on(error: Exception) -> None:
     with pytest.raises(type(error)) as raised:
         run(error, torch.ones(2), patch=2)
     assert raised.value is error
+
+
+def test_gradients_are_refused_before_any_rank_works() -> None:
+    """What a pipeline does with them decides how often it calls the denoiser next, on each rank for itself."""
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(UnsupportedModel, match=r"gradients are taken through Denoiser, whose work plan cfg=2.*data=N"):
+        run(AssertionError("it works"), x, cfg=2)
+    with torch.no_grad(), pytest.raises(UnsupportedModel, match="it works"):
+        run(AssertionError("it works"), x, cfg=2)
+    assert called([], x, data=2).requires_grad  # with other prompts on other ranks each has its own

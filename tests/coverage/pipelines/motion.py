@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import diffusers
 
-from tests.tiny import image_pipelines, pictures, video_pipelines
+from tests.tiny import encoders, image_pipelines, pictures, video_pipelines
 
 from .entry import Built, Entry, derived
 
@@ -43,7 +44,49 @@ def _sparse() -> Built:
     return derived(video_pipelines.animatediff, "AnimateDiffSparseControlNetPipeline", call, **parts)
 
 
+def _pia() -> Built:
+    """The image is beside the noise, with a mask that says how much each frame is like it."""
+    parts = {"motion_adapter": _motion(conv_in_channels=9), "unet": image_pipelines.sd()[0].unet}
+    return derived(video_pipelines.animatediff, "PIAPipeline", {"image": pictures.scene()}, **parts)
+
+
+def _i2vgen() -> Built:
+    unet = diffusers.I2VGenXLUNet(
+        sample_size=16,
+        down_block_types=("CrossAttnDownBlock3D", "CrossAttnDownBlock3D", "DownBlock3D"),
+        up_block_types=("UpBlock3D", "CrossAttnUpBlock3D", "CrossAttnUpBlock3D"),
+        block_out_channels=(32, 32, 64),
+        layers_per_block=1,
+        norm_num_groups=8,
+        cross_attention_dim=32,
+        attention_head_dim=8,
+    )
+    parts = {"image_encoder": encoders.clip_vision(), "feature_extractor": encoders.clip_image_processor()}
+    call = {"image": pictures.scene()}
+    pipe, arguments = derived(video_pipelines.text_to_video, "I2VGenXLPipeline", call, unet=unet, **parts)
+    return pipe, arguments | {"clip_skip": None}  # its default needs text encoders as transformers had them before 5
+
+
+def _zero(source: Callable[[], Built], name: str) -> Callable[[], Built]:
+    """Frames of one image that is moved; each sees the first in its self-attention."""
+
+    def build() -> Built:
+        call = {"video_length": 3, "t0": 1, "t1": 2, "num_inference_steps": 4}
+        return derived(source, name, call, scheduler=diffusers.DDIMScheduler(clip_sample=False))
+
+    return build
+
+
+_ZERO = {
+    "TextToVideoZeroPipeline": image_pipelines.sd,
+    "TextToVideoZeroSDXLPipeline": image_pipelines.sdxl,
+}
+"""Of one prompt only."""
+
 ENTRIES = (
     Entry(name="AnimateDiffSDXLPipeline", build=_xl),
     Entry(name="AnimateDiffSparseControlNetPipeline", build=_sparse),
+    Entry(name="PIAPipeline", build=_pia),
+    Entry(name="I2VGenXLPipeline", build=_i2vgen),
+    *(Entry(name=name, build=_zero(source, name), prompts="") for name, source in _ZERO.items()),
 )

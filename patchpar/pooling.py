@@ -1,0 +1,25 @@
+"""Pooling of a whole map to a fixed size, as a diffusers hook: every rank pools all bands, gathered in this step.
+
+What comes out is no larger in a larger picture and the same on every rank, and so is what is computed of it: the image
+embedding of I2VGen-XL (arXiv:2311.04145) becomes tokens of a context that every pixel sees.
+"""
+
+from typing import Any
+
+from diffusers.hooks import ModelHook
+from torch import Tensor, nn
+
+from patchpar.share import Share
+
+
+class PoolingHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+    """A module without others inside that makes an output of one size of maps of all sizes."""
+
+    def __init__(self, share: Share, where: str) -> None:
+        super().__init__()
+        self.share, self.where = share, where
+
+    def new_forward(self, module: nn.Module, x: Tensor) -> Any:
+        """Replaces the module's forward."""
+        whole = self.share.whole_map("pooling", self.where, x) if self.share.active else x
+        return self.fn_ref.original_forward(whole)
