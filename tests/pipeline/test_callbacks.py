@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 
 from patchpar import ParallelPipeline, UnsupportedModel
 from tests.breadth import first_of
+from tests.tiny.adapted_pipelines import SEEN, picture_weights
 
 from .callbacks import Darken, Halved
 from .conftest import EXACT, QUICK, generator, relative_error
@@ -181,20 +183,67 @@ UNDONE = {
 def test_a_callback_calls_methods(parallel: ParallelPipeline, plain: Any, do: Any, plan: str) -> None:
     """All ranks do what it did when it has returned, and keep it after the call, as one process does."""
     parallel.plan = plan
-    untouched = plain(**CALL, generator=generator())
-    before = parallel(**CALL, generator=generator())
-    limit = EXACT if "fresh-edges" not in plan else 1.5 * relative_error(before, untouched)
+    changed_as_in_one_process(parallel, plain, do, UNDONE[do])
+
+
+def changed_as_in_one_process(
+    parallel: ParallelPipeline, plain: Any, do: Callable[[Any], object], undo: Callable[[Any], object], **more: Any
+) -> None:
+    """What a callback does after the second step matters, and is exact: in that call, in the next, and once undone."""
+    call = CALL | more
+    untouched = plain(**call, generator=generator())
+    before = parallel(**call, generator=generator())
+    limit = EXACT if "fresh-edges" not in str(parallel.plan) else 1.5 * relative_error(before, untouched)
     try:
-        got = parallel(**CALL, generator=generator(), callback_on_step_end=at_step(1, do))
-        want = plain(**CALL, generator=generator(), callback_on_step_end=at_step(1, do))
+        got = parallel(**call, generator=generator(), callback_on_step_end=at_step(1, do))
+        want = plain(**call, generator=generator(), callback_on_step_end=at_step(1, do))
         assert relative_error(untouched, want) > 100 * EXACT
         assert relative_error(got, want) <= limit
-        again = relative_error(parallel(**CALL, generator=generator()), plain(**CALL, generator=generator()))
+        again = relative_error(parallel(**call, generator=generator()), plain(**call, generator=generator()))
         assert again <= limit
     finally:
         for pipe in (parallel, plain):
-            UNDONE[do](pipe)
-    assert relative_error(parallel(**CALL, generator=generator()), before) <= EXACT
+            undo(pipe)
+    assert relative_error(parallel(**call, generator=generator()), before) <= EXACT
+
+
+@pytest.mark.parametrize("plan", first_of(["cfg=2", "patch=2"], "patch=2"))
+def test_a_callback_sets_adapters(parallel: ParallelPipeline, plain: Any, loras: Path, plan: str) -> None:
+    """Another LoRA from the third step on, and a second one beside it."""
+    parallel.plan = plan
+    try:
+        for pipe in (parallel, plain):
+            for name in ("ink", "snow"):
+                pipe.load_lora_weights(loras, weight_name=f"{name}.safetensors", adapter_name=name)
+        changed_as_in_one_process(
+            parallel,
+            plain,
+            lambda pipe: pipe.set_adapters(["ink", "snow"], [0.9, 0.3]),
+            lambda pipe: pipe.set_adapters("snow"),
+        )
+    finally:
+        for pipe in (parallel, plain):
+            pipe.unload_lora_weights()
+
+
+@pytest.mark.parametrize("plan", first_of(["cfg=2", "patch=2"], "cfg=2"))
+def test_a_callback_sets_the_scale_of_an_ip_adapter(parallel: ParallelPipeline, plain: Any, plan: str) -> None:
+    parallel.plan = plan
+    torch.manual_seed(0)
+    weights, seen = picture_weights(plain.unet), torch.randn(2, 1, SEEN)
+    try:
+        for pipe in (parallel, plain):
+            pipe.load_ip_adapter(weights, "", "adapter.safetensors", image_encoder_folder=None)
+        changed_as_in_one_process(
+            parallel,
+            plain,
+            lambda pipe: pipe.set_ip_adapter_scale(0.2),
+            lambda pipe: pipe.set_ip_adapter_scale(1.0),
+            ip_adapter_image_embeds=[seen],
+        )
+    finally:
+        for pipe in (parallel, plain):
+            pipe.unload_ip_adapter()
 
 
 def test_new_workers_know_what_a_callback_has_done(parallel: ParallelPipeline, plain: Any) -> None:
