@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import gradio as gr
 from gradio.utils import get_upload_folder
 from PIL import UnidentifiedImageError
+from PIL.Image import DecompressionBombError
 
 from patchpar import PatchparError
 
-from .limits import GONE, PICTURES, bytes_of
+from .limits import FILE, GONE, MOST_PICTURE_PIXELS, PICTURES, bytes_of
 
 H = TypeVar("H", bound=Callable[..., Any])
 log = logging.getLogger(__name__)
@@ -90,7 +91,9 @@ def _sentence_for_upload(error: BaseException) -> str:
     if isinstance(error, FileNotFoundError):
         return GONE
     if isinstance(error, UnidentifiedImageError):
-        return f"the file cannot be read as a picture: use {', '.join(PICTURES)}"
+        return f"{FILE} cannot be read as a picture: use {', '.join(PICTURES)}"
+    if isinstance(error, DecompressionBombError):
+        return f"{FILE} has too many pixels: at most {MOST_PICTURE_PIXELS / 1e6:.0f} million are taken"
     return sentence_for(error)
 
 

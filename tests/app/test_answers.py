@@ -159,7 +159,11 @@ def test_a_picture_within_a_request_is_not_decoded_either(tmp_path: Path, page: 
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("gone.png", "this file is no longer here"), ("none.png", "cannot be read as a picture: use PNG")],
+    [
+        ("gone.png", "this file is no longer here"),
+        ("none.png", "cannot be read as a picture: use PNG"),
+        ("huge.png", "the file has too many pixels: at most 40 million are taken"),
+    ],
 )
 def test_what_goes_wrong_before_a_handler_is_said_too(
     studio: Studio, page: gr.Blocks, name: str, sentence: str
@@ -167,6 +171,7 @@ def test_what_goes_wrong_before_a_handler_is_said_too(
     """Gradio opens a picture's file to see what it is."""
     (enlarge,) = (each for each in page.fns.values() if getattr(each.fn, "__name__", "") == "enlarge")
     (studio.uploads / "none.png").write_bytes(b"no picture")
+    huge_png(studio.uploads / "huge.png", 30_000)  # beyond what Pillow opens
     values = [None, {"path": str(studio.uploads / name), "meta": {"_type": "gradio.FileData"}}, 2, 0.35, "a fox", 30, 0]
     with pytest.raises(gr.Error, match=sentence):
         asyncio.run(page.preprocess_data(enlarge, values, None))
