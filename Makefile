@@ -8,7 +8,7 @@
 # make drawings the drawings of the docs, drawn again
 # make figures  draw the drawings of the docs again, and measure again what they state
 # make figures-long  the same for what takes hours: large pictures, half an hour of stream
-# make coverage every transformer and UNet class of diffusers, split and held against the plain model
+# make coverage every transformer, UNet and pipeline class of diffusers, split and held against the plain one
 # make plans    find the token plans anew that come with the package
 # Each makes what it needs in .venv first; the second time that costs nothing.
 
@@ -99,9 +99,10 @@ figures-long: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.stream_long --model assets/face-stream --variant fp16 --devices cpu:2 --blocks 300 \
 	  --write docs/figures/stream-face.md
 
-# Writes docs/coverage.md; minutes on one core.
+# Writes docs/coverage.md; minutes on one core for classes, half an hour on two for pipelines.
 coverage: $(VENV)/installed-dev
 	$(BIN)/python -m tests.coverage
+	$(BIN)/python -m tests.coverage.pipelines
 
 # Writes patchpar/token_split/plans; minutes on one core.
 plans: $(VENV)/installed-dev

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import diffusers
 import torch
 
-from .page import PAGE, written
+from .page import PAGE, with_pipelines, written
 from .report import RANKS, Report, examine
 from .subjects import Subject, left_out, subjects
 
@@ -31,7 +31,7 @@ def main() -> int:
     reports = [_examined(subject, wanted.ranks, number, len(chosen)) for number, subject in enumerate(chosen, 1)]
     missing = left_out({each.name for each in everything})
     if chosen == everything and tuple(wanted.ranks) == RANKS:
-        PAGE.write_text(written(reports, missing))
+        PAGE.write_text(with_pipelines(written(reports, missing), PAGE.read_text()))
         sys.stderr.write(f"written to {PAGE}\n")
     else:
         sys.stdout.write(written(reports, missing))

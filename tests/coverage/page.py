@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,11 +13,14 @@ import torch
 
 from .modes import modes
 from .report import RANKS, Report, Row, row_of
+from .tables import cells_under, power, table
 from .trial import LIMIT, SEEN
 
 PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
 HEADER = ("class", "family", "split", "modes", "2 ranks", "3 ranks", "4 ranks", "without exchange", "note")
 LEFT_OUT = ("class", "why nothing is tried")
+PIPELINES = "## Pipelines"
+"""Title of the part that `tests.coverage.pipelines` writes, behind all else."""
 VERDICTS = {
     "tokens": "split between their tokens, exact",
     "bands": "in bands, exact",
@@ -52,7 +55,7 @@ def written(reports: Sequence[Report], left_out: Mapping[str, str]) -> str:
             "",
             _opening(reports),
             "",
-            *_table(("", "classes"), _summary(reports, left_out)),
+            *table(("", "classes"), _summary(reports, left_out)),
             "",
             _own_lines(reports),
             "",
@@ -62,14 +65,20 @@ def written(reports: Sequence[Report], left_out: Mapping[str, str]) -> str:
             "",
             "## Class by class",
             "",
-            *_table(HEADER, [row.cells() for row in rows]),
+            *table(HEADER, [row.cells() for row in rows]),
             "",
             "## Left out",
             "",
-            *_table(LEFT_OUT, list(left_out.items())),
+            *table(LEFT_OUT, list(left_out.items())),
             "",
         )
     )
+
+
+def with_pipelines(page: str, other: str) -> str:
+    """A page with the part about pipelines that the other one has."""
+    _, title, part = other.partition(f"\n{PIPELINES}\n")
+    return f"{page.rstrip()}\n{title}{part}" if title else page
 
 
 def _opening(reports: Sequence[Report]) -> str:
@@ -119,7 +128,7 @@ def _tried() -> str:
             "",
             "*Modes* counts what was right of what was tried; what is refused instead is in the note. *Ranks* is the "
             "power of ten that the largest relative error of everything exact stays below (limit "
-            f"{_power(LIMIT)}), *without exchange* the smallest error of the controls (at least {_power(SEEN)}).",
+            f"{power(LIMIT)}), *without exchange* the smallest error of the controls (at least {power(SEEN)}).",
         )
     )
 
@@ -132,38 +141,11 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _power(limit: float) -> str:
-    return f"{limit:.0e}".replace("e-0", "e-")
-
-
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    return [_line(header), _line(["---"] * len(header)), *map(_line, rows)]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def read(text: str) -> Page:
     """The page that was written. Raises ValueError for anything else."""
     known = re.search(r"with torch (\S+) and diffusers (\S+):", " ".join(text.split()))
     if known is None:
         raise ValueError("it does not say which versions it was written with")
-    rows = [Row(*cells) for cells in _cells_under(text, HEADER)]
-    left_out = {name: reason for name, reason in _cells_under(text, LEFT_OUT)}
+    rows = [Row(*cells) for cells in cells_under(text, HEADER)]
+    left_out = {name: reason for name, reason in cells_under(text, LEFT_OUT)}
     return Page(torch=known[1], diffusers=known[2], rows=tuple(rows), left_out=left_out)
-
-
-def _cells_under(text: str, header: Sequence[str]) -> list[list[str]]:
-    lines = text.splitlines()
-    if _line(header) not in lines:
-        raise ValueError(f"no table of {', '.join(header)}")
-    found = []
-    for line in lines[lines.index(_line(header)) + 2 :]:
-        if not line.startswith("| "):
-            break
-        cells = line.removeprefix("| ").removesuffix(" |").split(" | ")
-        if len(cells) != len(header):
-            raise ValueError(f"{len(cells)} cells where there should be {len(header)}: {line}")
-        found.append(cells)
-    return found

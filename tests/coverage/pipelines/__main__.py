@@ -2,6 +2,7 @@
 
 python -m tests.coverage.pipelines                  all of them; minutes on two cores
 python -m tests.coverage.pipelines --only Flux      some, told instead of written
+python -m tests.coverage.pipelines --kept build/zoo keep each report there, and do not try again what is there
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from pathlib import Path
 
 from patchpar.launch.local import LocalExecutor
 from tests.coverage.page import PAGE
 
+from .kept import KeptReports
 from .report import Report, left_out, replaced, section
 from .trial import PLANS, RANKS, Outcome, merged
 from .zoo import ZOO
@@ -24,16 +27,18 @@ def main() -> int:
     """1 where anything is wrong or failed, 2 where there is nothing to try."""
     parser = argparse.ArgumentParser(prog="python -m tests.coverage.pipelines", description=__doc__)
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="pipelines with this in their name")
-    wanted = parser.parse_args().only
-    names = [name for name in ZOO if not wanted or any(part in name for part in wanted)]
+    parser.add_argument("--kept", type=Path, metavar="FOLDER", help="reports of earlier runs, and where this one's go")
+    asked = parser.parse_args()
+    names = [name for name in ZOO if not asked.only or any(part in name for part in asked.only)]
     if not names:
-        sys.stderr.write(f"no pipeline has {' or '.join(wanted)} in its name\n")
+        sys.stderr.write(f"no pipeline has {' or '.join(asked.only)} in its name\n")
         return 2
     with (
         tempfile.TemporaryDirectory() as verdicts,
         LocalExecutor(["cpu"] * RANKS, "tests.ranks:Ranks", deadline=DEADLINE, preload=["tests.tiny"]) as pool,
     ):
-        reports = [examine(pool, name, verdicts) for name in names]
+        kept = KeptReports(asked.kept)
+        reports = [kept.read(name) or kept.write(examine(pool, name, verdicts)) for name in names]
     text = section(reports, left_out())
     if len(names) == len(ZOO):
         PAGE.write_text(replaced(PAGE.read_text(), text))

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
+from ..page import PIPELINES
+from ..tables import cells_under, power, table
 from .entry import Guidance, pipeline_classes
 from .trial import LIMIT, PLANS, SEEN, Outcome
 from .zoo import LEFT_OUT, ZOO
 
-TITLE = "## Pipelines"
 HEADER = ("pipeline", "guidance", *PLANS, "without exchange", "note")
 NOTHING = "-"
 
@@ -82,25 +83,41 @@ def section(reports: Sequence[Report], missing: Mapping[str, str]) -> str:
     rows = [[str(cell) for cell in astuple(row_of(each))] for each in reports]
     return "\n".join(
         (
-            TITLE,
+            PIPELINES,
             "",
             f"{len(reports)} of {len(reports) + len(missing)} pipeline classes of diffusers, in small and with random "
             "weights, under plans for two and three worker processes against plain diffusers in one process: the "
             "relative error of what the call returns, latents where the pipeline can return them (limit "
-            f"{_power(LIMIT)}). *Guidance* says whether its branches are one call of the denoiser or a call each. "
+            f"{power(LIMIT)}). *Guidance* says whether its branches are one call of the denoiser or a call each. "
             "*Without exchange* is the smallest error of the same call with the exchange switched off (at least "
-            f"{_power(SEEN)}). Written by `python -m tests.coverage.pipelines`.",
+            f"{power(SEEN)}). Written by `python -m tests.coverage.pipelines`.",
             "",
-            *_table(("", *PLANS), _summary(reports)),
+            f"Exact under `patch=2`: {share_of(_exact(reports, 'patch=2'), len(reports))}. Exact under `cfg=2`, of "
+            f"those that guide: {share_of(_exact(_guided(reports), 'cfg=2'), len(_guided(reports)))}.",
             "",
-            *_table(HEADER, rows),
+            *table(("", *PLANS), _summary(reports)),
+            "",
+            *table(HEADER, rows),
             "",
             "### Pipelines left out",
             "",
-            *_table(("pipeline", "why nothing is tried"), [[name, reason] for name, reason in missing.items()]),
+            *table(("pipeline", "why nothing is tried"), [[name, reason] for name, reason in missing.items()]),
             "",
         )
     )
+
+
+def share_of(part: int, whole: int) -> str:
+    """As "9 of 10 (90 %)"."""
+    return f"{part} of {whole} ({math.floor(100 * part / max(1, whole))} %)"
+
+
+def _exact(reports: Sequence[Report], plan: str) -> int:
+    return sum(each.verdict == "exact" for report in reports for each in report.outcomes if each.plan == plan)
+
+
+def _guided(reports: Sequence[Report]) -> list[Report]:
+    return [each for each in reports if each.guidance != "none"]
 
 
 def _summary(reports: Sequence[Report]) -> list[list[str]]:
@@ -111,32 +128,12 @@ def _summary(reports: Sequence[Report]) -> list[list[str]]:
     ]
 
 
-def _power(limit: float) -> str:
-    return f"{limit:.0e}".replace("e-0", "e-")
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [_line(header), _line(["---"] * len(header)), *map(_line, rows)]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def replaced(page: str, new: str) -> str:
     """The page with this section in the place of the one it has, or behind all else."""
-    before, title, _ = page.partition(TITLE + "\n")
+    before, title, _ = page.partition(PIPELINES + "\n")
     return (before if title else page.rstrip("\n") + "\n\n") + new
 
 
 def rows_of(page: str) -> list[Row]:
     """The lines of the table on a page. Raises ValueError for a page without it."""
-    lines = page.splitlines()
-    if _line(HEADER) not in lines:
-        raise ValueError(f"no table of {', '.join(HEADER)}")
-    found = []
-    for line in lines[lines.index(_line(HEADER)) + 2 :]:
-        if not line.startswith("| "):
-            break
-        found.append(Row(*line.removeprefix("| ").removesuffix(" |").split(" | ")))
-    return found
+    return [Row(*cells) for cells in cells_under(page, HEADER)]

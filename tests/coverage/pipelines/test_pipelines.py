@@ -10,6 +10,8 @@ import pytest
 from tests.breadth import first_of
 from tests.conftest import POOL_SIZE
 
+from ..page import with_pipelines
+from .kept import KeptReports
 from .report import Report, left_out, replaced, row_of, rows_of, section
 from .trial import LIMIT, PLANS, Outcome, judged, merged
 from .zoo import ZOO
@@ -49,6 +51,16 @@ def test_what_is_wrong_is_seen() -> None:
     assert merged([exact, judged("cfg=2", 0.4, None)]).verdict == "wrong"
 
 
+def test_what_is_kept_is_not_tried_again(tmp_path: Path) -> None:
+    outcome = Outcome(plan="patch=2", verdict="exact", error=2e-7, control=0.3)
+    report = Report(name="SomePipeline", guidance="one call", outcomes=(outcome,))
+    kept = KeptReports(tmp_path / "reports")
+    assert kept.read("SomePipeline") is None
+    assert kept.read(kept.write(report).name) == report
+    assert KeptReports(None).write(report) == report
+    assert KeptReports(None).read("SomePipeline") is None
+
+
 def test_the_section_reads_back() -> None:
     outcome = Outcome(plan="patch=2", verdict="exact", error=2e-7, control=0.3)
     report = Report(name="SomePipeline", guidance="one call", outcomes=(outcome,))
@@ -56,3 +68,7 @@ def test_the_section_reads_back() -> None:
     assert rows_of(page) == [row_of(report)]
     assert replaced(page, section([report], left_out())) == page
     assert row_of(report).patch_2 == "1e-6"
+    assert with_pipelines("# Coverage\n\nwritten anew\n", page) == page.replace(
+        "# Coverage\n", "# Coverage\n\nwritten anew\n"
+    )
+    assert with_pipelines(page, "# Coverage\n") == page
