@@ -14,6 +14,7 @@ import torch
 from diffusers.models import transformers as classes
 from torch import Tensor, nn
 
+from tests.breadth import first_of
 from tests.tiny.transformers import TRANSFORMERS, UNBUILT
 from tests.tiny.transformers_entry import IMAGE, IMAGE_TEXT, VIDEO, VIDEO_TEXT, Tiny, noise
 
@@ -23,7 +24,16 @@ SEEN = 3e-4
 """How much of the first token's result must change with the last token, relatively: thirty times an exact error."""
 
 
-@pytest.fixture(params=TRANSFORMERS)
+OFTEN = (
+    "FluxTransformer2DModel",
+    "HunyuanVideoTransformer3DModel",
+    "PixArtTransformer2DModel",
+    "WanTransformer3DModel",
+)
+"""In every run; whether the others are worth testing with is asked with `make test-all`."""
+
+
+@pytest.fixture(params=first_of(TRANSFORMERS, *OFTEN))
 def tiny(request: pytest.FixtureRequest) -> Tiny:
     return TRANSFORMERS[request.param]
 

@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from patchpar.models.folder import embedded_model
+from tests.breadth import first_of
 from tests.launch.conftest import all_gone
 from tests.tiny import build
 
@@ -99,7 +100,9 @@ def children_of(pid: int) -> list[int]:
     return [int(word) for word in found.stdout.split()]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), first_of([(signal.SIGINT, 130), (signal.SIGTERM, 143)], (signal.SIGINT, 130))
+)
 def test_a_signal_to_end_leaves_nothing_behind(tmp_path: Path, number: signal.Signals, code: int) -> None:
     words = ("generate", PROMPT, "--devices", "2", "--steps", "500", "--output", str(tmp_path / "x.png"))
     process = subprocess.Popen([sys.executable, "-m", "patchpar", *words], stderr=subprocess.PIPE, text=True)

@@ -104,7 +104,11 @@ def _parallel() -> Any:
     return diffusers.DDIMParallelScheduler(**_BETAS)
 
 
-_EDITS = {"editing_prompt": ["a green roof", "snow", "fog", "a barn"], "edit_warmup_steps": 0, "edit_guidance_scale": 4.0}
+_EDITS = {
+    "editing_prompt": ["a green roof", "snow", "fog", "a barn"],
+    "edit_warmup_steps": 0,
+    "edit_guidance_scale": 4.0,
+}
 _BUILD: dict[str, Callable[[], Built]] = {
     "SemanticStableDiffusionPipeline": _sd("SemanticStableDiffusionPipeline", _EDITS),
     "StableDiffusionGLIGENPipeline": _gligen,
