@@ -38,10 +38,11 @@ test: $(VENV)/installed-dev $(VENV)/browser
 test-all: $(VENV)/installed-dev $(VENV)/browser
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=15 -m ""
 
-# What depends most on versions: what is loaded and refused, seams of every pipeline, guidance, streams.
+# What depends most on versions: what is loaded and refused, seams of every pipeline, guidance, streams, flags.
 LOWEST := .venv-lowest
 LOWEST_TESTS := tests/safety tests/unit/test_model_folder.py tests/test_tiny.py tests/exact/test_pipelines.py \
-  tests/guidance/test_guidance.py tests/pipeline/test_attributes.py tests/stream/test_journal.py
+  tests/guidance/test_guidance.py tests/pipeline/test_attributes.py tests/stream/test_journal.py \
+  tests/cli/test_help.py tests/cli/test_video.py
 
 test-lowest: $(LOWEST)/installed-lowest
 	$(LOWEST)/bin/python -m pytest -n 2 --dist loadfile $(LOWEST_TESTS)
@@ -133,7 +134,7 @@ $(LOWEST)/installed-lowest: pyproject.toml
 	$(LOWEST)/bin/python -m pip --quiet --disable-pip-version-check install uv
 	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
 	  "torch==$$($(LOWEST)/bin/python -c 'import torch; print(torch.__version__)')" --editable ".[lora,video]"
-	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python pytest pytest-timeout pytest-xdist hatchling
+	$(LOWEST)/bin/uv pip install --quiet --python $(LOWEST)/bin/python pytest pytest-timeout pytest-xdist
 	$(LOWEST)/bin/uv pip list --python $(LOWEST)/bin/python
 	touch $@
 

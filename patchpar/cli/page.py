@@ -15,7 +15,9 @@ import typer
 from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Format, Model, check_deadline, given
 from patchpar.cli.speech import friendly_errors
 from patchpar.errors import PlanError
+from patchpar.models.errand import Errand
 
+ERRAND = Errand(verb="app")
 NAME = "patchpar_app"
 """Under this name the package of the demo is imported, wherever it lies: `app` itself could be anybody's."""
 
@@ -44,6 +46,7 @@ def serve_app(request: App) -> None:
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
         typer.echo("Starting the page.", err=True)  # importing what it needs takes seconds
+        ERRAND.check_model(request.model, _loading(request))  # before gradio is missed: that can be installed
         demo = demo_package()
         server, workers = (import_module(f"{demo.__name__}.{name}") for name in ("server", "workers"))
         address = server.Address(

@@ -14,13 +14,12 @@ from types import ModuleType
 from typing import Any
 
 import diffusers
-import torch
 from diffusers.models import transformers, unets
 from torch import nn
 
 from tests.exact import denoisers
 from tests.tiny.transformers import TRANSFORMERS, UNBUILT
-from tests.tiny.weights import enliven
+from tests.tiny.weights import enliven, seeded
 
 from .unets import UNETS
 
@@ -105,8 +104,7 @@ def _rare_unets() -> Iterator[Subject]:
 
 def _unet(name: str, family: str, kind: denoisers.Kind) -> Subject:
     def build() -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with seeded():
             model = enliven(kind.build().float().eval().requires_grad_(False))
         assert type(model).__name__ == name, f"{family} is a {type(model).__name__}"
         return model

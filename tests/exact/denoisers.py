@@ -10,7 +10,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from tests.tiny.weights import enliven
+from tests.tiny.weights import enliven, seeded
 
 FRAMES, TOKENS, WIDTH = 3, 7, 32
 _CROSS = {
@@ -44,8 +44,7 @@ class Kind:
 
 def build(name: str) -> nn.Module:
     """The same weights every time, CPU, fp32."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded():
         return enliven(KINDS[name].build().eval().requires_grad_(False))
 
 

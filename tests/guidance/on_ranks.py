@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
 
@@ -51,10 +52,17 @@ class Deaf:
 class Ran:
     """What a rank saw of a run."""
 
-    latents: Tensor | None = None
+    drawn: Tensor | None = None
     batches: list[int] = field(default_factory=list)  # batch size of each denoiser call made here
     bytes_sent: int = 0
     error: str = ""
+
+    @property
+    def latents(self) -> Tensor:
+        """What came out. A run that failed says in the test what it failed with."""
+        if self.drawn is None:
+            pytest.fail(self.error)
+        return self.drawn
 
 
 class Splitter:
@@ -125,7 +133,7 @@ class Splitter:
         ran = Ran()
         try:
             with self.ticking():
-                ran.latents = tiny.latents(pipe, **overrides)
+                ran.drawn = tiny.latents(pipe, **overrides)
             self.split.finish()
         except PatchparError as error:
             ran.error = f"{type(error).__name__}: {error}"

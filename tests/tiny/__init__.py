@@ -26,7 +26,7 @@ from . import (
     video_pipelines,
     video_transformer_pipelines,
 )
-from .weights import enliven
+from .weights import enliven, seeded
 
 diffusers.logging.set_verbosity_error()
 transformers.logging.set_verbosity_error()
@@ -158,8 +158,7 @@ def build(name: str) -> Tiny:
     builders = BUILDERS | RARER
     if name not in builders:
         raise KeyError(f"no tiny pipeline {name!r}: there are {', '.join(sorted(builders))}")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with seeded():
         pipe, call_kwargs = builders[name]()
         for component in pipe.components.values():
             if isinstance(component, torch.nn.Module):

@@ -142,5 +142,7 @@ def ltx2_image() -> Built:
 
 
 def ltx2_condition() -> Built:
-    given = [LTX2VideoCondition(frames=pictures.scene(32, 32), index=index, crf=0) for index in (0, 1)]
+    frames = pictures.scene(32, 32)
+    uncompressed = {"crf": 0} if hasattr(LTX2VideoCondition, "crf") else {}  # older diffusers never compress
+    given = [LTX2VideoCondition(frames=frames, index=index, **uncompressed) for index in (0, 1)]
     return diffusers.LTX2ConditionPipeline(**_ltx2_parts()), _LTX2_CALL | {"conditions": given}

@@ -14,7 +14,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from .weights import enliven
+from .weights import enliven, seeded
 
 BATCH = 2
 IMAGE = ((5, 7), (6, 8))
@@ -52,8 +52,7 @@ class Tiny:
 
     def build(self) -> nn.Module:
         """The same weights every time: CPU, fp32, random, with attention that decides the result."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with seeded():
             model = getattr(diffusers, self.name)(**self.config)
             model = model.float().eval().requires_grad_(False)
             for name, parameter in model.named_parameters():

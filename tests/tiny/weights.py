@@ -7,6 +7,8 @@ layers are zero, norms have no scale of their own. Here each of them gets work t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -15,8 +17,27 @@ _QUERY_KEY_GAIN = 2.5
 _NORMS = (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
+@contextmanager
+def seeded() -> Iterator[None]:
+    """What is built here has the same weights in every process. The caller's random state is left as it was.
+
+    Some models leave parameters uninitialised: such memory is filled with NaN here, which `enliven` replaces.
+    """
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(deterministic)
+
+
 def enliven(model: nn.Module) -> nn.Module:
-    """Make attention selective, norms uneven and zero-initialised projections alive. In place; returns the model."""
+    """Make attention selective, norms uneven, zero-initialised projections alive and NaN a number. In place.
+
+    Returns the model.
+    """
     for name, module in model.named_modules():
         if isinstance(module, _NORMS) or "RMSNorm" in type(module).__name__:
             _unsettle(module)

@@ -24,7 +24,7 @@ from patchpar.transport import Transport
 from patchpar.vae.join import tensors_of
 from patchpar.vae.split import Call, SplitMethod
 from tests.tiny import autoencoders
-from tests.tiny.weights import enliven
+from tests.tiny.weights import enliven, seeded
 from tests.unit.threads import on_threads
 
 ONE_AT_A_TIME = threading.Lock()
@@ -86,8 +86,7 @@ KINDS = {
 
 @cache
 def _built(name: str) -> nn.Module:
-    with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):  # ranks are threads here, and share the random numbers
-        torch.manual_seed(0)
+    with ONE_AT_A_TIME, seeded():  # ranks are threads here, and share the random numbers
         return enliven(KINDS[name].build().eval().requires_grad_(False))
 
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.tiny import pictures
 from tests.tiny.image_pipelines import SIZE
-from tests.tiny.weights import enliven
+from tests.tiny.weights import enliven, seeded
 
 Guidance = Literal["one call", "a call each", "none"]
 """Whether the branches of guidance are one call of the denoiser or one each; "none" where there is no guidance."""
@@ -47,8 +47,7 @@ class Entry:
 
     def make(self) -> Built:
         """The same weights every time, and the arguments of a call. The caller's random state is left as it was."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with seeded():
             pipe, call = self.build()
             for component in pipe.components.values():
                 if isinstance(component, torch.nn.Module):
