@@ -24,7 +24,8 @@ class Resampler:
         import av
 
         self._is_empty = False
-        frame = av.AudioFrame.from_ndarray(samples.detach().cpu().contiguous().numpy()[None], format="flt", layout="mono")
+        values = samples.detach().cpu().contiguous().numpy()[None]
+        frame = av.AudioFrame.from_ndarray(values, format="flt", layout="mono")
         frame.sample_rate = self.rate
         return _joined(self._resampler.resample(frame))
 

@@ -124,19 +124,26 @@ def _taken(place: Place, link: socket.socket) -> dict[int, socket.socket]:
 def _greet(place: Place, lines: Mapping[int, socket.socket]) -> None:
     """Wait until every rank has connected. Raises ExchangeError, with all lines closed."""
     give_up = time.monotonic() + place.wait_limit
-    peer = place.rank
-    try:
-        for line in lines.values():
+    for peer, line in lines.items():
+        try:
             line.sendall(HERE)
-        for peer, line in lines.items():
+        except OSError as error:
+            raise _missed(place, peer, lines, error) from error
+    for peer, line in lines.items():
+        try:
             line.settimeout(max(RETRY_SECONDS, give_up - time.monotonic()))
             if not line.recv(len(HERE)):
                 raise ConnectionResetError("it has closed the connection")
-    except OSError as error:
-        for line in lines.values():
-            line.close()
-        state = f"has not connected within {place.wait_limit:g} s" if isinstance(error, TimeoutError) else "is gone"
-        raise ExchangeError(
-            f"rank {place.rank} cannot connect to the others: rank {peer} {state} ({error}); every rank has to connect, "
-            "also one that takes no part in what follows"
-        ) from error
+        except OSError as error:
+            raise _missed(place, peer, lines, error) from error
+
+
+def _missed(place: Place, peer: int, lines: Mapping[int, socket.socket], error: OSError) -> ExchangeError:
+    """What to say of a rank that does not connect. Closes all lines."""
+    for line in lines.values():
+        line.close()
+    state = f"has not connected within {place.wait_limit:g} s" if isinstance(error, TimeoutError) else "is gone"
+    return ExchangeError(
+        f"rank {place.rank} cannot connect to the others: rank {peer} {state} ({error}); every rank has to connect, "
+        "also one that takes no part in what follows"
+    )
