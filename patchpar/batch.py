@@ -18,6 +18,7 @@ from torch import Tensor
 from patchpar.errors import UnsupportedModel
 
 SAMPLE_NAMES = ("sample", "hidden_states", "x")
+IMAGE = 4  # dims of an image with its batch or frames
 SHARED_NAMES = ("ip_adapter_masks",)
 """Arguments that never carry the batch, though their sizes may be its: as many masks as adapters or pictures."""
 
@@ -85,16 +86,25 @@ def with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def sample_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a denoiser call denoises: a tensor, or a list of one tensor for each picture."""
+    """What a denoiser call denoises: a tensor, or a list of one tensor for each picture. Raises UnsupportedModel."""
     if args:
         return args[0]
     for name in SAMPLE_NAMES:
         if name in kwargs:
             return kwargs[name]
+    for value in kwargs.values():
+        if _holds_images(value):
+            return value
     raise UnsupportedModel(
         f"the denoiser was called with {', '.join(kwargs) or 'nothing'}: none of these is known to be its sample "
-        f"({', '.join(SAMPLE_NAMES)}). Run it without guidance split: cfg=1."
+        f"({', '.join(SAMPLE_NAMES)}), and none is an image or a video. Run it without guidance split: cfg=1."
     )
+
+
+def _holds_images(value: Any) -> bool:
+    """Whether it is a batch of images or videos, or a list of such."""
+    held = value if isinstance(value, list) else [value]
+    return bool(held) and all(isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= IMAGE for x in held)
 
 
 def count_branches(sample: Any) -> int:

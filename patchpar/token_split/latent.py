@@ -10,19 +10,25 @@ from patchpar.errors import UnsupportedModel
 from patchpar.token_split.provenance import disturbed
 from patchpar.token_split.watch import Arguments, parameter_names
 
+TABLE, IMAGE = 2, 4  # dims, those of an image with its batch or frames
 WAY_OUT = "use plan cfg=2 or data=N, which do not split the tokens"
 
 
 def name_of_latent(denoiser: nn.Module, arguments: Arguments) -> str:
     """The first argument that holds a picture, of numbers or of ids: ids of text, in a row, may come before it.
 
-    Raises UnsupportedModel.
+    A table of numbers, such as positions, may as well, where there is an image or a video. Raises UnsupportedModel.
     """
-    for latent in parameter_names(denoiser):
-        held = (x for name, x in arguments.tensors().items() if is_latent(name, latent))
-        if any(x.ndim > (1 if x.is_floating_point() else 2) for x in held):
-            return latent
-    raise UnsupportedModel(f"{type(denoiser).__name__} is called with nothing that can be denoised: {WAY_OUT}")
+    most = dict.fromkeys(parameter_names(denoiser), 0)
+    for latent in most:
+        held = [x for name, x in arguments.tensors().items() if is_latent(name, latent)]
+        most[latent] = max((x.ndim for x in held if x.ndim > (1 if x.is_floating_point() else 2)), default=0)
+    found = [latent for latent, dims in most.items() if dims]
+    if not found:
+        raise UnsupportedModel(f"{type(denoiser).__name__} is called with nothing that can be denoised: {WAY_OUT}")
+    if most[found[0]] == TABLE:
+        return next((latent for latent in found if most[latent] >= IMAGE), found[0])
+    return found[0]
 
 
 def is_latent(name: str, latent: str) -> bool:

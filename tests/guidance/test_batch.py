@@ -112,3 +112,11 @@ def test_the_sample_is_found(args: Any, kwargs: Any) -> None:
 def test_no_sample_is_told() -> None:
     with pytest.raises(UnsupportedModel, match="timestep, text"):
         sample_of((), {"timestep": 1, "text": 2})
+
+
+def test_a_video_is_the_sample_whatever_its_name() -> None:
+    """Text and positions may come before it, and a number of samples in a list."""
+    video = [torch.randn(1, 4, 2, 6, 6)]
+    call = {"input_ids": torch.arange(4), "positions": torch.rand(3, 9), "video_tokens": video, "sound": None}
+    assert sample_of((), call) is video
+    assert sample_of((), {"positions": torch.rand(3, 9), "frames": video[0]}) is video[0]

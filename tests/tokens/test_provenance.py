@@ -87,3 +87,15 @@ def test_ids_of_a_picture_are_denoised_and_those_of_text_are_not(shape: tuple[in
     denoiser = _Denoiser()
     arguments = Arguments.of(denoiser, (torch.zeros(shape, dtype=torch.long), torch.zeros(1, 8, 4)), {})
     assert name_of_latent(denoiser, arguments) == latent
+
+
+class _Packed(nn.Module):
+    def forward(self, positions: Tensor, video: list[Tensor], text: Tensor) -> Tensor:
+        return video[0]
+
+
+def test_a_table_of_positions_is_not_denoised_where_there_is_a_video() -> None:
+    denoiser, positions, text = _Packed(), torch.zeros(3, 20), torch.zeros(1, 8, 4)
+    packed = Arguments.of(denoiser, (positions, [torch.zeros(1, 4, 2, 6, 6)], text), {})
+    assert name_of_latent(denoiser, packed) == "video"
+    assert name_of_latent(denoiser, Arguments.of(denoiser, (positions, [], text), {})) == "positions"
