@@ -41,7 +41,10 @@ REFERENCES = (  # pipelines with several pictures a prompt
     "Flux2", "QwenImageEditPlus", "QwenImage21", "JoyImageEditPlus", "OmniGen", "BriaFibo", "ZImageOmni", "VisualCloze",
     "LTXCondition",
 )  # fmt: skip
-MIXED = {"Kandinsky5I2VPipeline": "brings the first frames of each video to the mean of the videos of all prompts"}
+MIXED = {
+    "HeliosPyramidPipeline": "draws the noise between its stages for all prompts at once",
+    "Kandinsky5I2VPipeline": "brings the first frames of each video to the mean of the videos of all prompts",
+}
 REFERRED = ("image", "video", "conditions")
 OWN_NOISE = ("DPMSolverSDEScheduler",)  # schedulers that draw noise for a whole batch from a seed of their own
 

@@ -126,7 +126,7 @@ class TokenDenoiser(SharedDenoiser):
             else:
                 if self.history is not None:
                     self.history.lose()
-                self._extend(self._search.find_anew(forward, call, unforeseen))
+                self._extend(self._search.find_anew(forward, call, unforeseen, known=self.plan))
                 self._check(forward, call, known=False)
         assert self.plan is not None
         self._refuse_old_values(self.plan)
@@ -159,7 +159,7 @@ class TokenDenoiser(SharedDenoiser):
         try:
             self._check(forward, call, known=known)
         except NotWatched:  # every rank meets it at the same block
-            self._extend(self._search.find(forward, call, otherwise=True))
+            self._extend(self._search.find(forward, call, known=self.plan))
             self._check(forward, call, known=False)
 
     def _extend(self, found: TokenPlan) -> None:

@@ -28,18 +28,45 @@ from patchpar.token_split.plan import BlockPlan, Rows, TokenPlan
 from patchpar.token_split.proof import proved
 from patchpar.token_split.provenance import Observed, Sources, moved_indices, trace_rows
 from patchpar.token_split.shortened import shortened
-from patchpar.token_split.watch import Arguments, SeenBlock, observe_block, watch
+from patchpar.token_split.watch import Arguments, Kind, Seen, SeenBlock, observe_block, watch
 
 
-def discover_tokens(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> TokenPlan:
-    """Watch one call of `forward`, the denoiser's own, and tell where its tokens are. Raises UnsupportedModel."""
+def discover_tokens(
+    denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, known: TokenPlan | None = None
+) -> TokenPlan:
+    """Watch one call of `forward`, the denoiser's own, and tell where its tokens are. Raises UnsupportedModel.
+
+    `known`: a plan for other calls, to which only blocks that are called otherwise are added.
+    """
     arguments = Arguments.of(denoiser, args, kwargs)
     latent = name_of_latent(denoiser, arguments)
     watched = partial(watch, denoiser, forward)
     seen, moved = watched(arguments), watched(with_other_latent(arguments, latent))
     size = latent_size(arguments, latent)
-    found, whole, others = {}, {}, []
+    found, whole, others = _looked_at(seen, moved, size, known)
+    if not found and known is None:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in whole.items()) or "none of its blocks has tokens"
+        raise UnsupportedModel(f"{type(denoiser).__name__} cannot be split by tokens ({reasons}): {WAY_OUT}")
+    with shortened(denoiser, (plan.paths for plan in found.values())):
+        blocks = Origins(watched, arguments, latent).of_all(found)
+    for plan in blocks:
+        if plan.mixing is not None and plan.mixing.convolutions and plan.origin is None:
+            raise UnsupportedModel(
+                f"{type(denoiser).__name__} cannot be split by tokens ({plan.name}: it convolves its tokens, but in "
+                f"which rows they lie could not be found): {WAY_OUT}"
+            )
+    new = TokenPlan(denoiser=type(denoiser).__name__, latent=latent, blocks=blocks, whole=whole, others=others)
+    return new if known is None else known.joined(new)
+
+
+def _looked_at(
+    seen: Seen, moved: Seen, size: int, known: TokenPlan | None
+) -> tuple[dict[Kind, BlockPlan], dict[str, str], frozenset[tuple[str, tuple[str, ...]]]]:
+    """What is found of each kind of block that is not known; the reasons of those that are not split, and which."""
+    found, whole, others = dict[Kind, BlockPlan](), dict[str, str](), list[tuple[str, tuple[str, ...]]]()
     for kind, block in seen.blocks.items():
+        if known is not None and known.knows(block.paths, kind[-1]):
+            continue
         plan = None
         try:
             with group_here(block.module):
@@ -53,20 +80,7 @@ def discover_tokens(denoiser: nn.Module, forward: Callable[..., Any], args: Any,
             found[kind] = plan
         else:
             others += [(path, kind[-1]) for path in block.paths]
-    if not found:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in whole.items()) or "none of its blocks has tokens"
-        raise UnsupportedModel(f"{type(denoiser).__name__} cannot be split by tokens ({reasons}): {WAY_OUT}")
-    with shortened(denoiser, (plan.paths for plan in found.values())):
-        blocks = Origins(watched, arguments, latent).of_all(found)
-    for plan in blocks:
-        if plan.mixing is not None and plan.mixing.convolutions and plan.origin is None:
-            raise UnsupportedModel(
-                f"{type(denoiser).__name__} cannot be split by tokens ({plan.name}: it convolves its tokens, but in "
-                f"which rows they lie could not be found): {WAY_OUT}"
-            )
-    return TokenPlan(
-        denoiser=type(denoiser).__name__, latent=latent, blocks=blocks, whole=whole, others=frozenset(others)
-    )
+    return found, whole, frozenset(others)
 
 
 def _the_same(moved: SeenBlock | None) -> SeenBlock:
@@ -123,6 +137,7 @@ class _BlockProbe:
         self.block, self.latent_size, self._sums = block, latent_size, sums
         self.tensors = {name: x for name, x in block.arguments.tensors().items() if x.ndim}
         others = moved.arguments.tensors()
+        self._undisturbed: Observed | None = None
         self.moved = {name: moved_indices(x, others[name]) for name, x in self.tensors.items() if _is(x, others[name])}
 
     def plan(self) -> BlockPlan | None:
@@ -186,7 +201,15 @@ class _BlockProbe:
         return proved(plan, self.block, anchor.count, (anchor.count, anchor.size), num_rows)
 
     def _trace(self, name: str, dim: int) -> dict[str, Sources]:
-        return trace_rows(partial(self._observe, name), self.tensors[name], dim)
+        x = self.tensors[name]
+        return trace_rows(partial(self._observe, name), x, dim, self._base if x.is_contiguous() else None)
+
+    @property
+    def _base(self) -> Observed:
+        """What is observed with nothing disturbed."""
+        if self._undisturbed is None:
+            self._undisturbed = observe_block(self.block.module, self.block.arguments, self._sums)
+        return self._undisturbed
 
     def _observe(self, name: str, x: Tensor) -> Observed:
         arguments = self.block.arguments.map(lambda other, leaf: x if other == name else leaf)

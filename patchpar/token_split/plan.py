@@ -8,7 +8,7 @@ transformer_blocks, 19 x FluxTransformerBlock
   output 1                 tokens along dim 1
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -189,6 +189,11 @@ class TokenPlan:
         return replace(
             self, blocks=self.blocks + new, whole={**self.whole, **other.whole}, others=self.others | other.others
         )
+
+    def knows(self, paths: Sequence[str], signature: tuple[str, ...]) -> bool:
+        """Whether blocks at these paths that are called so are in it, or known not to be split."""
+        split = {path for each in self.blocks if each.signature == signature for path in each.paths}
+        return all(path in split or (path, signature) in self.others for path in paths)
 
     def find(self, path: str, signature: tuple[str, ...]) -> BlockPlan | None:
         """The plan of a block that is called so; None where it is left whole. Raises NotWatched."""

@@ -49,13 +49,14 @@ class Sources:
         return [dim for dim in range(len(self.by_dim)) if self.named(dim) and not self.mixed(dim)]
 
 
-def trace_rows(observe: Observe, x: Tensor, dim: int) -> dict[str, Sources]:
+def trace_rows(observe: Observe, x: Tensor, dim: int, base: Observed | None = None) -> dict[str, Sources]:
     """Where the rows of `x` along `dim` go in what `observe` makes of it; empty where they are no rows of anything.
 
-    Raises UnsupportedModel when what is observed depends on the values.
+    `base`: what it makes of `x` as it is, if that is known. Raises UnsupportedModel when what is observed depends on
+    the values.
     """
     x = x.contiguous()  # as what is disturbed is: another layout in memory is rounded otherwise
-    base, size = observe(x), x.shape[dim]
+    base, size = observe(x) if base is None else base, x.shape[dim]
     hits: dict[str, list[Hits]] = {name: [] for name in base}
     numbers = torch.arange(size)
     for bit in reversed(range((size - 1).bit_length())):

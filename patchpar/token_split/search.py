@@ -42,21 +42,25 @@ class PlanSearch:
         self.denoiser, self.mesh, self.verdicts = denoiser, mesh, verdicts
         self.second_hand = False
 
-    def find(self, forward: Forward, call: Call, *, otherwise: bool = False) -> TokenPlan:
-        """A plan for calls like this one; `otherwise` for what no plan of others covers. Raises UnsupportedModel."""
-        plan = self._kept(call, otherwise=True)
-        if plan is None and not otherwise:
-            plan = self._kept(call, otherwise=False) or self._shipped()
-        second_hand = plan is not None or (otherwise and self.second_hand)
-        return self._agreed(plan or self._watched(forward, call, otherwise), second_hand=second_hand)
+    def find(self, forward: Forward, call: Call, *, known: TokenPlan | None = None) -> TokenPlan:
+        """A plan for calls like this one; `known` is one for other calls, which does not cover this one.
 
-    def find_anew(self, forward: Forward, call: Call, why: Exception) -> TokenPlan:
+        Raises UnsupportedModel.
+        """
+        plan = self._kept(call, otherwise=True)
+        if plan is None and known is None:
+            plan = self._kept(call, otherwise=False) or self._shipped()
+        second_hand = plan is not None or (known is not None and self.second_hand)
+        return self._agreed(plan or self._watched(forward, call, known is not None, known), second_hand=second_hand)
+
+    def find_anew(self, forward: Forward, call: Call, why: Exception, known: TokenPlan | None = None) -> TokenPlan:
         """The plan found by watching, since the one that was known did not do. Raises UnsupportedModel.
 
-        One that has served other calls of this program stays theirs.
+        One that has served other calls of this program stays theirs, and if it was found by watching, so does what it
+        says of blocks that are called as in those: `known`.
         """
         self._say(f"the plan known for splitting its tokens does not fit ({in_one_line(why)})")
-        found = self._watched(forward, call, otherwise=True)
+        found = self._watched(forward, call, otherwise=True, known=None if self.second_hand else known)
         if self.second_hand:
             self._keep(found, call, otherwise=False)
         return self._agreed(found, second_hand=False)
@@ -75,9 +79,9 @@ class PlanSearch:
             self._say(f"its blocks are others than those of diffusers {shipped.diffusers}, for which a plan is shipped")
         return plan
 
-    def _watched(self, forward: Forward, call: Call, otherwise: bool) -> TokenPlan:
+    def _watched(self, forward: Forward, call: Call, otherwise: bool, known: TokenPlan | None = None) -> TokenPlan:
         with uncompiled(self.denoiser):  # or it would not let itself be watched
-            found = discover_tokens(self.denoiser, forward, *call)
+            found = discover_tokens(self.denoiser, forward, *call, known=known)
         self._keep(found, call, otherwise=otherwise)
         return found
 

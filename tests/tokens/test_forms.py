@@ -15,6 +15,7 @@ from patchpar.exchange import Door
 from patchpar.mesh import Axis
 from patchpar.strategies.exact import ExactPatch
 from patchpar.token_split import denoiser as token_denoiser
+from patchpar.token_split import discovery
 from patchpar.verdicts import Verdicts
 from tests.breadth import first_of
 from tests.exact.on_ranks import relative
@@ -149,6 +150,36 @@ def test_a_block_that_is_called_otherwise_in_a_later_step(kept: bool, tmp_path: 
         assert max(relative(x, y) for x, y in zip(got, want, strict=True)) <= LIMIT
     alone = drawn(models, calls, tmp_path if kept else None, "off")[0]
     assert min(relative(x, y) for x, y in zip(alone, want, strict=True)) > 10 * LIMIT
+
+
+class OneGuest(LateGuest):
+    """Only its second block adds anything: when it is late, or what it is given."""
+
+    def forward(self, hidden_states: Tensor, timestep: float, given: Tensor | None = None) -> Tensor:
+        late = torch.linspace(-1, 1, hidden_states.shape[1])[:, None] if timestep < 500 else None
+        return self.blocks[1](self.blocks[0](hidden_states, None), late if given is None else given)
+
+
+@pytest.mark.parametrize("second", [{"timestep": 400.0}, {"given": noise(12, 1)}], ids=["unforeseen", "another form"])
+def test_what_is_known_of_other_calls_is_not_looked_for_again(
+    second: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[list[str]] = []
+    plain = discovery._plan_of
+    monkeypatch.setattr(
+        discovery, "_plan_of", lambda block, *rest: (looked_at.append(block.paths), plain(block, *rest))[1]
+    )
+    models: list[nn.Module] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(OneGuest().eval().requires_grad_(False))
+    first = {"hidden_states": noise(1, 12, 8, seed=3), "timestep": 900.0}
+    calls: Calls = [first, first | second]
+    want = [models[0](**call) for call in calls]
+    for turn in (1, -1):  # a second program begins with the form that the first one met last
+        for got in drawn(models, calls[::turn], tmp_path):
+            assert max(relative(x, y) for x, y in zip(got, want[::turn], strict=True)) <= LIMIT
+    assert sorted(looked_at) == [["blocks.0", "blocks.1"]] * 2 + [["blocks.1"]] * 2
 
 
 def test_a_block_that_fails_while_it_is_tried_is_a_reason_in_words(tmp_path: Path) -> None:

@@ -39,6 +39,18 @@ def test_what_meets_is_mixed() -> None:
     assert trace(convolution, torch.randn(1, 5, 4), 1)[1].tolist() == [MIXED] * 3 + [3, 4]
 
 
+def test_what_is_known_of_the_undisturbed_is_not_observed_again() -> None:
+    seen, x = [], torch.rand(1, 4, 2)
+
+    def observe(y: Tensor) -> dict[str, Tensor]:
+        seen.append(y)
+        return {"it": y.sin()}
+
+    for base in (None, {"it": x.sin()}):
+        assert trace_rows(observe, x, 1, base)["it"].by_dim[1].tolist() == [0, 1, 2, 3]
+    assert len(seen) == 5 + 4  # four groups of rows each, and once nothing
+
+
 def test_numbers_stay_in_their_range() -> None:
     """Of positions that a table is looked up at, a group of rows may have one value only."""
     table, positions = torch.randn(2, 4), torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
