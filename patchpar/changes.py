@@ -123,7 +123,7 @@ def with_whole_paths(
     loads = path.rpartition(".")[2].startswith("load_")
     whole = [_whole(value, loads and not place) for place, value in enumerate(args)]
     return tuple(whole), {
-        name: _whole(value, loads and name.startswith("pretrained_model_name_or_path"))
+        name: _whole(value, loads and ("pretrained_model" in name or name == "peft_model_id"))
         for name, value in kwargs.items()
     }
 

@@ -18,7 +18,7 @@ from patchpar.call import (
     StepEnd,
     generators_of,
 )
-from patchpar.changes import change_of
+from patchpar.changes import change_of, with_whole_paths
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.adapters import from_safetensors
 from patchpar.plan import Plan
@@ -161,7 +161,8 @@ class Caller:
                 f"pipe.{path}() cannot be called inside callback_on_step_end, because the ranks are busy: only what "
                 "changes the pipeline can (set_..., enable_..., disable_...), and all ranks do it when it has returned"
             )
-        self.changes.append(StepChange(path, args, from_safetensors(path, args, kwargs)))
+        whole, named = with_whole_paths(path, args, from_safetensors(path, args, kwargs))
+        self.changes.append(StepChange(path, whole, named))
         return Returned(None)
 
     def ask(self, method: str, path: str, *values: Any, **_: Any) -> None:

@@ -11,6 +11,7 @@ from peft.tuners.lora import LoraLayer
 
 from patchpar.changes import asked, with_whole_paths
 from patchpar.launch.replay import Change, Replay, Replays
+from patchpar.outcome import Caller
 from tests import tiny
 from tests.breadth import first_of
 
@@ -209,3 +210,16 @@ def test_files_are_named_from_the_root(tmp_path: Path, monkeypatch: pytest.Monke
     assert with_whole_paths("anything", (Path("x"), "lora.safetensors"), {})[0] == (tmp_path / "x", "lora.safetensors")
     named = {"pretrained_model_name_or_path_or_dict": "lora.safetensors"}
     assert list(with_whole_paths("unet.load_lora_adapter", (), named)[1].values()) == [args[0]]
+    encoder = {"image_encoder_pretrained_model_name_or_path": "lora.safetensors", "subfolder": "lora.safetensors"}
+    assert list(with_whole_paths("load_ip_adapter", (), encoder)[1].values()) == [args[0], "lora.safetensors"]
+    of_transformers = {"peft_model_id": "lora.safetensors"}
+    assert list(with_whole_paths("text_encoder.load_adapter", (), of_transformers)[1].values()) == [args[0]]
+
+
+def test_files_that_a_callback_names_are_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks may have been started somewhere else."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lora.safetensors").touch()
+    caller = Caller(None, {}, kind="local", output_module="diffusers")
+    caller.apply("load_lora_weights", ("lora.safetensors",), {})
+    assert caller.changes[0].args == (str(tmp_path / "lora.safetensors"),)
