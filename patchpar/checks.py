@@ -7,7 +7,7 @@ from typing import Any
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.highres.footprint import check_room
 from patchpar.highres.geometry import refusal_of, units_of
-from patchpar.models.description import Description
+from patchpar.models.description import Description, refuse_without_denoiser
 from patchpar.models.folder import free_memory
 from patchpar.plan import Plan
 from patchpar.scalars import plain
@@ -89,9 +89,10 @@ def check_plan(model: Description, plan: Plan) -> None:
                 f"branches of guidance itself: give all devices to axis 'patch', patch={plan.cfg * plan.patch}"
             )
         return
+    refuse_without_denoiser(model.pipeline, model.denoisers, plan)
     if plan.patch > 1 and not (model.splits_into_bands or model.splits_into_tokens):
         raise UnsupportedModel(
-            f"{', '.join(model.denoisers) or model.pipeline} cannot be split over axis 'patch', which takes a network "
+            f"{', '.join(model.denoisers)} cannot be split over axis 'patch', which takes a network "
             "of convolutions and group norms, or one of transformer blocks. Use cfg=2 (guidance branches) or data=N "
             "(prompts)"
         )

@@ -33,9 +33,9 @@ from patchpar.launch.context import Bystander, RankContext
 from patchpar.mesh import Mesh
 from patchpar.models.arrival import for_task, settle_in
 from patchpar.models.description import (
-    DENOISERS,
     Description,
     describe,
+    is_name_of_denoiser,
     refuse_compiled,
     refuse_compiled_denoisers,
     refuse_parallel,
@@ -121,7 +121,7 @@ class Engine:
     def set(self, name: str, value: Any, *, everywhere: bool = False) -> dict[str, Any]:
         """Set an attribute of the pipeline, or "vae.attribute" of a network; what its description then has anew."""
         owner, _, attribute = name.rpartition(".")
-        if self.context.world_size > 1 and name in DENOISERS:
+        if self.context.world_size > 1 and is_name_of_denoiser(name):
             refuse_compiled(value)
         if owner or isinstance(value, nn.Module):
             self.restore()  # the next call puts its hooks into this one; what is set may stand where they do

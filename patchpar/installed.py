@@ -17,7 +17,7 @@ from patchpar.highres.denoiser import LargePicture
 from patchpar.hooks import Hooked
 from patchpar.ledger import Ledger
 from patchpar.mesh import Mesh
-from patchpar.models.description import DENOISERS, refuse_compiled
+from patchpar.models.description import denoisers_of, refuse_compiled, refuse_without_denoiser
 from patchpar.patched import PatchedDenoiser
 from patchpar.plan import Plan
 from patchpar.strategies.guidance import GuidanceSplit
@@ -47,7 +47,8 @@ class Installed:
     def put_in(
         self, plan: Plan, mesh: Mesh, door: Door, clock: StepClock, guided: Callable[[], bool | None], verdicts: Any
     ) -> None:
-        """Make the denoisers parallel. `guided`: whether the call under way uses guidance."""
+        """Make the denoisers parallel. `guided`: whether the call under way uses guidance. Raises UnsupportedModel."""
+        refuse_without_denoiser(type(self.pipe).__name__, self._denoisers(), plan)
         self.mesh, self.door, strategy = mesh, door, plan.strategy
         if plan.cfg > 1:  # one for all networks, since several may serve one step
             self.guidance = GuidanceSplit(door, mesh["cfg"], clock)
@@ -83,7 +84,7 @@ class Installed:
         return [found] if isinstance(found, nn.Module) and not hasattr(found, "nets") else []
 
     def _denoisers(self) -> list[nn.Module]:
-        return [self.pipe.components[name] for name in DENOISERS if self.pipe.components.get(name) is not None]
+        return list(denoisers_of(self.pipe).values())
 
     def restore(self) -> None:
         """Take everything out: the pipeline is as it was."""

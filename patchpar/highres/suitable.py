@@ -5,7 +5,7 @@ from typing import Any
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.highres.level import kind_of, refuse_thresholding
 from patchpar.highres.native import Native
-from patchpar.models.description import DENOISERS
+from patchpar.models.description import denoisers_of
 
 TESTED = (
     "StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline",
@@ -25,7 +25,7 @@ def treats_places_alike(pipe: Any) -> bool:
 
 def why_kept_native(pipe: Any) -> str:
     """Why nothing but plain generation is chosen for large pictures of this pipeline; empty where it can be led."""
-    denoisers = [pipe.components[name] for name in DENOISERS if pipe.components.get(name) is not None]
+    denoisers = list(denoisers_of(pipe).values())
     if type(pipe).__name__ not in TESTED or not denoisers:
         return f"{type(pipe).__name__} is not known to draw well out of patches"
     try:

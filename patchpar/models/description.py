@@ -1,17 +1,19 @@
 """What the controlling process must know of a pipeline that lives in the workers: names and numbers, no weights."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from patchpar.compiled import compiled_in, is_compiled, is_wrapped
 from patchpar.errors import UnsupportedModel
+from patchpar.plan import Plan
 from patchpar.scalars import plain
 
-DENOISERS = ("unet", "transformer", "transformer_2", "unconditional_transformer")
+DENOISERS = (("unet", "transformer", "transformer_2", "unconditional_transformer"), ("decoder",), ("prior",))
+"""Names of components that steps call, the kinds that make the image first."""
 AUTOENCODERS = ("vae", "movq", "vqvae", "vqgan", "vq_model")
-NAMED_FOR_GUIDANCE = ("guidance_scale", "true_cfg_scale", "max_guidance_scale")
+NAMED_FOR_GUIDANCE = ("guidance_scale", "true_cfg_scale", "max_guidance_scale", "decoder_guidance_scale")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +83,7 @@ def describe(pipe: Any) -> Description:
     """Describe a loaded pipeline."""
     from patchpar.discover import splits_into_bands
 
-    denoisers = {name: pipe.components[name] for name in DENOISERS if pipe.components.get(name) is not None}
+    denoisers = denoisers_of(pipe)
     first = next(iter(denoisers.values()), None)
     config = getattr(first, "config", None) or {}
     levels = config.get("block_out_channels") or (0,)
@@ -111,6 +113,30 @@ def describe(pipe: Any) -> Description:
     )
 
 
+def denoisers_of(pipe: Any) -> dict[str, Any]:
+    """The networks of a pipeline that its steps call, by name: those whose work ranks share.
+
+    Of a pipeline with several kinds, as one with a decoder of what a prior says, those that make the image.
+    """
+    kinds = ({name: pipe.components.get(name) for name in names} for names in DENOISERS)
+    found = ({name: each for name, each in kind.items() if each is not None} for kind in kinds)
+    return next(filter(None, found), {})
+
+
+def refuse_without_denoiser(pipeline: str, denoisers: Collection[Any], plan: Plan) -> None:
+    """Raise UnsupportedModel for a plan that shares the work of networks which a pipeline has not."""
+    if not denoisers and plan.patch * plan.cfg > 1:
+        raise UnsupportedModel(
+            f"a {pipeline} has no {', '.join(sum(DENOISERS, ()))} whose work plan {plan} could share: use data=N, for "
+            "several prompts"
+        )
+
+
+def is_name_of_denoiser(name: str) -> bool:
+    """Whether a component of this name may be one of those that steps call."""
+    return any(name in names for names in DENOISERS)
+
+
 def refuse_parallel(pipe: Any) -> None:
     """Raise UnsupportedModel if diffusers itself has shared one of its networks between ranks."""
     for name, module in pipe.components.items():
@@ -135,9 +161,8 @@ def refuse_compiled(network: Any) -> None:
 
 def refuse_compiled_denoisers(pipe: Any) -> None:
     """Raise UnsupportedModel if a denoiser is compiled as a whole."""
-    for name in DENOISERS:
-        if pipe.components.get(name) is not None:
-            refuse_compiled(pipe.components[name])
+    for network in denoisers_of(pipe).values():
+        refuse_compiled(network)
 
 
 def refuse_to_send_compiled(components: Mapping[str, Any]) -> None:
@@ -145,7 +170,7 @@ def refuse_to_send_compiled(components: Mapping[str, Any]) -> None:
     for name, network in components.items():
         if not hasattr(network, "named_modules"):
             continue
-        if name in DENOISERS:
+        if is_name_of_denoiser(name):
             refuse_compiled(network)
         if found := compiled_in(network):
             raise UnsupportedModel(

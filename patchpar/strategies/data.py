@@ -46,7 +46,7 @@ MIXED = {
     "Kandinsky5I2VPipeline": "brings the first frames of each video to the mean of the videos of all prompts",
 }
 REFERRED = ("image", "video", "conditions")
-OWN_NOISE = ("DPMSolverSDEScheduler",)  # schedulers that draw noise for a whole batch from a seed of their own
+OWN_NOISE = ("DPMSolverSDEScheduler", "AmusedScheduler")  # schedulers that draw noise for a whole batch themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ def why_kept_together(pipe: Any) -> str:
     scheduler, name = type(getattr(pipe, "scheduler", None)).__name__, type(pipe).__name__
     if name in MIXED:
         return f"{name} {MIXED[name]}"
-    return f"{scheduler} draws noise for all of them from a seed of its own" if scheduler in OWN_NOISE else ""
+    return f"{scheduler} draws noise for all of them by itself" if scheduler in OWN_NOISE else ""
 
 
 def _refuse_what_depends_on_the_others(pipe: Any, kwargs: Mapping[str, Any], share: Share) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from patchpar.batch import tensors_in, with_tensors
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.hooks import Hooked
-from patchpar.models.description import DENOISERS
+from patchpar.models.description import denoisers_of
 from patchpar.transport import Spec
 
 HOOK = "patchpar_steps"
@@ -115,10 +115,10 @@ class StepHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 @contextmanager
 def shared_steps(pipe: Any, mark: Callable[[str], object]) -> Iterator[StepShare]:
     """A StepShare before all denoisers of a pipeline, while open. Raises UnsupportedModel."""
-    denoisers = [pipe.components[name] for name in DENOISERS if pipe.components.get(name) is not None]
+    denoisers = list(denoisers_of(pipe).values())
     if not denoisers:
         raise UnsupportedModel(
-            f"a {type(pipe).__name__} has none of {', '.join(DENOISERS)}, so there are no steps to share"
+            f"a {type(pipe).__name__} has no unet, transformer, decoder or prior, so there are no steps to share"
         )
     for denoiser in denoisers:
         if getattr(denoiser, "is_cache_enabled", False):

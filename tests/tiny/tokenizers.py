@@ -83,3 +83,12 @@ def xlm_roberta() -> Any:
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
     return tokenizer
+
+
+@cache
+def roberta() -> Any:
+    """261 ids: start, pad, end, unknown, 256 bytes, mask."""
+    from transformers import RobertaTokenizer
+
+    pieces = ["<s>", "<pad>", "</s>", "<unk>", *_alphabet(), "<mask>"]
+    return RobertaTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], model_max_length=77)

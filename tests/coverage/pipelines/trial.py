@@ -162,14 +162,15 @@ def _is_prompts(value: Any) -> bool:
 
 
 def _several_prompts(entry: Entry, call: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that make two prompts of one, with the image and the negative prompt of the first for both.
+    """The arguments that make two prompts of one, with what else belongs to the first for both.
 
     Raises AssertionError for an entry without prompts.
     """
     assert entry.prompts, f"{entry.name} has no batch"
     twice = {name: [call[name]] * 2 for name in PICTURES if _is_one(name, call.get(name))}
-    if isinstance(call.get("negative_prompt"), str):
-        twice["negative_prompt"] = [call["negative_prompt"]] * 2
+    for name in ("negative_prompt", "lyrics"):
+        if isinstance(call.get(name), str):
+            twice[name] = [call[name]] * 2
     return twice | {entry.prompts: [call[entry.prompts], entry.second]}
 
 

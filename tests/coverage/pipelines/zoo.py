@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     bria,
+    cascade,
     cosmos,
     cross_text,
     deprecated_sd,
@@ -17,6 +18,7 @@ from . import (
     motion,
     pixels,
     single_stream,
+    sound,
     unets_rarer,
     unets_sd,
     unets_xl,
@@ -27,6 +29,7 @@ from .entry import Entry, pipeline_classes
 
 _FAMILIES = (
     bria,
+    cascade,
     cosmos,
     cross_text,
     deprecated_sd,
@@ -40,6 +43,7 @@ _FAMILIES = (
     motion,
     pixels,
     single_stream,
+    sound,
     unets_rarer,
     unets_sd,
     unets_xl,
@@ -52,6 +56,9 @@ ZOO: dict[str, Entry] = {name: _ENTRIES[name] for name in sorted(_ENTRIES) if na
 """Class -> its entry, for all that the installed diffusers has."""
 
 LEFT_OUT: dict[str, str] = {
+    "RFD4ProteinaPipeline": "takes neither a prompt nor an image: it designs proteins from masks and coordinates",
+    "LLaDA2Pipeline": "a language model: its steps write text",
+    "DiffusionGemmaPipeline": "a language model: its steps write text",
     "EasyAnimateControlPipeline": "its own call fails: it gives its encode_prompt an argument that this does not take",
     "ChromaInpaintPipeline": "its own call fails: it reads a setting that its transformer has not",
 }

@@ -1,0 +1,51 @@
+"""Sound and music."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.tiny import sound_encoders
+from tests.tiny import sound_pipelines as sound
+
+from .entry import Built, Entry, derived
+
+_REFERENCE: dict[str, Any] = {"audio": sound.wave(), "guidance_scale": None}
+
+
+def _of(source: Callable[[], Built], name: str, call: dict[str, Any]) -> Callable[[], Built]:
+    return lambda: derived(source, name, call)
+
+
+_KEPT = _REFERENCE | {"mask_start_seconds": 1.0, "mask_end_seconds": 2.0}
+
+
+def _music() -> Built:
+    """Its own reading of a prompt fails with CLAP of transformers 5, so that the prompt is given already read."""
+    embedding = torch.linspace(-1, 1, 32)[None]
+    call = {"prompt": None, "prompt_embeds": embedding, "negative_prompt_embeds": -embedding}
+    parts = {"feature_extractor": None, "text_encoder": sound_encoders.clap()}
+    return derived(sound.audioldm, "MusicLDMPipeline", call, **parts)
+
+
+ENTRIES = (
+    Entry(name="StableAudioPipeline", build=sound.stable_audio),
+    Entry(name="StableAudio3Pipeline", build=sound.stable_audio3),
+    Entry(
+        name="StableAudio3AudioToAudioPipeline",
+        build=_of(sound.stable_audio3, "StableAudio3AudioToAudioPipeline", _REFERENCE | {"init_noise_level": 0.9}),
+        guidance="none",
+    ),
+    Entry(
+        name="StableAudio3InpaintPipeline",
+        build=_of(sound.stable_audio3, "StableAudio3InpaintPipeline", _KEPT),
+        guidance="none",
+    ),
+    Entry(name="AceStepPipeline", build=sound.ace_step),
+    Entry(name="LongCatAudioDiTPipeline", build=sound.longcat, guidance="a call each"),
+    Entry(name="AudioLDM2Pipeline", build=sound.audioldm2),
+    Entry(name="AudioLDMPipeline", build=sound.audioldm, output_type="pt"),
+    Entry(name="MusicLDMPipeline", build=_music, output_type="pt", prompts=""),
+)
