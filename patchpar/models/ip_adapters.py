@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffusers.loaders import SD3IPAdapterMixin
 from huggingface_hub import HfApi, snapshot_download
 
 from patchpar.errors import PlanError
@@ -25,6 +24,8 @@ OWN_SOURCE = "image_encoder_pretrained_model_name_or_path"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 """What transformers looks for before it looks for a pickle."""
 WITHOUT = "or give the pipeline an image encoder before"
+OF_SD3 = "SD3IPAdapterMixin"
+"""Its method takes the encoder from the folder or repository that `image_encoder_folder` names by itself."""
 FOR_ENCODERS = ("cache_dir", "local_files_only")
 """Options of the method that diffusers passes on when it loads an encoder."""
 FOR_ADAPTERS = (*FOR_ENCODERS, "revision", "token", "force_download")
@@ -101,7 +102,7 @@ def _encoder(owner: Any, given: Given, first: Adapter) -> Encoder | None:
     if folder is None or isinstance(first.source, Mapping):
         return None
     inside = folder if "/" in folder else Path(first.subfolder or "", folder).as_posix()
-    if isinstance(owner, SD3IPAdapterMixin):
+    if any(base.__name__ == OF_SD3 for base in type(owner).__mro__):  # importing it is slow, and warns
         return Encoder(source=inside, inside="")
     return Encoder(source=str(first.source), inside=inside, is_beside=True)
 
