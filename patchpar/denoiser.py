@@ -44,7 +44,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces the denoiser's forward."""
-        if self.layers:
+        if self.plan.world_size > 1:
             refuse_gradients(module, str(self.plan), (args, kwargs))
         self.clock.guided = self.guided()
         self.clock.next_call()

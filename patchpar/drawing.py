@@ -74,9 +74,9 @@ class Drawing:
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
-        """Tick the clock whenever the scheduler steps; rank 0 tells the caller."""
-        scheduler = getattr(self.pipe, "scheduler", None)
-        if scheduler is None:
+        """Tick the clock whenever the scheduler steps, if it does by that name; rank 0 tells the caller."""
+        scheduler: Any = getattr(self.pipe, "scheduler", None)
+        if not hasattr(scheduler, "step"):
             yield
             return
 

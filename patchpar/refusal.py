@@ -43,8 +43,8 @@ def refuse_gradients(network: object, plan: str, call: Any) -> None:
     """
     if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(call)):
         raise UnsupportedModel(
-            f"gradients are taken through {type(network).__name__}, whose work plan {plan} splits: ranks exchange "
-            "values, but no gradients. Use plan data=N for several prompts, or one device"
+            f"gradients are taken through {type(network).__name__}, whose work plan {plan} shares between ranks: they "
+            "exchange values, but no gradients, and a loss may be of several prompts. Use one device for this call"
         )
 
 

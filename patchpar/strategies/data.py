@@ -42,6 +42,7 @@ REFERENCES = (  # pipelines with several pictures a prompt
     "LTXCondition",
 )  # fmt: skip
 MIXED = {
+    "CycleDiffusionPipeline": "takes the second of several prompts for a branch of the guidance of the first",
     "HeliosPyramidPipeline": "draws the noise between its stages for all prompts at once",
     "Kandinsky5I2VPipeline": "brings the first frames of each video to the mean of the videos of all prompts",
 }

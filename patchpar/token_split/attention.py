@@ -187,7 +187,35 @@ def _whole_mask(split: Split, where: str, asked: Asked, queries: _Line, keys: _L
         )
     if mask.ndim < 2 or mask.shape[-2] == 1:
         return split.gather(mask, -1, keys.start, keys.shares, where)
+    if queries == keys and _sees_itself_alone(mask, keys):
+        return _with_blind_columns(as_bias(mask, asked.query.dtype), keys)
     return _outer_product(split, where, mask, queries, keys)
+
+
+def _sees_itself_alone(mask: Tensor, keys: _Line) -> bool:
+    """Whether a mask made in the block lets every token of ours see itself alone of all tokens.
+
+    What is around our tokens has to see all of them alike. One token could not tell.
+    """
+    columns = as_bias(mask, torch.float32).narrow(-1, keys.start, keys.own)
+    first, own, last = columns.split_with_sizes((keys.start, keys.own, keys.after), -2)
+    around = torch.cat([first, last], -2)
+    itself = torch.eye(keys.own, dtype=torch.bool, device=mask.device)
+    return (
+        keys.own > 1
+        and torch.equal(around, around[..., :1].expand(around.shape))
+        and bool((own.isneginf() != itself).all())
+    )
+
+
+def _with_blind_columns(bias: Tensor, keys: _Line) -> Tensor:
+    """Such a mask with columns for the tokens of other places: ours are blind to them, the rest sees them as ours."""
+    before, own, after = bias.split_with_sizes((keys.start, keys.own, keys.after), -1)
+    foreign = own[..., :1].clone()
+    foreign.narrow(-2, keys.start, keys.own).fill_(-torch.inf)
+    columns = [foreign.expand(*own.shape[:-1], size) for size in keys.shares.sizes]
+    columns[keys.shares.place] = own
+    return torch.cat([before, keys.shares.joined(columns, -1), after], -1)
 
 
 def _outer_product(split: Split, where: str, mask: Tensor, queries: _Line, keys: _Line) -> Tensor:

@@ -186,3 +186,33 @@ def test_causality() -> None:
         return attend_split(split_, "here", AttentionCall(Rows(2), Rows(2)), spread(10, transport.rank, 2), asked)
 
     torch.testing.assert_close(torch.cat(on_threads(2, attend), 2), want, atol=1e-5, rtol=1e-5)
+
+
+def _blind_to_each_other(tokens: int, texts: int, *, boolean: bool) -> torch.Tensor:
+    """A mask as perturbed-attention guidance makes it in the block: a token sees itself and the text, a text all."""
+    seen = torch.ones(tokens + texts, tokens + texts, dtype=torch.bool)
+    seen[:tokens, :tokens] = torch.eye(tokens, dtype=torch.bool)
+    return (seen if boolean else torch.zeros(seen.shape).masked_fill(~seen, -torch.inf))[None, None]
+
+
+@pytest.mark.parametrize("boolean", [False, True])
+@pytest.mark.parametrize("mode", [attend_gathered, None], ids=["exchange", "none"])
+def test_tokens_that_see_themselves_alone(mode: Mode | None, boolean: bool) -> None:
+    """The mask is made of the tokens that are here; for the text those of other ranks are as ours."""
+    image, text = torch.randn(1, 2, 11, 8), torch.randn(1, 2, 3, 8)
+    whole = torch.cat([image, text], 2)
+    mask = _blind_to_each_other(11, 3, boolean=boolean)
+    want = torch.nn.functional.scaled_dot_product_attention(whole, whole, whole, attn_mask=mask)
+
+    def attend(transport: Any) -> Any:
+        shares = spread(11, transport.rank, 2)
+        split_ = Split(Door(transport), Axis("patch", transport.rank, 2, (0, 1)), mode)
+        own = torch.cat([shares.own(image, 2), text], 2)
+        mask = _blind_to_each_other(shares.count, 3, boolean=boolean)
+        asked = Asked(query=own, key=own, value=own, attn_mask=mask)
+        return attend_split(split_, "here", AttentionCall(Rows(2, 0, 3), Rows(2, 0, 3), 4), shares, asked)
+
+    first, second = on_threads(2, attend)
+    torch.testing.assert_close(torch.cat([first[:, :, :-3], second[:, :, :-3]], 2), want[:, :, :-3])
+    texts = [(each[:, :, -3:] - want[:, :, -3:]).abs().max().item() for each in (first, second)]
+    assert all(off <= LIMIT for off in texts) == (mode is not None), texts

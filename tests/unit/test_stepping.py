@@ -116,3 +116,10 @@ def test_one_in_the_place_of_another_runs_both() -> None:
     assert ran == ["outer", "inner"]
     plain = scheduler_of(diffusers.FlowMatchEulerDiscreteScheduler)
     assert torch.equal(stepped, plain.step(0.1 * x, plain.timesteps[0], x, return_dict=False)[0])
+
+
+def test_a_scheduler_that_steps_by_other_names_steps_as_it_does() -> None:
+    """ScoreSdeVeScheduler predicts and corrects. Nothing tells when its steps end."""
+    scheduler, clock = SimpleNamespace(step_pred=lambda x: x + 1), StepClock()
+    assert run(Pipe(scheduler, lambda scheduler: scheduler.step_pred(1)), clock) == 2
+    assert clock.evaluation == 0

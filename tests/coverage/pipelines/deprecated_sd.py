@@ -116,6 +116,7 @@ _BUILD: dict[str, Callable[[], Built]] = {
     "StableDiffusionModelEditingPipeline": _sd("StableDiffusionModelEditingPipeline", {}),
     "StableDiffusionParadigmsPipeline": _sd("StableDiffusionParadigmsPipeline", {"parallel": 2}, scheduler=_parallel),
     "StableDiffusionPix2PixZeroPipeline": _pix2pix_zero,
+    "CycleDiffusionPipeline": _cycle,
 }
 _OF_ONE: dict[str, Callable[[], Built]] = {
     "StableDiffusionAttendAndExcitePipeline": _sd(
@@ -123,9 +124,8 @@ _OF_ONE: dict[str, Callable[[], Built]] = {
     ),
     "StableDiffusionDiffEditPipeline": _diffedit,
     "PaintByExamplePipeline": _by_example,
-    "CycleDiffusionPipeline": _cycle,
 }
-"""Of one prompt, or one image, at a time: of several their own calls fail, or mix them."""
+"""Of one prompt, or one image, at a time: of several their own calls fail."""
 
 ENTRIES = (
     *(Entry(name=name, build=build) for name, build in _BUILD.items()),

@@ -7,6 +7,7 @@ from . import (
     cascade,
     cosmos,
     cross_text,
+    deprecated_own,
     deprecated_sd,
     films,
     flux,
@@ -32,6 +33,7 @@ _FAMILIES = (
     cascade,
     cosmos,
     cross_text,
+    deprecated_own,
     deprecated_sd,
     films,
     flux,
@@ -56,9 +58,12 @@ ZOO: dict[str, Entry] = {name: _ENTRIES[name] for name in sorted(_ENTRIES) if na
 """Class -> its entry, for all that the installed diffusers has."""
 
 LEFT_OUT: dict[str, str] = {
-    "RFD4ProteinaPipeline": "takes neither a prompt nor an image: it designs proteins from masks and coordinates",
-    "LLaDA2Pipeline": "a language model: its steps write text",
+    "DanceDiffusionPipeline": "takes neither a prompt nor an image: sound from noise",
     "DiffusionGemmaPipeline": "a language model: its steps write text",
+    "LLaDA2Pipeline": "a language model: its steps write text",
+    "RFD4ProteinaPipeline": "takes neither a prompt nor an image: it designs proteins from masks and coordinates",
+    "VersatileDiffusionDualGuidedPipeline": "its own call fails: its blocks get an argument that they do not take",
+    "VersatileDiffusionPipeline": "has no call: its methods make the pipelines of the same name",
     "EasyAnimateControlPipeline": "its own call fails: it gives its encode_prompt an argument that this does not take",
     "ChromaInpaintPipeline": "its own call fails: it reads a setting that its transformer has not",
 }
