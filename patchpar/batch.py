@@ -110,8 +110,8 @@ def _holds_images(value: Any) -> bool:
 def count_branches(sample: Any) -> int:
     """How many times a batch repeats the same latents: 2 for [a b a b], 1 if it does not repeat.
 
-    Guidance in one call repeats the latents for each branch; the channels or tokens of a conditioning picture, which
-    come after those of the latents, may differ.
+    Guidance in one call repeats the latents for each branch; the channels, tokens or columns of a conditioning picture,
+    which come after those of the latents, may differ.
     """
     if isinstance(sample, list):
         if len({x.shape for x in sample}) > 1:
@@ -124,8 +124,8 @@ def count_branches(sample: Any) -> int:
 
 
 def _repeats(sample: Tensor, branches: int) -> bool:
-    """Whether the first channel, frame or token is the same in all branches, and not just zero."""
-    for dim in range(1, min(sample.ndim, 3)):
+    """Whether the first channel, frame or token is the same in all branches, and not just zero, or row, or column."""
+    for dim in range(1, sample.ndim):
         first, *others = sample.select(dim, 0).chunk(branches)
         if first.any() and all(torch.equal(first, other) for other in others):
             return True

@@ -41,14 +41,15 @@ def guidance_of(pipe: Any, arguments: Mapping[str, Any]) -> bool | None:
     if getattr(pipe, "do_perturbed_attention_guidance", False):
         return True
     given = {**parameters_of(type(pipe)), **arguments}
-    if given.get("true_cfg_scale") is not None:
-        negative = any(given.get(name) is not None for name in ("negative_prompt", "negative_prompt_embeds"))
-        return bool(given["true_cfg_scale"] > 1 and negative)
     try:
         return bool(pipe.do_classifier_free_guidance)
     except AttributeError:  # it has no such property, or has not been called yet
-        scale = given.get("guidance_scale")
-        return False if isinstance(scale, (int, float)) and scale <= 1 else None
+        pass
+    if given.get("true_cfg_scale") is not None:
+        negative = any(given.get(name) is not None for name in ("negative_prompt", "negative_prompt_embeds"))
+        return bool(given["true_cfg_scale"] > 1 and negative)
+    scale = given.get("guidance_scale")
+    return False if isinstance(scale, (int, float)) and scale <= 1 else None
 
 
 def refuse_perturbed(pipe: Any, arguments: Mapping[str, Any]) -> None:

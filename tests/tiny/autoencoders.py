@@ -7,12 +7,13 @@ from typing import Any
 import diffusers
 
 
-def kl(*, scaling_factor: float = 0.18215, latent_channels: int = 4, quant_conv: bool = True) -> Any:
+def kl(*, scaling_factor: float = 0.18215, latent_channels: int = 4, quant_conv: bool = True, levels: int = 4) -> Any:
+    """Divides each side by 2 ** (levels - 1); with other than four levels it is narrow, for large pictures."""
     return diffusers.AutoencoderKL(
         latent_channels=latent_channels,
-        block_out_channels=(16, 16, 32, 32),
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(16, 16, 32, 32) if levels == 4 else (8,) * levels,
+        down_block_types=("DownEncoderBlock2D",) * levels,
+        up_block_types=("UpDecoderBlock2D",) * levels,
         layers_per_block=1,
         norm_num_groups=8,
         sample_size=128,
@@ -33,27 +34,44 @@ def temporal_decoder() -> Any:
     )
 
 
-def wan() -> Any:
-    """The default latent statistics have 16 entries, so it keeps 16 latent channels."""
+def wan(*, levels: int = 4, width: int = 4, blocks: int = 1, latent_channels: int = 16) -> Any:
+    """Divides each side by 2 ** (levels - 1). The default statistics are of 16 latent channels."""
+    statistics = {"latents_mean": [0.0] * latent_channels, "latents_std": [1.0] * latent_channels}
     return diffusers.AutoencoderKLWan(
-        base_dim=4,
-        z_dim=16,
-        dim_mult=[1, 1, 1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[False, True, True],
+        base_dim=width,
+        z_dim=latent_channels,
+        dim_mult=[1] * levels,
+        num_res_blocks=blocks,
+        temperal_downsample=[False] * (levels - 3) + [True, True],
+        scale_factor_spatial=2 ** (levels - 1),
+        **statistics if latent_channels != 16 else {},
     )
 
 
-def qwen(*, levels: int = 4, width: int = 4, blocks: int = 1) -> Any:
+def qwen21() -> Any:
+    """Divides each side by 16; its pictures have an alpha channel."""
+    return diffusers.AutoencoderKLQwenImage21(
+        base_dim=4,
+        decoder_base_dim=4,
+        z_dim=16,
+        dim_mult=[1, 1, 1, 1, 1],
+        num_res_blocks=1,
+        latents_mean=[0.0] * 16,
+        latents_std=[1.0] * 16,
+    )
+
+
+def qwen(*, levels: int = 4, width: int = 4, blocks: int = 1, latent_channels: int = 4, channels: int = 3) -> Any:
     """Divides each side by 2 ** (levels - 1)."""
     return diffusers.AutoencoderKLQwenImage(
         base_dim=width,
-        z_dim=4,
+        z_dim=latent_channels,
+        input_channels=channels,
         dim_mult=[1] * levels,
         num_res_blocks=blocks,
         temperal_downsample=[False] + [True] * (levels - 2),
-        latents_mean=[0.0] * 4,
-        latents_std=[1.0] * 4,
+        latents_mean=[0.0] * latent_channels,
+        latents_std=[1.0] * latent_channels,
     )
 
 

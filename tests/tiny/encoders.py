@@ -242,8 +242,11 @@ class PictureReader:
         tokens = iter([int(grid.prod()) // 4 for grid in pictures["image_grid_thw"]])
         texts = [re.sub(re.escape(_PICTURE), lambda _: _PICTURE * next(tokens), each) for each in texts]
         inputs = self.tokenizer(texts, **options)
-        inputs.update(pictures)
+        of_pictures = inputs["input_ids"] == self.tokenizer.convert_tokens_to_ids(_PICTURE)
+        inputs.update({**pictures, "mm_token_type_ids": of_pictures.int()})
         return inputs
 
-    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
-        return self.tokenizer.apply_chat_template(conversation, **options)
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool = False, **options: Any) -> Any:
+        """A text, or a list of the tokens of one."""
+        found = self.tokenizer.apply_chat_template(conversation, tokenize=tokenize, **options)
+        return [found] if tokenize else found

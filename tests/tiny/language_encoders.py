@@ -57,3 +57,9 @@ def siglip2(width: int = 32) -> Any:
         patch_size=14,
     )
     return Siglip2VisionModel(config)
+
+
+def siglip2_processor() -> Any:
+    from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
+
+    return Siglip2ImageProcessorPil(patch_size=14, max_num_patches=16)

@@ -8,11 +8,14 @@ from typing import Any
 import diffusers
 
 from tests.tiny import autoencoders, pictures, transformer_pipelines
-from tests.tiny.image_pipelines import SIZE
+from tests.tiny.image_pipelines import PROMPT, SIZE
 
 from .entry import CONTROL, IMAGE, MASKED, Built, Entry, Guidance, changed, derived
 
 _PAG = {"pag_scale": 2.0}
+_FILL = MASKED | {"mask_image": pictures.mask().rotate(180)}
+"""With the usual mask, what is left of the picture is darkest next to it, and the norms of this small autoencoder make
+some 1e-5 of what rounding leaves when bands of it are encoded; in float64 they are 6e-15 apart."""
 
 
 def _flux(name: str, call: dict[str, Any], *, channels: int = 16, out: int | None = None) -> Callable[[], Built]:
@@ -68,6 +71,28 @@ def _sd3_inpaint() -> Built:
     return derived(transformer_pipelines.sd3, "StableDiffusion3InpaintPipeline", MASKED, **parts)
 
 
+def _cloze(name: str, call: dict[str, Any]) -> Callable[[], Built]:
+    """One example of what to do, and a picture to do it to: rows of a grid, of which the last place is empty."""
+
+    def build() -> Built:
+        transformer = changed(
+            transformer_pipelines.flux()[0].transformer, in_channels=4 * (4 + 4 + 64), out_channels=16
+        )
+        grid = [[pictures.scene(), pictures.scene()], [pictures.scene(), None]]
+        prompts = {"task_prompt": "edges of the picture", "content_prompt": PROMPT, "image": grid}
+        parts = {"transformer": transformer, "resolution": 128}
+        return derived(transformer_pipelines.flux, name, prompts | call, **parts)
+
+    return build
+
+
+def _chroma_inpaint() -> Built:
+    """It asks its transformer for a setting that a configuration may have beside those of the class."""
+    transformer = transformer_pipelines.chroma()[0].transformer
+    transformer.register_to_config(guidance_embeds=False)
+    return derived(transformer_pipelines.chroma, "ChromaInpaintPipeline", MASKED, transformer=transformer)
+
+
 _FLUX: dict[str, tuple[Callable[[], Built], Guidance]] = {
     "FluxPipeline": (transformer_pipelines.flux, "a call each"),
     "FluxImg2ImgPipeline": (_flux("FluxImg2ImgPipeline", IMAGE), "a call each"),
@@ -81,7 +106,7 @@ _FLUX: dict[str, tuple[Callable[[], Built], Guidance]] = {
         _flux("FluxControlInpaintPipeline", MASKED | CONTROL, channels=32, out=16),
         "none",
     ),
-    "FluxFillPipeline": (_flux("FluxFillPipeline", MASKED, channels=4 * (4 + 4 + 64), out=16), "none"),
+    "FluxFillPipeline": (_flux("FluxFillPipeline", _FILL, channels=4 * (4 + 4 + 64), out=16), "none"),
     "FluxControlNetPipeline": (_flux_controlnet("FluxControlNetPipeline", {}), "a call each"),
     "FluxControlNetImg2ImgPipeline": (_flux_controlnet("FluxControlNetImg2ImgPipeline", IMAGE), "none"),
     "FluxControlNetInpaintPipeline": (_flux_controlnet("FluxControlNetInpaintPipeline", MASKED), "none"),
@@ -89,6 +114,12 @@ _FLUX: dict[str, tuple[Callable[[], Built], Guidance]] = {
     "FluxKontextInpaintPipeline": (_kontext("FluxKontextInpaintPipeline", MASKED), "a call each"),
     "ChromaPipeline": (transformer_pipelines.chroma, "a call each"),
     "ChromaImg2ImgPipeline": (_of(transformer_pipelines.chroma, "ChromaImg2ImgPipeline", IMAGE), "a call each"),
+    "ChromaInpaintPipeline": (_chroma_inpaint, "a call each"),
+    "VisualClozeGenerationPipeline": (_cloze("VisualClozeGenerationPipeline", {}), "none"),
+    "VisualClozePipeline": (
+        _cloze("VisualClozePipeline", {"upsampling_height": 192, "upsampling_width": 128}),
+        "none",
+    ),
     "AuraFlowPipeline": (transformer_pipelines.auraflow, "one call"),
     "DiTPipeline": (transformer_pipelines.dit, "one call"),
     "PixArtSigmaPipeline": (transformer_pipelines.pixart, "one call"),
@@ -115,12 +146,15 @@ _FLUX: dict[str, tuple[Callable[[], Built], Guidance]] = {
     ),
 }
 
+_ONE_PROMPT = ("DiTPipeline", "VisualClozeGenerationPipeline", "VisualClozePipeline")
+"""Classes instead of prompts, or a grid of pictures for each."""
+
 ENTRIES = tuple(
     Entry(
         name=name,
         build=build,
         guidance=guidance,
-        prompts="" if name == "DiTPipeline" else "prompt",
+        prompts="" if name in _ONE_PROMPT else "prompt",
         output_type="np" if name == "DiTPipeline" else "latent",
     )
     for name, (build, guidance) in _FLUX.items()

@@ -18,7 +18,7 @@ from .entry import Built, Entry, Guidance
 _CALL: dict[str, Any] = {"prompt": PROMPT, "negative_prompt": "blurred", **SIZE}
 
 
-def _transformer(name: str, **changes: Any) -> Any:
+def transformer(name: str, **changes: Any) -> Any:
     """As in the tests of denoisers, two blocks deep unless `changes` say otherwise."""
     tiny = TRANSFORMERS[name]
     depth = {part: 2 for part in ("num_layers", "depth", "num_single_layers") if part in tiny.config}
@@ -32,7 +32,7 @@ def _transformer(name: str, **changes: Any) -> Any:
 def _ernie() -> Built:
     """Its prediction has the channels of 2 x 2 patches of the latent."""
     pipe = diffusers.ErnieImagePipeline(
-        transformer=_transformer("ErnieImageTransformer2DModel", in_channels=16, out_channels=16, patch_size=1),
+        transformer=transformer("ErnieImageTransformer2DModel", in_channels=16, out_channels=16, patch_size=1),
         vae=autoencoders.flux2(),
         text_encoder=encoders.mistral().model.language_model,
         tokenizer=tokenizers.mistral(),
@@ -44,7 +44,7 @@ def _ernie() -> Built:
 def _ideogram() -> Built:
     """The branch without text has weights of its own; the text encoder's layers up to the 36th are read."""
     taps = 13
-    both = [_transformer("Ideogram4Transformer2DModel", in_channels=16, llm_features_dim=taps * 32) for _ in range(2)]
+    both = [transformer("Ideogram4Transformer2DModel", in_channels=16, llm_features_dim=taps * 32) for _ in range(2)]
     pipe = diffusers.Ideogram4Pipeline(
         scheduler=flow_matching(),
         vae=autoencoders.flux2(),
@@ -63,32 +63,33 @@ def _krea() -> Built:
         vae=autoencoders.qwen(),
         text_encoder=language_encoders.qwen3_vl().model,
         tokenizer=tokenizers.qwen(),
-        transformer=_transformer("Krea2Transformer2DModel"),
+        transformer=transformer("Krea2Transformer2DModel"),
         text_encoder_select_layers=(0, 1, 2),
     )
     return pipe, _CALL | {"max_sequence_length": 200}
 
 
-def _longcat_parts() -> dict[str, Any]:
+def longcat_parts(levels: int = 4) -> dict[str, Any]:
+    """The autoencoder divides each side by 2 ** (levels - 1)."""
     return {
         "scheduler": flow_matching(use_dynamic_shifting=True),
-        "vae": autoencoders.kl(latent_channels=16, quant_conv=False, scaling_factor=0.36),
+        "vae": autoencoders.kl(latent_channels=16, quant_conv=False, scaling_factor=0.36, levels=levels),
         "text_encoder": encoders.qwen(),
         "tokenizer": tokenizers.qwen(),
         "text_processor": encoders.PictureReader(tokenizers.qwen()),
-        "transformer": _transformer("LongCatImageTransformer2DModel", in_channels=64),
+        "transformer": transformer("LongCatImageTransformer2DModel", in_channels=64),
     }
 
 
 def _longcat() -> Built:
-    pipe = diffusers.LongCatImagePipeline(**_longcat_parts())
+    pipe = diffusers.LongCatImagePipeline(**longcat_parts())
     pipe.tokenizer_max_length = 64
     return pipe, _CALL | {"enable_prompt_rewrite": False}
 
 
 def _nucleus() -> Built:
     pipe = diffusers.NucleusMoEImagePipeline(
-        transformer=_transformer("NucleusMoEImageTransformer2DModel"),
+        transformer=transformer("NucleusMoEImageTransformer2DModel"),
         scheduler=flow_matching(use_dynamic_shifting=True),
         vae=autoencoders.qwen(),
         text_encoder=language_encoders.qwen3_vl(),
@@ -103,14 +104,14 @@ def _ovis() -> Built:
         vae=autoencoders.kl(quant_conv=False, scaling_factor=0.36),
         text_encoder=encoders.qwen3(),
         tokenizer=tokenizers.qwen(),
-        transformer=_transformer("OvisImageTransformer2DModel"),
+        transformer=transformer("OvisImageTransformer2DModel"),
     )
     return pipe, _CALL | {"max_sequence_length": 64}
 
 
 def _prx_parts(**changes: Any) -> dict[str, Any]:
     return {
-        "transformer": _transformer("PRXTransformer2DModel", **changes),
+        "transformer": transformer("PRXTransformer2DModel", **changes),
         "scheduler": flow_matching(),
         "text_encoder": encoders.gemma(),
         "tokenizer": tokenizers.llama(),

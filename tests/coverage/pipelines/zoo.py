@@ -9,8 +9,10 @@ from . import (
     cross_text,
     deprecated_own,
     deprecated_sd,
+    editing,
     films,
     flux,
+    guided,
     hunyuan_video,
     kandinsky,
     kandinsky_transformers,
@@ -18,6 +20,7 @@ from . import (
     ltx,
     motion,
     pixels,
+    sampled,
     single_stream,
     sound,
     unets_rarer,
@@ -25,6 +28,7 @@ from . import (
     unets_xl,
     video,
     wan_based,
+    zimage,
 )
 from .entry import Entry, pipeline_classes
 
@@ -35,8 +39,10 @@ _FAMILIES = (
     cross_text,
     deprecated_own,
     deprecated_sd,
+    editing,
     films,
     flux,
+    guided,
     hunyuan_video,
     kandinsky,
     kandinsky_transformers,
@@ -44,6 +50,7 @@ _FAMILIES = (
     ltx,
     motion,
     pixels,
+    sampled,
     single_stream,
     sound,
     unets_rarer,
@@ -51,6 +58,7 @@ _FAMILIES = (
     unets_xl,
     video,
     wan_based,
+    zimage,
 )
 _ENTRIES = {entry.name: entry for family in _FAMILIES for entry in family.ENTRIES}
 
@@ -65,6 +73,5 @@ LEFT_OUT: dict[str, str] = {
     "VersatileDiffusionDualGuidedPipeline": "its own call fails: its blocks get an argument that they do not take",
     "VersatileDiffusionPipeline": "has no call: its methods make the pipelines of the same name",
     "EasyAnimateControlPipeline": "its own call fails: it gives its encode_prompt an argument that this does not take",
-    "ChromaInpaintPipeline": "its own call fails: it reads a setting that its transformer has not",
 }
 """Class -> why it has no entry."""
