@@ -114,6 +114,7 @@ def count_branches(sample: Any) -> int:
     which come after those of the latents, may differ.
     """
     if isinstance(sample, list):
+        sample = [each[-1] if isinstance(each, list) else each for each in sample]  # pictures it refers to come first
         if len({x.shape for x in sample}) > 1:
             return 1
         sample = torch.stack(sample)

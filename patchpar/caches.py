@@ -14,6 +14,7 @@ import torch
 from diffusers.hooks.first_block_cache import FBCHeadBlockHook
 from torch import Tensor, nn
 
+from patchpar.batch import leaves
 from patchpar.clock import StepClock
 from patchpar.errors import UnsupportedModel
 from patchpar.exchange import Door, Gather
@@ -114,6 +115,29 @@ def caches_set_aside(denoiser: nn.Module) -> Iterator[None]:
     finally:
         for reference, forward in zip(references, before, strict=True):
             reference.forward = forward
+
+
+def held_by(tree: Any) -> list[tuple[Tensor, int]]:
+    """The tensors that objects in arguments hold, such as caches of keys, whatever their classes are called.
+
+    Each with the number of times it has been written to.
+    """
+    found, seen = list[tuple[Tensor, int]](), set[int]()
+    objects = [each for each in leaves(tree) if hasattr(each, "__dict__")]
+    while objects:
+        each = objects.pop()
+        if id(each) in seen or isinstance(each, (Tensor, nn.Module, type)):
+            continue
+        seen.add(id(each))
+        inner = list(leaves(vars(each)))
+        found += [(x, 0 if x.is_inference() else x._version) for x in inner if isinstance(x, Tensor)]
+        objects += [x for x in inner if hasattr(x, "__dict__") and not callable(x)]
+    return found
+
+
+def are_as_before(before: Sequence[tuple[Tensor, int]], now: Sequence[tuple[Tensor, int]]) -> bool:
+    """Whether what is held now is what was held before, and nobody has written to it."""
+    return [(id(x), version) for x, version in before] == [(id(x), version) for x, version in now]
 
 
 def _cache_hooks(denoiser: nn.Module) -> Iterator[tuple[nn.Module, Any]]:

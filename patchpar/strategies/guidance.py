@@ -11,7 +11,7 @@ What is split: the calls of the denoiser, which is asked once with a prompt and 
 Which of the two it is shows in the sample: one call for all branches repeats the latents. Call c of a step belongs to
 rank c mod size; nothing is guessed about how many calls come, so guidance that pauses for some steps or a second
 denoiser that takes over changes the speed only. The first call of each kind runs on every rank, to learn what a
-promise must look like.
+promise must look like, and so does each that leaves something in a cache that it was given.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from patchpar.batch import Batch, count_branches, sample_of, tensors_in, with_tensors
+from patchpar.caches import are_as_before, held_by
 from patchpar.clock import StepClock
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door
@@ -175,15 +176,18 @@ class GuidanceSplit:
     ) -> Any:
         moment, axis = self._moment, self._axis
         specs = tuple(Spec.of(x) for x in tensors_in(sample))
-        key = (moment.call, len(args), tuple(kwargs), specs, kwargs.get("return_dict"))
+        told = tuple((name, value if isinstance(value, (str, bool)) else None) for name, value in kwargs.items())
+        key = (moment.call, len(args), told, specs)
         form = self._forms.get(key)
         owner = moment.call % axis.size
         if form is not None and owner != axis.rank:
             promises = self._post.expect(owner, form, moment, at_once=moment.call > axis.rank)
             return with_tensors(form.tree, promises)
+        before = held_by(kwargs)
         output = forward(*args, **kwargs)
         if form is None:
-            self._forms[key] = Form.of(output)
+            if are_as_before(before, held_by(kwargs)):  # else every rank needs what such a call leaves behind
+                self._forms[key] = Form.of(output)
             return output
         found = Form.of(output)
         if found is None or found.specs != form.specs:

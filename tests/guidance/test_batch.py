@@ -97,6 +97,21 @@ def test_branches_show_though_the_conditioning_picture_differs() -> None:
     assert count_branches(with_picture) == 2
 
 
+def test_branches_show_though_the_picture_beside_the_noise_differs() -> None:
+    """DreamLite has it in columns."""
+    one, picture = latents(1, 4, 8, 8), latents(1, 4, 8, 8, seed=1)
+    beside = torch.cat([torch.cat([one] * 2), torch.cat([torch.zeros_like(picture), picture])], dim=3)
+    assert count_branches(beside) == 2
+    assert count_branches(torch.cat([latents(2, 4, 8, 8), torch.cat([picture] * 2)], dim=3)) == 1
+
+
+def test_branches_show_behind_pictures_to_refer_to() -> None:
+    """Z-Image Omni has a list for each branch: pictures, and what is denoised."""
+    one, other, picture = latents(4, 1, 8, 8), latents(4, 1, 8, 8, seed=2), latents(4, 1, 6, 8, seed=1)
+    assert count_branches([[picture, one], [picture, one]]) == 2
+    assert count_branches([[picture, one], [picture, other]]) == 1
+
+
 def test_two_prompts_with_one_mask_are_no_branches() -> None:
     two, mask = latents(2, 4, 8, 8), torch.ones(2, 1, 8, 8)
     assert count_branches(torch.cat([two, mask], dim=1)) == 1

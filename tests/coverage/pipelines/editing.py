@@ -30,7 +30,8 @@ def _layered() -> Built:
         "vae": autoencoders.qwen(**_SMALL, latent_channels=8, channels=4),
         "transformer": changed(source, in_channels=32, out_channels=8, use_additional_t_cond=True),
     }
-    call = {"layers": 2, "image": pictures.scene().convert("RGBA"), "output_type": "pt"}  # its latents it cannot return
+    # it cannot return latents
+    call = {"layers": 2, "image": pictures.scene().convert("RGBA"), "output_type": "pt"}
     return derived(language_pipelines.qwen_edit, "QwenImageLayeredPipeline", call, **parts)
 
 
@@ -75,11 +76,11 @@ def _qwen21() -> Built:
         transformer=transformer("QwenImage21Transformer2DModel"),
     )
     call = {"prompt": PROMPT, "negative_prompt": "blurred", "true_cfg_scale": 4.0, "output_resolution": 128}
-    return pipe, call | {"height": 128, "width": 128}
+    return pipe, call | {"num_inference_steps": 3}  # of which the first fills a cache
 
 
 def _dreamlite(name: str, call: dict[str, Any]) -> Callable[[], Built]:
-    """The picture that is changed is beside the noise, in columns; without one the column is zeros, and branches two."""
+    """The picture that is changed is beside the noise, in columns; without, there are two branches."""
 
     def build() -> Built:
         unet = UNETS["DreamLiteUNetModel"].build()

@@ -1,15 +1,14 @@
-"""Pipelines of image transformers whose guidance is a part of its own, or whose tokens are drawn by a language model."""
+"""Pipelines whose guidance is a part of theirs, which says what their branches are."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import diffusers
-import torch
 from diffusers.guiders import AdaptiveProjectedMixGuidance
 
-from tests.tiny import autoencoders, encoders, language_encoders, pictures, tokenizers
-from tests.tiny.image_pipelines import PROMPT, SIZE
+from tests.tiny import encoders, pictures, tokenizers
+from tests.tiny.image_pipelines import PROMPT
 from tests.tiny.transformer_pipelines import flow_matching
 
 from .entry import Built, Entry

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from patchpar.batch import with_own_lists
 from patchpar.call import DrawOptions, RandomState
 from patchpar.engine import Engine
 from patchpar.errors import PatchparError
@@ -151,10 +152,10 @@ def _plain(pipe: Any, call: Mapping[str, Any]) -> Any:
 
 
 def _seeded(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The call with generators of its own: one for each prompt."""
+    """The call with generators of its own, one for each prompt, and lists of its own, which some pipelines change."""
     prompts = next((len(value) for value in call.values() if _is_prompts(value)), 0)
     own = [torch.Generator().manual_seed(SEED + number) for number in range(max(1, prompts))]
-    return dict(call) | {"generator": own if prompts else own[0]}
+    return with_own_lists(dict(call)) | {"generator": own if prompts else own[0]}
 
 
 def _is_prompts(value: Any) -> bool:
