@@ -15,7 +15,7 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 
-METHOD = "encode_prompt"  # of pipelines of diffusers
+METHOD = "encode_prompt"  # of pipelines of diffusers, and all that begin so
 IMAGES_EACH = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 
 
@@ -84,26 +84,31 @@ class Texts:
 @contextmanager
 def encoded_together(pipe: Any, texts: Texts) -> Iterator[None]:
     """While open, the pipeline encodes our prompts as it does beside all others."""
-    plain = getattr(pipe, METHOD, None)
-    if plain is None:
-        yield
-        return
-    names = inspect.signature(plain).bind
-
-    def encode_prompt(*args: Any, **kwargs: Any) -> Any:
-        own = plain(*args, **kwargs)
-        all_args = [texts.for_all(value) for value in args]
-        all_kwargs = {name: texts.for_all(value) for name, value in kwargs.items()}
-        given = zip((*args, *kwargs.values()), (*all_args, *all_kwargs.values()), strict=True)
-        if all(one is other for one, other in given):
-            return own
-        return texts.among(own, plain(*all_args, **all_kwargs), images_each(names(*args, **kwargs).arguments))
-
-    setattr(pipe, METHOD, encode_prompt)
+    names = [name for name in dir(type(pipe)) if name.startswith(METHOD)]
+    for name in names:
+        setattr(pipe, name, _together(getattr(pipe, name), texts))
     try:
         yield
     finally:
-        delattr(pipe, METHOD)
+        for name in names:
+            delattr(pipe, name)
+
+
+def _together(plain: Callable[..., Any], texts: Texts) -> Callable[..., Any]:
+    signature = inspect.signature(plain)
+
+    def encode_prompt(*args: Any, **kwargs: Any) -> Any:
+        own = plain(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        given = dict(bound.arguments)
+        bound.arguments.update({name: texts.for_all(value) for name, value in given.items()})
+        if all(bound.arguments[name] is value for name, value in given.items()):
+            return own
+        if given.get("batch_size") == texts.own:
+            bound.arguments["batch_size"] = texts.total
+        return texts.among(own, plain(*bound.args, **bound.kwargs), images_each(given))
+
+    return encode_prompt
 
 
 def images_each(arguments: Mapping[str, Any]) -> int:

@@ -45,6 +45,7 @@ MIXED = {
     "CycleDiffusionPipeline": "takes the second of several prompts for a branch of the guidance of the first",
     "HeliosPyramidPipeline": "draws the noise between its stages for all prompts at once",
     "Kandinsky5I2VPipeline": "brings the first frames of each video to the mean of the videos of all prompts",
+    "FluxPriorReduxPipeline": "adds up what all images and prompts give",
 }
 REFERRED = ("image", "video", "conditions")
 OWN_NOISE = ("DPMSolverSDEScheduler", "AmusedScheduler")  # schedulers that draw noise for a whole batch themselves

@@ -312,3 +312,28 @@ def test_noise_that_asks_no_generator_is_a_row_for_each_picture_or_refused() -> 
             assert torch.equal(own, whole[rows])
             with pytest.raises(PlanError, match="draws noise for 4 rows from torch's own generator"):
                 vae.randn_tensor((4, 4, 8, 8))
+
+
+class Encoding:
+    """A pipeline that pads its texts to the longest, as it is told how many there are, and shows them pictures."""
+
+    def encode_prompt(self, prompt: list[str], batch_size: int = 1) -> torch.Tensor:
+        width = max(map(len, prompt))
+        rows = [torch.tensor([float(len(each))] * len(each) + [0.0] * (width - len(each))) for each in prompt]
+        return torch.stack(rows).view(batch_size, width)
+
+    def encode_prompt_multiple_images(self, prompt: list[str], images: list[Any], batch_size: int = 1) -> torch.Tensor:
+        return self.encode_prompt(prompt, batch_size=batch_size) + len(images[0])
+
+
+def test_texts_are_encoded_together_whatever_the_method_is_told() -> None:
+    """HunyuanImage says how many there are, JoyImage has a method of its own for texts with pictures."""
+    pipe, call = Encoding(), {"prompt": PROMPTS[:2], "generator": generators(2)}
+    whole = pipe.encode_prompt(PROMPTS[:2], batch_size=2)
+    for rank in range(2):
+        with as_one_call(pipe, call, rank, 2) as own:
+            assert torch.equal(pipe.encode_prompt(own["prompt"], batch_size=1), whole[rank : rank + 1])
+            seen = pipe.encode_prompt_multiple_images(own["prompt"], ["ab"], batch_size=1)
+            assert torch.equal(seen, whole[rank : rank + 1] + 2)
+    assert "encode_prompt" not in vars(pipe), "taken out again"
+    assert len(pipe.encode_prompt(["a"])) == 1

@@ -44,6 +44,27 @@ def smollm3(width: int = 32) -> Any:
     return SmolLM3ForCausalLM(SmolLM3Config(**sizes, hidden_size=width, num_hidden_layers=2))
 
 
+def siglip(width: int = 32) -> Any:
+    """A picture of 56 pixels in 16 patches."""
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    config = SiglipVisionConfig(
+        hidden_size=width,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=56,
+        patch_size=14,
+    )
+    return SiglipVisionModel(config)
+
+
+def siglip_processor() -> Any:
+    from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+    return SiglipImageProcessorPil(size={"height": 56, "width": 56})
+
+
 def siglip2(width: int = 32) -> Any:
     """A picture in at most 16 patches of 14 pixels, each of which makes a token."""
     from transformers import Siglip2VisionConfig, Siglip2VisionModel

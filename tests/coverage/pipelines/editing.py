@@ -30,8 +30,8 @@ def _layered() -> Built:
         "vae": autoencoders.qwen(**_SMALL, latent_channels=8, channels=4),
         "transformer": changed(source, in_channels=32, out_channels=8, use_additional_t_cond=True),
     }
-    # it cannot return latents
-    call = {"layers": 2, "image": pictures.scene().convert("RGBA"), "output_type": "pt"}
+    parts["vae"].decoder.conv_out.weight.data.mul_(8)  # it cannot return latents, and pixels would hardly tell them
+    call = {"layers": 2, "image": pictures.scene().convert("RGBA"), "output_type": "pt", "true_cfg_scale": 16.0}
     return derived(language_pipelines.qwen_edit, "QwenImageLayeredPipeline", call, **parts)
 
 

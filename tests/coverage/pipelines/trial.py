@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from patchpar.batch import with_own_lists
 from patchpar.call import DrawOptions, RandomState
+from patchpar.checks import check_plan
 from patchpar.engine import Engine
 from patchpar.errors import PatchparError
 from patchpar.plan import Plan
@@ -85,7 +86,7 @@ class _Trial:
 
     def _errors(self, call: Mapping[str, Any], want: Sequence[Tensor]) -> tuple[float, float | None]:
         engine = self.engine
-        engine.adopt(self.entry.make()[0])
+        check_plan(engine.adopt(self.entry.make()[0]), self.plan)
         got = [engine.draw(_seeded(call), self.options)]
         if self.plan.patch > 1:
             engine.control(exchange="off")
@@ -152,10 +153,16 @@ def _plain(pipe: Any, call: Mapping[str, Any]) -> Any:
 
 
 def _seeded(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The call with generators of its own, one for each prompt, and lists of its own, which some pipelines change."""
+    """The call with generators of its own, one for each prompt, and lists of its own, which some pipelines change.
+
+    A generator of None is none at all: the pipeline draws no noise.
+    """
+    given = with_own_lists(dict(call))
+    if given.get("generator", ...) is None:
+        return {name: value for name, value in given.items() if name != "generator"}
     prompts = next((len(value) for value in call.values() if _is_prompts(value)), 0)
     own = [torch.Generator().manual_seed(SEED + number) for number in range(max(1, prompts))]
-    return with_own_lists(dict(call)) | {"generator": own if prompts else own[0]}
+    return given | {"generator": own if prompts else own[0]}
 
 
 def _is_prompts(value: Any) -> bool:
