@@ -124,6 +124,7 @@ def as_one_call(pipe: Any, kwargs: Mapping[str, Any], rank: int, size: int) -> I
     with ExitStack() as stack:
         stack.enter_context(encoded_together(pipe, texts))
         stack.enter_context(_drawn_together(pipe, kwargs, share))
+        stack.enter_context(_no_tokens_drawn(pipe))
         yield own_kwargs
 
 
@@ -157,6 +158,29 @@ def _drawn_together(pipe: Any, kwargs: Mapping[str, Any], share: Share) -> Itera
     finally:
         for module in importers:
             module.__dict__["randn_tensor"] = plain
+
+
+@contextmanager
+def _no_tokens_drawn(pipe: Any) -> Iterator[None]:
+    """While open, tokens that are drawn by their probabilities are refused (PlanError).
+
+    Which they are depends on what was drawn for the prompts before: language models that write a prompt anew or the
+    tokens of an image, and image models that draw theirs.
+    """
+    import torch
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PlanError(
+            f"{type(pipe).__name__} draws tokens by their probabilities: those of a prompt depend on the prompts before "
+            "it, so that data ranks would give other images. Use data=1"
+        )
+
+    plain = torch.multinomial
+    torch.multinomial = refuse
+    try:
+        yield
+    finally:
+        torch.multinomial = plain
 
 
 def _count_prompts(kwargs: Mapping[str, Any]) -> int:

@@ -337,3 +337,14 @@ def test_texts_are_encoded_together_whatever_the_method_is_told() -> None:
             assert torch.equal(seen, whole[rank : rank + 1] + 2)
     assert "encode_prompt" not in vars(pipe), "taken out again"
     assert len(pipe.encode_prompt(["a"])) == 1
+
+
+def test_tokens_drawn_by_their_probabilities_are_refused() -> None:
+    """A language model draws those of the second prompt after those of the first."""
+    plain = torch.multinomial
+    with (
+        pytest.raises(PlanError, match="StableDiffusionPipeline draws tokens by their probabilities"),
+        as_one_call(tiny.build("sd").pipe, {"prompt": PROMPTS}, 1, 2),
+    ):
+        torch.multinomial(torch.ones(2, 4), 1)
+    assert torch.multinomial is plain
