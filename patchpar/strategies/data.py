@@ -46,6 +46,7 @@ MIXED = {
     "HeliosPyramidPipeline": "draws the noise between its stages for all prompts at once",
     "Kandinsky5I2VPipeline": "brings the first frames of each video to the mean of the videos of all prompts",
     "FluxPriorReduxPipeline": "adds up what all images and prompts give",
+    "OmniGenPipeline": "gives the texts of all prompts the positions of the first",
 }
 REFERRED = ("image", "video", "conditions")
 OWN_NOISE = ("DPMSolverSDEScheduler", "AmusedScheduler")  # schedulers that draw noise for a whole batch themselves
@@ -171,8 +172,8 @@ def _no_tokens_drawn(pipe: Any) -> Iterator[None]:
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise PlanError(
-            f"{type(pipe).__name__} draws tokens by their probabilities: those of a prompt depend on the prompts before "
-            "it, so that data ranks would give other images. Use data=1"
+            f"{type(pipe).__name__} draws tokens by their probabilities: those of a prompt depend on the prompts "
+            "before it, so that data ranks would give other images. Use data=1"
         )
 
     plain = torch.multinomial
