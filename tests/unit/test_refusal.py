@@ -76,7 +76,7 @@ def test_a_pipeline_without_a_denoiser_has_nothing_to_split() -> None:
     """A prior, such as that of FLUX's Redux."""
     prior = replace(describe(tiny.build("ddpm").pipe), denoisers=(), pipeline="SomePriorPipeline")
     for plan in (Plan(patch=2), Plan(cfg=2)):
-        with pytest.raises(UnsupportedModel, match="SomePriorPipeline has no denoiser that is known .*: use cfg=1 and"):
+        with pytest.raises(UnsupportedModel, match="SomePriorPipeline has no denoiser that is known"):
             check_plan(prior, plan)
     check_plan(prior, Plan(data=2))
 
