@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,14 +11,11 @@ import torch
 from diffusers.hooks import HookRegistry
 from torch import Tensor, nn
 
-from patchpar.checks import check_plan
 from patchpar.clock import StepClock
 from patchpar.denoiser import DenoiserHook
 from patchpar.errors import ExchangeError, UnsupportedModel
-from patchpar.models.description import describe
 from patchpar.plan import Plan
 from patchpar.traffic import Traffic
-from tests import tiny
 
 
 class Denoiser(nn.Module):
@@ -70,15 +66,6 @@ def test_it_names_plan_class_reason_and_what_works(error: Exception) -> None:
         UnsupportedModel, match=re.escape("Use cfg=1, and give the devices to another axis, e.g. patch=2")
     ):
         run(error, torch.ones(2), cfg=2)
-
-
-def test_a_pipeline_without_a_denoiser_has_nothing_to_split() -> None:
-    """A prior, such as that of FLUX's Redux."""
-    prior = replace(describe(tiny.build("ddpm").pipe), denoisers=(), pipeline="SomePriorPipeline")
-    for plan in (Plan(patch=2), Plan(cfg=2)):
-        with pytest.raises(UnsupportedModel, match="SomePriorPipeline has no denoiser that is known"):
-            check_plan(prior, plan)
-    check_plan(prior, Plan(data=2))
 
 
 def test_what_fails_without_us_too_is_the_models_own_error() -> None:
