@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
 import torch
+from diffusers.models.controlnets import controlnet_cosmos
 from torch import nn
 
 from tests.tiny import autoencoders, encoders, pictures, tokenizers
@@ -111,6 +113,47 @@ def _predict() -> Built:
     return pipe, dict(_FILM)
 
 
+def _nearest(image: torch.Tensor, size: list[int], interpolation: Any = None) -> torch.Tensor:
+    return nn.functional.interpolate(image, size)
+
+
+def _with_resize() -> None:
+    """Where torchvision is not installed: the one function of it that the ControlNet calls."""
+    if not hasattr(controlnet_cosmos, "transforms"):
+        modes = SimpleNamespace(NEAREST="nearest")
+        functional = SimpleNamespace(resize=_nearest)
+        controlnet_cosmos.transforms = SimpleNamespace(functional=functional, InterpolationMode=modes)
+
+
+def _transfer() -> Built:
+    """A ControlNet of the same blocks, whose residuals go into every block; frames in two chunks."""
+    _with_resize()
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "mlp_ratio": 2.0, "text_embed_dim": 32}
+    projected = {"use_crossattn_projection": True, "crossattn_proj_in_channels": 32 * _QWEN_LAYERS}
+    projected |= {"encoder_hidden_states_channels": 32}
+    controlnet = diffusers.CosmosControlNetModel(
+        n_controlnet_blocks=2,
+        in_channels=18,
+        latent_channels=18,
+        model_channels=24,
+        adaln_lora_dim=8,
+        max_size=(4, 32, 32),
+        **sizes,
+        **projected,
+    )
+    pipe = diffusers.Cosmos2_5_TransferPipeline(
+        text_encoder=encoders.qwen(),
+        tokenizer=tokenizers.mistral(),
+        transformer=_transformer(17, 16, controlnet_block_every_n=1, **projected),
+        vae=autoencoders.wan(),
+        scheduler=_unipc(),
+        controlnet=controlnet,
+        safety_checker=Unobjecting(),
+    )
+    control = [pictures.scene(64, 64).rotate(4 * number) for number in range(9)]
+    return pipe, _FILM | {"controls": control, "num_frames_per_chunk": 5, "negative_prompt": "blurred"}
+
+
 def _unipc() -> Any:
     return diffusers.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000
@@ -164,6 +207,7 @@ _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
         "a call each",
     ),
     "Cosmos2_5_PredictBasePipeline": (_predict, "a call each"),
+    "Cosmos2_5_TransferPipeline": (_transfer, "a call each"),
     "Cosmos3OmniPipeline": (_omni, "a call each"),
 }
 _ONE_AT_A_TIME = ("Cosmos3OmniPipeline",)
