@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
-from patchpar.token_split.plan import AttentionCall, Rows
+from patchpar.token_split.observe import StandIn, part_argument
+from patchpar.token_split.plan import AttentionCall, Replicated, Rows
 from patchpar.token_split.provenance import UNMOVED, Sources
 
 
@@ -25,12 +26,21 @@ class Anchor:
 
     @property
     def reaches_attention(self) -> bool:
-        """Whether the keys or queries of some call are these tokens, one by one."""
-        for name in self.traced:
-            if name.endswith(("query", "key")):
-                with suppress(UnsupportedModel):
-                    if self._rows_in(name, -2) is not None:
-                        return True
+        """Whether the keys or queries of some call are these tokens, one by one, or the rows of a severed part."""
+        return any(
+            self._has_rows(name, -2)
+            for name in self.traced
+            if name.endswith(("query", "key")) or name.startswith("part")
+        )
+
+    @property
+    def reaches_output(self) -> bool:
+        """Whether they come out of the block: positions do not."""
+        return any(self._has_rows(name, None) for name in self.traced if name.startswith("output"))
+
+    def _has_rows(self, name: str, dim: int | None) -> bool:
+        with suppress(UnsupportedModel):
+            return self._rows_in(name, dim) is not None
         return False
 
     def _tokens(self, sources: Sources, dim: int) -> Tensor | None:
@@ -75,10 +85,27 @@ class Anchor:
         mask = self.traced.get(f"attention {number} mask")
         return AttentionCall(queries, keys, None if mask is None else len(mask.by_dim))
 
+    @property
+    def num_attentions(self) -> int:
+        """How many calls of attention are seen."""
+        return sum(name.startswith("attention") and name.endswith("query") for name in self.traced)
+
+    def replicated(self, part: StandIn) -> Replicated:
+        """Where tokens are in what a part is called with, and in what it returns. Raises UnsupportedModel."""
+        prefix = part_argument(part.path, "")
+        found = {
+            name.removeprefix(prefix): self._rows_in(name, None) for name in self.traced if name.startswith(prefix)
+        }
+        inputs = {name: rows for name, rows in found.items() if rows is not None}
+        outputs = {number: inputs[name] for number, (name, _) in part.sources.items() if name in inputs}
+        return Replicated(part.path, inputs, outputs)
+
     def sums(self) -> frozenset[int]:
-        """The products of matrices that sum over the tokens, each of which is one row of both factors."""
+        """The calls that sum over the tokens, each of which is one term, or one row of both factors of a product."""
         found = set()
         for name, left in self.traced.items():
+            if name.startswith("sum") and self._all_tokens(left, len(left.by_dim) - 1):
+                found.add(int(name.split()[1]))
             right = self.traced.get(name.replace("left", "right"))
             if name.startswith("product") and name.endswith("left") and right is not None:
                 sides = [(left, len(left.by_dim) - 1), (right, len(right.by_dim) - 2)]
@@ -91,8 +118,11 @@ class Anchor:
         tokens = self._tokens(sources, dim) if dim >= 0 else None
         return tokens is not None and torch.equal(tokens, torch.arange(self.count))
 
-    def convolutions(self) -> dict[int, tuple[int, int]]:
-        """Rows and columns of the tokens by the number of each convolution over them. Raises UnsupportedModel."""
+    def convolutions(self) -> dict[int, tuple[int, int, int]]:
+        """Planes, rows and columns of the tokens by the number of each convolution over them.
+
+        Raises UnsupportedModel.
+        """
         found = {}
         for name, sources in self.traced.items():
             if name.startswith("convolution") and name.endswith("cells") and sources.moved:
@@ -100,8 +130,8 @@ class Anchor:
                     raise UnsupportedModel(
                         f"the cells of its {name.removesuffix(' cells')} are not the tokens in order"
                     )
-                grid = self.traced[name.replace("cells", "grid")].by_dim
-                found[int(name.split()[1])] = (len(grid[2]), len(grid[3]))
+                planes, rows, columns = map(len, self.traced[name.replace("cells", "grid")].by_dim[2:])
+                found[int(name.split()[1])] = (planes, rows, columns)
         return found
 
     def outputs(self) -> dict[int, Rows]:

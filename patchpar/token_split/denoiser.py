@@ -134,11 +134,16 @@ class TokenDenoiser(SharedDenoiser):
 
     def _refuse_old_values(self, plan: TokenPlan) -> None:
         """Raise UnsupportedModel if values of the last step are wanted where sums and convolutions have this one's."""
-        if self.history is not None and any(block.mixing is not None for block in plan.blocks):
+        if self.history is None:
+            return
+        mixing = any(block.mixing is not None for block in plan.blocks)
+        parts = sorted({part.path for block in plan.blocks for part in block.replicated})
+        if mixing or parts:
             self._take_out()
+            where = "sums or convolutions" if mixing else f"parts that are not split ({', '.join(parts)})"
             raise UnsupportedModel(
-                f"the tokens of {plan.denoiser} meet in sums or convolutions, and no values of the last step are kept "
-                f"of these: use strategy=exact"
+                f"the tokens of {plan.denoiser} meet in {where}, and no values of the last step are kept of these: use "
+                f"strategy=exact"
             )
 
     def _know(self, forward: Forward, call: Call) -> None:

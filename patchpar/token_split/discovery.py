@@ -6,29 +6,28 @@
     4. disturb the latent's rows  in which grid the tokens lie, see `origin`
 
 Attention is severed meanwhile (see `watch`). A block in which a token moves another one nevertheless is looked at again
-with sums over tokens and convolutions severed as well (see `mixing`); if it does so still, it cannot be split.
+with sums over tokens and convolutions severed as well (see `mixing`); if it does so still, its parts are tried one by
+one (see `replication`).
 """
 
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.refusal import in_one_line, is_of_the_split
-from patchpar.token_split.anchor import Anchor, run_as_rows, run_of
 from patchpar.token_split.grouped import group_here
 from patchpar.token_split.latent import WAY_OUT, latent_size, name_of_latent, with_other_latent
 from patchpar.token_split.mixing import Mixing
+from patchpar.token_split.observe import Severance, observe_block
 from patchpar.token_split.origin import Origins
-from patchpar.token_split.plan import BlockPlan, Rows, TokenPlan
-from patchpar.token_split.proof import proved
-from patchpar.token_split.provenance import Observed, Sources, moved_indices, trace_rows
+from patchpar.token_split.plan import BlockPlan, TokenPlan
+from patchpar.token_split.probe import BlockProbe
+from patchpar.token_split.replication import replicated_plan
 from patchpar.token_split.shortened import shortened
-from patchpar.token_split.watch import Arguments, Kind, Seen, SeenBlock, observe_block, watch
+from patchpar.token_split.watch import Arguments, Kind, Seen, SeenBlock, watch
 
 
 def discover_tokens(
@@ -50,7 +49,7 @@ def discover_tokens(
     with shortened(denoiser, (plan.paths for plan in found.values())):
         blocks = Origins(watched, arguments, latent).of_all(found)
     for plan in blocks:
-        if plan.mixing is not None and plan.mixing.convolutions and plan.origin is None:
+        if plan.mixing is not None and plan.mixing.reach and plan.origin is None:
             raise UnsupportedModel(
                 f"{type(denoiser).__name__} cannot be split by tokens ({plan.name}: it convolves its tokens, but in "
                 f"which rows they lie could not be found): {WAY_OUT}"
@@ -91,22 +90,23 @@ def _the_same(moved: SeenBlock | None) -> SeenBlock:
 
 
 def _plan_of(block: SeenBlock, moved: SeenBlock, latent_size: int) -> BlockPlan | None:
-    """What to do at such blocks, in which tokens meet in attention alone or else in sums and convolutions too.
+    """What to do at such blocks: tokens meet in attention alone, or else in sums, convolutions or whole parts, too.
 
     None where there is nothing to split. Raises UnsupportedModel.
     """
     try:
-        return _BlockProbe(block, moved, latent_size).plan()
+        return BlockProbe(block, moved, latent_size).plan()
     except UnsupportedModel:
-        try:
-            found = _mixing_plan(block, moved, latent_size)
-        except Exception as error:
-            if not is_of_the_split(error):
-                raise
-            found = None
-        if found is None:
-            raise
-        return found
+        for otherwise in (_mixing_plan, replicated_plan):
+            try:
+                found = otherwise(block, moved, latent_size)
+            except Exception as error:
+                if not is_of_the_split(error):
+                    raise
+                found = None
+            if found is not None:
+                return found
+        raise
 
 
 def _mixing_plan(block: SeenBlock, moved: SeenBlock, latent_size: int) -> BlockPlan | None:
@@ -115,141 +115,14 @@ def _mixing_plan(block: SeenBlock, moved: SeenBlock, latent_size: int) -> BlockP
     Whatever a sum goes into depends on all tokens, so that sums are found one after the other.
     """
     sums: frozenset[int] = frozenset()
+    seen = observe_block(block.module, block.arguments, Severance(sums))
+    if not any(name.startswith(("product", "sum", "convolution")) for name in seen):
+        return None
     while True:
-        probe = _BlockProbe(block, moved, latent_size, sums)
+        probe = BlockProbe(block, moved, latent_size, Severance(sums))
         more = probe.sums() - sums
         if not more:
             break
         sums |= more
     plan = probe.plan()
     return plan if plan is not None and plan.mixing != Mixing() else None
-
-
-class _BlockProbe:
-    """One kind of block, asked what its tokens are.
-
-    `sums`: products that are known to sum over tokens; None where tokens are taken to meet in attention alone.
-    """
-
-    def __init__(
-        self, block: SeenBlock, moved: SeenBlock, latent_size: int, sums: frozenset[int] | None = None
-    ) -> None:
-        self.block, self.latent_size, self._sums = block, latent_size, sums
-        self.tensors = {name: x for name, x in block.arguments.tensors().items() if x.ndim}
-        others = moved.arguments.tensors()
-        self._undisturbed: Observed | None = None
-        self.moved = {name: moved_indices(x, others[name]) for name, x in self.tensors.items() if _is(x, others[name])}
-
-    def plan(self) -> BlockPlan | None:
-        """What to do at such blocks; None where there is nothing to split. Raises UnsupportedModel."""
-        carriers = self._carriers()
-        if not carriers:
-            return None
-        if not self.block.attentions:
-            raise UnsupportedModel("it does not call scaled_dot_product_attention (but flex_attention, or its own)")
-        found = [each for name in carriers if (each := self._anchor(name)) is not None]
-        if not found:
-            raise UnsupportedModel(
-                "none of its arguments has tokens that reach scaled_dot_product_attention one by one: with linear "
-                "attention, flex_attention or convolutions they meet elsewhere"
-            )
-        anchor = max(found, key=lambda each: each.count)
-        if anchor.rows.alone:
-            return self._plan_for(anchor)
-        if self.latent_size % anchor.count == 0:
-            with suppress(UnsupportedModel):
-                return self._plan_for(anchor)
-        return self._plan_for(anchor.with_all_rows())  # what is beside the tokens is split like them
-
-    def _carriers(self) -> list[str]:
-        return [name for name, indices in self.moved.items() if indices[0].any()]
-
-    def sums(self) -> frozenset[int]:
-        """Products that sum over tokens, as far as these come to them one by one."""
-        anchors = (each for name in self._carriers() for each in self._anchors(name))
-        return frozenset().union(*(anchor.sums() for anchor in anchors))
-
-    def _plan_for(self, anchor: "Anchor") -> BlockPlan:
-        inputs = {anchor.name: anchor.rows}
-        for name in self.tensors:
-            if name != anchor.name and (rows := self._rows_of(name, anchor)) is not None:
-                inputs[name] = rows
-        attentions = tuple(anchor.attention(number) for number in range(self.block.attentions))
-        outputs = anchor.outputs()
-        everywhere = [*inputs.values(), *(call.keys for call in attentions), *outputs.values()]
-        if not anchor.rows.alone and any(rows is not None and rows.amid for rows in everywhere):
-            raise UnsupportedModel("there is something before its tokens and something after them")
-        plan = BlockPlan(
-            name=self.block.name,
-            kind=type(self.block.module).__name__,
-            paths=tuple(self.block.paths),
-            signature=self.block.arguments.signature(),
-            inputs=inputs,
-            counts=(),
-            attentions=attentions,
-            outputs=outputs,
-            ratio=anchor.count / self.latent_size,
-        )
-        if self._sums is None:
-            return proved(plan, self.block, anchor.count, (anchor.count, anchor.size))
-        convolutions = anchor.convolutions()
-        grids = set(convolutions.values())
-        if len(grids) > 1:
-            raise UnsupportedModel("its convolutions are over different grids of its tokens")
-        plan = replace(plan, mixing=Mixing(sums=tuple(sorted(self._sums)), convolutions=tuple(convolutions)))
-        num_rows = grids.pop()[0] if grids else None
-        return proved(plan, self.block, anchor.count, (anchor.count, anchor.size), num_rows)
-
-    def _trace(self, name: str, dim: int) -> dict[str, Sources]:
-        x = self.tensors[name]
-        return trace_rows(partial(self._observe, name), x, dim, self._base if x.is_contiguous() else None)
-
-    @property
-    def _base(self) -> Observed:
-        """What is observed with nothing disturbed."""
-        if self._undisturbed is None:
-            self._undisturbed = observe_block(self.block.module, self.block.arguments, self._sums)
-        return self._undisturbed
-
-    def _observe(self, name: str, x: Tensor) -> Observed:
-        arguments = self.block.arguments.map(lambda other, leaf: x if other == name else leaf)
-        return observe_block(self.block.module, arguments, self._sums)
-
-    def _anchor(self, name: str) -> "Anchor | None":
-        """The argument `name` as what carries the tokens, if its rows reach attention."""
-        return next((each for each in self._anchors(name) if each.reaches_attention), None)
-
-    def _anchors(self, name: str) -> list["Anchor"]:
-        """What the argument `name` would be, if its rows along one dim or another were the tokens."""
-        x = self.tensors[name]
-        if not x.is_floating_point():
-            return []
-        candidates = []
-        for dim in range(x.ndim):
-            if x.shape[dim] < 2:
-                continue
-            run = run_of(self.moved[name][dim]) or (0, x.shape[dim])  # in several runs: all rows are taken for tokens
-            traced = self._trace(name, dim)
-            if traced:
-                candidates.append(Anchor(name, dim, x.shape[dim], run, traced))
-        return candidates
-
-    def _rows_of(self, name: str, anchor: "Anchor") -> Rows | None:
-        """Which rows of the argument `name` belong to the anchor's tokens, one to each; None where that is not so.
-
-        It stays whole then, as a mask does, or a table that positions look things up in.
-        """
-        x = self.tensors[name]
-        for dim in range(x.ndim):
-            if x.shape[dim] > 1:
-                with suppress(RuntimeError, ValueError, IndexError):  # it cannot be anything else than it is
-                    start = anchor.start_in(self._trace(name, dim))
-                    if start is not None:
-                        return run_as_rows(dim, start, anchor.count, x.shape[dim])
-        return None
-
-
-def _is(x: Tensor, other: Tensor) -> bool:
-    if x.shape != other.shape:
-        raise UnsupportedModel("the shape of its arguments depends on the values of the latent")
-    return True

@@ -34,20 +34,32 @@ class Kernel:
 
 
 class Choice:
-    """What the attention layers of a denoiser have been told to call."""
+    """What the attention layers of a denoiser have been told to call.
+
+    A class of layers that has a kernel of its own, as AnyFlow FAR's flex attention, keeps it: nobody chose it.
+    """
 
     def __init__(self, denoiser: nn.Module) -> None:
         processors = [getattr(module, "processor", None) for module in denoiser.modules()]
-        self._processors = [each for each in processors if hasattr(each, CHOICE)]
+        self._all = [each for each in processors if hasattr(each, CHOICE)]
+
+    def _free(self) -> list[Any]:
+        """The layers that call what they are told to."""
+        return [
+            each
+            for each in self._all
+            if getattr(each, CHOICE) is None or getattr(each, CHOICE) != getattr(type(each), CHOICE, None)
+        ]
 
     @property
     def kernel(self) -> Kernel | None:
         """The kernel chosen; None for torch's function, in whatever of its forms."""
-        chosen = {getattr(each, CHOICE) for each in self._processors} - {None}
+        free = self._free()
+        chosen = {getattr(each, CHOICE) for each in free} - {None}
         active, _ = _AttentionBackendRegistry.get_active_backend()
         others = [AttentionBackendName(name) for name in chosen or {active}]
         others = [name for name in others if not name.value.lstrip("_").startswith("native")]
-        return Kernel(others[0]) if others and self._processors else None
+        return Kernel(others[0]) if others and free else None
 
     @contextmanager
     def set_aside(self) -> Iterator[Kernel | None]:
@@ -56,13 +68,14 @@ class Choice:
         if kernel is None:
             yield None
             return
-        before = [getattr(each, CHOICE) for each in self._processors]
+        free = self._free()
+        before = [getattr(each, CHOICE) for each in free]
         try:
-            for each in self._processors:
+            for each in free:
                 setattr(each, CHOICE, AttentionBackendName.NATIVE)
             yield kernel
         finally:
-            for each, choice in zip(self._processors, before, strict=True):
+            for each, choice in zip(free, before, strict=True):
                 setattr(each, CHOICE, choice)
 
 

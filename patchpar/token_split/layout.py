@@ -8,6 +8,7 @@ from torch import Tensor
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.token_split.attention import Split
 from patchpar.token_split.latent import latent_shape, latent_size
+from patchpar.token_split.mixing import Mixing
 from patchpar.token_split.origin import grid_of_table
 from patchpar.token_split.plan import BlockPlan
 from patchpar.token_split.recipe import Recipe
@@ -31,11 +32,12 @@ class Layout:
             raise PlanError(
                 f"{path} has {tokens} tokens, too few for {axis.size} ranks: use a larger picture, or at most {tokens}"
             )
-        in_rows = plan.mixing is not None and bool(plan.mixing.convolutions)
+        mixing = plan.mixing or Mixing()
+        in_rows = mixing.reach
         cut = "rows" if in_rows else self._split.cut
         grid = None if cut == "runs" else self._grid(plan, tokens, recipe, leaves)
         if in_rows:
-            _refuse_without_rows(path, grid, tokens, axis.size)
+            _refuse_without_rows(path, grid, tokens, axis.size, of_video=mixing.of_video)
         return spread(tokens, axis.rank, axis.size, grid=grid, cut=cut)
 
     def _num_tokens(self, path: str, plan: BlockPlan, recipe: Recipe, leaves: Sequence[Any]) -> int:
@@ -59,14 +61,15 @@ class Layout:
         return self._grids[key]
 
 
-def _refuse_without_rows(path: str, grid: TokenGrid | None, tokens: int, ranks: int) -> None:
-    """Raise unless a block with convolutions can be split at whole rows of its tokens."""
-    if grid is None or grid.frames != 1 or grid.num_tokens != tokens:
+def _refuse_without_rows(path: str, grid: TokenGrid | None, tokens: int, ranks: int, *, of_video: bool) -> None:
+    """Raise unless a block with convolutions can be split at whole rows of its tokens, or at whole frames."""
+    if grid is None or (grid.frames != 1 and not of_video) or grid.num_tokens != tokens:
         raise UnsupportedModel(f"{path} convolves its {tokens} tokens, but in which rows they lie is not known")
-    if grid.rows < ranks:
+    most = max(grid.frames, grid.rows)
+    if most < ranks:
         raise PlanError(
-            f"{path} has {grid.rows} rows of tokens, too few for {ranks} ranks, since its convolutions need whole "
-            f"rows: use a larger picture, or at most {grid.rows}"
+            f"{path} has {most} {grid.along} of tokens, too few for {ranks} ranks, since its convolutions need whole "
+            f"{grid.along}: use a larger picture, or at most {most}"
         )
 
 

@@ -31,7 +31,9 @@ def convolve_rows(split: Split, where: str, shares: Shares, convolution: Convolu
     """The convolution of our rows of tokens. Raises UnsupportedModel, PlanError, ExchangeError."""
     x_BChW = convolution.x_BCHW
     rows, columns = x_BChW.shape[2:]
-    if shares.across != Across(columns) or rows * columns != shares.count:
+    across = shares.across
+    lines = Across(columns, across.planes) if across.rows is None else Across(across.columns, rows=across.rows)
+    if across != lines or rows != shares.num_rows or (across.rows is not None and columns != across.num_tokens):
         raise UnsupportedModel(
             f"{where} is over {rows} x {columns} cells, which are no whole rows of our tokens ({shares}): the model "
             f"was watched otherwise"

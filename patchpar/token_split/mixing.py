@@ -1,32 +1,73 @@
 """Operations of a block, other than attention, in which its tokens meet; and how they are watched with none meeting.
 
-    sum              a product of matrices that sums over all tokens, as linear attention's of values and keys
-    convolution      2D, over the grid of rows and columns that the tokens are laid out in
+    sum              over all tokens: a product of matrices, as linear attention's of values and keys, or torch's sum
+    convolution      2D, over the rows and columns that the tokens are laid out in, or over the frames of a video
 
 While a block is watched, a sum gives numbers that depend on nothing, and a convolution reads the cell itself only.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from patchpar.selection import Across
+
 PRODUCTS: frozenset[Any] = frozenset({torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__})
+SUMS: frozenset[Any] = frozenset({torch.sum, Tensor.sum})
 
 
 @dataclass(frozen=True, slots=True)
 class Mixing:
-    """Where tokens meet in a block, by the number of the call, products and convolutions counted by themselves.
+    """Where tokens meet in a block, by the number of the call, sums and convolutions counted by themselves.
 
     `row_counts`: arguments of the block that say how many rows of tokens there are, which its convolutions need.
+    `of_video`: whether these are over the rows of each frame; `frame_convolutions` then are over frames, a row's tokens
+    being those of a frame, and `frame_counts` say how many frames there are.
     """
 
     sums: tuple[int, ...] = ()
     convolutions: tuple[int, ...] = ()
     row_counts: tuple[str, ...] = ()
+    frame_convolutions: tuple[int, ...] = ()
+    frame_counts: tuple[str, ...] = ()
+    of_video: bool = False
+
+    @property
+    def reach(self) -> bool:
+        """Whether there are convolutions."""
+        return bool(self.convolutions or self.frame_convolutions)
+
+    def counts_along(self, across: Across) -> tuple[str, ...]:
+        """The arguments that count what is split."""
+        return self.row_counts if across.rows is None else self.frame_counts
+
+    def counting(self, names: tuple[str, ...], across: Across) -> "Mixing":
+        """The same with these."""
+        return replace(self, row_counts=names) if across.rows is None else replace(self, frame_counts=names)
+
+    def reaching(self, across: Across) -> tuple[int, ...]:
+        """The convolutions that read beyond what a rank has, tokens being split so."""
+        return self.convolutions if across.rows is None else self.frame_convolutions
+
+
+def summed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """What a call of torch's sum adds up, the dim that it goes over last; None for other calls, and other dims."""
+    if func not in SUMS:
+        return None
+    x = args[0] if args else kwargs["input"]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        (dim,) = dim
+    return x.movedim(dim, -1) if isinstance(x, Tensor) and type(dim) is int and x.ndim else None
+
+
+def is_sum(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call may sum over tokens."""
+    return func in PRODUCTS or summed(func, args, kwargs) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +91,11 @@ class Convolution:
     def of(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Convolution | None":
         """The call as one of these; None for any other call."""
         return _convolution(*args, **kwargs) if func is F.conv2d else None
+
+    def grid(self, sequences: int) -> Tensor:
+        """Its input as [B, C, planes, rows, columns] of so many sequences of tokens, frames being in the batch."""
+        planes = self.x_BCHW.shape[0] // sequences if self.x_BCHW.shape[0] % sequences == 0 else 1
+        return torch.unflatten(self.x_BCHW, 0, (-1, planes)).movedim(1, 2)
 
     def severed(self) -> Tensor:
         """A value for each cell that depends on that cell alone."""
@@ -82,33 +128,38 @@ def _pair(value: Any) -> tuple[int, ...]:
 
 
 class MixingSevered:
-    """Sees the products and convolutions of one run of a block: of products `sums` are severed, and all convolutions.
+    """Sees the sums and convolutions of one run of a block: of those `sums` are severed, and all of these.
 
-    `seen`: what goes into them, by name, such as "product 0 left" and "convolution 1 cells".
+    `seen`: what goes into them, by name, such as "product 0 left", "sum 1 terms" and "convolution 1 cells".
+    `sequences`: how many sequences of tokens the block is called with, a batch of 2 being two of them.
     """
 
-    def __init__(self, sums: frozenset[int]) -> None:
-        self._sums = sums
-        self._products = self._convolutions = 0
+    def __init__(self, sums: frozenset[int], sequences: int) -> None:
+        self._sums, self._sequences = sums, sequences
+        self._number = self._convolutions = 0
         self.seen: dict[str, Tensor] = {}
 
     def answer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What the function gives, severed where it is to be."""
-        if func in PRODUCTS:
-            return self._product(func, args, kwargs)
+        if is_sum(func, args, kwargs):
+            return self._sum(func, args, kwargs)
         convolution = Convolution.of(func, args, kwargs)
         if convolution is None:
             return func(*args, **kwargs)
         name, self._convolutions = f"convolution {self._convolutions}", self._convolutions + 1
-        self.seen[f"{name} grid"] = convolution.x_BCHW
-        self.seen[f"{name} cells"] = convolution.x_BCHW.flatten(2)
+        grid = convolution.grid(self._sequences)
+        self.seen[f"{name} grid"], self.seen[f"{name} cells"] = grid, grid.flatten(2)
         return convolution.severed()
 
-    def _product(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-        number, self._products = self._products, self._products + 1
-        factors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        for side, factor in zip(("left", "right"), factors, strict=False):
-            self.seen[f"product {number} {side}"] = factor
+    def _sum(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        number, self._number = self._number, self._number + 1
+        terms = summed(func, args, kwargs)
+        if terms is not None:
+            self.seen[f"sum {number} terms"] = terms
+        else:
+            factors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+            for side, factor in zip(("left", "right"), factors, strict=False):
+                self.seen[f"product {number} {side}"] = factor
         found: Tensor = func(*args, **kwargs)
         if number not in self._sums:
             return found

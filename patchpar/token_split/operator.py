@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 _ANSWER: ContextVar[Callable[..., Tensor]] = ContextVar("patchpar_answer")  # of the block that this rank is in
 
@@ -39,3 +41,23 @@ def attend(  # noqa: PLR0913 - the signature is torch's
 @attend.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
     return query.new_empty(*query.shape[:-1], value.shape[-1])
+
+
+def traceable(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for a function of torch in a compiled block."""
+    if func is F.scaled_dot_product_attention:
+        return attend
+    if func is Tensor.unflatten:  # torch.compile cannot look through its call of super()
+        return torch.unflatten
+    return func
+
+
+def compiled_forward(
+    module: nn.Module, compiled: Callable[..., Any], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """The compiled block as it was before it was hooked."""
+    hooked, module.forward = module.forward, forward
+    try:
+        return compiled(*args, **kwargs)
+    finally:
+        module.forward = hooked

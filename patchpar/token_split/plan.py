@@ -93,6 +93,23 @@ class AttentionCall:
         return f"keys exchanged, tokens {self.keys}{asked}"
 
 
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """A part of a block, at `path` in it, in which tokens meet in a way that cannot be split.
+
+    Every rank computes it with everybody's tokens: of `inputs`, by the name of an argument, all are fetched, and of
+    `outputs`, by number, ours are kept.
+    """
+
+    path: str
+    inputs: Mapping[str, Rows]
+    outputs: Mapping[int, Rows]
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{name} {rows}" for name, rows in self.inputs.items())
+        return f"computed by every rank with all tokens of {told}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """What tells the grid that tokens lie in: the shape of the latent, or an argument of the block.
@@ -133,7 +150,7 @@ class BlockPlan:
     are, and maybe how many rows beside them. `bounds` are arguments that say how many of the first tokens are treated
     otherwise than the rest, as those of a frame that is given. `ratio`: tokens for each number of the latent of one
     sample, wanted where no argument consists of tokens alone. `origin`: None where tokens lie in no grid that is known.
-    `mixing`: where tokens meet outside attention; None where they do not.
+    `mixing`: where tokens meet outside attention; None where they do not. `replicated`: parts that are not split.
     """
 
     name: str
@@ -148,6 +165,7 @@ class BlockPlan:
     origin: Origin | None = None
     mixing: Mixing | None = None
     bounds: tuple[str, ...] = ()
+    replicated: tuple[Replicated, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.name}, {len(self.paths)} x {self.kind}"]
@@ -158,8 +176,11 @@ class BlockPlan:
         lines += [f"  attention {number:<22} {call}" for number, call in enumerate(self.attentions)]
         if self.mixing is not None:
             lines += [f"  {path:<32} their number of rows" for path in self.mixing.row_counts]
-            lines += [f"  product {number:<24} a sum over tokens" for number in self.mixing.sums]
+            lines += [f"  {path:<32} their number of frames" for path in self.mixing.frame_counts]
+            lines += [f"  sum {number:<28} over tokens" for number in self.mixing.sums]
             lines += [f"  convolution {number:<20} over rows of tokens" for number in self.mixing.convolutions]
+            lines += [f"  convolution {number:<20} over frames" for number in self.mixing.frame_convolutions]
+        lines += [f"  {part.path:<32} {part}" for part in self.replicated]
         lines += [f"  output {number:<25} tokens {rows}" for number, rows in self.outputs.items()]
         return "\n".join(lines)
 

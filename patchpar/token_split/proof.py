@@ -15,10 +15,11 @@ from torch import Tensor
 from patchpar.errors import UnsupportedModel
 from patchpar.selection import Across
 from patchpar.token_split.mixing import Mixing
+from patchpar.token_split.observe import Severance, observe_block, part_argument
 from patchpar.token_split.plan import BlockPlan, Rows
 from patchpar.token_split.provenance import TOLERANCE, Observed
-from patchpar.token_split.shares import Shares
-from patchpar.token_split.watch import Arguments, SeenBlock, observe_block
+from patchpar.token_split.shares import TOKEN, Shares, TokenGrid
+from patchpar.token_split.watch import Arguments, SeenBlock
 
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest value
 MOST_COUNTS = 4  # numbers that may be counts: sets of them are tried
@@ -26,66 +27,87 @@ MOST_BOUNDS = 2  # likewise
 
 
 def proved(
-    plan: BlockPlan, block: SeenBlock, tokens: int, sizes: Sequence[int], num_rows: int | None = None
+    plan: BlockPlan, block: SeenBlock, severance: Severance, sizes: Sequence[int], grid: TokenGrid | None = None
 ) -> BlockPlan:
     """The plan, with the arguments that count tokens: those whose value is one of `sizes`, or, of the first, less.
 
     Raises UnsupportedModel.
 
-    `num_rows`: how many rows the tokens are laid out in, where convolutions are over them; the arguments that say how
-    many are found as well.
+    The first of `sizes` is the number of tokens. `grid`: the one that they are laid out in, where convolutions are over
+    it; the arguments that say how many rows and frames it has are found as well.
     """
-    whole, reasons = observe_block(block.module, block.arguments, _severed_in(plan)), []
-    row_counts = [()] if num_rows is None else list(_possible_counts(block.arguments, (num_rows,)))
-    sets_of_counts = list(_possible_counts(block.arguments, sizes))
-    bounds = list(_possible_counts(block.arguments, range(1, tokens), MOST_BOUNDS))
-    for first, by_row, counts in product(bounds, row_counts, sets_of_counts):  # without any bound first
-        mixing = None if plan.mixing is None else replace(plan.mixing, row_counts=by_row)
-        candidate = replace(plan, counts=counts, bounds=first, mixing=mixing)
-        try:
-            _try(candidate, block, whole, _middle(tokens, num_rows or tokens))
-        except (RuntimeError, ValueError, IndexError) as error:
-            reasons.append(str(error))
-            continue
-        return candidate
-    raise UnsupportedModel(f"with some of its tokens alone it fails: {reasons[0]}")
+    trial, tokens = _Trial(block, severance, sizes), sizes[0]
+    if grid is None:
+        return trial.proved(plan, _middle(tokens, TOKEN))
+    rows = Across(grid.columns, planes=grid.frames)
+    plan = trial.proved(plan, _middle(grid.rows, rows), grid.rows)
+    if grid.frames == 1:
+        return plan
+    return trial.proved(plan, _middle(grid.frames, Across(grid.columns, rows=grid.rows)), grid.frames)
 
 
-def _possible_counts(arguments: Arguments, sizes: Sequence[int], most: int = MOST_COUNTS) -> Iterator[tuple[str, ...]]:
-    """Sets of arguments that may be numbers of tokens, the smallest sets first."""
-    numbers = [name for name, leaf in arguments.leaves().items() if type(leaf) is int and leaf in sizes]
-    for size in range(min(len(numbers), most) + 1):
-        yield from combinations(numbers[:most], size)
+class _Trial:
+    """A block, tried with shares of its tokens."""
+
+    def __init__(self, block: SeenBlock, severance: Severance, sizes: Sequence[int]) -> None:
+        self.block, self.severance, self.sizes = block, severance, sizes
+        self.whole = observe_block(block.module, block.arguments, severance)
+
+    def proved(self, plan: BlockPlan, shares: Shares, lines: int | None = None) -> BlockPlan:
+        """The plan with all that counts what is split. Raises UnsupportedModel.
+
+        `lines`: how many rows or frames there are, where they must stay whole.
+        """
+        reasons = []
+        by_line = [()] if lines is None else list(self._counting((lines,)))
+        bounds = list(self._counting(range(1, self.sizes[0]), MOST_BOUNDS))
+        sets_of_counts = list(self._counting(self.sizes))
+        for first, counted, counts in product(bounds, by_line, sets_of_counts):  # without any bound first
+            mixing = None if plan.mixing is None else plan.mixing.counting(counted, shares.across)
+            candidate = replace(plan, counts=counts, bounds=first, mixing=mixing)
+            try:
+                _try(candidate, self.block, self.severance, self.whole, shares)
+            except (RuntimeError, ValueError, IndexError) as error:
+                reasons.append(str(error))
+                continue
+            return candidate
+        raise UnsupportedModel(f"with some of its tokens alone it fails: {reasons[0]}")
+
+    def _counting(self, sizes: Sequence[int], most: int = MOST_COUNTS) -> Iterator[tuple[str, ...]]:
+        """Sets of arguments that may be numbers of tokens, the smallest sets first."""
+        leaves = self.block.arguments.leaves().items()
+        numbers = [name for name, leaf in leaves if type(leaf) is int and leaf in sizes]
+        for size in range(min(len(numbers), most) + 1):
+            yield from combinations(numbers[:most], size)
 
 
-def _severed_in(plan: BlockPlan) -> frozenset[int] | None:
-    return None if plan.mixing is None else frozenset(plan.mixing.sums)
+def middle_of(tokens: int) -> Shares:
+    """Of three places' tokens, in runs, those of the second."""
+    return _middle(tokens, TOKEN)
 
 
-def _middle(tokens: int, num_rows: int) -> Shares:
-    """Of three places' whole rows those of the second."""
-    first, last = num_rows // 3, num_rows // 3 * 2 + 1
-    return Shares(place=1, starts=(0, first, last, num_rows), across=Across(tokens // num_rows))
+def _middle(lines: int, across: Across) -> Shares:
+    return Shares(place=1, starts=(0, lines // 3, lines // 3 * 2 + 1, lines), across=across)
 
 
-def _try(plan: BlockPlan, block: SeenBlock, whole: Observed, shares: Shares) -> None:
+def _try(plan: BlockPlan, block: SeenBlock, severance: Severance, whole: Observed, shares: Shares) -> None:
     """Run the block on our share of its tokens. Raises UnsupportedModel, or what the block raises."""
     arguments = block.arguments.map(lambda name, leaf: _shared(plan, shares, name, leaf))
-    own = observe_block(block.module, arguments, _severed_in(plan))
-    rounding = max(ROUNDING.get(x.dtype, TOLERANCE) for x in block.arguments.tensors().values())
+    own = observe_block(block.module, arguments, severance)
+    rounding = rounding_of(block.arguments)
     for name, rows in _rows_observed(plan, whole):
         want = whole[name] if rows is None else rows.cut(whole[name], shares)
         if name not in own or own[name].shape != want.shape:
             raise UnsupportedModel(f"its {name} is of another shape than it should be")
-        if not _close(own[name], want, rounding):
+        if not is_close(own[name], want, rounding):
             raise UnsupportedModel(f"its {name} is another one then")
     if plan.mixing is not None:
-        _same_columns(plan.mixing, own, whole)
+        _same_grid(plan.mixing, own, whole, shares)
 
 
 def _shared(plan: BlockPlan, shares: Shares, name: str, leaf: object) -> object:
     """What our share of the block is called with in the place of an argument."""
-    if plan.mixing is not None and name in plan.mixing.row_counts:
+    if plan.mixing is not None and name in plan.mixing.counts_along(shares.across):
         return shares.num_rows
     if name in plan.counts and isinstance(leaf, int):
         return leaf - shares.num_tokens + shares.count
@@ -95,20 +117,31 @@ def _shared(plan: BlockPlan, shares: Shares, name: str, leaf: object) -> object:
     return leaf if rows is None or not isinstance(leaf, Tensor) else rows.cut(leaf, shares)
 
 
-def _same_columns(mixing: Mixing, own: Observed, whole: Observed) -> None:
-    """Raise UnsupportedModel where tokens are in order, but in other rows: a count of columns was taken for theirs."""
-    for number in mixing.convolutions:
+def rounding_of(arguments: Arguments) -> float:
+    """That of what a block is called with, of the largest value."""
+    return max(ROUNDING.get(x.dtype, TOLERANCE) for x in arguments.tensors().values())
+
+
+def _same_grid(mixing: Mixing, own: Observed, whole: Observed, shares: Shares) -> None:
+    """Raise UnsupportedModel where tokens are in order, but in other rows: another count was taken for theirs."""
+    ours, by_frames = shares.num_rows, shares.across.rows is not None
+    for number in (*mixing.convolutions, *mixing.frame_convolutions):
         name = f"convolution {number} grid"
-        if own[name].shape[3] != whole[name].shape[3]:
-            raise UnsupportedModel(f"its {name} has other columns than it should have")
+        planes, rows, columns = whole[name].shape[2:]
+        if number in mixing.convolutions:
+            wanted = (ours, rows, columns) if by_frames else (planes, ours, columns)
+        else:
+            wanted = (planes, ours, columns) if by_frames else (planes, rows, columns * ours // shares.starts[-1])
+        if own[name].shape[2:] != wanted:
+            raise UnsupportedModel(f"its {name} has other rows and columns than it should have")
 
 
 def _mixing_observed(mixing: Mixing, whole: Observed) -> Iterator[tuple[str, Rows]]:
     for number in mixing.sums:
-        left, right = (f"product {number} {side}" for side in ("left", "right"))
-        yield left, Rows(whole[left].ndim - 1)
-        yield right, Rows(whole[right].ndim - 2)
-    for number in mixing.convolutions:
+        for name, dim in ((f"product {number} left", -1), (f"product {number} right", -2), (f"sum {number} terms", -1)):
+            if name in whole:
+                yield name, Rows(whole[name].ndim + dim)
+    for number in (*mixing.convolutions, *mixing.frame_convolutions):
         yield f"convolution {number} cells", Rows(2)
 
 
@@ -120,12 +153,15 @@ def _rows_observed(plan: BlockPlan, whole: Observed) -> Iterator[tuple[str, Rows
         yield f"attention {number} value", call.keys
     if plan.mixing is not None:
         yield from _mixing_observed(plan.mixing, whole)
+    for part in plan.replicated:
+        names = (name for name in whole if name.startswith(part_argument(part.path, "")))
+        yield from ((name, part.inputs.get(name.removeprefix(part_argument(part.path, "")))) for name in names)
     for name in whole:
         if name.startswith("output"):
             yield name, plan.outputs.get(int(name.split()[1]))
 
 
-def _close(x: Tensor, y: Tensor, rounding: float) -> bool:
+def is_close(x: Tensor, y: Tensor, rounding: float) -> bool:
     """Up to the rounding of products over another number of rows, which a wrong row is far above.
 
     `rounding`: that of the block's arguments. What is made of them may be of a finer dtype, as what linear attention

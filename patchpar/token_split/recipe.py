@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
+from patchpar.token_split.mixing import Mixing
 from patchpar.token_split.plan import BlockPlan, Rows, TokenPlan
 from patchpar.token_split.watch import Arguments
 
@@ -22,6 +23,7 @@ class Recipe:
     inputs: tuple[tuple[int, Rows], ...] = ()
     counts: tuple[int, ...] = ()
     row_counts: tuple[int, ...] = ()
+    frame_counts: tuple[int, ...] = ()
     bounds: tuple[int, ...] = ()
 
 
@@ -48,8 +50,6 @@ class Recipes:
             return Recipe(None)
         numbers = {name: number for number, name in enumerate(arguments.leaves())}
         inputs = tuple((numbers[name], rows) for name, rows in plan.inputs.items())
-        by_row = () if plan.mixing is None else plan.mixing.row_counts
-        counts, row_counts, bounds = (
-            tuple(numbers[name] for name in names) for names in (plan.counts, by_row, plan.bounds)
-        )
-        return Recipe(plan, inputs, counts, row_counts, bounds)
+        mixing = plan.mixing or Mixing()
+        counts = (plan.counts, mixing.row_counts, mixing.frame_counts, plan.bounds)
+        return Recipe(plan, inputs, *(tuple(numbers[name] for name in each) for each in counts))

@@ -26,20 +26,23 @@ from patchpar.compiled import is_compiled
 from patchpar.errors import UnsupportedModel
 from patchpar.hooks import Hooked
 from patchpar.token_split.attention import Asked, Split, attend_split
+from patchpar.token_split.block_call import BlockCall, Local
 from patchpar.token_split.layout import Grids, Layout
 from patchpar.token_split.mixed import convolve_rows, sum_over_ranks
-from patchpar.token_split.mixing import PRODUCTS, Convolution, Mixing
-from patchpar.token_split.operator import answered_by, attend
-from patchpar.token_split.plan import BlockPlan, Rows, TokenPlan
+from patchpar.token_split.mixing import Convolution, Mixing, is_sum
+from patchpar.token_split.operator import answered_by, compiled_forward, traceable
+from patchpar.token_split.plan import Rows, TokenPlan
 from patchpar.token_split.recipe import Recipe, Recipes
+from patchpar.token_split.replicate import attend_by_heads, own_of, with_all_tokens
 from patchpar.token_split.shares import Shares
 from patchpar.token_split.strides import as_torch_lays
 from patchpar.token_split.watch import Arguments
 
 HOOK = "patchpar_tokens"
 _COMPILED = (
-    "{} is compiled, and its tokens meet in sums or convolutions, which cannot be exchanged inside a compiled block: "
-    "leave it as it is, or use plan cfg=2 or data=N, which do not split the tokens"
+    "{} is compiled, and its tokens meet in sums or convolutions, or in parts that every rank computes with all of "
+    "them, which cannot be exchanged inside a compiled block: leave it as it is, or use plan cfg=2 or data=N, which do "
+    "not split the tokens"
 )
 ASKED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -59,6 +62,9 @@ class TokenShard:
         for path, module in denoiser.named_modules():
             if path in plan.paths or (path and is_compiled(module)):
                 self._hook(module, _BlockHook(self, path, module))
+        parts = {f"{path}.{part.path}" for block in plan.blocks for path in block.paths for part in block.replicated}
+        for path in sorted(parts):
+            self._hook(denoiser.get_submodule(path), _PartHook(self, path))
 
     def _hook(self, module: Any, hook: "_BlockHook") -> None:
         self._hooked.append(Hooked(module, hook, HOOK))
@@ -90,15 +96,6 @@ class TokenShard:
             hooked.take_out()
 
 
-def _traceable(func: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for a function of torch in a compiled block."""
-    if func is F.scaled_dot_product_attention:
-        return attend
-    if func is Tensor.unflatten:  # torch.compile cannot look through its call of super()
-        return torch.unflatten
-    return func
-
-
 class _BlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """A block that gets our tokens, and leaves them for the next."""
 
@@ -112,7 +109,7 @@ class _BlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         """Replaces the block's forward."""
         call, forward = self.shard.call, self.fn_ref.original_forward
         if self.compiled is not None:
-            forward = partial(_compiled_forward, module, self.compiled, forward)
+            forward = partial(compiled_forward, module, self.compiled, forward)
         if call is None or call.inside:
             return forward(*args, **kwargs)
         call.inside = True  # or to look at the arguments would gather them
@@ -121,9 +118,9 @@ class _BlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
                 leaves, spec = tree_flatten((args, kwargs))
                 recipe = self.recipes.find(leaves, spec, args, kwargs)
                 if recipe.plan is not None:
-                    if self.compiled is not None and recipe.plan.mixing is not None:
+                    if self.compiled is not None and (recipe.plan.mixing is not None or recipe.plan.replicated):
                         raise UnsupportedModel(_COMPILED.format(self.path))
-                    block = _Block(self.path, recipe.plan)
+                    block = BlockCall(self.path, recipe.plan)
                     args, kwargs = tree_unflatten(call.own_leaves(block, recipe, leaves), spec)
                     return call.run(block, forward, args, kwargs)
             if self.compiled is not None:  # nobody can look over its shoulder
@@ -135,32 +132,28 @@ class _BlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         return forward(*args, **kwargs)
 
 
-def _compiled_forward(
-    module: nn.Module, compiled: Callable[..., Any], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Any:
-    """The compiled block as it was before it was hooked."""
-    hooked, module.forward = module.forward, forward
-    try:
-        return compiled(*args, **kwargs)
-    finally:
-        module.forward = hooked
+class _PartHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+    """A part of a block that gets everybody's tokens, where the block's plan wants it."""
 
+    def __init__(self, shard: TokenShard, path: str) -> None:
+        super().__init__()
+        self.shard, self.path = shard, path
+        self.compiled: Callable[..., Any] | None = None
 
-class _Block:
-    """A block at work on `tokens` of which we have our share."""
-
-    def __init__(self, path: str, plan: BlockPlan) -> None:
-        self.path, self.plan = path, plan
-        self.shares = Shares(place=0, starts=(0,))
-        self.attentions = self.products = self.convolutions = 0
-
-
-class _Local:
-    """What is known of a tensor of which we have our tokens only; `whole` once somebody has looked."""
-
-    def __init__(self, rows: Rows, block: _Block) -> None:
-        self.rows, self.shares, self.where = rows, block.shares, block.path
-        self.whole: Tensor | None = None
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Replaces the part's forward."""
+        call, forward = self.shard.call, self.fn_ref.original_forward
+        block = None if call is None else call.block
+        part = None if block is None else block.part_at(self.path)
+        if call is None or block is None or part is None:
+            return forward(*args, **kwargs)
+        arguments = Arguments.of(module, args, kwargs)
+        whole = with_all_tokens(call.split, self.path, part, block.shares, arguments)
+        block.part = self.path
+        try:
+            return own_of(part, block.shares, forward(*whole.args, **whole.kwargs))
+        finally:
+            block.part = None
 
 
 class _Call(TorchFunctionMode):
@@ -171,8 +164,8 @@ class _Call(TorchFunctionMode):
         self.split, self.layout = split, layout
         self.shares: dict[str, Shares] = {}
         self.inside = False
-        self.block: _Block | None = None
-        self._local: Any = WeakTensorKeyDictionary()  # tensor -> _Local
+        self.block: BlockCall | None = None
+        self._local: Any = WeakTensorKeyDictionary()  # tensor -> Local
         self._cuts: Any = WeakTensorKeyDictionary()  # whole tensor -> {(rows, shares, version): ours}
 
     def __torch_function__(
@@ -182,25 +175,27 @@ class _Call(TorchFunctionMode):
         if not self.inside:
             args, kwargs = self.all_whole((args, kwargs))
         elif torch.compiler.is_compiling():
-            return _traceable(func)(*args, **kwargs)
+            return traceable(func)(*args, **kwargs)
         elif func is F.scaled_dot_product_attention and self.block is not None:
             return self.attend(*args, **kwargs)
         elif self.block is not None and self.block.plan.mixing is not None:
             return self._mixed(self.block, self.block.plan.mixing, func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _mixed(self, block: _Block, mixing: Mixing, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+    def _mixed(
+        self, block: BlockCall, mixing: Mixing, func: Callable[..., Any], args: Sequence[Any], kwargs: Any
+    ) -> Any:
         """What any other function gives in a block whose tokens meet in sums or convolutions too."""
-        if func in PRODUCTS:
-            number, block.products = block.products, block.products + 1
+        if is_sum(func, args, kwargs):
+            number, block.sums = block.sums, block.sums + 1
             found = func(*args, **kwargs)
-            where = f"{block.path} product {number}"
+            where = f"{block.path} sum {number}"
             return sum_over_ranks(self.split, where, found) if number in mixing.sums else found
         convolution = Convolution.of(func, args, kwargs)
         if convolution is None:
             return func(*args, **kwargs)
         number, block.convolutions = block.convolutions, block.convolutions + 1
-        if number not in mixing.convolutions:
+        if number not in mixing.reaching(block.shares.across):
             return func(*args, **kwargs)
         return convolve_rows(self.split, f"{block.path} convolution {number}", block.shares, convolution)
 
@@ -209,6 +204,8 @@ class _Call(TorchFunctionMode):
         block, asked = self.block, Asked(**dict(zip(ASKED, args, strict=False)), **kwargs)
         if block is None:  # the block is not split
             return asked.answer(asked.key, asked.value, asked.attn_mask, causal=asked.is_causal)
+        if block.part is not None:
+            return as_torch_lays(attend_by_heads(self.split, f"{block.part} heads", asked))
         number, block.attentions = block.attentions, block.attentions + 1
         if number >= len(block.plan.attentions):
             raise UnsupportedModel(
@@ -217,7 +214,7 @@ class _Call(TorchFunctionMode):
         where = f"{block.path} attention {number}"
         return as_torch_lays(attend_split(self.split, where, block.plan.attentions[number], block.shares, asked))
 
-    def own_leaves(self, block: _Block, recipe: Recipe, leaves: list[Any]) -> list[Any]:
+    def own_leaves(self, block: BlockCall, recipe: Recipe, leaves: list[Any]) -> list[Any]:
         """The arguments as our share of the block wants them. Raises PlanError, UnsupportedModel."""
         block.shares = self.shares[block.plan.name] = self._shares(block, recipe, leaves)
         rows = dict(recipe.inputs)
@@ -227,13 +224,13 @@ class _Call(TorchFunctionMode):
         ]
         for number in recipe.counts:
             own[number] += block.shares.count - block.shares.num_tokens
-        for number in recipe.row_counts:
+        for number in recipe.row_counts if block.shares.across.rows is None else recipe.frame_counts:
             own[number] = block.shares.num_rows
         for number in recipe.bounds:
             own[number] = block.shares.before(own[number])
         return own
 
-    def run(self, block: _Block, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, block: BlockCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The block on our tokens; what it returns stays ours."""
         self.block = block
         try:
@@ -244,10 +241,10 @@ class _Call(TorchFunctionMode):
         for number, leaf in enumerate(tree_flatten(output)[0]):
             rows = block.plan.outputs.get(number)
             if rows is not None:
-                self._local[leaf] = _Local(rows, block)
+                self._local[leaf] = Local(rows, block)
         return output
 
-    def _shares(self, block: _Block, recipe: Recipe, leaves: list[Any]) -> Shares:
+    def _shares(self, block: BlockCall, recipe: Recipe, leaves: list[Any]) -> Shares:
         """Whose the tokens are: as in the block that an argument comes from. Raises PlanError, UnsupportedModel."""
         for number, _ in recipe.inputs:
             if (local := self._local.get(leaves[number])) is not None:

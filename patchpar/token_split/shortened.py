@@ -18,9 +18,9 @@ def shortened(denoiser: nn.Module, alike: Iterable[Sequence[str]]) -> Iterator[N
         for paths in alike:
             first, *others = (denoiser.get_submodule(path) for path in paths)
             given = _Given()
-            stack.enter_context(_forward_of(first, given.by_first))
+            stack.enter_context(forward_of(first, given.by_first))
             for other in others:
-                stack.enter_context(_forward_of(other, given.by_other))
+                stack.enter_context(forward_of(other, given.by_other))
         yield
 
 
@@ -43,7 +43,7 @@ class _Given:
 
 
 @contextmanager
-def _forward_of(module: nn.Module, instead: Callable[..., Any]) -> Iterator[None]:
+def forward_of(module: nn.Module, instead: Callable[..., Any]) -> Iterator[None]:
     """While open, the module's forward is `instead` of the one that it is given."""
     own, forward = module.__dict__.get("forward"), module.forward
     module.__dict__["forward"] = lambda *args, **kwargs: instead(forward, *args, **kwargs)

@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
 from patchpar.token_split.mixing import MixingSevered
-from patchpar.token_split.provenance import Observed
 from patchpar.token_split.strides import as_torch_lays
 
 ASKED = ("query", "key", "value", "mask")
@@ -105,40 +104,14 @@ class Seen:
 
 def watch(denoiser: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> Seen:
     """Run `forward` with attention severed and note how its blocks are called."""
-    seen, mode = Seen(), _Severed()
+    seen, mode = Seen(), Severed()
     arguments = arguments.cloned()
     with _blocks_noted(denoiser, seen, mode), torch.no_grad(), mode:
         forward(*arguments.args, **arguments.kwargs)
     return seen
 
 
-def observe_block(module: nn.Module, arguments: Arguments, sums: frozenset[int] | None = None) -> Observed:
-    """What reaches attention in a block, and what it returns: by name, such as "attention 0 key" and "output 1".
-
-    With `sums`, which may be empty, tokens do not meet in those products either, nor in convolutions, and what reaches
-    products and convolutions is told as well.
-    """
-    mixing = None if sums is None else MixingSevered(sums)
-    mode, arguments = _Severed(mixing), arguments.cloned()
-    with torch.no_grad(), mode:
-        output = module(*arguments.args, **arguments.kwargs)
-    found = {
-        f"attention {number} {what}": x
-        for number, call in enumerate(mode.calls)
-        for what, x in zip(ASKED, call, strict=True)
-        if x is not None
-    }
-    seen = {} if mixing is None else mixing.seen
-    return found | seen | {f"output {number}": x for number, x in output_tensors(output).items()}
-
-
-def output_tensors(output: Any) -> dict[int, Tensor]:
-    """The tensors a block returned, by the number of the leaf."""
-    found, _ = tree_flatten_with_path(output)
-    return {number: leaf for number, (_, leaf) in enumerate(found) if isinstance(leaf, Tensor)}
-
-
-class _Severed(TorchFunctionMode):
+class Severed(TorchFunctionMode):
     """Attention calls are noted, and answered by their queries; other calls go to `mixing`, if it is there."""
 
     def __init__(self, mixing: MixingSevered | None = None) -> None:
@@ -162,15 +135,19 @@ class _Severed(TorchFunctionMode):
     ) -> Tensor:
         if self.keeping:
             self.calls.append((query, key, value, attn_mask))
-        width = value.shape[-1]
-        repeats = -(-width // query.shape[-1])
-        return as_torch_lays(query.repeat(*[1] * (query.ndim - 1), repeats)[..., :width].contiguous())
+        return as_torch_lays(resized(query, value.shape[-1]))
+
+
+def resized(x: Tensor, width: int) -> Tensor:
+    """A copy with as many numbers in the last dim: repeated, or left out."""
+    repeats = -(-width // x.shape[-1])
+    return x.repeat(*[1] * (x.ndim - 1), repeats)[..., :width].contiguous()
 
 
 class _Notes:
     """Torch hooks that note how blocks are called; of blocks inside one another the outermost counts."""
 
-    def __init__(self, seen: Seen, mode: _Severed) -> None:
+    def __init__(self, seen: Seen, mode: Severed) -> None:
         self.seen, self.mode = seen, mode
         self._inside: tuple[nn.Module, Kind, int] | None = None
 
@@ -200,7 +177,7 @@ class _Notes:
 
 
 @contextmanager
-def _blocks_noted(denoiser: nn.Module, seen: Seen, mode: _Severed) -> Iterator[None]:
+def _blocks_noted(denoiser: nn.Module, seen: Seen, mode: Severed) -> Iterator[None]:
     """Hooks on the items of every module list, for as long as the block runs."""
     mode.keeping, notes, handles = False, _Notes(seen, mode), []
     for path, name, module in block_candidates(denoiser):

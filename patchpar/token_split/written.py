@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from patchpar.json_files import object_of
 from patchpar.token_split.mixing import Mixing
-from patchpar.token_split.plan import AttentionCall, BlockPlan, Origin, Rows, TokenPlan
+from patchpar.token_split.plan import AttentionCall, BlockPlan, Origin, Replicated, Rows, TokenPlan
 
 T = TypeVar("T")
 
@@ -17,8 +17,9 @@ def to_json(plan: TokenPlan) -> str:
     for block in raw["blocks"]:
         if block["mixing"] is None:  # in most plans tokens meet in attention alone
             del block["mixing"]
-        if not block["bounds"]:
-            del block["bounds"]
+        for name in ("bounds", "replicated"):
+            if not block[name]:
+                del block[name]
     return json.dumps(raw, indent=1, default=sorted)
 
 
@@ -55,20 +56,36 @@ def _block(raw: dict[str, Any]) -> BlockPlan:
         kind=_of(str, raw["kind"]),
         paths=_tuple(str, raw["paths"]),
         signature=_tuple(str, raw["signature"]),
-        inputs={name: _rows(rows) for name, rows in _of(dict, raw["inputs"]).items()},
+        inputs=_inputs(raw),
         counts=_tuple(str, raw["counts"]),
         attentions=tuple(_call(_of(dict, each)) for each in _of(list, raw["attentions"])),
-        outputs={int(number): _rows(rows) for number, rows in _of(dict, raw["outputs"]).items()},
+        outputs=_outputs(raw),
         ratio=_ratio(raw["ratio"]),
         origin=None if raw["origin"] is None else _origin(_of(dict, raw["origin"])),
         mixing=None if raw.get("mixing") is None else _mixing(_of(dict, raw["mixing"])),
         bounds=_tuple(str, raw.get("bounds", [])),
+        replicated=tuple(_replicated(_of(dict, each)) for each in _of(list, raw.get("replicated", []))),
     )
 
 
+def _inputs(raw: dict[str, Any]) -> dict[str, Rows]:
+    return {name: _rows(rows) for name, rows in _of(dict, raw["inputs"]).items()}
+
+
+def _outputs(raw: dict[str, Any]) -> dict[int, Rows]:
+    return {int(number): _rows(rows) for number, rows in _of(dict, raw["outputs"]).items()}
+
+
+def _replicated(raw: dict[str, Any]) -> Replicated:
+    return Replicated(path=_of(str, raw["path"]), inputs=_inputs(raw), outputs=_outputs(raw))
+
+
 def _mixing(raw: dict[str, Any]) -> Mixing:
-    sums, convolutions = (_tuple(int, raw[name]) for name in ("sums", "convolutions"))
-    return Mixing(sums=sums, convolutions=convolutions, row_counts=_tuple(str, raw["row_counts"]))
+    sums, convolutions, over_frames = (
+        _tuple(int, raw[name]) for name in ("sums", "convolutions", "frame_convolutions")
+    )
+    row_counts, frame_counts = (_tuple(str, raw[name]) for name in ("row_counts", "frame_counts"))
+    return Mixing(sums, convolutions, row_counts, over_frames, frame_counts, of_video=_of(bool, raw["of_video"]))
 
 
 def _ratio(value: Any) -> float:

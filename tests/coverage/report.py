@@ -125,6 +125,7 @@ def _notes(report: Report) -> list[str]:
     told = report.failures
     told += _reasons(report.found.refusal)
     told += [f"every rank has all of {left}" for left in _by_reason(report.found.whole)]
+    told += _replicated(report.found)
     told += _refused_modes(report.results)
     if report.tokens_of:
         told.append(f"the tokens split are those of {report.tokens_of}")
@@ -133,6 +134,12 @@ def _notes(report: Report) -> list[str]:
     if report.own_lines:
         told.append(f"known by name: {', '.join(report.own_lines)}")
     return told
+
+
+def _replicated(found: Found) -> list[str]:
+    blocks = found.known.blocks if found.by_tokens else ()
+    parts = {block.kind: [part.path for part in block.replicated] for block in blocks if block.replicated}
+    return [f"every rank computes {', '.join(paths)} of {kind} with all tokens" for kind, paths in parts.items()]
 
 
 def _refused_modes(results: Sequence[Result]) -> list[str]:

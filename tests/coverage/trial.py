@@ -76,7 +76,8 @@ class Trial:
         self.models = [subject.build() for _ in range(most_ranks)]
         self.by_mode: set[str] = set()  # attention calls whose keys go the way of the mode
         self.gathered: set[str] = set()  # those whose keys come all at once in every mode
-        self._want = {name: self._plain(self.models[0], name) for name in (FIRST, SECOND, MOVED)}
+        wanted = [{name: self._plain(model, name) for name in (FIRST, SECOND, MOVED)} for model in self.models]
+        self._want = wanted[0]  # all have run alike, since what they keep of a run is compared between ranks
 
     def inputs(self, name: str) -> dict[str, Any]:
         """Fresh arguments of an evaluation."""

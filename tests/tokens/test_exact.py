@@ -13,30 +13,34 @@ from tests.breadth import first_of
 from .ranks import LIMIT, TRANSFORMERS, VARIANTS, error, plain, plan_of, split
 
 REFUSED = {
-    "AnyFlowFARTransformer3DModel": "none of its arguments has tokens that reach scaled_dot_product_attention",  # flex
-    "Kandinsky6SRTransformer3DModel": "does not call scaled_dot_product_attention",  # flex_attention
     "RFD4ProteinaTransformer": "with some of its tokens alone it fails",  # one mask for rows and for pairs
-    "SanaVideoTransformer3DModel": "none of its arguments has tokens that reach",  # sums that are no product, frames
     "SanaWMTransformer3DModel": "depends on several tokens at once",
     "T5FilmDecoder": "does not call scaled_dot_product_attention",  # attention of its own
-    "WanAnimate2Transformer3DModel": "with some of its tokens alone it fails",  # positions are made in the block
 }
 PARTLY = {
     "ConsisIDTransformer3DModel": "perceiver_cross_attention",  # attention of its own
-    "NucleusMoEImageTransformer2DModel": "transformer_blocks, 2 x",  # its experts choose among all tokens
     "WanAnimateTransformer3DModel": "face_adapter",  # attends within frames
 }
 ANEW = {"HiDreamImageTransformer2DModel": "one of its calls has a mask for images that are no squares"}
-MIXED = ("SanaTransformer2DModel",)  # linear attention, convolutions
+REPLICATED = {
+    "AnyFlowFARTransformer3DModel": "attn1",  # flex attention
+    "Kandinsky6SRTransformer3DModel": "self_attention",  # flex attention
+    "NucleusMoEImageTransformer2DModel": "img_mlp",  # its experts choose among all tokens
+    "WanAnimate2Transformer3DModel": "self_attn",  # positions are made in it
+}
+"""Classes and the part of their blocks that every rank computes with all tokens."""
+MIXED = ("SanaTransformer2DModel", "SanaVideoTransformer3DModel")  # linear attention, convolutions
 SPLIT = [name for name in TRANSFORMERS if name not in REFUSED]
-SAMPLE = sorted({*SPLIT[::3], *PARTLY, *ANEW, *MIXED})
-QUICK = {*SPLIT[::6], *PARTLY, *ANEW, *MIXED}
+SAMPLE = sorted({*SPLIT[::3], *PARTLY, *ANEW, *MIXED, *REPLICATED})
+QUICK = {*SPLIT[::6], *PARTLY, *ANEW, *MIXED, "WanAnimate2Transformer3DModel"}
 
 
 @pytest.mark.parametrize("name", first_of(SAMPLE, *QUICK))
 def test_split_tokens(name: str) -> None:
     plan = plan_of(name).joined(plan_of(name, 1)) if name in ANEW else plan_of(name)
     assert [PARTLY[name] in left for left in plan.whole] == [True] if name in PARTLY else not plan.whole
+    parts = {part.path for block in plan.blocks for part in block.replicated}
+    assert parts == ({REPLICATED[name]} if name in REPLICATED else set())
     for variant in VARIANTS:
         want = plain(name, variant)
         for ranks in (2, 3):

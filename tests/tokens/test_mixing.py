@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import diffusers
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from patchpar.clock import StepClock
 from patchpar.errors import PlanError, UnsupportedModel
@@ -20,7 +22,7 @@ from patchpar.strategies import parse_strategy
 from patchpar.token_split import shard
 from patchpar.token_split.attention import Split
 from patchpar.token_split.discovery import discover_tokens
-from patchpar.token_split.mixing import Mixing
+from patchpar.token_split.mixing import Mixing, MixingSevered, summed
 from patchpar.token_split.written import from_json, to_json
 from tests import tiny
 from tests.breadth import first_of
@@ -31,7 +33,7 @@ from tests.unit.threads import on_threads
 from . import piped
 from .ranks import LIMIT, TRANSFORMERS, error, plain, plan_of, predictions, split
 
-NAME = "SanaTransformer2DModel"
+NAME, VIDEO = "SanaTransformer2DModel", "SanaVideoTransformer3DModel"
 plan_for = cache(plan_of)
 
 
@@ -40,9 +42,11 @@ def of_size(rows: int, columns: int) -> dict[str, Any]:
     return TRANSFORMERS[NAME].call(0) | {"hidden_states": noise(2, 4, rows, columns)}
 
 
-def on_ranks(ranks: int, call: dict[str, Any], strategy: str = "exact", exchange: str = "on") -> list[Any]:
+def on_ranks(
+    ranks: int, call: dict[str, Any], strategy: str = "exact", exchange: str = "on", name: str = NAME
+) -> list[Any]:
     """What every rank predicts, as a user has it but not verified, and what the first raised."""
-    models = [TRANSFORMERS[NAME].build() for _ in range(ranks)]
+    models = [TRANSFORMERS[name].build() for _ in range(ranks)]
 
     def on_rank(transport: Any) -> list[Tensor]:
         model, axis = models[transport.rank], Axis("patch", transport.rank, ranks, tuple(range(ranks)))
@@ -65,6 +69,37 @@ def test_what_is_found() -> None:
     (other,) = plan_for("PixArtTransformer2DModel").blocks
     assert other.mixing is None
     assert "mixing" not in to_json(plan_for("PixArtTransformer2DModel"))
+
+
+def test_what_is_found_of_a_video() -> None:
+    """Frames, rows and columns are equally many here."""
+    (block,) = plan_for(VIDEO).blocks
+    assert block.mixing == Mixing(
+        sums=(0, 2),
+        convolutions=(0,),
+        row_counts=("height",),
+        frame_convolutions=(1,),
+        frame_counts=("frames",),
+        of_video=True,
+    )
+    assert from_json(to_json(plan_for(VIDEO))) == plan_for(VIDEO)
+
+
+@pytest.mark.parametrize("call", [lambda x: x.sum(1), lambda x: x.sum(dim=1), lambda x: torch.sum(x, [1], True)])
+def test_terms_of_a_sum(call: Callable[[Tensor], Tensor]) -> None:
+    """The dim that is summed over is the last of them."""
+    severed, x = MixingSevered(frozenset({0}), 1), torch.randn(2, 5, 3)
+
+    class Watched(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return severed.answer(func, args, kwargs or {})
+
+    with Watched():
+        found = call(x)
+    assert torch.equal(severed.seen["sum 0 terms"], x.movedim(1, -1))
+    assert found.shape == call(x).shape
+    assert not torch.equal(found, call(x))
+    assert summed(torch.sum, (x,), {}) is None  # over everything
 
 
 def test_rows_and_columns_of_a_square_are_told_apart() -> None:
@@ -106,8 +141,20 @@ def test_too_few_rows() -> None:
         on_ranks(3, of_size(2, 9))
 
 
-@pytest.mark.parametrize("left_out", ["sum_over_ranks", "convolve_rows"])
-def test_either_exchange_is_needed(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_frames() -> None:
+    call = TRANSFORMERS[VIDEO].call(0) | {"hidden_states": noise(2, 4, 2, 4, 10)}
+    with pytest.raises(PlanError, match=r"has 2 frames of tokens, too few for 3 ranks.*whole frames.*at most 2"):
+        on_ranks(3, call, name=VIDEO)
+
+
+NEEDED = [(left_out, *case) for left_out in ("sum_over_ranks", "convolve_rows") for case in ((NAME, 0), (VIDEO, 0))]
+
+
+@pytest.mark.parametrize(
+    ("left_out", "name", "variant"),
+    first_of([*NEEDED, ("convolve_rows", VIDEO, 1)], *NEEDED),  # a video along frames, along rows
+)
+def test_either_exchange_is_needed(left_out: str, name: str, variant: int, monkeypatch: pytest.MonkeyPatch) -> None:
     exchanged = getattr(shard, left_out)
     alone = Split(None, Axis("patch", 0, 2, (0, 1)), None)  # type: ignore[arg-type]
 
@@ -115,7 +162,7 @@ def test_either_exchange_is_needed(left_out: str, monkeypatch: pytest.MonkeyPatc
         return exchanged(alone, *args)
 
     monkeypatch.setattr(shard, left_out, without)
-    assert error(split(NAME, plan_for(NAME), 2, 0, attend_gathered), plain(NAME, 0)) > 10 * LIMIT
+    assert error(split(name, plan_for(name), 2, variant, attend_gathered), plain(name, variant)) > 10 * LIMIT
 
 
 @pytest.mark.parametrize("strategy", first_of(("displaced", "pcpp"), "displaced"))
