@@ -138,13 +138,14 @@ class TokenDenoiser(SharedDenoiser):
             return
         mixing = any(block.mixing is not None for block in plan.blocks)
         parts = sorted({part.path for block in plan.blocks for part in block.replicated})
-        if mixing or parts:
-            self._take_out()
-            where = "sums or convolutions" if mixing else f"parts that are not split ({', '.join(parts)})"
-            raise UnsupportedModel(
-                f"the tokens of {plan.denoiser} meet in {where}, and no values of the last step are kept of these: use "
-                f"strategy=exact"
-            )
+        if not mixing and (not parts or any(call.keys for block in plan.blocks for call in block.attentions)):
+            return
+        self._take_out()
+        where = "sums or convolutions" if mixing else f"parts that are not split ({', '.join(parts)})"
+        raise UnsupportedModel(
+            f"the tokens of {plan.denoiser} meet in {where}, and no values of the last step are kept of these: use "
+            f"strategy=exact"
+        )
 
     def _know(self, forward: Forward, call: Call) -> None:
         """The plan that served other calls, else the one that is known of this model; else it is watched."""

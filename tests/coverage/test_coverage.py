@@ -24,12 +24,13 @@ SAMPLE = {
     "Lumina2Transformer2DModel": "a mask, samples of different lengths, grouped heads",
     "PixArtTransformer2DModel": "text in cross attention alone",
     "SanaTransformer2DModel": "sums over tokens and convolutions",
-    "SanaVideoTransformer3DModel": "refused",
+    "SanaVideoTransformer3DModel": "the same, over frames too",
+    "SanaWMTransformer3DModel": "refused",
     "UNet2DModel": "bands",
     "WanAnimateTransformer3DModel": "some blocks whole on every rank",
     "WanTransformer3DModel": "video",
 }
-QUICK = ("PixArtTransformer2DModel", "SanaTransformer2DModel", "SanaVideoTransformer3DModel", "WanTransformer3DModel")
+QUICK = ("PixArtTransformer2DModel", "SanaTransformer2DModel", "SanaWMTransformer3DModel", "WanTransformer3DModel")
 LEAST_SPLIT = 50
 
 
