@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 from patchpar.errors import UnsupportedModel
 from patchpar.token_split.discovery import discover_tokens
-from patchpar.token_split.latent import latent_size, name_of_latent
+from patchpar.token_split.latent import latent_size
 from patchpar.token_split.plan import Rows
 from patchpar.token_split.watch import Arguments
 from patchpar.token_split.written import from_json, to_json
@@ -177,23 +177,6 @@ def test_the_latent_of_one_sample() -> None:
         assert latent_size(Arguments(("x",), (latent,), {}), "x") == sample.numel()
     with pytest.raises(UnsupportedModel, match="the first argument, x, holds no tensor"):
         latent_size(Arguments(("x",), ("a prompt",), {"xs": sample}), "x")
-
-
-class Positioned(nn.Module):
-    def forward(self, position_ids: Tensor, hidden_states: Tensor | None = None) -> Tensor:
-        raise NotImplementedError
-
-
-def test_positions_may_come_before_the_latent() -> None:
-    model, positions = Positioned(), torch.rand(3, 35)
-
-    def latent_of(*args: Tensor) -> str:
-        return name_of_latent(model, Arguments.of(model, args, {}))
-
-    assert latent_of(positions, torch.rand(1, 4, 5, 7)) == "hidden_states"
-    assert latent_of(positions, torch.rand(1, 35, 8)) == "hidden_states"
-    assert latent_of(torch.rand(35, 8)) == "position_ids"  # a row of tokens, if nothing else is there
-    assert latent_of(torch.rand(35, 8), torch.rand(35)) == "position_ids"
 
 
 def test_tokens_in_several_runs() -> None:
