@@ -15,7 +15,7 @@ from .orders import LARGEST_SEED, LEAST_SIDE, LONGEST_PROMPT, MOST_STEPS, Order
 
 CAPTIONS = (
     "a red house on the left and a pine on the right, green hills at sunset",
-    "a blue balloon on the right, a calm lake at night",
+    "a yellow balloon on the right, a calm lake at night",
     "a yellow tower on the left, desert dunes at noon",
     "a white house on the left and a tree on the right, snowy mountains at noon",
 )
