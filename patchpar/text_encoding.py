@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from patchpar.errors import PlanError
+from patchpar.errors import PatchparError, PlanError
+from patchpar.refusal import in_one_line
 
 METHOD = "encode_prompt"  # of pipelines of diffusers, and all that begin so
 IMAGES_EACH = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
@@ -34,9 +36,9 @@ class Texts:
 
     def for_all(self, value: Any) -> Any:
         """An argument of `encode_prompt` for all prompts; the same object where it is none of each prompt."""
-        for name, own in self.own_call.items():
-            if self.whole_call[name] is not own and (own is value or _are_the_same(own, value)):
-                return self.whole_call[name]
+        for each, own in self.own_call.items():
+            if self.whole_call[each] is not own and (own is value or _are_the_same(own, value)):
+                return self.whole_call[each]
         if isinstance(value, list) and len(value) == self.own and all(_is_text(each, value[0]) for each in value):
             return value[:1] * self.total  # the pipeline's own negative prompt, one for each
         return value
@@ -51,9 +53,19 @@ class Texts:
     def _are_alike(self, own: Any, whole: Any) -> bool:
         """Whether they differ in the number of prompts only."""
         if isinstance(own, Tensor) and isinstance(whole, Tensor):
-            of_each = len(own) * self.total == len(whole) * self.own if own.ndim else True
-            return own.shape == whole.shape or (of_each and own.shape[1:] == whole.shape[1:])
+            batch = self._batch_dim(own, whole)
+            own_shape, shape = ([size for dim, size in enumerate(x.shape) if dim != batch] for x in (own, whole))
+            return own_shape == shape
         return all(self._are_alike(*pair) for pair in zip(_items(own), self._items_of(own, whole), strict=True))
+
+    def _batch_dim(self, own: Any, whole: Tensor) -> int | None:
+        """The dim that has more for more prompts; the first where there was nothing for ours alone, as of a mask."""
+        if not isinstance(own, Tensor):
+            return 0 if whole.ndim else None
+        if own.ndim != whole.ndim:
+            return None
+        sizes = enumerate(zip(own.shape, whole.shape, strict=True))
+        return next((dim for dim, (few, many) in sizes if few * self.total == many * self.own), None)
 
     def _items_of(self, own: Any, whole: Any) -> Sequence[Any]:
         items = _items(whole)
@@ -68,17 +80,20 @@ class Texts:
         return type(whole)(found) if isinstance(whole, (list, tuple)) else whole
 
     def _rows_of(self, own: Any, whole: Tensor, images: int) -> Tensor:
-        if whole.ndim == 0 or (isinstance(own, Tensor) and len(own) * self.total != len(whole) * self.own):
+        dim = self._batch_dim(own, whole)
+        if dim is None:
             return whole  # of no prompt in particular, such as the positions of the longest text
-        branches, rest = divmod(len(whole), self.total * images)
+        each, count = self.total * images, whole.shape[dim]
+        branches, rest = divmod(count, each)
         if rest:
             raise PlanError(
                 f"how long a text is encoded depends on the other prompts of the call, and of which of the "
-                f"{self.total} prompts each of its {len(whole)} rows is cannot be told, so that data ranks would give "
+                f"{self.total} prompts each of its {count} rows is cannot be told, so that data ranks would give "
                 "other images: use data=1"
             )
-        of_branches = whole.reshape(branches, self.total * images, *whole.shape[1:])
-        return of_branches[:, self.rows(self.total * images)].flatten(0, 1)
+        rows = self.rows(each)
+        starts = range(0, branches * each, each)
+        return torch.cat([whole.narrow(dim, start + rows.start, rows.stop - rows.start) for start in starts], dim)
 
 
 @contextmanager
@@ -106,7 +121,15 @@ def _together(plain: Callable[..., Any], texts: Texts) -> Callable[..., Any]:
             return own
         if given.get("batch_size") == texts.own:
             bound.arguments["batch_size"] = texts.total
-        return texts.among(own, plain(*bound.args, **bound.kwargs), images_each(given))
+        try:
+            return texts.among(own, plain(*bound.args, **bound.kwargs), images_each(given))
+        except PatchparError:
+            raise
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:
+            raise PlanError(
+                f"the texts of one rank can be encoded, but not those of all as in one call ({in_one_line(error)}): "
+                "use data=1"
+            ) from error
 
     return encode_prompt
 

@@ -147,6 +147,8 @@ def test_rows_of_what_is_encoded_for_all() -> None:
     assert given.among(own, (whole, whole > 0)) is own
     of_each = [short[0], short[1]]
     assert given.among(of_each, [*whole[:, :3]]) is of_each
+    layers, _ = given.among((torch.zeros(4, 1, 3), None), (torch.arange(40.0).view(4, 2, 5), None))
+    assert torch.equal(layers, torch.arange(40.0).view(4, 2, 5)[:, 1:])
     guided, _ = given.among((short, None), (whole, whole > 0))  # two branches, one after the other
     assert torch.equal(guided, whole[[1, 3]])
     with pytest.raises(PlanError, match=r"of which of the 2 prompts each of its 4 rows.*data=1"):
