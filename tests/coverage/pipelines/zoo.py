@@ -68,6 +68,9 @@ ZOO: dict[str, Entry] = {name: _ENTRIES[name] for name in sorted(_ENTRIES) if na
 """Class -> its entry, for all that the installed diffusers has."""
 
 LEFT_OUT: dict[str, str] = {
+    "LTX2LatentUpsamplePipeline": "it has no denoiser: a network makes latents larger in one call",
+    "LTX2VideoDiffusionDecodePipeline": "it takes neither a prompt nor an image: it decodes latents",
+    "LTXLatentUpsamplePipeline": "it has no denoiser: a network makes latents larger in one call",
     "DanceDiffusionPipeline": "takes neither a prompt nor an image: sound from noise",
     "DiffusionGemmaPipeline": "a language model: its steps write text",
     "LLaDA2Pipeline": "a language model: its steps write text",
