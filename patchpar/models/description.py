@@ -10,7 +10,11 @@ from patchpar.errors import UnsupportedModel
 from patchpar.plan import Plan
 from patchpar.scalars import plain
 
-DENOISERS = (("unet", "transformer", "transformer_2", "unconditional_transformer"), ("decoder",), ("prior",))
+DENOISERS = (
+    ("unet", "transformer", "transformer_2", "unconditional_transformer", "image_unet"),
+    ("decoder", "super_res_first", "super_res_last"),
+    ("prior",),
+)
 """Names of components that steps call, the kinds that make the image first."""
 AUTOENCODERS = ("vae", "movq", "vqvae", "vqgan", "vq_model")
 NAMED_FOR_GUIDANCE = ("guidance_scale", "true_cfg_scale", "max_guidance_scale", "decoder_guidance_scale")

@@ -14,7 +14,7 @@ from .entry import IMAGE, Built, Entry, changed, derived
 from .unets_rarer import prior
 
 _SIDE = pixel_pipelines.SIDE
-_STEPS = {"decoder_num_inference_steps": 2, "super_res_num_inference_steps": 2}
+_STEPS = {"decoder_num_inference_steps": 2, "super_res_num_inference_steps": 2, "decoder_guidance_scale": 2.0}
 
 
 def _alt(name: str, call: dict[str, Any]) -> Callable[[], Built]:
@@ -47,7 +47,10 @@ def _alt(name: str, call: dict[str, Any]) -> Callable[[], Built]:
 
 
 def _unclip_parts() -> dict[str, Any]:
-    """A decoder that sees the embedding of an image, and two networks that enlarge what it draws."""
+    """A decoder that sees the embedding of an image, and two networks that enlarge what it draws.
+
+    They predict samples: of noise the first step makes black and white, and rounding decides which.
+    """
     from diffusers.pipelines.deprecated.unclip import UnCLIPTextProjModel
 
     decoder = diffusers.UNet2DConditionModel(
@@ -83,8 +86,8 @@ def _unclip_parts() -> dict[str, Any]:
         "text_proj": UnCLIPTextProjModel(clip_embeddings_dim=32, time_embed_dim=64, cross_attention_dim=32),
         "super_res_first": diffusers.UNet2DModel(**enlarging),
         "super_res_last": diffusers.UNet2DModel(**enlarging),
-        "decoder_scheduler": diffusers.UnCLIPScheduler(variance_type="learned_range", prediction_type="epsilon"),
-        "super_res_scheduler": diffusers.UnCLIPScheduler(variance_type="fixed_small_log", prediction_type="epsilon"),
+        "decoder_scheduler": diffusers.UnCLIPScheduler(variance_type="learned_range", prediction_type="sample"),
+        "super_res_scheduler": diffusers.UnCLIPScheduler(variance_type="fixed_small_log", prediction_type="sample"),
     }
 
 
@@ -93,7 +96,7 @@ def _unclip() -> Built:
         variance_type="fixed_small_log", prediction_type="sample", clip_sample_range=5.0
     )
     pipe = diffusers.UnCLIPPipeline(**_unclip_parts(), prior=prior(), prior_scheduler=scheduler)
-    return pipe, {"prompt": PROMPT, "prior_num_inference_steps": 2, **_STEPS}
+    return pipe, {"prompt": PROMPT, "prior_num_inference_steps": 2, "prior_guidance_scale": 2.0, **_STEPS}
 
 
 def _unclip_variation() -> Built:
