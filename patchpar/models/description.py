@@ -17,7 +17,13 @@ DENOISERS = (
 )
 """Names of components that steps call, the kinds that make the image first."""
 AUTOENCODERS = ("vae", "movq", "vqvae", "vqgan", "vq_model")
-NAMED_FOR_GUIDANCE = ("guidance_scale", "true_cfg_scale", "max_guidance_scale", "decoder_guidance_scale")
+NAMED_FOR_GUIDANCE = (
+    "guidance_scale",
+    "true_cfg_scale",
+    "max_guidance_scale",
+    "decoder_guidance_scale",
+    "guidance_schedule",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +42,8 @@ class Description:
     it can be done shows in the first call, and `kept_whole` says why not. `kept_native`: why pictures beyond the size
     it was trained for are drawn as any others; empty where structure guidance can, None where nobody has looked.
     `kept_together`: why prompts cannot be spread over ranks; empty where they can.
-    `decoded_bytes`: what decoding takes for each pixel, as far as that is known of its VAE.
+    `decoded_bytes`: what decoding takes for each pixel, as far as that is known of its VAE. `guided_by_its_scale`: it
+    says itself whether it applies guidance, by its guidance scale, though it has a `true_cfg_scale` too.
     """
 
     pipeline: str
@@ -58,13 +65,14 @@ class Description:
     kept_together: str = ""
     latent_channels: int = 4
     decoded_bytes: int = 0
+    guided_by_its_scale: bool = False
 
     def guided(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether a call with `kwargs` would use classifier-free guidance, as far as its arguments tell.
 
         A distilled denoiser takes the scale as an input; only `true_cfg_scale` makes it run twice.
         """
-        if "true_cfg_scale" in self.parameters:
+        if "true_cfg_scale" in self.parameters and not self.guided_by_its_scale:
             negative = any(kwargs.get(name) is not None for name in ("negative_prompt", "negative_prompt_embeds"))
             return negative and _number(kwargs.get("true_cfg_scale", self.parameters["true_cfg_scale"])) > 1
         if self.distilled:
@@ -109,6 +117,7 @@ def describe(pipe: Any) -> Description:
         methods=_methods_of(pipe),
         latent_channels=_of_vae(pipe).get("latent_channels") or 4,
         decoded_bytes=_decoded_bytes(pipe),
+        guided_by_its_scale=hasattr(type(pipe), "do_classifier_free_guidance"),
         networks={
             name: Network(kind=type(each).__name__, methods=_methods_of(each))
             for name, each in pipe.components.items()
@@ -223,6 +232,9 @@ def _plain(default: Any) -> Any:
 
 
 def _number(value: Any) -> float:
+    """The largest of several, 0 for anything else."""
+    if isinstance(value, (list, tuple)):
+        return max(map(_number, value), default=0.0)
     number = plain(value)
     return float(number) if isinstance(number, (int, float)) else 0.0
 

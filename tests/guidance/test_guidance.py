@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
+from patchpar.models.description import describe
 from tests import tiny
 from tests.guidance import on_ranks
 
@@ -190,3 +192,16 @@ def test_beside_another_axis(ranks: Any, name: str) -> None:
 def test_through_torch_distributed(ranks: Any, name: str) -> None:
     for ran in ranks.run(f"{ON_RANKS}:runs", 2, name, [{"steps": 3}], through="torch"):
         assert error(ran[0].latents, alone(name, steps=3)) <= TOLERANCE
+
+
+def test_what_says_that_a_call_is_guided() -> None:
+    """A scale for each step, as Ideogram 4 has it; a guidance scale beside a true one, as in Chroma's inpainting."""
+    model = describe(tiny.build("flux").pipe)
+    assert not model.guided({"guidance_scale": 3.5})
+    assert model.guided({"negative_prompt": "fog", "true_cfg_scale": 2.0})
+    itself = replace(model, guided_by_its_scale=True, distilled=False)
+    assert itself.guided({"guidance_scale": 3.5})
+    assert not itself.guided({"guidance_scale": 1.0})
+    by_step = replace(model, parameters={"guidance_scale": None, "guidance_schedule": (7.0, 3.0)}, distilled=False)
+    assert by_step.guided({})
+    assert not by_step.guided({"guidance_schedule": None, "guidance_scale": 1.0})
