@@ -2,7 +2,8 @@
 
 Many pipelines pad the texts of a call to the longest, and some give their denoisers the padding without a mask: what a
 prompt gives depends on the others then. So what `encode_prompt` makes of our prompts is held against what it makes of
-all. Where only the number of prompts differs, ours stays; where lengths do, our rows of the whole take its place.
+all. Where only the number of prompts differs, and values by rounding, ours stays; otherwise our rows of the whole take
+its place.
 """
 
 import inspect
@@ -18,6 +19,8 @@ from patchpar.errors import PatchparError, PlanError
 from patchpar.refusal import in_one_line
 
 METHOD = "encode_prompt"  # of pipelines of diffusers, and all that begin so
+ROUNDING = 100
+"""Machine epsilons that the same text may differ by when it is encoded beside others."""
 IMAGES_EACH = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 
 
@@ -48,7 +51,13 @@ class Texts:
 
         `images`: how many rows in a row each prompt has; branches of guidance may come one after another.
         """
-        return own if self._are_alike(own, whole) else self._ours(own, whole, images)
+        if not self._are_alike(own, whole):
+            return self._ours(own, whole, images)
+        try:
+            ours = self._ours(own, whole, images)
+        except PlanError:  # it cannot be told which rows are ours, and nothing says that they are others
+            return own
+        return own if _is_rounding(own, ours) else ours
 
     def _are_alike(self, own: Any, whole: Any) -> bool:
         """Whether they differ in the number of prompts only."""
@@ -148,6 +157,15 @@ def _are_the_same(own: Any, value: Any) -> bool:
 
 def _is_text(one: Any, other: Any) -> bool:
     return isinstance(one, str) and isinstance(other, str) and one == other
+
+
+def _is_rounding(own: Any, ours: Any) -> bool:
+    """Whether values differ no more than they do where more of them are computed at once."""
+    if isinstance(own, Tensor) and isinstance(ours, Tensor):
+        if own.shape != ours.shape or not own.is_floating_point():
+            return own.shape == ours.shape and torch.equal(own, ours)
+        return bool((own - ours).norm() <= ROUNDING * torch.finfo(own.dtype).eps * ours.norm())
+    return all(_is_rounding(*pair) for pair in zip(_items(own), _items(ours), strict=True))
 
 
 def _items(value: Any) -> Sequence[Any]:

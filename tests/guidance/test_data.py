@@ -143,16 +143,24 @@ def test_rows_of_what_is_encoded_for_all() -> None:
     assert torch.equal(padded, whole[2:])
     assert torch.equal(mask, (whole > 0)[2:])
     assert len(longer) == 7
-    own = (torch.ones(2, 6), None)
-    assert given.among(own, (whole, whole > 0)) is own
-    of_each = [short[0], short[1]]
-    assert given.among(of_each, [*whole[:, :3]]) is of_each
+    own = (whole[2:] + 1e-6, None)
+    assert given.among(own, (whole, whole > 0), images=2) is own
+    of_each = [whole[1, :3]]
+    assert given.among(of_each, [*whole[:2, :3]]) is of_each
     layers, _ = given.among((torch.zeros(4, 1, 3), None), (torch.arange(40.0).view(4, 2, 5), None))
     assert torch.equal(layers, torch.arange(40.0).view(4, 2, 5)[:, 1:])
     guided, _ = given.among((short, None), (whole, whole > 0))  # two branches, one after the other
     assert torch.equal(guided, whole[[1, 3]])
     with pytest.raises(PlanError, match=r"of which of the 2 prompts each of its 4 rows.*data=1"):
         given.among((short,), (whole,), images=3)
+
+
+def test_padding_may_differ_where_lengths_do_not() -> None:
+    """CogView4 pads to the longest, and then to a multiple of 16: as many tokens, and not the same ones."""
+    given, whole = texts(1), torch.arange(24.0).view(2, 3, 4)
+    assert torch.equal(given.among(whole[1:].roll(1, 1), whole), whole[1:])
+    ids = whole.long()
+    assert torch.equal(given.among(ids[1:].roll(1, 1), ids), ids[1:])
 
 
 def test_noise_of_its_own_would_give_other_pictures() -> None:

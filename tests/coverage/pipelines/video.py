@@ -149,9 +149,15 @@ _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
     ),
 }
 
-_WITHOUT_PROMPT = ("StableVideoDiffusionPipeline",)
+_NO_BATCH = (
+    "AnimateDiffControlNetPipeline",
+    "AnimateDiffVideoToVideoControlNetPipeline",
+    "CogVideoXFunControlPipeline",
+    "StableVideoDiffusionPipeline",
+)
+"""Without a prompt, or with one control video whose calls fail for several prompts in plain diffusers too."""
 
 ENTRIES = tuple(
-    Entry(name=name, build=build, guidance=guidance, prompts="" if name in _WITHOUT_PROMPT else "prompt")
+    Entry(name=name, build=build, guidance=guidance, prompts="" if name in _NO_BATCH else "prompt")
     for name, (build, guidance) in _BUILD.items()
 )
