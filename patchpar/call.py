@@ -127,3 +127,11 @@ def _items(value: Any) -> Iterator[Any]:
 
 def _is_generator(value: Any) -> bool:
     return type(value).__module__.startswith("torch") and type(value).__name__ == "Generator"
+
+
+IMAGES_EACH = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
+
+
+def images_each(arguments: Mapping[str, Any]) -> int:
+    """How many results each prompt gives."""
+    return next((arguments[name] for name in IMAGES_EACH if arguments.get(name)), 1)

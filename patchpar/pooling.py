@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from patchpar.share import Share
 
+MAP_DIMS = 4  # batch, channels, rows, columns; a film has frames too
+
 
 class PoolingHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """A module without others inside that makes an output of one size of maps of all sizes."""
@@ -21,5 +23,6 @@ class PoolingHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
     def new_forward(self, module: nn.Module, x: Tensor) -> Any:
         """Replaces the module's forward."""
-        whole = self.share.whole_map("pooling", self.where, x) if self.share.active else x
+        is_map = x.ndim >= MAP_DIMS  # the same module may be called with vectors, which every rank has whole
+        whole = self.share.whole_map("pooling", self.where, x) if self.share.active and is_map else x
         return self.fn_ref.original_forward(whole)

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from patchpar.call import images_each
 from patchpar.errors import PatchparError, PlanError
 from patchpar.refusal import in_one_line
 
 METHOD = "encode_prompt"  # of pipelines of diffusers, and all that begin so
 ROUNDING = 100
 """Machine epsilons that the same text may differ by when it is encoded beside others."""
-IMAGES_EACH = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,11 +141,6 @@ def _together(plain: Callable[..., Any], texts: Texts) -> Callable[..., Any]:
             ) from error
 
     return encode_prompt
-
-
-def images_each(arguments: Mapping[str, Any]) -> int:
-    """How many results each prompt gives."""
-    return next((arguments[name] for name in IMAGES_EACH if arguments.get(name)), 1)
 
 
 def _are_the_same(own: Any, value: Any) -> bool:

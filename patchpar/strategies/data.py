@@ -15,8 +15,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from patchpar.call import images_each
 from patchpar.errors import PlanError
-from patchpar.text_encoding import Texts, encoded_together, images_each
 
 TEXTS = (
     "prompt",
@@ -118,6 +118,8 @@ def as_one_call(pipe: Any, kwargs: Mapping[str, Any], rank: int, size: int) -> I
 
     Raises PlanError where a part of the prompts cannot be given the pictures that they get in one call for all.
     """
+    from patchpar.text_encoding import Texts, encoded_together  # which needs torch: on ranks only
+
     share, own_kwargs = Share.of(kwargs, rank, size), split_call(kwargs, rank, size)
     _refuse_what_depends_on_the_others(pipe, kwargs, share)
     own = share.stop - share.start

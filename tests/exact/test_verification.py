@@ -25,18 +25,25 @@ def test_every_kind_verifies_once(ranks: Any, tmp_path: Path, name: str) -> None
         assert (calls, calls_again) == (2 + refused + 4 + 1, 2 + 1)  # discovery, two sizes both ways, the call
 
 
-@pytest.mark.parametrize("change", ["centred", "pooled"])
 @pytest.mark.parametrize("world", first_of([2, 3], 3))
 def test_a_model_that_mixes_positions_in_an_unknown_way_is_refused_with_the_figures(
-    ranks: Any, tmp_path: Path, change: str, world: int
+    ranks: Any, tmp_path: Path, world: int
 ) -> None:
-    for said in ranks.run(f"{ON_RANKS}:verified", world, "sd", str(tmp_path), change):
+    for said in ranks.run(f"{ON_RANKS}:verified", world, "sd", str(tmp_path), "centred"):
         assert len(said) == 2  # it was not remembered as good
         for text in said:
             assert text.startswith(f"VerificationError: the denoiser split into {world} bands differs")
             assert "use plan cfg=2" in text
             assert text.count("e-0") >= 3  # two figures and the limit
     assert not list(tmp_path.rglob("*.json"))
+
+
+@pytest.mark.parametrize("world", first_of([2, 3], 3))
+def test_squeeze_and_excitation_is_exact(ranks: Any, tmp_path: Path, world: int) -> None:
+    """A pooling of the whole map, by a module that is called with the embedding of the time step as well."""
+    for (error, _), (again, _) in ranks.run(f"{ON_RANKS}:verified", world, "sd", str(tmp_path), "pooled"):
+        assert 0 < error < 1e-5
+        assert again == pytest.approx(error)
 
 
 @pytest.mark.parametrize(

@@ -157,5 +157,5 @@ def test_what_has_no_steps_is_refused() -> None:
     class Nothing:
         components: dict[str, Any] = {}  # noqa: RUF012
 
-    with pytest.raises(UnsupportedModel, match="none of unet"), shared_steps(Nothing(), str):
+    with pytest.raises(UnsupportedModel, match="has no unet, transformer"), shared_steps(Nothing(), str):
         pass

@@ -122,9 +122,9 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     watched: list[str] = []
     discover: Callable[..., TokenPlan] = search.discover_tokens
 
-    def noted(denoiser: nn.Module, *args: Any) -> TokenPlan:
+    def noted(denoiser: nn.Module, *args: Any, **kwargs: Any) -> TokenPlan:
         watched.append(type(denoiser).__name__)
-        return discover(denoiser, *args)
+        return discover(denoiser, *args, **kwargs)
 
     monkeypatch.setattr(search, "discover_tokens", noted)
     return watched
