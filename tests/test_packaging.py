@@ -18,7 +18,7 @@ OF_EXTRAS = {
     "live/page.py": {"fastapi", "starlette"},
     "live/port.py": {"uvicorn"},
 }  # each asks for its extra before it imports; see Page in live/screen.py
-MODULE_OF = {"pillow": "PIL"}
+MODULE_OF = {"pillow": "PIL", "huggingface-hub": "huggingface_hub"}
 
 
 def imported_by(path: Path) -> Iterator[str]:
