@@ -51,21 +51,17 @@ class Texts:
 
         `images`: how many rows in a row each prompt has; branches of guidance may come one after another.
         """
-        if not self._are_alike(own, whole):
-            return self._ours(own, whole, images)
-        try:
-            ours = self._ours(own, whole, images)
-        except PlanError:  # it cannot be told which rows are ours, and nothing says that they are others
-            return own
-        return own if _is_rounding(own, ours) else ours
+        return own if self._are_alike(own, whole, images) else self._ours(own, whole, images)
 
-    def _are_alike(self, own: Any, whole: Any) -> bool:
-        """Whether they differ in the number of prompts only."""
+    def _are_alike(self, own: Any, whole: Any, images: int) -> bool:
+        """Whether they differ in the number of prompts only, and by rounding."""
         if isinstance(own, Tensor) and isinstance(whole, Tensor):
             batch = self._batch_dim(own, whole)
             own_shape, shape = ([size for dim, size in enumerate(x.shape) if dim != batch] for x in (own, whole))
-            return own_shape == shape
-        return all(self._are_alike(*pair) for pair in zip(_items(own), self._items_of(own, whole), strict=True))
+            ours = self._rows_of(own, whole, images)
+            return own_shape == shape and (ours is None or _is_rounding(own, ours))
+        pairs = zip(_items(own), self._items_of(own, whole), strict=True)
+        return all(self._are_alike(*pair, images) for pair in pairs)
 
     def _batch_dim(self, own: Any, whole: Tensor) -> int | None:
         """The dim that has more for more prompts; the first where there was nothing for ours alone, as of a mask."""
@@ -82,24 +78,28 @@ class Texts:
 
     def _ours(self, own: Any, whole: Any, images: int) -> Any:
         if isinstance(whole, Tensor):
-            return self._rows_of(own, whole, images)
+            rows = self._rows_of(own, whole, images)
+            if rows is None:
+                raise PlanError(
+                    f"how long a text is encoded depends on the other prompts of the call, and of which of the "
+                    f"{self.total} prompts each of its {whole.shape[self._batch_dim(own, whole) or 0]} rows is cannot "
+                    "be told, so that data ranks would give other images: use data=1"
+                )
+            return rows
         found = [self._ours(*pair, images) for pair in zip(_items(own), self._items_of(own, whole), strict=True)]
         if isinstance(whole, Mapping):
             return type(whole)(**dict(zip(whole, found, strict=True)))
         return type(whole)(found) if isinstance(whole, (list, tuple)) else whole
 
-    def _rows_of(self, own: Any, whole: Tensor, images: int) -> Tensor:
+    def _rows_of(self, own: Any, whole: Tensor, images: int) -> Tensor | None:
+        """Our rows of all; None where it cannot be told which they are."""
         dim = self._batch_dim(own, whole)
         if dim is None:
             return whole  # of no prompt in particular, such as the positions of the longest text
         each, count = self.total * images, whole.shape[dim]
         branches, rest = divmod(count, each)
         if rest:
-            raise PlanError(
-                f"how long a text is encoded depends on the other prompts of the call, and of which of the "
-                f"{self.total} prompts each of its {count} rows is cannot be told, so that data ranks would give "
-                "other images: use data=1"
-            )
+            return None
         rows = self.rows(each)
         starts = range(0, branches * each, each)
         return torch.cat([whole.narrow(dim, start + rows.start, rows.stop - rows.start) for start in starts], dim)
@@ -154,13 +154,11 @@ def _is_text(one: Any, other: Any) -> bool:
     return isinstance(one, str) and isinstance(other, str) and one == other
 
 
-def _is_rounding(own: Any, ours: Any) -> bool:
+def _is_rounding(own: Tensor, ours: Tensor) -> bool:
     """Whether values differ no more than they do where more of them are computed at once."""
-    if isinstance(own, Tensor) and isinstance(ours, Tensor):
-        if own.shape != ours.shape or not own.is_floating_point():
-            return own.shape == ours.shape and torch.equal(own, ours)
-        return bool((own - ours).norm() <= ROUNDING * torch.finfo(own.dtype).eps * ours.norm())
-    return all(_is_rounding(*pair) for pair in zip(_items(own), _items(ours), strict=True))
+    if own.shape != ours.shape or not own.is_floating_point():
+        return torch.equal(own, ours)
+    return bool((own - ours).norm() <= ROUNDING * torch.finfo(own.dtype).eps * ours.norm())
 
 
 def _items(value: Any) -> Sequence[Any]:

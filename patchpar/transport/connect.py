@@ -1,5 +1,6 @@
 """Choose a transport and connect it. Collective: every rank calls it, equally often."""
 
+import contextlib
 import errno
 import socket
 import struct
@@ -124,11 +125,9 @@ def _taken(place: Place, link: socket.socket) -> dict[int, socket.socket]:
 def _greet(place: Place, lines: Mapping[int, socket.socket]) -> None:
     """Wait until every rank has connected. Raises ExchangeError, with all lines closed."""
     give_up = time.monotonic() + place.wait_limit
-    for peer, line in lines.items():
-        try:
+    for line in lines.values():
+        with contextlib.suppress(OSError):  # who is gone is found below
             line.sendall(HERE)
-        except OSError as error:
-            raise _missed(place, peer, lines, error) from error
     for peer, line in lines.items():
         try:
             line.settimeout(max(RETRY_SECONDS, give_up - time.monotonic()))
