@@ -83,11 +83,11 @@ def latent() -> Tensor:
 
 def on_ranks(ranks: int, mode: Any = attend_gathered) -> list[list[Tensor]]:
     """What each rank predicts."""
-    model = Denoiser()
-    plan = discover_tokens(model, model.forward, (latent(),), {})
+    models = [Denoiser() for _ in range(ranks)]  # here: ranks that are threads would seed one generator together
+    plan = discover_tokens(models[0], models[0].forward, (latent(),), {})
 
     def on_rank(transport: Any) -> list[Tensor]:
-        own, axis = Denoiser(), Axis("patch", transport.rank, ranks, tuple(range(ranks)))
+        own, axis = models[transport.rank], Axis("patch", transport.rank, ranks, tuple(range(ranks)))
         shard = TokenShard(own, plan, Split(Door(transport), axis, mode))
         with torch.no_grad():
             return predictions(shard.denoise(own.forward, latent()))
@@ -121,12 +121,12 @@ def test_heads_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
         heads.append(asked.query.shape[1])
         return answer(asked, *args, **kwargs)
 
-    model, call = Denoiser(), latent()
-    plan = discover_tokens(model, model.forward, (call,), {})
+    models, call = [Denoiser(), Denoiser()], latent()
+    plan = discover_tokens(models[0], models[0].forward, (call,), {})
     monkeypatch.setattr(Asked, "answer", counted)
 
     def on_rank(transport: Any) -> None:
-        own, axis = Denoiser(), Axis("patch", transport.rank, 2, (0, 1))
+        own, axis = models[transport.rank], Axis("patch", transport.rank, 2, (0, 1))
         own.blocks[0].ff[0].register_forward_hook(lambda module, args, output: tokens.append(args[0].shape[1]))
         shard = TokenShard(own, plan, Split(Door(transport), axis, attend_gathered))
         with torch.no_grad():
