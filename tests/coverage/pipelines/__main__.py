@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from patchpar.launch.local import LocalExecutor
@@ -17,7 +18,7 @@ from tests.coverage.page import PAGE
 
 from .kept import KeptReports
 from .report import Report, left_out, replaced, section
-from .trial import PLANS, RANKS, Outcome, merged
+from .trial import RANKS, Outcome, outcomes_of
 from .zoo import ZOO
 
 DEADLINE = 150.0
@@ -52,20 +53,20 @@ def main() -> int:
 def examine(pool: LocalExecutor, name: str, verdicts: str) -> Report:
     """Every plan of one pipeline on a pool of `RANKS` ranks."""
     entry = ZOO[name]
-    plans = [plan for plan in PLANS if entry.prompts or not plan.startswith("data")]
-    outcomes = tuple(_outcome(pool, name, plan, verdicts) for plan in plans)
+    outcomes = _outcomes(pool, name, entry.plans(), verdicts)
     sys.stderr.write(f"{name}: {', '.join(f'{each.plan} {each.verdict}' for each in outcomes)}\n")
     return Report(name=name, guidance=entry.guidance, outcomes=outcomes)
 
 
-def _outcome(pool: LocalExecutor, name: str, plan: str, verdicts: str) -> Outcome:
-    """A call for each plan, so that one that ends the workers costs the others nothing."""
-    arguments = (name, [plan], verdicts)
+def _outcomes(pool: LocalExecutor, name: str, plans: Sequence[str], verdicts: str) -> tuple[Outcome, ...]:
+    """One call for all plans; where the workers end in it, a call for each, so that the others are tried."""
     try:
-        of_ranks = pool.call("run", "tests.coverage.pipelines.trial:examined", RANKS, "auto", arguments)
+        of_ranks = pool.call("run", "tests.coverage.pipelines.trial:examined", RANKS, "auto", (name, plans, verdicts))
     except Exception as error:  # noqa: BLE001 - whatever ends the workers is what this plan gives
-        return Outcome(plan=plan, verdict="failed", said=f"{type(error).__name__}: {error}".splitlines()[0])
-    return merged([each for found in of_ranks for each in found])
+        if len(plans) > 1:
+            return tuple(each for plan in plans for each in _outcomes(pool, name, [plan], verdicts))
+        return (Outcome(plan=plans[0], verdict="failed", said=f"{type(error).__name__}: {error}".splitlines()[0]),)
+    return outcomes_of(of_ranks, plans)
 
 
 if __name__ == "__main__":

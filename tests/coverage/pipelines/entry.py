@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import diffusers
@@ -19,6 +20,7 @@ Guidance = Literal["one call", "a call each", "none"]
 Built = tuple[Any, dict[str, Any]]
 """A pipeline with random weights (CPU, fp32) and keyword arguments of a call with guidance on, if it has any."""
 
+PLANS = ("patch=2", "patch=3", "cfg=2", "data=2")
 STEPS = 2
 IMAGE: dict[str, Any] = {"image": pictures.scene(), "strength": 0.99}
 """Arguments of an image-to-image pipeline."""
@@ -45,6 +47,10 @@ class Entry:
     prompts: str = "prompt"
     second: Any = SECOND_PROMPT
 
+    def plans(self) -> tuple[str, ...]:
+        """Of `PLANS` those that it has prompts for."""
+        return tuple(plan for plan in PLANS if self.prompts or not plan.startswith("data"))
+
     def make(self) -> Built:
         """The same weights every time, and the arguments of a call. The caller's random state is left as it was."""
         with seeded():
@@ -64,7 +70,8 @@ def _short(pipe: Any, call: dict[str, Any], output_type: str) -> dict[str, Any]:
     return {name: value for name, value in usual.items() if name in parameters} | call
 
 
-def pipeline_classes() -> dict[str, type]:
+@cache
+def pipeline_classes() -> Mapping[str, type]:
     """Every pipeline class of the installed diffusers, by name, without the base class."""
     found = {name: getattr(diffusers, name) for name in dir(diffusers) if name.endswith("Pipeline")}
     return {

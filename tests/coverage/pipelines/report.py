@@ -9,8 +9,8 @@ from dataclasses import astuple, dataclass
 
 from ..page import PIPELINES
 from ..tables import cells_under, power, table
-from .entry import Guidance, pipeline_classes
-from .trial import LIMIT, PLANS, SEEN, Outcome
+from .entry import PLANS, Guidance, pipeline_classes
+from .trial import LIMIT, SEEN, Outcome
 from .zoo import LEFT_OUT, ZOO
 
 HEADER = ("pipeline", "guidance", *PLANS, "without exchange", "note")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +23,9 @@ from patchpar.strategies.data import PICTURES
 from tests.coverage.trial import LIMIT, SEEN, distance
 from tests.ranks import Place
 
-from .entry import Entry
+from .entry import Built, Entry
 
 SEED = 7
-PLANS = ("patch=2", "patch=3", "cfg=2", "data=2")
 RANKS = 3
 
 Verdict = Literal["exact", "refused", "wrong", "failed", "plain fails"]
@@ -51,16 +51,38 @@ def examined(place: Place, name: str, plans: Sequence[str], verdicts: str) -> li
     it."""
     from .zoo import ZOO
 
-    engine = Engine(place.context)
-    trials = [_Trial(place, engine, ZOO[name], plan, Path(verdicts)) for plan in plans]
+    engine, subject = Engine(place.context), _Subject(ZOO[name])
+    trials = [_Trial(place, engine, subject, plan, Path(verdicts)) for plan in plans]
     return [outcome for trial in trials if (outcome := trial.run()) is not None]
+
+
+class _Subject:
+    """One pipeline: copies of it, and what plain diffusers returns for one prompt and for several."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self._made: Built | None = None
+        self._wanted: dict[int, Any] = {}
+
+    def make(self, prompts: int) -> Built:
+        """A pipeline that nothing has been done to, and the arguments of a call for so many prompts."""
+        if self._made is None:
+            self._made = self.entry.make()
+        pipe, call = copy.deepcopy(self._made)
+        return pipe, call | _several_prompts(self.entry, call) if prompts > 1 else call
+
+    def wanted(self, prompts: int) -> Any:
+        """What one process returns."""
+        if prompts not in self._wanted:
+            self._wanted[prompts] = _plain(*self.make(prompts))
+        return self._wanted[prompts]
 
 
 class _Trial:
     """One plan, on one rank. Each plan has a pipeline of its own, so that none sees what another has left."""
 
-    def __init__(self, place: Place, engine: Engine, entry: Entry, plan: str, verdicts: Path) -> None:
-        self.place, self.engine, self.entry = place, engine, entry
+    def __init__(self, place: Place, engine: Engine, subject: _Subject, plan: str, verdicts: Path) -> None:
+        self.place, self.engine, self.subject = place, engine, subject
         self.text, self.plan = plan, Plan.parse(plan)
         self.options = DrawOptions(
             plan=self.plan, verify=verdicts / str(place.rank), random=RandomState(seed=SEED), quiet=True
@@ -70,22 +92,21 @@ class _Trial:
         text = self.text
         self.engine.restore()
         try:
-            pipe, call = self.entry.make()
-            call = call | _several_prompts(self.entry, call) if self.plan.data > 1 else call
-            want = results(_of_rank(_plain(pipe, call), self.place.rank, self.plan.data))
+            want = results(_of_rank(self.subject.wanted(self.plan.data), self.place.rank, self.plan.data))
         except Exception as failure:  # noqa: BLE001 - on every rank alike, so that none waits for another
             return Outcome(plan=text, verdict="plain fails", said=f"{type(failure).__name__}: {failure}")
         try:
-            error, control = self._errors(call, want)
+            error, control = self._errors(want)
         except PatchparError as refusal:
             return Outcome(plan=text, verdict="refused", said=f"{type(refusal).__name__}: {refusal}")
         except Exception as failure:  # noqa: BLE001 - this is what the table is about
             return Outcome(plan=text, verdict="failed", said=f"{type(failure).__name__}: {failure}")
         return judged(text, error, control) if self.place.rank < self.plan.world_size else None
 
-    def _errors(self, call: Mapping[str, Any], want: Sequence[Tensor]) -> tuple[float, float | None]:
+    def _errors(self, want: Sequence[Tensor]) -> tuple[float, float | None]:
         engine = self.engine
-        engine.adopt(self.entry.make()[0])
+        pipe, call = self.subject.make(self.plan.data)
+        engine.adopt(pipe)
         got = [engine.draw(_seeded(call), self.options)]
         if self.plan.patch > 1:
             engine.control(exchange="off")
@@ -109,6 +130,12 @@ def judged(plan: str, error: float, control: float | None) -> Outcome:
         said = f"right without exchange as well ({control:.1e})"
         return Outcome(plan=plan, verdict="wrong", error=error, control=control, said=said)
     return Outcome(plan=plan, verdict="exact", error=error, control=control)
+
+
+def outcomes_of(of_ranks: Sequence[Sequence[Outcome]], plans: Sequence[str]) -> tuple[Outcome, ...]:
+    """One outcome for each plan, of what `examined` returned on every rank."""
+    found = [outcome for rank in of_ranks for outcome in rank]
+    return tuple(merged([each for each in found if each.plan == plan]) for plan in plans)
 
 
 def merged(of_ranks: Sequence[Outcome]) -> Outcome:
