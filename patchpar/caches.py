@@ -14,12 +14,12 @@ import torch
 from diffusers.hooks.first_block_cache import FBCHeadBlockHook
 from torch import Tensor, nn
 
-from patchpar.batch import leaves
 from patchpar.clock import StepClock
 from patchpar.errors import UnsupportedModel
 from patchpar.exchange import Door, Gather
 from patchpar.hooks import hooks_of
 from patchpar.mesh import Axis
+from patchpar.tree import leaves
 
 FOLDER = "diffusers.hooks."
 WRITTEN_IN = ("first_block_cache", "mag_cache", "taylorseer_cache", "faster_cache", "sea_cache", "text_kv_cache")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from patchpar.batch import Batch, count_branches, paths_of, sample_of, tensors_in, with_tensors
+from patchpar.batch import Batch, count_branches, sample_of
 from patchpar.caches import caches_set_aside
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.exchange import Door
@@ -23,6 +23,7 @@ from patchpar.mesh import Axis
 from patchpar.refusal import in_one_line, is_of_the_split
 from patchpar.shard import TOLERANCE, relative_error
 from patchpar.token_split.provenance import disturbed, moved_indices
+from patchpar.tree import paths_of, tensors_in, with_tensors
 from patchpar.verdicts import Verdicts
 
 Plain = Callable[..., Any]

@@ -8,7 +8,6 @@ from typing import Any
 from diffusers.hooks import ModelHook
 from torch import nn
 
-from patchpar.batch import with_own_lists
 from patchpar.caches import CacheVote
 from patchpar.carriers import Carriers
 from patchpar.clock import StepClock
@@ -17,6 +16,7 @@ from patchpar.plan import Plan
 from patchpar.refusal import refuse_gradients, refused_in_words
 from patchpar.shared_denoiser import SharedDenoiser
 from patchpar.strategies.guidance import GuidanceSplit
+from patchpar.tree import with_own_lists
 
 
 class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed

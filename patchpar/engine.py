@@ -20,7 +20,6 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from patchpar.batch import leaves
 from patchpar.call import Drawn, DrawOptions, Returned, generators_of
 from patchpar.clock import StepClock
 from patchpar.drawing import Drawing, Randomness, random_state, take_random_state
@@ -49,6 +48,7 @@ from patchpar.strategies.data import as_one_call, why_kept_together
 from patchpar.strategies.guidance import guidance_of, refuse_perturbed
 from patchpar.together import Together
 from patchpar.transport import Transport, alone, connect, watched
+from patchpar.tree import leaves
 from patchpar.vae.course import StillNeeded
 from patchpar.verdicts import Verdicts
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from patchpar.batch import tensors_in
 from patchpar.caches import caches_set_aside
 from patchpar.carriers import carriers_of
 from patchpar.clock import StepClock
@@ -21,6 +20,7 @@ from patchpar.fingerprint import Watched
 from patchpar.first_use import Call, arguments_of, check_once, form_of, made_of
 from patchpar.mesh import Axis
 from patchpar.shard import TOLERANCE, relative_error
+from patchpar.tree import tensors_in
 from patchpar.verdicts import Verdicts
 
 

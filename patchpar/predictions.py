@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.batch import leaves, tensors_in, with_tensors
 from patchpar.errors import ExchangeError, UnsupportedModel
 from patchpar.exchange import Arriving, Door, Gather
 from patchpar.mesh import Axis
 from patchpar.promise import Delivery
 from patchpar.transport import Incoming, Outgoing, Spec
+from patchpar.tree import leaves, tensors_in, with_tensors
 
 KIND = "guidance"
 PLAIN = (bool, int, float, str, type(None))

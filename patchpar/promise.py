@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.batch import leaves, map_leaves
+from patchpar.tree import leaves, map_leaves
 
 # Names of torch's functions and methods: what needs no values, what gives parts of the same memory, what copies.
 _ASKS = {"size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "element_size", "get_device"}

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.batch import SAMPLE_NAMES, sample_of, with_tensors
+from patchpar.batch import SAMPLE_NAMES, sample_of
 from patchpar.errors import UnsupportedModel
 from patchpar.patched import REFUSED, refuse_arguments
+from patchpar.tree import with_tensors
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from patchpar.batch import Batch, count_branches, sample_of, tensors_in, with_tensors
+from patchpar.batch import Batch, count_branches, sample_of
 from patchpar.caches import are_as_before, held_by
 from patchpar.clock import StepClock
 from patchpar.errors import PlanError, UnsupportedModel
@@ -30,6 +30,7 @@ from patchpar.models.description import parameters_of
 from patchpar.predictions import Form, Moment, Post
 from patchpar.promise import Delivery
 from patchpar.transport import Spec
+from patchpar.tree import tensors_in, with_tensors
 
 WITHOUT = "run it with cfg=1 and give the devices to another axis, e.g. patch"
 

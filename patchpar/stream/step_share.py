@@ -17,11 +17,11 @@ import torch
 from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
-from patchpar.batch import tensors_in, with_tensors
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.hooks import Hooked
 from patchpar.models.description import denoisers_of
 from patchpar.transport import Spec
+from patchpar.tree import tensors_in, with_tensors
 
 HOOK = "patchpar_steps"
 

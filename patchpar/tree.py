@@ -1,0 +1,69 @@
+"""What networks are called with and return: lists, tuples, dicts and outputs of diffusers, as trees with leaves."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+def entries(tree: dict[str, Any]) -> dict[str, Any]:
+    """What a dict holds; of an output of diffusers, which leaves out what is None, all fields."""
+    return {each.name: getattr(tree, each.name) for each in fields(tree)} if is_dataclass(tree) else tree
+
+
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with `function` applied to all that is not a list, a tuple or a dict (diffusers' outputs are dicts)."""
+    if isinstance(tree, dict):
+        mapped = {key: map_leaves(function, value) for key, value in entries(tree).items()}
+        return mapped if type(tree) is dict else type(tree)(**mapped)
+    if isinstance(tree, (list, tuple)):
+        items = [map_leaves(function, item) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return function(tree)
+
+
+def with_own_lists(tree: Any) -> Any:
+    """`tree` in lists, tuples and dicts of its own: some models empty those that they are given.
+
+    HunyuanDiT takes a ControlNet's residuals out of their list one by one.
+    """
+    if type(tree) is dict:
+        return {key: with_own_lists(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(with_own_lists(item) for item in tree)
+    return tree
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Everything in `tree` that is not a list, a tuple or a dict, in the order of `map_leaves`."""
+    if isinstance(tree, dict):
+        tree = entries(tree).values()
+    elif not isinstance(tree, (list, tuple)):
+        yield tree
+        return
+    for item in tree:
+        yield from leaves(item)
+
+
+def paths_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves, each with where it is."""
+    if isinstance(tree, dict):
+        for key, value in entries(tree).items():
+            yield from paths_of(value, f"{path}.{key}")
+    elif isinstance(tree, (list, tuple)):
+        for number, item in enumerate(tree):
+            yield from paths_of(item, f"{path}[{number}]")
+    else:
+        yield path, tree
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors among the leaves."""
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    """`tree` with its tensors replaced, in the order of `tensors_in`."""
+    replacements = iter(tensors)
+    return map_leaves(lambda leaf: next(replacements) if isinstance(leaf, Tensor) else leaf, tree)
