@@ -1,6 +1,6 @@
 """What travels between a caller and the ranks for one pipeline call. No torch, so that a caller need not import it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,22 +111,6 @@ class LastWord:
     output: Any
     generators: list[Any]
     random: RandomState
-
-
-def generators_of(kwargs: Mapping[str, Any]) -> list[Any]:
-    """Every torch.Generator among the arguments, in order, also those in lists."""
-    return [item for value in kwargs.values() for item in _items(value) if _is_generator(item)]
-
-
-def _items(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        yield from value
-    else:
-        yield value
-
-
-def _is_generator(value: Any) -> bool:
-    return type(value).__module__.startswith("torch") and type(value).__name__ == "Generator"
 
 
 IMAGES_EACH = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")

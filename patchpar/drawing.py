@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.call import DrawOptions, RandomState, StepAnswer, StepChange, StepEnd, generators_of
+from patchpar.call import DrawOptions, RandomState, StepAnswer, StepChange, StepEnd
 from patchpar.clock import StepClock
 from patchpar.errors import UnsupportedModel
+from patchpar.generators import generators_of
 from patchpar.launch.context import RankContext
 from patchpar.ledger import Ledger
 from patchpar.models.ip_adapters import looked_at

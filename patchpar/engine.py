@@ -20,12 +20,13 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from patchpar.call import Drawn, DrawOptions, Returned, generators_of
+from patchpar.call import Drawn, DrawOptions, Returned
 from patchpar.clock import StepClock
 from patchpar.drawing import Drawing, Randomness, random_state, take_random_state
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door
 from patchpar.figures import RankFigures
+from patchpar.generators import generators_of
 from patchpar.highres.suitable import why_kept_native
 from patchpar.installed import Installed
 from patchpar.launch.context import Bystander, RankContext

@@ -8,18 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from patchpar.call import (
-    Drawn,
-    DrawOptions,
-    RandomState,
-    Returned,
-    StepAnswer,
-    StepChange,
-    StepEnd,
-    generators_of,
-)
+from patchpar.call import Drawn, DrawOptions, RandomState, Returned, StepAnswer, StepChange, StepEnd
 from patchpar.changes import change_of, with_whole_paths
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.generators import generators_of
 from patchpar.models.adapters import from_safetensors
 from patchpar.plan import Plan
 from patchpar.run import Run

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from patchpar.call import Drawn, LastWord, generators_of
+from patchpar.call import Drawn, LastWord
 from patchpar.drawing import random_state, take_random_state
 from patchpar.exchange import Door, Gather
 from patchpar.figures import RankFigures
+from patchpar.generators import generators_of
 from patchpar.launch.context import CallAborted, RankContext
 from patchpar.launch.wire import encode, pack, unpack
 from patchpar.mesh import Axis, Mesh

@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "patchpar"
 # A module may import modules of earlier lines, and of its own package.
 LINES = (
-    ("errors", "scalars", "compiled", "anonymous", "hooks", "tree"),
+    ("errors", "scalars", "compiled", "anonymous", "hooks", "tree", "generators"),
     ("json_files",),
     (
         "fingerprint",

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from patchpar.call import generators_of
 from patchpar.compiled import compiled_in
 from patchpar.errors import PatchparError, UnsupportedModel, VerificationError
 from patchpar.exchange import Door, Gather
 from patchpar.first_use import check_once, made_of
+from patchpar.generators import generators_of
 from patchpar.mesh import Axis
 from patchpar.patches import split_bands
 from patchpar.shard import TOLERANCE, relative_error
