@@ -1,13 +1,13 @@
 """Refuse a call that cannot work before any worker does work: each message has the value, the limit, the way out."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.highres.footprint import check_room
 from patchpar.highres.geometry import refusal_of, units_of
-from patchpar.models.description import Description, refuse_without_denoiser
+from patchpar.models.description import DENOISERS, Description
 from patchpar.models.folder import free_memory
 from patchpar.plan import Plan
 from patchpar.scalars import plain
@@ -145,4 +145,13 @@ def _check_bands(model: Description, plan: Plan, size: tuple[int, int]) -> None:
         raise PlanError(
             f"{rows} latent {lines} make {rows // unit} bands of {unit} {lines}, but axis 'patch' has {plan.patch} "
             f"ranks: use at most {max(1, rows // unit)}, or a {name} of at least {needed} pixels"
+        )
+
+
+def refuse_without_denoiser(pipeline: str, denoisers: Collection[Any], plan: Plan) -> None:
+    """Raise UnsupportedModel for a plan that shares the work of networks which a pipeline has not."""
+    if not denoisers and plan.patch * plan.cfg > 1:
+        raise UnsupportedModel(
+            f"a {pipeline} has no {', '.join(sum(DENOISERS, ()))} whose work plan {plan} could share: use data=N, for "
+            "several prompts"
         )

@@ -9,6 +9,7 @@ from torch import nn
 
 from patchpar.caches import CacheVote
 from patchpar.carriers import carriers_of
+from patchpar.checks import refuse_without_denoiser
 from patchpar.clock import StepClock
 from patchpar.denoiser import ConditionerHook, DenoiserHook
 from patchpar.exchange import Door
@@ -17,7 +18,7 @@ from patchpar.highres.denoiser import LargePicture
 from patchpar.hooks import Hooked
 from patchpar.ledger import Ledger
 from patchpar.mesh import Mesh
-from patchpar.models.description import denoisers_of, refuse_compiled, refuse_without_denoiser
+from patchpar.models.description import denoisers_of, refuse_compiled
 from patchpar.patched import PatchedDenoiser
 from patchpar.plan import Plan
 from patchpar.strategies.guidance import GuidanceSplit

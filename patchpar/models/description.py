@@ -1,13 +1,12 @@
 """What the controlling process must know of a pipeline that lives in the workers: names and numbers, no weights."""
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from patchpar.compiled import compiled_in, is_compiled, is_wrapped
 from patchpar.errors import UnsupportedModel
-from patchpar.plan import Plan
 from patchpar.scalars import plain
 
 DENOISERS = (
@@ -134,15 +133,6 @@ def denoisers_of(pipe: Any) -> dict[str, Any]:
     kinds = ({name: pipe.components.get(name) for name in names} for names in DENOISERS)
     found = ({name: each for name, each in kind.items() if each is not None} for kind in kinds)
     return next(filter(None, found), {})
-
-
-def refuse_without_denoiser(pipeline: str, denoisers: Collection[Any], plan: Plan) -> None:
-    """Raise UnsupportedModel for a plan that shares the work of networks which a pipeline has not."""
-    if not denoisers and plan.patch * plan.cfg > 1:
-        raise UnsupportedModel(
-            f"a {pipeline} has no {', '.join(sum(DENOISERS, ()))} whose work plan {plan} could share: use data=N, for "
-            "several prompts"
-        )
 
 
 def is_name_of_denoiser(name: str) -> bool:
