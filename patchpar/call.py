@@ -1,6 +1,5 @@
 """What travels between a caller and the ranks for one pipeline call. No torch, so that a caller need not import it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,11 +110,3 @@ class LastWord:
     output: Any
     generators: list[Any]
     random: RandomState
-
-
-IMAGES_EACH = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
-
-
-def images_each(arguments: Mapping[str, Any]) -> int:
-    """How many results each prompt gives."""
-    return next((arguments[name] for name in IMAGES_EACH if arguments.get(name)), 1)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.call import images_each
 from patchpar.errors import PatchparError, PlanError
+from patchpar.models.description import images_each
 from patchpar.refusal import in_one_line
 
 METHOD = "encode_prompt"  # of pipelines of diffusers, and all that begin so

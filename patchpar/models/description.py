@@ -23,6 +23,7 @@ NAMED_FOR_GUIDANCE = (
     "decoder_guidance_scale",
     "guidance_schedule",
 )
+IMAGES_EACH = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,3 +280,8 @@ def _default_size(pipe: Any, config: Mapping[str, Any], scale: int) -> tuple[int
     if isinstance(size, (list, tuple)) and len(size) == 2:
         return size[0] * scale, size[1] * scale
     return None
+
+
+def images_each(arguments: Mapping[str, Any]) -> int:
+    """How many results each prompt gives."""
+    return next((arguments[name] for name in IMAGES_EACH if arguments.get(name)), 1)

@@ -15,8 +15,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from patchpar.call import images_each
 from patchpar.errors import PlanError
+from patchpar.models.description import images_each
 
 TEXTS = (
     "prompt",
