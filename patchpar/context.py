@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from patchpar.correction import Fit, OwnPast, correct, on_the_line
 from patchpar.exchange import Part
-from patchpar.layers import Partial
 from patchpar.mesh import Axis
 from patchpar.residual import Residual
 from patchpar.selection import Everything, Piece
+from patchpar.sequence.partial import Partial
 from patchpar.tokens import Grid, log_weights, take, take_bias
 from patchpar.transport import Spec
 from patchpar.treatment import Context

@@ -11,7 +11,7 @@ Nothing here knows about steps or staleness.
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -229,6 +229,13 @@ def moments_part(axis: Axis, shared: Sequence[Tensor]) -> Part:
     peers = tuple(axis.ranks[place] for place in axis.others)
     specs = tuple(Spec.of(x) for x in shared)
     return Part("moments", [(peers, tuple(shared))], dict.fromkeys(peers, specs))
+
+
+class Halo(NamedTuple):
+    """Rows of the neighbours next to ours; None at an edge of the picture."""
+
+    before: Tensor | None
+    after: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)

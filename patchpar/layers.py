@@ -1,19 +1,21 @@
-"""Convolution, group norm and attention over a share of the rows. They know nothing of time or ranks.
+"""Convolution and group norm over a share of the rows. They know nothing of time or ranks.
 
-Shape letters: B batch, C channels, H rows of the whole, h rows of this share, W columns, G groups, N heads,
-L tokens of the whole, l tokens of this share, D head width. Lower case is this rank's share. `dim` is the tensor
-dimension that is split; "rows" below means slices along it, so columns work alike.
+Shape letters: B batch, C channels, H rows of the whole, h rows of this share, W columns, G groups. Lower
+case is this rank's share. `dim` is the tensor dimension that is split; "rows" below means slices along it, so columns
+work alike.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from patchpar.exchange import Halo
 from patchpar.patches import Stencil
+from patchpar.precision import wide
 
 Conv = nn.Conv2d | nn.Conv3d
 
@@ -58,11 +60,6 @@ class GroupNormLike(Protocol):
 
 VALUES_PER_WEIGHT = 8  # of a map, up to which a copy of it costs less than a second pass over the weights
 TINY = 1e-12  # keeps 1/std finite on a constant map, and is far below any variance that matters
-
-
-def wide(x: Tensor) -> Tensor:
-    """In fp32, or in fp64 where it is: what sums and moments are kept in."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 class Moments(NamedTuple):
@@ -171,7 +168,7 @@ def convolve(conv: ConvolutionLike, x: Tensor, dim: int) -> Tensor:
     return function(x, conv.weight.to(x.dtype), bias, conv.stride, tuple(padding), conv.dilation, conv.groups)
 
 
-def mend_borders(conv: ConvolutionLike, x: Tensor, y: Tensor, dim: int, stencil: Stencil, halo: "Halo") -> Tensor:
+def mend_borders(conv: ConvolutionLike, x: Tensor, y: Tensor, dim: int, stencil: Stencil, halo: Halo) -> Tensor:
     """Compute again, in place, the rows of `y` = conv(x, zero padded) that read a neighbour's rows.
 
     Only the few border rows are computed twice, so the bulk can be convolved while the halo is on its way, and no
@@ -188,13 +185,6 @@ def mend_borders(conv: ConvolutionLike, x: Tensor, y: Tensor, dim: int, stencil:
         rows = torch.cat([x.narrow(dim, start, size - start), halo.after], dim)
         y.narrow(dim, y.shape[dim] - bottom, bottom).copy_(convolve(conv, rows, dim))
     return y
-
-
-class Halo(NamedTuple):
-    """Rows of the neighbours next to ours; None at an edge of the picture."""
-
-    before: Tensor | None
-    after: Tensor | None
 
 
 def is_thin(size: int, stencil: Stencil) -> bool:
@@ -224,43 +214,3 @@ def convolve_with_halo(conv: ConvolutionLike, x: Tensor, dim: int, stencil: Sten
     needed = (outputs - 1) * stencil.stride + stencil.extent - stencil.padding - size
     after = zeros(max(0, needed)) if halo.after is None else [halo.after]
     return convolve(conv, torch.cat([*before, x, *after], dim), dim)
-
-
-class Partial(NamedTuple):
-    """Attention over some of the keys: output and log-sum-exp of the logits, fp32 where it matters."""
-
-    out_BNlD: Tensor
-    lse_BNl: Tensor
-
-
-def attend(q_BNlD: Tensor, k_BNkD: Tensor, v_BNkD: Tensor, scale: float | None = None) -> Partial:
-    """Attention with its log-sum-exp, by the fused kernel of the device where there is one."""
-    if q_BNlD.device.type == "cpu":
-        return Partial(*torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_BNlD, k_BNkD, v_BNkD, scale=scale))
-    if q_BNlD.device.type == "cuda" and q_BNlD.dtype != torch.float64:  # no kernel knows that
-        length = q_BNlD.shape[2]
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            q_BNlD, k_BNkD, v_BNkD, None, True, scale=scale
-        )
-        return Partial(out, lse[..., :length])  # this kernel pads the log-sum-exp to a multiple of 32 queries
-    logits_BNlk = (wide(q_BNlD) @ wide(k_BNkD).mT) * (scale or q_BNlD.shape[-1] ** -0.5)
-    out_BNlD = logits_BNlk.softmax(-1) @ wide(v_BNkD)
-    return Partial(out_BNlD.to(q_BNlD.dtype), logits_BNlk.logsumexp(-1))
-
-
-def merge_partials(partials: Iterable[Partial]) -> Partial:
-    """Attention over all keys from attention over parts of them, as they come, in fp32."""
-    out: Tensor | None = None
-    lse: Tensor | None = None
-    dtype = torch.float32
-    for partial in partials:
-        if out is None or lse is None:
-            (out, lse), dtype = partial, partial.out_BNlD.dtype
-            continue
-        ahead_BNl = (partial.lse_BNl - lse).nan_to_num()  # a query that sees nothing of either part is at -inf in both
-        share_BNl1 = torch.sigmoid(ahead_BNl).unsqueeze(-1)
-        out = torch.lerp(wide(out), wide(partial.out_BNlD), share_BNl1)
-        lse = torch.logaddexp(lse, partial.lse_BNl)
-    assert out is not None, "attention over no keys"
-    assert lse is not None
-    return Partial(out.to(dtype), lse)

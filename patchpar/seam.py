@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
-from patchpar.exchange import Part, Round, moments_part
+from patchpar.exchange import Halo, Part, Round, moments_part
 from patchpar.layers import (
     Conv,
-    Halo,
     Moments,
     Normalise,
     as_published,

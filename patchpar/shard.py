@@ -21,9 +21,10 @@ from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.exchange import Gather
 from patchpar.fourier import FourierHook
 from patchpar.hooks import Hooked
-from patchpar.layers import stencil_of, wide
+from patchpar.layers import stencil_of
 from patchpar.picture_arguments import with_sample_size
 from patchpar.pooling import PoolingHook
+from patchpar.precision import wide
 from patchpar.seam import ConvFed, ConvHook, NormHook
 from patchpar.share import Share
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.exchange import Door, Edges, Gather
-from patchpar.layers import Halo
+from patchpar.exchange import Door, Edges, Gather, Halo
 from patchpar.memory import Memory, Slot
 from patchpar.mesh import Axis
 from patchpar.patches import Bands

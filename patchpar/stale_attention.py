@@ -15,9 +15,9 @@ from torch import Tensor
 
 from patchpar.context import KeysValues, RemotePartials, RemoteTokens
 from patchpar.exchange import Gather, Gathering
-from patchpar.layers import Partial, merge_partials
 from patchpar.memory import Slot
 from patchpar.sequence.local import attend_locally
+from patchpar.sequence.partial import Partial, merge_partials
 from patchpar.share import Share
 from patchpar.tokens import Grid
 from patchpar.transport import Spec

@@ -10,7 +10,7 @@ REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "patchpar"
 # A module may import modules of earlier lines, and of its own package.
 LINES = (
-    ("errors", "scalars", "compiled", "anonymous", "hooks", "tree", "generators"),
+    ("errors", "scalars", "compiled", "anonymous", "hooks", "tree", "generators", "precision"),
     ("json_files",),
     (
         "fingerprint",
@@ -32,7 +32,8 @@ LINES = (
     ("traffic", "picture_arguments", "attention_sites"),
     ("exchange", "promise"),
     ("layers", "discover", "predictions", "memory", "tokens", "residual", "pace", "correction"),
-    ("context", "share", "models", "sequence"),
+    ("sequence",),
+    ("context", "share", "models"),
     ("stale_attention",),
     ("seam", "attention", "fourier", "pooling", "adapter_masks"),
     ("shard", "history", "first_use", "caches"),

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from patchpar.exchange import Door, Gather
-from patchpar.layers import Partial, merge_partials
 from patchpar.mesh import Axis
 from patchpar.sequence.call import Shared
 from patchpar.sequence.local import attend_others, attend_own
+from patchpar.sequence.partial import Partial, merge_partials
 
 
 def attend_gathered(door: Door, axis: Axis, where: str, shared: Shared) -> Tensor:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchpar.layers import Partial, attend, wide
+from patchpar.precision import wide
 from patchpar.sequence.call import Shared, Span
+from patchpar.sequence.partial import Partial, attend
 
 ALIGNED = 16  # elements: what the kernel wants of a row of its bias
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from patchpar.exchange import Arriving, Door
-from patchpar.layers import Partial, merge_partials
 from patchpar.mesh import Axis
 from patchpar.sequence.call import Shared
 from patchpar.sequence.local import attend_others, attend_own
+from patchpar.sequence.partial import Partial, merge_partials
 from patchpar.transport import Incoming, Outgoing
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from patchpar.exchange import Door, Exchange, Part
-from patchpar.layers import Partial, merge_partials
 from patchpar.mesh import Axis
 from patchpar.sequence.call import Shared
 from patchpar.sequence.local import attend_own, attend_span
+from patchpar.sequence.partial import Partial, merge_partials
 from patchpar.transport import Spec
 
 

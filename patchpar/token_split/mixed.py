@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.exchange import Edges, Gather, Round
-from patchpar.layers import Halo, convolve_with_halo, stencil_of, wide
+from patchpar.exchange import Edges, Gather, Halo, Round
+from patchpar.layers import convolve_with_halo, stencil_of
+from patchpar.precision import wide
 from patchpar.selection import Across
 from patchpar.token_split.attention import Split
 from patchpar.token_split.mixing import Convolution

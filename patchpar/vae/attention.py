@@ -5,7 +5,7 @@
 
 A large picture's queries are taken in chunks, so that memory is bounded where no kernel is fused, and so that a rank
 shows that it gets on: at 2048 x 2048 this one layer takes minutes on a core.
-Shape letters as in `layers`.
+Shape letters as in `sequence.partial`.
 """
 
 import math
@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from patchpar.errors import UnsupportedModel
 from patchpar.exchange import Gather
-from patchpar.layers import merge_partials
 from patchpar.sequence.call import Shared
 from patchpar.sequence.gathered import attend_gathered
 from patchpar.sequence.local import attend_locally
+from patchpar.sequence.partial import merge_partials
 from patchpar.vae.band import Band
 
 MOST_PRODUCTS = {"cuda": 2**40}

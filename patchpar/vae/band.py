@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from patchpar.exchange import Edges, Round
-from patchpar.layers import Halo
+from patchpar.exchange import Edges, Halo, Round
 from patchpar.share import Share
 
 NOTHING = Halo(None, None)

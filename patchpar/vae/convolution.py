@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchpar.errors import UnsupportedModel
-from patchpar.layers import Halo, convolve_with_halo, is_thin, mend_borders, stencil_of
+from patchpar.exchange import Halo
+from patchpar.layers import convolve_with_halo, is_thin, mend_borders, stencil_of
 from patchpar.patches import Stencil
 from patchpar.vae.band import Band, Beyond, moved
 

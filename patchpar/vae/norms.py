@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchpar.layers import Halo, Moments, Normalise, merge_moments, moments_of, pack_moments
+from patchpar.exchange import Halo
+from patchpar.layers import Moments, Normalise, merge_moments, moments_of, pack_moments
 from patchpar.vae.band import Band, Beyond, moved
 
 SLICES = 8  # of the channels, one at a time in fp32: the whole would be several times the peak of half precision
