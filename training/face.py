@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from patchpar.stream.audio import AudioConditioner
-from patchpar.stream.passes import CausalOptions
+from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.rope import Grid, Positions, Rotary
 from training.attention import attend
 from training.face_data import AUDIO, PROMPTS, WIDTH, Batch

@@ -19,8 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.audio import AudioConditioner
+from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.inner import InnerShare, SharedFrames
-from patchpar.stream.passes import BandedPass, BlockPass, CausalOptions, Pass, SinkPass
+from patchpar.stream.passes import BandedPass, BlockPass, Pass, SinkPass
 from patchpar.stream.rope import Grid, Positions
 from patchpar.stream.window import WindowMemory, WindowSize
 

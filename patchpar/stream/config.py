@@ -8,10 +8,10 @@ from typing import Any
 from patchpar.errors import PlanError
 from patchpar.json_files import read_object
 from patchpar.scalars import make_plain
+from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.facts import flag, number, text, whole
 from patchpar.stream.flow import FlowSchedule, Sampler
 from patchpar.stream.model_index import self_forcing_facts
-from patchpar.stream.passes import CausalOptions
 
 CONFIG = "stream.json"
 LIMITS = {"height": 2**14, "width": 2**14, "text_tokens": 2**16}

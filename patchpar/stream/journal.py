@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.stream.causal_options import MOST_FRAMES
 from patchpar.stream.config import LONGEST_PROMPT, StreamConfig
 from patchpar.stream.driver import Came
 from patchpar.stream.events import Parameter, Prompt, Reference
 from patchpar.stream.facts import number, text, whole
-from patchpar.stream.passes import MOST_FRAMES
 from patchpar.stream.talk import Said, Shown, Wish
 
 FORMAT = 1

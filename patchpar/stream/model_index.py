@@ -5,9 +5,9 @@ from typing import Any
 
 from patchpar.errors import PlanError
 from patchpar.json_files import read_object
+from patchpar.stream.causal_options import MOST_FRAMES
 from patchpar.stream.facts import number, whole
 from patchpar.stream.flow import FlowSchedule
-from patchpar.stream.passes import MOST_FRAMES
 
 SELF_FORCING = "SelfForcingFlowMatchScheduler"
 """The scheduler that FastVideo writes into such folders, as in wlsaidhi/SFWan2.1-T2V-1.3B-Diffusers."""

@@ -10,42 +10,14 @@ and are rotated at each reading ("relative"), so that positions stay as small as
 up to rounding.
 """
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from patchpar.errors import PlanError
-from patchpar.scalars import make_plain
-from patchpar.stream.facts import whole
+from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.rope import Positions, rotate
 from patchpar.stream.window import WindowMemory
-
-MOST_FRAMES = 2**16
-PositionPolicy = Literal["abs", "relative"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CausalOptions:
-    """How a stream is cut in blocks, and what a block sees.
-
-    `frames`: latent frames per block. `window`: blocks that a block sees, itself included. `sink_distance`: the sink
-    stands so many latent frames after the block's first one; negative for before. `positions`: see the module.
-    """
-
-    frames: int = 3
-    window: int = 4
-    sink_distance: int = 8
-    positions: PositionPolicy = "abs"
-
-    def __post_init__(self) -> None:
-        make_plain(self)
-        for name in ("frames", "window"):
-            whole(name, getattr(self, name), 1, MOST_FRAMES)
-        whole("sink_distance", self.sink_distance, -MOST_FRAMES, MOST_FRAMES)
-        if self.positions not in ("abs", "relative"):
-            raise PlanError(f"positions={self.positions!r}: use 'abs' or 'relative'")
 
 
 class Seen(NamedTuple):

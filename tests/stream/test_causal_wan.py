@@ -11,8 +11,8 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.causal_wan import CausalWan, Heard
-from patchpar.stream.passes import CausalOptions
 from patchpar.stream.rope import Grid, Positions
 from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, noise, sink, sound, text, transformer
 

@@ -11,11 +11,11 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline, 
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.causal_wan import CausalWan
 from patchpar.stream.decoder import WanDecoder
 from patchpar.stream.events import Change, Prompt, Reference
 from patchpar.stream.flow import FlowSchedule
-from patchpar.stream.passes import CausalOptions
 from patchpar.stream.pipeline import StreamingPipeline
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.wan import WanStream, WanStreamOptions

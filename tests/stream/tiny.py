@@ -11,11 +11,11 @@ from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipe
 from torch import Tensor
 
 from patchpar.stream.audio import AudioConditioner, AudioConfig
+from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.causal_wan import CausalWan
 from patchpar.stream.decoder import WanDecoder
 from patchpar.stream.flow import FlowSchedule
 from patchpar.stream.inner import InnerShare
-from patchpar.stream.passes import CausalOptions
 from patchpar.stream.wan import WanStream, WanStreamOptions
 from tests.tiny import encoders, tokenizers
 

@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 
 from patchpar.stream.audio import sound_levels
+from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.causal_wan import CausalWan, Heard
 from patchpar.stream.config import StreamConfig
-from patchpar.stream.passes import CausalOptions
 from patchpar.stream.pipeline import StreamingPipeline
 from training import package
 from training.checkpoint import load, save
