@@ -1,6 +1,7 @@
 """The page in a real browser, with real workers: what a person does, and what a person sees.
 
-Screenshots are left in build/screenshots, to be looked at.
+Screenshots are left in build/screenshots, to be looked at. Tabs whose handlers are tested without a browser (see
+test_drawing.py, test_streaming.py and test_jobs.py) are opened with `make test-all` only.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import av
+import pytest
 from PIL import Image
 from playwright.sync_api import Page, expect
 
@@ -68,17 +70,7 @@ def test_two_browsers_wait_for_each_other_and_see_their_own(opened: Any) -> None
         sees(page, "image-picture", side)
 
 
-def test_a_page_that_is_reloaded_goes_on_with_its_run(opened: Any) -> None:
-    page = opened()
-    small(page, steps=60)
-    press(page, "image-draw")
-    expect(status(page, "image")).to_contain_text(re.compile(r"step \d+ of 60"))
-    page.reload()
-    expect(status(page, "image")).to_contain_text("of 60")
-    press(page, "image-cancel")
-    expect(status(page, "image")).to_contain_text("Cancelled")
-
-
+@pytest.mark.breadth
 def test_many_quick_clicks_are_one_job(opened: Any) -> None:
     page = opened()
     small(page, steps=40)
@@ -95,7 +87,7 @@ def test_many_quick_clicks_are_one_job(opened: Any) -> None:
     done(page, "image")  # nothing waited behind it
 
 
-def test_another_tab_says_that_the_page_is_busy(opened: Any) -> None:
+def test_a_page_that_is_reloaded_goes_on_with_its_run_and_says_that_it_is_busy(opened: Any) -> None:
     page = opened()
     small(page, steps=60)
     press(page, "image-draw")
@@ -111,6 +103,7 @@ def test_another_tab_says_that_the_page_is_busy(opened: Any) -> None:
     expect(status(page, "image")).to_contain_text("Cancelled")
 
 
+@pytest.mark.breadth
 def test_two_ways_are_compared(opened: Any) -> None:
     page = opened(viewport={"width": 1280, "height": 900})
     tab(page, "Compare")
@@ -123,6 +116,7 @@ def test_two_ways_are_compared(opened: Any) -> None:
     keep(page, "compare")
 
 
+@pytest.mark.breadth
 def test_a_large_picture_is_drawn(opened: Any) -> None:
     page = opened(viewport={"width": 1280, "height": 900})
     tab(page, "High resolution")
@@ -179,6 +173,7 @@ def test_a_face_talks_as_a_film_with_sound(opened: Any) -> None:
     assert saved_film(page)[1:] == (16, (96, 96), 1)
 
 
+@pytest.mark.breadth
 def test_frames_of_a_film_are_drawn_anew(opened: Any, tmp_path: Path) -> None:
     page = opened(viewport={"width": 1280, "height": 900})
     tab(page, "Stream")
@@ -199,6 +194,7 @@ def test_frames_of_a_film_are_drawn_anew(opened: Any, tmp_path: Path) -> None:
     assert saved_film(page) == (6, 4, (128, 128), 0)
 
 
+@pytest.mark.breadth
 def test_an_uploaded_picture_is_drawn_again_larger(opened: Any, tmp_path: Path) -> None:
     page = opened(viewport={"width": 1280, "height": 900})
     tab(page, "High resolution")
