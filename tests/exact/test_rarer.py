@@ -11,16 +11,8 @@ from tests import tiny
 from tests.breadth import first_of
 
 LIMIT, CONTROL = 1e-5, 1e-2
-QUICK = (
-    "sd_t2i",
-    "sdxl_t2i_multi",
-    "sd_controlnet_xs",
-    "sdxl_ip_masks",
-    "if_text",
-    "kandinsky22_controlnet",
-    "kandinsky3",
-    "ddpm",
-)
+QUICK = ("sd_t2i", "if_text")
+"""Residuals of an adapter, and a denoiser in pixels; tests/coverage/pipelines goes over more pipelines."""
 
 
 @pytest.mark.parametrize("name", first_of(tiny.RARER, *QUICK))

@@ -35,6 +35,13 @@ STRATEGIES = (
     "fresh-edges:context=partials,refresh=3",
     "fresh-edges:context=partials,refresh=2,warmup_steps=2",
 )
+QUICK = (
+    "displaced:warmup_steps=1,group_norm=guarded",
+    "pcpp:warmup_steps=1,fraction=1.0",
+    "fresh-edges:correction=linear,extrapolated=false,context=pooled,pool=2",
+    "fresh-edges:context=partials,refresh=2,warmup_steps=2",
+)
+"""One of each kind of context; halos and moments of others are in the runs of several strategies below."""
 FEW = ("displaced:warmup_steps=1", "pcpp:warmup_steps=1", "fresh-edges")
 FAR = ("fresh-edges:context=pooled,pool=3", "fresh-edges:context=partials,refresh=3")
 STALE_HALO = "displaced:warmup_steps=2,group_norm=sync"
@@ -58,20 +65,19 @@ def check(ranks: Any, world: int, *runs: Run, through: str = "auto") -> None:
         assert errors(control, want)[-1] > 10 * SAME, (run, errors(control, want))
 
 
-@pytest.mark.parametrize("strategy", first_of(STRATEGIES, *STRATEGIES[1::2]))
+@pytest.mark.parametrize("strategy", first_of(STRATEGIES, *QUICK))
 def test_every_option_on_three_uneven_bands(ranks: Any, strategy: str) -> None:
     check(ranks, 3, Run(strategy=strategy))
 
 
-@pytest.mark.parametrize("name", first_of(denoisers.KINDS, "sdxl", "controlnet", "asymmetric"))
+@pytest.mark.parametrize("name", first_of(denoisers.KINDS, "asymmetric"))
 def test_every_kind_of_denoiser_on_two_bands(ranks: Any, name: str) -> None:
     size = (9, 19) if denoisers.KINDS[name].odd else (12, 20)
     check(ranks, 2, *(Run(strategy=strategy, denoiser=name, size=size) for strategy in FEW))
 
 
 def test_four_uneven_bands(ranks: Any) -> None:
-    runs = [Run(strategy=strategy, denoiser="sdxl", size=(43, 15)) for strategy in (*FEW, *FAR)]
-    check(ranks, 4, *runs)
+    check(ranks, 4, *(Run(strategy=strategy, denoiser="sdxl", size=(43, 15)) for strategy in ("fresh-edges", FAR[1])))
 
 
 def test_columns_with_ragged_windows(ranks: Any) -> None:
@@ -79,13 +85,13 @@ def test_columns_with_ragged_windows(ranks: Any) -> None:
 
 
 def test_through_torch_distributed(ranks: Any) -> None:
-    check(ranks, 3, *(Run(strategy=strategy) for strategy in (FEW[0], *FAR)), through="torch")
+    check(ranks, 3, *(Run(strategy=strategy) for strategy in (FEW[0], FAR[0])), through="torch")
 
 
 @pytest.mark.parametrize("exchange", ["off", "frozen"])
 def test_the_controls_are_what_they_say(ranks: Any, exchange: str) -> None:
     """Every band alone; and: after the exact steps nothing is sent, whatever would be of this step otherwise."""
-    runs = [Run(strategy=strategy, exchange=exchange) for strategy in (*FEW, *FAR, STALE_HALO)]
+    runs = [Run(strategy=strategy, exchange=exchange) for strategy in (*FEW, FAR[1], STALE_HALO)]
     for run, got in zip(runs, on_ranks(ranks, 3, runs), strict=True):
         assert max(errors(got, emulated(run, 3))) <= SAME, (run, errors(got, emulated(run, 3)))
         assert errors(got, plain(run))[-1] > 1000 * SAME
