@@ -12,7 +12,8 @@ from patchpar.cli.doctor import Doctor, doctor
 from patchpar.cli.flags import takes
 from patchpar.cli.generate import Generate, generate
 from patchpar.cli.page import App, serve_app
-from patchpar.cli.stream import Stream, stream
+from patchpar.cli.stream import stream
+from patchpar.cli.stream_flags import Stream
 from patchpar.cli.stream_replay import Replay, replay
 from patchpar.cli.upscale import Upscale, enlarge
 from patchpar.cli.video import Video, video

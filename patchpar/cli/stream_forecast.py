@@ -11,7 +11,7 @@ from patchpar.cli.speech import print_json
 from patchpar.errors import PlanError
 
 if TYPE_CHECKING:
-    from patchpar.cli.stream import Stream
+    from patchpar.cli.stream_flags import Stream
     from patchpar.stream.folder import StreamFolder
     from patchpar.stream.plan import StreamPlan
 

@@ -22,7 +22,7 @@ from patchpar.picture_file import check_pixels, read_picture
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from patchpar.cli.stream import Stream
+    from patchpar.cli.stream_flags import Stream
 
 FPS = 16.0
 """Of a folder of pictures, where --fps does not say otherwise."""

@@ -13,7 +13,7 @@ from patchpar.cli.stream_film import StreamFilm, film_at
 from patchpar.live.port import HOME, is_local
 
 if TYPE_CHECKING:
-    from patchpar.cli.stream import Stream
+    from patchpar.cli.stream_flags import Stream
     from patchpar.cli.stream_run import Screen
     from patchpar.live.screen import FilmScreen, PictureScreen
 

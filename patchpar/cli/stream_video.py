@@ -15,7 +15,7 @@ from patchpar.cli.stream_screens import Screens
 from patchpar.errors import PlanError
 
 if TYPE_CHECKING:
-    from patchpar.cli.stream import Stream
+    from patchpar.cli.stream_flags import Stream
     from patchpar.stream.delivery import Pace
     from patchpar.stream.folder import StreamFolder
 

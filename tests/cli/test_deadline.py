@@ -9,7 +9,7 @@ import pytest
 
 from patchpar.cli.flags import Request
 from patchpar.cli.page import App, demo_package, serve_app
-from patchpar.cli.stream import Stream
+from patchpar.cli.stream_flags import Stream
 
 VERBS = {
     "generate": ["a red house"],

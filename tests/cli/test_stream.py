@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from websockets.sync.client import connect
 
 from patchpar.cli import app, stream_film
-from patchpar.cli.stream import Stream
+from patchpar.cli.stream_flags import Stream
 from patchpar.cli.stream_forecast import parse_costs
 from patchpar.cli.stream_meter import Meter
 from patchpar.cli.stream_run import Part, paced, show_all
