@@ -54,9 +54,9 @@ def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-PROSE = ("stale-patch", "plan", "streaming", "howto/add-a-strategy")
+PROSE = ("plan", "streaming", "howto/add-a-strategy")
 QUICK = [REPOSITORY / "docs" / f"{page}.md" for page in PROSE]
-"""Pages whose blocks start no worker; those of the others run in one process as well, see test_examples.py."""
+"""Pages whose blocks start no worker and soon end; those of others run in one process as well, see test_examples.py."""
 RUNNABLE = [page for page in PAGES if python_blocks(page, runnable=True)]
 
 

@@ -126,9 +126,10 @@ def copy_of_the_model(folder: Path) -> Path:
     ("flags", "words"),
     [
         (["--height", "100"], ["100", "96", "104"]),
-        (
+        pytest.param(  # workers say so, as in tests/pipeline/test_bad_input.py
             ["--height", "32", "--width", "32", "--devices", "cpu:3", "--plan", "patch=3"],
             ["3 ranks", "at most 2", "48 pixels"],
+            marks=pytest.mark.breadth,
         ),
         (["--devices", "cpu:3", "--plan", "cfg=2,patch=2"], ["4 devices", "3"]),
         (["--plan", "rows=2"], ["rows", "data, cfg, patch"]),

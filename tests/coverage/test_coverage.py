@@ -30,7 +30,7 @@ SAMPLE = {
     "WanAnimateTransformer3DModel": "some blocks whole on every rank",
     "WanTransformer3DModel": "video",
 }
-QUICK = ("PixArtTransformer2DModel", "SanaTransformer2DModel", "SanaWMTransformer3DModel", "WanTransformer3DModel")
+QUICK = ("SanaTransformer2DModel", "WanTransformer3DModel")
 LEAST_SPLIT = 50
 
 

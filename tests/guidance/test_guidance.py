@@ -11,6 +11,7 @@ import torch
 
 from patchpar.models.description import describe
 from tests import tiny
+from tests.breadth import first_of
 from tests.guidance import on_ranks
 
 ON_RANKS = "tests.guidance.on_ranks"
@@ -27,7 +28,7 @@ def error(result: torch.Tensor, expected: torch.Tensor) -> float:
     return float((result - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("name", TWO_BRANCHES)
+@pytest.mark.parametrize("name", first_of(TWO_BRANCHES, "sdxl", "svd", "sd_controlnet", "pixart", "animatediff"))
 def test_branches_in_one_call(ranks: Any, name: str) -> None:
     expected = alone(name, steps=2)
     first, second = (ran[0] for ran in ranks.run(f"{ON_RANKS}:runs", 2, name, [{"steps": 2}]))
@@ -44,14 +45,14 @@ def test_one_call_per_branch_is_bit_equal_and_half_the_work(ranks: Any, name: st
         assert [len(run.batches) for run in ran] == [5, 4]  # of 8: the first step of all shows what to expect
 
 
-@pytest.mark.parametrize("name", ["sdxl", "svd", "wan", "flux"])
+@pytest.mark.parametrize("name", first_of(["sdxl", "svd", "wan", "flux"], "sdxl", "wan"))
 def test_without_the_exchange_the_result_is_wrong(ranks: Any, name: str) -> None:
     for ran in ranks.run(f"{ON_RANKS}:runs", 2, name, [{"steps": 3}], False):
         assert error(ran[0].latents, alone(name, steps=3)) > 1e-2
 
 
 @pytest.mark.parametrize("touch", [False, True], ids=["straight to the denoiser", "used on the way"])
-@pytest.mark.parametrize("name", ["sd_controlnet", "sdxl_controlnet"])
+@pytest.mark.parametrize("name", first_of(["sd_controlnet", "sdxl_controlnet"], "sd_controlnet"))
 def test_a_controlnet_is_shared_too(ranks: Any, name: str, touch: bool) -> None:
     expected = alone(name, steps=2, num_images_per_prompt=2)
     sent = [ran[0].bytes_sent for ran in ranks.run(f"{ON_RANKS}:runs", 2, name, [{"steps": 2}])]
@@ -97,13 +98,13 @@ def test_no_guidance_to_split(ranks: Any, name: str, off: dict[str, Any]) -> Non
         assert error(second.latents, alone(name, steps=2)) <= TOLERANCE  # the next call works
 
 
-@pytest.mark.parametrize("name", ["sdxl", "wan"])
+@pytest.mark.parametrize("name", first_of(["sdxl", "wan"], "wan"))
 def test_one_step(ranks: Any, name: str) -> None:
     for ran in ranks.run(f"{ON_RANKS}:runs", 2, name, [{"steps": 1}] * 2):
         assert all(error(run.latents, alone(name, steps=1)) <= TOLERANCE for run in ran)
 
 
-@pytest.mark.parametrize("name", ["sdxl", "qwen", "animatediff"])
+@pytest.mark.parametrize("name", first_of(["sdxl", "qwen", "animatediff"], "sdxl", "qwen"))
 def test_calls_that_differ(ranks: Any, name: str) -> None:
     calls = [
         {"steps": 2, "seed": 1},
@@ -114,7 +115,7 @@ def test_calls_that_differ(ranks: Any, name: str) -> None:
         assert all(error(run.latents, alone(name, **call)) <= TOLERANCE for run, call in zip(ran, calls, strict=True))
 
 
-@pytest.mark.parametrize("name", ["sdxl", "animatediff", "sdxl_controlnet"])
+@pytest.mark.parametrize("name", first_of(["sdxl", "animatediff", "sdxl_controlnet"], "animatediff"))
 def test_several_pictures(ranks: Any, name: str) -> None:
     call = {"steps": 2, "prompt": ["a red house", "a blue boat"] if name == "animatediff" else "a red house"}
     call |= {} if name == "animatediff" else {"num_images_per_prompt": 2}
@@ -182,13 +183,13 @@ def test_what_the_denoiser_returns(ranks: Any, as_tuple: bool, sequential: bool)
     assert ranks.run(f"{ON_RANKS}:outputs_of", 2, as_tuple, sequential) == [[(name, True, rest)] * 3] * 2
 
 
-@pytest.mark.parametrize("name", ["sdxl", "wan"])
+@pytest.mark.parametrize("name", first_of(["sdxl", "wan"], "sdxl"))
 def test_beside_another_axis(ranks: Any, name: str) -> None:
     for ran in ranks.run(f"{ON_RANKS}:beside_patches", 4, name):
         assert error(ran.latents, alone(name, steps=2)) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["sdxl", "wan"])
+@pytest.mark.parametrize("name", first_of(["sdxl", "wan"], "sdxl"))
 def test_through_torch_distributed(ranks: Any, name: str) -> None:
     for ran in ranks.run(f"{ON_RANKS}:runs", 2, name, [{"steps": 3}], through="torch"):
         assert error(ran[0].latents, alone(name, steps=3)) <= TOLERANCE

@@ -12,6 +12,7 @@ import torch
 from diffusers import DDIMScheduler, DPMSolverMultistepScheduler, EulerAncestralDiscreteScheduler
 
 from patchpar import ParallelPipeline, PlanError, UnsupportedModel
+from tests.breadth import first_of
 from tests.tiny import build
 
 from .conftest import EXACT, QUICK, Hold, generator, relative_error
@@ -20,7 +21,7 @@ CALL = {**QUICK, "output_type": "latent"}
 PLANS = ("cfg=2", "patch=2")
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", first_of(PLANS, "patch=2"))
 def test_schedulers(parallel: ParallelPipeline, plain: Any, plan: str) -> None:
     parallel.plan = plan
     before = plain.scheduler
@@ -43,7 +44,7 @@ def own_plain() -> Iterator[Any]:
     return build("sdxl").pipe
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", first_of(PLANS, "patch=2"))
 def test_loras(reloaded: ParallelPipeline, own_plain: Any, loras: Path, plan: str) -> None:
     parallel = reloaded
     parallel.plan = plan
@@ -84,7 +85,7 @@ def test_loras(reloaded: ParallelPipeline, own_plain: Any, loras: Path, plan: st
 FREEU = {"s1": 0.9, "s2": 0.2, "b1": 1.5, "b2": 1.6}
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", first_of(PLANS, "patch=2"))
 def test_freeu(parallel: ParallelPipeline, own_plain: Any, plan: str) -> None:
     parallel.plan = plan
     for pipe in (parallel, own_plain):

@@ -246,20 +246,6 @@ def test_a_callback_sets_the_scale_of_an_ip_adapter(parallel: ParallelPipeline, 
             pipe.unload_ip_adapter()
 
 
-def test_new_workers_know_what_a_callback_has_done(parallel: ParallelPipeline, plain: Any) -> None:
-    parallel.plan = "patch=2"
-    executor: Any = parallel._executor
-    try:
-        for pipe in (parallel, plain):
-            pipe(**CALL, generator=generator(), callback_on_step_end=at_step(0, _filter))
-        executor._drop_pool()  # as after the death of a worker
-        want = plain(**CALL, generator=generator())
-        assert relative_error(parallel(**CALL, generator=generator()), want) <= EXACT
-    finally:
-        for pipe in (parallel, plain):
-            pipe.disable_freeu()
-
-
 @pytest.mark.parametrize(
     ("look", "kind", "words"),
     [

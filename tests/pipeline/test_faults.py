@@ -55,9 +55,10 @@ def draws_as_ever(pipe: ParallelPipeline, plain: Any) -> bool:
 
 
 def test_a_worker_is_killed(impatient: ParallelPipeline, plain: Any) -> None:
-    impatient.plan = "patch=2"
+    """While values are under way: those that it sent for the next step, and those that it should have."""
     impatient.scheduler = impatient.scheduler.from_config(impatient.scheduler.config)  # to be replayed
-    assert draws_as_ever(impatient, plain)
+    impatient.plan = "patch=2,strategy=displaced:warmup_steps=1"
+    stale = impatient(**CALL, generator=generator())
     before = impatient._executor.pids
     strike(impatient, 1, signal.SIGKILL)
     start = time.monotonic()
@@ -65,23 +66,15 @@ def test_a_worker_is_killed(impatient: ParallelPipeline, plain: Any) -> None:
         impatient(**CALL, generator=generator())
     assert time.monotonic() - start < DEADLINE + 2
     assert all(is_gone(pid) for pid in before)
-    assert draws_as_ever(impatient, plain)
+    impatient.on_step = None
+    assert relative_error(impatient(**CALL, generator=generator()), stale) == 0.0
+    assert relative_error(stale, plain(**CALL, generator=generator())) > EXACT
     assert set(impatient._executor.pids).isdisjoint(before)
+    impatient.plan = "patch=2"
+    assert draws_as_ever(impatient, plain)
 
 
-def test_a_worker_is_killed_while_values_are_under_way(impatient: ParallelPipeline, plain: Any) -> None:
-    """Those that the dead worker sent for the next step, and those that it should have."""
-    impatient.plan = "patch=2,strategy=displaced:warmup_steps=1"
-    impatient.on_step = None
-    before = impatient(**CALL, generator=generator())
-    strike(impatient, 1, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match=r"rank 1 \(cpu, pid \d+\) was killed by SIGKILL"):
-        impatient(**CALL, generator=generator())
-    impatient.on_step = None
-    assert relative_error(impatient(**CALL, generator=generator()), before) == 0.0
-    assert relative_error(before, plain(**CALL, generator=generator())) > EXACT
-
-
+@pytest.mark.breadth  # tests/launch has workers that hang
 def test_a_worker_stands_still(impatient: ParallelPipeline, plain: Any) -> None:
     impatient.plan = "cfg=2"
     before = impatient._executor.pids
@@ -95,11 +88,27 @@ def test_a_worker_stands_still(impatient: ParallelPipeline, plain: Any) -> None:
 
 
 def test_one_worker_raises(parallel: ParallelPipeline, plain: Any) -> None:
+    """The workers that take the place of all know what a callback had done before."""
     parallel.plan = "patch=2"
     callback = RaisesOnOneRank(parallel._executor.pids[1])
-    with pytest.raises(WorkerError, match=r"(?s)rank 1.*ZeroDivisionError: this rank had enough.*odd\.py.*callback_fn"):
-        parallel(**CALL, generator=generator(), callback_on_step_end=callback)
-    assert draws_as_ever(parallel, plain)
+    untouched = plain(**CALL, generator=generator())
+    try:
+        for pipe in (parallel, plain):
+            pipe(**CALL, generator=generator(), callback_on_step_end=filters)
+        with pytest.raises(WorkerError, match=r"(?s)rank 1.*ZeroDivisionError: this rank had .*odd\.py.*callback_fn"):
+            parallel(**CALL, generator=generator(), callback_on_step_end=callback)
+        assert draws_as_ever(parallel, plain)
+        assert relative_error(untouched, plain(**CALL, generator=generator())) > 100 * EXACT
+    finally:
+        for pipe in (parallel, plain):
+            pipe.disable_freeu()
+
+
+def filters(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """A callback that switches a filter on."""
+    if step == 0:
+        pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.5, b2=1.6)
+    return tensors
 
 
 def test_all_workers_raise_alike(parallel: ParallelPipeline, plain: Any) -> None:

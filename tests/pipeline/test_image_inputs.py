@@ -7,13 +7,23 @@ from typing import Any
 
 import pytest
 
+from tests.breadth import first_of
 from tests.tiny import build
 
 from .conftest import EXACT, Hold, generator, relative_error
 
+NAMES = ("sd_img2img", "sdxl_inpaint", "sdxl_controlnet", "svd")
 
-@pytest.mark.parametrize("plan", ["cfg=2", "patch=2"])
-@pytest.mark.parametrize("name", ["sd_img2img", "sdxl_inpaint", "sdxl_controlnet", "svd"])
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    first_of(
+        [(name, plan) for name in NAMES for plan in ("cfg=2", "patch=2")],
+        ("sd_img2img", "patch=2"),
+        ("sdxl_inpaint", "cfg=2"),
+        ("sdxl_controlnet", "patch=2"),
+    ),
+)
 def test_pictures_as_input(hold: Hold, name: str, plan: str) -> None:
     tiny = build(name)
     call = {**tiny.call_kwargs, "num_inference_steps": 3, "output_type": "latent"}

@@ -1,6 +1,6 @@
 """Transformers of diffusers with their tokens split, at two numbers of tokens, against the same in one piece.
 
-Every sixth class in every run, and those with something of their own; `python -m tests.coverage` goes over all.
+Every twelfth class in every run, and some with something of their own; `python -m tests.coverage` goes over all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REPLICATED = {
 MIXED = ("SanaTransformer2DModel", "SanaVideoTransformer3DModel")  # linear attention, convolutions
 SPLIT = [name for name in TRANSFORMERS if name not in REFUSED]
 SAMPLE = sorted({*SPLIT[::3], *PARTLY, *ANEW, *MIXED, *REPLICATED})
-QUICK = {*SPLIT[::6], *PARTLY, *ANEW, *MIXED, "WanAnimate2Transformer3DModel"}
+QUICK = {*SPLIT[::12], *PARTLY, "SanaTransformer2DModel", "WanAnimate2Transformer3DModel"}
 
 
 @pytest.mark.parametrize("name", first_of(SAMPLE, *QUICK))
@@ -48,7 +48,7 @@ def test_split_tokens(name: str) -> None:
     assert error(split(name, plan, 2, 0, None), plain(name, 0)) > 100 * LIMIT  # keys of the own tokens only
 
 
-@pytest.mark.parametrize("name", [name for name in REFUSED if name in TRANSFORMERS])
+@pytest.mark.parametrize("name", first_of([name for name in REFUSED if name in TRANSFORMERS], "T5FilmDecoder"))
 def test_refused(name: str) -> None:
     with pytest.raises(UnsupportedModel, match=f"{name} cannot be split by tokens .*{REFUSED[name]}"):
         plan_of(name)
