@@ -18,10 +18,18 @@ from patchpar.batch import Batch, count_branches, sample_of
 from patchpar.caches import caches_set_aside
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.exchange import Door
-from patchpar.first_use import Call, arguments_of, form_of, known_to_all, made_of, with_noise_for_zeros
+from patchpar.first_use import (
+    TOLERANCE,
+    Call,
+    arguments_of,
+    form_of,
+    known_to_all,
+    made_of,
+    relative_error,
+    with_noise_for_zeros,
+)
 from patchpar.mesh import Axis
 from patchpar.refusal import in_one_line, is_of_the_split
-from patchpar.shard import TOLERANCE, relative_error
 from patchpar.token_split.provenance import disturbed, moved_indices
 from patchpar.tree import paths_of, tensors_in, with_tensors
 from patchpar.verdicts import Verdicts

@@ -17,10 +17,12 @@ from patchpar.errors import UnsupportedModel
 from patchpar.exchange import Door, Gather
 from patchpar.fingerprint import fingerprint
 from patchpar.mesh import Axis
+from patchpar.precision import wide
 from patchpar.traffic import Traffic
 from patchpar.verdicts import Verdicts
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-9}
 TIME = "timestep"  # may be a plain number, and is another one in every step; or a tensor, with a time for each token
 
 
@@ -130,3 +132,10 @@ def with_noise_for_zeros(call: Call) -> Call | None:
 
 def _is_zeros(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > 2 and leaf.is_floating_point() and not bool(leaf.any())
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Norm of the difference over the norm of `want`; infinite where `got` is not finite."""
+    got, want = wide(got), wide(want)
+    error = (got - want).norm() / want.norm().clamp_min(1e-12)
+    return error.item() if math.isfinite(error.item()) else math.inf

@@ -17,9 +17,8 @@ from patchpar.clock import StepClock
 from patchpar.errors import VerificationError
 from patchpar.exchange import Door, Gather
 from patchpar.fingerprint import Watched
-from patchpar.first_use import Call, arguments_of, check_once, form_of, made_of
+from patchpar.first_use import TOLERANCE, Call, arguments_of, check_once, form_of, made_of, relative_error
 from patchpar.mesh import Axis
-from patchpar.shard import TOLERANCE, relative_error
 from patchpar.tree import tensors_in
 from patchpar.verdicts import Verdicts
 

@@ -5,7 +5,6 @@ restore    every hook out; outputs are bit-equal to the untouched denoiser
 verify     the split forward against the plain one, at two sizes, on all ranks
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,19 +18,18 @@ from patchpar.attention import AttentionHook, refusal_of_past
 from patchpar.discover import NormSite, Sites
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.exchange import Gather
+from patchpar.first_use import TOLERANCE, relative_error
 from patchpar.fourier import FourierHook
 from patchpar.hooks import Hooked
 from patchpar.layers import stencil_of
 from patchpar.picture_arguments import with_sample_size
 from patchpar.pooling import PoolingHook
-from patchpar.precision import wide
 from patchpar.seam import ConvFed, ConvHook, NormHook
 from patchpar.share import Share
 
 HOOK = "patchpar_seam"
 SHOWN = 3  # of what other libraries have put in
 Denoise = Callable[..., Any]
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-9}
 
 
 class Sharded:
@@ -192,13 +190,6 @@ def _plain_at(
         if tuple(prediction.shape[-2:]) == size:  # or it has dropped what is no whole multiple
             break
     return size, prediction
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """Norm of the difference over the norm of `want`; infinite where `got` is not finite."""
-    got, want = wide(got), wide(want)
-    error = (got - want).norm() / want.norm().clamp_min(1e-12)
-    return error.item() if math.isfinite(error.item()) else math.inf
 
 
 def first_tensor(output: Any) -> Tensor:

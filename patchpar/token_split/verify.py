@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_flatten
 
 from patchpar.errors import VerificationError
 from patchpar.exchange import Gather
-from patchpar.shard import TOLERANCE, relative_error
+from patchpar.first_use import TOLERANCE, relative_error
 from patchpar.token_split.latent import is_latent
 from patchpar.token_split.shard import TokenShard
 from patchpar.token_split.watch import Arguments

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from patchpar.compiled import compiled_in
 from patchpar.errors import PatchparError, UnsupportedModel, VerificationError
 from patchpar.exchange import Door, Gather
-from patchpar.first_use import check_once, made_of
+from patchpar.first_use import TOLERANCE, check_once, made_of, relative_error
 from patchpar.generators import generators_of
 from patchpar.mesh import Axis
 from patchpar.patches import split_bands
-from patchpar.shard import TOLERANCE, relative_error
 from patchpar.share import Share
 from patchpar.vae.band import Band
 from patchpar.vae.functions import in_band
