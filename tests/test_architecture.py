@@ -1,7 +1,8 @@
 """The rules that keep the package readable, as tests: who imports whom, one door to collectives, short files."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -95,18 +96,34 @@ def name_of(path: Path) -> str:
 
 def imported(source: str, path: Path) -> Iterator[str]:
     """Top-level modules of patchpar that a file imports; 'PUBLIC' for a name of the package itself."""
+    for name in names_imported(source, path):
+        package, _, rest = name.partition(".")
+        if package == "patchpar" and rest:
+            module = rest.split(".")[0]
+            yield module if module in LEVEL else "PUBLIC"
+
+
+def names_imported(source: str, path: Path) -> Iterator[str]:
+    """Dotted names of all that a file imports, wherever in it: modules, and what is in modules."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            names = [f"{absolute(node, path)}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for name in names:
-            package, _, rest = name.partition(".")
-            if package == "patchpar" and rest:
-                module = rest.split(".")[0]
-                yield module if module in LEVEL else "PUBLIC"
+            yield from (f"{absolute(node, path)}.{alias.name}" for alias in node.names)
+
+
+def file_of(name: str, files: Collection[str]) -> str | None:
+    """The module that a dotted name is, or is in."""
+    return next((module for module in (name, name.rpartition(".")[0]) if module in files), None)
+
+
+def refuse_circles(sources: Mapping[str, str]) -> None:
+    """Raise graphlib.CycleError where files import each other, be it in functions or for types only."""
+    graph = {
+        module: {file_of(name, sources) for name in names_imported(source, PACKAGE)} - {None, module}
+        for module, source in sources.items()
+    }
+    TopologicalSorter(graph).prepare()
 
 
 def absolute(node: ast.ImportFrom, path: Path) -> str:
@@ -164,6 +181,19 @@ def test_imports_point_one_way(path: Path) -> None:
 )
 def test_the_import_rule_sees(module: str, source: str, wrong: list[str]) -> None:
     assert wrong_imports(source, PACKAGE / module) == wrong
+
+
+def test_no_circle_of_files() -> None:
+    parts = ((path, path.relative_to(REPOSITORY).with_suffix("").parts) for path in MODULES)
+    refuse_circles({".".join(names).removesuffix(".__init__"): path.read_text() for path, names in parts})
+
+
+@pytest.mark.parametrize("indent", ["", "if TYPE_CHECKING:\n    ", "def f():\n    "])
+def test_the_circle_rule_sees(indent: str) -> None:
+    sources = {"patchpar.plan": "import patchpar", "patchpar.mesh": "from patchpar.plan import Plan"}
+    refuse_circles(sources)
+    with pytest.raises(CycleError):
+        refuse_circles(sources | {"patchpar.plan": f"{indent}from patchpar import mesh"})
 
 
 def test_strategies_stand_alone() -> None:
