@@ -1,7 +1,7 @@
 # make demo     a picture by two workers on this machine, from a fresh clone
 # make app      the demo, a page in the browser
 # make test     the whole test suite
-# make test-all the same for every model, scheduler and option that a promise names
+# make test-all the same for every model, scheduler and option that a promise names, and every tab of the page
 # make test-lowest  a part of it with the lowest versions that pyproject.toml allows, in .venv-lowest
 # make check    lint, types, direction of imports
 # make docs     the docs as a site, in build/site

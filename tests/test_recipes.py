@@ -36,7 +36,8 @@ FAMILIES = {
     "wan_t2v": "wan_two",
     "z_image": "zimage",
 }
-"""The tiny pipeline that each recipe runs on."""
+"""The tiny pipeline that each recipe runs on, whose weights would be fetched."""
+TINY = FAMILIES | {"scenes": "sdxl"}
 MEANT = ("prompt", "negative_prompt", "guidance_scale", "true_cfg_scale", "image", "class_labels")
 """Arguments that are the recipe's own. The others of a tiny call are sizes, which a tiny model has its own of."""
 
@@ -90,7 +91,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelPipeli
 @pytest.fixture
 def recipe(request: Any, workers: ParallelPipeline, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """The module of a recipe that opens a tiny pipeline, in a folder with a picture."""
-    module, found = load(request.param), tiny.build(FAMILIES[request.param])
+    module, found = load(request.param), tiny.build(TINY[request.param])
     workers.plan = "auto"
     workers._state.model = workers._state.executor.call("adopt", found.pipe)[0]
     vae = found.pipe.vae
@@ -116,6 +117,14 @@ def result_in(folder: Path) -> tuple[int, int]:
     return len(frames), frames[0].shape[0]
 
 
+@pytest.mark.parametrize("recipe", ["scenes"], indirect=True)
+def test_the_scene_s_own_code(recipe: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe.main()
+    assert result_in(tmp_path) == (1, 128)
+    assert capsys.readouterr().out.startswith(f"plan {recipe.ParallelPipeline.plan}: 2 steps")
+
+
+@pytest.mark.breadth
 def test_the_scene_is_drawn(tmp_path: Path) -> None:
     command = [sys.executable, str(FOLDER / "scenes.py")]
     answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)

@@ -156,6 +156,7 @@ def test_a_stream_is_seen_while_it_runs_and_follows_a_new_prompt(opened: Any) ->
     assert pictures > len(seen)
 
 
+@pytest.mark.breadth  # a film that plays while it is made is in tests/live
 def test_a_face_talks_as_a_film_with_sound(opened: Any) -> None:
     page = opened(viewport={"width": 1280, "height": 900})
     tab(page, "Stream")

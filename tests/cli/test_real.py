@@ -63,10 +63,10 @@ def test_json_of_generate(tmp_path: Path) -> None:
     assert found["outputs"] == [str(target)]
 
 
-def test_compare_sees_that_exact_is_exact(tmp_path: Path) -> None:
+def test_compare_sees_that_exact_is_exact(run: Any, tmp_path: Path) -> None:
     flags = ("--devices", 2, "--plan", "patch=2", *QUICK, "--json", "-o", tmp_path / "x.png")
-    result = patchpar("compare", PROMPT, *flags)
-    assert result.returncode == 0, result.stderr
+    result = run("compare", PROMPT, *flags)
+    assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     assert found["psnr_db"] is None or found["psnr_db"] > 90
     assert found["ssim"] > 0.9999
