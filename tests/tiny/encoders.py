@@ -219,6 +219,11 @@ def clip_image_processor() -> Any:
     return CLIPImageProcessor(crop_size={"height": 224, "width": 224}, size={"shortest_edge": 224})
 
 
+def clip_image_reader() -> dict[str, Any]:
+    """What reads an image in pipelines of Wan: the components `image_processor` and `image_encoder`."""
+    return {"image_processor": clip_image_processor(), "image_encoder": clip_vision()}
+
+
 class PictureReader:
     """Texts and pictures as a Qwen-VL model takes them, at most 16 patches of 14 pixels, four of which make a token.
 

@@ -113,5 +113,5 @@ def super_resolution6() -> Built:
         layers_per_block=1,
     )
     pipe = diffusers.Kandinsky6SRPipeline(transformer=transformer, vae=vae, scheduler=flow_matching(shift=5.0))
-    film = [pictures.scene(32, 32).rotate(4 * number) for number in range(5)]
+    film = pictures.film(5, 32)
     return pipe, {"video": film, "resolution_scale": 2, "output_type": "pt"}

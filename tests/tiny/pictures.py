@@ -20,3 +20,8 @@ def mask(height: int = 128, width: int = 128) -> Any:
     """White, to be painted again, in the lower right quarter."""
     y, x = np.mgrid[0:height, 0:width]
     return Image.fromarray((255 * ((y > height // 2) & (x > width // 3))).astype(np.uint8))
+
+
+def film(frames: int = 9, size: int = 64) -> list[Any]:
+    """One image that is turned a little further in every frame."""
+    return [scene(size, size).rotate(4 * number) for number in range(frames)]

@@ -63,7 +63,7 @@ def _wan_i2v(transformer: Any, **more: Any) -> Built:
 def wan_i2v() -> Built:
     """Wan 2.1: the picture is seen by an encoder as well, whose tokens come beside those of the text."""
     transformer = wan_transformer(in_channels=36, image_dim=32, added_kv_proj_dim=48)
-    sight = {"image_processor": encoders.clip_image_processor(), "image_encoder": encoders.clip_vision()}
+    sight = encoders.clip_image_reader()
     return _wan_i2v(transformer, **sight)
 
 

@@ -6,20 +6,13 @@ prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from tests.tiny import cascade_pipelines as cascade
 from tests.tiny import pictures
 
-from .entry import Built, Entry, derived
+from .entry import Entry, builder
 
 _IMAGE = {"image": pictures.scene(64, 64), "strength": 0.9}
 _MASKED = _IMAGE | {"mask_image": pictures.mask(64, 64)}
-
-
-def _of(source: Callable[[], Built], name: str, call: dict[str, Any]) -> Callable[[], Built]:
-    return lambda: derived(source, name, call)
 
 
 ENTRIES = (
@@ -30,6 +23,6 @@ ENTRIES = (
     Entry(name="StableCascadeDecoderPipeline", build=cascade.cascade_decoder, prompts=""),
     Entry(name="StableCascadeCombinedPipeline", build=cascade.cascade),
     Entry(name="AmusedPipeline", build=cascade.amused, prompts=""),
-    Entry(name="AmusedImg2ImgPipeline", build=_of(cascade.amused, "AmusedImg2ImgPipeline", _IMAGE), prompts=""),
-    Entry(name="AmusedInpaintPipeline", build=_of(cascade.amused, "AmusedInpaintPipeline", _MASKED), prompts=""),
+    Entry(name="AmusedImg2ImgPipeline", build=builder(cascade.amused, "AmusedImg2ImgPipeline", _IMAGE), prompts=""),
+    Entry(name="AmusedInpaintPipeline", build=builder(cascade.amused, "AmusedInpaintPipeline", _MASKED), prompts=""),
 )

@@ -150,7 +150,7 @@ def _transfer() -> Built:
         controlnet=controlnet,
         safety_checker=Unobjecting(),
     )
-    control = [pictures.scene(64, 64).rotate(4 * number) for number in range(9)]
+    control = pictures.film()
     return pipe, _FILM | {"controls": control, "num_frames_per_chunk": 5, "negative_prompt": "blurred"}
 
 

@@ -11,23 +11,11 @@ import torch
 from tests.tiny import encoders, image_pipelines, pictures
 from tests.tiny.image_pipelines import SIZE
 
-from .entry import IMAGE, Built, Entry, changed, derived
+from .entry import IMAGE, Built, Entry, derived
+from .unets_sd import sd, unet_of_sd
 
 _BETAS = {"beta_schedule": "scaled_linear", "clip_sample": False}
 _BOXES = {"gligen_boxes": [[0.1, 0.1, 0.6, 0.5]], "gligen_phrases": ["a house"], "gligen_scheduled_sampling_beta": 1.0}
-
-
-def _sd(name: str, call: dict[str, Any], **parts: Callable[[], Any]) -> Callable[[], Built]:
-    """A pipeline of the components of Stable Diffusion; `parts` are made when it is built."""
-
-    def build() -> Built:
-        return derived(image_pipelines.sd, name, call, **{part: make() for part, make in parts.items()})
-
-    return build
-
-
-def _unet(**changes: Any) -> Any:
-    return changed(image_pipelines.sd()[0].unet, **changes)
 
 
 def _diffedit() -> Built:
@@ -45,7 +33,7 @@ def _diffedit() -> Built:
 
 
 def _gligen() -> Built:
-    unet = _unet(attention_type="gated")
+    unet = unet_of_sd(attention_type="gated")
     return derived(image_pipelines.sd, "StableDiffusionGLIGENPipeline", _BOXES, unet=unet)
 
 
@@ -54,7 +42,7 @@ def _gligen_image() -> Built:
     from diffusers.pipelines.stable_diffusion import CLIPImageProjection
 
     parts = {
-        "unet": _unet(attention_type="gated-text-image"),
+        "unet": unet_of_sd(attention_type="gated-text-image"),
         "processor": encoders.clip_image_processor(),
         "image_encoder": encoders.clip_vision(),
         "image_project": CLIPImageProjection(hidden_size=32),
@@ -86,7 +74,7 @@ def _by_example() -> Built:
 
     config = encoders.clip_vision().config
     parts = {
-        "unet": _unet(in_channels=9),
+        "unet": unet_of_sd(in_channels=9),
         "image_encoder": PaintByExampleImageEncoder(config, proj_size=32),
         "feature_extractor": encoders.clip_image_processor(),
     }
@@ -110,16 +98,16 @@ _EDITS = {
     "edit_guidance_scale": 4.0,
 }
 _BUILD: dict[str, Callable[[], Built]] = {
-    "SemanticStableDiffusionPipeline": _sd("SemanticStableDiffusionPipeline", _EDITS),
+    "SemanticStableDiffusionPipeline": sd("SemanticStableDiffusionPipeline", _EDITS),
     "StableDiffusionGLIGENPipeline": _gligen,
     "StableDiffusionGLIGENTextImagePipeline": _gligen_image,
-    "StableDiffusionModelEditingPipeline": _sd("StableDiffusionModelEditingPipeline", {}),
-    "StableDiffusionParadigmsPipeline": _sd("StableDiffusionParadigmsPipeline", {"parallel": 2}, scheduler=_parallel),
+    "StableDiffusionModelEditingPipeline": sd("StableDiffusionModelEditingPipeline", {}),
+    "StableDiffusionParadigmsPipeline": sd("StableDiffusionParadigmsPipeline", {"parallel": 2}, scheduler=_parallel),
     "StableDiffusionPix2PixZeroPipeline": _pix2pix_zero,
     "CycleDiffusionPipeline": _cycle,
 }
 _OF_ONE: dict[str, Callable[[], Built]] = {
-    "StableDiffusionAttendAndExcitePipeline": _sd(
+    "StableDiffusionAttendAndExcitePipeline": sd(
         "StableDiffusionAttendAndExcitePipeline", {"token_indices": [2, 4], "thresholds": {0: 0.05}}
     ),
     "StableDiffusionDiffEditPipeline": _diffedit,

@@ -97,14 +97,23 @@ def derived(source: Callable[[], Built], name: str, call: Mapping[str, Any], **c
     return kind(**taken | components), arguments
 
 
+def builder(
+    source: Callable[[], Built], name: str, call: Mapping[str, Any], **parts: Callable[[], Any]
+) -> Callable[[], Built]:
+    """What makes the pipeline of `derived`; `parts` make its other components, each time it is built."""
+    return lambda: derived(source, name, call, **{part: make() for part, make in parts.items()})
+
+
 def _settings(pipe: Any) -> dict[str, Any]:
     """What the pipeline was made with beside its components, such as requires_safety_checker."""
-    return {
-        key: value for key, value in pipe.config.items() if not key.startswith("_") and not isinstance(value, tuple)
-    }
+    return {key: value for key, value in configuration(pipe).items() if not isinstance(value, tuple)}
+
+
+def configuration(model: Any) -> dict[str, Any]:
+    """The options a model was made with, without what diffusers notes beside them."""
+    return {name: value for name, value in model.config.items() if not name.startswith("_")}
 
 
 def changed(model: Any, **changes: Any) -> Any:
     """A model of the same class and configuration but for `changes`."""
-    config = {name: value for name, value in model.config.items() if not name.startswith("_")}
-    return type(model)(**config | changes)
+    return type(model)(**configuration(model) | changes)

@@ -10,7 +10,7 @@ import diffusers
 from tests.tiny import autoencoders, language_encoders, pictures, transformer_pipelines
 from tests.tiny.image_pipelines import PROMPT, SIZE
 
-from .entry import CONTROL, IMAGE, MASKED, Built, Entry, Guidance, changed, derived
+from .entry import CONTROL, IMAGE, MASKED, Built, Entry, Guidance, builder, changed, derived
 
 _PAG = {"pag_scale": 2.0}
 _FILL = MASKED | {"mask_image": pictures.mask().rotate(180)}
@@ -45,10 +45,6 @@ def _flux_controlnet(name: str, call: dict[str, Any]) -> Callable[[], Built]:
 
 def _kontext(name: str, call: dict[str, Any]) -> Callable[[], Built]:
     return _flux(name, call | {"max_area": 128 * 128, "_auto_resize": False, **SIZE})
-
-
-def _of(source: Callable[[], Built], name: str, call: dict[str, Any]) -> Callable[[], Built]:
-    return lambda: derived(source, name, call)
 
 
 def _sd3_controlnet(name: str, call: dict[str, Any], extra_channels: int = 0) -> Callable[[], Built]:
@@ -132,7 +128,7 @@ _FLUX: dict[str, tuple[Callable[[], Built], Guidance]] = {
     "FluxKontextPipeline": (_kontext("FluxKontextPipeline", {"image": pictures.scene()}), "a call each"),
     "FluxKontextInpaintPipeline": (_kontext("FluxKontextInpaintPipeline", MASKED), "a call each"),
     "ChromaPipeline": (transformer_pipelines.chroma, "a call each"),
-    "ChromaImg2ImgPipeline": (_of(transformer_pipelines.chroma, "ChromaImg2ImgPipeline", IMAGE), "a call each"),
+    "ChromaImg2ImgPipeline": (builder(transformer_pipelines.chroma, "ChromaImg2ImgPipeline", IMAGE), "a call each"),
     "FluxPriorReduxPipeline": (_redux, "none"),
     "ChromaInpaintPipeline": (_chroma_inpaint, "a call each"),
     "VisualClozeGenerationPipeline": (_cloze("VisualClozeGenerationPipeline", {}), "none"),
@@ -143,11 +139,11 @@ _FLUX: dict[str, tuple[Callable[[], Built], Guidance]] = {
     "AuraFlowPipeline": (transformer_pipelines.auraflow, "one call"),
     "DiTPipeline": (transformer_pipelines.dit, "one call"),
     "PixArtSigmaPipeline": (transformer_pipelines.pixart, "one call"),
-    "PixArtAlphaPipeline": (_of(transformer_pipelines.pixart, "PixArtAlphaPipeline", {}), "one call"),
-    "PixArtSigmaPAGPipeline": (_of(transformer_pipelines.pixart, "PixArtSigmaPAGPipeline", _PAG), "one call"),
+    "PixArtAlphaPipeline": (builder(transformer_pipelines.pixart, "PixArtAlphaPipeline", {}), "one call"),
+    "PixArtSigmaPAGPipeline": (builder(transformer_pipelines.pixart, "PixArtSigmaPAGPipeline", _PAG), "one call"),
     "StableDiffusion3Pipeline": (transformer_pipelines.sd3, "one call"),
     "StableDiffusion3Img2ImgPipeline": (
-        _of(transformer_pipelines.sd3, "StableDiffusion3Img2ImgPipeline", IMAGE),
+        builder(transformer_pipelines.sd3, "StableDiffusion3Img2ImgPipeline", IMAGE),
         "one call",
     ),
     "StableDiffusion3InpaintPipeline": (
@@ -159,9 +155,12 @@ _FLUX: dict[str, tuple[Callable[[], Built], Guidance]] = {
         _sd3_controlnet("StableDiffusion3ControlNetInpaintingPipeline", {"control_mask": pictures.mask()}, 1),
         "one call",
     ),
-    "StableDiffusion3PAGPipeline": (_of(transformer_pipelines.sd3, "StableDiffusion3PAGPipeline", _PAG), "one call"),
+    "StableDiffusion3PAGPipeline": (
+        builder(transformer_pipelines.sd3, "StableDiffusion3PAGPipeline", _PAG),
+        "one call",
+    ),
     "StableDiffusion3PAGImg2ImgPipeline": (
-        _of(transformer_pipelines.sd3, "StableDiffusion3PAGImg2ImgPipeline", _PAG | IMAGE),
+        builder(transformer_pipelines.sd3, "StableDiffusion3PAGImg2ImgPipeline", _PAG | IMAGE),
         "one call",
     ),
 }

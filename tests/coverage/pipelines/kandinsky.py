@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from tests.tiny import kandinsky_pipelines as kandinsky
 from tests.tiny import pictures
 
-from .entry import Built, Entry, changed, derived
+from .entry import Built, Entry, builder, changed, derived
 
 _IMAGE = {"image": pictures.scene(64, 64), "strength": 0.9}
 _MASKED = {"image": pictures.scene(64, 64), "mask_image": pictures.mask(64, 64)}
-
-
-def _of(source: Callable[[], Built], name: str, call: dict[str, Any]) -> Callable[[], Built]:
-    return lambda: derived(source, name, call)
 
 
 def _masked(source: Callable[[], Built], name: str) -> Callable[[], Built]:
@@ -31,26 +26,26 @@ _FIRST, _FIRST_COMBINED = kandinsky.kandinsky21, kandinsky.kandinsky21_combined
 _SECOND_COMBINED, _CONTROLNET = kandinsky.kandinsky22_combined, kandinsky.kandinsky22_controlnet
 _WITH_PROMPT: dict[str, Callable[[], Built]] = {
     "KandinskyCombinedPipeline": _FIRST_COMBINED,
-    "KandinskyImg2ImgCombinedPipeline": _of(_FIRST_COMBINED, "KandinskyImg2ImgCombinedPipeline", _IMAGE),
+    "KandinskyImg2ImgCombinedPipeline": builder(_FIRST_COMBINED, "KandinskyImg2ImgCombinedPipeline", _IMAGE),
     "KandinskyInpaintCombinedPipeline": _masked(_FIRST_COMBINED, "KandinskyInpaintCombinedPipeline"),
     "KandinskyPriorPipeline": kandinsky.prior21,
     "KandinskyV22PriorPipeline": kandinsky.prior22,
-    "KandinskyV22PriorEmb2EmbPipeline": _of(kandinsky.prior22, "KandinskyV22PriorEmb2EmbPipeline", _IMAGE),
+    "KandinskyV22PriorEmb2EmbPipeline": builder(kandinsky.prior22, "KandinskyV22PriorEmb2EmbPipeline", _IMAGE),
     "KandinskyV22CombinedPipeline": _SECOND_COMBINED,
-    "KandinskyV22Img2ImgCombinedPipeline": _of(_SECOND_COMBINED, "KandinskyV22Img2ImgCombinedPipeline", _IMAGE),
+    "KandinskyV22Img2ImgCombinedPipeline": builder(_SECOND_COMBINED, "KandinskyV22Img2ImgCombinedPipeline", _IMAGE),
     "KandinskyV22InpaintCombinedPipeline": _masked(_SECOND_COMBINED, "KandinskyV22InpaintCombinedPipeline"),
     "Kandinsky3Pipeline": kandinsky.kandinsky3,
     "Kandinsky3Img2ImgPipeline": kandinsky.kandinsky3_img2img,
 }
 _WITH_EMBEDDING: dict[str, Callable[[], Built]] = {
     "KandinskyPipeline": _FIRST,
-    "KandinskyImg2ImgPipeline": _of(_FIRST, "KandinskyImg2ImgPipeline", _IMAGE),
+    "KandinskyImg2ImgPipeline": builder(_FIRST, "KandinskyImg2ImgPipeline", _IMAGE),
     "KandinskyInpaintPipeline": _masked(_FIRST, "KandinskyInpaintPipeline"),
     "KandinskyV22Pipeline": kandinsky.kandinsky22,
     "KandinskyV22Img2ImgPipeline": kandinsky.kandinsky22_img2img,
     "KandinskyV22InpaintPipeline": kandinsky.kandinsky22_inpaint,
     "KandinskyV22ControlnetPipeline": _CONTROLNET,
-    "KandinskyV22ControlnetImg2ImgPipeline": _of(_CONTROLNET, "KandinskyV22ControlnetImg2ImgPipeline", _IMAGE),
+    "KandinskyV22ControlnetImg2ImgPipeline": builder(_CONTROLNET, "KandinskyV22ControlnetImg2ImgPipeline", _IMAGE),
 }
 """What they draw is said by the embedding of one image."""
 

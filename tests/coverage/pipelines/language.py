@@ -9,13 +9,9 @@ import diffusers
 
 from tests.tiny import encoders, language_pipelines, pictures, tokenizers
 
-from .entry import CONTROL, IMAGE, MASKED, Built, Entry, Guidance, changed, derived
+from .entry import CONTROL, IMAGE, MASKED, Built, Entry, Guidance, builder, changed, derived
 
 _CONTROLLED = ("patch_size", "in_channels", "out_channels", "attention_head_dim", "num_attention_heads")
-
-
-def _of(source: Callable[[], Built], name: str, call: dict[str, Any]) -> Callable[[], Built]:
-    return lambda: derived(source, name, call)
 
 
 def _qwen_controlnet(name: str, call: dict[str, Any], extra_channels: int = 0) -> Callable[[], Built]:
@@ -62,8 +58,8 @@ def _cogview_control() -> Built:
 _QWEN, _ZIMAGE = language_pipelines.qwen, language_pipelines.zimage
 _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
     "QwenImagePipeline": (_QWEN, "a call each"),
-    "QwenImageImg2ImgPipeline": (_of(_QWEN, "QwenImageImg2ImgPipeline", IMAGE), "a call each"),
-    "QwenImageInpaintPipeline": (_of(_QWEN, "QwenImageInpaintPipeline", MASKED), "a call each"),
+    "QwenImageImg2ImgPipeline": (builder(_QWEN, "QwenImageImg2ImgPipeline", IMAGE), "a call each"),
+    "QwenImageInpaintPipeline": (builder(_QWEN, "QwenImageInpaintPipeline", MASKED), "a call each"),
     "QwenImageControlNetPipeline": (_qwen_controlnet("QwenImageControlNetPipeline", {}), "a call each"),
     "QwenImageControlNetInpaintPipeline": (
         _qwen_controlnet("QwenImageControlNetInpaintPipeline", {"control_mask": pictures.mask()}, 4),
@@ -85,8 +81,8 @@ _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
     "CogView4ControlPipeline": (_cogview_control, "a call each"),
     "HiDreamImagePipeline": (language_pipelines.hidream, "one call"),
     "ZImagePipeline": (_ZIMAGE, "one call"),
-    "ZImageImg2ImgPipeline": (_of(_ZIMAGE, "ZImageImg2ImgPipeline", IMAGE), "one call"),
-    "ZImageInpaintPipeline": (_of(_ZIMAGE, "ZImageInpaintPipeline", MASKED), "one call"),
+    "ZImageImg2ImgPipeline": (builder(_ZIMAGE, "ZImageImg2ImgPipeline", IMAGE), "one call"),
+    "ZImageInpaintPipeline": (builder(_ZIMAGE, "ZImageInpaintPipeline", MASKED), "one call"),
 }
 
 ENTRIES = tuple(Entry(name=name, build=build, guidance=guidance) for name, (build, guidance) in _BUILD.items())

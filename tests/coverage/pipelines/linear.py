@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import diffusers
 
 from tests.tiny import encoders, linear_pipelines, pictures, video_transformer_pipelines
 
-from .entry import Built, Entry, Guidance, derived
-
-
-def _of(source: Callable[[], Built], name: str, call: dict[str, Any]) -> Callable[[], Built]:
-    return lambda: derived(source, name, call)
+from .entry import Built, Entry, Guidance, builder, configuration, derived
 
 
 def _controlnet() -> Built:
-    taken = {name: value for name, value in linear_pipelines.transformer().config.items() if not name.startswith("_")}
     dropped = ("out_channels", "guidance_embeds", "guidance_embeds_scale", "qk_norm", "timestep_scale")
-    config = {name: value for name, value in taken.items() if name not in dropped}
+    given = configuration(linear_pipelines.transformer())
+    config = {name: value for name, value in given.items() if name not in dropped}
     controlnet = diffusers.SanaControlNetModel(**config | {"num_layers": 1})
     call = {"control_image": pictures.scene(32, 32)}
     return derived(linear_pipelines.sana, "SanaControlNetPipeline", call, controlnet=controlnet)
@@ -50,8 +45,8 @@ def _animate() -> Built:
         face_encoder_num_heads=2,
         inject_face_latents_blocks=2,
     )
-    sight = {"image_processor": encoders.clip_image_processor(), "image_encoder": encoders.clip_vision()}
-    film = [pictures.scene(64, 64).rotate(4 * number) for number in range(5)]
+    sight = encoders.clip_image_reader()
+    film = pictures.film(5)
     call = {
         "image": pictures.scene(64, 64),
         "pose_video": film,
@@ -66,15 +61,15 @@ _SANA, _SPRINT, _VIDEO = linear_pipelines.sana, linear_pipelines.sana_sprint, li
 _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
     "SanaPipeline": (_SANA, "one call"),
     "SanaControlNetPipeline": (_controlnet, "one call"),
-    "SanaPAGPipeline": (_of(_SANA, "SanaPAGPipeline", {"pag_scale": 2.0}), "one call"),
+    "SanaPAGPipeline": (builder(_SANA, "SanaPAGPipeline", {"pag_scale": 2.0}), "one call"),
     "SanaSprintPipeline": (_SPRINT, "none"),
     "SanaSprintImg2ImgPipeline": (
-        _of(_SPRINT, "SanaSprintImg2ImgPipeline", {"image": pictures.scene(32, 32), "strength": 0.99}),
+        builder(_SPRINT, "SanaSprintImg2ImgPipeline", {"image": pictures.scene(32, 32), "strength": 0.99}),
         "none",
     ),
     "SanaVideoPipeline": (_VIDEO, "one call"),
     "SanaImageToVideoPipeline": (
-        _of(_VIDEO, "SanaImageToVideoPipeline", {"image": pictures.scene(64, 64)}),
+        builder(_VIDEO, "SanaImageToVideoPipeline", {"image": pictures.scene(64, 64)}),
         "one call",
     ),
     "SanaWMPipeline": (linear_pipelines.sana_world, "one call"),

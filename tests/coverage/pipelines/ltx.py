@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import diffusers
 import torch
@@ -15,15 +14,11 @@ from tests.tiny import conditioned_pipelines, pictures, video_transformer_pipeli
 from tests.tiny.image_pipelines import PROMPT
 from tests.tiny.transformer_pipelines import flow_matching
 
-from .entry import Built, Entry, Guidance, changed, derived
+from .entry import Built, Entry, Guidance, builder, changed, derived
 
 _LTX2 = conditioned_pipelines.ltx2
 _REFERENCE = pictures.scene(32, 32)
 _KEYFRAMES = {"use_keyframes_abs_pos_embedding": True}
-
-
-def _of(source: Callable[[], Built], name: str, call: dict[str, Any], **parts: Any) -> Callable[[], Built]:
-    return lambda: derived(source, name, call, **parts)
 
 
 def _long() -> Built:
@@ -77,7 +72,7 @@ def _dfr_refined() -> Built:
 _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
     "LTX2Pipeline": (conditioned_pipelines.ltx2, "one call"),
     "LTX2ImageToVideoPipeline": (
-        _of(conditioned_pipelines.ltx2_image, "LTX2ImageToVideoPipeline", {"image_crf": 0}),
+        builder(conditioned_pipelines.ltx2_image, "LTX2ImageToVideoPipeline", {"image_crf": 0}),
         "one call",
     ),
     "LTX2ConditionPipeline": (conditioned_pipelines.ltx2_condition, "one call"),

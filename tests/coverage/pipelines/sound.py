@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,15 +9,9 @@ import torch
 from tests.tiny import sound_encoders
 from tests.tiny import sound_pipelines as sound
 
-from .entry import Built, Entry, derived
+from .entry import Built, Entry, builder, derived
 
 _REFERENCE: dict[str, Any] = {"audio": sound.wave(), "guidance_scale": None}
-
-
-def _of(source: Callable[[], Built], name: str, call: dict[str, Any]) -> Callable[[], Built]:
-    return lambda: derived(source, name, call)
-
-
 _KEPT = _REFERENCE | {"mask_start_seconds": 1.0, "mask_end_seconds": 2.0}
 
 
@@ -35,12 +28,12 @@ ENTRIES = (
     Entry(name="StableAudio3Pipeline", build=sound.stable_audio3),
     Entry(
         name="StableAudio3AudioToAudioPipeline",
-        build=_of(sound.stable_audio3, "StableAudio3AudioToAudioPipeline", _REFERENCE | {"init_noise_level": 0.9}),
+        build=builder(sound.stable_audio3, "StableAudio3AudioToAudioPipeline", _REFERENCE | {"init_noise_level": 0.9}),
         guidance="none",
     ),
     Entry(
         name="StableAudio3InpaintPipeline",
-        build=_of(sound.stable_audio3, "StableAudio3InpaintPipeline", _KEPT),
+        build=builder(sound.stable_audio3, "StableAudio3InpaintPipeline", _KEPT),
         guidance="none",
     ),
     Entry(name="AceStepPipeline", build=sound.ace_step),

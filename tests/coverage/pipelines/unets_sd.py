@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -11,18 +12,11 @@ import torch
 from tests.tiny import autoencoders, encoders, image_pipelines, pictures
 from tests.tiny.image_pipelines import SIZE
 
-from .entry import CONTROL, IMAGE, MASKED, Built, Entry, changed, derived
+from .entry import CONTROL, IMAGE, MASKED, Built, Entry, builder, changed, derived
 
 _PAG = {"pag_scale": 2.0}
-
-
-def _sd(name: str, call: dict[str, Any], **parts: Callable[[], Any]) -> Callable[[], Built]:
-    """A pipeline of the components of Stable Diffusion; `parts` are made when it is built."""
-
-    def build() -> Built:
-        return derived(image_pipelines.sd, name, call, **{part: make() for part, make in parts.items()})
-
-    return build
+sd = partial(builder, image_pipelines.sd)
+"""What makes a pipeline of the components of Stable Diffusion."""
 
 
 def controlnet() -> Any:
@@ -52,13 +46,13 @@ def _controlnet_xs() -> Built:
     return derived(image_pipelines.sd, "StableDiffusionControlNetXSPipeline", call, **parts)
 
 
-def _unet(**changes: Any) -> Any:
+def unet_of_sd(**changes: Any) -> Any:
     return changed(image_pipelines.sd()[0].unet, **changes)
 
 
 def _depth() -> Built:
     call = IMAGE | {"depth_map": torch.linspace(0, 1, 128 * 128).view(1, 128, 128)}
-    parts: dict[str, Any] = {"unet": _unet(in_channels=5), "depth_estimator": None, "feature_extractor": None}
+    parts: dict[str, Any] = {"unet": unet_of_sd(in_channels=5), "depth_estimator": None, "feature_extractor": None}
     return derived(image_pipelines.sd, "StableDiffusionDepth2ImgPipeline", call, **parts)
 
 
@@ -75,7 +69,7 @@ def _variation() -> Built:
 
 def _upscale() -> Built:
     """Four times larger: the latents are as large as the image that is given."""
-    unet = _unet(in_channels=7, num_class_embeds=1000)
+    unet = unet_of_sd(in_channels=7, num_class_embeds=1000)
     call = {"image": pictures.scene(16, 24), "noise_level": 20}
     parts = {"unet": unet, "low_res_scheduler": diffusers.DDPMScheduler()}
     return derived(image_pipelines.sd, "StableDiffusionUpscalePipeline", call, **parts)
@@ -85,7 +79,7 @@ def _lcm(name: str, call: dict[str, Any]) -> Callable[[], Built]:
     """Guidance is an input of the UNet, so that there is one branch."""
 
     def build() -> Built:
-        parts = {"unet": _unet(time_cond_proj_dim=32), "scheduler": diffusers.LCMScheduler()}
+        parts = {"unet": unet_of_sd(time_cond_proj_dim=32), "scheduler": diffusers.LCMScheduler()}
         return derived(image_pipelines.sd, name, call | {"num_inference_steps": 4}, **parts)
 
     return build
@@ -102,12 +96,12 @@ TWO_IMAGES: dict[str, Any] = {
 ENTRIES = (
     Entry(name="StableDiffusionPipeline", build=image_pipelines.sd),
     Entry(name="StableDiffusionImg2ImgPipeline", build=image_pipelines.sd_img2img),
-    Entry(name="StableDiffusionInpaintPipeline", build=_sd("StableDiffusionInpaintPipeline", MASKED)),
+    Entry(name="StableDiffusionInpaintPipeline", build=sd("StableDiffusionInpaintPipeline", MASKED)),
     Entry(name="StableDiffusionInstructPix2PixPipeline", build=image_pipelines.instruct_pix2pix),
     Entry(name="StableDiffusionControlNetPipeline", build=image_pipelines.sd_controlnet),
     Entry(
         name="StableDiffusionControlNetImg2ImgPipeline",
-        build=_sd(
+        build=sd(
             "StableDiffusionControlNetImg2ImgPipeline",
             IMAGE | CONTROL,
             controlnet=controlnet,
@@ -115,7 +109,7 @@ ENTRIES = (
     ),
     Entry(
         name="StableDiffusionControlNetInpaintPipeline",
-        build=_sd(
+        build=sd(
             "StableDiffusionControlNetInpaintPipeline",
             MASKED | CONTROL,
             controlnet=controlnet,
@@ -124,31 +118,31 @@ ENTRIES = (
     Entry(name="StableDiffusionControlNetXSPipeline", build=_controlnet_xs),
     Entry(
         name="StableDiffusionAdapterPipeline",
-        build=_sd("StableDiffusionAdapterPipeline", TWO_IMAGES, adapter=two_adapters),
+        build=sd("StableDiffusionAdapterPipeline", TWO_IMAGES, adapter=two_adapters),
     ),
     Entry(name="StableDiffusionDepth2ImgPipeline", build=_depth),
     Entry(name="StableDiffusionImageVariationPipeline", build=_variation, prompts=""),
     Entry(name="StableDiffusionUpscalePipeline", build=_upscale),
     Entry(
         name="StableDiffusionLDM3DPipeline",
-        build=_sd("StableDiffusionLDM3DPipeline", {}, vae=_depth_vae),
+        build=sd("StableDiffusionLDM3DPipeline", {}, vae=_depth_vae),
         output_type="np",
     ),
-    Entry(name="StableDiffusionSAGPipeline", build=_sd("StableDiffusionSAGPipeline", {"sag_scale": 0.75})),
+    Entry(name="StableDiffusionSAGPipeline", build=sd("StableDiffusionSAGPipeline", {"sag_scale": 0.75})),
     Entry(
         name="StableDiffusionPanoramaPipeline",
-        build=_sd("StableDiffusionPanoramaPipeline", {"height": 128, "width": 192}),
+        build=sd("StableDiffusionPanoramaPipeline", {"height": 128, "width": 192}),
     ),
-    Entry(name="StableDiffusionPAGPipeline", build=_sd("StableDiffusionPAGPipeline", _PAG)),
-    Entry(name="StableDiffusionPAGImg2ImgPipeline", build=_sd("StableDiffusionPAGImg2ImgPipeline", _PAG | IMAGE)),
-    Entry(name="StableDiffusionPAGInpaintPipeline", build=_sd("StableDiffusionPAGInpaintPipeline", _PAG | MASKED)),
+    Entry(name="StableDiffusionPAGPipeline", build=sd("StableDiffusionPAGPipeline", _PAG)),
+    Entry(name="StableDiffusionPAGImg2ImgPipeline", build=sd("StableDiffusionPAGImg2ImgPipeline", _PAG | IMAGE)),
+    Entry(name="StableDiffusionPAGInpaintPipeline", build=sd("StableDiffusionPAGInpaintPipeline", _PAG | MASKED)),
     Entry(
         name="StableDiffusionControlNetPAGPipeline",
-        build=_sd("StableDiffusionControlNetPAGPipeline", _PAG | {"image": pictures.scene()}, controlnet=controlnet),
+        build=sd("StableDiffusionControlNetPAGPipeline", _PAG | {"image": pictures.scene()}, controlnet=controlnet),
     ),
     Entry(
         name="StableDiffusionControlNetPAGInpaintPipeline",
-        build=_sd(
+        build=sd(
             "StableDiffusionControlNetPAGInpaintPipeline",
             _PAG | MASKED | CONTROL,
             controlnet=controlnet,

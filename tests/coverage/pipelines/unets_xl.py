@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -10,19 +11,12 @@ import diffusers
 from tests.tiny import image_pipelines, pictures
 from tests.tiny.image_pipelines import SIZE
 
-from .entry import CONTROL, IMAGE, MASKED, Built, Entry, changed, derived
+from .entry import CONTROL, IMAGE, MASKED, Built, Entry, builder, changed, derived
 from .unets_sd import TWO_IMAGES, beside, two_adapters
 
 _PAG = {"pag_scale": 2.0}
-
-
-def _xl(name: str, call: dict[str, Any], **parts: Callable[[], Any]) -> Callable[[], Built]:
-    """A pipeline of the components of Stable Diffusion XL; `parts` are made when it is built."""
-
-    def build() -> Built:
-        return derived(image_pipelines.sdxl, name, call, **{part: make() for part, make in parts.items()})
-
-    return build
+_xl = partial(builder, image_pipelines.sdxl)
+"""What makes a pipeline of the components of Stable Diffusion XL."""
 
 
 def _controlnet() -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 import diffusers
 
 from tests.tiny import (
-    encoders,
     image_pipelines,
     pictures,
     transformer_pipelines,
@@ -16,19 +15,11 @@ from tests.tiny import (
     video_transformer_pipelines,
 )
 
-from .entry import Built, Entry, Guidance, changed, derived
+from .entry import Built, Entry, Guidance, builder, changed, derived
 from .unets_sd import controlnet
+from .wan_based import like_wan
 
 _FILM_IMAGE = {"image": pictures.scene(64, 64)}
-
-
-def _film(frames: int = 9, size: int = 64) -> list[Any]:
-    """One image that is turned a little further in every frame."""
-    return [pictures.scene(size, size).rotate(4 * number) for number in range(frames)]
-
-
-def _of(source: Callable[[], Built], name: str, call: dict[str, Any]) -> Callable[[], Built]:
-    return lambda: derived(source, name, call)
 
 
 def _with(
@@ -57,28 +48,13 @@ def _ltx_condition() -> Built:
 
 
 def _vace() -> Built:
-    source = video_transformer_pipelines.wan()[0].transformer
-    config = {name: value for name, value in source.config.items() if not name.startswith("_")}
-    accepted = ("patch_size", "num_attention_heads", "attention_head_dim", "in_channels", "out_channels", "text_dim")
-    taken = {name: config[name] for name in (*accepted, "freq_dim", "ffn_dim", "num_layers", "rope_max_seq_len")}
-    transformer = diffusers.WanVACETransformer3DModel(**taken, vace_layers=[0], vace_in_channels=96)
-    call = {"video": _film()}
+    transformer = like_wan(diffusers.WanVACETransformer3DModel, vace_layers=[0], vace_in_channels=96)
+    call = {"video": pictures.film()}
     return derived(video_transformer_pipelines.wan, "WanVACEPipeline", call, transformer=transformer)
 
 
-def _skyreels(name: str, call: dict[str, Any], **more: Any) -> Callable[[], Built]:
-    def build() -> Built:
-        source = video_transformer_pipelines.wan()[0].transformer.config
-        accepted = ("patch_size", "num_attention_heads", "attention_head_dim", "in_channels", "out_channels")
-        others = ("text_dim", "freq_dim", "ffn_dim", "num_layers", "rope_max_seq_len")
-        taken = {option: source[option] for option in (*accepted, *others)}
-        transformer = diffusers.SkyReelsV2Transformer3DModel(**taken | more)
-        parts: dict[str, Any] = {"transformer": transformer}
-        if "image_dim" in more:
-            parts |= {"image_processor": encoders.clip_image_processor(), "image_encoder": encoders.clip_vision()}
-        return derived(video_transformer_pipelines.wan, name, call, **parts)
-
-    return build
+def _skyreels() -> Any:
+    return like_wan(diffusers.SkyReelsV2Transformer3DModel)
 
 
 def _animate(name: str, call: dict[str, Any], *, with_controlnet: bool = False) -> Callable[[], Built]:
@@ -92,8 +68,8 @@ def _animate(name: str, call: dict[str, Any], *, with_controlnet: bool = False) 
     return build
 
 
-_FRAMES = {"video": _film(3, 128), "strength": 0.99}
-_CONDITIONING = {"conditioning_frames": _film(3, 128)}
+_FRAMES = {"video": pictures.film(3, 128), "strength": 0.99}
+_CONDITIONING = {"conditioning_frames": pictures.film(3, 128)}
 _WAN, _LTX, _COG = (
     video_transformer_pipelines.wan,
     video_transformer_pipelines.ltx,
@@ -104,16 +80,16 @@ _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
     "WanPipeline": (_WAN, "a call each"),
     "WanImageToVideoPipeline": (_ti2v, "a call each"),
     "WanVideoToVideoPipeline": (
-        _of(_WAN, "WanVideoToVideoPipeline", {"video": _film(), "strength": 0.99}),
+        builder(_WAN, "WanVideoToVideoPipeline", {"video": pictures.film(), "strength": 0.99}),
         "a call each",
     ),
     "WanVACEPipeline": (_vace, "a call each"),
     "LTXPipeline": (_LTX, "one call"),
-    "LTXImageToVideoPipeline": (_of(_LTX, "LTXImageToVideoPipeline", _FILM_IMAGE), "one call"),
+    "LTXImageToVideoPipeline": (builder(_LTX, "LTXImageToVideoPipeline", _FILM_IMAGE), "one call"),
     "LTXConditionPipeline": (_ltx_condition, "one call"),
     "CogVideoXPipeline": (_COG, "one call"),
     "CogVideoXVideoToVideoPipeline": (
-        _of(_COG, "CogVideoXVideoToVideoPipeline", {"video": _film(), "strength": 0.99}),
+        builder(_COG, "CogVideoXVideoToVideoPipeline", {"video": pictures.film(), "strength": 0.99}),
         "one call",
     ),
     "CogVideoXImageToVideoPipeline": (
@@ -121,13 +97,16 @@ _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
         "one call",
     ),
     "CogVideoXFunControlPipeline": (
-        _with(_COG, "CogVideoXFunControlPipeline", {"control_video": _film()}, "transformer", in_channels=8),
+        _with(_COG, "CogVideoXFunControlPipeline", {"control_video": pictures.film()}, "transformer", in_channels=8),
         "one call",
     ),
     "HunyuanVideoPipeline": (video_transformer_pipelines.hunyuan_video, "a call each"),
-    "SkyReelsV2Pipeline": (_skyreels("SkyReelsV2Pipeline", {"guidance_scale": 4.0}), "a call each"),
+    "SkyReelsV2Pipeline": (
+        builder(_WAN, "SkyReelsV2Pipeline", {"guidance_scale": 4.0}, transformer=_skyreels),
+        "a call each",
+    ),
     "SkyReelsV2DiffusionForcingPipeline": (
-        _skyreels("SkyReelsV2DiffusionForcingPipeline", _FORCING),
+        builder(_WAN, "SkyReelsV2DiffusionForcingPipeline", _FORCING, transformer=_skyreels),
         "a call each",
     ),
     "StableVideoDiffusionPipeline": (video_pipelines.svd, "one call"),
@@ -144,7 +123,7 @@ _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
     "AnimateDiffPAGPipeline": (_animate("AnimateDiffPAGPipeline", {"pag_scale": 2.0}), "one call"),
     "TextToVideoSDPipeline": (video_pipelines.text_to_video, "one call"),
     "VideoToVideoSDPipeline": (
-        _of(video_pipelines.text_to_video, "VideoToVideoSDPipeline", _FRAMES),
+        builder(video_pipelines.text_to_video, "VideoToVideoSDPipeline", _FRAMES),
         "one call",
     ),
 }

@@ -17,44 +17,34 @@ _SIZES = ("patch_size", "num_attention_heads", "attention_head_dim", "in_channel
 _MORE = ("freq_dim", "ffn_dim", "num_layers", "rope_max_seq_len")
 
 
-def turned(frames: int = 9, size: int = 64) -> list[Any]:
-    """One image that is turned a little further in every frame."""
-    return [pictures.scene(size, size).rotate(4 * number) for number in range(frames)]
-
-
-def _alike(kind: Any, leave: tuple[str, ...] = (), **changes: Any) -> Any:
+def like_wan(kind: Any, leave: tuple[str, ...] = (), **changes: Any) -> Any:
     """A transformer of another class with the sizes of Wan's, without the options `leave`."""
     source = _WAN()[0].transformer.config
     taken = {name: source[name] for name in (*_SIZES, *_MORE) if name not in leave}
     return kind(**taken | changes)
 
 
-def _sight() -> dict[str, Any]:
-    """What reads an image."""
-    return {"image_processor": encoders.clip_image_processor(), "image_encoder": encoders.clip_vision()}
-
-
 def _chrono_edit() -> Built:
     more = {"in_channels": 36, "image_dim": 32, "added_kv_proj_dim": 48}
-    transformer = _alike(diffusers.ChronoEditTransformer3DModel, **more)
-    parts = _sight() | {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
+    transformer = like_wan(diffusers.ChronoEditTransformer3DModel, **more)
+    parts = encoders.clip_image_reader() | {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler()}
     return derived(_WAN, "ChronoEditPipeline", _IMAGE, transformer=transformer, **parts)
 
 
 def _lucy_edit() -> Built:
     transformer = changed(_WAN()[0].transformer, in_channels=32)
-    return derived(_WAN, "LucyEditPipeline", {"video": turned()}, transformer=transformer)
+    return derived(_WAN, "LucyEditPipeline", {"video": pictures.film()}, transformer=transformer)
 
 
 def _any_flow() -> Built:
-    transformer = _alike(diffusers.AnyFlowTransformer3DModel, ("rope_max_seq_len",), attention_head_dim=16)
+    transformer = like_wan(diffusers.AnyFlowTransformer3DModel, ("rope_max_seq_len",), attention_head_dim=16)
     parts = {"transformer": transformer, "scheduler": diffusers.FlowMapEulerDiscreteScheduler()}
     return derived(_WAN, "AnyFlowPipeline", {"guidance_scale": 4.0}, **parts)
 
 
 def _any_flow_far() -> Built:
     """Frames in two chunks, of which the second sees the keys of the first."""
-    transformer = _alike(diffusers.AnyFlowFARTransformer3DModel, ("rope_max_seq_len",), attention_head_dim=16)
+    transformer = like_wan(diffusers.AnyFlowFARTransformer3DModel, ("rope_max_seq_len",), attention_head_dim=16)
     parts = {"transformer": transformer, "scheduler": diffusers.FlowMapEulerDiscreteScheduler()}
     call = {"guidance_scale": 4.0, "chunk_partition": [1, 2]}
     return derived(_WAN, "AnyFlowFARPipeline", call, **parts)
@@ -62,8 +52,10 @@ def _any_flow_far() -> Built:
 
 def _skyreels_image() -> Built:
     more = {"in_channels": 36, "image_dim": 32, "added_kv_proj_dim": 48}
-    transformer = _alike(diffusers.SkyReelsV2Transformer3DModel, **more)
-    return derived(_WAN, "SkyReelsV2ImageToVideoPipeline", _IMAGE, transformer=transformer, **_sight())
+    transformer = like_wan(diffusers.SkyReelsV2Transformer3DModel, **more)
+    return derived(
+        _WAN, "SkyReelsV2ImageToVideoPipeline", _IMAGE, transformer=transformer, **encoders.clip_image_reader()
+    )
 
 
 def _forcing(name: str, call: dict[str, Any]) -> Callable[[], Built]:
@@ -75,7 +67,7 @@ def _helios(name: str, call: dict[str, Any], **scheduler: Any) -> Callable[[], B
     """Three frames at a time, before which stand those that were drawn before, the older the coarser."""
 
     def build() -> Built:
-        transformer = _alike(diffusers.HeliosTransformer3DModel, ("rope_max_seq_len",), rope_dim=(4, 4, 4))
+        transformer = like_wan(diffusers.HeliosTransformer3DModel, ("rope_max_seq_len",), rope_dim=(4, 4, 4))
         history = {"history_sizes": [4, 2, 1], "num_latent_frames_per_chunk": 3, "num_frames": 18}
         parts = {"transformer": transformer, "scheduler": diffusers.HeliosScheduler(**scheduler)}
         return derived(_WAN, name, history | call, **parts)
@@ -83,7 +75,7 @@ def _helios(name: str, call: dict[str, Any], **scheduler: Any) -> Callable[[], B
     return build
 
 
-_CONTINUED = {"video": turned(), "num_frames": 17, "overlap_history": 5}
+_CONTINUED = {"video": pictures.film(), "num_frames": 17, "overlap_history": 5}
 _PYRAMID = {"pyramid_num_inference_steps_list": [1, 1], "height": 64, "width": 64}
 _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
     "ChronoEditPipeline": (_chrono_edit, "a call each"),

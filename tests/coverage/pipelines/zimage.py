@@ -10,7 +10,7 @@ import torch
 
 from tests.tiny import language_encoders, language_pipelines, pictures
 
-from .entry import CONTROL, MASKED, Built, Entry, changed, derived
+from .entry import CONTROL, MASKED, Built, Entry, changed, configuration, derived
 
 
 def _controlnet(name: str, call: dict[str, Any], channels: int) -> Callable[[], Built]:
@@ -39,10 +39,9 @@ class _Encoder(diffusers.AutoencoderKL):  # type: ignore[misc]  # diffusers is n
 def _omni() -> Built:
     """Two pictures to refer to."""
     source = language_pipelines.zimage()[0]
-    vae = {name: value for name, value in source.vae.config.items() if not name.startswith("_")}
     parts = {
         "transformer": changed(source.transformer, siglip_feat_dim=32),
-        "vae": _Encoder(**vae),
+        "vae": _Encoder(**configuration(source.vae)),
         "siglip": language_encoders.siglip2(),
         "siglip_processor": language_encoders.siglip2_processor(),
     }
