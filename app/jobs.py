@@ -65,11 +65,6 @@ class Job:
         """How it stands."""
         return self._view
 
-    @property
-    def is_unwanted(self) -> bool:
-        """Whether it has been cancelled, though it may not have noticed yet."""
-        return self._is_unwanted
-
     def show(self, **changes: Any) -> None:
         """Fields of the view that have changed."""
         self._change(**changes)

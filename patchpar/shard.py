@@ -29,7 +29,6 @@ from patchpar.share import Share
 
 HOOK = "patchpar_seam"
 SHOWN = 3  # of what other libraries have put in
-Denoise = Callable[..., Any]
 
 
 class Sharded:

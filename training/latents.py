@@ -31,11 +31,6 @@ def to_latent(picture_BCHW: Tensor) -> Tensor:
     return torch.cat([2 * functional.avg_pool2d(picture_BCHW, CELL), detail], 1)
 
 
-def to_preview(latent_BCHW: Tensor) -> Tensor:
-    """The picture (B, 3, H/4, W/4) in -1..1 that a latent shows without any decoder."""
-    return (latent_BCHW[:, :3] / 2).clamp(-1, 1)
-
-
 def object_mask(shown: Picture) -> Tensor:
     """Which cells (1, H/4, W/4) show an object or its reflection, with a cell of margin: 1 inside, 0 outside."""
     height, width = (side // CELL for side in shown.pixels.shape[:2])

@@ -103,7 +103,7 @@ class FilmFeed(Feed):
 
     `kept`: how many frames that one can begin with are held, with all that follows them; None: the whole film, so that
     whoever comes late begins at its beginning. A watcher who falls behind what is held goes on with the newest frame
-    that one can begin with; `skipped` counts what watchers have missed.
+    that one can begin with.
     """
 
     kind = "video/mp4"
@@ -114,7 +114,6 @@ class FilmFeed(Feed):
         self._kept, self._first, self._fragments = kept, 0, deque[Fragment]()
         self._keys = deque[int]()  # numbers of those fragments that one can begin with
         self._head: Head | None = None
-        self.skipped = 0
 
     @property
     def head(self) -> Head | None:
@@ -174,7 +173,6 @@ class FilmFeed(Feed):
         with self._lock:
             wanted = number + 1
             if wanted < self._first:
-                self.skipped += self._keys[-1] - wanted
                 wanted = self._keys[-1]
             if wanted >= self._first + len(self._fragments):
                 return None

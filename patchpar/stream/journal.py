@@ -195,9 +195,9 @@ def unpacked(packed: Any) -> Tensor:
     dtype = _DTYPES[packed["dtype"]]
     shape = [whole("a side of a tensor", side, 0, MOST_BYTES) for side in packed["shape"]]
     size = math.prod(shape) * dtype.itemsize
-    if size > MOST_BYTES or len(shape) > 8:
+    if size > MOST_BYTES or len(shape) > MOST_DIMS:
         raise PlanError(
-            f"a tensor of {size} bytes in {len(shape)} dims: one of a journal has at most {MOST_BYTES} in 8"
+            f"a tensor of {size} bytes in {len(shape)} dims: one of a journal has at most {MOST_BYTES} in {MOST_DIMS}"
         )
     try:
         raw = zlib.decompressobj().decompress(base64.b64decode(packed["data"]), size + 1)

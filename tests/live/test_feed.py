@@ -130,7 +130,6 @@ def test_who_is_too_slow_misses_the_middle_and_goes_on_with_a_key() -> None:
 
     slow = read(feed.fragments(), fall_behind)
     assert [part.data for part in slow] == [b"0.0 ", b"8.0 ", b"8.1 ", b"8.2 "]
-    assert feed.skipped == 3 * 8 - 1
 
 
 def test_who_keeps_up_misses_nothing_beside_a_slow_one() -> None:

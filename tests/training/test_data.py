@@ -6,7 +6,7 @@ import torch
 
 from training.batches import draw_batch, draw_sample
 from training.classifier import judge, load_classifier
-from training.latents import object_mask, to_latent, to_preview, to_tensor
+from training.latents import object_mask, to_latent, to_tensor
 from training.render import picture, render
 from training.scenes import (
     COLORLESS,
@@ -124,7 +124,6 @@ def test_latents_mean_what_they_say():
     latent = to_latent(flat)
     assert torch.allclose(latent[0, :3, 0, 0], torch.tensor([1.0, -0.5, 2.0]))
     assert torch.allclose(latent[:, 3], torch.full((1, 2, 2), -0.5), atol=1e-2)
-    assert torch.allclose(to_preview(latent), flat[..., ::4, ::4])
     stripes = torch.ones(1, 3, 8, 8)
     stripes[..., ::2] = -1
     assert torch.allclose(to_latent(stripes)[:, 3], torch.full((1, 2, 2), 7.5))
