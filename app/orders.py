@@ -49,7 +49,7 @@ class Order:
         missing = [name for name, value in fields.items() if value is None]
         if missing:
             raise PlanError(f"{missing[0]} is empty: fill it in")
-        whole = {name: _whole(fields[name]) for name in WHOLE if name in fields}
+        whole = {name: as_whole(fields[name]) for name in WHOLE if name in fields}
         return cls(**{**fields, **whole})
 
     def arguments(self, known: Any) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Order:
         return {**usable, "num_inference_steps": self.steps, "generator": generator}
 
 
-def _whole(value: Any) -> Any:
+def as_whole(value: Any) -> Any:
     """A number field may send 20.0 for 20."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 

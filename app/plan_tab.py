@@ -11,6 +11,7 @@ from . import words
 from .answers import answered
 from .fields import Forms
 from .forecast import MOST_DEVICES, MOST_PROMPTS, Call, drawing, forecast, link_verdict
+from .orders import as_whole
 from .studio import Studio
 
 NOT_YET = "The model is being loaded: try again in a moment."
@@ -34,7 +35,7 @@ class PlanTab:
         if model is None:
             return words.notice(NOT_YET), "", ""
         numbers = {"devices": devices, "width": width, "height": height, "prompts": prompts}
-        call = Call(**{name: _whole(value) for name, value in numbers.items()}, guided=bool(guided))
+        call = Call(**{name: as_whole(value) for name, value in numbers.items()}, guided=bool(guided))
         found = forecast(model, call)
         said = words.pairs([("Plan", str(found.chosen)), ("Because", found.reason), ("Model", model.pipeline)])
         rows = [(str(offer.plan), offer.work, offer.refusal or "can be run") for offer in found.offers]
@@ -48,10 +49,6 @@ class PlanTab:
             raise PlanError("fill in latency and rate of the link")
         link = Link(latency=float(latency) / 1e3, rate=float(rate) * 1e9)
         return words.notice(link_verdict(self._studio.desk.kept(owner, "run"), link))
-
-
-def _whole(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def build(studio: Studio, owner: gr.State, forms: Forms) -> tuple[PlanTab, list[Any], list[Any]]:

@@ -31,7 +31,7 @@ from patchpar.first_use import (
 from patchpar.mesh import Axis
 from patchpar.refusal import in_one_line, is_of_the_split
 from patchpar.token_split.provenance import disturbed, moved_indices
-from patchpar.tree import paths_of, tensors_in, with_tensors
+from patchpar.tree import floats_in, paths_of, tensors_in, with_tensors
 from patchpar.verdicts import Verdicts
 
 Plain = Callable[..., Any]
@@ -103,9 +103,9 @@ class Carriers:
         for each in (call, with_noise_for_zeros(call)):
             if each is None:
                 continue
-            want = _predictions(plain(*each[0], **each[1]))
+            want = floats_in(plain(*each[0], **each[1]))
             shares = [batch.share(each, rank, self.ranks) for rank in range(self.ranks)]
-            got = _predictions(batch.join([plain(*args, **kwargs) for args, kwargs in shares]))
+            got = floats_in(batch.join([plain(*args, **kwargs) for args, kwargs in shares]))
             error = max(relative_error(x, y) for x, y in zip(got, want, strict=True))
             if not error <= max(TOLERANCE[x.dtype] for x in want):
                 return error
@@ -124,7 +124,7 @@ def carriers_in(plain: Plain, call: Call, parts: int) -> tuple[Found, list[str]]
     """
     sample, tensors = sample_of(*call), tensors_in(call)
     batch, found, unmoved = Batch.of(sample), dict[str, int | None](), list[str]()
-    before = _predictions(plain(*call[0], **call[1]))
+    before = floats_in(plain(*call[0], **call[1]))
     paths = [path for path, leaf in paths_of(call) if isinstance(leaf, Tensor)]
     for number, (path, x) in enumerate(zip(paths, tensors, strict=True)):
         dims = [dim for dim in range(x.ndim) if batch.fits(x.shape[dim])]
@@ -146,7 +146,7 @@ def _moved(plain: Plain, call: Call, before: list[Tensor], where: tuple[int, int
     tensors[number] = disturbed(tensors[number], dim, torch.arange(size - rows, size))
     args, kwargs = with_tensors(call, tensors)
     try:
-        after = _predictions(plain(*args, **kwargs))
+        after = floats_in(plain(*args, **kwargs))
     except Exception as error:
         if not is_of_the_split(error):
             raise
@@ -155,10 +155,6 @@ def _moved(plain: Plain, call: Call, before: list[Tensor], where: tuple[int, int
     if not rows_moved.any():
         return ""
     return "others" if rows_moved[:-own].any() else "its own"
-
-
-def _predictions(output: Any) -> list[Tensor]:
-    return [x for x in tensors_in(output) if x.is_floating_point()]
 
 
 def _read(raw: Any) -> Found:

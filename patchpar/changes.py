@@ -72,12 +72,12 @@ def change_of(path: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_f
     if path in UNDOES and not args and not kwargs:
         undo = UNDOES[path]
         return undo if is_fresh else replace(undo, kind=undo.undoes)
+    change = Change(kind=KINDS.get(name), parts=parts, unless=ADDS_OR_HIDES if parts else ())
     if word not in SETS:
-        return Change(kind=KINDS.get(name), parts=parts, unless=ADDS_OR_HIDES if parts else ())
+        return change
     what = name if word == "set" else rest
     given = frozenset[str | int]((*range(len(args)), *kwargs))
-    sets = f"{owner}.{what}".lstrip(".")
-    return Change(sets=sets, given=given, kind=KINDS.get(name), parts=parts, unless=ADDS_OR_HIDES if parts else ())
+    return replace(change, sets=f"{owner}.{what}".lstrip("."), given=given)
 
 
 def _adapters_of(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Parts | None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from patchpar.caches import caches_set_aside
 from patchpar.carriers import carriers_of
@@ -19,7 +19,7 @@ from patchpar.exchange import Door, Gather
 from patchpar.fingerprint import Watched
 from patchpar.first_use import TOLERANCE, Call, arguments_of, check_once, form_of, made_of, relative_error
 from patchpar.mesh import Axis
-from patchpar.tree import tensors_in
+from patchpar.tree import floats_in
 from patchpar.verdicts import Verdicts
 
 
@@ -65,7 +65,7 @@ class GuidanceCheck:
     @torch.no_grad()
     def _measure(self, plain: Callable[..., Any], call: Call, joined: Any) -> float:
         args, kwargs = call
-        want, got = _predictions(plain(*args, **kwargs)), _predictions(joined)
+        want, got = floats_in(plain(*args, **kwargs)), floats_in(joined)
         error = max(relative_error(x, y) for x, y in zip(got, want, strict=True))
         limit = max(TOLERANCE[x.dtype] for x in want)
         own = torch.tensor([error], dtype=torch.float32, device=self.door.transport.device)
@@ -78,7 +78,3 @@ class GuidanceCheck:
                 "give the devices to another axis, e.g. patch"
             )
         return worst
-
-
-def _predictions(output: Any) -> list[Tensor]:
-    return [x for x in tensors_in(output) if x.is_floating_point()]

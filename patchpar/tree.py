@@ -63,6 +63,11 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def floats_in(tree: Any) -> list[Tensor]:
+    """The tensors of floating point among the leaves: of what a denoiser returns, its predictions."""
+    return [x for x in tensors_in(tree) if x.is_floating_point()]
+
+
 def with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
     """`tree` with its tensors replaced, in the order of `tensors_in`."""
     replacements = iter(tensors)

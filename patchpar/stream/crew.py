@@ -10,6 +10,7 @@ from patchpar.launch.context import OnEvent, OnStart, Tell
 from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
 from patchpar.stream.config import StreamConfig
+from patchpar.stream.fifo_config import FifoConfig
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.talk import Course, Facts, Produced
 
@@ -23,13 +24,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """What ranks load, and on which devices they may."""
+    """What ranks load, by which of the classes that run there, and on which devices they may."""
 
     folder: str
-    config: StreamConfig
+    config: StreamConfig | FifoConfig
     options: Mapping[str, Any]
     devices: tuple[str, ...]
     deadline: float
+    engine: str = ENGINE
 
     def start(self, plan: StreamPlan, devices: Sequence[str]) -> tuple[Ranks, Facts]:
         """Ranks on the first of `devices` that have loaded their part of `plan`.
@@ -37,7 +39,7 @@ class Loading:
         Raises LaunchError, PlanError, UnsupportedModel.
         """
         asked = (self.folder, self.config, plan, self.options)
-        return start_ranks(devices[: plan.ranks], ENGINE, self.deadline, asked)
+        return start_ranks(devices[: plan.ranks], self.engine, self.deadline, asked)
 
 
 def start_ranks(names: Sequence[str], engine: str, deadline: float, asked: Sequence[Any]) -> tuple[Ranks, Facts]:

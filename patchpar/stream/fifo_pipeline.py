@@ -1,14 +1,12 @@
 """`FifoStreamingPipeline`: video without end from a model of short films (FIFO-Diffusion, arXiv:2405.11473)."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
 from patchpar.launch.devices import resolve_devices
 from patchpar.models.folder import resolve_model
-from patchpar.stream.crew import Crew, Ranks, start_ranks
+from patchpar.stream.crew import Crew, Loading
 from patchpar.stream.delivery import Effect, StreamDelivery, StreamFormat
 from patchpar.stream.driver import Limits
 from patchpar.stream.events import Transition
@@ -21,25 +19,6 @@ from patchpar.stream.session import StreamSession
 from patchpar.stream.talk import Facts, Said
 
 ENGINE = "patchpar.stream.fifo_engine:FifoEngine"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FifoLoading:
-    """What ranks load, and on which devices they may."""
-
-    folder: str
-    config: FifoConfig
-    options: Mapping[str, Any]
-    devices: tuple[str, ...]
-    deadline: float
-
-    def start(self, plan: StreamPlan, devices: Sequence[str]) -> tuple[Ranks, Facts]:
-        """Ranks on the first of `devices` that have loaded their zones of `plan`.
-
-        Raises LaunchError, PlanError, UnsupportedModel.
-        """
-        asked = (self.folder, self.config, plan, self.options)
-        return start_ranks(devices[: plan.ranks], ENGINE, self.deadline, asked)
 
 
 class FifoSession(StreamSession):
@@ -101,7 +80,9 @@ class FifoStreamingPipeline(HeldRanks[Crew, FifoSession]):
                 f"a plan of {plan.steps} zones with {plan.ranks} ranks, {plan.inner} for each, does not fit a queue of "
                 f"{zones} zones on {len(found.names)} devices ({found.note}), 1 rank for each"
             )
-        loading = FifoLoading(folder=path, config=config, options=options, devices=found.names, deadline=deadline)
+        loading = Loading(
+            folder=path, config=config, options=options, devices=found.names, deadline=deadline, engine=ENGINE
+        )
         ranks, facts = loading.start(plan, found.names)
         return cls(Crew(ranks, plan, loading), config, facts)
 
