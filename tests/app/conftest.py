@@ -1,15 +1,40 @@
-"""A server and a browser for the tests that look at the page."""
+"""What is behind a page; a client, and a server and a browser for the tests that look at the page."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 from playwright.sync_api import Page, expect
+
+from app.jobs import Desk
+from app.studio import Studio
 
 from .browser import installed, served, started
 from .hands import PATIENCE
+from .studios import client_of, studio_of
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    found = Desk()
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def studio() -> Iterator[Studio]:
+    with closing(studio_of()) as found:
+        yield found
+
+
+@pytest.fixture
+def client(studio: Studio) -> Iterator[TestClient]:
+    with client_of(studio) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

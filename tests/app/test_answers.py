@@ -7,6 +7,7 @@ import base64
 import logging
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,10 @@ from gradio.data_classes import ImageData
 from gradio.route_utils import delete_files_created_by_app
 
 from app.answers import answered
-from app.drawing import Artist
-from app.jobs import Desk
 from app.large_tab import LargeTab
-from app.live import Feeds
 from app.page import build
 from app.stream_tab import StreamTab
 from app.studio import Studio
-from app.visits import Visits
 from app.workers import Setup
 from patchpar import PlanError
 from patchpar.models.folder import embedded_model
@@ -31,18 +28,17 @@ from tests.unit.test_picture_file import huge_png
 
 from .fakes import FakePipeline, FakeWorkers
 from .films import grey_film
+from .studios import studio_of
 from .test_bad_input import OWNER, fields, said
 
 
 @pytest.fixture
 def studio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Studio]:
-    workers: Any = FakeWorkers(FakePipeline())
+    workers = FakeWorkers(FakePipeline())
     workers.setup = Setup(face="embedded-face")
-    desk = Desk()
-    found = Studio(workers, Artist(workers), desk, Visits(desk), Feeds())
-    monkeypatch.setenv("GRADIO_TEMP_DIR", str(found.uploads))
-    yield found
-    found.close()
+    with closing(studio_of(workers)) as found:
+        monkeypatch.setenv("GRADIO_TEMP_DIR", str(found.uploads))
+        yield found
 
 
 @pytest.fixture

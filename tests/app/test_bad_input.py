@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,11 @@ import pytest
 from PIL import Image
 
 from app.compare_tab import CompareTab
-from app.drawing import Artist
 from app.image_tab import ImageTab
-from app.jobs import Desk
 from app.large_tab import LargeTab
-from app.live import Feeds
 from app.plan_tab import PlanTab
 from app.stream_tab import StreamTab
 from app.studio import Studio
-from app.visits import Visits
 from app.workers import Setup, devices_of
 from patchpar import ParallelPipeline, PlanError, UnsupportedModel, WorkerDied
 from patchpar.checks import bind, check_call, check_plan_for
@@ -30,6 +27,7 @@ from patchpar.plan import Plan
 from tests.tiny import build
 
 from .fakes import FakePipeline, FakeWorkers
+from .studios import studio_of
 
 OWNER = "a" * 32
 NAMES = ("prompt", "negative", "width", "height", "steps", "guidance", "seed")
@@ -64,11 +62,8 @@ def model() -> Any:
 
 @pytest.fixture
 def studio(model: Any) -> Iterator[Studio]:
-    workers: Any = FakeWorkers(CheckedPipeline(model))
-    desk = Desk()
-    found = Studio(workers, Artist(workers), desk, Visits(desk), Feeds())
-    yield found
-    found.close()
+    with closing(studio_of(FakeWorkers(CheckedPipeline(model)))) as found:
+        yield found
 
 
 def said(shown: Any) -> str:
@@ -124,14 +119,9 @@ def test_a_picture(studio: Studio, wish: dict[str, Any], words: list[str]) -> No
 
 
 def test_more_ranks_than_bands(model: Any) -> None:
-    workers: Any = FakeWorkers(CheckedPipeline(model), count=8)
-    desk = Desk()
-    studio = Studio(workers, Artist(workers), desk, Visits(desk), Feeds())
-    try:
+    with closing(studio_of(FakeWorkers(CheckedPipeline(model), count=8))) as studio:
         sentence = said(ImageTab(studio).draw(OWNER, "8 bands, exact", "", "", True, *fields(width=64, height=64)))
         assert all(word in sentence for word in ("8 latent rows make 2 bands", "8 ranks", "at most 2", "256 pixels"))
-    finally:
-        studio.close()
 
 
 @pytest.mark.parametrize(

@@ -11,23 +11,21 @@ import gradio as gr
 import pytest
 
 from app.defaults import Defaults, defaults_before, defaults_of
-from app.drawing import Artist
 from app.fields import Forms, picture_fields
 from app.image_tab import ImageTab
-from app.jobs import Desk, View
-from app.live import Feeds
+from app.jobs import View
 from app.page import build
 from app.plan_tab import PlanTab
 from app.stream_tab import show
 from app.streaming import Streamed
 from app.studio import Studio
-from app.visits import Visits
 from app.ways import OWN, OWN_MEANS
 from app.workers import Setup
 from patchpar.models.description import Description, describe
 from tests import tiny
 
 from .fakes import FakePipeline, FakeWorkers
+from .studios import studio_of
 from .test_bad_input import AUTOMATIC, OWNER, fields, said
 
 
@@ -47,14 +45,12 @@ class LoadedWorkers(FakeWorkers):
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     studios: list[Studio] = []
 
-    def studio_of(model: str, description: Description | None = None) -> Studio:
-        workers: Any = LoadedWorkers(model, description)
-        desk = Desk()
-        studios.append(Studio(workers, Artist(workers), desk, Visits(desk), Feeds()))
+    def open_studio(model: str, description: Description | None = None) -> Studio:
+        studios.append(studio_of(LoadedWorkers(model, description)))
         monkeypatch.setenv("GRADIO_TEMP_DIR", str(studios[-1].uploads))
         return studios[-1]
 
-    yield studio_of
+    yield open_studio
     for each in studios:
         each.close()
 

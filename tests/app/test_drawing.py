@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +21,6 @@ from .waiting import over, until
 
 ORDER = Order(prompt="a fox", steps=3, seed=5)
 WAYS = {way.label: way for way in ways_for(2)}
-
-
-@pytest.fixture
-def desk() -> Iterator[Desk]:
-    found = Desk()
-    yield found
-    found.close()
 
 
 def artist(**options: Any) -> Artist:

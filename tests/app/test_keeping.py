@@ -4,32 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from app.drawing import Artist
-from app.jobs import Desk, View
-from app.live import Feeds
+from app.jobs import View
 from app.stream_tab import show
 from app.streaming import Streamed
 from app.studio import HOUR, Studio
-from app.visits import Visits
-
-from .fakes import FakePipeline, FakeWorkers
 
 STREAMED: dict[str, Any] = {"pictures": 4, "seconds": 2.0, "latency": 0.5, "devices": "2 CPU workers"}
-
-
-@pytest.fixture
-def studio() -> Iterator[Studio]:
-    workers: Any = FakeWorkers(FakePipeline())
-    desk = Desk()
-    found = Studio(workers, Artist(workers), desk, Visits(desk), Feeds())
-    yield found
-    found.close()
 
 
 def test_files_of_any_page_go_after_an_hour(studio: Studio) -> None:

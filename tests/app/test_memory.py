@@ -7,6 +7,7 @@ import io
 import re
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,13 @@ from fastapi.testclient import TestClient
 from gradio.data_classes import ImageData
 from PIL import Image
 
-from app.drawing import Artist
-from app.jobs import Desk
 from app.limits import MOST_PICTURE_PIXELS, bytes_of, picture_from
-from app.live import Feeds
 from app.page import build
-from app.server import Address, application
 from app.studio import Studio
-from app.visits import Visits
 from patchpar import PlanError
 from tests.unit.test_picture_file import huge_png
 
-from .fakes import FakePipeline, FakeWorkers
+from .studios import client_of, studio_of
 
 SIDE = 30_000
 """Pixels of each side: 2.7 GB, decoded."""
@@ -89,11 +85,8 @@ KINDS = (png, png_below_pillow_s_own_limit, jpeg, bmp, webp)
 
 @pytest.fixture(scope="module")
 def studio() -> Iterator[Studio]:
-    workers: Any = FakeWorkers(FakePipeline())
-    desk = Desk()
-    found = Studio(workers, Artist(workers), desk, Visits(desk), Feeds())
-    yield found
-    found.close()
+    with closing(studio_of()) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +99,7 @@ def inputs(studio: Studio) -> list[gr.Image]:
 
 @pytest.fixture(scope="module")
 def client(studio: Studio) -> Iterator[TestClient]:
-    with TestClient(application(studio, Address()), base_url="http://127.0.0.1:7860") as found:
+    with client_of(studio) as found:
         yield found
 
 

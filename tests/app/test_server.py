@@ -12,19 +12,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
-from app.drawing import Artist
-from app.jobs import Desk
-from app.live import Feeds, FilmFeed
-from app.server import Address, application, read_users
+from app.live import FilmFeed
+from app.server import Address, read_users
 from app.studio import Studio
-from app.visits import Visits
 from app.workers import Setup, devices_of
 from patchpar import PlanError
 from patchpar.cli import app as command
@@ -34,22 +30,8 @@ from patchpar.live.port import Port
 from patchpar.models.folder import embedded_model
 
 from .browser import REPOSITORY
-from .fakes import FakePipeline, FakeWorkers
+from .studios import client_of
 from .waiting import until
-
-
-@pytest.fixture
-def studio() -> Iterator[Studio]:
-    workers: Any = FakeWorkers(FakePipeline())
-    desk = Desk()
-    yield Studio(workers, Artist(workers), desk, Visits(desk), Feeds())
-    desk.close()
-
-
-@pytest.fixture
-def client(studio: Studio) -> Iterator[TestClient]:
-    with TestClient(application(studio, Address()), base_url="http://127.0.0.1:7860") as found:
-        yield found
 
 
 def test_the_page_is_there_and_nothing_is_fetched_from_elsewhere(client: TestClient) -> None:
@@ -132,14 +114,14 @@ def test_what_people_upload_is_for_nobody_else(client: TestClient, studio: Studi
 def test_the_shipped_sound_is_served_from_where_it_is(studio: Studio) -> None:
     studio.workers.setup = Setup(face="embedded-face")
     speech = (embedded_model("embedded-face") / "speech.wav").resolve()
-    with TestClient(application(studio, Address()), base_url="http://127.0.0.1:7860") as client:
+    with client_of(studio) as client:
         assert client.get(f"/gradio_api/file={speech}").content == speech.read_bytes()
         assert client.get(f"/gradio_api/file={speech.with_name('model_index.json')}").status_code in (403, 404)
 
 
 def test_who_has_to_log_in_sees_nothing_before(studio: Studio) -> None:
     address = Address(users=(("ann", "secret"),))
-    with TestClient(application(studio, address), base_url="http://127.0.0.1:7860") as client:
+    with client_of(studio, address) as client:
         assert client.get("/config").status_code == 401
         assert client.post("/gradio_api/upload", files={"files": ("a", b"x", "image/png")}).status_code == 401
         assert client.post("/login", data={"username": "ann", "password": "wrong"}).status_code == 400

@@ -32,13 +32,6 @@ ORDER = Order(prompt="a fox", width=64, height=64, steps=4, guidance=1.5)
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    found = Desk()
-    yield found
-    found.close()
-
-
-@pytest.fixture
 def kept(tmp_path: Path) -> Path:
     return tmp_path / "kept.mp4"
 

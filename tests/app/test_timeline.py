@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,14 @@ import numpy as np
 import pytest
 
 from app import timeline
-from app.drawing import Artist
-from app.jobs import Desk
-from app.live import Feeds
-from app.studio import Studio
 from app.timeline import Window, draw, longest_waits, shares, traces_of, window_of
 from app.timeline_tab import TimelineTab
-from app.visits import Visits
 from patchpar.figures import RankFigures
 from patchpar.plan import Plan
 from patchpar.run import Run
 from patchpar.trace import Event, RankTrace
 
-from .fakes import FakePipeline, FakeWorkers
+from .studios import studio_of
 
 
 def trace(rank: int) -> RankTrace:
@@ -92,13 +88,10 @@ def test_a_run_without_a_trace_has_nothing_to_show() -> None:
 
 
 def test_a_page_is_shown_its_own_last_run_and_given_the_trace() -> None:
-    workers: Any = FakeWorkers(FakePipeline())
-    desk = Desk()
-    studio = Studio(workers, Artist(workers), desk, Visits(desk), Feeds())
-    try:
+    with closing(studio_of()) as studio:
         figures: dict[str, Any] = {"device": "cpu", "bytes_sent": {}, "bytes_received": {}, "seconds_waited": {}}
         ranks = tuple(RankFigures(rank=rank, trace=trace(rank), **figures) for rank in range(2))
-        desk.keep("a" * 32, "run", Run(plan=Plan(patch=2), seconds=3.0, ranks=ranks))
+        studio.desk.keep("a" * 32, "run", Run(plan=Plan(patch=2), seconds=3.0, ranks=ranks))
         tab = TimelineTab(studio)
         drawing, tables, _, last, save = tab.refresh("a" * 32)
         assert "<svg" in drawing
@@ -106,8 +99,6 @@ def test_a_page_is_shown_its_own_last_run_and_given_the_trace() -> None:
         assert (last["value"], last["maximum"]) == (2, 2)
         assert "traceEvents" in Path(save["value"]).read_text()
         assert timeline_is_empty(tab.refresh("b" * 32))
-    finally:
-        studio.close()
     assert not Path(save["value"]).exists()
 
 
