@@ -19,8 +19,9 @@ from patchpar.errors import PatchparError
 from patchpar.refusal import refused_in_words
 from patchpar.verdicts import Verdicts
 from tests.exact import denoisers
-from tests.exact.on_ranks import first, patched, relative
+from tests.exact.on_ranks import first, patched
 from tests.ranks import Place
+from tests.tensors import relative
 
 SIZE = (16, 8)
 LARGE = (32, 16)

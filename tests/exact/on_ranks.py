@@ -21,6 +21,7 @@ from patchpar.strategies.exact import ExactPatch
 from patchpar.verdicts import Verdicts
 from tests.exact import denoisers
 from tests.ranks import Place
+from tests.tensors import relative
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +30,6 @@ class Errors:
 
     split: float
     alone: float
-
-
-def relative(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 def first(output: Any) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from patchpar.models.folder import embedded_model
 from patchpar.plan import Plan
 from tests import tiny
 from tests.ranks import Place
+from tests.tensors import psnr_db, relative
 from tests.tiny import pictures
 
 SCHEDULERS = {
@@ -150,16 +150,6 @@ def _plain_ways(pipe: Any, kwargs: dict[str, Any], dtype: torch.dtype) -> dict[s
     truth = _latents(pipe(**_seeded(kwargs | {"latents": kwargs["latents"].float()})))
     pipe.to(dtype)
     return {"one": one, "batched": batched, "math": slow, "truth": truth}
-
-
-def relative(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
-
-
-def psnr_db(got: Tensor, want: Tensor) -> float:
-    """Peak signal-to-noise ratio; the peak is the range of the latents of one process."""
-    mse = float((got.double() - want.double()).square().mean())
-    return 10 * math.log10(float(want.max() - want.min()) ** 2 / mse) if mse else math.inf
 
 
 def _pipeline(name: str) -> tuple[Any, dict[str, Any]]:

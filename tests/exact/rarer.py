@@ -13,8 +13,9 @@ from patchpar.call import DrawOptions, RandomState
 from patchpar.engine import Engine
 from patchpar.plan import Plan
 from tests import tiny
-from tests.exact.pipelines import SEED, relative
+from tests.exact.pipelines import SEED
 from tests.ranks import Place
+from tests.tensors import relative
 
 STEPS = 2
 

@@ -10,27 +10,24 @@ from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
 
 from patchpar.batch import Batch, count_branches, sample_of
 from patchpar.errors import UnsupportedModel
-
-
-def latents(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.tensors import noise
 
 
 def test_a_share_of_every_argument_that_carries_the_batch() -> None:
-    text = latents(4, 7, 8)
+    text = noise(4, 7, 8)
     call = {
         "timestep": torch.tensor(3),
         "encoder_hidden_states": text,
-        "added_cond_kwargs": {"text_embeds": latents(4, 5), "image_embeds": [latents(4, 1, 5)]},
-        "down_block_additional_residuals": (latents(4, 3, 2, 2), latents(4, 6, 1, 1)),
-        "image_rotary_emb": (latents(64, 8), latents(64, 8)),
+        "added_cond_kwargs": {"text_embeds": noise(4, 5), "image_embeds": [noise(4, 1, 5)]},
+        "down_block_additional_residuals": (noise(4, 3, 2, 2), noise(4, 6, 1, 1)),
+        "image_rotary_emb": (noise(64, 8), noise(64, 8)),
         "img_shapes": [[(1, 8, 8)]] * 4,
         "skip_layers": [1, 2, 3, 4],
         "size": (8, 8, 8, 8),
         "guidance": None,
         "return_dict": False,
     }
-    own = Batch.of(latents(4, 4, 8, 8)).share(call, 1, 2)
+    own = Batch.of(noise(4, 4, 8, 8)).share(call, 1, 2)
     assert torch.equal(own["encoder_hidden_states"], text[2:])
     assert own["added_cond_kwargs"]["text_embeds"].shape == (2, 5)
     assert own["added_cond_kwargs"]["image_embeds"][0].shape == (2, 1, 5)
@@ -43,23 +40,23 @@ def test_a_share_of_every_argument_that_carries_the_batch() -> None:
 
 def test_masks_of_adapters_are_whole_however_many_there_are() -> None:
     """As many as there are branches, of two pictures each."""
-    masks = [latents(1, 2, 8, 8), latents(1, 2, 8, 8)]
-    own = Batch.of(latents(2, 4, 8, 8)).share({"cross_attention_kwargs": {"ip_adapter_masks": masks}}, 1, 2)
+    masks = [noise(1, 2, 8, 8), noise(1, 2, 8, 8)]
+    own = Batch.of(noise(2, 4, 8, 8)).share({"cross_attention_kwargs": {"ip_adapter_masks": masks}}, 1, 2)
     assert own["cross_attention_kwargs"]["ip_adapter_masks"] is masks
 
 
 @pytest.mark.parametrize("layout", [(2, 4, 3, 8, 8), (2, 3, 4, 8, 8)], ids=["channels first", "frames first"])
 def test_frames_multiply_the_batch(layout: tuple[int, ...]) -> None:
-    batch = Batch.of(latents(*layout))
-    assert batch.share(latents(6, 7, 8), 0, 2).shape == (3, 7, 8)  # the text, once for each frame
-    assert batch.share(latents(6, 8), 0, 2).shape == (6, 8)  # a table of positions
-    assert batch.share(latents(10, 7, 8), 0, 2).shape == (10, 7, 8)
+    batch = Batch.of(noise(*layout))
+    assert batch.share(noise(6, 7, 8), 0, 2).shape == (3, 7, 8)  # the text, once for each frame
+    assert batch.share(noise(6, 8), 0, 2).shape == (6, 8)  # a table of positions
+    assert batch.share(noise(10, 7, 8), 0, 2).shape == (10, 7, 8)
 
 
 def test_a_list_of_pictures_is_divided_by_item() -> None:
-    sample = [latents(4, 1, 8, 8, seed=i) for i in range(4)]  # four channels as well: the list decides
+    sample = [noise(4, 1, 8, 8, seed=i) for i in range(4)]  # four channels as well: the list decides
     batch = Batch.of(sample)
-    own = [batch.share([sample, [latents(5, 3)] * 4], rank, 2) for rank in range(2)]
+    own = [batch.share([sample, [noise(5, 3)] * 4], rank, 2) for rank in range(2)]
     assert [len(part) for part in own[1]] == [2, 2]
     assert own[1][0][0] is sample[2]
     joined = batch.join([(parts[0],) for parts in own])
@@ -67,7 +64,7 @@ def test_a_list_of_pictures_is_divided_by_item() -> None:
 
 
 def test_shares_join_to_the_whole() -> None:
-    whole = latents(6, 4, 8, 8)
+    whole = noise(6, 4, 8, 8)
     batch = Batch.of(whole)
     output = batch.join([UNet2DConditionOutput(sample=part) for part in whole.chunk(3)])
     assert isinstance(output, UNet2DConditionOutput)
@@ -77,43 +74,43 @@ def test_shares_join_to_the_whole() -> None:
 
 def test_what_does_not_join_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="cfg=1"):
-        Batch.of(latents(2, 4)).join([(torch.ones(3),), (torch.ones(3),)])
+        Batch.of(noise(2, 4)).join([(torch.ones(3),), (torch.ones(3),)])
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 8, 8), (2, 4, 8, 8), (1, 16, 64), (1, 4, 3, 8, 8)])
 @pytest.mark.parametrize("branches", [2, 3])
 def test_repeated_latents_are_branches(shape: tuple[int, ...], branches: int) -> None:
-    one = latents(*shape)
+    one = noise(*shape)
     assert count_branches(torch.cat([one] * branches)) == branches
     assert count_branches(list(torch.cat([one] * branches).unbind())) == branches
-    assert count_branches(latents(branches * shape[0], *shape[1:])) == 1
+    assert count_branches(noise(branches * shape[0], *shape[1:])) == 1
     assert count_branches(torch.zeros(branches, *shape[1:])) == 1  # says nothing
     assert count_branches(one[:1]) == 1
 
 
 def test_branches_show_though_the_conditioning_picture_differs() -> None:
-    one, picture = latents(1, 3, 4, 8, 8), latents(1, 3, 4, 8, 8, seed=1)
+    one, picture = noise(1, 3, 4, 8, 8), noise(1, 3, 4, 8, 8, seed=1)
     with_picture = torch.cat([torch.cat([one] * 2), torch.cat([torch.zeros_like(picture), picture])], dim=2)
     assert count_branches(with_picture) == 2
 
 
 def test_branches_show_though_the_picture_beside_the_noise_differs() -> None:
     """DreamLite has it in columns."""
-    one, picture = latents(1, 4, 8, 8), latents(1, 4, 8, 8, seed=1)
+    one, picture = noise(1, 4, 8, 8), noise(1, 4, 8, 8, seed=1)
     beside = torch.cat([torch.cat([one] * 2), torch.cat([torch.zeros_like(picture), picture])], dim=3)
     assert count_branches(beside) == 2
-    assert count_branches(torch.cat([latents(2, 4, 8, 8), torch.cat([picture] * 2)], dim=3)) == 1
+    assert count_branches(torch.cat([noise(2, 4, 8, 8), torch.cat([picture] * 2)], dim=3)) == 1
 
 
 def test_branches_show_behind_pictures_to_refer_to() -> None:
     """Z-Image Omni has a list for each branch: pictures, and what is denoised."""
-    one, other, picture = latents(4, 1, 8, 8), latents(4, 1, 8, 8, seed=2), latents(4, 1, 6, 8, seed=1)
+    one, other, picture = noise(4, 1, 8, 8), noise(4, 1, 8, 8, seed=2), noise(4, 1, 6, 8, seed=1)
     assert count_branches([[picture, one], [picture, one]]) == 2
     assert count_branches([[picture, one], [picture, other]]) == 1
 
 
 def test_two_prompts_with_one_mask_are_no_branches() -> None:
-    two, mask = latents(2, 4, 8, 8), torch.ones(2, 1, 8, 8)
+    two, mask = noise(2, 4, 8, 8), torch.ones(2, 1, 8, 8)
     assert count_branches(torch.cat([two, mask], dim=1)) == 1
 
 

@@ -14,7 +14,7 @@ from patchpar.carriers import Carriers, carriers_in
 from patchpar.errors import VerificationError
 from patchpar.verdicts import Verdicts
 from tests.breadth import first_of
-from tests.exact.on_ranks import relative
+from tests.tensors import relative
 from tests.tokens.piped import plain, shared
 
 TOLERANCE = 1e-5

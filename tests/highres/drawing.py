@@ -148,8 +148,3 @@ def together(case: Case, world: int) -> list[Drawn]:
 def plain(case: Case) -> Tensor:
     """Final latents of the pipeline as diffusers runs it."""
     return latents(prepared(case), steps=case.steps, **case.arguments)
-
-
-def apart(got: Tensor, want: Tensor) -> float:
-    """Norm of the difference over the norm of what is wanted."""
-    return float((got.double() - want.double()).norm() / want.double().norm())

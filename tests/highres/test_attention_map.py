@@ -6,16 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from patchpar.highres.attention_map import AttentionMap, Recording
 from patchpar.highres.content import Content
+from tests.tensors import noise
 from tests.tiny import Tiny, build
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def layer_of(tiny: Tiny) -> nn.Module:

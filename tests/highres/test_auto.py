@@ -21,10 +21,11 @@ from patchpar.mesh import Axis
 from patchpar.models.description import Description, describe
 from patchpar.planner.auto import choose, without
 from tests.breadth import first_of
+from tests.tensors import relative
 from tests.tiny import build
 from tests.vae.allocations import Allocations
 
-from .drawing import Case, alone, apart, plain
+from .drawing import Case, alone, plain
 
 NATIVE = 128
 LARGE = {"height": 256, "width": 192, "num_inference_steps": 2}
@@ -93,7 +94,7 @@ def test_on_one_device() -> None:
     with ParallelPipeline(build("sd").pipe, devices="cpu:1") as pipe:
         pipe.set_progress_bar_config(disable=True)
         got = pipe(**call | generator, output_type="latent").images
-        assert apart(got, alone(case)) < 1e-5
+        assert relative(got, alone(case)) < 1e-5
         assert "1.5 times the native 128 x 128: structure guidance; about" in pipe.explain()
         own = build("sd").pipe.scheduler
         pipe.scheduler = diffusers.DDIMScheduler.from_config(own.config, thresholding=True)

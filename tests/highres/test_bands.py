@@ -19,10 +19,11 @@ from patchpar.start import plan_of
 from patchpar.strategies.structure_guidance import StructureGuidance
 from patchpar.verdicts import Verdicts
 from tests.breadth import first_of
+from tests.tensors import relative
 from tests.tiny import latents
 from tests.unit.threads import on_threads
 
-from .drawing import Case, alone, apart, large, prepared, together
+from .drawing import Case, alone, large, prepared, together
 
 LIMIT = 1e-5
 
@@ -70,7 +71,7 @@ def test_ranks_draw_the_picture_of_one(mode: str) -> None:
     world, options = MODES[mode]
     want = alone(Case(options=options))
     drawn = together(Case(options=options), world)
-    assert all(apart(each.latents, want) < LIMIT for each in drawn)
+    assert all(relative(each.latents, want) < LIMIT for each in drawn)
     assert any(each.bytes_sent.get("kv", 0) > 0 for each in drawn)
 
 
@@ -80,14 +81,14 @@ def test_guidance_of_the_whole_and_a_team_of_all() -> None:
     options = {"bands": 4, "native": 128, "kept": 0.0}
     case = Case(options=options, arguments=arguments, scheduler=diffusers.DDIMScheduler, steps=2)
     want = alone(case)
-    assert all(apart(drawn.latents, want) < LIMIT for drawn in together(case, 4))
+    assert all(relative(drawn.latents, want) < LIMIT for drawn in together(case, 4))
 
 
 def test_bands_that_hear_nothing_draw_another_picture() -> None:
     """The negative control: nothing is exchanged, within a team either."""
     options = {"bands": 2, "switch": 0.7}
     found = together(Case(exchange="off", options=options), 4)
-    assert apart(found[0].latents, alone(Case(options=options))) > 1e-2
+    assert relative(found[0].latents, alone(Case(options=options))) > 1e-2
 
 
 def test_teams_are_verified(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from patchpar.highres.denoiser import LargePicture
 from patchpar.highres.level import level_of
 from patchpar.mesh import Axis
 from patchpar.strategies.structure_guidance import StructureGuidance
+from tests.tensors import noise
 from tests.tiny import Tiny, build
 
 EARLY, LATE = torch.tensor(801), torch.tensor(201)
@@ -27,10 +28,6 @@ def tiny() -> Tiny:
 @pytest.fixture(scope="module")
 def sdxl() -> Tiny:
     return build("sdxl")
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def text(batch: int) -> Tensor:

@@ -16,15 +16,12 @@ from patchpar.highres.layout import pack, unpack
 from patchpar.mesh import Axis
 from patchpar.strategies.structure_guidance import StructureGuidance
 from tests.breadth import first_of
+from tests.tensors import noise, relative
 from tests.tiny import Tiny, latents
 
-from .drawing import Case, alone, apart, large, plain, prepared, together
+from .drawing import Case, alone, large, plain, prepared, together
 
 STEPS = 6
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def before_the_last_step(tiny: Tiny, found: list[Tensor]) -> Any:
@@ -55,7 +52,7 @@ def test_the_guide_is_the_native_picture(guidance: float) -> None:
         flow.shown = lambda *args: shown.append(original(*args)) or shown[-1]  # type: ignore[method-assign]
         latents(tiny, **call, latents=start, height=128, width=128)
     assert len(shown) == 4  # of six steps those below 0.6
-    assert apart(shown[-1][:1], native[0]) < 1e-4
+    assert relative(shown[-1][:1], native[0]) < 1e-4
 
 
 @pytest.mark.parametrize("guidance", [3.0, 1.0])
@@ -77,10 +74,10 @@ def test_the_guide_of_packed_tokens(guidance: float) -> None:
         flow.shown = lambda *args: shown.append(original(*args)) or shown[-1]  # type: ignore[method-assign]
         latents(tiny, **call, latents=pack(start), height=128, width=128)
     want = unpack(native[0], 4, 4)
-    assert apart(shown[-1], want) < 1e-4
-    assert apart(shown[0], want) > 1e-2  # it has moved
+    assert relative(shown[-1], want) < 1e-4
+    assert relative(shown[0], want) > 1e-2  # it has moved
     wrong = native[0].reshape(want.shape)  # the negative control: tokens taken for rows of a map
-    assert apart(shown[-1], wrong) > 1e-1
+    assert relative(shown[-1], wrong) > 1e-1
 
 
 @pytest.mark.parametrize("pipeline", first_of(["flux", "sd3"], "flux"))
@@ -88,16 +85,16 @@ def test_the_guide_on_two_ranks(pipeline: str) -> None:
     """The picture is that of one rank, from the first step with windows to the last, and the guide's own."""
     case = Case(pipeline=pipeline, options={"guide": "flow", "switch": 0.9}, steps=4)
     want = alone(case)
-    assert all(apart(drawn.latents, want) < 1e-5 for drawn in together(case, 2))
-    assert apart(alone(replace(case, options={"switch": 0.9})), want) > 1e-4
+    assert all(relative(drawn.latents, want) < 1e-5 for drawn in together(case, 2))
+    assert relative(alone(replace(case, options={"switch": 0.9})), want) > 1e-4
 
 
 def test_the_guide_leads() -> None:
     """A guide makes another picture than the anchor, and that is not the plain one."""
     options = {"switch": 0.7}
     by_flow, by_anchor = (alone(Case(options=options | {"guide": each})) for each in ("flow", "anchor"))
-    assert apart(by_flow, by_anchor) > 1e-4
-    assert apart(by_flow, plain(Case())) > 1e-2
+    assert relative(by_flow, by_anchor) > 1e-4
+    assert relative(by_flow, plain(Case())) > 1e-2
 
 
 @pytest.mark.parametrize("branches", [1, 2, 3])

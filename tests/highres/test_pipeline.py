@@ -13,9 +13,10 @@ from patchpar import ParallelPipeline, Plan, PlanError, StructureGuidance
 from patchpar.checks import check_plan, check_plan_for
 from patchpar.models.description import describe
 from patchpar.strategies import parse_strategy, resolve_strategy
+from tests.tensors import relative
 from tests.tiny import build
 
-from .drawing import Case, alone, apart, plain
+from .drawing import Case, alone, plain
 
 CASE = Case(options={"masked": True, "lag": 1})
 LIMIT = 1e-5
@@ -37,7 +38,7 @@ def call(**changed: Any) -> dict[str, Any]:
 def test_one_device(one: ParallelPipeline) -> None:
     """The strategy works there too; another plan takes it out without a trace, and back."""
     got: Tensor = one(**call()).images
-    assert apart(got, alone(CASE)) < LIMIT
+    assert relative(got, alone(CASE)) < LIMIT
     one.plan = Plan()
     assert torch.equal(one(**call()).images, plain(CASE))
     one.plan = Plan(strategy=CASE.strategy)
@@ -48,7 +49,7 @@ def test_two_devices() -> None:
     plan = Plan(patch=2, strategy=CASE.strategy)
     with ParallelPipeline(build("sd").pipe, devices="cpu:2", plan=plan) as pipe:
         pipe.set_progress_bar_config(disable=True)
-        assert apart(pipe(**call()).images, alone(CASE)) < LIMIT
+        assert relative(pipe(**call()).images, alone(CASE)) < LIMIT
         run = pipe.last_run
         assert run is not None
         assert all(rank.bytes_sent["prediction"] > 0 for rank in run.ranks)
@@ -56,15 +57,15 @@ def test_two_devices() -> None:
         assert picture.size == (128, 128)
         teams = Case(options={"bands": 2}, arguments=CASE.arguments | {"guidance_scale": 1.0})  # the anchor is one unit
         pipe.plan = Plan(patch=2, strategy=teams.strategy)
-        assert apart(pipe(**call(guidance_scale=1.0)).images, alone(teams)) < LIMIT
+        assert relative(pipe(**call(guidance_scale=1.0)).images, alone(teams)) < LIMIT
         assert pipe.last_run is not None
         assert all(rank.bytes_sent["kv"] > 0 for rank in pipe.last_run.ranks)
         windows, seen = Case(options={"switch": 0.9}, arguments=teams.arguments), list[Tensor]()
         pipe.plan, want = Plan(patch=2, strategy=windows.strategy), alone(windows)
-        assert apart(pipe(**call(guidance_scale=1.0)).images, want) < LIMIT
+        assert relative(pipe(**call(guidance_scale=1.0)).images, want) < LIMIT
         assert all(rank.bytes_sent["latents"] > 0 for rank in pipe.last_run.ranks)  # none had all before the last step
         looking = {"callback_on_step_end": lambda pipe, step, time, tensors: seen.append(tensors["latents"]) or {}}
-        assert apart(pipe(**call(guidance_scale=1.0, **looking)).images, want) < LIMIT
+        assert relative(pipe(**call(guidance_scale=1.0, **looking)).images, want) < LIMIT
         assert all("latents" not in rank.bytes_sent for rank in pipe.last_run.ranks)
         assert len(seen) == windows.steps
         assert all(latents.isfinite().all() for latents in seen)

@@ -16,8 +16,9 @@ from patchpar.highres.after_guidance import AfterGuidance
 from patchpar.highres.portion import Portion
 from patchpar.highres.windows import Tiling
 from tests.breadth import first_of
+from tests.tensors import relative
 
-from .drawing import Case, alone, apart, together
+from .drawing import Case, alone, together
 
 LIMIT = 1e-5
 WINDOWS = {"switch": 0.9}  # windows in all steps but perhaps the first, which shows what guidance does
@@ -64,7 +65,7 @@ def test_ranks_draw_the_picture_of_one(name: str) -> None:
     case = with_windows(case)
     want = alone(case)
     drawn = together(case, world)
-    assert all(apart(each.latents, want) < LIMIT for each in drawn)
+    assert all(relative(each.latents, want) < LIMIT for each in drawn)
     assert all(min(each.missing[1:-1]) > 0.05 and each.missing[-1] == 0 for each in drawn)
     assert sum(each.sent_in(-1)["latents"] for each in drawn) == (world - 1) * want.numel() * want.element_size()
     assert all("latents" not in step for each in drawn for step in each.by_step[:-1])
@@ -83,7 +84,7 @@ def test_latents_that_are_whole_in_every_step(name: str) -> None:
     case = with_windows(WHOLE[name])
     want = alone(case)
     for drawn in together(case, 2):
-        assert apart(drawn.latents, want) < LIMIT
+        assert relative(drawn.latents, want) < LIMIT
         assert drawn.missing == [0.0] * 4
         assert "latents" not in drawn.bytes_sent
 
@@ -124,7 +125,7 @@ def test_latents_that_depend_on_one_another() -> None:
     with pytest.raises(UnsupportedModel, match="after the last step latents are no number"):
         together(case, 2)
     want = alone(case)
-    assert all(apart(drawn.latents, want) < LIMIT for drawn in together(replace(case, watched=True), 2))
+    assert all(relative(drawn.latents, want) < LIMIT for drawn in together(replace(case, watched=True), 2))
 
 
 def test_steps_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,10 @@ from patchpar.highres.surroundings import Surroundings
 from patchpar.highres.windows import Tiling
 from patchpar.highres.work import Evaluation, share_out
 from patchpar.mesh import Axis
+from tests.tensors import noise
 from tests.tiny import build
 
-from .test_definition import EARLY, LATE, large, noise, text
+from .test_definition import EARLY, LATE, large, text
 
 SIZE, NATIVE = (16, 8), (8, 8)  # two windows, one below the other
 

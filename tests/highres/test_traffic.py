@@ -23,9 +23,10 @@ from patchpar.highres.windows import Tiling
 from patchpar.highres.work import merged, scheduled, share_out
 from patchpar.strategies.structure_guidance import StructureGuidance
 from patchpar.transport import DelayedTransport
+from tests.tensors import noise, relative
 from tests.unit.threads import on_threads
 
-from .drawing import Case, alone, apart, draw, plain, prepared, together
+from .drawing import Case, alone, draw, plain, prepared, together
 
 LATENT = 4 * 16 * 16 * 4  # bytes: 128 x 128 pixels, fp32
 LIMIT = 1e-5
@@ -158,7 +159,7 @@ def test_a_slow_link() -> None:
 
     want = alone(case)
     for drawn in on_threads(2, behind, deadline=60.0):
-        assert apart(drawn.latents, want) < LIMIT
+        assert relative(drawn.latents, want) < LIMIT
 
 
 def test_guidance_that_depends_on_the_whole_is_given_the_whole() -> None:
@@ -166,9 +167,9 @@ def test_guidance_that_depends_on_the_whole_is_given_the_whole() -> None:
     case = Case(arguments={"height": 128, "width": 128, "guidance_rescale": 0.7})
     want = alone(case)
     drawn = together(case, 2)
-    assert all(apart(each.latents, want) < LIMIT for each in drawn)
+    assert all(relative(each.latents, want) < LIMIT for each in drawn)
     assert all("weights" not in each.bytes_sent for each in drawn)
-    assert apart(alone(Case()), want) > 1e-3
+    assert relative(alone(Case()), want) > 1e-3
 
 
 def test_what_is_wrong_without_looking(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,13 +185,9 @@ def test_sizes_that_patches_do_not_make_exactly() -> None:
     case = Case(arguments={"height": 168, "width": 96})
     want = alone(case)
     drawn = together(case, 2)
-    assert all(apart(each.latents, want) < LIMIT for each in drawn)
+    assert all(relative(each.latents, want) < LIMIT for each in drawn)
     assert "weights" not in drawn[0].sent_in(1)
     assert drawn[0].sent_in(2)["weights"] > 0
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_evidence_of_two_ranks_is_that_of_one() -> None:
@@ -217,5 +214,5 @@ def test_a_guide_whose_branches_are_on_two_ranks() -> None:
     want = alone(case)
     drawn = together(replace(case), 7)
     assert sum("anchor" in each.sent_in(1) and each.sent_in(1)["anchor"] > 0 for each in drawn) == 1
-    assert all(apart(each.latents, want) < LIMIT for each in drawn)
-    assert apart(plain(case), want) > 1e-2
+    assert all(relative(each.latents, want) < LIMIT for each in drawn)
+    assert relative(plain(case), want) > 1e-2

@@ -15,6 +15,7 @@ from benchmarks.emulation import Emulation, Treatment
 from patchpar.discover import Sites, discover
 from patchpar.strategies import parse_strategy
 from tests.exact import denoisers
+from tests.tensors import relative
 
 TIMES = (981.0, 961.0, 921.0, 901.0, 901.0, 841.0, 601.0, 581.0)  # some steps longer than others, one of no length
 
@@ -44,11 +45,6 @@ def arguments(run: Run, evaluation: int) -> dict[str, Any]:
         call["encoder_hidden_states"] = -call["encoder_hidden_states"]
     time = torch.tensor(TIMES[evaluation % len(TIMES)])
     return call | {"sample": call["sample"] + 0.2 * evaluation * noise, "timestep": time}
-
-
-def relative(got: Tensor, want: Tensor) -> float:
-    """Norm of the difference over the norm of what is wanted."""
-    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 def errors(got: Sequence[Tensor], want: Sequence[Tensor]) -> list[float]:

@@ -12,10 +12,10 @@ from peft.utils import get_peft_model_state_dict
 
 from tests.breadth import first_of
 from tests.conftest import POOL_SIZE
+from tests.tensors import relative
 from tests.tiny import build
 
 from .pipelines import WIDE, Case, Change, Happening, Picture
-from .runs import relative
 
 ROW = "tests.stale.pipelines:row_and_alone"
 HOUSE, TOWER = Picture(steps=3), Picture(prompt="a blue tower at night", steps=3)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tests.breadth import first_of
 from tests.conftest import POOL_SIZE
+from tests.tensors import relative
 
 from .pipelines import SCHEDULERS, WIDE, Case, Drawn, Picture, emulated, plain
-from .runs import relative
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__")  # KDPM2 of diffusers, with NumPy 2
 ON_RANKS = "tests.stale.pipelines"

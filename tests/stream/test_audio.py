@@ -11,7 +11,8 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.stream.audio import SILENCE, AudioConditioner, AudioConfig, latent_tokens, sound_levels
-from tests.stream.tiny import conditioner, noise, sound
+from tests.stream.tiny import conditioner, sound
+from tests.tensors import noise
 
 CONFIG = AudioConfig(dim=24, heads=2, after=(1,), fps=12.5, rate=16000, bands=4, tokens=3)
 

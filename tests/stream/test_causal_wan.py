@@ -14,7 +14,8 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.causal_wan import CausalWan, Heard
 from patchpar.stream.rope import Grid, Positions
-from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, noise, sink, sound, text, transformer
+from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, sink, sound, text, transformer
+from tests.tensors import noise
 
 BLOCKS = 6
 

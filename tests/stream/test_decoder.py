@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from patchpar.stream.decoder import DecoderState, WanDecoder, as_pixels, from_pixels
-from tests.stream.tiny import noise, vae
+from tests.stream.tiny import vae
+from tests.tensors import noise
 
 
 def in_blocks(decoder: WanDecoder, latents: Tensor, ends: list[int]) -> Tensor:

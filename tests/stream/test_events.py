@@ -10,7 +10,7 @@ import torch
 from patchpar.errors import PlanError
 from patchpar.stream.credits import Credits
 from patchpar.stream.events import Event, Parameter, Prompt, Reference, pack, unpack
-from tests.stream.tiny import noise
+from tests.tensors import noise
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -27,7 +27,8 @@ from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import Finished, Order, Surroundings
 from patchpar.transport import Transport
 from tests.stream.running import Outcome, Script, differing
-from tests.stream.tiny import COLUMNS, ROWS, noise, text, transformer, vae
+from tests.stream.tiny import COLUMNS, ROWS, text, transformer, vae
+from tests.tensors import noise
 from tests.unit.threads import on_threads
 
 QUEUE = FifoOptions(window=4, partitions=2, first_steps=3)

@@ -30,7 +30,7 @@ from patchpar.transport import Transport
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.running import Outcome, Script, differing
 from tests.stream.test_ltx_decoder import whole
-from tests.stream.tiny import noise
+from tests.tensors import noise
 from tests.tiny import video_transformer_pipelines
 from tests.unit.threads import on_threads
 

@@ -20,7 +20,8 @@ from patchpar.stream.stage import Finished, StageLoop, Surroundings
 from patchpar.transport import Transport
 from tests.stream.running import BLOCKS, Outcome, Script, serial, stage
 from tests.stream.test_stages import EVERYTHING
-from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, noise, stream, text
+from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, stream, text
+from tests.tensors import noise
 from tests.unit.threads import on_threads
 
 TOKENS = ROWS * COLUMNS // 4  # of a frame

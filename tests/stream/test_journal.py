@@ -22,7 +22,8 @@ from patchpar.stream.recording import Recording
 from patchpar.stream.talk import Begin, Course, Produced, Said, Shown
 from tests.stream.test_session import COURSE, Ranks, session
 from tests.stream.test_streaming_pipeline import FACE, SOUND
-from tests.stream.tiny import STREAM, noise, write_folder
+from tests.stream.tiny import STREAM, write_folder
+from tests.tensors import noise
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
 from patchpar.stream.ltx_decoder import LtxDecoder, latents_late
-from tests.stream.tiny import noise
+from tests.tensors import noise
 
 SCALING = (True, True, True, False)
 KINDS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from patchpar.errors import PlanError
 from patchpar.stream.flow import FlowSchedule
 from patchpar.stream.noise import keyed_noise
-from tests.stream.tiny import noise
+from tests.tensors import noise
 
 
 def test_the_same_key_is_the_same_noise_and_no_other_is() -> None:

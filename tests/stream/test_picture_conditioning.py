@@ -20,7 +20,8 @@ from patchpar.stream.pipeline import StreamingPipeline
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.wan import WanStream, WanStreamOptions
 from tests.stream.running import Script, differing, pipelined, serial
-from tests.stream.tiny import COLUMNS, FRAMES, ROWS, STREAM, noise, text, vae
+from tests.stream.tiny import COLUMNS, FRAMES, ROWS, STREAM, text, vae
+from tests.tensors import noise
 from tests.tiny import encoders, tokenizers
 
 MASKS, CHUNKS = 2, 2  # one mask for each picture of a latent frame of this VAE; a film of 1 + 8 pictures, 5 latents

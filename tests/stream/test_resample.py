@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from patchpar.stream.resample import Resampler
-from tests.stream.tiny import noise
+from tests.tensors import noise
 
 
 def resampled(samples: Tensor, rate: int, target: int, piece: int) -> Tensor:

@@ -22,7 +22,8 @@ from patchpar.stream.events import Parameter, Reference
 from patchpar.stream.session import StreamSession
 from patchpar.stream.talk import Begin, Cancel, Course, Produced, Ready, Said, Shown, Stop
 from patchpar.stream.track import AudioTrack
-from tests.stream.tiny import AUDIO, FRAMES, noise, sink
+from tests.stream.tiny import AUDIO, FRAMES, sink
+from tests.tensors import noise
 
 COURSE = Course(ranks=2, seed=0, rows=4, columns=6, first_block=0, adapt_sink=True)
 FORMAT = StreamFormat(fps=20, height=8, width=12, frames=FRAMES, per_latent=2)

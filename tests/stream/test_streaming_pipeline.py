@@ -24,7 +24,8 @@ from patchpar.stream.events import Change, Parameter, Prompt, Reference
 from patchpar.stream.pipeline import StreamingPipeline
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.wan import WanStream, WanStreamOptions
-from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, TEXT, noise, write_folder
+from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, TEXT, write_folder
+from tests.tensors import noise
 
 BLOCKS = 6
 SOUND = noise(2000, seed=9) * 0.3  # one second: 20 frames, in blocks of 3, 4, 4, 4, 4 and 4

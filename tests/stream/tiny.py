@@ -17,14 +17,11 @@ from patchpar.stream.decoder import WanDecoder
 from patchpar.stream.flow import FlowSchedule
 from patchpar.stream.inner import InnerShare
 from patchpar.stream.wan import WanStream, WanStreamOptions
+from tests.tensors import noise
 from tests.tiny import encoders, tokenizers
 
 FRAMES, ROWS, COLUMNS, TEXT = 2, 4, 6, 5
 AUDIO = AudioConfig(dim=24, heads=2, after=(0,), fps=20, rate=2000, bands=3, tokens=3, per_latent=2)
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def transformer(dtype: torch.dtype = torch.float32, text_dim: int = 8, heads: int = 2) -> WanTransformer3DModel:

@@ -20,7 +20,7 @@ from torch import Tensor
 from tests import tiny
 from tests.breadth import first_of
 from tests.conftest import POOL_SIZE
-from tests.exact.on_ranks import relative
+from tests.tensors import relative
 
 from .on_ranks import Drawing, arguments, latents_of
 from .test_pipelines import EXACT, draw

@@ -17,7 +17,7 @@ from patchpar.mesh import Axis
 from patchpar.strategies import parse_strategy
 from tests.breadth import first_of
 from tests.conftest import POOL_SIZE
-from tests.exact.on_ranks import relative
+from tests.tensors import relative
 from tests.tiny.transformers import TRANSFORMERS
 from tests.unit.threads import on_threads
 

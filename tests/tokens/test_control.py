@@ -17,7 +17,7 @@ from patchpar.strategies.exact import ExactPatch
 from patchpar.verdicts import Verdicts
 from tests import tiny
 from tests.conftest import POOL_SIZE
-from tests.exact.on_ranks import relative
+from tests.tensors import relative
 from tests.tiny.transformers import TRANSFORMERS
 from tests.tiny.transformers_entry import noise
 from tests.unit.threads import on_threads

@@ -18,7 +18,7 @@ from patchpar.token_split import denoiser as token_denoiser
 from patchpar.token_split import discovery
 from patchpar.verdicts import Verdicts
 from tests.breadth import first_of
-from tests.exact.on_ranks import relative
+from tests.tensors import relative
 from tests.tiny.transformers import TRANSFORMERS
 from tests.tiny.transformers_entry import noise
 from tests.unit.threads import on_threads

@@ -9,7 +9,7 @@ import pytest
 
 from tests.breadth import first_of
 from tests.conftest import POOL_SIZE
-from tests.exact.on_ranks import relative
+from tests.tensors import relative
 
 from .changed import Change
 from .ip_adapters import pictures, weights

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.token_split.kernel import Choice, Kernel, needing_torch_attention
-from tests.exact.on_ranks import relative
+from tests.tensors import relative
 
 from .past import Case, on_ranks, plain, replicas
 from .ranks import LIMIT

@@ -26,7 +26,7 @@ from patchpar.token_split.mixing import Mixing, MixingSevered, summed
 from patchpar.token_split.written import from_json, to_json
 from tests import tiny
 from tests.breadth import first_of
-from tests.exact.on_ranks import relative
+from tests.tensors import relative
 from tests.tiny.transformers_entry import IMAGE, noise
 from tests.unit.threads import on_threads
 

@@ -12,7 +12,7 @@ from patchpar.errors import UnsupportedModel
 from tests import tiny
 from tests.breadth import first_of
 from tests.conftest import POOL_SIZE
-from tests.exact.on_ranks import relative
+from tests.tensors import relative
 from tests.tiny.transformers import TRANSFORMERS
 
 from .changed import Change

@@ -14,7 +14,7 @@ from patchpar.models.description import describe
 from tests import tiny
 from tests.breadth import first_of
 from tests.conftest import POOL_SIZE
-from tests.exact.on_ranks import relative
+from tests.tensors import relative
 
 from .on_ranks import Drawing, arguments, latents_of
 

@@ -26,7 +26,7 @@ from patchpar.token_split.shipped import Shipped, read, shipped_for
 from patchpar.treatment import Treatment
 from patchpar.verdicts import Verdicts
 from tests.breadth import first_of
-from tests.exact.on_ranks import relative
+from tests.tensors import relative
 from tests.tiny.transformers import TRANSFORMERS
 from tests.unit.threads import on_threads
 

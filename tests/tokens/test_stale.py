@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.breadth import first_of
-from tests.exact.on_ranks import relative
+from tests.tensors import relative
 
 from .past import Case, on_ranks, plain, replicas
 

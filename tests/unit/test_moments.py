@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from patchpar.layers import Normalise, merge_moments, moments_of, pack_moments
+from tests.tensors import relative
 from tests.unit.shares import cut
 
 SPLITS = [(0, 8, 16), (0, 2, 16), (0, 5, 6, 16), (0, 1, 4, 9, 16)]
@@ -38,32 +39,28 @@ def by_squares(norm: nn.GroupNorm, x: Tensor) -> Tensor:
     return y * norm.weight.view(1, -1, 1, 1) + norm.bias.view(1, -1, 1, 1)
 
 
-def error(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).norm() / want.double().norm())
-
-
 @pytest.mark.parametrize("starts", SPLITS)
 @pytest.mark.parametrize("dim", [-2, -1])
 @pytest.mark.parametrize("affine", [True, False])
 def test_uneven_shares_give_the_whole_norm(starts: Sequence[int], dim: int, affine: bool) -> None:
     torch.manual_seed(0)
     norm, x = norm_of(affine=affine), torch.randn(2, 16, 16, 16) * torch.linspace(1, 5, 16)
-    assert error(over_shares(norm, x, starts, dim), norm(x)) < 1e-6
+    assert relative(over_shares(norm, x, starts, dim), norm(x)) < 1e-6
 
 
 def test_maps_of_a_video_and_tokens() -> None:
     torch.manual_seed(0)
     norm = norm_of()
     video, tokens = torch.randn(1, 16, 3, 16, 5), torch.randn(2, 16, 48)
-    assert error(over_shares(norm, video, (0, 7, 16), -2), norm(video)) < 1e-6
-    assert error(over_shares(norm, tokens, (0, 7, 48), -1), norm(tokens)) < 1e-6
+    assert relative(over_shares(norm, video, (0, 7, 16), -2), norm(video)) < 1e-6
+    assert relative(over_shares(norm, tokens, (0, 7, 48), -1), norm(tokens)) < 1e-6
 
 
 def test_without_the_other_shares_the_norm_is_wrong() -> None:
     torch.manual_seed(0)
     norm, x = norm_of(), torch.randn(2, 16, 16, 16) + torch.linspace(0, 3, 16).view(16, 1)
     alone = torch.cat([norm(share) for share in cut(x, (0, 8, 16), -2)], -2)
-    assert error(alone, norm(x)) > 1e-1
+    assert relative(alone, norm(x)) > 1e-1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -74,8 +71,8 @@ def test_in_half_precision_at_mean_thirty_no_worse_than_torch(dtype: torch.dtype
     oracle = nn.functional.group_norm(x.double(), 4, norm.weight.double(), norm.bias.double(), norm.eps)
     ours, torchs = over_shares(norm, x, starts), norm(x)
     assert ours.dtype == dtype
-    assert error(ours, oracle) <= 1.001 * error(torchs, oracle)  # a tie may be rounded the other way
-    assert error(by_squares(norm, x), oracle) > 10 * error(ours, oracle)
+    assert relative(ours, oracle) <= 1.001 * relative(torchs, oracle)  # a tie may be rounded the other way
+    assert relative(by_squares(norm, x), oracle) > 10 * relative(ours, oracle)
 
 
 @pytest.mark.parametrize("mean", [1e3, 1e5, -1e6])
@@ -83,7 +80,7 @@ def test_huge_means_do_not_cancel(mean: float) -> None:
     torch.manual_seed(0)
     norm, x = norm_of(), torch.randn(1, 16, 16, 16) + mean
     oracle = nn.functional.group_norm(x.double(), 4, norm.weight.double(), norm.bias.double(), norm.eps)
-    assert error(over_shares(norm, x, (0, 5, 16)), oracle) <= 1.5 * error(norm(x), oracle) + 1e-6
+    assert relative(over_shares(norm, x, (0, 5, 16)), oracle) <= 1.5 * relative(norm(x), oracle) + 1e-6
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 30.0, -7e4])
@@ -97,10 +94,10 @@ def test_shares_that_are_constant_each_by_itself() -> None:
     """All variance lies between the shares."""
     norm = norm_of()
     x = torch.cat([torch.full((1, 16, 6, 16), 2.0), torch.full((1, 16, 10, 16), -3.0)], -2)
-    assert error(over_shares(norm, x, (0, 6, 16)), norm(x)) < 1e-6
+    assert relative(over_shares(norm, x, (0, 6, 16)), norm(x)) < 1e-6
 
 
 def test_strided_input() -> None:
     torch.manual_seed(0)
     norm, x = norm_of(), torch.randn(2, 16, 16, 12).to(memory_format=torch.channels_last)
-    assert error(over_shares(norm, x, (0, 6, 16)), norm(x)) < 1e-6
+    assert relative(over_shares(norm, x, (0, 6, 16)), norm(x)) < 1e-6

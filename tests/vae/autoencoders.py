@@ -7,7 +7,6 @@ that of the fields here.
 from __future__ import annotations
 
 import copy
-import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -117,12 +116,6 @@ def plain(vae: Any, method: str, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """What the VAE itself gives."""
     with torch.no_grad():
         return tensors_of(getattr(vae, method)(x, **kwargs))[0]
-
-
-def psnr_db(got: Tensor, want: Tensor) -> float:
-    """Peak signal-to-noise ratio; the peak is the range of `want`."""
-    mse = float((got.double() - want.double()).square().mean())
-    return 10 * math.log10(float(want.max() - want.min()) ** 2 / mse) if mse else math.inf
 
 
 def axis_of(transport: Transport, world: int) -> Axis:

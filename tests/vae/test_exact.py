@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .autoencoders import KINDS, build, given, in_bands, of_bands, plain, psnr_db
+from tests.tensors import psnr_db
+
+from .autoencoders import KINDS, build, given, in_bands, of_bands, plain
 
 METHODS = ("decode", "encode")
 UNEVEN = (7, 6)  # latent rows and columns: 3 ranks have 3, 2 and 2 rows

@@ -22,9 +22,10 @@ from patchpar.vae.choice import WAYS, check_way
 from patchpar.vae.course import StillNeeded
 from patchpar.vae.parallel import ParallelVaes
 from patchpar.verdicts import Verdicts
+from tests.tensors import psnr_db
 from tests.unit.threads import on_threads
 
-from .autoencoders import axis_of, build, given, plain, psnr_db, raised
+from .autoencoders import axis_of, build, given, plain, raised
 
 NAME, SIZE, WORLD = "AutoencoderKL", (6, 5), 2
 
