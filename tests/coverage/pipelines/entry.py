@@ -53,7 +53,7 @@ class Entry:
 
     def make(self) -> Built:
         """The same weights every time, and the arguments of a call. The caller's random state is left as it was."""
-        with seeded():
+        with seeded(), torch.no_grad():  # without a graph, so that modules with weight_norm can be copied
             pipe, call = self.build()
             for component in pipe.components.values():
                 if isinstance(component, torch.nn.Module):

@@ -13,6 +13,7 @@ from .entry import PLANS, Guidance, pipeline_classes
 from .trial import LIMIT, SEEN, Outcome
 from .zoo import LEFT_OUT, ZOO
 
+LEFT_OUT_HEADER = ("pipeline", "why nothing is tried")
 HEADER = ("pipeline", "guidance", *PLANS, "without exchange", "note")
 NOTHING = "-"
 
@@ -101,7 +102,7 @@ def section(reports: Sequence[Report], missing: Mapping[str, str]) -> str:
             "",
             "### Pipelines left out",
             "",
-            *table(("pipeline", "why nothing is tried"), [[name, reason] for name, reason in missing.items()]),
+            *table(LEFT_OUT_HEADER, [[name, reason] for name, reason in missing.items()]),
             "",
         )
     )

@@ -1,0 +1,50 @@
+"""The pipelines of docs/coverage.md: all of them, none wrong, and as many exact as the project stands for."""
+
+from __future__ import annotations
+
+import pytest
+
+from ..page import PAGE, read, versions
+from ..tables import cells_under
+from .entry import PLANS
+from .report import LEFT_OUT_HEADER, Row, left_out, rows_of
+from .trial import LIMIT, SEEN
+from .zoo import ZOO
+
+LEAST_EXACT = {"patch=2": 0.90, "cfg=2": 0.97}
+"""Share of pipelines, for guidance of those that have any."""
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    """What the page says; it holds for the diffusers that it names."""
+    page = PAGE.read_text()
+    if read(page).diffusers != versions()["diffusers"]:
+        pytest.skip(f"docs/coverage.md is of diffusers {read(page).diffusers}: `make coverage` writes it anew")
+    return rows_of(page)
+
+
+def cells(row: Row) -> dict[str, str]:
+    return dict(zip(PLANS, (row.patch_2, row.patch_3, row.cfg, row.data), strict=True))
+
+
+def test_every_class_is_there(rows: list[Row]) -> None:
+    assert [(row.name, row.guidance) for row in rows] == [(name, entry.guidance) for name, entry in ZOO.items()]
+    assert dict(cells_under(PAGE.read_text(), LEFT_OUT_HEADER)) == left_out()
+    assert set(left_out().values()).isdisjoint({"no small pipeline yet"})
+
+
+def test_every_plan_is_exact_or_refused_in_words(rows: list[Row]) -> None:
+    for row in rows:
+        for plan, cell in cells(row).items():
+            is_exact = cell == "equal" or (cell.startswith("1e-") and float(cell) <= LIMIT)
+            has_no_batch = plan == "data=2" and cell == "-" and not ZOO[row.name].prompts
+            has_none = plan == "cfg=2" and row.guidance == "none"
+            assert is_exact or has_no_batch or (cell == "refused" and (has_none or f"{plan}" in row.note)), row
+        assert row.without == "-" or float(row.without) >= SEEN, row
+
+
+@pytest.mark.parametrize(("plan", "least"), LEAST_EXACT.items())
+def test_most_are_exact(rows: list[Row], plan: str, least: float) -> None:
+    tried = [cells(row)[plan] for row in rows if plan != "cfg=2" or row.guidance != "none"]
+    assert sum(cell != "refused" for cell in tried) >= least * len(tried)
