@@ -106,8 +106,11 @@ def arguments_of(call: Call) -> list[str]:
 
 
 def _is_the_time(name: str, leaf: Any) -> bool:
-    """Whether an argument says when it is, and nothing of what is denoised."""
-    return TIME in name and not isinstance(leaf, Tensor)
+    """Whether an argument says when it is, and nothing of what is denoised.
+
+    A switch such as `use_cross_timestep` is none: it changes what is computed.
+    """
+    return TIME in name and not isinstance(leaf, (Tensor, bool))
 
 
 def _sort_of(leaf: Any) -> str:

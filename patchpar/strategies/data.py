@@ -26,7 +26,9 @@ TEXTS = (
     "lyrics",
     "transcription",
 )  # and all names that begin so
-PICTURES = ("image", "mask_image", "control_image", "original_image", "masked_image_latents", "video", "mask")
+PICTURES = (
+    "image", "mask_image", "control_image", "control_mask", "original_image", "masked_image_latents", "video", "mask",
+)  # fmt: skip
 PER_PROMPT = (*PICTURES, "generator", "latents", "class_labels", "image_embeds", "negative_image_embeds")
 COUNTING = ("prompt", "prompt_embeds", "class_labels", "image")  # the first of these that was given counts
 SHARED_LISTS = (

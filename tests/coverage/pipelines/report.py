@@ -28,8 +28,8 @@ class Report:
 
     @property
     def failures(self) -> list[str]:
-        """What is wrong, or ended in an error that is no refusal."""
-        bad = [each for each in self.outcomes if each.verdict in ("wrong", "failed")]
+        """What is wrong, or ended in an error that is no refusal, or is no call that diffusers can do."""
+        bad = [each for each in self.outcomes if each.verdict not in ("exact", "refused")]
         return [f"{each.plan}: {each.said}" for each in bad]
 
 

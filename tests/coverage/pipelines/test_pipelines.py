@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from tests.breadth import first_of
+from tests.conftest import POOL_SIZE
 
 from ..page import with_pipelines
 from .kept import KeptReports
 from .report import Report, left_out, replaced, row_of, rows_of, section
-from .trial import LIMIT, RANKS, Outcome, judged, merged, outcomes_of
+from .trial import LIMIT, Outcome, judged, merged, outcomes_of
 from .zoo import ZOO
 
 ALWAYS = (
@@ -38,8 +39,8 @@ def test_no_pipeline_is_wrong_or_ends_in_an_error(ranks: Any, tmp_path: Path, na
     """Exact under every plan, or refused in words."""
     entry = ZOO[name]
     is_quick = name in QUARTER and name not in ALWAYS
-    plans, world = (QUICK_PLANS, 2) if is_quick else (entry.plans(), RANKS)
-    found = ranks.run("tests.coverage.pipelines.trial:examined", world, name, plans, str(tmp_path))
+    plans = QUICK_PLANS if is_quick else entry.plans()
+    found = ranks.run("tests.coverage.pipelines.trial:examined", POOL_SIZE, name, plans, str(tmp_path))
     assert not Report(name=name, guidance=entry.guidance, outcomes=outcomes_of(found, plans)).failures
 
 

@@ -92,8 +92,8 @@ class _Trial:
         text = self.text
         self.engine.restore()
         try:
-            want = results(_of_rank(self.subject.wanted(self.plan.data), self.place.rank, self.plan.data))
-        except Exception as failure:  # noqa: BLE001 - on every rank alike, so that none waits for another
+            want = self._wanted()
+        except Exception as failure:  # noqa: BLE001 - on all ranks of the plan alike: none waits for another
             return Outcome(plan=text, verdict="plain fails", said=f"{type(failure).__name__}: {failure}")
         try:
             error, control = self._errors(want)
@@ -102,6 +102,12 @@ class _Trial:
         except Exception as failure:  # noqa: BLE001 - this is what the table is about
             return Outcome(plan=text, verdict="failed", said=f"{type(failure).__name__}: {failure}")
         return judged(text, error, control) if self.place.rank < self.plan.world_size else None
+
+    def _wanted(self) -> list[Tensor]:
+        """What this rank has to return, as far as it takes part."""
+        if self.place.rank >= self.plan.world_size:
+            return []
+        return results(_of_rank(self.subject.wanted(self.plan.data), self.place.rank, self.plan.data))
 
     def _errors(self, want: Sequence[Tensor]) -> tuple[float, float | None]:
         engine = self.engine
@@ -160,7 +166,7 @@ def results(output: Any) -> list[Tensor]:
 
 def _of_rank(output: Any, rank: int, ranks: int) -> Any:
     """What one of `ranks` ranks of axis `data` has to return of an output for as many prompts."""
-    if ranks == 1 or rank >= ranks:
+    if ranks == 1:
         return output
     return [value[rank : rank + 1] for value in dict(output).values() if value is not None and len(value) == ranks]
 
