@@ -13,7 +13,12 @@ from patchpar.carriers import Carriers
 from patchpar.clock import StepClock
 from patchpar.guided import GuidanceCheck
 from patchpar.plan import Plan
-from patchpar.refusal import refuse_gradients, refused_in_words
+from patchpar.refusal import (
+    kept_by_processors,
+    refuse_gradients,
+    refuse_what_processors_keep,
+    refused_in_words,
+)
 from patchpar.shared_denoiser import SharedDenoiser
 from patchpar.strategies.guidance import GuidanceSplit
 from patchpar.tree import with_own_lists
@@ -48,7 +53,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             refuse_gradients(module, str(self.plan), (args, kwargs))
         self.clock.guided = self.guided()
         self.clock.next_call()
-        self._look_again()
+        before = kept_by_processors(module) if self._look_again() and self._shares_calls else None
         plain = self.fn_ref.original_forward
         forward = plain
         for layer in reversed(self.layers):
@@ -62,6 +67,8 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             result = forward(*args, **kwargs)
             if self.check is not None:
                 self.check(plain, kept, result)
+            if before is not None:
+                refuse_what_processors_keep(module, str(self.plan), before)
         age = "stale" if self._stale_calls() > stale_before else "exact"
         self.door.traffic.note("call", "", f"step {self.clock.evaluation}, call {self.clock.call} ({age})", start)
         # A rank may have to wait for as long as another one computes, and that is only known once it has.
@@ -69,18 +76,23 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         transport.deadline = max(transport.deadline, self.deadline + 2 * seconds)
         return result
 
-    def _look_again(self) -> None:
-        """Somebody may have changed the denoiser: before the picture, or in a callback between the steps.
+    @property
+    def _shares_calls(self) -> bool:
+        return self.plan.patch * self.plan.cfg > 1
+
+    def _look_again(self) -> bool:
+        """Whether somebody may have changed the denoiser: before the picture, or in a callback between the steps.
 
         Of two denoisers the second may come late in a picture, or late in each step.
         """
         if self._looked is not None and not (self._watched and self._looked != self.clock.evaluation):
-            return
+            return False
         self._looked = self.clock.evaluation
         self.votes.renew()
         for layer in (*self.layers, self.check):
             if hasattr(layer, "unsure"):
                 layer.unsure = True
+        return True
 
     def _way_out(self) -> str:
         if self.plan.patch > 1:

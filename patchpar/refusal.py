@@ -1,11 +1,11 @@
 """What fails in a model that ranks share becomes a refusal in words; what fails without us fails as it does then."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from patchpar.errors import PatchparError, UnsupportedModel, VerificationError
@@ -46,6 +46,34 @@ def refuse_gradients(network: object, plan: str, call: Any) -> None:
             f"gradients are taken through {type(network).__name__}, whose work plan {plan} shares between ranks: they "
             "exchange values, but no gradients, and a loss may be of several prompts. Use one device for this call"
         )
+
+
+def kept_by_processors(network: nn.Module) -> dict[tuple[str, str], Any]:
+    """What attention processors hold that has tensors in it, by the path of the layer and the processor's attribute."""
+    found: dict[tuple[str, str], Any] = {}
+    for path, layer in network.named_modules():
+        processor = getattr(layer, "processor", None)
+        if processor is None or isinstance(processor, nn.Module):
+            continue
+        for name, value in getattr(processor, "__dict__", {}).items():
+            if any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+                found[path, name] = value
+    return found
+
+
+def refuse_what_processors_keep(network: nn.Module, plan: str, before: Mapping[tuple[str, str], Any]) -> None:
+    """Raise UnsupportedModel where a processor holds other tensors than `before` the call.
+
+    Self-attention guidance (arXiv:2210.00939) and attention stores read the weights of a whole call there, and would
+    take those of a rank's share for them.
+    """
+    for (path, name), value in kept_by_processors(network).items():
+        if before.get((path, name)) is not value:
+            raise UnsupportedModel(
+                f"the attention processor of {path} in {type(network).__name__} keeps {name} of each call, for others "
+                f"to read, and under plan {plan} that is of this rank's share only. Use one device, or data=N, for "
+                "this call"
+            )
 
 
 def in_one_line(error: Exception) -> str:

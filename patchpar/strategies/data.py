@@ -48,6 +48,7 @@ MIXED = {
     "HeliosPyramidPipeline": "draws the noise between its stages for all prompts at once",
     "Kandinsky5I2VPipeline": "brings the first frames of each video to the mean of the videos of all prompts",
     "FluxPriorReduxPipeline": "adds up what all images and prompts give",
+    "StableDiffusionPanoramaPipeline": "takes the text of one prompt for the branch without text of another",
     "OmniGenPipeline": "gives the texts of all prompts the positions of the first",
 }
 REFERRED = ("image", "video", "conditions")

@@ -41,8 +41,8 @@ def run(error: Exception, x: Tensor, **plan: int) -> Any:
     return called([Failing(error)], x, **plan)
 
 
-def called(layers: list[Any], x: Tensor, **plan: int) -> Any:
-    denoiser = Denoiser()
+def called(layers: list[Any], x: Tensor, denoiser: nn.Module | None = None, **plan: int) -> Any:
+    denoiser = denoiser or Denoiser()
     door = SimpleNamespace(transport=SimpleNamespace(deadline=1.0), traffic=Traffic())
     votes: Any = SimpleNamespace(door=door, renew=lambda: None, restore=lambda: None)
     hook = DenoiserHook(StepClock(), layers, lambda: None, votes, plan=Plan(**plan))
@@ -93,3 +93,31 @@ def test_gradients_are_refused_before_any_rank_works() -> None:
     with pytest.raises(UnsupportedModel, match="of several prompts"):
         called([], x, data=2)
     assert called([], x).requires_grad
+
+
+class Store:
+    """An attention processor that keeps what it has computed."""
+
+    def __init__(self) -> None:
+        self.weights = torch.zeros(1)
+        self.probabilities: Tensor | None = None
+
+
+class Watched(nn.Module):
+    def __init__(self, *, keeps: bool) -> None:
+        super().__init__()
+        self.attn = nn.Identity()
+        self.attn.processor, self.keeps = Store(), keeps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.keeps:
+            self.attn.processor.probabilities = x.softmax(-1)
+        return 2 * x
+
+
+def test_what_attention_processors_keep_of_a_share_is_refused() -> None:
+    """Self-attention guidance reads the weights of the whole batch and of all tokens there."""
+    with pytest.raises(UnsupportedModel, match=r"processor of attn in Watched keeps probabilities .*Use one device"):
+        called([], torch.ones(2), Watched(keeps=True), patch=2)
+    assert called([], torch.ones(2), Watched(keeps=False), patch=2).sum() == 4
+    assert called([], torch.ones(2), Watched(keeps=True), data=2).sum() == 4

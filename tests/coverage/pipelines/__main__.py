@@ -53,7 +53,7 @@ def main() -> int:
 def examine(pool: LocalExecutor, name: str, verdicts: str) -> Report:
     """Every plan of one pipeline on a pool of `RANKS` ranks."""
     entry = ZOO[name]
-    outcomes = _outcomes(pool, name, entry.plans(), verdicts)
+    outcomes = _outcomes(pool, name, entry.plans, verdicts)
     sys.stderr.write(f"{name}: {', '.join(f'{each.plan} {each.verdict}' for each in outcomes)}\n")
     return Report(name=name, guidance=entry.guidance, outcomes=outcomes)
 

@@ -15,12 +15,12 @@ from tests.tiny import pictures
 from tests.tiny.image_pipelines import SIZE
 from tests.tiny.weights import enliven, seeded
 
-Guidance = Literal["one call", "a call each", "none"]
-"""Whether the branches of guidance are one call of the denoiser or one each; "none" where there is no guidance."""
+Guidance = Literal["one call", "three in one call", "a call each", "none"]
+"""Whether the branches of guidance (two, if not three) are one call of the denoiser or one each; "none" without."""
+THREE: Guidance = "three in one call"
 Built = tuple[Any, dict[str, Any]]
 """A pipeline with random weights (CPU, fp32) and keyword arguments of a call with guidance on, if it has any."""
 
-PLANS = ("patch=2", "patch=3", "cfg=2", "data=2")
 STEPS = 2
 IMAGE: dict[str, Any] = {"image": pictures.scene(), "strength": 0.99}
 """Arguments of an image-to-image pipeline."""
@@ -47,9 +47,15 @@ class Entry:
     prompts: str = "prompt"
     second: Any = SECOND_PROMPT
 
+    @property
     def plans(self) -> tuple[str, ...]:
-        """Of `PLANS` those that it has prompts for."""
-        return tuple(plan for plan in PLANS if self.prompts or not plan.startswith("data"))
+        """What is tried; `data` where there are prompts for it."""
+        return (*self.quick_plans, "patch=3", *(["data=2"] if self.prompts else []))
+
+    @property
+    def quick_plans(self) -> tuple[str, str]:
+        """Patches, and a rank for each branch of guidance."""
+        return "patch=2", "cfg=3" if self.guidance == THREE else "cfg=2"
 
     def make(self) -> Built:
         """The same weights every time, and the arguments of a call. The caller's random state is left as it was."""

@@ -10,7 +10,7 @@ import diffusers
 from tests.tiny import autoencoders, language_encoders, pictures, transformer_pipelines
 from tests.tiny.image_pipelines import PROMPT, SIZE
 
-from .entry import CONTROL, IMAGE, MASKED, Built, Entry, Guidance, builder, changed, derived
+from .entry import CONTROL, IMAGE, MASKED, THREE, Built, Entry, Guidance, builder, changed, derived
 
 _PAG = {"pag_scale": 2.0}
 _FILL = MASKED | {"mask_image": pictures.mask().rotate(180)}
@@ -140,7 +140,7 @@ _FLUX: dict[str, tuple[Callable[[], Built], Guidance]] = {
     "DiTPipeline": (transformer_pipelines.dit, "one call"),
     "PixArtSigmaPipeline": (transformer_pipelines.pixart, "one call"),
     "PixArtAlphaPipeline": (builder(transformer_pipelines.pixart, "PixArtAlphaPipeline", {}), "one call"),
-    "PixArtSigmaPAGPipeline": (builder(transformer_pipelines.pixart, "PixArtSigmaPAGPipeline", _PAG), "one call"),
+    "PixArtSigmaPAGPipeline": (builder(transformer_pipelines.pixart, "PixArtSigmaPAGPipeline", _PAG), THREE),
     "StableDiffusion3Pipeline": (transformer_pipelines.sd3, "one call"),
     "StableDiffusion3Img2ImgPipeline": (
         builder(transformer_pipelines.sd3, "StableDiffusion3Img2ImgPipeline", IMAGE),
@@ -157,11 +157,11 @@ _FLUX: dict[str, tuple[Callable[[], Built], Guidance]] = {
     ),
     "StableDiffusion3PAGPipeline": (
         builder(transformer_pipelines.sd3, "StableDiffusion3PAGPipeline", _PAG),
-        "one call",
+        THREE,
     ),
     "StableDiffusion3PAGImg2ImgPipeline": (
         builder(transformer_pipelines.sd3, "StableDiffusion3PAGImg2ImgPipeline", _PAG | IMAGE),
-        "one call",
+        THREE,
     ),
 }
 

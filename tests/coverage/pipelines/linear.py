@@ -8,7 +8,7 @@ import diffusers
 
 from tests.tiny import encoders, linear_pipelines, pictures, video_transformer_pipelines
 
-from .entry import Built, Entry, Guidance, builder, configuration, derived
+from .entry import THREE, Built, Entry, Guidance, builder, configuration, derived
 
 
 def _controlnet() -> Built:
@@ -61,7 +61,7 @@ _SANA, _SPRINT, _VIDEO = linear_pipelines.sana, linear_pipelines.sana_sprint, li
 _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
     "SanaPipeline": (_SANA, "one call"),
     "SanaControlNetPipeline": (_controlnet, "one call"),
-    "SanaPAGPipeline": (builder(_SANA, "SanaPAGPipeline", {"pag_scale": 2.0}), "one call"),
+    "SanaPAGPipeline": (builder(_SANA, "SanaPAGPipeline", {"pag_scale": 2.0}), THREE),
     "SanaSprintPipeline": (_SPRINT, "none"),
     "SanaSprintImg2ImgPipeline": (
         builder(_SPRINT, "SanaSprintImg2ImgPipeline", {"image": pictures.scene(32, 32), "strength": 0.99}),

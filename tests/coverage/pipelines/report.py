@@ -9,11 +9,13 @@ from dataclasses import astuple, dataclass
 
 from ..page import PIPELINES
 from ..tables import cells_under, power, table
-from .entry import PLANS, Guidance, pipeline_classes
+from .entry import Guidance, pipeline_classes
 from .trial import LIMIT, SEEN, Outcome
 from .zoo import LEFT_OUT, ZOO
 
 LEFT_OUT_HEADER = ("pipeline", "why nothing is tried")
+PLANS = ("patch=2", "patch=3", "cfg", "data=2")
+"""Columns: `cfg` is cfg=3 where there are three branches, else cfg=2."""
 HEADER = ("pipeline", "guidance", *PLANS, "without exchange", "note")
 NOTHING = "-"
 
@@ -49,11 +51,15 @@ class Row:
 
 def row_of(report: Report) -> Row:
     """The line of the table."""
-    found = {each.plan: each for each in report.outcomes}
+    found = {_column(each.plan): each for each in report.outcomes}
     controls = [each.control for each in report.outcomes if each.control is not None]
     cells = [_cell(found.get(plan)) for plan in PLANS]
     without = f"{min(controls):.1g}" if controls else NOTHING
     return Row(report.name, report.guidance, *cells, without, _note(report))
+
+
+def _column(plan: str) -> str:
+    return "cfg" if plan.startswith("cfg") else plan
 
 
 def _cell(outcome: Outcome | None) -> str:
@@ -89,12 +95,13 @@ def section(reports: Sequence[Report], missing: Mapping[str, str]) -> str:
             f"{len(reports)} of {len(reports) + len(missing)} pipeline classes of diffusers, in small and with random "
             "weights, under plans for two and three worker processes against plain diffusers in one process: the "
             "relative error of what the call returns, latents where the pipeline can return them (limit "
-            f"{power(LIMIT)}). *Guidance* says whether its branches are one call of the denoiser or a call each. "
+            f"{power(LIMIT)}). *Guidance* says whether its branches are one call of the denoiser or a call each; "
+            "*cfg* is a rank for each branch: `cfg=3` where there are three of them, else `cfg=2`. "
             "*Without exchange* is the smallest error of the same call with the exchange switched off (at least "
             f"{power(SEEN)}). Written by `python -m tests.coverage.pipelines`.",
             "",
-            f"Exact under `patch=2`: {share_of(_exact(reports, 'patch=2'), len(reports))}. Exact under `cfg=2`, of "
-            f"those that guide: {share_of(_exact(_guided(reports), 'cfg=2'), len(_guided(reports)))}.",
+            f"Exact under `patch=2`: {share_of(_exact(reports, 'patch=2'), len(reports))}. Exact under `cfg`, of "
+            f"those that guide: {share_of(_exact(_guided(reports), 'cfg'), len(_guided(reports)))}.",
             "",
             *table(("", *PLANS), _summary(reports)),
             "",
@@ -114,7 +121,7 @@ def share_of(part: int, whole: int) -> str:
 
 
 def _exact(reports: Sequence[Report], plan: str) -> int:
-    return sum(each.verdict == "exact" for report in reports for each in report.outcomes if each.plan == plan)
+    return sum(each.verdict == "exact" for report in reports for each in report.outcomes if _column(each.plan) == plan)
 
 
 def _guided(reports: Sequence[Report]) -> list[Report]:
@@ -122,7 +129,7 @@ def _guided(reports: Sequence[Report]) -> list[Report]:
 
 
 def _summary(reports: Sequence[Report]) -> list[list[str]]:
-    counted = Counter((each.plan, each.verdict) for report in reports for each in report.outcomes)
+    counted = Counter((_column(each.plan), each.verdict) for report in reports for each in report.outcomes)
     return [
         [verdict, *(str(counted[plan, verdict]) for plan in PLANS)]
         for verdict in ("exact", "refused", "wrong", "failed")

@@ -6,12 +6,11 @@ import pytest
 
 from ..page import PAGE, read, versions
 from ..tables import cells_under
-from .entry import PLANS
-from .report import LEFT_OUT_HEADER, Row, left_out, rows_of
+from .report import LEFT_OUT_HEADER, PLANS, Row, left_out, rows_of
 from .trial import LIMIT, SEEN
 from .zoo import ZOO
 
-LEAST_EXACT = {"patch=2": 0.90, "cfg=2": 0.97}
+LEAST_EXACT = {"patch=2": 0.90, "cfg": 0.97}
 """Share of pipelines, for guidance of those that have any."""
 
 
@@ -39,12 +38,12 @@ def test_every_plan_is_exact_or_refused_in_words(rows: list[Row]) -> None:
         for plan, cell in cells(row).items():
             is_exact = cell == "equal" or (cell.startswith("1e-") and float(cell) <= LIMIT)
             has_no_batch = plan == "data=2" and cell == "-" and not ZOO[row.name].prompts
-            has_none = plan == "cfg=2" and row.guidance == "none"
-            assert is_exact or has_no_batch or (cell == "refused" and (has_none or f"{plan}" in row.note)), row
+            has_none = plan == "cfg" and row.guidance == "none"
+            assert is_exact or has_no_batch or (cell == "refused" and (has_none or plan in row.note)), row
         assert row.without == "-" or float(row.without) >= SEEN, row
 
 
 @pytest.mark.parametrize(("plan", "least"), LEAST_EXACT.items())
 def test_most_are_exact(rows: list[Row], plan: str, least: float) -> None:
-    tried = [cells(row)[plan] for row in rows if plan != "cfg=2" or row.guidance != "none"]
+    tried = [cells(row)[plan] for row in rows if plan != "cfg" or row.guidance != "none"]
     assert sum(cell != "refused" for cell in tried) >= least * len(tried)

@@ -30,8 +30,7 @@ ALWAYS = (
 )
 """Residuals, reference images, three branches, another scale: one of each in every run, under every plan."""
 QUARTER = tuple(sorted({*ALWAYS, *list(ZOO)[::4]}))
-"""Every run; those that are not in ALWAYS under the two plans that a page of two devices takes."""
-QUICK_PLANS = ("patch=2", "cfg=2")
+"""Every run; those that are not in ALWAYS under two plans each."""
 
 
 @pytest.mark.parametrize("name", first_of(ZOO, *QUARTER))
@@ -39,7 +38,7 @@ def test_no_pipeline_is_wrong_or_ends_in_an_error(ranks: Any, tmp_path: Path, na
     """Exact under every plan, or refused in words."""
     entry = ZOO[name]
     is_quick = name in QUARTER and name not in ALWAYS
-    plans = QUICK_PLANS if is_quick else entry.plans()
+    plans = entry.quick_plans if is_quick else entry.plans
     found = ranks.run("tests.coverage.pipelines.trial:examined", POOL_SIZE, name, plans, str(tmp_path))
     assert not Report(name=name, guidance=entry.guidance, outcomes=outcomes_of(found, plans)).failures
 

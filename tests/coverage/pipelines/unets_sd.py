@@ -12,7 +12,7 @@ import torch
 from tests.tiny import autoencoders, encoders, image_pipelines, pictures
 from tests.tiny.image_pipelines import SIZE
 
-from .entry import CONTROL, IMAGE, MASKED, Built, Entry, builder, changed, derived
+from .entry import CONTROL, IMAGE, MASKED, THREE, Built, Entry, builder, changed, derived
 
 _PAG = {"pag_scale": 2.0}
 sd = partial(builder, image_pipelines.sd)
@@ -97,7 +97,7 @@ ENTRIES = (
     Entry(name="StableDiffusionPipeline", build=image_pipelines.sd),
     Entry(name="StableDiffusionImg2ImgPipeline", build=image_pipelines.sd_img2img),
     Entry(name="StableDiffusionInpaintPipeline", build=sd("StableDiffusionInpaintPipeline", MASKED)),
-    Entry(name="StableDiffusionInstructPix2PixPipeline", build=image_pipelines.instruct_pix2pix),
+    Entry(name="StableDiffusionInstructPix2PixPipeline", build=image_pipelines.instruct_pix2pix, guidance=THREE),
     Entry(name="StableDiffusionControlNetPipeline", build=image_pipelines.sd_controlnet),
     Entry(
         name="StableDiffusionControlNetImg2ImgPipeline",
@@ -119,6 +119,7 @@ ENTRIES = (
     Entry(
         name="StableDiffusionAdapterPipeline",
         build=sd("StableDiffusionAdapterPipeline", TWO_IMAGES, adapter=two_adapters),
+        prompts="",  # in plain diffusers too, states of adapters are those of one prompt
     ),
     Entry(name="StableDiffusionDepth2ImgPipeline", build=_depth),
     Entry(name="StableDiffusionImageVariationPipeline", build=_variation, prompts=""),
@@ -133,15 +134,25 @@ ENTRIES = (
         name="StableDiffusionPanoramaPipeline",
         build=sd("StableDiffusionPanoramaPipeline", {"height": 128, "width": 192}),
     ),
-    Entry(name="StableDiffusionPAGPipeline", build=sd("StableDiffusionPAGPipeline", _PAG)),
-    Entry(name="StableDiffusionPAGImg2ImgPipeline", build=sd("StableDiffusionPAGImg2ImgPipeline", _PAG | IMAGE)),
-    Entry(name="StableDiffusionPAGInpaintPipeline", build=sd("StableDiffusionPAGInpaintPipeline", _PAG | MASKED)),
+    Entry(name="StableDiffusionPAGPipeline", build=sd("StableDiffusionPAGPipeline", _PAG), guidance=THREE),
+    Entry(
+        name="StableDiffusionPAGImg2ImgPipeline",
+        build=sd("StableDiffusionPAGImg2ImgPipeline", _PAG | IMAGE),
+        guidance=THREE,
+    ),
+    Entry(
+        name="StableDiffusionPAGInpaintPipeline",
+        build=sd("StableDiffusionPAGInpaintPipeline", _PAG | MASKED),
+        guidance=THREE,
+    ),
     Entry(
         name="StableDiffusionControlNetPAGPipeline",
+        guidance=THREE,
         build=sd("StableDiffusionControlNetPAGPipeline", _PAG | {"image": pictures.scene()}, controlnet=controlnet),
     ),
     Entry(
         name="StableDiffusionControlNetPAGInpaintPipeline",
+        guidance=THREE,
         build=sd(
             "StableDiffusionControlNetPAGInpaintPipeline",
             _PAG | MASKED | CONTROL,

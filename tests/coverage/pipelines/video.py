@@ -15,7 +15,7 @@ from tests.tiny import (
     video_transformer_pipelines,
 )
 
-from .entry import Built, Entry, Guidance, builder, changed, derived
+from .entry import THREE, Built, Entry, Guidance, builder, changed, derived
 from .unets_sd import controlnet
 from .wan_based import like_wan
 
@@ -120,7 +120,7 @@ _BUILD: dict[str, tuple[Callable[[], Built], Guidance]] = {
         _animate("AnimateDiffVideoToVideoControlNetPipeline", _FRAMES | _CONDITIONING, with_controlnet=True),
         "one call",
     ),
-    "AnimateDiffPAGPipeline": (_animate("AnimateDiffPAGPipeline", {"pag_scale": 2.0}), "one call"),
+    "AnimateDiffPAGPipeline": (_animate("AnimateDiffPAGPipeline", {"pag_scale": 2.0}), THREE),
     "TextToVideoSDPipeline": (video_pipelines.text_to_video, "one call"),
     "VideoToVideoSDPipeline": (
         builder(video_pipelines.text_to_video, "VideoToVideoSDPipeline", _FRAMES),
@@ -133,8 +133,11 @@ _NO_BATCH = (
     "AnimateDiffVideoToVideoControlNetPipeline",
     "CogVideoXFunControlPipeline",
     "StableVideoDiffusionPipeline",
+    "VideoToVideoSDPipeline",
+    "WanImageToVideoPipeline",
+    "WanVACEPipeline",
 )
-"""Without a prompt, or with one control video whose calls fail for several prompts in plain diffusers too."""
+"""Without a prompt, or with one image or video: calls with several prompts fail in plain diffusers too."""
 
 ENTRIES = tuple(
     Entry(name=name, build=build, guidance=guidance, prompts="" if name in _NO_BATCH else "prompt")
