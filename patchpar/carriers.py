@@ -7,7 +7,7 @@
 Both on every rank alike, or on none: what a network is given may be fetched from the other ranks when it is used.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from patchpar.batch import Batch, count_branches, sample_of
+from patchpar.branches import at_own_place
 from patchpar.caches import caches_set_aside
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.exchange import Door
@@ -37,13 +38,17 @@ from patchpar.verdicts import Verdicts
 Plain = Callable[..., Any]
 Found = Mapping[str, int | None]  # paths of arguments that shapes would take for something else, and the dim
 Agreement = Callable[[str, bool], bool]  # a key, and whether this rank knows what stands there: whether all do
+Layers = Callable[[], Sequence[nn.Module]]  # those of the network that tell branches apart, see `branches`
 
 
 class Carriers:
     """Those of one network, whose batch the ranks of an axis share; `known_to_all` of first_use says what all know."""
 
-    def __init__(self, network: nn.Module, ranks: int, verdicts: Verdicts, known_to_all: Agreement) -> None:
+    def __init__(
+        self, network: nn.Module, ranks: int, verdicts: Verdicts, known_to_all: Agreement, by_branch: Layers = tuple
+    ) -> None:
         self.network, self.ranks, self.verdicts, self.known_to_all = network, ranks, verdicts, known_to_all
+        self.by_branch = by_branch
         self._known: list[tuple[Any, Found]] = []
 
     def of(self, plain: Plain, call: Call) -> Found:
@@ -104,17 +109,23 @@ class Carriers:
             if each is None:
                 continue
             want = floats_in(plain(*each[0], **each[1]))
-            shares = [batch.share(each, rank, self.ranks) for rank in range(self.ranks)]
-            got = floats_in(batch.join([plain(*args, **kwargs) for args, kwargs in shares]))
+            got = floats_in(batch.join([self._part(plain, each, batch, rank) for rank in range(self.ranks)]))
             error = max(relative_error(x, y) for x, y in zip(got, want, strict=True))
             if not error <= max(TOLERANCE[x.dtype] for x in want):
                 return error
         return None
 
+    def _part(self, plain: Plain, call: Call, batch: Batch, rank: int) -> Any:
+        """What one rank would compute."""
+        args, kwargs = batch.share(call, rank, self.ranks)
+        with at_own_place(self.by_branch(), rank, self.ranks):
+            return plain(*args, **kwargs)
 
-def carriers_of(network: nn.Module, mesh: tuple[Door, Axis], verdicts: Verdicts) -> Carriers:
+
+def carriers_of(network: nn.Module, mesh: tuple[Door, Axis], verdicts: Verdicts, by_branch: Layers = tuple) -> Carriers:
     """Those of a network whose batch the ranks of `mesh` share."""
-    return Carriers(network, mesh[1].size, verdicts, partial(known_to_all, mesh, type(network).__name__))
+    agreed = partial(known_to_all, mesh, type(network).__name__)
+    return Carriers(network, mesh[1].size, verdicts, agreed, by_branch)
 
 
 def carriers_in(plain: Plain, call: Call, parts: int) -> tuple[Found, list[str]]:

@@ -62,8 +62,9 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         kept, plain = with_own_lists((args, kwargs)), _on_lists_of_its_own(plain)
         with refused_in_words(module, str(self.plan), self._way_out(), partial(plain, *kept[0], **kept[1])):
             for layer in self.layers:
-                if self.check is not None and isinstance(layer, GuidanceSplit):
-                    layer.carriers = self.check.carriers.of(plain, kept)
+                if isinstance(layer, GuidanceSplit):
+                    layer.by_branch = layer.layers_of(module)
+                    layer.carriers = {} if self.check is None else self.check.carriers.of(plain, kept)
             result = forward(*args, **kwargs)
             if self.check is not None:
                 self.check(plain, kept, result)

@@ -176,7 +176,7 @@ class Engine:
         self._installed.control(exchange=exchange, vae=vae)
 
     def _guided(self) -> bool | None:
-        if self._installed.splits_guidance:
+        if self._installed.is_for_large_pictures:
             refuse_perturbed(self.pipe, self._arguments)
         return guidance_of(self.pipe, self._arguments)
 

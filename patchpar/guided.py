@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from patchpar.caches import caches_set_aside
-from patchpar.carriers import carriers_of
+from patchpar.carriers import Layers, carriers_of
 from patchpar.clock import StepClock
 from patchpar.errors import VerificationError
 from patchpar.exchange import Door, Gather
@@ -26,14 +26,22 @@ from patchpar.verdicts import Verdicts
 class GuidanceCheck:
     """Checks of one denoiser whose branches of guidance are on the ranks of `axis`.
 
-    `unsure`: somebody may have changed the denoiser since the last call.
+    `unsure`: somebody may have changed the denoiser since the last call. `by_branch`: its layers that tell branches
+    apart, see `branches`.
     """
 
-    def __init__(self, denoiser: nn.Module, mesh: tuple[Door, Axis], clock: StepClock, verdicts: Verdicts) -> None:
+    def __init__(
+        self,
+        denoiser: nn.Module,
+        mesh: tuple[Door, Axis],
+        clock: StepClock,
+        verdicts: Verdicts,
+        by_branch: Layers = tuple,
+    ) -> None:
         self.denoiser, self.clock, self.verdicts = denoiser, clock, verdicts
         self.door, self.axis = mesh
         self._seen: list[Any] = []
-        self.carriers = carriers_of(denoiser, mesh, verdicts)
+        self.carriers = carriers_of(denoiser, mesh, verdicts, by_branch)
         self._watched, self.unsure = Watched(denoiser), False
 
     def __call__(self, plain: Callable[..., Any], call: Call, joined: Any) -> None:

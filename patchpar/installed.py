@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from diffusers.hooks import ModelHook
 from torch import nn
 
+from patchpar.branches import layers_by_branch
 from patchpar.caches import CacheVote
 from patchpar.carriers import carriers_of
 from patchpar.checks import refuse_without_denoiser
@@ -52,7 +54,7 @@ class Installed:
         refuse_without_denoiser(type(self.pipe).__name__, self._denoisers(), plan)
         self.mesh, self.door, strategy = mesh, door, plan.strategy
         if plan.cfg > 1:  # one for all networks, since several may serve one step
-            self.guidance = GuidanceSplit(door, mesh["cfg"], clock)
+            self.guidance = GuidanceSplit(door, mesh["cfg"], clock, partial(layers_by_branch, self.pipe))
             for module in self._conditioners():
                 carriers = None if verdicts is None else carriers_of(module, (door, mesh["cfg"]), verdicts)
                 self._register(module, ConditionerHook(self.guidance, carriers))
@@ -65,7 +67,10 @@ class Installed:
                 axis = mesh["patch"]
                 layers.append(strategy.install(module, door, axis, clock=clock, split=plan.split, verdicts=verdicts))
             self.patched += [layer for layer in layers if layer is not self.guidance]
-            check = GuidanceCheck(module, (door, mesh["cfg"]), clock, verdicts) if self.guidance and verdicts else None
+            check = None
+            if self.guidance is not None and verdicts is not None:
+                by_branch = partial(self.guidance.layers_of, module)
+                check = GuidanceCheck(module, (door, mesh["cfg"]), clock, verdicts, by_branch)
             votes = CacheVote(module, door, (mesh["patch"], mesh["cfg"]), clock)
             self._register(module, DenoiserHook(clock, layers, guided, votes, check, plan=plan))
 
@@ -118,9 +123,9 @@ class Installed:
             self.vaes.forget()
 
     @property
-    def splits_guidance(self) -> bool:
-        """Whether the branches of one batch may go to different ranks."""
-        return self.guidance is not None or any(isinstance(patched, LargePicture) for patched in self.patched)
+    def is_for_large_pictures(self) -> bool:
+        """Whether pictures are put together of patches, which may be of some of the branches of guidance."""
+        return any(isinstance(patched, LargePicture) for patched in self.patched)
 
     def begin(self, *, tracing: bool, watched: bool = False) -> Ledger:
         """Begin a picture: nothing of the last one is used, and the books are empty. Raises UnsupportedModel.

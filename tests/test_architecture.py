@@ -30,7 +30,7 @@ LINES = (
     ("picture_file", "treatment"),
     ("launch", "run", "call"),
     ("mesh", "transport", "batch", "live", "changes"),
-    ("traffic", "picture_arguments", "attention_sites"),
+    ("traffic", "picture_arguments", "attention_sites", "branches"),
     ("exchange", "promise"),
     ("layers", "discover", "predictions", "memory", "tokens", "residual", "pace", "correction"),
     ("sequence",),

@@ -23,6 +23,7 @@ NAMED_FOR_GUIDANCE = (
     "decoder_guidance_scale",
     "guidance_schedule",
 )
+PERTURBED = "pag_scale"
 IMAGES_EACH = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
 
 
@@ -68,10 +69,22 @@ class Description:
     guided_by_its_scale: bool = False
 
     def guided(self, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call with `kwargs` would use classifier-free guidance, as far as its arguments tell.
+        """Whether a call with `kwargs` would use guidance of any kind, as far as its arguments tell."""
+        return self.branches(kwargs) > 1
 
-        A distilled denoiser takes the scale as an input; only `true_cfg_scale` makes it run twice.
+    def branches(self, kwargs: Mapping[str, Any]) -> int:
+        """How many branches of guidance that would be, 1 without any.
+
+        Perturbed attention (arXiv:2403.17377) adds one, and so does a scale for the image (arXiv:2211.09800).
         """
+        perturbed = _number(kwargs.get(PERTURBED, self.parameters.get(PERTURBED))) > 0
+        if not self._classifier_free(kwargs):
+            return 1 + perturbed
+        of_image = "image_guidance_scale" in self.parameters and kwargs.get("image") is not None
+        return 2 + perturbed + of_image
+
+    def _classifier_free(self, kwargs: Mapping[str, Any]) -> bool:
+        """A distilled denoiser takes the scale as an input; only `true_cfg_scale` makes it run twice."""
         if "true_cfg_scale" in self.parameters and not self.guided_by_its_scale:
             negative = any(kwargs.get(name) is not None for name in ("negative_prompt", "negative_prompt_embeds"))
             return negative and _number(kwargs.get("true_cfg_scale", self.parameters["true_cfg_scale"])) > 1

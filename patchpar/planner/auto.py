@@ -60,11 +60,11 @@ def _exact(model: Description, devices: int, kwargs: Mapping[str, Any]) -> Choic
     """The plan that draws what plain diffusers draws."""
     if devices == 1:
         return Choice(Plan(), "one device: the plain pipeline")
-    guided, prompts = model.guided(kwargs), _prompts(kwargs)
+    branches, prompts = model.branches(kwargs), _prompts(kwargs)
     together = _why_together(model, kwargs) if prompts > 1 else ""
     work = Work(
         prompts=1 if together else prompts,
-        branches=2 if guided else 1,
+        branches=branches,
         most_bands=_most_bands(model, devices, model.size(kwargs)),
         units=_units(model, model.size(kwargs)) if model.splits_into_bands else None,
     )
@@ -73,10 +73,11 @@ def _exact(model: Description, devices: int, kwargs: Mapping[str, Any]) -> Choic
         reasons.append(f"{prompts} prompts over {plan.data} groups, which send one another nothing")
     elif together:
         reasons.append(f"{prompts} prompts stay together: {together}")
-    if plan.cfg == 2:
-        reasons.append("guidance is on: a branch for each half of the devices")
-    elif guided and plan.patch > 1:
-        reasons.append(f"guidance stays whole, because {devices} devices are odd and {devices - 1} have more to do")
+    if plan.cfg > 1:
+        part = {2: "half", 3: "third"}.get(plan.cfg, f"{plan.cfg}th")
+        reasons.append(f"guidance is on: a branch for each {part} of the devices")
+    elif branches > 1 and plan.patch > 1:
+        reasons.append(f"guidance stays whole, because {_why_whole(branches, devices)}")
     if plan.patch > 1:
         bands = plan.patch
         reasons.append(f"the picture in {bands} bands" if model.splits_into_bands else f"tokens split in {bands}")
@@ -122,6 +123,13 @@ def _why_no_more(model: Description, work: Work, plan: Plan, devices: int) -> st
         return "each needs two rows of tokens"
     why = model.kept_whole or f"{', '.join(model.denoisers)} cannot be split"
     return why if work.branches > 1 else f"{why}, and there is no guidance to split"
+
+
+def _why_whole(branches: int, devices: int) -> str:
+    """Why the branches of guidance are not spread over so many devices."""
+    if branches == 2:
+        return f"{devices} devices are odd and {devices - 1} have more to do"
+    return f"its {branches} branches do not go evenly on {devices} devices, and fewer have more to do"
 
 
 def _most_bands(model: Description, devices: int, size: tuple[int, int] | None) -> int:

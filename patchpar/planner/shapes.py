@@ -32,7 +32,7 @@ class Work:
 
     def shapes(self, devices: int) -> Iterator[Plan]:
         """Every plan that these devices can carry out."""
-        for cfg in range(1, self.branches + 1):
+        for cfg in [each for each in range(1, self.branches + 1) if self.branches % each == 0]:
             for data in range(1, min(self.prompts, devices // cfg) + 1):
                 for patch in range(1, min(self.most_bands, devices // (cfg * data)) + 1):
                     yield Plan(data=data, cfg=cfg, patch=patch)

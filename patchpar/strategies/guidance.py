@@ -14,13 +14,14 @@ denoiser that takes over changes the speed only. The first call of each kind run
 promise must look like, and so does each that leaves something in a cache that it was given.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from patchpar.batch import Batch, count_branches, sample_of
+from patchpar.branches import at_own_place
 from patchpar.caches import are_as_before, held_by
 from patchpar.clock import StepClock
 from patchpar.errors import PlanError, UnsupportedModel
@@ -57,12 +58,13 @@ def guidance_of(pipe: Any, arguments: Mapping[str, Any]) -> bool | None:
 def refuse_perturbed(pipe: Any, arguments: Mapping[str, Any]) -> None:
     """Raise UnsupportedModel for guidance whose branches are told apart inside the denoiser (arXiv:2403.17377).
 
-    Its attention layers cut the batch into branches, so a rank has to have all of them.
+    Its attention layers cut the batch into branches, which a call for a patch does not always have all of.
     """
     if getattr(pipe, "do_perturbed_attention_guidance", False):
         raise UnsupportedModel(
             f"{type(pipe).__name__} with pag_scale={arguments.get('pag_scale', 'its default')} tells the branches of "
-            f"guidance apart inside its attention, so that they cannot go to different ranks: {WITHOUT}"
+            f"guidance apart inside its attention, and patches of a large picture are not always asked for with all of "
+            "them: use strategy exact, or pag_scale=0"
         )
 
 
@@ -92,11 +94,20 @@ class GuidanceSplit:
     """Spreads the branches of guidance over `axis`. Every call of every denoiser goes through `denoise` on every rank.
 
     `reset` belongs before every pipeline call and `finish` after it. `carriers`: what is known of the arguments of the
-    next call, see `Batch.known`.
+    next call, see `Batch.known`; `by_branch`: the layers of its network that tell branches apart, which `layers_of`
+    finds.
     """
 
-    def __init__(self, door: Door, axis: Axis, clock: StepClock) -> None:
+    def __init__(
+        self,
+        door: Door,
+        axis: Axis,
+        clock: StepClock,
+        layers_of: Callable[[nn.Module], Sequence[nn.Module]] = lambda network: (),
+    ) -> None:
+        self.layers_of = layers_of
         self.carriers: Mapping[str, int | None] = {}
+        self.by_branch: Sequence[nn.Module] = ()
         self._axis, self._clock = axis, clock
         self._post = Post(door, axis)
         self._progress = Progress()
@@ -169,7 +180,8 @@ class GuidanceSplit:
                 f"cannot share evenly: use cfg={branches}, or {WITHOUT}"
             )
         own_args, own_kwargs = batch.share((args, kwargs), axis.rank, axis.size)
-        output = forward(*own_args, **own_kwargs)
+        with at_own_place(self.by_branch, axis.rank, axis.size):
+            output = forward(*own_args, **own_kwargs)
         return batch.join(self._post.exchange(output, self._moment))
 
     def _own_call_or_promise(

@@ -105,7 +105,7 @@ def test_tokens_that_cannot_be_split(
 
 
 @pytest.mark.parametrize("prompts", [1, 2, 3, 5])
-@pytest.mark.parametrize("branches", [1, 2])
+@pytest.mark.parametrize("branches", [1, 2, 3])
 @pytest.mark.parametrize("devices", range(1, 9))
 def test_no_shape_is_sooner_than_the_one_taken(prompts: int, branches: int, devices: int) -> None:
     """The rule, said again: the busiest rank's prompts, branches and rows, and what it fetches."""
@@ -117,9 +117,38 @@ def test_no_shape_is_sooner_than_the_one_taken(prompts: int, branches: int, devi
         rows = math.ceil(16 / patch) / 16
         return math.ceil(prompts / data) * (branches // cfg) * (rows + EXCHANGE * (patch - 1) / patch)
 
-    every = itertools.product(range(1, prompts + 1), range(1, branches + 1), range(1, 9))
+    every = itertools.product(range(1, prompts + 1), {1, branches}, range(1, 9))
     soonest = min(step(*shape) for shape in every if math.prod(shape) <= devices)
     assert step(taken.data, taken.cfg, taken.patch) == pytest.approx(soonest)
+
+
+@pytest.mark.parametrize(
+    ("devices", "call", "plan", "why"),
+    [
+        (2, {}, "patch=2,strategy=exact", "its 3 branches do not go evenly on 2 devices"),
+        (3, {}, "cfg=3", "a branch for each third of the devices"),
+        (6, {}, "cfg=3,patch=2,strategy=exact", "each third.*2 bands"),
+        (2, {"guidance_scale": 1.0}, "cfg=2", "each half"),
+        (2, {"pag_scale": 0.0}, "cfg=2", "each half"),
+        (2, {"pag_scale": 0.0, "guidance_scale": 1.0}, "patch=2,strategy=exact", "2 bands"),
+    ],
+)
+def test_perturbed_attention_adds_a_branch(
+    unet: Description, devices: int, call: dict[str, Any], plan: str, why: str
+) -> None:
+    model = replace(unet, parameters={**unet.parameters, "pag_scale": 3.0})
+    choice = choose(model, devices, GUIDED | call)
+    assert str(choice.plan) == plan
+    assert re.search(why, choice.reason)
+    check_plan_for(model, choice.plan, GUIDED | call)
+
+
+def test_a_scale_for_the_image_adds_a_branch() -> None:
+    found = build("instruct_pix2pix")
+    assert [str(choose(describe(found.pipe), devices, found.call_kwargs).plan) for devices in (2, 3)] == [
+        "patch=2,strategy=exact",
+        "cfg=3",
+    ]
 
 
 def test_a_scheduler_with_noise_of_its_own_keeps_prompts_together(unet: Description) -> None:

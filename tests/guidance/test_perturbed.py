@@ -1,0 +1,130 @@
+"""Perturbed-attention guidance (arXiv:2403.17377) with its branches on different ranks, against plain diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor, nn
+
+from patchpar.branches import at_own_place, layers_by_branch
+from patchpar.errors import PlanError, VerificationError
+from tests import tiny
+from tests.breadth import first_of
+from tests.tensors import relative
+from tests.tokens.piped import plain, shared
+
+TOLERANCE = 1e-5
+TWO_PROMPTS = {"prompt": ["a small red house", "a blue boat"]}
+
+
+def perturbed(name: str) -> tiny.Tiny:
+    """A tiny pipeline of the class with perturbed attention, in the layers where that class has it by default."""
+    found = tiny.build(name)
+    pipe = diffusers.AutoPipelineForText2Image.from_pipe(found.pipe, enable_pag=True)
+    pipe.set_progress_bar_config(disable=True)
+    return tiny.Tiny(name=name, pipe=pipe, call_kwargs=found.call_kwargs | {"pag_scale": 2.0})
+
+
+def drawn(name: str, plan: str, folder: Path, **options: Any) -> list[Tensor]:
+    return shared(name, plan, folder, build=perturbed, **options)
+
+
+CASES = [
+    ("sd", "cfg=3", {}),
+    ("sd3", "cfg=3", TWO_PROMPTS),  # joint attention, which returns the text as well
+    ("sd", "cfg=2", TWO_PROMPTS | {"guidance_scale": 0.0}),  # two branches: without the one without a prompt
+    ("sdxl", "cfg=2", TWO_PROMPTS),  # three branches of two images: the second branch is on both ranks
+    ("sd", "cfg=3,patch=2", {}),
+    ("pixart", "cfg=3,patch=2", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "plan", "options"), first_of(CASES, CASES[0], CASES[1], CASES[2]))
+def test_branches_on_different_ranks(name: str, plan: str, options: dict[str, Any], tmp_path: Path) -> None:
+    want = plain(name, build=perturbed, **options)
+    assert relative(plain(name, build=perturbed, **options | {"pag_scale": 0.0}), want) > 1e-2
+    for got in drawn(name, plan, tmp_path, **options):
+        assert relative(got, want) <= TOLERANCE
+
+
+def test_three_branches_of_one_image_on_two_ranks_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"3 branches in one batch of 3, which cfg=2 ranks cannot.*use cfg=3"):
+        drawn("sd", "cfg=2", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "said"),
+    [("cfg=3", {}, "not enough values to unpack"), ("cfg=2", TWO_PROMPTS, "off by")],
+    ids=["fails", "wrong"],
+)
+def test_the_checks_see_layers_that_take_a_share_for_all_branches(
+    plan: str, options: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("carriers", "strategies.guidance"):
+        monkeypatch.setattr(f"patchpar.{module}.at_own_place", lambda *_: nullcontext())
+    with pytest.raises(VerificationError, match=rf"UNet2DConditionModel with its batch shared.*{said}"):
+        drawn("sd", plan, tmp_path, **options)
+
+
+def test_the_joined_prediction_is_held_against_the_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where shares were checked with the layers at their places, and are computed without."""
+    monkeypatch.setattr("patchpar.strategies.guidance.at_own_place", lambda *_: nullcontext())
+    with pytest.raises(VerificationError, match="with the branches of guidance on 2 ranks differs from the plain one"):
+        drawn("sd", "cfg=2", tmp_path, **TWO_PROMPTS)
+
+
+class Layer(nn.Module):
+    """As joint attention is called: text and image, a table for all rows, and two results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.processor = object()
+
+    def forward(self, hidden_states: Tensor, text: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        if len(hidden_states) < 3:
+            raise ValueError("a branch is missing")
+        place = torch.arange(len(hidden_states))[:, None]
+        return hidden_states * place + table.sum(), text + place
+
+
+@contextmanager
+def unchanged(layer: nn.Module) -> Iterator[None]:
+    def hooks() -> Sequence[Any]:
+        return [list(layer._forward_pre_hooks), list(layer._forward_hooks), list(layer._forward_pre_hooks_with_kwargs)]
+
+    before = hooks()
+    yield
+    assert hooks() == before
+
+
+@pytest.mark.parametrize("parts", [3, 6])
+def test_a_share_is_computed_at_its_place(parts: int) -> None:
+    layer, image, text, table = Layer(), torch.randn(6, 4), torch.randn(6, 2), torch.randn(5, 4)
+    want, rows = layer(image, text, table), 6 // parts
+    for rank in range(parts):
+        own = slice(rank * rows, (rank + 1) * rows)
+        with unchanged(layer), at_own_place([layer], rank, parts):
+            got = layer(hidden_states=image[own], text=text[own], table=table)
+        assert all(torch.equal(x, y[own]) for x, y in zip(got, want, strict=True))
+
+
+def test_nothing_is_left_in_a_layer_that_fails() -> None:
+    layer = Layer()
+    with unchanged(layer), pytest.raises(ValueError, match="a branch is missing"), at_own_place([layer], 0, 2):
+        layer(torch.randn(1, 4), torch.randn(1, 2), torch.randn(5, 4))
+
+
+def test_layers_are_those_of_the_call_under_way() -> None:
+    """diffusers sets the processors for a call, whose class the pipeline knows, and takes them out again."""
+    found = perturbed("sd")
+    assert layers_by_branch(found.pipe, found.denoiser) == []
+    found.pipe._set_pag_attn_processor(["mid"], do_classifier_free_guidance=True)
+    block = found.denoiser.mid_block.attentions[0].transformer_blocks[0]
+    assert layers_by_branch(found.pipe, found.denoiser) == [block.attn1]
+    assert layers_by_branch(tiny.build("sd").pipe, found.denoiser) == []
