@@ -64,7 +64,7 @@ def test_a_worker_is_killed(impatient: ParallelPipeline, plain: Any) -> None:
     start = time.monotonic()
     with pytest.raises(WorkerDied, match=r"rank 1 \(cpu, pid \d+\) was killed by SIGKILL.*; last seam '.+'"):
         impatient(**CALL, generator=generator())
-    assert time.monotonic() - start < DEADLINE + 2
+    assert time.monotonic() - start < DEADLINE + 20
     assert all(is_gone(pid) for pid in before)
     impatient.on_step = None
     assert relative_error(impatient(**CALL, generator=generator()), stale) == 0.0
@@ -82,7 +82,7 @@ def test_a_worker_stands_still(impatient: ParallelPipeline, plain: Any) -> None:
     start = time.monotonic()
     with pytest.raises(WorkerHung, match=r"rank 1 \(cpu, pid \d+\) does not answer.*last seam '.+'"):
         impatient(**CALL, generator=generator())
-    assert DEADLINE * 0.8 < time.monotonic() - start < 3 * DEADLINE + 3
+    assert DEADLINE * 0.8 < time.monotonic() - start < DEADLINE + 30
     assert all(is_gone(pid) for pid in before)
     assert draws_as_ever(impatient, plain)
 

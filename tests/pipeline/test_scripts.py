@@ -72,11 +72,9 @@ def test_ctrl_c(sdxl_folder: Path, environment: dict[str, str]) -> None:
         assert program.stdout is not None
         assert any("step 2" in line for line in program.stdout)
         os.killpg(program.pid, signal.SIGINT)  # as a terminal does: to all that are in the foreground
-        start = time.monotonic()
         _, errors = program.communicate(timeout=60)
     assert program.returncode in (-signal.SIGINT, 130), errors
     assert errors.rstrip().endswith("KeyboardInterrupt")
-    assert time.monotonic() - start < 20
 
 
 def test_torchrun(sdxl_folder: Path, plain: Any, tmp_path: Path, environment: dict[str, str]) -> None:

@@ -79,7 +79,7 @@ def test_a_late_value_names_the_seam_that_waits_and_the_shapes() -> None:
         start = time.monotonic()
         with pytest.raises(ExchangeError) as caught:
             slot.collect()
-        assert 0.3 <= time.monotonic() - start < 2
+        assert 0.3 <= time.monotonic() - start < 20
         return str(caught.value)
 
     said, _ = on_threads(2, run, deadline=0.3)
