@@ -21,7 +21,6 @@ from PIL import Image
 
 from benchmarks.highres.stand_in import StandIn
 from patchpar import StructureGuidance
-from patchpar.cli.png import write_png
 from patchpar.exchange import Door
 from patchpar.highres.geometry import units_of
 from patchpar.highres.work import evaluations_of, scheduled
@@ -61,7 +60,9 @@ def measured(model: StandIn, scale: int) -> Seconds:
             both=_median(lambda: model.unet(**model.call(2))),
             one=_median(lambda: model.unet(**model.call(1))),
             decode=_taken(model.decode(scale)),  # too long for what a first turn costs to matter
-            png=_median(lambda: write_png(picture, io.BytesIO(), cores=1), time.process_time),  # a thread of its own
+            png=_median(
+                lambda: picture.save(io.BytesIO(), "PNG", compress_level=1), time.process_time
+            ),  # a thread of its own
             in_bands={(bands, branches): _in_bands(model, bands, branches) for bands in BANDS for branches in (1, 2)},
         )
 

