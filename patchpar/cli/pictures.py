@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from patchpar.cli.files import check_place, written_whole
 from patchpar.errors import PlanError
@@ -33,6 +33,6 @@ def check_writable(path: Path) -> None:
 def save(picture: Image, path: Path) -> None:
     """Whole, or not at all. PNG of a large image is compressed less: a fifth of the time, for a sixth more bytes."""
     is_large = picture.width * picture.height > LARGE
-    options = {"compress_level": 1} if path.suffix.lower() == ".png" and is_large else {}
+    options: dict[str, Any] = {"compress_level": 1} if path.suffix.lower() == ".png" and is_large else {}
     with written_whole(path) as beside:
         picture.save(beside, **options)
