@@ -6,6 +6,12 @@
 A tensor carries the batch if its first dim is the batch size, or, for a sample with frames and a tensor of three dims
 or more, batch size x frames (the text of AnimateDiff, the residuals of a video ControlNet), or if the second of four is
 (the text of HiDream, one for each layer). All else is shared. Where that is wrong `carriers` finds out.
+
+Where the batch is a list, its texts have lengths of their own. A network fills up shorter ones to the longest of its
+call, which in a share may be a shorter one than in the whole:
+
+    share 0   [image text .]  [image . .]         whole   [image text .]  [image . . .]  [image text text]
+    share 1   [image text text]                           filled up with zeros where the shares are joined
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +22,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
-from patchpar.tree import entries
+from patchpar.tree import entries, tensors_in, with_tensors
 
 SAMPLE_NAMES = ("sample", "hidden_states", "x")
 IMAGE = 4  # dims of an image with its batch or frames
@@ -110,14 +116,17 @@ class Batch:
     def share(self, tree: Any, rank: int, parts: int, path: str = "") -> Any:
         """Share `rank` of `parts` equal ones of the arguments (args, kwargs). `size` is a multiple of `parts`.
 
-        A promise of a whole batch may bring the share that this rank has already, as `own_share`.
+        A promise of a whole batch may bring the share that this rank has already, as `own_share`, and the shapes that
+        shares had before they were filled up, as `share_shapes`.
         """
         if isinstance(tree, Tensor):
             own_share: Tensor | None = getattr(tree, "own_share", None)
             if own_share is not None:
                 return own_share
             dim = self.known[path] if path in self.known else self._dim(tree)
-            return tree if dim is None else tree.chunk(parts, dim)[rank]
+            shapes: Sequence[tuple[int, ...]] | None = getattr(tree, "share_shapes", None)
+            share = tree if dim is None else tree.chunk(parts, dim)[rank]
+            return share if dim is None or shapes is None else cut_to(share, shapes[rank])
         if isinstance(tree, list) and self._is_per_item(tree):
             per_part = self.size // parts
             return tree[rank * per_part : (rank + 1) * per_part]
@@ -140,7 +149,8 @@ class Batch:
         """The result for the whole batch from those of its shares, in order."""
         first = trees[0]
         if isinstance(first, Tensor):
-            whole = torch.cat(list(trees))
+            parts = [filled_up(x, largest_of([each.shape for each in trees])) for x in trees] if self.by_item else trees
+            whole = torch.cat(list(parts))
             if not self.carries(whole):
                 raise UnsupportedModel(
                     f"the denoiser returned a tensor of shape {tuple(first.shape)} for {self.size // len(trees)} of a "
@@ -156,3 +166,33 @@ class Batch:
         if isinstance(first, (list, tuple)):
             return type(first)([self.join(items) for items in zip(*trees, strict=True)])
         return first
+
+    def as_joined(self, whole: Any, trees: Sequence[Any]) -> Any:
+        """`whole` with zeros where `join` fills up shares of which a network has filled up less."""
+        of_shares, tensors = [tensors_in(tree) for tree in trees], tensors_in(whole)
+        if not self.by_item or any(len(each) != len(tensors) for each in of_shares):  # one tensor for each item
+            return whole
+        cut = [
+            [cut_to(part, share.shape) for part, share in zip(x.chunk(len(trees)), shares, strict=True)]
+            for x, shares in zip(tensors, zip(*of_shares, strict=True), strict=True)
+        ]
+        return self.join([with_tensors(whole, parts) for parts in zip(*cut, strict=True)])
+
+
+def largest_of(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The shape into which all of them fit."""
+    return tuple(map(max, zip(*shapes, strict=True)))
+
+
+def filled_up(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """`x` with zeros behind it, up to `shape`. All have as many rows."""
+    if x.shape[1:] == torch.Size(shape[1:]):
+        return x
+    filled = x.new_zeros((len(x), *shape[1:]))
+    filled[tuple(slice(size) for size in x.shape)] = x
+    return filled
+
+
+def cut_to(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """`x` without what `filled_up` has put behind it."""
+    return x[tuple(slice(size) for size in shape)]

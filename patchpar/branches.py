@@ -9,6 +9,9 @@ perturbed one:
 
 A processor treats each row of the batch by itself, so that the row at its own place is what it is in the whole batch,
 whoever stands at the other places. Nothing is sent; those few layers compute as much as without the split.
+
+Cross-frame attention (Text2Video-Zero, arXiv:2303.13439), whose processors divide the rows by a number of branches to
+know how many frames a video has, is the same: a frame attends to the first frame of its own branch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,12 +27,19 @@ from patchpar.tree import map_leaves
 
 
 def layers_by_branch(pipe: Any, network: nn.Module) -> list[nn.Module]:
-    """The layers of `network` in which a diffusers pipeline has set its processors for perturbed attention.
+    """The layers of `network` with processors that a diffusers pipeline has set for perturbed attention.
 
-    Ask while it runs: it sets them for a call, and takes them out again.
+    And those whose processors are told how many branches there are. Ask while the pipeline runs: it sets them for a
+    call, and may take them out again.
     """
     kinds = {type(each) for each in getattr(pipe, "_pag_attn_processors", None) or ()}
-    return [module for module in network.modules() if type(getattr(module, "processor", None)) in kinds]
+    found = ((module, getattr(module, "processor", None)) for module in network.modules())
+    return [module for module, processor in found if type(processor) in kinds or _divides_rows(module, processor)]
+
+
+def _divides_rows(layer: nn.Module, processor: Any) -> bool:
+    """Whether a processor has the number of branches; in cross-attention it treats every row by itself."""
+    return isinstance(getattr(processor, "batch_size", None), int) and not getattr(layer, "is_cross_attention", False)
 
 
 @contextmanager

@@ -108,8 +108,9 @@ class Carriers:
         for each in (call, with_noise_for_zeros(call)):
             if each is None:
                 continue
-            want = floats_in(plain(*each[0], **each[1]))
-            got = floats_in(batch.join([self._part(plain, each, batch, rank) for rank in range(self.ranks)]))
+            whole = plain(*each[0], **each[1])
+            parts = [self._part(plain, each, batch, rank) for rank in range(self.ranks)]
+            want, got = floats_in(batch.as_joined(whole, parts)), floats_in(batch.join(parts))
             error = max(relative_error(x, y) for x, y in zip(got, want, strict=True))
             if not error <= max(TOLERANCE[x.dtype] for x in want):
                 return error

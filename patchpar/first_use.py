@@ -18,6 +18,7 @@ from patchpar.exchange import Door, Gather
 from patchpar.fingerprint import fingerprint
 from patchpar.mesh import Axis
 from patchpar.precision import wide
+from patchpar.promise import Promise
 from patchpar.traffic import Traffic
 from patchpar.verdicts import Verdicts
 
@@ -129,7 +130,9 @@ def with_noise_for_zeros(call: Call) -> Call | None:
     asleep = [number for number, leaf in enumerate(leaves) if _is_zeros(leaf)]
     for number in asleep:
         generator = torch.Generator().manual_seed(number)
-        leaves[number] = torch.randn(leaves[number].shape, generator=generator).to(leaves[number])
+        asleep_one = leaves[number]
+        noise = torch.randn(asleep_one.shape, generator=generator).to(asleep_one)
+        leaves[number] = asleep_one.with_values(noise) if isinstance(asleep_one, Promise) else noise
     return tree_unflatten(leaves, spec) if asleep else None
 
 

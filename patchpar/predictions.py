@@ -5,7 +5,9 @@ made one of them take a step or a call more than the others, would otherwise use
 """
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -79,6 +81,13 @@ class Post:
         for place in self._axis.others:
             self.check(received[place][0], stamp, moment, place)
         return [with_tensors(output, tensors[1:]) for tensors in received]
+
+    def shapes_of_all(self, own: Sequence[Tensor], moment: Moment) -> list[tuple[tuple[int, ...], ...]]:
+        """Of each of our tensors the shapes that it has at every place, in order, now. Raises ExchangeError."""
+        told = torch.tensor([size for x in own for size in x.shape], device=self._door.transport.device)
+        of_all = [x.tolist() for x in Gather(self._door, self._axis, KIND, f"{moment}: shapes").same(told)]
+        ends = list(accumulate(x.ndim for x in own))
+        return [tuple(tuple(sizes[end - x.ndim : end]) for sizes in of_all) for x, end in zip(own, ends, strict=True)]
 
     def send(self, output: Any, form: Form, moment: Moment) -> None:
         """Start sending a prediction to all others. What is expected from earlier calls starts to come with it."""

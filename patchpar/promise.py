@@ -27,6 +27,7 @@ class Delivery:
     """Tensors of one message. `fetch` blocks until it is here and returns their values.
 
     `own_shares`: what this rank has already of each, where the tensors are whole batches; see `Batch.share`.
+    `share_shapes`: of each, the shapes of the shares of all ranks, where these differ.
     """
 
     def __init__(
@@ -35,11 +36,12 @@ class Delivery:
         device: torch.device,
         fetch: Callable[[], Sequence[Tensor]],
         own_shares: Sequence[Tensor] = (),
+        share_shapes: Sequence[Sequence[tuple[int, ...]]] = (),
     ) -> None:
         self._fetch: Callable[[], Sequence[Tensor]] | None = fetch
         self._buffers = [_void(shape, dtype, device) for shape, dtype in specs]
         self._later: list[Callable[[], object]] = []
-        self._own_shares = list(own_shares)
+        self._own_shares, self._share_shapes = list(own_shares), list(share_shapes)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -65,6 +67,10 @@ class Delivery:
     def own_share(self, index: int | None) -> Tensor | None:
         """What this rank has of a promised whole, as long as nobody had need of the rest, who may have changed it."""
         return self._own_shares[index] if self.pending and self._own_shares and index is not None else None
+
+    def share_shapes(self, index: int | None) -> Sequence[tuple[int, ...]] | None:
+        """The shapes of all ranks' shares of a promised whole, where they differ."""
+        return self._share_shapes[index] if self._share_shapes and index is not None else None
 
     def copied(self, copy: Callable[[], Tensor]) -> Tensor:
         """A promise of what `copy` makes of the values once they are here."""
@@ -95,6 +101,15 @@ class Promise(Tensor):
     def own_share(self) -> Tensor | None:
         """See `Delivery.own_share`."""
         return self._delivery.own_share(self._index)
+
+    @property
+    def share_shapes(self) -> Sequence[tuple[int, ...]] | None:
+        """See `Delivery.share_shapes`."""
+        return self._delivery.share_shapes(self._index)
+
+    def with_values(self, values: Tensor) -> Tensor:
+        """A promise like this one that is kept already, with values of the same shape."""
+        return Promise.on(values, self._delivery, self._index)
 
     @classmethod
     def __torch_function__(

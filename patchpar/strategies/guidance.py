@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from patchpar.batch import Batch, count_branches, sample_of
+from patchpar.batch import Batch, count_branches, filled_up, largest_of, sample_of
 from patchpar.branches import at_own_place
 from patchpar.caches import are_as_before, held_by
 from patchpar.clock import StepClock
@@ -33,6 +33,7 @@ from patchpar.promise import Delivery
 from patchpar.transport import Spec
 from patchpar.tree import tensors_in, with_tensors
 
+Shapes = Sequence[Sequence[tuple[int, ...]]]
 WITHOUT = "run it with cfg=1 and give the devices to another axis, e.g. patch"
 
 
@@ -112,6 +113,7 @@ class GuidanceSplit:
         self._post = Post(door, axis)
         self._progress = Progress()
         self._forms: dict[Any, Form | None] = {}  # kept from one pipeline call to the next
+        self._shapes: dict[Any, Shapes] = {}
 
     def reset(self) -> None:
         """Begin a pipeline call."""
@@ -156,12 +158,23 @@ class GuidanceSplit:
         own_args, own_kwargs = batch.share((args, kwargs), axis.rank, axis.size)
         output = forward(*own_args, **own_kwargs)
         own = [x.contiguous() for x in tensors_in(output)]
-        specs = [((axis.size * x.shape[0], *x.shape[1:]), x.dtype) for x in own]
+        shapes = self._shapes_of_shares(own, (args, kwargs), moment) if batch.by_item else [(x.shape,) for x in own]
+        largest = [largest_of(each) for each in shapes]
+        specs = [((axis.size * shape[0], *shape[1:]), x.dtype) for x, shape in zip(own, largest, strict=True)]
 
         def fetch() -> list[Tensor]:
-            return tensors_in(batch.join(self._post.exchange(output, moment)))
+            filled = with_tensors(output, [filled_up(x, shape) for x, shape in zip(own, largest, strict=True)])
+            return tensors_in(batch.join(self._post.exchange(filled, moment)))
 
-        return with_tensors(output, Delivery(specs, own[0].device, fetch, own).tensors)
+        differ = shapes if batch.by_item else ()
+        return with_tensors(output, Delivery(specs, own[0].device, fetch, own, differ).tensors)
+
+    def _shapes_of_shares(self, own: Sequence[Tensor], call: Any, moment: Moment) -> Shapes:
+        """Of each of our tensors its shape on every rank, asked for once for each form of the whole call."""
+        form = tuple(Spec.of(x) for x in tensors_in(call))
+        if form not in self._shapes:
+            self._shapes[form] = self._post.shapes_of_all(own, moment)
+        return self._shapes[form]
 
     def _branches(self, sample: Any) -> int:
         specs, known = tuple(Spec.of(x) for x in tensors_in(sample)), self._progress.branches

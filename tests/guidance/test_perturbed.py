@@ -1,4 +1,7 @@
-"""Perturbed-attention guidance (arXiv:2403.17377) with its branches on different ranks, against plain diffusers."""
+"""Attention that tells branches of guidance apart, with the branches on different ranks, against plain diffusers.
+
+Perturbed-attention guidance (arXiv:2403.17377) and cross-frame attention (arXiv:2303.13439).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from patchpar.branches import at_own_place, layers_by_branch
 from patchpar.errors import PlanError, VerificationError
 from tests import tiny
 from tests.breadth import first_of
+from tests.coverage.pipelines.zoo import ZOO
 from tests.tensors import relative
 from tests.tokens.piped import plain, shared
 
@@ -77,6 +81,22 @@ def test_the_joined_prediction_is_held_against_the_whole_one(tmp_path: Path, mon
     monkeypatch.setattr("patchpar.strategies.guidance.at_own_place", lambda *_: nullcontext())
     with pytest.raises(VerificationError, match="with the branches of guidance on 2 ranks differs from the plain one"):
         drawn("sd", "cfg=2", tmp_path, **TWO_PROMPTS)
+
+
+def of_one_first_frame(name: str) -> tiny.Tiny:
+    """Frames that attend to the first one of their branch: the processors divide the rows by two branches."""
+    pipe, call = ZOO[name].make()
+    return tiny.Tiny(name=name, pipe=pipe, call_kwargs=call)
+
+
+def test_frames_that_attend_to_the_first_of_their_branch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, steps = "TextToVideoZeroPipeline", {"num_inference_steps": 4}
+    want = plain(name, build=of_one_first_frame, **steps)
+    for got in shared(name, "cfg=2", tmp_path / "right", build=of_one_first_frame, **steps):
+        assert relative(got, want) <= TOLERANCE
+    monkeypatch.setattr("patchpar.installed.layers_by_branch", lambda *_: ())
+    with pytest.raises(VerificationError, match=r"UNet2DConditionModel with its batch shared.*off by"):
+        shared(name, "cfg=2", tmp_path / "wrong", build=of_one_first_frame, **steps)
 
 
 class Layer(nn.Module):
