@@ -83,6 +83,7 @@ class Batch:
     """The batch of one denoiser call. `frames` holds what a sample of five dims may have been multiplied by.
 
     `known`: by path, the dim that carries the batch of arguments whose shapes tell it wrongly; None where none does.
+    The path "" is that of a whole call, which nobody shares then.
     """
 
     size: int

@@ -3,6 +3,9 @@
     1. by their shapes            what `Batch` takes them for; held against the network's own forward
     2. by disturbing them         where that is wrong, or fails: an argument carries the batch along the dim in which
                                   other numbers for the last branch change the last branch alone
+    3. by nothing                 arguments with which nothing moves: along no dim, or along the last that fits
+
+A call that fills a cache, one that writes to its arguments and gives them back, is not shared at all.
 
 Both on every rank alike, or on none: what a network is given may be fetched from the other ranks when it is used.
 """
@@ -29,6 +32,7 @@ from patchpar.first_use import (
     relative_error,
     with_noise_for_zeros,
 )
+from patchpar.given_back import gives_back, without_given, written
 from patchpar.mesh import Axis
 from patchpar.refusal import in_one_line, is_of_the_split
 from patchpar.token_split.provenance import disturbed, moved_indices
@@ -37,6 +41,7 @@ from patchpar.verdicts import Verdicts
 
 Plain = Callable[..., Any]
 Found = Mapping[str, int | None]  # paths of arguments that shapes would take for something else, and the dim
+NOT_SHARED: Found = {"": None}
 Agreement = Callable[[str, bool], bool]  # a key, and whether this rank knows what stands there: whether all do
 Layers = Callable[[], Sequence[nn.Module]]  # those of the network that tell branches apart, see `branches`
 
@@ -78,6 +83,8 @@ class Carriers:
         for found in self._ways(plain, call):
             try:
                 error = self._error(plain, call, found)
+            except _FillsACache:
+                return NOT_SHARED
             except Exception as failure:
                 if not is_of_the_split(failure):
                     raise
@@ -98,9 +105,10 @@ class Carriers:
     def _ways(self, plain: Plain, call: Call) -> Iterator[Found]:
         yield {}
         if isinstance(sample_of(*call), Tensor):
-            found, unmoved = carriers_in(plain, call, self.ranks)
+            found, unmoved = carriers_in(_without_given(plain), call, self.ranks)
             yield found
             yield {**dict.fromkeys(unmoved), **found}
+            yield {**unmoved, **found}
 
     def _error(self, plain: Plain, call: Call, found: Found) -> float | None:
         """How far shares joined are from the whole; None where rounding explains it."""
@@ -108,7 +116,7 @@ class Carriers:
         for each in (call, with_noise_for_zeros(call)):
             if each is None:
                 continue
-            whole = plain(*each[0], **each[1])
+            whole = _whole(plain, each)
             parts = [self._part(plain, each, batch, rank) for rank in range(self.ranks)]
             want, got = floats_in(batch.as_joined(whole, parts)), floats_in(batch.join(parts))
             error = max(relative_error(x, y) for x, y in zip(got, want, strict=True))
@@ -120,7 +128,20 @@ class Carriers:
         """What one rank would compute."""
         args, kwargs = batch.share(call, rank, self.ranks)
         with at_own_place(self.by_branch(), rank, self.ranks):
-            return plain(*args, **kwargs)
+            return _without_given(plain)(*args, **kwargs)
+
+
+class _FillsACache(Exception):
+    """A call writes to what it is given, and gives it back."""
+
+
+def _whole(plain: Plain, call: Call) -> Any:
+    """What the whole call gives, without what it was given. Raises _FillsACache."""
+    before = written(call)
+    output = plain(*call[0], **call[1])
+    if written(call) != before and gives_back(output, call):
+        raise _FillsACache
+    return without_given(output, call)
 
 
 def carriers_of(network: nn.Module, mesh: tuple[Door, Axis], verdicts: Verdicts, by_branch: Layers = tuple) -> Carriers:
@@ -129,13 +150,13 @@ def carriers_of(network: nn.Module, mesh: tuple[Door, Axis], verdicts: Verdicts,
     return Carriers(network, mesh[1].size, verdicts, agreed, by_branch)
 
 
-def carriers_in(plain: Plain, call: Call, parts: int) -> tuple[Found, list[str]]:
+def carriers_in(plain: Plain, call: Call, parts: int) -> tuple[Found, Found]:
     """The dim of the batch of every argument that has one of its size, None where it is something else's.
 
-    And those arguments with which nothing moves.
+    And those arguments with which nothing moves, each with the last dim of its size.
     """
     sample, tensors = sample_of(*call), tensors_in(call)
-    batch, found, unmoved = Batch.of(sample), dict[str, int | None](), list[str]()
+    batch, found, unmoved = Batch.of(sample), dict[str, int | None](), dict[str, int | None]()
     before = floats_in(plain(*call[0], **call[1]))
     paths = [path for path, leaf in paths_of(call) if isinstance(leaf, Tensor)]
     for number, (path, x) in enumerate(zip(paths, tensors, strict=True)):
@@ -146,7 +167,7 @@ def carriers_in(plain: Plain, call: Call, parts: int) -> tuple[Found, list[str]]
         if any(moved):
             found[path] = next((dim for dim, who in zip(dims, moved, strict=True) if who == "its own"), None)
         else:
-            unmoved.append(path)
+            unmoved[path] = max(dims, key=lambda dim: (x.shape[dim] == batch.size, dim))
     return found, unmoved
 
 
@@ -167,6 +188,11 @@ def _moved(plain: Plain, call: Call, before: list[Tensor], where: tuple[int, int
     if not rows_moved.any():
         return ""
     return "others" if rows_moved[:-own].any() else "its own"
+
+
+def _without_given(plain: Plain) -> Plain:
+    """A forward that gives back nothing of what it is called with."""
+    return lambda *args, **kwargs: without_given(plain(*args, **kwargs), (args, kwargs))
 
 
 def _read(raw: Any) -> Found:

@@ -30,7 +30,7 @@ LINES = (
     ("picture_file", "treatment"),
     ("launch", "run", "call"),
     ("mesh", "transport", "batch", "live", "changes"),
-    ("traffic", "picture_arguments", "attention_sites", "branches"),
+    ("traffic", "picture_arguments", "attention_sites", "branches", "given_back"),
     ("exchange", "promise"),
     ("layers", "discover", "predictions", "memory", "tokens", "residual", "pace", "correction"),
     ("sequence",),

@@ -26,6 +26,7 @@ from patchpar.caches import are_as_before, held_by
 from patchpar.clock import StepClock
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.exchange import Door
+from patchpar.given_back import gives_back, with_given, without_given
 from patchpar.mesh import Axis
 from patchpar.models.description import parameters_of
 from patchpar.predictions import Form, Moment, Post
@@ -153,7 +154,7 @@ class GuidanceSplit:
         axis, moment = self._axis, self._moment
         sample = sample_of(args, kwargs)
         batch = Batch.of(sample, self.carriers)
-        if axis.size == 1 or self._branches(sample) == 1 or batch.size % axis.size:
+        if axis.size == 1 or self._branches(sample) == 1 or batch.size % axis.size or "" in self.carriers:
             return forward(*args, **kwargs)
         own_args, own_kwargs = batch.share((args, kwargs), axis.rank, axis.size)
         output = forward(*own_args, **own_kwargs)
@@ -186,6 +187,8 @@ class GuidanceSplit:
         self, forward: Callable[..., Any], sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         axis, batch = self._axis, Batch.of(sample, self.carriers)
+        if "" in self.carriers:
+            return forward(*args, **kwargs)
         if batch.size % axis.size:
             branches = self._branches(sample)
             raise PlanError(
@@ -195,7 +198,11 @@ class GuidanceSplit:
         own_args, own_kwargs = batch.share((args, kwargs), axis.rank, axis.size)
         with at_own_place(self.by_branch, axis.rank, axis.size):
             output = forward(*own_args, **own_kwargs)
-        return batch.join(self._post.exchange(output, self._moment))
+        own_call = (own_args, own_kwargs)
+        if batch.by_item or not gives_back(output, own_call):
+            return batch.join(self._post.exchange(output, self._moment))
+        joined = batch.join(self._post.exchange(without_given(output, own_call), self._moment))
+        return with_given(joined, output, own_call, (args, kwargs))
 
     def _own_call_or_promise(
         self, forward: Callable[..., Any], sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from patchpar.batch import Batch
-from patchpar.carriers import Carriers, carriers_in
+from patchpar.carriers import NOT_SHARED, Carriers, carriers_in
 from patchpar.errors import VerificationError
+from patchpar.given_back import gives_back, with_given, without_given
 from patchpar.verdicts import Verdicts
 from tests.breadth import first_of
 from tests.tensors import relative
@@ -114,6 +115,36 @@ def test_what_moves_nothing_stays_what_its_shape_says() -> None:
     found, unmoved = carriers_in(lambda *a, unused, **k: network(*a, **k), (args, more), 2)
     assert "[1].unused" not in found
     assert "[1].unused" in unmoved
+
+
+class Cached(nn.Module):
+    """Keys and values of two samples, [2, batch, tokens], in a cache that a call fills, and those after it read."""
+
+    def forward(self, sample: Tensor, cache: Tensor, fills: bool) -> tuple[Tensor | None, Tensor]:
+        if fills:
+            cache[0], cache[1] = 2 * sample, 3 * sample
+            return None, cache
+        return sample + cache[0] * cache[1], cache
+
+
+def test_a_call_that_fills_a_cache_is_not_shared(tmp_path: Path) -> None:
+    network, (sample,) = Cached(), call_of(2)[0]
+    subject, cache = Carriers(network, 2, Verdicts(tmp_path), lambda key, known: known), torch.zeros(2, 2, 6)
+    assert subject.of(network.forward, ((sample, cache, True), {})) == NOT_SHARED
+    assert subject.of(network.forward, ((sample, cache, False), {})) == {"[0][1]": 1}
+    again = Carriers(network, 2, Verdicts(tmp_path), lambda key, known: known)
+    assert again.of(network.forward, ((sample, cache, True), {})) == NOT_SHARED
+
+
+def test_what_a_call_gives_back_is_that_of_the_whole_call() -> None:
+    whole, own, sent = torch.zeros(2, 2), torch.zeros(2, 1), torch.ones(1)
+    output = (sent, {"cache": own})
+    assert gives_back(output, [own])
+    assert not gives_back(output, [whole])
+    assert without_given(output, [own]) == (sent, {"cache": None})
+    joined = with_given((torch.ones(2), {"cache": None}), output, [own], [whole])
+    assert joined[1]["cache"] is whole
+    assert torch.equal(joined[0], torch.ones(2))
 
 
 CASES = {
