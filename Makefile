@@ -105,7 +105,7 @@ coverage: $(VENV)/installed-dev
 	$(BIN)/python -m tests.coverage
 	$(BIN)/python -m tests.coverage.pipelines
 
-# Writes patchpar/token_split/plans; minutes on one core.
+# Writes patchpar/shard/transformer/plans; minutes on one core.
 plans: $(VENV)/installed-dev
 	$(BIN)/python -m tests.tokens.ship
 

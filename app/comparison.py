@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from patchpar import Run
-from patchpar.measure import difference_map, max_abs_diff, psnr, ssim
-from patchpar.run import readable_bytes
+from patchpar.pipeline.image_metrics import difference_map, max_abs_diff, psnr, ssim
+from patchpar.pipeline.report import readable_bytes
 
 from .drawing import Artist, Manner, Picture
 from .jobs import Job

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from patchpar.models.description import Description
-from patchpar.models.folder import EMBEDDED
+from patchpar.models.files import EMBEDDED
+from patchpar.models.info import Description
 
 from .orders import LEAST_SIDE, MOST_STEPS
 

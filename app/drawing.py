@@ -140,6 +140,6 @@ def picture_of(output: Any) -> tuple[Any, Any]:
     first = images[0]
     if hasattr(first, "convert"):
         return first, None
-    from patchpar.measure import as_picture
+    from patchpar.pipeline.image_metrics import as_picture
 
     return as_picture(first), first

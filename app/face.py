@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from patchpar import PlanError
-from patchpar.live.fragments import Fragment, FragmentEncoder
+from patchpar.stream.web.mp4_fragments import Fragment, FragmentEncoder
 
 from .jobs import Job
 from .keeping import Kept

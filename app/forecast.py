@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from patchpar import Plan, PlanError, Run, StructureGuidance
-from patchpar.checks import check_call, check_plan_for
-from patchpar.mesh import Mesh
-from patchpar.patches import split_bands
-from patchpar.plan import AXIS_MEANINGS
-from patchpar.planner.auto import choose
-from patchpar.planner.links import Link
-from patchpar.run import readable_bytes
+from patchpar.pipeline.auto_plan import choose
+from patchpar.pipeline.report import readable_bytes
+from patchpar.pipeline.validate import check_call, check_plan_for
+from patchpar.plan.bands import split_bands
+from patchpar.plan.link_model import Link
+from patchpar.plan.mesh import Mesh
+from patchpar.plan.plan import AXIS_MEANINGS
 
 MOST_DEVICES = 64
 MOST_PROMPTS = 16

@@ -6,7 +6,7 @@ from typing import Any
 import gradio as gr
 
 from patchpar import PlanError
-from patchpar.models.folder import EMBEDDED
+from patchpar.models.files import EMBEDDED
 
 from . import words
 from .answers import answered

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from patchpar.live.film import FilmFormat, FilmWriter
-from patchpar.live.fragments import Fragment, Head
+from patchpar.stream.web.mp4_fragments import Fragment, Head
+from patchpar.stream.web.video_encoder import FilmFormat, FilmWriter
 
 NAME = "stream.mp4"
 QUICK = {"preset": "veryfast", "crf": "18"}  # the workers want the cores

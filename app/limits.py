@@ -8,8 +8,8 @@ from typing import Any
 from PIL.Image import Image
 
 from patchpar import PlanError
-from patchpar.picture_file import read_picture
-from patchpar.stream.sound_file import read_sound
+from patchpar.models.image_file import read_picture
+from patchpar.stream.audio.audio_file import read_sound
 
 MOST_BYTES = 20 * 2**20
 MOST_PICTURE_PIXELS = 40_000_000  # a decoded picture takes three bytes for each

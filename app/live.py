@@ -4,7 +4,7 @@ import threading
 from collections import OrderedDict
 from typing import TypeVar
 
-from patchpar.live.feed import Feed, FilmFeed, PictureFeed
+from patchpar.stream.web.feed import Feed, FilmFeed, PictureFeed
 
 __all__ = ["Feed", "Feeds", "FilmFeed", "PictureFeed"]
 KEPT = 16  # feeds; what a page shows ends long before so many others have begun

@@ -5,7 +5,7 @@ from typing import Any
 import gradio as gr
 
 from patchpar import PlanError
-from patchpar.planner.links import Link
+from patchpar.plan.link_model import Link
 
 from . import words
 from .answers import answered

@@ -13,9 +13,9 @@ from fastapi.responses import StreamingResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from patchpar import PlanError
-from patchpar.live.ending import signals_unwind
-from patchpar.live.port import HOME, Port, check_port, is_local, names_of
-from patchpar.models.hush import hush
+from patchpar.models.quiet_libraries import hush
+from patchpar.stream.web.server import HOME, Port, check_port, is_local, names_of
+from patchpar.stream.web.shutdown import signals_unwind
 
 from .limits import MOST_BYTES
 from .origin import OwnRequests

@@ -8,7 +8,7 @@ from typing import Any
 
 import gradio as gr
 
-from patchpar.models.folder import EMBEDDED, embedded_model
+from patchpar.models.files import EMBEDDED, embedded_model
 from patchpar.stream.config import StreamConfig
 
 from . import words

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from patchpar import Run
-from patchpar.trace import Event, RankTrace
+from patchpar.comm.trace import Event, RankTrace
 
 COLUMNS = 480
 WIDTH, LANE, GAP, LEFT, TOP = 960, 56, 14, 64, 22  # of the drawing

@@ -5,7 +5,7 @@ from typing import Any
 import gradio as gr
 
 from patchpar import Run
-from patchpar.run import readable_bytes
+from patchpar.pipeline.report import readable_bytes
 
 from . import timeline, words
 from .answers import answered

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 
 from patchpar import Run
-from patchpar.run import readable_bytes
+from patchpar.pipeline.report import readable_bytes
 
 from .jobs import View
 

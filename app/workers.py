@@ -12,10 +12,10 @@ from typing import Any
 
 from patchpar import ParallelPipeline, PictureStreamingPipeline, PlanError, StreamingPipeline
 from patchpar.launch.devices import Devices, resolve_devices
-from patchpar.models.description import Description
-from patchpar.models.errand import Errand
-from patchpar.models.folder import check_memory, needed_bytes, resolve_model
-from patchpar.models.purpose import purpose_of
+from patchpar.models.files import check_memory, needed_bytes, resolve_model
+from patchpar.models.info import Description
+from patchpar.models.task import purpose_of
+from patchpar.models.task_check import Errand
 
 from .ways import Way, plain, ways_for
 

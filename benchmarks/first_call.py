@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from benchmarks.tokens_model import subject
-from patchpar.exchange import Door, Gather
-from patchpar.launch.context import RankContext
+from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.transport import connect
+from patchpar.launch.executor import RankContext
 from patchpar.launch.local import LocalExecutor
-from patchpar.mesh import Axis, Mesh
+from patchpar.plan.mesh import Axis, Mesh
+from patchpar.shard.verification_cache import Verdicts
 from patchpar.strategies.exact import ExactPatch
-from patchpar.transport import connect
-from patchpar.verdicts import Verdicts
 
 MODELS = ("pixart", "wan")
 DEADLINE = 300.0

@@ -1,4 +1,4 @@
-"""What each strategy hides of a slow link, against what the model of `patchpar.planner.links` says.
+"""What each strategy hides of a slow link, against what the model of `patchpar.plan.link_model` says.
 
     python -m benchmarks.overlap --write docs/figures/overlap.md
     python -m benchmarks.overlap --strategy displaced --load 0.6 --latency 5     one strategy, two links
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.page import write_page
 from patchpar.launch.local import LocalExecutor
-from patchpar.planner.links import EXPOSED_SHARE, Link, Message, edges_for, link_seconds, step_seconds
+from patchpar.plan.link_model import EXPOSED_SHARE, Link, Message, edges_for, link_seconds, step_seconds
 
 STRATEGIES = ("exact", "displaced", "pcpp", "fresh-edges", "fresh-edges:context=pooled")
 STALE = ("displaced", "pcpp")  # these are held to hiding what a link needs
@@ -239,7 +239,9 @@ def main() -> None:
     rows: list[Row] = []
     text = ["# What is hidden of a slow link", "", INTRO.format(what=WHAT[options.model], queue=queue_of(options)), ""]
     text += [f"| {' | '.join(TITLES)} |", "|---" * len(TITLES) + "|"]
-    with LocalExecutor(["cpu", "cpu"], "benchmarks.overlap_ranks:Bench", preload=("patchpar.engine",)) as ranks:
+    with LocalExecutor(
+        ["cpu", "cpu"], "benchmarks.overlap_ranks:Bench", preload=("patchpar.pipeline.runner",)
+    ) as ranks:
         for strategy in options.strategy or STRATEGIES:
             rows += rows_of(ranks, strategy, options)[1]
         text += [*map(line, rows), "", *promises(rows)]
@@ -257,7 +259,7 @@ WHAT = {
 INTRO = """Two ranks on two cores, {what}, behind a link that delays every message.
 `bare` is the same strategy's step on the link as it is, in the same run; `link time` is latency times rounds plus bytes
 over rate, what the exchanges of a step need if each is waited for; `hidden` the share of that which does not show;
-`model` is what `patchpar.planner.links` says of the recorded exchanges, `off` its error.
+`model` is what `patchpar.plan.link_model` says of the recorded exchanges, `off` its error.
 {queue}"""
 
 

@@ -15,12 +15,12 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor
 
 from benchmarks.scaling import large
-from patchpar.clock import StepClock
-from patchpar.exchange import Door, Gather
-from patchpar.launch.context import RankContext
-from patchpar.mesh import Mesh
+from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.transport import DelayedTransport, Incoming, Outgoing, Pending, Stall, Transport, connect
+from patchpar.launch.executor import RankContext
+from patchpar.plan.mesh import Mesh
+from patchpar.plan.step_clock import StepClock
 from patchpar.strategies import parse_strategy
-from patchpar.transport import DelayedTransport, Incoming, Outgoing, Pending, Stall, Transport, connect
 
 LAYER_SECONDS = 0.015
 WARM = 2  # steps: the first has no past, and the first after it is stale for the first time

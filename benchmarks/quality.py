@@ -33,7 +33,7 @@ from benchmarks.quality_plot import write_plot
 from benchmarks.quality_records import ONE_PROCESS, Named, Record, Records, Setting
 from benchmarks.quality_table import Row, rows_of, write_table
 from patchpar.errors import PlanError
-from patchpar.models.folder import embedded_model
+from patchpar.models.files import embedded_model
 from training.classifier import load_classifier
 from training.scenes import held_out_captions
 

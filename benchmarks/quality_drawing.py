@@ -20,8 +20,8 @@ from torch import Tensor
 from benchmarks.perceptual import Lpips
 from benchmarks.quality_records import MOST_DB, Named, Setting
 from patchpar import ParallelPipeline, Plan, Run
-from patchpar.measure import psnr, ssim
-from patchpar.models.folder import inspect_folder
+from patchpar.models.files import inspect_folder
+from patchpar.pipeline.image_metrics import psnr, ssim
 from training.classifier import Classifier, judge
 from training.scenes import SIDES, Scene, look_of
 

@@ -20,9 +20,9 @@ import time
 from pathlib import Path
 
 from benchmarks.page import write_page
-from patchpar.launch.context import RankContext
+from patchpar.launch.executor import RankContext
 from patchpar.launch.local import LocalExecutor
-from patchpar.models.folder import embedded_model
+from patchpar.models.files import embedded_model
 
 PAPER = "displaced:preset=paper"
 STRATEGIES = (
@@ -54,9 +54,9 @@ class Bench:
     def __init__(self, context: RankContext) -> None:
         import torch
 
-        from patchpar.exchange import Door, Gather
-        from patchpar.mesh import Mesh
-        from patchpar.transport import connect
+        from patchpar.comm.collectives import Door, Gather
+        from patchpar.comm.transport import connect
+        from patchpar.plan.mesh import Mesh
 
         torch.set_num_threads(1)
         self.context = context
@@ -120,9 +120,9 @@ class Bench:
 
     def _split(self, denoiser, case: str):
         """A step of the denoiser split as the case says."""
-        from patchpar.clock import StepClock
+        from patchpar.plan.step_clock import StepClock
         from patchpar.strategies import parse_strategy
-        from patchpar.strategies.guidance import GuidanceSplit
+        from patchpar.strategies.cfg.split import GuidanceSplit
 
         clock, forward = StepClock(guided=True), denoiser.forward
         if case == "cfg=2":
@@ -207,7 +207,7 @@ def main() -> None:
     titles = ["model", "plan", "1 process, s", "2 ranks, s", "ratio", "target", "to the paper's", "MiB sent per step"]
     titles += ["waited, ms", "error"]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    with LocalExecutor(["cpu", "cpu"], "benchmarks.scaling:Bench", preload=("patchpar.engine",)) as ranks:
+    with LocalExecutor(["cpu", "cpu"], "benchmarks.scaling:Bench", preload=("patchpar.pipeline.runner",)) as ranks:
         link = ranks.call("transport")[0]
         for model in options.model or MODELS:
             cases = tuple(options.case or CASES)

@@ -23,7 +23,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 from torch.nn import functional
 
-from patchpar.models.folder import inspect_folder
+from patchpar.models.files import inspect_folder
 
 CAPTIONS = (
     "a red house on the left and a tree on the right, green hills at noon",

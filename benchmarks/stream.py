@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.page import publish
-from patchpar.exchange import Door
+from patchpar.comm.collectives import Door
+from patchpar.comm.transport import Spec
 from patchpar.launch.local import LocalExecutor
-from patchpar.stream.causal import Payload
+from patchpar.stream.causal_model import Payload
 from patchpar.stream.events import Change, Reference
-from patchpar.stream.link import Sign
-from patchpar.stream.picture_talk import PictureOrder
+from patchpar.stream.images.messages import PictureOrder
+from patchpar.stream.messages import Stop
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.simulate import StreamCosts, law, simulate
 from patchpar.stream.stage import Finished, Order, StageLoop, Surroundings
-from patchpar.stream.talk import Stop
-from patchpar.transport import Spec
+from patchpar.stream.stage_link import Sign
 
 LATENTS = (1, 16, 3, 90, 50)
 """One block of Live Avatar at 720 x 400 (arXiv:2512.04677)."""
@@ -93,7 +93,7 @@ def on_rank(place: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tu
 
 def pictures_on_rank(place: Any, count: int, seconds: float) -> list[float]:
     """When pictures came out of a small img2img pipeline whose denoiser sleeps, by time.time."""
-    from patchpar.stream.picture_stage import PictureStage  # with diffusers, which sleeping stages can do without
+    from patchpar.stream.images.stage import PictureStage  # with diffusers, which sleeping stages can do without
     from tests.tiny import image_pipelines
 
     pipe, arguments = image_pipelines.sd_img2img()

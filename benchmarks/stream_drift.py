@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from patchpar.stream.audio import latent_tokens
-from patchpar.stream.decoder import WanDecoder, from_pixels
-from patchpar.stream.wan import StepState, WanStream, WanStreamOptions
+from patchpar.stream.audio.conditioner import latent_tokens
+from patchpar.stream.causal.decoder import WanDecoder, from_pixels
+from patchpar.stream.causal.wan import StepState, WanStream, WanStreamOptions
 from training.evaluate_face import Avatar, Talk, held_out_talk, packaged_avatar
 from training.face_data import SCHEDULE, prompt_of
 from training.face_measure import identity_error

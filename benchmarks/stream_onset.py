@@ -30,13 +30,13 @@ from benchmarks.page import publish
 from benchmarks.stream import Sleeper
 from benchmarks.stream_long import loading_of
 from patchpar import StreamDelivery, StreamingPipeline, StreamPlan
-from patchpar.exchange import Door
+from patchpar.comm.collectives import Door
 from patchpar.launch.local import LocalExecutor
-from patchpar.stream.audio import sound_levels
+from patchpar.stream.audio.conditioner import sound_levels
 from patchpar.stream.delivery import Chunk
-from patchpar.stream.link import Sign
 from patchpar.stream.simulate import OnsetBudget, StreamCosts, onset
 from patchpar.stream.stage import Finished, Order, StageLoop, Surroundings
+from patchpar.stream.stage_link import Sign
 
 FRAMES = 12
 PIECE = 0.0125

@@ -23,7 +23,7 @@ from patchpar.launch.local import LocalExecutor
 
 def compare(case: Case, repeats: int) -> list[str]:
     """A line of the table: both ways `repeats` times, in turn."""
-    from patchpar.models.folder import resolve_model
+    from patchpar.models.files import resolve_model
 
     folder, options, _ = resolve_model(case.model, {})
     ratios, gaps, same = list[float](), ([], []), True

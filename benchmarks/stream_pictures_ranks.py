@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from patchpar.exchange import Door
-from patchpar.stream.picture_engine import PictureEngine
-from patchpar.stream.picture_stage import PictureStage
-from patchpar.stream.picture_talk import PictureOrder
-from patchpar.stream.talk import Stop
+from patchpar.comm.collectives import Door
+from patchpar.stream.images.messages import PictureOrder
+from patchpar.stream.images.runner import PictureEngine
+from patchpar.stream.images.stage import PictureStage
+from patchpar.stream.messages import Stop
 
 PROMPT = "a red house on the left and a pine on the right, green hills at sunset"
 WARM = 2

@@ -190,7 +190,10 @@ def done(title: str, part: Callable[[LocalExecutor, bool], Lines], quick: bool) 
         with (
             TemporaryDirectory() as folder,
             LocalExecutor(
-                ["cpu", "cpu"], "benchmarks.tokens_ranks:Bench", deadline=DEADLINE, preload=("patchpar.engine",)
+                ["cpu", "cpu"],
+                "benchmarks.tokens_ranks:Bench",
+                deadline=DEADLINE,
+                preload=("patchpar.pipeline.runner",),
             ) as ranks,
         ):
             ranks.call("form_group", str(Path(folder) / "store"))

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from patchpar.token_split.discovery import discover_tokens
-from patchpar.token_split.plan import TokenPlan
+from patchpar.shard.transformer.probe.discover import discover_tokens
+from patchpar.shard.transformer.token_plan import TokenPlan
 
 Call = dict[str, Any]
 TEXT, TEXT_WIDTH, TOY_TEXT_WIDTH = 120, 2048, 64

@@ -12,12 +12,12 @@ import torch
 
 from benchmarks.tokens_beside import lent_kernel, ring_error, split_by_diffusers
 from benchmarks.tokens_model import Subject, subject
-from patchpar.clock import StepClock
-from patchpar.exchange import Door, Gather
-from patchpar.launch.context import RankContext
-from patchpar.mesh import Axis, Mesh
+from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.transport import connect
+from patchpar.launch.executor import RankContext
+from patchpar.plan.mesh import Axis, Mesh
+from patchpar.plan.step_clock import StepClock
 from patchpar.strategies import parse_strategy
-from patchpar.transport import connect
 from tests.ranks import form_group
 
 Step = Callable[[dict[str, Any]], Any]

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from benchmarks.tokens_model import Subject, subject
-from patchpar.exchange import Door
-from patchpar.mesh import Axis
-from patchpar.sequence.modes import attend_together
+from patchpar.comm.collectives import Door
+from patchpar.plan.mesh import Axis
+from patchpar.shard.attention.dispatch import attend_together
+from patchpar.shard.transformer.attention import Split
+from patchpar.shard.transformer.install import TokenShard
 from patchpar.strategies import parse_strategy
-from patchpar.token_split.attention import Split
-from patchpar.token_split.shard import TokenShard
 
 RANKS = (2, 3, 4)
 LATENTS = 24  # 144 tokens: even shares for 2, 3 and 4 ranks

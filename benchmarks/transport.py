@@ -32,7 +32,7 @@ def measured(place: Place, sizes: Sequence[int], rounds: int) -> Found:
     """On a rank: median and mean seconds of one swap by transport and message size in bytes."""
     import torch
 
-    from patchpar.transport import Incoming, Outgoing, Spec, Transport, connect
+    from patchpar.comm.transport import Incoming, Outgoing, Spec, Transport, connect
 
     rank = place.rank
     lines = {name: connect(place.context, through=name) for name in TRANSPORTS}

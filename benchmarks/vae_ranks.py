@@ -12,9 +12,9 @@ import diffusers
 import torch
 from torch import Tensor
 
-from patchpar.mesh import Axis
-from patchpar.vae.join import tensors_of
-from patchpar.vae.split import Call, SplitMethod
+from patchpar.plan.mesh import Axis
+from patchpar.shard.vae.outputs import tensors_of
+from patchpar.shard.vae.split import Call, SplitMethod
 from tests.ranks import Place
 from tests.vae.allocations import Allocations
 from tests.vae.autoencoders import build, given, psnr_db, structured
@@ -145,7 +145,7 @@ def times(place: Place, widths: tuple[int, ...], method: str, pixels: int, turns
 
 def together(place: Place, split: SplitMethod) -> None:
     """Wait until all are here."""
-    from patchpar.exchange import Gather
+    from patchpar.comm.collectives import Gather
 
     Gather(split.door, split.axis, "begin", "begin").same(torch.zeros(1))
 

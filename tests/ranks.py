@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from patchpar.exchange import Door
-from patchpar.launch.context import RankContext
-from patchpar.mesh import Mesh
-from patchpar.transport import Transport, connect
+from patchpar.comm.collectives import Door
+from patchpar.comm.transport import Transport, connect
+from patchpar.launch.executor import RankContext
+from patchpar.plan.mesh import Mesh
 
 DEADLINE = 30.0
 """Seconds for any wait of one rank for another. The slowest step of a tiny pipeline takes well under one."""

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import patchpar
 from patchpar.cli import app
-from patchpar.models.description import describe
+from patchpar.models.info import describe
 from tests import tiny
 from tests.test_readme import PAGES, REPOSITORY, command_lines, name
 from tests.test_refusals import Typed

@@ -23,7 +23,7 @@ from patchpar import (
     PlanError,
     StreamingPipeline,
 )
-from patchpar.checks import bind, check_call, check_plan_for
+from patchpar.pipeline.validate import bind, check_call, check_plan_for
 from tests import tiny
 from tests.stream.tiny import COLUMNS, ROWS, TEXT, write_folder
 from tests.test_readme import PAGES, REPOSITORY, RUNNABLE, name, python_blocks

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from patchpar.measure import as_array, as_picture, difference_map, max_abs_diff, psnr, ssim
+from patchpar.pipeline.image_metrics import as_array, as_picture, difference_map, max_abs_diff, psnr, ssim
 
 
 def noise(seed: int, shape: tuple[int, ...] = (24, 20, 3)) -> np.ndarray:

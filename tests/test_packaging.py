@@ -15,9 +15,9 @@ from packaging.requirements import Requirement
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE = REPOSITORY / "patchpar"
 OF_EXTRAS = {
-    "live/page.py": {"fastapi", "starlette"},
-    "live/port.py": {"uvicorn"},
-}  # each asks for its extra before it imports; see Page in live/screen.py
+    "stream/web/http_page.py": {"fastapi", "starlette"},
+    "stream/web/server.py": {"uvicorn"},
+}  # each asks for its extra before it imports; see Page in stream/web/viewer.py
 MODULE_OF = {"pillow": "PIL", "huggingface-hub": "huggingface_hub"}
 
 
@@ -39,9 +39,9 @@ def test_the_wheel(tmp_path: Path) -> None:
         (metadata,) = (name for name in names if name.endswith("/METADATA"))
         needs = Parser().parsestr(archive.read(metadata).decode()).get_all("Requires-Dist") or []
     assert {name.split("/")[0].split("-")[0] for name in names} == {"patchpar"}
-    plan = "patchpar/token_split/plans/FluxTransformer2DModel.json"
+    plan = "patchpar/shard/transformer/plans/FluxTransformer2DModel.json"
     assert {"patchpar/py.typed", "patchpar/cli/__init__.py", plan} <= names
-    assert {"patchpar/app/page.py", "patchpar/app/style.css", "patchpar/live/watch.html"} <= names
+    assert {"patchpar/app/page.py", "patchpar/app/style.css", "patchpar/stream/web/watch.html"} <= names
     for model, denoiser in (("scenes-unet", "unet"), ("scenes-dit", "transformer"), ("face-stream", "transformer")):
         assert f"patchpar/assets/{model}/model_index.json" in names
         assert f"patchpar/assets/{model}/{denoiser}/diffusion_pytorch_model.fp16.safetensors" in names

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.exchange import Gather
+from patchpar.comm.collectives import Gather
 from tests.ranks import Place
 
 

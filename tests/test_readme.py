@@ -123,17 +123,31 @@ def test_every_page_is_in_the_index(folder: str) -> None:
 
 
 def test_the_file_tree_is_the_file_tree() -> None:
-    """Every module of the package is named in the tree of docs/architecture.md, and nothing else is."""
-    tree = next(
-        match["text"]
-        for match in BLOCK.finditer((REPOSITORY / "docs" / "architecture.md").read_text())
-        if "patchpar/" in match["text"] and "plan.py" in match["text"]
-    )
+    """Every module of the package is named in its folder in the tree of docs/architecture.md, and nothing else is."""
+    page = (REPOSITORY / "docs" / "architecture.md").read_text()
+    (tree,) = [match["text"] for match in BLOCK.finditer(page) if match["text"].startswith("patchpar/")]
     package = REPOSITORY / "patchpar"
-    modules = {path.name for path in package.glob("*.py")} - {"__init__.py", "__main__.py"}
-    folders = {f"{path.name}/" for path in package.iterdir() if path.is_dir() and (path / "__init__.py").exists()}
-    named = {line.split()[0] for line in tree.splitlines() if line.startswith("  ") and line.split()}
-    assert named == modules | folders
+    modules = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
+    assert named_in(tree) == {module for module in modules if not module.endswith(("__init__.py", "__main__.py"))}
+
+
+def test_the_file_tree_is_read_by_its_folders() -> None:
+    tree = (
+        "patchpar/\n  a.py\n  b/   says c.py\n    c.py d.py\n    e/   what\n      f.py\n  g/  what\n    h.py\nassets/"
+    )
+    assert named_in(tree) == {"a.py", "b/c.py", "b/d.py", "b/e/f.py", "g/h.py"}
+
+
+def named_in(tree: str) -> set[str]:
+    """Modules of a tree: a line that begins with a folder opens it, the other lines name modules of the one open."""
+    found, folders = set(), [""]
+    for line in tree.splitlines():
+        depth, words = (len(line) - len(line.lstrip())) // 2, line.split()
+        if words[0].endswith("/"):
+            folders[depth:] = [words[0]]
+        else:
+            found |= {"".join([*folders[1:depth], word]) for word in words}
+    return found
 
 
 def test_make_demo_is_the_first_command_of_the_readme() -> None:

@@ -25,12 +25,12 @@ from app.live import Feeds
 from app.studio import Studio
 from app.visits import Visits
 from patchpar import PlanError, UnsupportedModel, WorkerDied, WorkerError, WorkerHung
-from patchpar.checks import bind, check_call, check_plan_for
 from patchpar.cli import app as command
-from patchpar.models.description import describe
-from patchpar.models.folder import embedded_model
-from patchpar.plan import Plan
-from patchpar.start import check_request
+from patchpar.models.files import embedded_model
+from patchpar.models.info import describe
+from patchpar.pipeline.startup import check_request
+from patchpar.pipeline.validate import bind, check_call, check_plan_for
+from patchpar.plan.plan import Plan
 from tests import tiny
 from tests.app.fakes import FakePipeline as PagePipeline
 from tests.app.fakes import FakeWorkers
@@ -256,7 +256,7 @@ def test_a_model_that_cannot_be_loaded(
     verb: str, fault: str, told: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if fault == "no room":
-        monkeypatch.setattr("patchpar.models.folder.free_memory", lambda: 10 * 2**20)
+        monkeypatch.setattr("patchpar.models.files.free_memory", lambda: 10 * 2**20)
     words = ["--model", a_folder(tmp_path, fault), "--variant", "fp16", "--devices", "cpu:2"]
     assert_refused(verb, words, told, tmp_path)
 

@@ -22,7 +22,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from torch import Tensor
 
-from patchpar.models.folder import inspect_folder
+from patchpar.models.files import inspect_folder
 from training.classifier import Classifier, Verdict, accuracy, judge, load_classifier
 from training.package import FOLDER
 from training.report import place_of, update_document, update_figures

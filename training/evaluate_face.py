@@ -22,10 +22,10 @@ from diffusers import AutoencoderKLWan, WanPipeline
 from PIL import Image
 from torch import Tensor
 
-from patchpar.stream.audio import AudioConditioner, latent_tokens, sound_levels
-from patchpar.stream.causal_wan import CausalWan
-from patchpar.stream.decoder import WanDecoder, from_pixels
-from patchpar.stream.wan import WanStream, WanStreamOptions
+from patchpar.stream.audio.conditioner import AudioConditioner, latent_tokens, sound_levels
+from patchpar.stream.causal.causal_wan import CausalWan
+from patchpar.stream.causal.decoder import WanDecoder, from_pixels
+from patchpar.stream.causal.wan import WanStream, WanStreamOptions
 from training.face import OPTIONS, SIDE, TEXT_TOKENS, FaceNetworks
 from training.face_data import AUDIO, FPS, SCHEDULE, openings, prompt_of
 from training.face_measure import correlation, identity_error, moods_of, mouth_opening

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from patchpar.stream.audio import AudioConfig, latent_tokens, sound_levels
-from patchpar.stream.flow import FlowSchedule
+from patchpar.stream.audio.conditioner import AudioConfig, latent_tokens, sound_levels
+from patchpar.stream.flow_schedule import FlowSchedule
 from training.faces import (
     EYE_X,
     EYES_Y,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.drawings.canvas import MARGIN, Rect, arrow, box, line, page, place, text
-from patchpar.patches import Stencil, split_bands
+from patchpar.plan.bands import Stencil, split_bands
 
 ROWS, RANKS, STRIDE = 40, 3, 8
 SCENE = (

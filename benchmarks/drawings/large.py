@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.drawings.canvas import MARGIN, Rect, arrow, box, page, place, text
-from patchpar.highres.geometry import scale_of, starts_of
+from patchpar.strategies.structure.sizing import scale_of, starts_of
 
 SIDE, NATIVE = 12, 6
 

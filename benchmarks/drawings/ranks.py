@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.drawings.canvas import MARGIN, Rect, arrow, box, page, place, text
-from patchpar.mesh import Mesh
-from patchpar.plan import Plan
+from patchpar.plan.mesh import Mesh
+from patchpar.plan.plan import Plan
 from patchpar.stream.plan import StreamPlan
 
 

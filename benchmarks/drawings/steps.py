@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.drawings.canvas import MARGIN, Rect, arrow, box, page, place, text
-from patchpar.clock import StepClock
-from patchpar.selection import Across, BandAndPooled, Everything, NearBand, Selection
+from patchpar.plan.kv_selection import Across, BandAndPooled, Everything, NearBand, Selection
+from patchpar.plan.step_clock import StepClock
 
 STEPS, WARM_UP, RANKS = 5, 1, 2
 SENT = {"displaced": ("old", "old"), "fresh-edges": ("now", "old")}

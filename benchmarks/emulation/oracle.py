@@ -31,9 +31,9 @@ from benchmarks.emulation.sight import (
     normalise,
 )
 from benchmarks.emulation.treatment import Treatment
-from patchpar.discover import Sites, discover
-from patchpar.patches import split_bands
-from patchpar.picture_arguments import picture_of
+from patchpar.plan.bands import split_bands
+from patchpar.shard.unet.discover import Sites, discover
+from patchpar.shard.unet.spatial_arguments import picture_of
 
 DIMS = {"rows": -2, "columns": -1}
 LEAST = {"corrected": 0.0, "guarded": 0.3}  # of the own variance: one below is replaced by it

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.emulation.treatment import Treatment
-from patchpar.patches import Bands
+from patchpar.plan.bands import Bands
 
 Span = tuple[int, int]
 Conv = nn.Conv2d | nn.Conv3d

@@ -34,8 +34,8 @@ from benchmarks.highres.traffic import table as sent
 from benchmarks.highres.two_ranks import rows as on_two_ranks
 from benchmarks.page import write_page
 from patchpar import StructureGuidance
-from patchpar.highres.geometry import starts_of
-from patchpar.highres.work import rounds_of
+from patchpar.strategies.structure.sizing import starts_of
+from patchpar.strategies.structure.work_schedule import rounds_of
 
 CALIBRATED = {
     "calibrated": StructureGuidance(),

@@ -17,18 +17,18 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from patchpar.clock import StepClock
-from patchpar.highres.attention_map import AttentionMap
-from patchpar.highres.content import Content
-from patchpar.highres.evaluation import Asked
-from patchpar.highres.interlace import Interlace
-from patchpar.highres.layout import Layout
-from patchpar.highres.level import level_of
-from patchpar.highres.meeting import Meeting
-from patchpar.highres.method import Method
-from patchpar.highres.noise import alike
-from patchpar.highres.structure_stage import StructureStage
-from patchpar.mesh import Axis
+from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
+from patchpar.strategies.structure.attention_map import AttentionMap
+from patchpar.strategies.structure.content_tokens import Content
+from patchpar.strategies.structure.evaluate import Asked
+from patchpar.strategies.structure.initial_noise import alike
+from patchpar.strategies.structure.interlace import Interlace
+from patchpar.strategies.structure.interlaced_stage import StructureStage
+from patchpar.strategies.structure.method import Method
+from patchpar.strategies.structure.noise_level import level_of
+from patchpar.strategies.structure.patch_inputs import Layout
+from patchpar.strategies.structure.prediction_merge import Meeting
 
 SLOPE, STEPS = 2.5, 50
 FINE = 0.27  # cycles per latent: beyond what a patch of a 2 x 2 interlace can hold, the signal is next to nothing

@@ -21,12 +21,12 @@ from PIL import Image
 
 from benchmarks.highres.stand_in import StandIn
 from patchpar import StructureGuidance
-from patchpar.exchange import Door
-from patchpar.highres.geometry import units_of
-from patchpar.highres.work import evaluations_of, scheduled
-from patchpar.mesh import Axis
-from patchpar.patched import PatchedDenoiser
-from patchpar.treatment import Treatment
+from patchpar.comm.collectives import Door
+from patchpar.plan.exchange_policy import Treatment
+from patchpar.plan.mesh import Axis
+from patchpar.shard.unet.denoiser import PatchedDenoiser
+from patchpar.strategies.structure.sizing import units_of
+from patchpar.strategies.structure.work_schedule import evaluations_of, scheduled
 
 STEPS, TURNS = 50, 3
 RANKS, BANDS = (1, 2, 4, 8), (2, 4)

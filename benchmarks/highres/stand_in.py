@@ -15,7 +15,7 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from patchpar.models.folder import embedded_model
+from patchpar.models.files import embedded_model
 
 PART = 4  # of SDXL's width
 DOWN = ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")

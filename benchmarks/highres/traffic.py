@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from patchpar import StructureGuidance
-from patchpar.highres.blending import Blend
-from patchpar.highres.interlace import Interlace
-from patchpar.highres.regions import Course, Regions
-from patchpar.highres.windows import Tiling, Windows
-from patchpar.highres.work import merged, scheduled, share_out
+from patchpar.strategies.structure.blending import Blend
+from patchpar.strategies.structure.interlace import Interlace
+from patchpar.strategies.structure.needed_regions import Course, Regions
+from patchpar.strategies.structure.windows import Tiling, Windows
+from patchpar.strategies.structure.work_schedule import merged, scheduled, share_out
 
 STEPS, NATIVE = 50, 64
 RANKS = (2, 3, 4, 8)

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.page import write_page
 from benchmarks.volumes.formula import Volumes, cycle_of
 from benchmarks.volumes.shapes import Shapes, embedded_shapes, rounds_of, sdxl, sdxl_shapes
-from patchpar.patches import split_bands
+from patchpar.plan.bands import split_bands
 from patchpar.strategies import parse_strategy
 
 PUBLISHED = "displaced:preset=paper"

@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_map_only
 
 from benchmarks.volumes.formula import KINDS, Volumes, cycle_of
 from benchmarks.volumes.shapes import shapes_of
-from patchpar.clock import StepClock
-from patchpar.discover import discover
-from patchpar.patches import split_bands
+from patchpar.plan.bands import split_bands
+from patchpar.plan.exchange_policy import Treatment
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.unet.discover import discover
 from patchpar.strategies import parse_strategy
-from patchpar.treatment import Treatment
 
 Figures = dict[str, Any]
 """{"sent": bytes by kind in every measured step, "received": the same, "held": bytes}."""

@@ -37,9 +37,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from benchmarks.volumes.shapes import Attended, Shapes
-from patchpar.patches import Bands
-from patchpar.selection import BandAndPooled, NearBand, Selection
-from patchpar.treatment import CachedPartials, Context, Treatment
+from patchpar.plan.bands import Bands
+from patchpar.plan.exchange_policy import CachedPartials, Context, Treatment
+from patchpar.plan.kv_selection import BandAndPooled, NearBand, Selection
 
 KINDS = ("kv", "halo", "moments", "prediction", "correction")
 SCALE_BYTES, FLOAT_BYTES, DRIFT_STRIDE = 2, 4, 16

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from patchpar.discover import discover
-from patchpar.picture_arguments import with_sample_size
+from patchpar.shard.unet.discover import discover
+from patchpar.shard.unet.spatial_arguments import with_sample_size
 
 
 class Attended(NamedTuple):

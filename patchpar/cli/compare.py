@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from patchpar.cli.ending import ended_at_once
+from patchpar.cli.console import friendly_errors, print_json, progress, stdout_kept_clean
 from patchpar.cli.flags import Request, plan_of
 from patchpar.cli.generate import images_of
-from patchpar.cli.pictures import check_writable, names_for, save
-from patchpar.cli.speech import friendly_errors, print_json, progress, stdout_kept_clean
+from patchpar.cli.image_files import check_writable, names_for, save
+from patchpar.cli.shutdown import ended_at_once
 from patchpar.errors import PlanError
-from patchpar.models.errand import Errand
-from patchpar.models.purpose import purpose_of
+from patchpar.models.task import purpose_of
+from patchpar.models.task_check import Errand
 
 if TYPE_CHECKING:
     from patchpar import Plan
@@ -85,7 +85,7 @@ def of_one(plan: Plan) -> Plan:
 
 def _draw(request: Compare, errand: Errand, where: dict[str, Any], title: str) -> tuple[Outcome, Plan]:
     from patchpar import ParallelPipeline, Plan
-    from patchpar.models.hush import hush
+    from patchpar.models.quiet_libraries import hush
 
     hush()
     opened = {**where, **request.for_loading()}
@@ -101,7 +101,7 @@ def _draw(request: Compare, errand: Errand, where: dict[str, Any], title: str) -
 
 def measure_pair(planned: Outcome, single: Outcome) -> dict[str, float]:
     """The figures of `compare`: the worst picture counts. max_abs_diff is on the 0..1 scale."""
-    from patchpar.measure import max_abs_diff, psnr, ssim
+    from patchpar.pipeline.image_metrics import max_abs_diff, psnr, ssim
 
     pairs = list(zip(planned.pictures, single.pictures, strict=True))
     return {
@@ -113,7 +113,7 @@ def measure_pair(planned: Outcome, single: Outcome) -> dict[str, float]:
 
 
 def _save_all(planned: Outcome, single: Outcome, paths: dict[str, list[Path]]) -> None:
-    from patchpar.measure import as_picture, difference_map
+    from patchpar.pipeline.image_metrics import as_picture, difference_map
 
     for number, (a, b) in enumerate(zip(planned.pictures, single.pictures, strict=True)):
         save(as_picture(a), paths["plan"][number])

@@ -15,12 +15,12 @@ from typing import Any
 
 import typer
 
-from patchpar.cli.ending import ended_at_once
+from patchpar.cli.console import FAILURE, friendly_errors, print_json, stdout_kept_clean
 from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Json, Model, check_deadline
-from patchpar.cli.speech import FAILURE, friendly_errors, print_json, stdout_kept_clean
+from patchpar.cli.shutdown import ended_at_once
 from patchpar.errors import PatchparError
-from patchpar.models.errand import Errand
-from patchpar.models.purpose import purpose_of
+from patchpar.models.task import purpose_of
+from patchpar.models.task_check import Errand
 
 PACKAGES = ("patchpar", "torch", "diffusers", "transformers", "accelerate", "safetensors", "pillow", "av")
 ERRAND = Errand(verb="doctor")
@@ -56,7 +56,7 @@ def doctor(request: Doctor) -> None:
 def examine(request: Doctor) -> dict[str, Any]:
     """Everything doctor has to say, as JSON has it."""
     from patchpar.launch.devices import resolve_devices
-    from patchpar.models.folder import resolve_model
+    from patchpar.models.files import resolve_model
 
     resolve_model(request.model, {})  # refused before anything is tried
     return {
@@ -122,7 +122,7 @@ def collective_test(devices: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"devices": list(devices), "ok": False, "error": None}
     began = time.perf_counter()
     try:
-        with LocalExecutor(devices, "patchpar.transport.probe:Probe") as workers:
+        with LocalExecutor(devices, "patchpar.comm.transport.probe:Probe") as workers:
             sums = workers.call("sum_of_ranks")
         found["ok"] = sums == [sum(range(len(devices)))] * len(devices)
         found["error"] = None if found["ok"] else f"the sum of all ranks came out as {sums}"
@@ -134,7 +134,7 @@ def collective_test(devices: Sequence[str]) -> dict[str, Any]:
 def choice(request: Doctor) -> dict[str, Any]:
     """The plan that is chosen for one step of a picture of the model's own size, and why; that step is drawn."""
     from patchpar import ParallelPipeline
-    from patchpar.models.hush import hush
+    from patchpar.models.quiet_libraries import hush
 
     hush()
     devices, deadline = request.devices, request.deadline

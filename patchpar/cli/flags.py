@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from patchpar.cli.ending import ended_by_signals
-from patchpar.cli.files import check_place
+from patchpar.cli.output_files import check_place
+from patchpar.cli.shutdown import ended_by_signals
 from patchpar.errors import PlanError
 
 if TYPE_CHECKING:

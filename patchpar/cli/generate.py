@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from patchpar.cli.drawing import draw
+from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
 from patchpar.cli.flags import Request
-from patchpar.cli.pictures import check_writable, names_for, save
-from patchpar.cli.speech import friendly_errors, print_json, stdout_kept_clean
+from patchpar.cli.image_files import check_writable, names_for, save
+from patchpar.cli.run_pipeline import draw
 from patchpar.errors import PlanError
-from patchpar.models.errand import Errand
+from patchpar.models.task_check import Errand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,13 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from patchpar.cli.drawing import drawn_by
+from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
 from patchpar.cli.flags import Opened, given
-from patchpar.cli.pictures import check_writable, save
-from patchpar.cli.speech import friendly_errors, print_json, stdout_kept_clean
+from patchpar.cli.image_files import check_writable, save
+from patchpar.cli.run_pipeline import drawn_by
 from patchpar.errors import PlanError
-from patchpar.models.errand import Errand
-from patchpar.picture_file import read_picture
+from patchpar.models.image_file import read_picture
+from patchpar.models.task_check import Errand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from patchpar.cli.drawing import draw
-from patchpar.cli.film import check_film, check_folder, frames_of, save_film, save_frames
+from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
 from patchpar.cli.flags import Asked, given
-from patchpar.cli.speech import friendly_errors, print_json, stdout_kept_clean
+from patchpar.cli.run_pipeline import draw
+from patchpar.cli.video_file import check_film, check_folder, frames_of, save_film, save_frames
 from patchpar.errors import PlanError
-from patchpar.models.errand import Errand
-from patchpar.picture_file import read_picture
+from patchpar.models.image_file import read_picture
+from patchpar.models.task_check import Errand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from patchpar.launch.blocks import Block
-from patchpar.launch.wire import Message
+from patchpar.launch.messages import Message
+from patchpar.launch.shared_blocks import Block
 
 HEAD = struct.Struct("<BBIIQQ")
 SPAN = struct.Struct("<QQ")

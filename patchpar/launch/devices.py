@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patchpar.errors import PlanError
-from patchpar.scalars import plain
+from patchpar.plan.scalars import plain
 
 GPU_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: NVIDIA, AMD, and NVIDIA under Windows' Linux
 WORKERS_PER_CORE = 8

@@ -10,15 +10,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from patchpar.errors import LaunchError
-from patchpar.launch.context import (
-    Callbacks,
-    OnAsk,
-    OnEvent,
-    OnStart,
-    check_deadline,
-    engine_method,
-    load_engine,
-)
+from patchpar.launch.executor import Callbacks, OnAsk, OnEvent, OnStart, check_deadline, engine_method, load_engine
 
 
 class InlineContext:

@@ -15,11 +15,11 @@ from types import TracebackType
 from typing import Any, Literal
 
 from patchpar.errors import LaunchError, WorkerError
-from patchpar.launch.context import Callbacks, OnAsk, OnEvent, OnStart, check_deadline
-from patchpar.launch.forks import change_in_children, check_owner
+from patchpar.launch.executor import Callbacks, OnAsk, OnEvent, OnStart, check_deadline
+from patchpar.launch.fork_guard import change_in_children, check_owner
+from patchpar.launch.messages import Message, encode_call
 from patchpar.launch.pool import Pool, PoolSpec
 from patchpar.launch.replay import Change, Replay, Replays
-from patchpar.launch.wire import Message, encode_call
 
 MAX_FAILED_STARTS = 3
 log = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ class LocalExecutor:
     """An Executor whose ranks are worker processes on this machine.
 
     `devices`: one torch device name per rank. `engine`: "package.module:Class". `deadline`: seconds that a rank may go
-    without progress during a call, see `progress`. `start_timeout`: seconds for the workers to import everything and
-    find each other. `preload`: modules that the workers import while they start. Raises LaunchError.
+    without progress during a call, see `hang_detection`. `start_timeout`: seconds for the workers to import everything
+    and find each other. `preload`: modules that the workers import while they start. Raises LaunchError.
     """
 
     kind: Literal["local"] = "local"

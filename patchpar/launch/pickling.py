@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from types import CellType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from patchpar.launch.blocks import ALIGNMENT, BlockWriter
+from patchpar.launch.shared_blocks import ALIGNMENT, BlockWriter
 
 if TYPE_CHECKING:
     import torch

@@ -13,11 +13,10 @@ from typing import Any
 
 from patchpar.errors import LaunchError
 from patchpar.launch.channel import EMPTY, Frame, Kind
-from patchpar.launch.context import Callbacks, longest_wait
 from patchpar.launch.devices import available_cores
-from patchpar.launch.dialogue import Dialogue, Outcome
-from patchpar.launch.forks import change_in_children, no_fork
-from patchpar.launch.hello import (
+from patchpar.launch.executor import Callbacks, longest_wait
+from patchpar.launch.fork_guard import change_in_children, no_fork
+from patchpar.launch.handshake import (
     PACKAGE_ROOT,
     Hello,
     NcclStore,
@@ -26,12 +25,13 @@ from patchpar.launch.hello import (
     versions,
     worker_environment,
 )
-from patchpar.launch.links import Links
-from patchpar.launch.output import FirstSpeaker
+from patchpar.launch.hang_detection import Limits
+from patchpar.launch.messages import Message, decode, encode
 from patchpar.launch.process import WorkerProcess
-from patchpar.launch.progress import Limits
-from patchpar.launch.verdict import is_reusable, verdict
-from patchpar.launch.wire import Message, decode, encode
+from patchpar.launch.request_failure import is_reusable, verdict
+from patchpar.launch.request_loop import Dialogue, Outcome
+from patchpar.launch.socket_pairs import Links
+from patchpar.launch.worker_output import FirstSpeaker
 
 STOP_SECONDS = 2.0  # for a worker to leave when asked
 TERM_SECONDS = 1.0  # and when told

@@ -11,13 +11,13 @@ import sys
 import time
 from io import FileIO
 
-from patchpar.anonymous import anonymous_file
 from patchpar.errors import LaunchError
-from patchpar.launch.beacon import BeaconReader
+from patchpar.launch.anonymous_file import anonymous_file
 from patchpar.launch.channel import Channel, Closed, Frame, Kind
-from patchpar.launch.hello import PACKAGE_ROOT
-from patchpar.launch.output import FirstSpeaker, Output
-from patchpar.launch.wire import Message
+from patchpar.launch.handshake import PACKAGE_ROOT
+from patchpar.launch.heartbeat import BeaconReader
+from patchpar.launch.messages import Message
+from patchpar.launch.worker_output import FirstSpeaker, Output
 
 # Not "-m": that would put the working directory first on the path, and a folder called torch there would be imported.
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from patchpar.launch.worker import main; main(int(sys.argv[2]))"

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from patchpar.launch.parts import Parts, settled
-from patchpar.launch.wire import Message, encode_call
+from patchpar.launch.adapter_replay import Parts, settled
+from patchpar.launch.messages import Message, encode_call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,23 +22,15 @@ from types import TracebackType
 from typing import Any, Literal
 
 from patchpar.errors import LaunchError, WorkerError, WorkerHung
-from patchpar.launch.arguments import compare, described
-from patchpar.launch.context import (
-    CallAborted,
-    Callbacks,
-    OnAsk,
-    OnEvent,
-    check_deadline,
-    engine_method,
-    load_engine,
-)
-from patchpar.launch.control import REPLY_SECONDS, Control, GroupControl, LinkControl
-from patchpar.launch.failures import Failure, is_transport_error, take_down
-from patchpar.launch.forks import change_in_children, check_owner
-from patchpar.launch.hello import versions
-from patchpar.launch.meeting import meet, name_of_job, this_host
-from patchpar.launch.progress import MORE_TIME
-from patchpar.launch.wire import encode, pack, unpack
+from patchpar.launch.argument_mismatch import compare, described
+from patchpar.launch.control_group import REPLY_SECONDS, Control, GroupControl, LinkControl
+from patchpar.launch.executor import CallAborted, Callbacks, OnAsk, OnEvent, check_deadline, engine_method, load_engine
+from patchpar.launch.fork_guard import change_in_children, check_owner
+from patchpar.launch.handshake import versions
+from patchpar.launch.hang_detection import MORE_TIME
+from patchpar.launch.messages import encode, pack, unpack
+from patchpar.launch.remote_errors import Failure, is_transport_error, take_down
+from patchpar.launch.rendezvous import meet, name_of_job, this_host
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 log = logging.getLogger(__name__)
@@ -93,7 +85,7 @@ class TorchrunContext:
 class TorchrunExecutor:
     """An Executor of which this process is one rank. To be made by all ranks together.
 
-    Ranks of one host meet by themselves (see `meeting`). Otherwise, and where every rank has a GPU of its own, this
+    Ranks of one host meet by themselves (see `rendezvous`). Otherwise, and where every rank has a GPU of its own, this
     takes the default group of torch.distributed if there is one, else makes it, for the rest of this process: over nccl
     between such GPUs, gloo otherwise. `device` overrides this rank's device, for example "cpu" on a machine with GPUs.
     Raises LaunchError outside torchrun, or where ranks do not come, or differ in versions or engine.

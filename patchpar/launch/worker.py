@@ -25,13 +25,13 @@ from datetime import timedelta
 from typing import Any
 
 from patchpar.errors import LaunchError
-from patchpar.launch.beacon import Beacon
 from patchpar.launch.channel import Channel, Closed, Frame, Kind
-from patchpar.launch.context import CallAborted, engine_method, load_engine, longest_wait
-from patchpar.launch.failures import take_down
-from patchpar.launch.hello import Hello, versions
-from patchpar.launch.links import inherited
-from patchpar.launch.wire import Message, decode, encode
+from patchpar.launch.executor import CallAborted, engine_method, load_engine, longest_wait
+from patchpar.launch.handshake import Hello, versions
+from patchpar.launch.heartbeat import Beacon
+from patchpar.launch.messages import Message, decode, encode
+from patchpar.launch.remote_errors import take_down
+from patchpar.launch.socket_pairs import inherited
 
 
 def main(fd: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
-from patchpar.models.folder import HUB_NAME, PICKLES
+from patchpar.models.files import HUB_NAME, PICKLES
 
 READ_FILES = (
     "load_lora_weights",

@@ -15,8 +15,8 @@ from huggingface_hub import HfApi, snapshot_download
 
 from patchpar.errors import PlanError
 from patchpar.models.adapters import CONVERT, SUFFIX, check_source, check_told, entry, several
-from patchpar.models.code import refuse_code_of_network
-from patchpar.models.folder import HUB_NAME, PICKLES, refuse_other_weights
+from patchpar.models.files import HUB_NAME, PICKLES, refuse_other_weights
+from patchpar.models.remote_code import refuse_code_of_network
 
 METHOD = "load_ip_adapter"
 SOURCE = "pretrained_model_name_or_path_or_dict"

@@ -8,9 +8,9 @@ from diffusers import DiffusionPipeline
 from safetensors import SafetensorError
 
 from patchpar.errors import PatchparError, PlanError
-from patchpar.models.code import refuse_code
-from patchpar.models.folder import refuse_other_weights
-from patchpar.models.index import ModelIndex
+from patchpar.models.files import refuse_other_weights
+from patchpar.models.model_index import ModelIndex
+from patchpar.models.remote_code import refuse_code
 
 MALFORMED = (AttributeError, ImportError, LookupError, OSError, RecursionError, SafetensorError, TypeError, ValueError)
 """What diffusers and transformers raise of a folder whose files are not what they should be."""

@@ -12,7 +12,7 @@ def known() -> dict[str, Any]:
     from patchpar.strategies.exact import ExactPatch
     from patchpar.strategies.fresh_edges import FreshEdges
     from patchpar.strategies.pcpp import PartiallyConditioned
-    from patchpar.strategies.structure_guidance import StructureGuidance
+    from patchpar.strategies.structure.options import StructureGuidance
 
     strategies = (ExactPatch, FreshEdges, DisplacedPatch, PartiallyConditioned, StructureGuidance)
     return {found.name: found for found in strategies}

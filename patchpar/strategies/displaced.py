@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from patchpar.scalars import make_plain
+from patchpar.plan.exchange_policy import GROUP_NORMS, Context, GroupNorm, Treatment, check_choice, check_warmup
+from patchpar.plan.scalars import make_plain
 from patchpar.strategies.strategy import PatchStrategy
-from patchpar.treatment import GROUP_NORMS, Context, GroupNorm, Treatment, check_choice, check_warmup
 
 PAPER_BUCKET = 60  # tensors that its code sends together
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from patchpar.key_exchange import KeyExchange
-from patchpar.scalars import make_plain
+from patchpar.plan.attention_mode import KeyExchange
+from patchpar.plan.exchange_policy import Treatment
+from patchpar.plan.scalars import make_plain
 from patchpar.strategies.strategy import PatchStrategy
-from patchpar.treatment import Treatment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

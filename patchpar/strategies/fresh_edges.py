@@ -16,11 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from patchpar.resync import Resync, check_resync
-from patchpar.scalars import make_plain
-from patchpar.selection import BandAndPooled, Everything
-from patchpar.strategies.strategy import PatchStrategy
-from patchpar.treatment import (
+from patchpar.plan.exchange_policy import (
     BITS,
     CORRECTIONS,
     CachedPartials,
@@ -32,6 +28,10 @@ from patchpar.treatment import (
     check_share,
     check_warmup,
 )
+from patchpar.plan.kv_selection import BandAndPooled, Everything
+from patchpar.plan.resync import Resync, check_resync
+from patchpar.plan.scalars import make_plain
+from patchpar.strategies.strategy import PatchStrategy
 
 MIB = 2**20
 

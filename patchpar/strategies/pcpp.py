@@ -13,10 +13,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from patchpar.scalars import make_plain
-from patchpar.selection import NearBand
+from patchpar.plan.exchange_policy import (
+    GROUP_NORMS,
+    Context,
+    GroupNorm,
+    Treatment,
+    check_choice,
+    check_share,
+    check_warmup,
+)
+from patchpar.plan.kv_selection import NearBand
+from patchpar.plan.scalars import make_plain
 from patchpar.strategies.strategy import PatchStrategy
-from patchpar.treatment import GROUP_NORMS, Context, GroupNorm, Treatment, check_choice, check_share, check_warmup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,17 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from patchpar.treatment import Treatment
+from patchpar.plan.exchange_policy import Treatment
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from patchpar.clock import StepClock
-    from patchpar.exchange import Door
-    from patchpar.mesh import Axis
-    from patchpar.patched import PatchedDenoiser
-    from patchpar.token_split.denoiser import TokenDenoiser
-    from patchpar.verdicts import Verdicts
+    from patchpar.comm.collectives import Door
+    from patchpar.plan.mesh import Axis
+    from patchpar.plan.step_clock import StepClock
+    from patchpar.shard.transformer.denoiser import TokenDenoiser
+    from patchpar.shard.unet.denoiser import PatchedDenoiser
+    from patchpar.shard.verification_cache import Verdicts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +51,11 @@ class PatchStrategy:
 
         A network of convolutions and group norms is cut into bands, any other between its tokens.
         """
-        from patchpar.discover import splits_into_bands  # a caller that only names a strategy need not import torch
-        from patchpar.patched import PatchedDenoiser
-        from patchpar.token_split.denoiser import TokenDenoiser
+        from patchpar.shard.transformer.denoiser import TokenDenoiser
+        from patchpar.shard.unet.denoiser import PatchedDenoiser
+        from patchpar.shard.unet.discover import (
+            splits_into_bands,  # a caller that only names a strategy need not import torch
+        )
 
         if splits_into_bands(denoiser):
             return PatchedDenoiser(denoiser, (door, axis), self.treatment, clock=clock, split=split, verdicts=verdicts)

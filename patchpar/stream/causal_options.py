@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from patchpar.errors import PlanError
-from patchpar.scalars import make_plain
-from patchpar.stream.facts import whole
+from patchpar.plan.scalars import make_plain
+from patchpar.stream.json_fields import whole
 
 MOST_FRAMES = 2**16
 PositionPolicy = Literal["abs", "relative"]
@@ -17,7 +17,7 @@ class CausalOptions:
 
     `frames`: latent frames per block. `window`: blocks that a block sees, itself included. `sink_distance`: the sink
     stands so many latent frames after the block's first one; negative for before. `positions`: keys lie in the window
-    rotated ("abs"), or are rotated at each reading ("relative"), see `stream.passes`.
+    rotated ("abs"), or are rotated at each reading ("relative"), see `causal.attention_passes`.
     """
 
     frames: int = 3

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
-from patchpar.json_files import read_object
-from patchpar.scalars import make_plain
+from patchpar.plan.json_files import read_object
+from patchpar.plan.scalars import make_plain
 from patchpar.stream.causal_options import CausalOptions
-from patchpar.stream.facts import flag, number, text, whole
-from patchpar.stream.flow import FlowSchedule, Sampler
+from patchpar.stream.flow_schedule import FlowSchedule, Sampler
+from patchpar.stream.json_fields import flag, number, text, whole
 from patchpar.stream.model_index import self_forcing_facts
 
 CONFIG = "stream.json"

@@ -8,8 +8,8 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.stream.outlet import Output, check_output
-from patchpar.stream.track import first_picture
+from patchpar.stream.audio.track import first_picture
+from patchpar.stream.output_queue import Output, check_output
 
 Pace = Literal["fast", "realtime"]
 

@@ -15,11 +15,11 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from patchpar.errors import PlanError, WorkerError
-from patchpar.launch.context import Tell
-from patchpar.stream.credits import Credits
+from patchpar.launch.executor import Tell
 from patchpar.stream.events import Reference
+from patchpar.stream.flow_control import Credits
+from patchpar.stream.messages import Begin, Cancel, Course, Produced, Ready, Said, Shown, Stop, Wish
 from patchpar.stream.stage import StageFigures
-from patchpar.stream.talk import Begin, Cancel, Course, Produced, Ready, Said, Shown, Stop, Wish
 
 Status = Literal["running", "paused", "degraded", "finished", "cancelled", "failed"]
 Run = Callable[..., list[Any]]

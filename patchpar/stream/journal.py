@@ -35,8 +35,8 @@ from patchpar.stream.causal_options import MOST_FRAMES
 from patchpar.stream.config import LONGEST_PROMPT, StreamConfig
 from patchpar.stream.driver import Came
 from patchpar.stream.events import Parameter, Prompt, Reference
-from patchpar.stream.facts import number, text, whole
-from patchpar.stream.talk import Said, Shown, Wish
+from patchpar.stream.json_fields import number, text, whole
+from patchpar.stream.messages import Said, Shown, Wish
 
 FORMAT = 1
 LIMIT = 2 * 2**30

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
-from patchpar.json_files import read_object
+from patchpar.plan.json_files import read_object
 from patchpar.stream.causal_options import MOST_FRAMES
-from patchpar.stream.facts import number, whole
-from patchpar.stream.flow import FlowSchedule
+from patchpar.stream.flow_schedule import FlowSchedule
+from patchpar.stream.json_fields import number, whole
 
 SELF_FORCING = "SelfForcingFlowMatchScheduler"
 """The scheduler that FastVideo writes into such folders, as in wlsaidhi/SFWan2.1-T2V-1.3B-Diffusers."""

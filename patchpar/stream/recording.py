@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.json_files import object_of
+from patchpar.plan.json_files import object_of
 from patchpar.stream.config import LIMITS, MOST_FPS, StreamConfig
 from patchpar.stream.delivery import Chunk
-from patchpar.stream.facts import flag, number, text, whole
 from patchpar.stream.journal import FORMAT, LIMIT, Origin, as_wish, digest, kept_options, unpacked
-from patchpar.stream.talk import Course, Shown, Wish
+from patchpar.stream.json_fields import flag, number, text, whole
+from patchpar.stream.messages import Course, Shown, Wish
 
 LONGEST_PATH = 2**12
 VERSION = re.compile(r"[\w.+-]{1,64}")

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.launch.forks import check_owner
+from patchpar.launch.fork_guard import check_owner
+from patchpar.stream.audio.track import AudioTrack
 from patchpar.stream.delivery import Chunk, Effect, StreamDelivery, StreamFormat
 from patchpar.stream.driver import Came, Driver, Limits, Run, Source, Status
 from patchpar.stream.events import Parameter, Transition
-from patchpar.stream.held import Closing
 from patchpar.stream.journal import Journal
-from patchpar.stream.outlet import Outlet
-from patchpar.stream.reference import reference_picture
+from patchpar.stream.messages import Course, Said, Shown, Wish
+from patchpar.stream.output_queue import Outlet
+from patchpar.stream.reference_image import reference_picture
+from patchpar.stream.resources import Closing
 from patchpar.stream.stage import StageFigures
-from patchpar.stream.talk import Course, Said, Shown, Wish
-from patchpar.stream.track import AudioTrack
 
 CLOSE_SECONDS = 60.0
 

@@ -19,12 +19,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from patchpar.comm.collectives import Arriving, Door
 from patchpar.errors import PlanError
-from patchpar.exchange import Arriving, Door
-from patchpar.stream.causal import CausalModel, Payload
+from patchpar.stream.causal_model import CausalModel, Payload
 from patchpar.stream.events import Change, Event, Reference
-from patchpar.stream.link import Downstream, Envelope, Sign, Upstream
 from patchpar.stream.plan import StageSteps, StreamPlan
+from patchpar.stream.stage_link import Downstream, Envelope, Sign, Upstream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ import torch
 from app.ways import Way, ways_for
 from app.workers import Setup, set_way
 from patchpar import Plan
-from patchpar.figures import RankFigures
-from patchpar.run import Run
+from patchpar.pipeline.rank_stats import RankFigures
+from patchpar.pipeline.report import Run
 
 PARAMETERS = ("prompt", "negative_prompt", "height", "width", "guidance_scale", "callback_on_step_end")
 
@@ -75,7 +75,7 @@ class FakePipeline:
         self.last_run = Run(plan=Plan(), seconds=0.5, ranks=(RankFigures(rank=0, device="cpu", **figures),))
         if arguments.get("output_type") == "np":
             return SimpleNamespace(images=[values])
-        from patchpar.measure import as_picture
+        from patchpar.pipeline.image_metrics import as_picture
 
         return SimpleNamespace(images=[as_picture(values)])
 

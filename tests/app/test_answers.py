@@ -23,7 +23,7 @@ from app.stream_tab import StreamTab
 from app.studio import Studio
 from app.workers import Setup
 from patchpar import PlanError
-from patchpar.models.folder import embedded_model
+from patchpar.models.files import embedded_model
 from tests.unit.test_picture_file import huge_png
 
 from .fakes import FakePipeline, FakeWorkers

@@ -21,9 +21,9 @@ from app.stream_tab import StreamTab
 from app.studio import Studio
 from app.workers import Setup, devices_of
 from patchpar import ParallelPipeline, PlanError, UnsupportedModel, WorkerDied
-from patchpar.checks import bind, check_call, check_plan_for
-from patchpar.models.description import describe
-from patchpar.plan import Plan
+from patchpar.models.info import describe
+from patchpar.pipeline.validate import bind, check_call, check_plan_for
+from patchpar.plan.plan import Plan
 from tests.tiny import build
 
 from .fakes import FakePipeline, FakeWorkers
@@ -176,7 +176,7 @@ def test_models_and_memory_are_looked_at_before_the_page_is_there(
         Setup(model="nowhere", devices=devices).check()
     with pytest.raises(PlanError, match=r"has no model_index\.json"):
         Setup(model=str(tmp_path), devices=devices).check()
-    monkeypatch.setattr("patchpar.models.folder.free_memory", lambda: 10 * 2**20)
+    monkeypatch.setattr("patchpar.models.files.free_memory", lambda: 10 * 2**20)
     with pytest.raises(PlanError, match=r"2 CPU ranks need about .* GiB are free: use a smaller dtype"):
         Setup(devices=devices).check()
 

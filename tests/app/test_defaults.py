@@ -21,7 +21,7 @@ from app.streaming import Streamed
 from app.studio import Studio
 from app.ways import OWN, OWN_MEANS
 from app.workers import Setup
-from patchpar.models.description import Description, describe
+from patchpar.models.info import Description, describe
 from tests import tiny
 
 from .fakes import FakePipeline, FakeWorkers

@@ -9,12 +9,12 @@ import pytest
 
 from app.forecast import Call, Offer, drawing, forecast, link_verdict, places, plans
 from patchpar import Plan, PlanError, StructureGuidance
-from patchpar.figures import RankFigures, StepFigures
-from patchpar.models.description import Description
-from patchpar.planner.auto import choose
-from patchpar.planner.links import Link
-from patchpar.run import Run
-from patchpar.trace import Event, RankTrace
+from patchpar.comm.trace import Event, RankTrace
+from patchpar.models.info import Description
+from patchpar.pipeline.auto_plan import choose
+from patchpar.pipeline.rank_stats import RankFigures, StepFigures
+from patchpar.pipeline.report import Run
+from patchpar.plan.link_model import Link
 
 MODEL = Description(
     pipeline="StableDiffusionXLPipeline",

@@ -24,10 +24,10 @@ from app.studio import Studio
 from app.workers import Setup, devices_of
 from patchpar import PlanError
 from patchpar.cli import app as command
-from patchpar.live.ending import signals_unwind
-from patchpar.live.fragments import Fragment, Head
-from patchpar.live.port import Port
-from patchpar.models.folder import embedded_model
+from patchpar.models.files import embedded_model
+from patchpar.stream.web.mp4_fragments import Fragment, Head
+from patchpar.stream.web.server import Port
+from patchpar.stream.web.shutdown import signals_unwind
 
 from .browser import REPOSITORY
 from .studios import client_of

@@ -13,10 +13,10 @@ import pytest
 from app import timeline
 from app.timeline import Window, draw, longest_waits, shares, traces_of, window_of
 from app.timeline_tab import TimelineTab
-from patchpar.figures import RankFigures
-from patchpar.plan import Plan
-from patchpar.run import Run
-from patchpar.trace import Event, RankTrace
+from patchpar.comm.trace import Event, RankTrace
+from patchpar.pipeline.rank_stats import RankFigures
+from patchpar.pipeline.report import Run
+from patchpar.plan.plan import Plan
 
 from .studios import studio_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from patchpar.planner.links import Link, Message, link_seconds, step_seconds
+from patchpar.plan.link_model import Link, Message, link_seconds, step_seconds
 from tests.breadth import first_of
 
 ON_RANKS = "tests.benchmarks.overlap_on_ranks"

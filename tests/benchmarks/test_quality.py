@@ -22,8 +22,8 @@ from benchmarks.quality_records import MOST_DB, ONE_PROCESS, Method, Named, Reco
 from benchmarks.quality_table import rows_of, table
 from patchpar import Plan, Run
 from patchpar.errors import PlanError, WorkerDied
-from patchpar.figures import RankFigures, StepFigures
-from patchpar.models.folder import embedded_model
+from patchpar.models.files import embedded_model
+from patchpar.pipeline.rank_stats import RankFigures, StepFigures
 from training.classifier import load_classifier
 from training.latents import to_tensor
 from training.render import picture

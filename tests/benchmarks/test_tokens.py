@@ -12,8 +12,8 @@ from benchmarks.tokens import row
 from benchmarks.tokens_model import subject
 from benchmarks.tokens_ranks import installed
 from benchmarks.tokens_volumes import FORMULAS, RANKS, counted_per_layer, volumes
-from patchpar.exchange import Door
-from patchpar.mesh import Axis
+from patchpar.comm.collectives import Door
+from patchpar.plan.mesh import Axis
 from tests.unit.threads import on_threads
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import patchpar
 from patchpar.cli import app
 from patchpar.launch.devices import resolve_devices
-from patchpar.plan import Plan
+from patchpar.plan.plan import Plan
 
 
 @dataclass

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from patchpar.cli.app import App, demo_package, serve_app
 from patchpar.cli.flags import Request
-from patchpar.cli.page import App, demo_package, serve_app
-from patchpar.cli.stream_flags import Stream
+from patchpar.cli.stream.flags import Stream
 
 VERBS = {
     "generate": ["a red house"],

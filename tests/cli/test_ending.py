@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from patchpar.cli.ending import ended_at_once
+from patchpar.cli.shutdown import ended_at_once
 
 PRELUDE = """
 import hashlib, sys, threading, time
-from patchpar.cli.ending import ended_at_once, ended_by_signals
+from patchpar.cli.shutdown import ended_at_once, ended_by_signals
 def kernel():
     "Minutes in one call that leaves the interpreter to other threads, and hears of no signal."
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from app.workers import Setup, devices_of
 from patchpar.cli import app
 from patchpar.errors import PlanError
-from patchpar.models.description import describe
-from patchpar.models.errand import Errand
-from patchpar.models.purpose import Purpose, purpose_of
+from patchpar.models.info import describe
+from patchpar.models.task import Purpose, purpose_of
+from patchpar.models.task_check import Errand
 from tests.tiny import build
 
 VIDEO = "use `patchpar video`"

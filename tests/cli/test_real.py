@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from patchpar.models.folder import embedded_model
+from patchpar.models.files import embedded_model
 from tests.breadth import first_of
 from tests.launch.conftest import all_gone
 from tests.tiny import build
@@ -184,7 +184,7 @@ def test_a_corrupt_weight_file(run: Any, tmp_path: Path, keep: int) -> None:
 
 
 def test_not_enough_memory(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patchpar.models.folder.free_memory", lambda: 10 * 2**20)
+    monkeypatch.setattr("patchpar.models.files.free_memory", lambda: 10 * 2**20)
     result = run("generate", PROMPT, "--devices", "cpu:2", "-o", tmp_path / "x.png")
     assert result.exit_code == 2, result.output
     assert "GiB" in result.stderr

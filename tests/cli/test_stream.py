@@ -24,15 +24,16 @@ from PIL import Image
 from typer.testing import CliRunner
 from websockets.sync.client import connect
 
-from patchpar.cli import app, stream_film
-from patchpar.cli.stream_flags import Stream
-from patchpar.cli.stream_forecast import parse_costs
-from patchpar.cli.stream_meter import Meter
-from patchpar.cli.stream_run import Part, paced, show_all
+from patchpar.cli import app
+from patchpar.cli.stream import video_file as stream_film
+from patchpar.cli.stream.flags import Stream
+from patchpar.cli.stream.forecast import parse_costs
+from patchpar.cli.stream.progress_line import Meter
+from patchpar.cli.stream.run import Part, paced, show_all
 from patchpar.errors import PlanError
-from patchpar.models.folder import embedded_model
+from patchpar.models.files import embedded_model
+from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.journal import Journal
-from patchpar.stream.pipeline import StreamingPipeline
 from tests.breadth import first_of
 from tests.cli.test_real import assert_libraries_are_silent, patchpar
 from tests.live.test_pages import jpegs
@@ -271,7 +272,7 @@ def test_a_journal_does_not_choose_what_is_loaded(
         raise PlanError("far enough")
 
     monkeypatch.setattr("patchpar.StreamingPipeline.from_pretrained", load)
-    monkeypatch.setattr("patchpar.cli.stream_replay._can_be_asked", lambda: answer is not None)
+    monkeypatch.setattr("patchpar.cli.stream.replay._can_be_asked", lambda: answer is not None)
     journal = one_block(tmp_path / "a.jsonl", "somebody/model")
     result = CliRunner().invoke(app, ["replay", str(journal)], input=answer)
     assert result.exit_code == 2

@@ -15,7 +15,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from patchpar.cli import app
-from patchpar.cli.film import frames_of, save_film
+from patchpar.cli.video_file import frames_of, save_film
 from patchpar.errors import PlanError
 from tests.cli.test_real import patchpar
 from tests.tiny import build

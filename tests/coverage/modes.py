@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from patchpar.key_exchange import WAYS
+from patchpar.plan.attention_mode import WAYS
 
 EXCHANGE = Literal["on", "off"]
 FIRST, SECOND, MOVED = "first", "second", "moved"

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from patchpar.token_split.plan import TokenPlan
+from patchpar.shard.transformer.token_plan import TokenPlan
 from tests.breadth import first_of
 
 from .modes import FIRST, Mode, modes

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from patchpar.clock import StepClock
+from patchpar.comm.collectives import Door
 from patchpar.errors import UnsupportedModel, VerificationError
-from patchpar.exchange import Door
-from patchpar.mesh import Axis
+from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.transformer.denoiser import TokenDenoiser
+from patchpar.shard.transformer.token_plan import TokenPlan
+from patchpar.shard.verification_cache import Verdicts
 from patchpar.strategies import parse_strategy
-from patchpar.token_split.denoiser import TokenDenoiser
-from patchpar.token_split.plan import TokenPlan
-from patchpar.verdicts import Verdicts
 from tests.tiny.transformers_entry import noise
 from tests.tokens.ranks import predictions
 from tests.unit.threads import on_threads

@@ -24,7 +24,7 @@ from benchmarks.emulation.sight import (
     pooled_tokens,
 )
 from benchmarks.emulation.treatment import Treatment
-from patchpar.patches import split_bands
+from patchpar.plan.bands import split_bands
 
 
 def noise(*shape: int) -> Tensor:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from patchpar.errors import PatchparError
-from patchpar.refusal import refused_in_words
-from patchpar.verdicts import Verdicts
+from patchpar.shard.unsupported_model import refused_in_words
+from patchpar.shard.verification_cache import Verdicts
 from tests.exact import denoisers
 from tests.exact.on_ranks import first, patched
 from tests.ranks import Place

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from patchpar.clock import StepClock
 from patchpar.errors import PatchparError
-from patchpar.patched import PatchedDenoiser
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.unet.denoiser import PatchedDenoiser
+from patchpar.shard.verification_cache import Verdicts
 from patchpar.strategies import parse_strategy
 from patchpar.strategies.exact import ExactPatch
-from patchpar.verdicts import Verdicts
 from tests.exact import denoisers
 from tests.ranks import Place
 from tests.tensors import relative

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from patchpar.call import DrawOptions, RandomState
-from patchpar.engine import Engine
-from patchpar.models.folder import embedded_model
-from patchpar.plan import Plan
+from patchpar.models.files import embedded_model
+from patchpar.pipeline.messages import DrawOptions, RandomState
+from patchpar.pipeline.runner import Engine
+from patchpar.plan.plan import Plan
 from tests import tiny
 from tests.ranks import Place
 from tests.tensors import psnr_db, relative

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.call import DrawOptions, RandomState
-from patchpar.engine import Engine
-from patchpar.plan import Plan
+from patchpar.pipeline.messages import DrawOptions, RandomState
+from patchpar.pipeline.runner import Engine
+from patchpar.plan.plan import Plan
 from tests import tiny
 from tests.exact.pipelines import SEED
 from tests.ranks import Place

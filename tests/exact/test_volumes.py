@@ -10,8 +10,8 @@ import torch
 from benchmarks.volumes.__main__ import EMBEDDED, PUBLISHED, STRATEGIES, inner, received
 from benchmarks.volumes.formula import Volumes
 from benchmarks.volumes.shapes import Shapes, embedded_shapes, rounds_of, sdxl, sdxl_shapes
-from patchpar.patches import split_bands
-from patchpar.treatment import Treatment
+from patchpar.plan.bands import split_bands
+from patchpar.plan.exchange_policy import Treatment
 from tests.breadth import first_of
 
 COUNTED = "benchmarks.volumes.counted:counted"

@@ -12,12 +12,12 @@ import pytest
 import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
 
-from patchpar.clock import StepClock
+from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.transport import Incoming, Outgoing
 from patchpar.errors import PatchparError
-from patchpar.exchange import Door, Gather
-from patchpar.mesh import Mesh
-from patchpar.strategies.guidance import GuidanceSplit, guidance_of
-from patchpar.transport import Incoming, Outgoing
+from patchpar.plan.mesh import Mesh
+from patchpar.plan.step_clock import StepClock
+from patchpar.strategies.cfg.split import GuidanceSplit, guidance_of
 from tests import tiny
 from tests.ranks import Place
 

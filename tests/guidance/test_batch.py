@@ -8,8 +8,8 @@ import pytest
 import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
 
-from patchpar.batch import Batch, count_branches, sample_of
 from patchpar.errors import UnsupportedModel
+from patchpar.shard.batch import Batch, count_branches, sample_of
 from tests.tensors import noise
 
 

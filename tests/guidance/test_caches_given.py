@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.caches import are_as_before, held_by
-from patchpar.clock import StepClock
-from patchpar.exchange import Door
-from patchpar.mesh import Axis
-from patchpar.strategies.guidance import GuidanceSplit
+from patchpar.comm.collectives import Door
+from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.step_caches import are_as_before, held_by
+from patchpar.strategies.cfg.split import GuidanceSplit
 from tests.unit.threads import on_threads
 
 

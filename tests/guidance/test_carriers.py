@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from patchpar.batch import Batch
-from patchpar.carriers import NOT_SHARED, Carriers, carriers_in
 from patchpar.errors import VerificationError
-from patchpar.given_back import gives_back, with_given, without_given
-from patchpar.verdicts import Verdicts
+from patchpar.shard.batch import Batch
+from patchpar.shard.batch_arguments import NOT_SHARED, Carriers, carriers_in
+from patchpar.shard.returned_caches import gives_back, with_given, without_given
+from patchpar.shard.verification_cache import Verdicts
 from tests.breadth import first_of
 from tests.tensors import relative
 from tests.tokens.piped import plain, shared

@@ -10,8 +10,8 @@ import torch
 from diffusers.pipelines.stable_diffusion.pipeline_output import StableDiffusionPipelineOutput
 
 from patchpar.errors import PlanError
-from patchpar.strategies.data import Share, as_one_call, merge_outputs, split_call
-from patchpar.text_encoding import Texts
+from patchpar.strategies.data.split import Share, as_one_call, merge_outputs, split_call
+from patchpar.strategies.data.text_encoding import Texts
 from tests import tiny
 from tests.tiny import pictures
 

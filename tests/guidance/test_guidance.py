@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.models.description import describe
+from patchpar.models.info import describe
 from tests import tiny
 from tests.breadth import first_of
 from tests.guidance import on_ranks

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.batch import Batch
+from patchpar.comm.async_tensor import Delivery
 from patchpar.errors import VerificationError
-from patchpar.first_use import with_noise_for_zeros
-from patchpar.promise import Delivery
+from patchpar.shard.batch import Batch
+from patchpar.shard.verification import with_noise_for_zeros
 from tests import tiny
 from tests.breadth import first_of
 from tests.coverage.pipelines.zoo import ZOO
@@ -55,7 +55,7 @@ def test_a_controlnet_with_texts_of_their_own_lengths(
 
 
 def test_a_share_with_the_lengths_of_the_whole_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patchpar.promise.Promise.share_shapes", None)
+    monkeypatch.setattr("patchpar.comm.async_tensor.Promise.share_shapes", None)
     with pytest.raises(VerificationError, match="ZImageTransformer2DModel with its batch shared between 2 ranks"):
         shared(NAME, "cfg=2", tmp_path, build=of_zoo)
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from patchpar.branches import at_own_place, layers_by_branch
 from patchpar.errors import PlanError, VerificationError
+from patchpar.shard.guidance_branches import at_own_place, layers_by_branch
 from tests import tiny
 from tests.breadth import first_of
 from tests.coverage.pipelines.zoo import ZOO
@@ -78,7 +78,7 @@ def test_the_checks_see_layers_that_take_a_share_for_all_branches(
 
 def test_the_joined_prediction_is_held_against_the_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where shares were checked with the layers at their places, and are computed without."""
-    monkeypatch.setattr("patchpar.strategies.guidance.at_own_place", lambda *_: nullcontext())
+    monkeypatch.setattr("patchpar.strategies.cfg.split.at_own_place", lambda *_: nullcontext())
     with pytest.raises(VerificationError, match="with the branches of guidance on 2 ranks differs from the plain one"):
         drawn("sd", "cfg=2", tmp_path, **TWO_PROMPTS)
 
@@ -94,7 +94,7 @@ def test_frames_that_attend_to_the_first_of_their_branch(tmp_path: Path, monkeyp
     want = plain(name, build=of_one_first_frame, **steps)
     for got in shared(name, "cfg=2", tmp_path / "right", build=of_one_first_frame, **steps):
         assert relative(got, want) <= TOLERANCE
-    monkeypatch.setattr("patchpar.installed.layers_by_branch", lambda *_: ())
+    monkeypatch.setattr("patchpar.pipeline.installed_plan.layers_by_branch", lambda *_: ())
     with pytest.raises(VerificationError, match=r"UNet2DConditionModel with its batch shared.*off by"):
         shared(name, "cfg=2", tmp_path / "wrong", build=of_one_first_frame, **steps)
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.batch import Batch
-from patchpar.promise import Delivery
+from patchpar.comm.async_tensor import Delivery
+from patchpar.shard.batch import Batch
 
 Tensor = torch.Tensor
 VALUES = torch.arange(24.0).reshape(2, 3, 4)

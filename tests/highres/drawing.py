@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
-from patchpar.clock import StepClock
+from patchpar.comm.collectives import Door
 from patchpar.errors import ExchangeError
-from patchpar.exchange import Door
-from patchpar.highres.denoiser import LargePicture
-from patchpar.highres.stepped import sample_in
-from patchpar.mesh import Axis
-from patchpar.strategies.structure_guidance import StructureGuidance
-from patchpar.verdicts import Verdicts
+from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.verification_cache import Verdicts
+from patchpar.strategies.structure.denoiser import LargePicture
+from patchpar.strategies.structure.options import StructureGuidance
+from patchpar.strategies.structure.step_output import sample_in
 from tests.tiny import Tiny, build, latents
 from tests.unit.threads import on_threads
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from patchpar.highres.attention_map import AttentionMap, Recording
-from patchpar.highres.content import Content
+from patchpar.strategies.structure.attention_map import AttentionMap, Recording
+from patchpar.strategies.structure.content_tokens import Content
 from tests.tensors import noise
 from tests.tiny import Tiny, build
 

@@ -14,12 +14,12 @@ from patchpar import ParallelPipeline, Plan, PlanError, StructureGuidance
 from patchpar.cli.compare import of_one
 from patchpar.cli.flags import plan_of
 from patchpar.errors import UnsupportedModel
-from patchpar.highres.footprint import COPIES, GIB, Footprint, check_room
-from patchpar.highres.room import free_on
-from patchpar.highres.suitable import TESTED, why_kept_native
-from patchpar.mesh import Axis
-from patchpar.models.description import Description, describe
-from patchpar.planner.auto import choose, without
+from patchpar.models.info import Description, describe
+from patchpar.pipeline.auto_plan import choose, without
+from patchpar.plan.mesh import Axis
+from patchpar.strategies.structure.free_memory import free_on
+from patchpar.strategies.structure.memory_estimate import COPIES, GIB, Footprint, check_room
+from patchpar.strategies.structure.supported_pipelines import TESTED, why_kept_native
 from tests.breadth import first_of
 from tests.tensors import relative
 from tests.tiny import build
@@ -135,7 +135,7 @@ def test_latents_beyond_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch, share
     """On the rank that has the GPU, before it evaluates anything; pictures of a batch count each."""
     tiny, x = build("sd"), torch.randn(4, 4, 48, 48)
     need = COPIES * x.nbytes
-    monkeypatch.setattr("patchpar.highres.denoiser.free_on", lambda device: int(share * need))
+    monkeypatch.setattr("patchpar.strategies.structure.denoiser.free_on", lambda device: int(share * need))
     found = StructureGuidance(switch=0.5).install(tiny.denoiser, None, Axis("patch"), pipe=tiny.pipe)  # type: ignore[arg-type]
     found.reset()
     asked: list[Tensor] = []

@@ -10,14 +10,14 @@ import diffusers
 import pytest
 
 from benchmarks.highres.speed import Seconds, predicted
+from patchpar.comm.collectives import Door
 from patchpar.errors import PlanError
-from patchpar.exchange import Door
-from patchpar.highres.work import Unit, evaluations_of, scheduled
-from patchpar.mesh import Axis
-from patchpar.plan import Plan
-from patchpar.start import plan_of
-from patchpar.strategies.structure_guidance import StructureGuidance
-from patchpar.verdicts import Verdicts
+from patchpar.pipeline.startup import plan_of
+from patchpar.plan.mesh import Axis
+from patchpar.plan.plan import Plan
+from patchpar.shard.verification_cache import Verdicts
+from patchpar.strategies.structure.options import StructureGuidance
+from patchpar.strategies.structure.work_schedule import Unit, evaluations_of, scheduled
 from tests.breadth import first_of
 from tests.tensors import relative
 from tests.tiny import latents

@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.highres.analytic import Calibration, calibrate
 from patchpar.errors import PlanError
-from patchpar.highres.noise import FreshNoise
-from patchpar.strategies.structure_guidance import StructureGuidance
+from patchpar.strategies.structure.initial_noise import FreshNoise
+from patchpar.strategies.structure.options import StructureGuidance
 
 
 @cache

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.highres.denoiser import LargePicture
-from patchpar.highres.level import level_of
-from patchpar.mesh import Axis
-from patchpar.strategies.structure_guidance import StructureGuidance
+from patchpar.plan.mesh import Axis
+from patchpar.strategies.structure.denoiser import LargePicture
+from patchpar.strategies.structure.noise_level import level_of
+from patchpar.strategies.structure.options import StructureGuidance
 from tests.tensors import noise
 from tests.tiny import Tiny, build
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.highres.flow import followed
-from patchpar.highres.layout import pack, unpack
-from patchpar.mesh import Axis
-from patchpar.strategies.structure_guidance import StructureGuidance
+from patchpar.plan.mesh import Axis
+from patchpar.strategies.structure.guide_trajectory import followed
+from patchpar.strategies.structure.options import StructureGuidance
+from patchpar.strategies.structure.patch_inputs import pack, unpack
 from tests.breadth import first_of
 from tests.tensors import noise, relative
 from tests.tiny import Tiny, latents

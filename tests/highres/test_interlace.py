@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.highres.geometry import scale_of
-from patchpar.highres.interlace import Interlace
-from patchpar.highres.noise import alike
+from patchpar.strategies.structure.initial_noise import alike
+from patchpar.strategies.structure.interlace import Interlace
+from patchpar.strategies.structure.sizing import scale_of
 
 SIZES = [((8, 8), (2, 2)), ((12, 6), (3, 2)), ((16, 8), (4, 1)), ((7, 9), (2, 2)), ((10, 11), (3, 2))]
 

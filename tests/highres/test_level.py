@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.highres.level import level_of, refuse_thresholding
+from patchpar.strategies.structure.noise_level import level_of, refuse_thresholding
 
 BETAS: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 SCHEDULERS = [

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from patchpar.highres.geometry import fewest_of
-from patchpar.highres.neighbours import Neighbours
-from patchpar.highres.windows import Tiling, Windows
+from patchpar.strategies.structure.sizing import fewest_of
+from patchpar.strategies.structure.window_neighbours import Neighbours
+from patchpar.strategies.structure.windows import Tiling, Windows
 
 SIZE, NATIVE = (24, 16), (8, 8)
 TILINGS = {

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from patchpar import ParallelPipeline, Plan, PlanError, StructureGuidance
-from patchpar.checks import check_plan, check_plan_for
-from patchpar.models.description import describe
+from patchpar.models.info import describe
+from patchpar.pipeline.validate import check_plan, check_plan_for
 from patchpar.strategies import parse_strategy, resolve_strategy
 from tests.tensors import relative
 from tests.tiny import build

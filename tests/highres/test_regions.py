@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchpar.errors import UnsupportedModel
-from patchpar.highres import regions
-from patchpar.highres.after_guidance import AfterGuidance
-from patchpar.highres.portion import Portion
-from patchpar.highres.windows import Tiling
+from patchpar.strategies.structure import needed_regions as regions
+from patchpar.strategies.structure.after_guidance import AfterGuidance
+from patchpar.strategies.structure.partial_prediction import Portion
+from patchpar.strategies.structure.windows import Tiling
 from tests.breadth import first_of
 from tests.tensors import relative
 
@@ -91,7 +91,7 @@ def test_latents_that_are_whole_in_every_step(name: str) -> None:
 
 def test_a_pipeline_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """It might look at any place of the latents."""
-    monkeypatch.setattr("patchpar.highres.suitable.TESTED", ())
+    monkeypatch.setattr("patchpar.strategies.structure.supported_pipelines.TESTED", ())
     assert all(drawn.missing == [0.0] * 4 for drawn in together(with_windows(Case()), 2))
 
 

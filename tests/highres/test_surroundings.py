@@ -11,12 +11,12 @@ from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchpar.clock import StepClock
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.highres.surroundings import Surroundings
-from patchpar.highres.windows import Tiling
-from patchpar.highres.work import Evaluation, share_out
-from patchpar.mesh import Axis
+from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
+from patchpar.strategies.structure.window_context import Surroundings
+from patchpar.strategies.structure.windows import Tiling
+from patchpar.strategies.structure.work_schedule import Evaluation, share_out
 from tests.tensors import noise
 from tests.tiny import build
 

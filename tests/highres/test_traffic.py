@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.highres.traffic import forecast, mean, most, of_picture, stages, with_windows
+from patchpar.comm.transport import DelayedTransport
 from patchpar.errors import UnsupportedModel
-from patchpar.highres.after_guidance import AfterGuidance
-from patchpar.highres.blending import Blend
-from patchpar.highres.interlace import Interlace
-from patchpar.highres.regions import Course, Regions
-from patchpar.highres.structure import kept_in_place
-from patchpar.highres.weighing import Evidence, weighed
-from patchpar.highres.windows import Tiling
-from patchpar.highres.work import merged, scheduled, share_out
-from patchpar.strategies.structure_guidance import StructureGuidance
-from patchpar.transport import DelayedTransport
+from patchpar.strategies.structure.after_guidance import AfterGuidance
+from patchpar.strategies.structure.blending import Blend
+from patchpar.strategies.structure.guidance_fit import Evidence, weighed
+from patchpar.strategies.structure.interlace import Interlace
+from patchpar.strategies.structure.needed_regions import Course, Regions
+from patchpar.strategies.structure.options import StructureGuidance
+from patchpar.strategies.structure.structure import kept_in_place
+from patchpar.strategies.structure.windows import Tiling
+from patchpar.strategies.structure.work_schedule import merged, scheduled, share_out
 from tests.tensors import noise, relative
 from tests.unit.threads import on_threads
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from patchpar.errors import PlanError
-from patchpar.highres.geometry import starts_of
-from patchpar.highres.windows import Tiling
+from patchpar.strategies.structure.sizing import starts_of
+from patchpar.strategies.structure.windows import Tiling
 
 SIZES = [(128, 128), (128, 192), (200, 136), (64, 256), (100, 130)]
 NATIVE = (64, 64)

@@ -6,8 +6,8 @@ from itertools import chain
 
 import pytest
 
-from patchpar.highres.windows import Tiling
-from patchpar.highres.work import Evaluation, Unit, evaluations_of, rounds_of, share_out
+from patchpar.strategies.structure.windows import Tiling
+from patchpar.strategies.structure.work_schedule import Evaluation, Unit, evaluations_of, rounds_of, share_out
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 20])

@@ -11,10 +11,10 @@ import pytest
 import torch
 from diffusers import EulerDiscreteScheduler
 
-from patchpar.call import DrawOptions
 from patchpar.errors import ArgumentMismatch
-from patchpar.launch.arguments import compare, described
-from patchpar.plan import Plan
+from patchpar.launch.argument_mismatch import compare, described
+from patchpar.pipeline.messages import DrawOptions
+from patchpar.plan.plan import Plan
 
 
 class Shade(enum.Enum):

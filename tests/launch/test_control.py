@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from patchpar.errors import LaunchError, WorkerDied, WorkerHung
-from patchpar.launch.context import CallAborted
-from patchpar.launch.control import LinkControl
+from patchpar.launch.control_group import LinkControl
+from patchpar.launch.executor import CallAborted
 
 PATIENCE = 20.0
 

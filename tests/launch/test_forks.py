@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from patchpar.errors import LaunchError
-from patchpar.launch import forks
-from patchpar.launch.forks import change_in_children, check_owner, no_fork
+from patchpar.launch import fork_guard as forks
+from patchpar.launch.fork_guard import change_in_children, check_owner, no_fork
 
 
 class Held:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from patchpar.errors import WorkerHung
-from patchpar.launch import progress
+from patchpar.launch import hang_detection as progress
 from patchpar.launch.local import LocalExecutor
 from tests.launch.conftest import DEADLINE, PLAIN
 

@@ -13,11 +13,11 @@ import PIL.Image
 import pytest
 import torch
 
-from patchpar.anonymous import anonymous_file
 from patchpar.errors import LaunchError, PlanError
-from patchpar.launch.beacon import Beacon, BeaconReader
+from patchpar.launch.anonymous_file import anonymous_file
 from patchpar.launch.devices import available_cores
-from patchpar.launch.hello import needs_nccl, share_of_cores, worker_environment
+from patchpar.launch.handshake import needs_nccl, share_of_cores, worker_environment
+from patchpar.launch.heartbeat import Beacon, BeaconReader
 from patchpar.launch.local import LocalExecutor
 from tests.launch.conftest import PLAIN, TOY
 

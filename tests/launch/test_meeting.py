@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from patchpar.errors import LaunchError
-from patchpar.launch import meeting
-from patchpar.launch.meeting import HELLO, meet, name_of_job, user_of
+from patchpar.launch import rendezvous as meeting
+from patchpar.launch.rendezvous import HELLO, meet, name_of_job, user_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets with a name that is no file")
 OTHER_USER = 54321

@@ -7,7 +7,7 @@ from io import FileIO
 
 import pytest
 
-from patchpar.launch.output import LONGEST_LINE, FirstSpeaker, Output
+from patchpar.launch.worker_output import LONGEST_LINE, FirstSpeaker, Output
 
 
 def passed_on(write: Callable[[int], object], capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
@@ -36,7 +36,7 @@ class CountedSearches:
     """Characters that all searches for line ends have gone over."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from patchpar.launch import output
+        from patchpar.launch import worker_output as output
 
         self.characters, self._lock, split = 0, threading.Lock(), output.whole_lines
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from patchpar.launch.progress import WORK_SHARE, WORK_TIMES, Limits, Progress, Sign
+from patchpar.launch.hang_detection import WORK_SHARE, WORK_TIMES, Limits, Progress, Sign
 
 DEADLINE = 60.0
 Show = Callable[[float], Sign]

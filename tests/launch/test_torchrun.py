@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from patchpar.errors import LaunchError
-from patchpar.launch.control import GroupControl
+from patchpar.launch.control_group import GroupControl
 from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
 from tests.launch.conftest import TOY
 

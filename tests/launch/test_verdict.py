@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from patchpar.errors import ExchangeError, WorkerDied, WorkerError, WorkerHung
-from patchpar.launch.dialogue import Outcome
-from patchpar.launch.failures import take_down
-from patchpar.launch.progress import Limits
-from patchpar.launch.verdict import is_reusable, verdict
+from patchpar.launch.hang_detection import Limits
+from patchpar.launch.remote_errors import take_down
+from patchpar.launch.request_failure import is_reusable, verdict
+from patchpar.launch.request_loop import Outcome
 
 
 @dataclass

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from patchpar.errors import PlanError
-from patchpar.launch.wire import INLINE_BYTES, decode, encode, encode_call, pack, unpack
+from patchpar.launch.messages import INLINE_BYTES, decode, encode, encode_call, pack, unpack
 
 MAPPED = "patchpar-block"
 
@@ -259,7 +259,7 @@ def test_what_the_script_defines_goes_by_value(script):
 def test_another_process_gets_what_the_script_defines(script):
     """One that has no such script."""
     message = pack(encode([script["Mine"](), script["helper"]]))
-    reads = "import sys; from patchpar.launch.wire import unpack; m, f = unpack(sys.stdin.buffer.read()); "
+    reads = "import sys; from patchpar.launch.messages import unpack; m, f = unpack(sys.stdin.buffer.read()); "
     says = "print(type(m).__name__, type(m).__module__, m.twice(3)[1].tolist(), f(1)[0] is type(m))"
     found = subprocess.run([sys.executable, "-c", reads + says], input=message, capture_output=True, check=True)
     assert found.stdout.decode().strip() == "Mine __main__ [6.0, 6.0] True"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from patchpar.transport import Incoming, Outgoing, Spec, connect, watched
+from patchpar.comm.transport import Incoming, Outgoing, Spec, connect, watched
 from tests.launch.plain import PlainEngine
 
 

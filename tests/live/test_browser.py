@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.live.port import HOME
-from patchpar.live.screen import FilmScreen, PictureScreen
+from patchpar.stream.web.server import HOME
+from patchpar.stream.web.viewer import FilmScreen, PictureScreen
 from tests.app.browser import installed, started
 from tests.live.test_film import RATE, sound
 

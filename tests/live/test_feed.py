@@ -10,9 +10,9 @@ from typing import TypeVar
 import pytest
 from PIL import Image
 
-from patchpar.live import feed as feed_module
-from patchpar.live.feed import Feed, FilmFeed, PictureFeed
-from patchpar.live.fragments import Fragment, Head
+from patchpar.stream.web import feed as feed_module
+from patchpar.stream.web.feed import Feed, FilmFeed, PictureFeed
+from patchpar.stream.web.mp4_fragments import Fragment, Head
 
 HEAD = Head(mime="video/mp4", data=b"head ")
 T = TypeVar("T")

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.live.film import FilmFormat, FilmWriter
-from patchpar.live.fragments import QUICK
+from patchpar.stream.web.mp4_fragments import QUICK
+from patchpar.stream.web.video_encoder import FilmFormat, FilmWriter
 
 RATE = 16000
 

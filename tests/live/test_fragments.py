@@ -8,8 +8,8 @@ import av
 import numpy as np
 import pytest
 
-from patchpar.live.boxes import with_lengths
-from patchpar.live.fragments import Fragment, FragmentEncoder, Head
+from patchpar.stream.web.mp4_boxes import with_lengths
+from patchpar.stream.web.mp4_fragments import Fragment, FragmentEncoder, Head
 from tests.live.test_film import RATE, decoded, frames, sound
 
 

@@ -22,11 +22,11 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from patchpar.errors import PlanError
-from patchpar.live import screen as screen_module
-from patchpar.live.feed import BOUNDARY, FilmFeed
-from patchpar.live.fragments import Fragment, Head
-from patchpar.live.port import HOME, Port, names_of
-from patchpar.live.screen import KEPT, FilmScreen, PictureScreen, Player
+from patchpar.stream.web import viewer as screen_module
+from patchpar.stream.web.feed import BOUNDARY, FilmFeed
+from patchpar.stream.web.mp4_fragments import Fragment, Head
+from patchpar.stream.web.server import HOME, Port, names_of
+from patchpar.stream.web.viewer import KEPT, FilmScreen, PictureScreen, Player
 from tests.live.test_film import RATE, frames, sound
 
 

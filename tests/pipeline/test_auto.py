@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from patchpar.checks import check_plan_for
-from patchpar.models.description import Description, describe
-from patchpar.plan import Plan
-from patchpar.planner.auto import choose
-from patchpar.planner.shapes import EXCHANGE, Work
+from patchpar.models.info import Description, describe
+from patchpar.pipeline.auto_plan import choose
+from patchpar.pipeline.validate import check_plan_for
+from patchpar.plan.mesh_shape import EXCHANGE, Work
+from patchpar.plan.plan import Plan
 from tests.tiny import build
 
 

@@ -28,7 +28,7 @@ def no_start(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("a worker was started")
 
     monkeypatch.setattr(patchpar.launch.process.subprocess, "Popen", started)
-    monkeypatch.setattr("patchpar.start.InlineExecutor.call", started)
+    monkeypatch.setattr("patchpar.pipeline.startup.InlineExecutor.call", started)
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_weight_files(sdxl_folder: Path, tmp_path: Path, harm: Callable[[Path], 
 
 @pytest.mark.usefixtures("no_start")
 def test_a_variant_that_is_not_named() -> None:
-    from patchpar.models.folder import embedded_model
+    from patchpar.models.files import embedded_model
 
     with pytest.raises(PlanError, match=says("fp16.safetensors", "variant=")):
         ParallelPipeline.from_pretrained(embedded_model(), devices=2)
@@ -165,16 +165,16 @@ def test_a_variant_that_is_not_named() -> None:
 @pytest.mark.usefixtures("no_start")
 def test_not_enough_memory(sdxl_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = sum(file.stat().st_size for file in sdxl_folder.rglob("*.safetensors"))
-    monkeypatch.setattr("patchpar.models.folder.free_memory", lambda: int(2.5 * weights))
+    monkeypatch.setattr("patchpar.models.files.free_memory", lambda: int(2.5 * weights))
     with pytest.raises(PlanError, match=says("3 CPU ranks need about", "GiB are free", "at most 2", "smaller dtype")):
         ParallelPipeline.from_pretrained(sdxl_folder, devices="cpu:3")
-    monkeypatch.setattr("patchpar.models.folder.free_memory", lambda: weights // 2)
+    monkeypatch.setattr("patchpar.models.files.free_memory", lambda: weights // 2)
     with pytest.raises(PlanError, match=says("1 CPU rank needs", "use a smaller dtype")):
         ParallelPipeline.from_pretrained(sdxl_folder, devices="cpu")
 
 
 def test_half_precision_needs_half_the_memory(sdxl_folder: Path) -> None:
-    from patchpar.models.folder import inspect_folder, needed_bytes
+    from patchpar.models.files import inspect_folder, needed_bytes
 
     folder = inspect_folder(sdxl_folder)
     full = needed_bytes(folder, {})

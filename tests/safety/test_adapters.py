@@ -15,12 +15,12 @@ from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import save_file
 
 from patchpar import ParallelPipeline, PlanError
-from patchpar.component import Component
 from patchpar.errors import UnsupportedModel
 from patchpar.models.adapters import READ_FILES, from_safetensors
-from patchpar.models.description import Network
-from patchpar.outcome import Caller
-from patchpar.state import State
+from patchpar.models.info import Network
+from patchpar.pipeline.caller import Caller
+from patchpar.pipeline.component_proxy import Component
+from patchpar.pipeline.state import State
 from tests import tiny
 
 

@@ -13,18 +13,18 @@ import pytest
 import torch
 
 from patchpar.errors import PlanError
-from patchpar.first_use import _error
-from patchpar.json_files import LIMIT, read_object
-from patchpar.models.folder import MAX_HEADER, inspect_folder
-from patchpar.stream.audio import AudioConditioner, AudioConfig
+from patchpar.models.files import MAX_HEADER, inspect_folder
+from patchpar.plan.json_files import LIMIT, read_object
+from patchpar.shard.transformer.shipped_plans import FOLDER
+from patchpar.shard.transformer.token_plan_json import from_json, to_json
+from patchpar.shard.verification import _error
+from patchpar.shard.verification_cache import Verdicts
+from patchpar.stream.audio.conditioner import AudioConditioner, AudioConfig
+from patchpar.stream.causal.model_folder import StreamFolder
 from patchpar.stream.config import StreamConfig
-from patchpar.stream.folder import StreamFolder
 from patchpar.stream.journal import Journal, as_words
+from patchpar.stream.messages import Said, Shown
 from patchpar.stream.recording import Recording
-from patchpar.stream.talk import Said, Shown
-from patchpar.token_split.shipped import FOLDER
-from patchpar.token_split.written import from_json, to_json
-from patchpar.verdicts import Verdicts
 from tests.stream.test_journal import came, origin
 from tests.stream.tiny import STREAM, write_folder
 from tests.unit.test_model_folder import folder as image_folder
@@ -263,7 +263,7 @@ def test_of_a_long_header_nothing_is_read(tmp_path: Path, monkeypatch: pytest.Mo
     with file.open("wb") as stream:
         stream.write(struct.pack("<Q", 1_500_000_000))
         stream.truncate(1_600_000_000)
-    monkeypatch.setattr("patchpar.models.folder.object_of", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr("patchpar.models.files.object_of", lambda *_: pytest.fail("it was read"))
     with pytest.raises(PlanError, match="not a whole safetensors file"):
         inspect_folder(tmp_path)
     assert MAX_HEADER == 100_000_000

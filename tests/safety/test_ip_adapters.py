@@ -13,9 +13,9 @@ from diffusers.loaders import FluxIPAdapterMixin, IPAdapterMixin, SD3IPAdapterMi
 from safetensors.torch import save_file
 
 from patchpar import ParallelPipeline, PlanError
-from patchpar.call import StepChange
-from patchpar.drawing import carry_out
 from patchpar.models.ip_adapters import looked_at
+from patchpar.pipeline.messages import StepChange
+from patchpar.pipeline.pipeline_call import carry_out
 from tests import tiny
 from tests.tiny.adapted_pipelines import picture_weights
 from tests.tiny.encoders import clip_vision

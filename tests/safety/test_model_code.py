@@ -13,9 +13,9 @@ import diffusers
 import pytest
 
 from patchpar import ParallelPipeline, PictureStreamingPipeline, PlanError
-from patchpar.models.code import refuse_code
-from patchpar.models.folder import embedded_model, resolve_model
+from patchpar.models.files import embedded_model, resolve_model
 from patchpar.models.loading import load_pipeline
+from patchpar.models.remote_code import refuse_code
 from tests.stream.tiny import write_folder
 
 
@@ -161,7 +161,7 @@ def test_streams_bring_their_own_transformer(tmp_path: Path) -> None:
     change(folder / "model_index.json", transformer=["fastvideo", "CausalWanTransformer3DModel"])
     with pytest.raises(PlanError, match="fastvideo"):
         resolve_model(folder, {})
-    from patchpar.stream.folder import StreamFolder
+    from patchpar.stream.causal.model_folder import StreamFolder
 
     assert StreamFolder.read(folder).path == str(folder)
     change(folder / "model_index.json", vae=["fastvideo", "AutoencoderKLWan"])

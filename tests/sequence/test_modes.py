@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from patchpar.comm.collectives import Door
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.exchange import Door
-from patchpar.key_exchange import WAYS, KeyExchange
-from patchpar.mesh import Axis
-from patchpar.sequence.call import Shared
-from patchpar.sequence.heads import split_heads
-from patchpar.sequence.modes import MODES, attend_together
+from patchpar.plan.attention_mode import WAYS, KeyExchange
+from patchpar.plan.mesh import Axis
+from patchpar.shard.attention.dispatch import MODES, attend_together
+from patchpar.shard.attention.sharded_qkv import Shared
+from patchpar.shard.attention.ulysses import split_heads
 from tests.unit.threads import on_threads
 
 WIDTH, BATCH = 16, 2

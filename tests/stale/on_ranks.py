@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.clock import StepClock
 from patchpar.errors import PatchparError
-from patchpar.patched import PatchedDenoiser
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.unet.denoiser import PatchedDenoiser
 from patchpar.strategies import parse_strategy
 from tests.exact import denoisers
 from tests.ranks import Place

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.emulation import Emulation
-from patchpar.call import DrawOptions, RandomState
-from patchpar.discover import Sites, discover
-from patchpar.engine import Engine
-from patchpar.plan import Plan
+from patchpar.pipeline.messages import DrawOptions, RandomState
+from patchpar.pipeline.runner import Engine
+from patchpar.plan.plan import Plan
+from patchpar.shard.unet.discover import Sites, discover
 from tests import tiny
 from tests.ranks import Place
 

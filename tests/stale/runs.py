@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.emulation import Emulation, Treatment
-from patchpar.discover import Sites, discover
+from patchpar.shard.unet.discover import Sites, discover
 from patchpar.strategies import parse_strategy
 from tests.exact import denoisers
 from tests.tensors import relative

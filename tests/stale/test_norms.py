@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.emulation.sight import corrected, merged, moments_of, normalise
-from patchpar.exchange import Door
-from patchpar.memory import Memory
-from patchpar.mesh import Mesh
-from patchpar.patches import Bands
-from patchpar.seam import NormHook
-from patchpar.share import Share
+from patchpar.comm.collectives import Door
+from patchpar.plan.bands import Bands
+from patchpar.plan.exchange_policy import GROUP_NORMS, LEAST_VARIANCE
+from patchpar.plan.mesh import Mesh
+from patchpar.shard.local_patch import Share
+from patchpar.shard.stale.cache import Memory
+from patchpar.shard.unet.layer_hooks import NormHook
 from patchpar.strategies.displaced import DisplacedPatch
-from patchpar.treatment import GROUP_NORMS, LEAST_VARIANCE
 from tests.unit.threads import on_threads
 
 GROUPS, ROWS = 2, (6, 2)

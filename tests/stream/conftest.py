@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.config import StreamConfig
-from patchpar.stream.crew import ENGINE, Crew, Loading
-from patchpar.stream.pipeline import StreamingPipeline
 from patchpar.stream.plan import StreamPlan
+from patchpar.stream.worker_group import ENGINE, Crew, Loading
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.tiny import write_folder
 

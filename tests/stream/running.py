@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.exchange import Door
-from patchpar.stream.causal import CausalModel, Payload
+from patchpar.comm.collectives import Door
+from patchpar.comm.transport import Transport
+from patchpar.stream.causal_model import CausalModel, Payload
 from patchpar.stream.events import Change, Reference
-from patchpar.stream.link import Sign
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import Finished, Order, StageFigures, StageLoop, Surroundings
-from patchpar.transport import Transport
+from patchpar.stream.stage_link import Sign
 from tests.stream.tiny import sound
 from tests.unit.threads import on_threads
 

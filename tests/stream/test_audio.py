@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.stream.audio import SILENCE, AudioConditioner, AudioConfig, latent_tokens, sound_levels
+from patchpar.stream.audio.conditioner import SILENCE, AudioConditioner, AudioConfig, latent_tokens, sound_levels
 from tests.stream.tiny import conditioner, sound
 from tests.tensors import noise
 

@@ -11,9 +11,9 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.stream.causal.causal_wan import CausalWan, Heard
+from patchpar.stream.causal.rope import Grid, Positions
 from patchpar.stream.causal_options import CausalOptions
-from patchpar.stream.causal_wan import CausalWan, Heard
-from patchpar.stream.rope import Grid, Positions
 from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, sink, sound, text, transformer
 from tests.tensors import noise
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.inline import InlineContext
-from patchpar.stream.checkpoint import Needs, load_wan
+from patchpar.stream.causal.checkpoint import Needs, load_wan
+from patchpar.stream.causal.runner import StreamEngine
+from patchpar.stream.causal.wan import LowNoise, WanStream
 from patchpar.stream.config import StreamConfig
-from patchpar.stream.engine import StreamEngine
+from patchpar.stream.messages import Course
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, low_noise_below
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.talk import Course
-from patchpar.stream.wan import LowNoise, WanStream
 from tests.stream.running import Script, differing, pipelined, serial
 from tests.stream.tiny import COLUMNS, ROWS, STREAM, causal, stream, transformer, vae, write_folder
 from tests.tiny import encoders, tokenizers

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from patchpar.errors import LaunchError, WorkerDied, WorkerError
-from patchpar.stream.crew import Crew, within
+from patchpar.stream.messages import Cancel, Course, Produced
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.talk import Cancel, Course, Produced
+from patchpar.stream.worker_group import Crew, within
 
 COURSE = Course(ranks=3, seed=0, rows=4, columns=6, first_block=0, adapt_sink=True)
 PRODUCED = Produced(block=0, frames=torch.zeros(1), seconds=0.1, sink=None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.stream.decoder import DecoderState, WanDecoder, as_pixels, from_pixels
+from patchpar.stream.causal.decoder import DecoderState, WanDecoder, as_pixels, from_pixels
 from tests.stream.tiny import vae
 from tests.tensors import noise
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from patchpar.errors import PlanError
-from patchpar.stream.credits import Credits
 from patchpar.stream.events import Event, Parameter, Prompt, Reference, pack, unpack
+from patchpar.stream.flow_control import Credits
 from tests.tensors import noise
 
 

@@ -12,20 +12,20 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
+from patchpar.comm.collectives import Door
+from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.exchange import Door
-from patchpar.stream.decoder import DecoderState, WanDecoder, as_pixels
+from patchpar.stream.causal.decoder import DecoderState, WanDecoder, as_pixels
 from patchpar.stream.events import Change, Parameter, Prompt
-from patchpar.stream.fifo import FifoOptions, draw_first_film
-from patchpar.stream.fifo_model import FifoModel, FifoStreamOptions
-from patchpar.stream.fifo_stage import FifoStage, Neighbours, fifo_plan
-from patchpar.stream.fifo_wan import WanFrames
-from patchpar.stream.flow import FlowSchedule
-from patchpar.stream.link import Sign
-from patchpar.stream.noise import keyed_noise
+from patchpar.stream.fifo.model import FifoModel, FifoStreamOptions
+from patchpar.stream.fifo.queue import FifoOptions, draw_first_film
+from patchpar.stream.fifo.stage import FifoStage, Neighbours, fifo_plan
+from patchpar.stream.fifo.wan import WanFrames
+from patchpar.stream.flow_schedule import FlowSchedule
+from patchpar.stream.keyed_noise import keyed_noise
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import Finished, Order, Surroundings
-from patchpar.transport import Transport
+from patchpar.stream.stage_link import Sign
 from tests.stream.running import Outcome, Script, differing
 from tests.stream.tiny import COLUMNS, ROWS, text, transformer, vae
 from tests.tensors import noise

@@ -13,20 +13,20 @@ from diffusers import LTXPipeline
 from torch import Tensor
 
 from patchpar import FifoConfig, FifoOptions, FifoStreamingPipeline
+from patchpar.comm.collectives import Door
+from patchpar.comm.transport import Transport
 from patchpar.errors import UnsupportedModel
-from patchpar.exchange import Door
-from patchpar.stream.crew import Crew
-from patchpar.stream.decoder import as_pixels
+from patchpar.stream.causal.decoder import as_pixels
 from patchpar.stream.events import Prompt
-from patchpar.stream.fifo_ltx import Ltx, LtxFrames
-from patchpar.stream.fifo_model import FifoModel, FifoStreamOptions
-from patchpar.stream.fifo_network import Asked
-from patchpar.stream.fifo_pipeline import ENGINE
-from patchpar.stream.fifo_stage import FifoStage, fifo_plan
-from patchpar.stream.ltx_decoder import LtxDecoder, latents_late
+from patchpar.stream.fifo.ltx import Ltx, LtxFrames
+from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
+from patchpar.stream.fifo.model import FifoModel, FifoStreamOptions
+from patchpar.stream.fifo.network import Asked
+from patchpar.stream.fifo.pipeline import ENGINE
+from patchpar.stream.fifo.stage import FifoStage, fifo_plan
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import Finished, Surroundings
-from patchpar.transport import Transport
+from patchpar.stream.worker_group import Crew
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.running import Outcome, Script, differing
 from tests.stream.test_ltx_decoder import whole

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.stream.crew import Crew
 from patchpar.stream.delivery import StreamDelivery
-from patchpar.stream.fifo import FifoOptions
-from patchpar.stream.fifo_config import FifoConfig
-from patchpar.stream.fifo_pipeline import ENGINE, FifoStreamingPipeline
+from patchpar.stream.fifo.config import FifoConfig
+from patchpar.stream.fifo.pipeline import ENGINE, FifoStreamingPipeline
+from patchpar.stream.fifo.queue import FifoOptions
 from patchpar.stream.plan import StreamPlan
+from patchpar.stream.worker_group import Crew
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.tiny import COLUMNS, ROWS, TEXT
 

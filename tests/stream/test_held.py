@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from patchpar.errors import LaunchError, PlanError
-from patchpar.stream import held
-from patchpar.stream.held import HeldRanks
-from patchpar.stream.picture_session import PictureManner, PictureSession
+from patchpar.stream import resources as held
+from patchpar.stream.images.session import PictureManner, PictureSession
+from patchpar.stream.resources import HeldRanks
 
 
 class Ranks:

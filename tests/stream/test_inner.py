@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from patchpar.comm.collectives import Door
+from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError
-from patchpar.exchange import Door
-from patchpar.mesh import Axis
-from patchpar.stream.inner import InnerShare, See, SharedFrames
+from patchpar.plan.mesh import Axis
+from patchpar.stream.causal.step_sharding import InnerShare, See, SharedFrames
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import Finished, StageLoop, Surroundings
-from patchpar.transport import Transport
 from tests.stream.running import BLOCKS, Outcome, Script, serial, stage
 from tests.stream.test_stages import EVERYTHING
 from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, stream, text

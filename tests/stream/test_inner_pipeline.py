@@ -10,10 +10,10 @@ import pytest
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.config import StreamConfig
-from patchpar.stream.crew import ENGINE, Crew, Loading
-from patchpar.stream.pipeline import StreamingPipeline
 from patchpar.stream.plan import StreamPlan
+from patchpar.stream.worker_group import ENGINE, Crew, Loading
 from tests.conftest import POOL_SIZE
 from tests.stream.on_pool import PoolExecutor
 

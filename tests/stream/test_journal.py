@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from patchpar.errors import PlanError
+from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.delivery import Chunk, StreamDelivery
 from patchpar.stream.driver import Came
 from patchpar.stream.events import Parameter, Reference
 from patchpar.stream.journal import Journal, Origin, as_wish, as_words
-from patchpar.stream.pipeline import StreamingPipeline
+from patchpar.stream.messages import Begin, Course, Produced, Said, Shown
 from patchpar.stream.recording import Recording
-from patchpar.stream.talk import Begin, Course, Produced, Said, Shown
 from tests.stream.test_session import COURSE, Ranks, session
 from tests.stream.test_streaming_pipeline import FACE, SOUND
 from tests.stream.tiny import STREAM, write_folder

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from patchpar.stream.delivery import StreamFormat
-from patchpar.stream.fifo_stage import FifoStage, fifo_plan
+from patchpar.stream.fifo.stage import FifoStage, fifo_plan
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import Finished, StageLoop, Surroundings
 from tests.breadth import first_of

@@ -11,14 +11,14 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline, 
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.stream.causal.causal_wan import CausalWan
+from patchpar.stream.causal.decoder import WanDecoder
+from patchpar.stream.causal.pipeline import StreamingPipeline
+from patchpar.stream.causal.wan import WanStream, WanStreamOptions
 from patchpar.stream.causal_options import CausalOptions
-from patchpar.stream.causal_wan import CausalWan
-from patchpar.stream.decoder import WanDecoder
 from patchpar.stream.events import Change, Prompt, Reference
-from patchpar.stream.flow import FlowSchedule
-from patchpar.stream.pipeline import StreamingPipeline
+from patchpar.stream.flow_schedule import FlowSchedule
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.wan import WanStream, WanStreamOptions
 from tests.stream.running import Script, differing, pipelined, serial
 from tests.stream.tiny import COLUMNS, FRAMES, ROWS, STREAM, text, vae
 from tests.tensors import noise

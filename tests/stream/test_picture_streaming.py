@@ -14,11 +14,12 @@ import torch
 from diffusers import DiffusionPipeline
 
 from patchpar.errors import PlanError
-from patchpar.stream import picture_session, pictures
-from patchpar.stream.picture_session import PictureManner, PictureSession
-from patchpar.stream.picture_talk import Drawn, PictureOrder
-from patchpar.stream.pictures import PictureStreamingPipeline
-from patchpar.stream.talk import Stop
+from patchpar.stream.images import pipeline as pictures
+from patchpar.stream.images import session as picture_session
+from patchpar.stream.images.messages import Drawn, PictureOrder
+from patchpar.stream.images.pipeline import PictureStreamingPipeline
+from patchpar.stream.images.session import PictureManner, PictureSession
+from patchpar.stream.messages import Stop
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.test_pictures import quiet, same
 from tests.stream.test_session import refused_to_a_child

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from patchpar.comm.collectives import Door
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.exchange import Door
-from patchpar.stream.picture_stage import PictureStage, calls_of, finisher_of
-from patchpar.stream.picture_talk import PictureOrder
-from patchpar.stream.step_share import shared_steps
-from patchpar.stream.talk import Stop
+from patchpar.stream.images.messages import PictureOrder
+from patchpar.stream.images.stage import PictureStage, calls_of, finisher_of
+from patchpar.stream.images.step_rotation import shared_steps
+from patchpar.stream.messages import Stop
 from tests.tiny import image_pipelines, transformer_pipelines
 from tests.unit.threads import on_threads
 

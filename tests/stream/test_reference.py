@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from patchpar.errors import PlanError
-from patchpar.stream.reference import reference_picture
+from patchpar.stream.reference_image import reference_picture
 
 RED_ABOVE = np.zeros((8, 12, 3), np.uint8)
 RED_ABOVE[:4, :, 0] = 200

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from patchpar.errors import LaunchError, PlanError, WorkerDied
 from patchpar.stream import session as session_module
+from patchpar.stream.audio.track import AudioTrack
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
 from patchpar.stream.driver import Limits
 from patchpar.stream.events import Parameter, Reference
+from patchpar.stream.messages import Begin, Cancel, Course, Produced, Ready, Said, Shown, Stop
 from patchpar.stream.session import StreamSession
-from patchpar.stream.talk import Begin, Cancel, Course, Produced, Ready, Said, Shown, Stop
-from patchpar.stream.track import AudioTrack
 from tests.stream.tiny import AUDIO, FRAMES, sink
 from tests.tensors import noise
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from patchpar.errors import PlanError
-from patchpar.stream.sound_file import read_sound
+from patchpar.stream.audio.audio_file import read_sound
 
 
 def tone(rate: int, seconds: float, hertz: float = 220.0) -> np.ndarray:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from patchpar.comm.collectives import Door
 from patchpar.errors import ExchangeError, PlanError
-from patchpar.exchange import Door
 from patchpar.stream.events import Change, Parameter, Prompt, Reference
-from patchpar.stream.link import Sign
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.stage import Finished, Order, StageLoop, Surroundings
+from patchpar.stream.stage_link import Sign
 from tests.stream.running import BLOCKS, Script, differing, pipelined, serial, stage
 from tests.stream.tiny import sink, sound, stream, text
 from tests.unit.threads import on_threads

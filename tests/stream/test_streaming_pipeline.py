@@ -15,15 +15,15 @@ from PIL import Image
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.stream.audio import AudioConditioner, latent_tokens, sound_levels
-from patchpar.stream.causal_wan import CausalWan
+from patchpar.stream.audio.conditioner import AudioConditioner, latent_tokens, sound_levels
+from patchpar.stream.causal.causal_wan import CausalWan
+from patchpar.stream.causal.decoder import WanDecoder, from_pixels
+from patchpar.stream.causal.pipeline import StreamingPipeline
+from patchpar.stream.causal.wan import WanStream, WanStreamOptions
 from patchpar.stream.config import StreamConfig
-from patchpar.stream.decoder import WanDecoder, from_pixels
 from patchpar.stream.delivery import StreamDelivery
 from patchpar.stream.events import Change, Parameter, Prompt, Reference
-from patchpar.stream.pipeline import StreamingPipeline
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.wan import WanStream, WanStreamOptions
 from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, TEXT, write_folder
 from tests.tensors import noise
 

@@ -10,13 +10,13 @@ import torch
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from torch import Tensor
 
-from patchpar.stream.audio import AudioConditioner, AudioConfig
+from patchpar.stream.audio.conditioner import AudioConditioner, AudioConfig
+from patchpar.stream.causal.causal_wan import CausalWan
+from patchpar.stream.causal.decoder import WanDecoder
+from patchpar.stream.causal.step_sharding import InnerShare
+from patchpar.stream.causal.wan import WanStream, WanStreamOptions
 from patchpar.stream.causal_options import CausalOptions
-from patchpar.stream.causal_wan import CausalWan
-from patchpar.stream.decoder import WanDecoder
-from patchpar.stream.flow import FlowSchedule
-from patchpar.stream.inner import InnerShare
-from patchpar.stream.wan import WanStream, WanStreamOptions
+from patchpar.stream.flow_schedule import FlowSchedule
 from tests.tensors import noise
 from tests.tiny import encoders, tokenizers
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from patchpar.call import DrawOptions
-from patchpar.engine import Engine
-from patchpar.plan import Plan
+from patchpar.pipeline.messages import DrawOptions
+from patchpar.pipeline.runner import Engine
+from patchpar.plan.plan import Plan
 from tests import tiny
 from tests.ranks import Place
 

@@ -13,11 +13,11 @@ from diffusers.hooks.first_block_cache import FBCHeadBlockHook
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from patchpar.caches import CacheVote
-from patchpar.call import DrawOptions
-from patchpar.engine import Engine
 from patchpar.errors import PatchparError
-from patchpar.plan import Plan
+from patchpar.pipeline.messages import DrawOptions
+from patchpar.pipeline.runner import Engine
+from patchpar.plan.plan import Plan
+from patchpar.shard.step_caches import CacheVote
 from tests import tiny
 from tests.ranks import Place
 

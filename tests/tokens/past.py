@@ -20,12 +20,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from benchmarks.emulation.sight import corrected_tokens
-from patchpar.clock import StepClock
-from patchpar.exchange import Door
-from patchpar.mesh import Axis
+from patchpar.comm.collectives import Door
+from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.transformer.probe.discover import discover_tokens
+from patchpar.shard.transformer.token_plan import TokenPlan
 from patchpar.strategies import parse_strategy
-from patchpar.token_split.discovery import discover_tokens
-from patchpar.token_split.plan import TokenPlan
 from tests.tiny.transformers import TRANSFORMERS
 from tests.tiny.transformers_entry import IMAGE, VIDEO
 from tests.unit.threads import on_threads

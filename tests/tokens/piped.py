@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.call import DrawOptions
-from patchpar.clock import StepClock
-from patchpar.drawing import Drawing
-from patchpar.exchange import Door
-from patchpar.installed import Installed
-from patchpar.mesh import Mesh
-from patchpar.plan import Plan
-from patchpar.strategies.guidance import guidance_of
-from patchpar.verdicts import Verdicts
+from patchpar.comm.collectives import Door
+from patchpar.pipeline.installed_plan import Installed
+from patchpar.pipeline.messages import DrawOptions
+from patchpar.pipeline.pipeline_call import Drawing
+from patchpar.plan.mesh import Mesh
+from patchpar.plan.plan import Plan
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.verification_cache import Verdicts
+from patchpar.strategies.cfg.split import guidance_of
 from tests import tiny
 from tests.unit.threads import on_threads
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from patchpar.exchange import Door
-from patchpar.mesh import Axis
-from patchpar.sequence.gathered import attend_gathered
-from patchpar.token_split.attention import Mode, Split
-from patchpar.token_split.discovery import discover_tokens
-from patchpar.token_split.plan import TokenPlan
-from patchpar.token_split.shard import TokenShard
+from patchpar.comm.collectives import Door
+from patchpar.plan.mesh import Axis
+from patchpar.shard.attention.all_gather import attend_gathered
+from patchpar.shard.transformer.attention import Mode, Split
+from patchpar.shard.transformer.install import TokenShard
+from patchpar.shard.transformer.probe.discover import discover_tokens
+from patchpar.shard.transformer.token_plan import TokenPlan
 from tests.tiny.transformers import TRANSFORMERS
 from tests.unit.threads import on_threads
 

@@ -22,14 +22,14 @@ import diffusers
 import torch
 from torch import nn
 
-from patchpar.token_split.discovery import discover_tokens
-from patchpar.token_split.plan import BlockPlan, Rows, TokenPlan
-from patchpar.token_split.shipped import Found, Shipped, entry, kinds_of, patches_of
-from patchpar.token_split.watch import Arguments
+from patchpar.shard.transformer.probe.capture import Arguments
+from patchpar.shard.transformer.probe.discover import discover_tokens
+from patchpar.shard.transformer.shipped_plans import Found, Shipped, entry, kinds_of, patches_of
+from patchpar.shard.transformer.token_plan import BlockPlan, Rows, TokenPlan
 from tests import tiny
 from tests.tiny.transformers import TRANSFORMERS, Tiny
 
-FOLDER = Path(__file__).parents[2] / "patchpar" / "token_split" / "plans"
+FOLDER = Path(__file__).parents[2] / "patchpar" / "shard" / "transformer" / "plans"
 PIPED: dict[str, tuple[str, ...]] = {
     "AuraFlowTransformer2DModel": ("auraflow",),
     "ChromaTransformer2DModel": ("chroma",),

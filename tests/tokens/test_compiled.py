@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from patchpar.clock import StepClock
-from patchpar.compiled import is_compiled
-from patchpar.exchange import Door
-from patchpar.mesh import Axis
+from patchpar.comm.collectives import Door
+from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.compiled import is_compiled
 from patchpar.strategies import parse_strategy
 from tests.breadth import first_of
 from tests.conftest import POOL_SIZE

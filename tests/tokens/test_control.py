@@ -11,10 +11,10 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from torch import Tensor, nn
 
-from patchpar.exchange import Door
-from patchpar.mesh import Axis
+from patchpar.comm.collectives import Door
+from patchpar.plan.mesh import Axis
+from patchpar.shard.verification_cache import Verdicts
 from patchpar.strategies.exact import ExactPatch
-from patchpar.verdicts import Verdicts
 from tests import tiny
 from tests.conftest import POOL_SIZE
 from tests.tensors import relative

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from patchpar.comm.collectives import Door
 from patchpar.errors import UnsupportedModel, VerificationError
-from patchpar.exchange import Door
-from patchpar.mesh import Axis
+from patchpar.plan.mesh import Axis
+from patchpar.shard.transformer import denoiser as token_denoiser
+from patchpar.shard.transformer.probe import discover as discovery
+from patchpar.shard.verification_cache import Verdicts
 from patchpar.strategies.exact import ExactPatch
-from patchpar.token_split import denoiser as token_denoiser
-from patchpar.token_split import discovery
-from patchpar.verdicts import Verdicts
 from tests.breadth import first_of
 from tests.tensors import relative
 from tests.tiny.transformers import TRANSFORMERS

@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from patchpar.clock import StepClock
-from patchpar.exchange import Door
-from patchpar.key_exchange import KeyExchange
-from patchpar.mesh import Axis
-from patchpar.sequence.modes import attend_together
+from patchpar.comm.collectives import Door
+from patchpar.plan.attention_mode import KeyExchange
+from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.attention.dispatch import attend_together
+from patchpar.shard.transformer.attention import Asked, Split, attend_split, cut_for
+from patchpar.shard.transformer.install import TokenShard
+from patchpar.shard.transformer.probe.discover import discover_tokens
+from patchpar.shard.transformer.probe.grid import grid_of_table
+from patchpar.shard.transformer.token_plan import AttentionCall, Origin, Rows, TokenPlan
+from patchpar.shard.transformer.token_ranges import Cut, Shares, TokenGrid, spread
 from patchpar.strategies import parse_strategy
-from patchpar.token_split.attention import Asked, Split, attend_split, cut_for
-from patchpar.token_split.discovery import discover_tokens
-from patchpar.token_split.origin import grid_of_table
-from patchpar.token_split.plan import AttentionCall, Origin, Rows, TokenPlan
-from patchpar.token_split.shard import TokenShard
-from patchpar.token_split.shares import Cut, Shares, TokenGrid, spread
 from tests.tiny.transformers_entry import IMAGE, VIDEO
 from tests.unit.threads import on_threads
 
@@ -345,6 +345,6 @@ def test_the_first_call_says_whose_tokens_are(strategy: str, said: str, caplog: 
             for _ in range(2):
                 layer.denoise(models[axis.rank].forward, **tiny.call(1))
 
-    with caplog.at_level("INFO", "patchpar.token_split.denoiser"):
+    with caplog.at_level("INFO", "patchpar.shard.transformer.denoiser"):
         assert on_threads(2, calls, deadline=30.0) == [None, None]
     assert [record.getMessage() for record in caplog.records] == [f"WanTransformer3DModel, {said}"]

@@ -10,7 +10,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from torch.nn import functional as F
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.token_split.kernel import Choice, Kernel, needing_torch_attention
+from patchpar.shard.transformer.attention_backend import Choice, Kernel, needing_torch_attention
 from tests.tensors import relative
 
 from .past import Case, on_ranks, plain, replicas

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from patchpar.clock import StepClock
+from patchpar.comm.collectives import Door
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.exchange import Door
-from patchpar.mesh import Axis
-from patchpar.sequence.gathered import attend_gathered
+from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.attention.all_gather import attend_gathered
+from patchpar.shard.transformer import install as shard
+from patchpar.shard.transformer.attention import Split
+from patchpar.shard.transformer.probe.discover import discover_tokens
+from patchpar.shard.transformer.token_mixing import Mixing, MixingSevered, summed
+from patchpar.shard.transformer.token_plan_json import from_json, to_json
 from patchpar.strategies import parse_strategy
-from patchpar.token_split import shard
-from patchpar.token_split.attention import Split
-from patchpar.token_split.discovery import discover_tokens
-from patchpar.token_split.mixing import Mixing, MixingSevered, summed
-from patchpar.token_split.written import from_json, to_json
 from tests import tiny
 from tests.breadth import first_of
 from tests.tensors import relative

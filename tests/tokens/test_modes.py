@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.exchange import Door
-from patchpar.key_exchange import KeyExchange
-from patchpar.mesh import Axis
-from patchpar.sequence.modes import attend_together
-from patchpar.token_split.attention import Split
-from patchpar.token_split.shard import TokenShard
+from patchpar.comm.collectives import Door
+from patchpar.plan.attention_mode import KeyExchange
+from patchpar.plan.mesh import Axis
+from patchpar.shard.attention.dispatch import attend_together
+from patchpar.shard.transformer.attention import Split
+from patchpar.shard.transformer.install import TokenShard
 from tests.unit.threads import on_threads
 
 from .ranks import LIMIT, TRANSFORMERS, error, plain, plan_of, predictions

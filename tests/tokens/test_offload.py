@@ -35,7 +35,7 @@ def offload(model: Any, kind: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", first_of([FLUX, WAN], FLUX))
 def test_groups_of_blocks(name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while the model is watched, block by block: nothing is shipped here."""
-    monkeypatch.setattr("patchpar.token_split.search.shipped_for", lambda _: None)
+    monkeypatch.setattr("patchpar.shard.transformer.plan_lookup.shipped_for", lambda _: None)
     call, models = TRANSFORMERS[name].call(0), [TRANSFORMERS[name].build() for _ in range(2)]
     with torch.no_grad():
         want = predictions(models[0](**call))[0]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.models.description import describe
+from patchpar.models.info import describe
 from tests import tiny
 from tests.breadth import first_of
 from tests.conftest import POOL_SIZE

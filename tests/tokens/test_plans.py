@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from patchpar.errors import UnsupportedModel
-from patchpar.token_split.discovery import discover_tokens
-from patchpar.token_split.latent import latent_size
-from patchpar.token_split.plan import Rows
-from patchpar.token_split.watch import Arguments
-from patchpar.token_split.written import from_json, to_json
+from patchpar.shard.transformer.probe.capture import Arguments
+from patchpar.shard.transformer.probe.discover import discover_tokens
+from patchpar.shard.transformer.probe.latent import latent_size
+from patchpar.shard.transformer.token_plan import Rows
+from patchpar.shard.transformer.token_plan_json import from_json, to_json
 from tests.breadth import first_of
 
 from .ranks import TRANSFORMERS, plan_of

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
-from patchpar.token_split.latent import name_of_latent
-from patchpar.token_split.provenance import MIXED, UNMOVED, trace_rows
-from patchpar.token_split.watch import Arguments
+from patchpar.shard.transformer.probe.capture import Arguments
+from patchpar.shard.transformer.probe.latent import name_of_latent
+from patchpar.shard.transformer.probe.row_trace import MIXED, UNMOVED, trace_rows
 
 
 def trace(function, x: Tensor, dim: int):

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
-from patchpar.clock import StepClock
+from patchpar.comm.collectives import Door
 from patchpar.errors import UnsupportedModel
-from patchpar.exchange import Door
-from patchpar.mesh import Axis
-from patchpar.sequence.gathered import attend_gathered
+from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.attention.all_gather import attend_gathered
+from patchpar.shard.transformer.attention import Asked, Split
+from patchpar.shard.transformer.install import TokenShard
+from patchpar.shard.transformer.probe.discover import discover_tokens
+from patchpar.shard.transformer.token_plan import Replicated, Rows
+from patchpar.shard.transformer.token_plan_json import from_json, to_json
 from patchpar.strategies import parse_strategy
-from patchpar.token_split.attention import Asked, Split
-from patchpar.token_split.discovery import discover_tokens
-from patchpar.token_split.plan import Replicated, Rows
-from patchpar.token_split.shard import TokenShard
-from patchpar.token_split.written import from_json, to_json
 from tests.unit.threads import on_threads
 
 from .ranks import LIMIT, TRANSFORMERS, error, predictions

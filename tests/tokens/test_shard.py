@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from patchpar.comm.collectives import Door
 from patchpar.errors import PlanError, UnsupportedModel, VerificationError
-from patchpar.exchange import Door
-from patchpar.key_exchange import KeyExchange
-from patchpar.mesh import Axis
-from patchpar.sequence.gathered import attend_gathered
-from patchpar.sequence.modes import attend_together
-from patchpar.token_split.attention import Asked, Mode, Split, attend_split
-from patchpar.token_split.plan import AttentionCall, Rows, TokenPlan
-from patchpar.token_split.shard import TokenShard
-from patchpar.token_split.shares import spread
-from patchpar.token_split.verify import verify_tokens
+from patchpar.plan.attention_mode import KeyExchange
+from patchpar.plan.mesh import Axis
+from patchpar.shard.attention.all_gather import attend_gathered
+from patchpar.shard.attention.dispatch import attend_together
+from patchpar.shard.transformer.attention import Asked, Mode, Split, attend_split
+from patchpar.shard.transformer.install import TokenShard
+from patchpar.shard.transformer.token_plan import AttentionCall, Rows, TokenPlan
+from patchpar.shard.transformer.token_ranges import spread
+from patchpar.shard.transformer.verify import verify_tokens
 from tests.breadth import first_of
 from tests.unit.threads import on_threads
 

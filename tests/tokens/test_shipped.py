@@ -14,17 +14,17 @@ import torch
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from patchpar.exchange import Door
-from patchpar.mesh import Axis
-from patchpar.sequence.gathered import attend_gathered
-from patchpar.token_split import search
-from patchpar.token_split.attention import Split
-from patchpar.token_split.denoiser import TokenDenoiser
-from patchpar.token_split.plan import Rows, TokenPlan
-from patchpar.token_split.shard import TokenShard
-from patchpar.token_split.shipped import Shipped, read, shipped_for
-from patchpar.treatment import Treatment
-from patchpar.verdicts import Verdicts
+from patchpar.comm.collectives import Door
+from patchpar.plan.exchange_policy import Treatment
+from patchpar.plan.mesh import Axis
+from patchpar.shard.attention.all_gather import attend_gathered
+from patchpar.shard.transformer import plan_lookup as search
+from patchpar.shard.transformer.attention import Split
+from patchpar.shard.transformer.denoiser import TokenDenoiser
+from patchpar.shard.transformer.install import TokenShard
+from patchpar.shard.transformer.shipped_plans import Shipped, read, shipped_for
+from patchpar.shard.transformer.token_plan import Rows, TokenPlan
+from patchpar.shard.verification_cache import Verdicts
 from tests.breadth import first_of
 from tests.tensors import relative
 from tests.tiny.transformers import TRANSFORMERS

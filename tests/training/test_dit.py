@@ -7,7 +7,7 @@ from diffusers import DiffusionPipeline, SD3Transformer2DModel, StableDiffusion3
 
 from benchmarks.sensitivity import Settings, pictures
 from benchmarks.sensitivity_tokens import cut_tokens
-from patchpar.models.folder import inspect_folder, resolve_model
+from patchpar.models.files import inspect_folder, resolve_model
 from training import package
 from training.batches import draw_batch
 from training.checkpoint import load, save

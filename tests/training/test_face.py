@@ -7,11 +7,11 @@ import pytest
 import torch
 from PIL import Image
 
-from patchpar.stream.audio import sound_levels
+from patchpar.stream.audio.conditioner import sound_levels
+from patchpar.stream.causal.causal_wan import CausalWan, Heard
+from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.causal_options import CausalOptions
-from patchpar.stream.causal_wan import CausalWan, Heard
 from patchpar.stream.config import StreamConfig
-from patchpar.stream.pipeline import StreamingPipeline
 from training import package
 from training.checkpoint import load, save
 from training.evaluate_face import Talk, avatar_of, frames_of, packaged_avatar

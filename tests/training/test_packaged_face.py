@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from patchpar import PlanError, StreamConfig, StreamingPipeline
-from patchpar.models.folder import embedded_model
+from patchpar.models.files import embedded_model
 from training.evaluate_face import Avatar, Talk, frames_of, held_out_talk, packaged_avatar
 from training.face_data import openings, prompt_of
 from training.face_measure import correlation, identity_error, mouth_opening

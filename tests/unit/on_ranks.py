@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.transport import Incoming, Outgoing, Spec, Transport
+from patchpar.comm.transport import Incoming, Outgoing, Spec, Transport
 from tests.ranks import Place
 
 LARGE = 72 << 20

@@ -8,10 +8,10 @@ import pytest
 import torch
 from diffusers.image_processor import IPAdapterMaskProcessor
 
-from patchpar.adapter_masks import own_masks
-from patchpar.patches import split_bands
-from patchpar.selection import Across
-from patchpar.tokens import Grid
+from patchpar.plan.bands import split_bands
+from patchpar.plan.kv_selection import Across
+from patchpar.shard.stale.token_grid import Grid
+from patchpar.shard.unet.ip_adapter_masks import own_masks
 
 
 def scaled(mask: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as attention
 
-from patchpar.sequence.partial import Partial, attend, merge_partials
+from patchpar.shard.attention.partial import Partial, attend, merge_partials
 
 
 def heads(tokens: int, *, gain: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -8,8 +8,8 @@ import pytest
 from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
 from diffusers.hooks import apply_first_block_cache, apply_pyramid_attention_broadcast
 
-from patchpar.caches import refuse_caches
 from patchpar.errors import UnsupportedModel
+from patchpar.shard.step_caches import refuse_caches
 from tests.exact import denoisers
 from tests.tiny.transformers import TRANSFORMERS
 

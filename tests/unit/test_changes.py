@@ -9,9 +9,9 @@ import torch
 from peft import LoraConfig, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 
-from patchpar.changes import asked, with_whole_paths
 from patchpar.launch.replay import Change, Replay, Replays
-from patchpar.outcome import Caller
+from patchpar.pipeline.caller import Caller
+from patchpar.pipeline.state_changes import asked, with_whole_paths
 from tests import tiny
 from tests.breadth import first_of
 

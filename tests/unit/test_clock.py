@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from patchpar.clock import StepClock
+from patchpar.plan.step_clock import StepClock
 
 
 def test_calls_start_anew_with_every_step() -> None:

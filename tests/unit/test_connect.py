@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from patchpar.comm.transport import Incoming, Outgoing, Spec, Transport, connect
 from patchpar.errors import ExchangeError
-from patchpar.launch.links import Links, inherited
-from patchpar.transport import Incoming, Outgoing, Spec, Transport, connect
+from patchpar.launch.socket_pairs import Links, inherited
 
 
 @dataclass

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.emulation.sight import corrected_tokens
-from patchpar.correction import Fit, OwnPast, Seen, correct, kind_for, on_the_line, specs_of
-from patchpar.correction import fitted as fitted_to
-from patchpar.plan import PlanError
+from patchpar.comm.transport import Spec
+from patchpar.plan.plan import PlanError
+from patchpar.shard.stale.correction import Fit, OwnPast, Seen, correct, kind_for, on_the_line, specs_of
+from patchpar.shard.stale.correction import fitted as fitted_to
 from patchpar.strategies.fresh_edges import FreshEdges
-from patchpar.transport import Spec
 
 SHAPE = (2, 60, 3, 8)
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.transport import DelayedTransport, Incoming, Outgoing, Spec, Transport
 from patchpar.errors import ExchangeError, PlanError
-from patchpar.exchange import Door, Gather
-from patchpar.mesh import Mesh
-from patchpar.transport import DelayedTransport, Incoming, Outgoing, Spec, Transport
+from patchpar.plan.mesh import Mesh
 from tests.unit.threads import on_threads
 
 LATENCY, RATE = 0.02, 1e6

@@ -9,10 +9,10 @@ import torch
 from diffusers.hooks import HookRegistry
 from torch import nn
 
-from patchpar.clock import StepClock
-from patchpar.denoiser import DenoiserHook
-from patchpar.plan import Plan
-from patchpar.traffic import Traffic
+from patchpar.comm.traffic import Traffic
+from patchpar.pipeline.denoiser_hook import DenoiserHook
+from patchpar.plan.plan import Plan
+from patchpar.plan.step_clock import StepClock
 
 
 class Noting:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from patchpar.checks import refuse_without_denoiser
 from patchpar.errors import UnsupportedModel
-from patchpar.models.description import denoisers_of, describe
-from patchpar.plan import Plan
+from patchpar.models.info import denoisers_of, describe
+from patchpar.pipeline.validate import refuse_without_denoiser
+from patchpar.plan.plan import Plan
 from tests.tiny import cascade_pipelines, kandinsky_pipelines
 from tests.tiny.image_pipelines import Built
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from patchpar.discover import Sites, discover, splits_into_bands
 from patchpar.errors import UnsupportedModel
-from patchpar.picture_arguments import Level, level_of, picture_of, with_sample_size
+from patchpar.shard.unet.discover import Sites, discover, splits_into_bands
+from patchpar.shard.unet.spatial_arguments import Level, level_of, picture_of, with_sample_size
 from tests.exact import denoisers
 
 Key = torch.utils._pytree.MappingKey

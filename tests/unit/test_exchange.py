@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.exchange import Door, Edges, Gather, Round
-from patchpar.mesh import Axis, Mesh
-from patchpar.transport import Spec
+from patchpar.comm.collectives import Door, Edges, Gather, Round
+from patchpar.comm.transport import Spec
+from patchpar.plan.mesh import Axis, Mesh
 from tests.unit.threads import on_threads
 
 SIZES = (3, 1, 4, 2)

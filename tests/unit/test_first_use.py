@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.first_use import arguments_of, form_of
+from patchpar.shard.verification import arguments_of, form_of
 
 
 def call(**changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

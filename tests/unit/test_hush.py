@@ -11,13 +11,13 @@ import pytest
 import torch
 from diffusers import AutoencoderKL
 
-from patchpar.engine import Engine
 from patchpar.models.dtype import NAME, with_dtype
-from patchpar.models.folder import embedded_model
-from patchpar.models.hush import hush
-from patchpar.stream.engine import StreamEngine
-from patchpar.stream.fifo_engine import FifoEngine
-from patchpar.stream.picture_engine import PictureEngine
+from patchpar.models.files import embedded_model
+from patchpar.models.quiet_libraries import hush
+from patchpar.pipeline.runner import Engine
+from patchpar.stream.causal.runner import StreamEngine
+from patchpar.stream.fifo.runner import FifoEngine
+from patchpar.stream.images.runner import PictureEngine
 
 NOISE = (
     (

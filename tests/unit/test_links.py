@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from patchpar.errors import PlanError
-from patchpar.planner.links import Link, Message, edges_for, link_seconds, step_seconds
+from patchpar.plan.link_model import Link, Message, edges_for, link_seconds, step_seconds
 
 C = 1.0
 LAYERS = 20
@@ -138,5 +138,5 @@ def test_links_that_cannot_be(latency: float, rate: float) -> None:
 
 
 def test_no_torch_is_needed() -> None:
-    code = "import sys, patchpar.planner.links; sys.exit('torch' in sys.modules)"
+    code = "import sys, patchpar.plan.link_model; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

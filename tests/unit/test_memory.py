@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from patchpar.comm.collectives import Door, Part
+from patchpar.comm.transport import Spec
 from patchpar.errors import ExchangeError, UnsupportedModel
-from patchpar.exchange import Door, Part
-from patchpar.memory import MOST_CALLS, Memory, Slot
-from patchpar.transport import Spec
+from patchpar.shard.stale.cache import MOST_CALLS, Memory, Slot
 from tests.unit.threads import on_threads
 
 FORM = ("some", "shape")

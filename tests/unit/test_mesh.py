@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from patchpar.mesh import AXES, Axis, Mesh
+from patchpar.plan.mesh import AXES, Axis, Mesh
 
 
 @pytest.mark.parametrize("degrees", [(1, 1, 4), (1, 2, 2), (2, 2, 3), (3, 1, 2), (1, 1, 1)])

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from patchpar.errors import PlanError
-from patchpar.models.folder import inspect_folder, resolve_model
+from patchpar.models.files import inspect_folder, resolve_model
 
 WEIGHTS = {"weight": torch.zeros(16, 16), "bias": torch.zeros(16)}
 

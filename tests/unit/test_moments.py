@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from patchpar.layers import Normalise, merge_moments, moments_of, pack_moments
+from patchpar.shard.unet.layers import Normalise, merge_moments, moments_of, pack_moments
 from tests.tensors import relative
 from tests.unit.shares import cut
 

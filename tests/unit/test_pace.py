@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.pace import Pace, timestep_of
+from patchpar.shard.stale.extrapolation import Pace, timestep_of
 
 
 def paces(times: list[Any]) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from patchpar.patches import Bands, Stencil, split_bands
+from patchpar.plan.bands import Bands, Stencil, split_bands
 
 SPLITS = [(t, p, u) for t in (8, 16, 33, 40, 61, 128, 135) for p in range(1, 6) for u in (1, 2, 8) if t // u >= p]
 

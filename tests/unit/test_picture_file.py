@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from patchpar.cli.stream_pictures import Frames
+from patchpar.cli.stream.images import Frames
 from patchpar.cli.upscale import Upscale, enlarge
 from patchpar.cli.video import Video
 from patchpar.errors import PlanError
-from patchpar.picture_file import MOST_PIXELS, read_picture
-from patchpar.stream.reference import reference_picture
+from patchpar.models.image_file import MOST_PIXELS, read_picture
+from patchpar.stream.reference_image import reference_picture
 
 SIDE = 9_400  # pixels, of a picture that would take most of a gigabyte while it is decoded
 
@@ -84,7 +84,7 @@ def test_frames_of_a_film_are_as_well(tmp_path: Path, monkeypatch: pytest.Monkey
         container.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="rgb24")))
         container.mux(stream.encode())
     assert Frames.of(path, 8).fps == 8
-    monkeypatch.setattr("patchpar.picture_file.check_pixels.__defaults__", (64 * 48 - 1,))
+    monkeypatch.setattr("patchpar.models.image_file.check_pixels.__defaults__", (64 * 48 - 1,))
     for fps in (None, 8):  # before any worker is started
         with pytest.raises(PlanError, match=r"a frame of --input .* has 64 x 48 pixels"):
             Frames.of(path, fps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from patchpar.errors import PlanError
-from patchpar.plan import Plan
+from patchpar.plan.plan import Plan
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,15 @@ import pytest
 
 from patchpar.cli.flags import plan_of
 from patchpar.errors import PlanError
-from patchpar.key_exchange import WAYS
-from patchpar.plan import AXIS_MEANINGS, SPLITS, Plan
-from patchpar.start import plan_of as plan_asked_for
+from patchpar.pipeline.startup import plan_of as plan_asked_for
+from patchpar.plan.attention_mode import WAYS
+from patchpar.plan.exchange_policy import BITS
+from patchpar.plan.plan import AXIS_MEANINGS, SPLITS, Plan
 from patchpar.strategies import known, parse_strategy
 from patchpar.strategies.displaced import DisplacedPatch
 from patchpar.strategies.exact import ExactPatch
 from patchpar.strategies.fresh_edges import FreshEdges
-from patchpar.strategies.structure_guidance import StructureGuidance
-from patchpar.treatment import BITS
+from patchpar.strategies.structure.options import StructureGuidance
 
 DRAWS = 400
 NAMED = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from patchpar.call import DrawOptions
-from patchpar.clock import StepClock
-from patchpar.drawing import Drawing
-from patchpar.ledger import Ledger
-from patchpar.plan import Plan
-from patchpar.traffic import Traffic
+from patchpar.comm.traffic import Traffic
+from patchpar.pipeline.messages import DrawOptions
+from patchpar.pipeline.pipeline_call import Drawing
+from patchpar.pipeline.stats_recorder import Ledger
+from patchpar.plan.plan import Plan
+from patchpar.plan.step_clock import StepClock
 
 
 class Part:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from patchpar.pulse import Pulse
+from patchpar.pipeline.heartbeat_hooks import Pulse
 
 
 class Network(nn.Module):

@@ -11,11 +11,11 @@ import torch
 from diffusers.hooks import HookRegistry
 from torch import Tensor, nn
 
-from patchpar.clock import StepClock
-from patchpar.denoiser import DenoiserHook
+from patchpar.comm.traffic import Traffic
 from patchpar.errors import ExchangeError, UnsupportedModel
-from patchpar.plan import Plan
-from patchpar.traffic import Traffic
+from patchpar.pipeline.denoiser_hook import DenoiserHook
+from patchpar.plan.plan import Plan
+from patchpar.plan.step_clock import StepClock
 
 
 class Denoiser(nn.Module):

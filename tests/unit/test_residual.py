@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.residual import Residual
+from patchpar.shard.stale.quantized_delta import Residual
 
 BITS = pytest.mark.parametrize("bits", [8, 4])
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from patchpar.errors import PlanError
-from patchpar.resync import DB_AT_FULL_DRIFT, Decider, Resync, check_resync
+from patchpar.plan.resync import DB_AT_FULL_DRIFT, Decider, Resync, check_resync
 
 
 def test_six_decibels_are_half_the_drift() -> None:

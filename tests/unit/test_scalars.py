@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from patchpar.checks import bind, check_call, check_plan_for
 from patchpar.errors import PlanError
-from patchpar.launch.context import check_deadline
 from patchpar.launch.devices import resolve_devices
-from patchpar.models.description import Description, describe
-from patchpar.plan import Plan
-from patchpar.planner.auto import choose
-from patchpar.scalars import plain
+from patchpar.launch.executor import check_deadline
+from patchpar.models.info import Description, describe
+from patchpar.pipeline.auto_plan import choose
+from patchpar.pipeline.validate import bind, check_call, check_plan_for
+from patchpar.plan.plan import Plan
+from patchpar.plan.scalars import plain
 from patchpar.strategies.displaced import DisplacedPatch
 from patchpar.strategies.exact import ExactPatch
 from patchpar.strategies.fresh_edges import FreshEdges
 from patchpar.strategies.pcpp import PartiallyConditioned
-from patchpar.strategies.structure_guidance import StructureGuidance
+from patchpar.strategies.structure.options import StructureGuidance
 from tests.tiny import build
 
 KINDS = (int, np.int64, np.int32, np.uint8, np.array, torch.tensor)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from patchpar.selection import Across, BandAndPooled, Everything, NearBand, Piece, Selection
+from patchpar.plan.kv_selection import Across, BandAndPooled, Everything, NearBand, Piece, Selection
 
 SELECTIONS: tuple[Selection, ...] = (Everything(), NearBand(0.3), NearBand(1.0), BandAndPooled(0.1, 4))
 

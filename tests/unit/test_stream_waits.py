@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from patchpar.comm.collectives import Door
+from patchpar.comm.transport import Incoming, Outgoing, Spec
+from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import ExchangeError
-from patchpar.exchange import Door
-from patchpar.transport import Incoming, Outgoing, Spec
-from patchpar.transport.torch_p2p import TorchTransport
 
 
 class Gpu:

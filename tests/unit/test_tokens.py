@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchpar.patches import Bands
-from patchpar.selection import Across, Piece
-from patchpar.tokens import Grid, log_weights, take, take_bias
+from patchpar.plan.bands import Bands
+from patchpar.plan.kv_selection import Across, Piece
+from patchpar.shard.stale.token_grid import Grid, log_weights, take, take_bias
 
 ROWS, ACROSS = 5, 7
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.exchange import Door, Gather
-from patchpar.figures import RankFigures
-from patchpar.ledger import Ledger
-from patchpar.mesh import Mesh
-from patchpar.trace import Event, RankTrace, write_trace
+from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.trace import Event, RankTrace, write_trace
+from patchpar.pipeline.rank_stats import RankFigures
+from patchpar.pipeline.stats_recorder import Ledger
+from patchpar.plan.mesh import Mesh
 from tests.unit.threads import on_threads
 
 LATE = 0.2

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from patchpar.comm.transport import Incoming, Outgoing, Spec
+from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.errors import ExchangeError
-from patchpar.transport import Incoming, Outgoing, Spec
-from patchpar.transport.shared_memory import SharedMemoryTransport
 from tests.unit.threads import connected, on_threads
 
 ON_RANKS = "tests.unit.on_ranks"

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from patchpar.clock import StepClock
 from patchpar.errors import PlanError
-from patchpar.history import History
-from patchpar.plan import Plan
-from patchpar.selection import BandAndPooled, Everything, NearBand
+from patchpar.plan.exchange_policy import CachedPartials, Context, Treatment
+from patchpar.plan.kv_selection import BandAndPooled, Everything, NearBand
+from patchpar.plan.plan import Plan
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.stale.state import History
 from patchpar.strategies import known, parse_strategy, resolve_strategy
 from patchpar.strategies.displaced import DisplacedPatch
 from patchpar.strategies.exact import ExactPatch
 from patchpar.strategies.fresh_edges import FreshEdges
 from patchpar.strategies.pcpp import PartiallyConditioned
-from patchpar.treatment import CachedPartials, Context, Treatment
 
 STRATEGIES: tuple[Any, ...] = (
     ExactPatch(),

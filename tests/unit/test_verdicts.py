@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from patchpar import verdicts as module
-from patchpar.verdicts import Verdicts
+from patchpar.shard import verification_cache as module
+from patchpar.shard.verification_cache import Verdicts
 
 FACTS = {"denoiser": "UNet2DConditionModel", "config": {"layers": 1}, "bands": 2, "dtype": "torch.float32"}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from patchpar.transport.shared_memory import SharedMemoryTransport
+from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 
 
 def connected(world: int, *, deadline: float = 10.0) -> list[SharedMemoryTransport]:

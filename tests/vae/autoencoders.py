@@ -17,11 +17,11 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from patchpar.exchange import Door
-from patchpar.mesh import Axis
-from patchpar.transport import Transport
-from patchpar.vae.join import tensors_of
-from patchpar.vae.split import Call, SplitMethod
+from patchpar.comm.collectives import Door
+from patchpar.comm.transport import Transport
+from patchpar.plan.mesh import Axis
+from patchpar.shard.vae.outputs import tensors_of
+from patchpar.shard.vae.split import Call, SplitMethod
 from tests.tiny import autoencoders
 from tests.tiny.weights import enliven, seeded
 from tests.unit.threads import on_threads

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from patchpar.comm.collectives import Door
+from patchpar.comm.transport import Transport
 from patchpar.errors import UnsupportedModel
-from patchpar.exchange import Door
-from patchpar.patches import split_bands
-from patchpar.share import Share
-from patchpar.transport import Transport
-from patchpar.vae import attention
-from patchpar.vae.band import Band
-from patchpar.vae.functions import Functions
-from patchpar.vae.split import Call, SplitMethod
+from patchpar.plan.bands import split_bands
+from patchpar.shard.local_patch import Share
+from patchpar.shard.vae import attention
+from patchpar.shard.vae.band import Band
+from patchpar.shard.vae.functions import Functions
+from patchpar.shard.vae.split import Call, SplitMethod
 from tests.unit.threads import on_threads
 
 from .autoencoders import axis_of, build, given, raised, structured

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from patchpar.exchange import Door
-from patchpar.transport import Incoming, Outgoing, Pending, Stall, Transport
-from patchpar.vae.split import Call, SplitMethod
+from patchpar.comm.collectives import Door
+from patchpar.comm.transport import Incoming, Outgoing, Pending, Stall, Transport
+from patchpar.shard.vae.split import Call, SplitMethod
 from tests.breadth import first_of
 from tests.unit.threads import on_threads
 

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from patchpar.cli import app
+from patchpar.comm.collectives import Door
+from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError, UnsupportedModel, VerificationError
-from patchpar.exchange import Door
-from patchpar.mesh import Mesh
-from patchpar.start import way_and_network
-from patchpar.transport import Transport
-from patchpar.vae.choice import WAYS, check_way
-from patchpar.vae.course import StillNeeded
-from patchpar.vae.parallel import ParallelVaes
-from patchpar.verdicts import Verdicts
+from patchpar.pipeline.startup import way_and_network
+from patchpar.plan.mesh import Mesh
+from patchpar.shard.vae.call_state import StillNeeded
+from patchpar.shard.vae.modes import WAYS, check_way
+from patchpar.shard.vae.parallel import ParallelVaes
+from patchpar.shard.verification_cache import Verdicts
 from tests.tensors import psnr_db
 from tests.unit.threads import on_threads
 

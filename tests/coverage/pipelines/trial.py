@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from patchpar.call import DrawOptions, RandomState
-from patchpar.engine import Engine
+from patchpar.comm.pytree import with_own_lists
 from patchpar.errors import PatchparError
-from patchpar.plan import Plan
-from patchpar.strategies.data import PICTURES
-from patchpar.tree import with_own_lists
+from patchpar.pipeline.messages import DrawOptions, RandomState
+from patchpar.pipeline.runner import Engine
+from patchpar.plan.plan import Plan
+from patchpar.strategies.data.split import PICTURES
 from tests.coverage.trial import LIMIT, SEEN, distance
 from tests.ranks import Place
 

@@ -1,0 +1,97 @@
+"""`patchpar app`: the demo, a page in the browser."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+
+from patchpar.cli.console import friendly_errors
+from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Format, Model, check_deadline, given
+from patchpar.errors import PlanError
+from patchpar.models.task_check import Errand
+
+ERRAND = Errand(verb="app")
+NAME = "patchpar_app"
+"""Under this name the package of the demo is imported, wherever it lies: `app` itself could be anybody's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class App:
+    """The flags of `app`."""
+
+    model: Model = "embedded"
+    devices: Annotated[str, typer.Option(help="As of generate; without a GPU, auto is two CPU workers.")] = "auto"
+    face: Annotated[str, typer.Option(help="A folder of a model that streams a face that talks.")] = FACE
+    host: Annotated[str, typer.Option(help="127.0.0.1 is this machine only; 0.0.0.0 is everybody.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="0 is any that is free.")] = 7860
+    auth: Annotated[
+        str | None, typer.Option(help="NAME:PASSWORD, or a file with such a line for each user.", show_default=False)
+    ] = None
+    open: Annotated[bool, typer.Option("--open", help="Serve beyond this machine though nobody has to log in.")] = False
+    dtype: Format = None
+    variant: Annotated[str | None, typer.Option(help="Weight files to take, such as fp16.")] = None
+    deadline: Deadline = DEADLINE
+    debug: Debug = False
+
+
+def serve_app(request: App) -> None:
+    """Start the demo: a page to try, see and measure all of this. Ctrl-C ends it."""
+    with friendly_errors(request.debug):
+        check_deadline(request.deadline)
+        typer.echo("Starting the page.", err=True)  # importing what it needs takes seconds
+        ERRAND.check_model(request.model, _loading(request))  # before gradio is missed: that can be installed
+        demo = demo_package()
+        server, workers = (import_module(f"{demo.__name__}.{name}") for name in ("server", "workers"))
+        address = server.Address(
+            host=request.host, port=request.port, users=server.read_users(request.auth), is_open=request.open
+        )
+        devices, options = workers.devices_of(request.devices), _loading(request)
+        setup = workers.Setup(
+            model=request.model, devices=devices, face=_face(request), options=options, deadline=request.deadline
+        )
+        server.serve(setup, address, _tell, lambda: typer.echo("Ending the page and its workers.", err=True))
+
+
+def _tell(url: str) -> None:
+    typer.echo(f"Open {url} in a browser. Its workers are starting meanwhile; ctrl-C ends it.")
+
+
+def _loading(request: App) -> dict[str, Any]:
+    return given(torch_dtype=None if request.dtype is None else request.dtype.value, variant=request.variant)
+
+
+def _face(request: App) -> str:
+    if request.face != FACE and not Path(request.face).is_dir():
+        raise PlanError(f"--face {request.face}: there is no such folder")
+    return request.face
+
+
+def demo_package() -> ModuleType:
+    """The demo, from inside the installed package or beside it in a clone. Raises PlanError without gradio."""
+    if importlib.util.find_spec("gradio") is None:
+        raise PlanError("the demo needs gradio, which is not installed: pip install 'patchpar[app]'")
+    if NAME in sys.modules:
+        return sys.modules[NAME]
+    package = Path(__file__).parent.parent
+    for folder in (package / "app", package.parent / "app"):
+        if (folder / "__init__.py").is_file():
+            return _imported(folder)
+    raise PlanError(f"the demo is missing: neither {package} nor {package.parent} has a folder app")
+
+
+def _imported(folder: Path) -> ModuleType:
+    places = [str(folder)]
+    found = importlib.util.spec_from_file_location(NAME, folder / "__init__.py", submodule_search_locations=places)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    sys.modules[NAME] = module
+    found.loader.exec_module(module)
+    return module

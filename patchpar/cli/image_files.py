@@ -1,0 +1,38 @@
+"""Pictures on disk: is the path good, before the run; whole files or none, after it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from patchpar.cli.output_files import check_place, written_whole
+from patchpar.errors import PlanError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+LARGE = 1024 * 1024  # pixels: below that compressing takes no time
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+
+
+def names_for(path: Path, count: int) -> list[Path]:
+    """`out.png` for one picture; `out-1.png`, `out-2.png` ... for several."""
+    if count == 1:
+        return [path]
+    return [path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(1, count + 1)]
+
+
+def check_writable(path: Path) -> None:
+    """Raise PlanError if a picture cannot be written to `path`. To be called before the work is done."""
+    if path.suffix.lower() not in SUFFIXES:
+        known = ", ".join(SUFFIXES)
+        raise PlanError(f"cannot write {path}: the suffix {path.suffix!r} names no picture format; use one of {known}")
+    check_place(path, "--output", "picture.png")
+
+
+def save(picture: Image, path: Path) -> None:
+    """Whole, or not at all. PNG of a large image is compressed less: a fifth of the time, for a sixth more bytes."""
+    is_large = picture.width * picture.height > LARGE
+    options: dict[str, Any] = {"compress_level": 1} if path.suffix.lower() == ".png" and is_large else {}
+    with written_whole(path) as beside:
+        picture.save(beside, **options)

@@ -1,0 +1,55 @@
+"""Open the pipeline that flags ask for and call it once, with a bar that shows the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+from patchpar.cli.console import progress
+from patchpar.cli.flags import Asked, Opened, plan_of
+from patchpar.cli.shutdown import ended_at_once
+from patchpar.models.task import purpose_of
+from patchpar.models.task_check import Errand
+
+Keep = Callable[[Any], Any]
+
+
+def itself(output: Any) -> Any:
+    """Nothing is made of the output yet."""
+    return output
+
+
+def draw(
+    request: Asked, errand: Errand, arguments: Callable[[], dict[str, Any]], keep: Keep = itself
+) -> tuple[Any, Any]:
+    """(figures of the call, what `keep` made of its output). `arguments` may be slow: workers start meanwhile."""
+    return drawn_by(request, errand, lambda pipe: pipe(**arguments()), keep)
+
+
+def drawn_by(
+    request: Opened, errand: Errand, call: Callable[[Any], Any], keep: Keep = itself, **options: Any
+) -> tuple[Any, Any]:
+    """(figures of the call, what `keep` made of its result). `options` are of how the pipeline is loaded.
+
+    `call` takes the pipeline. `keep` works while the workers stop, on the cores that they leave. Raises PlanError for a
+    model that cannot do `errand`: before it is loaded where its folder tells, else before any rank works.
+    """
+    errand.check_model(request.model, request.for_loading())
+    from patchpar import ParallelPipeline
+    from patchpar.models.quiet_libraries import hush
+
+    hush()
+    plan = plan_of(request.plan, request.strategy, request.devices)
+    opened = {"devices": request.devices, "plan": plan, **request.for_loading(), **options}
+    with ThreadPoolExecutor(1) as aside, progress("drawing") as step, ExitStack() as stack:
+        with ended_at_once():
+            pipe = stack.enter_context(ParallelPipeline.from_pretrained(request.model, **opened))
+            errand.check(purpose_of(pipe.description.pipeline))
+            pipe.set_progress_bar_config(disable=True)
+            pipe.on_step, pipe.tracing = step, request.trace is not None
+            output = call(pipe)
+        kept = aside.submit(keep, output)
+        run = pipe.last_run
+    return run, kept.result()

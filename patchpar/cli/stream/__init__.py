@@ -1,0 +1,1 @@
+"""The verb `patchpar stream`, and `patchpar replay`."""

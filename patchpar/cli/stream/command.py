@@ -1,0 +1,24 @@
+"""`patchpar stream`: video while it is being made, out of sound, a face and a prompt; or frames drawn anew."""
+
+from __future__ import annotations
+
+from patchpar.cli.console import friendly_errors
+from patchpar.cli.stream.flags import Stream
+
+
+def stream(request: Stream) -> None:
+    """Show a video while it is made; save it with its sound."""
+    with friendly_errors(request.debug):
+        request.check()
+        if request.dry_run:
+            from patchpar.cli.stream.forecast import forecast
+
+            forecast(request)
+        elif request.input is not None:
+            from patchpar.cli.stream.images import stream_pictures
+
+            stream_pictures(request)
+        else:
+            from patchpar.cli.stream.video import stream_video
+
+            stream_video(request)

@@ -1,0 +1,103 @@
+"""Flags of `patchpar stream`, and which of them go together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Devices, Format, Json, check_deadline, given
+from patchpar.cli.output_files import check_place
+from patchpar.cli.video_file import check_film
+from patchpar.errors import PlanError
+from patchpar.stream.web.server import check_port
+
+OF_VIDEO = ("audio", "reference", "seconds", "record")
+OF_PICTURES = ("steps", "strength", "guidance_scale", "negative_prompt", "height", "width")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """The flags of `stream`."""
+
+    prompt: Annotated[str, typer.Argument(help="What to show, where the model reads text.")] = ""
+    model: Annotated[str | None, typer.Option(help="By default embedded-face; with --input, embedded.")] = None
+    devices: Devices = "auto"
+    audio: Annotated[Path | None, typer.Option(help="Sound to speak; it gives the length.")] = None
+    reference: Annotated[Path | None, typer.Option(help="A picture whose looks the stream keeps.")] = None
+    seconds: Annotated[float | None, typer.Option(help="How long; else as --audio, or until ctrl-C.")] = None
+    input: Annotated[Path | None, typer.Option(help="Draw these anew: a folder of pictures, a film.")] = None
+    seed: Annotated[int, typer.Option(help="Same seed, same video.")] = 0
+    fps: Annotated[float | None, typer.Option(help="Frames per second; else the model's or film's.")] = None
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Frames and sound: .mp4, .mkv or .webm.")] = None
+    mjpeg: Annotated[int | None, typer.Option(help="A port to watch pictures at; 0 is any free one.")] = None
+    ws: Annotated[int | None, typer.Option(help="A port to watch film and sound at; 0 is any.")] = None
+    host: Annotated[str | None, typer.Option(help="Of these ports; else this machine only.")] = None
+    record: Annotated[Path | None, typer.Option(help="Take it down, for `patchpar replay`.")] = None
+    steps: Annotated[int | None, typer.Option(help="With --input: denoising steps.")] = None
+    strength: Annotated[float | None, typer.Option(help="With --input: how far from the frame, 0 to 1.")] = None
+    guidance_scale: Annotated[float | None, typer.Option(help="With --input: by default the pipeline's own.")] = None
+    negative_prompt: Annotated[str | None, typer.Option(help="With --input: what must not be seen.")] = None
+    height: Annotated[int | None, typer.Option(help="With --input: frames are cut and scaled to it.")] = None
+    width: Annotated[int | None, typer.Option(help="With --input: frames are cut and scaled to it.")] = None
+    dtype: Format = None
+    variant: Annotated[str | None, typer.Option(help="Weight files to take, such as fp16.")] = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print which rank would do what.")] = False
+    costs: Annotated[str | None, typer.Option(help="With --dry-run: seconds of one block, step=0.265,decode=0.15.")] = (
+        None
+    )
+    deadline: Deadline = DEADLINE
+    json: Json = False
+    debug: Debug = False
+
+    def check(self) -> None:
+        """Raise PlanError for flags that cannot be, before anything is started."""
+        self._check_kind()
+        for name in ("seconds", "fps", "steps", "height", "width"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise PlanError(f"--{name} {value}: it must be above 0")
+        check_deadline(self.deadline)
+        if (self.height is None) != (self.width is None):
+            raise PlanError("--height and --width: give both or none")
+        if not self.dry_run:
+            self._check_outputs()
+
+    def _check_kind(self) -> None:
+        takes_frames = self.input is not None
+        for name in OF_VIDEO if takes_frames else OF_PICTURES:
+            if getattr(self, name) is not None:
+                raise PlanError(f"--{name.replace('_', '-')} is {'not ' * takes_frames}for streams with --input")
+        if self.dry_run and takes_frames:
+            raise PlanError("--dry-run forecasts streams of a video model: leave out --input")
+        if self.costs is not None and not self.dry_run:
+            raise PlanError("--costs goes with --dry-run: a stream that runs is measured")
+
+    def _check_outputs(self) -> None:
+        if self.output is None and not self.is_live:
+            raise PlanError("nobody would see the frames: add --output talk.mp4, --mjpeg 8000 or --ws 8000")
+        if self.host is not None and not self.is_live:
+            raise PlanError(f"--host {self.host}: it goes with --mjpeg or --ws")
+        for flag, port in (("--mjpeg", self.mjpeg), ("--ws", self.ws)):
+            check_port(port or 0, flag)
+        if self.output is not None:
+            check_film(self.output)
+        if self.record is not None:
+            check_place(self.record, "--record", "session.jsonl")
+
+    @property
+    def weights(self) -> str:
+        """The model; where none was named, the one of the package for this kind of stream."""
+        return self.model or (FACE if self.input is None else "embedded")
+
+    @property
+    def is_live(self) -> bool:
+        """Whether somebody may watch meanwhile: then frames come by the clock."""
+        return self.mjpeg is not None or self.ws is not None
+
+    def for_loading(self) -> dict[str, Any]:
+        """Keyword arguments of `from_pretrained`."""
+        dtype = None if self.dtype is None else self.dtype.value
+        return given(devices=self.devices, torch_dtype=dtype, variant=self.variant, deadline=self.deadline)

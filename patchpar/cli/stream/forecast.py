@@ -1,0 +1,88 @@
+"""`patchpar stream --dry-run`: which rank would do what, and how fast that would be, before any rank is started."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from patchpar.cli.console import print_json
+from patchpar.errors import PlanError
+
+if TYPE_CHECKING:
+    from patchpar.cli.stream.flags import Stream
+    from patchpar.stream.causal.model_folder import StreamFolder
+    from patchpar.stream.plan import StreamPlan
+
+COSTS = ("step", "decode", "link")
+
+
+def forecast(request: Stream) -> None:
+    """Print it. Raises PlanError."""
+    from patchpar.stream.causal.model_folder import StreamFolder
+    from patchpar.stream.plan import StreamPlan
+
+    folder = StreamFolder.read(request.weights)
+    plan = StreamPlan.even(folder.config.steps, number_of(request.devices))
+    found = _figures(plan, folder, request.costs)
+    if request.json:
+        print_json(found)
+    else:
+        _tell(found)
+
+
+def number_of(devices: str) -> int:
+    """How many devices are meant. A plain number need not be here: a dry run asks what would be."""
+    from patchpar.launch.devices import resolve_devices
+
+    return int(devices) if devices.isdigit() and int(devices) > 0 else len(resolve_devices(devices).names)
+
+
+def parse_costs(text: str) -> dict[str, float]:
+    """`step=0.265,decode=0.15` as seconds. Raises PlanError."""
+    found = {}
+    for part in text.split(","):
+        name, _, value = (word.strip() for word in part.partition("="))
+        try:
+            found[name] = float(value)
+        except ValueError:
+            raise PlanError(f"--costs {text}: {part!r} is no cost; write step=0.265,decode=0.15, in seconds") from None
+    if not {"step", "decode"} <= set(found) <= set(COSTS):
+        raise PlanError(f"--costs {text}: give step and decode, and link if it is known, in seconds")
+    return found
+
+
+def _figures(plan: StreamPlan, folder: StreamFolder, costs: str | None) -> dict[str, Any]:
+    from patchpar.stream.simulate import StreamCosts, simulate
+
+    due = folder.frames / folder.config.fps
+    stages = [str(stage) for stage in plan.stages]
+    found: dict[str, Any] = {
+        "plan": str(plan),
+        "stages": stages,
+        "frames_per_block": folder.frames,
+        "model_fps": folder.config.fps,
+        "seconds_per_block": due,
+    }
+    if costs is not None:
+        outcome = simulate(plan, StreamCosts(frames=folder.frames, **parse_costs(costs)))
+        found["forecast"] = {**asdict(outcome), "text": str(outcome), "keeps_up": outcome.fps >= folder.config.fps}
+    return found
+
+
+def _tell(found: dict[str, Any]) -> None:
+    typer.echo(found["plan"])
+    due, fps = found["seconds_per_block"], found["model_fps"]
+    typer.echo(
+        f"{found['frames_per_block']} frames per block: to keep up with {fps:g} frames/s, each of these may take "
+        f"{due:.3f} s"
+    )
+    for stage in found["stages"]:
+        typer.echo(f"  {stage}")
+    if "forecast" not in found:
+        typer.echo("how fast it would be: add --costs step=SECONDS,decode=SECONDS, of one block on one device")
+        return
+    typer.echo(found["forecast"]["text"])
+    if not found["forecast"]["keeps_up"]:
+        typer.echo(f"this does not keep up with {fps:g} frames/s: use more ranks, fewer steps or a smaller size")

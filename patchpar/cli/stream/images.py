@@ -1,0 +1,136 @@
+"""`patchpar stream --input`: the frames of a folder or a film, each drawn anew by an image pipeline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from patchpar.cli.console import stdout_kept_clean
+from patchpar.cli.flags import given
+from patchpar.cli.image_files import SUFFIXES
+from patchpar.cli.stream.outputs import Screens
+from patchpar.cli.stream.progress_line import Meter, living_line
+from patchpar.cli.stream.run import Part, Report, paced, show_all
+from patchpar.errors import PlanError
+from patchpar.models.image_file import check_pixels, read_picture
+from patchpar.models.task_check import Errand
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from patchpar.cli.stream.flags import Stream
+
+FPS = 16.0
+"""Of a folder of pictures, where --fps does not say otherwise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frames:
+    """Pictures of `source` one after another, at `fps` frames per second."""
+
+    source: Path
+    fps: float
+
+    @classmethod
+    def of(cls, source: Path, fps: float | None) -> Frames:
+        """Look whether there are any. Raises PlanError."""
+        if source.is_dir():
+            if not _pictures_in(source):
+                raise PlanError(f"--input {source}: this folder has no pictures, that is {', '.join(SUFFIXES)}")
+            return cls(source=source, fps=fps or FPS)
+        if not source.is_file():
+            raise PlanError(f"--input {source}: there is no such folder or film")
+        rate = _rate_of(source)
+        return cls(source=source, fps=fps or rate)
+
+    def __iter__(self) -> Iterator[Image]:
+        return self._from_folder() if self.source.is_dir() else self._from_film()
+
+    def _from_folder(self) -> Iterator[Image]:
+        return (read_picture(path, f"--input {path}") for path in _pictures_in(self.source))
+
+    def _from_film(self) -> Iterator[Image]:
+        import av
+
+        try:
+            with av.open(str(self.source)) as container:
+                for frame in container.decode(video=0):
+                    check_pixels(frame.width, frame.height, f"a frame of --input {self.source}")
+                    yield frame.to_image()
+        except av.FFmpegError as error:
+            raise PlanError(f"--input {self.source} is broken: {error}") from error
+
+
+def stream_pictures(request: Stream) -> None:
+    """Run it and report. Raises PlanError and what the ranks raise."""
+    assert request.input is not None
+    frames = Frames.of(request.input, request.fps)
+    Errand(verb="stream", has_picture=None).check_model(request.weights, request.for_loading())
+    with stdout_kept_clean(request.json), ExitStack() as ranks, ExitStack() as stack:  # films are closed before ranks
+        report = _run(request, frames, stack, ranks)
+    report.tell(request.json)
+    report.finish(is_endless=False)
+
+
+def _run(request: Stream, frames: Frames, stack: ExitStack, ranks: ExitStack) -> Report:
+    from patchpar import PictureStreamingPipeline
+    from patchpar.models.quiet_libraries import hush
+
+    hush()
+    screens = Screens.opened(request, frames.fps, None, stack)
+    say = screens.heard_by(stack.enter_context(living_line("starting")))
+    opened = {"takes_image": True, **request.for_loading()}
+    pipe = ranks.enter_context(PictureStreamingPipeline.from_pretrained(request.weights, **opened))
+    arguments = given(
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
+        num_inference_steps=request.steps,
+        strength=request.strength,
+        guidance_scale=request.guidance_scale,
+    )
+    meter = Meter()
+    session = pipe.stream(seed=request.seed, **arguments)
+    shots = session.map({"image": _sized(frame, request)} for frame in frames)
+    parts = _parts(shots, frames.fps)
+    ending = show_all(paced(parts) if request.is_live else parts, session, screens.all, meter, say, frames.fps)
+    written = [] if request.output is None else [request.output]
+    return Report(plan=repr(pipe), meter=meter, ending=ending, dropped=session.dropped, outputs=written)
+
+
+def _sized(frame: Image, request: Stream) -> Image:
+    if request.height is None or request.width is None:
+        return frame
+    from PIL import ImageOps
+
+    return ImageOps.fit(frame, (request.width, request.height))
+
+
+def _parts(shots: Iterator[Any], fps: float) -> Iterator[Part]:
+    import numpy as np
+    import torch
+
+    for shot in shots:
+        picture = torch.from_numpy(np.array(shot.picture.convert("RGB")))
+        yield Part(frames=picture[None], pts=shot.number / fps, audio=None, status="running")
+
+
+def _pictures_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
+
+
+def _rate_of(film: Path) -> float:
+    import av
+
+    try:
+        with av.open(os.fspath(film)) as container:
+            if not container.streams.video:
+                raise PlanError(f"--input {film} has no pictures: {container.format.name}")
+            stream = container.streams.video[0]
+            check_pixels(stream.codec_context.width, stream.codec_context.height, f"a frame of --input {film}")
+            return float(stream.average_rate or FPS)
+    except av.FFmpegError as error:
+        raise PlanError(f"--input {film} cannot be read as a film: {error}") from error

@@ -1,0 +1,104 @@
+"""`patchpar replay SESSION`: a stream that was taken down, made again bit for bit, and compared with what it was."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from patchpar.cli.console import friendly_errors, stdout_kept_clean
+from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Json, check_deadline
+from patchpar.cli.stream.progress_line import Meter, living_line
+from patchpar.cli.stream.run import Report, show_all
+from patchpar.cli.stream.video import parts_of
+from patchpar.cli.stream.video_file import film_at
+from patchpar.cli.video_file import check_film
+from patchpar.errors import PatchparError, PlanError
+
+if TYPE_CHECKING:
+    from patchpar.stream.recording import Recording
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """The flags of `replay`."""
+
+    session: Annotated[Path, typer.Argument(help="What `patchpar stream --record` has written.")]
+    model: Annotated[str | None, typer.Option(help="Where the model is now; needed unless it is a shipped one.")] = None
+    devices: Devices = "auto"
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A file for frames and sound.")] = None
+    deadline: Deadline = DEADLINE
+    json: Json = False
+    debug: Debug = False
+
+
+def replay(request: Replay) -> None:
+    """Make a stream again, on any devices, and compare its frames with those that were."""
+    with friendly_errors(request.debug):
+        check_deadline(request.deadline)
+        if request.output is not None:
+            check_film(request.output)
+        from patchpar.stream.recording import Recording
+
+        recording, differing = Recording.read(request.session), list[int]()
+        model = _model(request, recording.origin.model)
+        with stdout_kept_clean(request.json), ExitStack() as stack:
+            report = _run(request, model, recording, differing, stack)
+        report.tell(request.json, differing=differing)
+        report.finish(is_endless=False)
+        if differing:
+            raise PatchparError(
+                f"{len(differing)} of {len(recording.blocks)} blocks are not what they were, from block "
+                f"{differing[0]} on: another model, another version ({_made_with(recording)}), or another journal"
+            )
+        if not request.json:
+            typer.echo(f"{len(recording.blocks)} blocks, every frame as it was")
+
+
+def _model(request: Replay, recorded: str) -> str:
+    """What is loaded: a journal may be a stranger's, and does not choose. Raises PlanError."""
+    from patchpar.models.files import shipped_name
+
+    known = request.model or shipped_name(recorded)
+    if known is not None:
+        return known
+    asked = f"{request.session} was made with the model {recorded!r}."
+    if _can_be_asked() and typer.confirm(f"{asked} Load that?", default=False, err=True):
+        return recorded
+    raise PlanError(f"{asked} A journal does not choose what is loaded: say it with --model {recorded!r}, or another")
+
+
+def _can_be_asked() -> bool:
+    return sys.stdin.isatty()
+
+
+def _run(request: Replay, model: str, recording: Recording, differing: list[int], stack: ExitStack) -> Report:
+    from patchpar import StreamingPipeline
+
+    origin = recording.origin
+    say = stack.enter_context(living_line("starting"))
+    opened = {"devices": request.devices, "deadline": request.deadline, "config": origin.config, **origin.options}
+    pipe = stack.enter_context(StreamingPipeline.from_pretrained(model, **opened))
+    meter, plan = Meter(), str(pipe.plan)
+    session = pipe.replay(recording)
+    screens = [] if request.output is None else [stack.enter_context(film_at(request.output, origin.fps, pipe.rate))]
+    parts = parts_of(_compared(session, recording, differing), session)
+    ending = show_all(parts, session, screens, meter, say, origin.fps)
+    written = [] if request.output is None else [request.output]
+    return Report(plan=plan, meter=meter, ending=ending, dropped=0, outputs=written)
+
+
+def _compared(session: Any, recording: Recording, differing: list[int]) -> Iterator[Any]:
+    for chunk in session:
+        if not recording.is_as_it_was(chunk):
+            differing.append(chunk.block)
+        yield chunk
+
+
+def _made_with(recording: Recording) -> str:
+    return ", ".join(f"it was made with {name} {number}" for name, number in recording.origin.versions.items())

@@ -1,0 +1,63 @@
+"""A stream's frames and sound into a file, as they come: whole at the end, or not there at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from patchpar.cli.output_files import written_whole
+from patchpar.cli.video_file import CODECS, GOOD
+from patchpar.errors import PatchparError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONTAINERS = {".mp4": ("mp4", "aac"), ".mkv": ("matroska", "aac"), ".webm": ("webm", "libopus")}
+
+
+class StreamFilm:
+    """One film. Its size is that of the first frames."""
+
+    def __init__(self, path: Path, suffix: str, fps: float, rate: int | None) -> None:
+        self._path, self._suffix, self._fps, self._rate = path, suffix, fps, rate
+        self._writer: Any = None
+
+    def show(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
+        """Frames in uint8, due at `pts` seconds, and their sound. Raises PlanError for sides that are odd."""
+        if self._writer is None:
+            self._writer = self._opened(*frames_FHWC.shape[1:3])
+        self._writer.add(frames_FHWC, pts, audio_N)
+
+    def close(self) -> None:
+        """Finish. Raises PatchparError if there was no frame."""
+        if self._writer is None:
+            raise PatchparError("the stream ended before its first frame: there is nothing to save")
+        self._writer.close()
+
+    def _opened(self, height: int, width: int) -> Any:
+        from patchpar.stream.web.video_encoder import FilmFormat, FilmWriter
+
+        container, sound = CONTAINERS[self._suffix]
+        codec = CODECS[self._suffix]
+        form = FilmFormat(
+            fps=self._fps,
+            height=height,
+            width=width,
+            rate=self._rate,
+            container=container,
+            video=codec,
+            sound=sound,
+            options=GOOD[codec],
+        )
+        return FilmWriter(str(self._path), form)
+
+
+@contextmanager
+def film_at(path: Path, fps: float, rate: int | None) -> Iterator[StreamFilm]:
+    """A film that lies at `path` when all has gone well."""
+    with written_whole(path) as beside:
+        film = StreamFilm(beside, path.suffix.lower(), fps, rate)
+        yield film
+        film.close()

@@ -1,0 +1,154 @@
+"""A tensor whose values are still on their way: an ordinary tensor to whoever holds it, waited for at its first use.
+
+p = Delivery(specs, device, fetch).tensors[0]
+p.shape, p.dtype           known: no wait
+p[:, :64], p.float()       a part or a copy in another dtype: promised as well, no wait
+p - q                      fetches, then computes on plain tensors
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.comm.pytree import leaves, map_leaves
+
+# Names of torch's functions and methods: what needs no values, what gives parts of the same memory, what copies.
+_ASKS = {"size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "element_size", "get_device"}
+_ASKS |= {"storage_offset", "is_contiguous", "is_floating_point", "is_complex", "is_inference"}
+_PARTS = {"__get__", "__getitem__", "chunk", "split", "unbind", "narrow", "select", "unsqueeze", "squeeze", "expand"}
+_PARTS |= {"view", "view_as", "reshape", "flatten", "unflatten", "permute", "transpose", "movedim", "swapaxes"}
+_PARTS |= {"detach", "contiguous"}
+_COPIES = {"float", "half", "bfloat16", "double", "to", "type", "clone"}
+
+
+class Delivery:
+    """Tensors of one message. `fetch` blocks until it is here and returns their values.
+
+    `own_shares`: what this rank has already of each, where the tensors are whole batches; see `Batch.share`.
+    `share_shapes`: of each, the shapes of the shares of all ranks, where these differ.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        device: torch.device,
+        fetch: Callable[[], Sequence[Tensor]],
+        own_shares: Sequence[Tensor] = (),
+        share_shapes: Sequence[Sequence[tuple[int, ...]]] = (),
+    ) -> None:
+        self._fetch: Callable[[], Sequence[Tensor]] | None = fetch
+        self._buffers = [_void(shape, dtype, device) for shape, dtype in specs]
+        self._later: list[Callable[[], object]] = []
+        self._own_shares, self._share_shapes = list(own_shares), list(share_shapes)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The promises. Not kept here: who drops them frees their memory."""
+        return [Promise.on(buffer, self, index) for index, buffer in enumerate(self._buffers)]
+
+    @property
+    def pending(self) -> bool:
+        """Whether the values are still to be fetched."""
+        return self._fetch is not None
+
+    def settle(self) -> None:
+        """Fetch the values, unless that has been done. Whatever `fetch` raises is raised at every further use."""
+        if self._fetch is None:
+            return
+        for buffer, value in zip(self._buffers, self._fetch(), strict=True):
+            buffer.copy_(value)
+        for fill in self._later:
+            fill()
+        self._fetch = None
+        self._later.clear()
+
+    def own_share(self, index: int | None) -> Tensor | None:
+        """What this rank has of a promised whole, as long as nobody had need of the rest, who may have changed it."""
+        return self._own_shares[index] if self.pending and self._own_shares and index is not None else None
+
+    def share_shapes(self, index: int | None) -> Sequence[tuple[int, ...]] | None:
+        """The shapes of all ranks' shares of a promised whole, where they differ."""
+        return self._share_shapes[index] if self._share_shapes and index is not None else None
+
+    def copied(self, copy: Callable[[], Tensor]) -> Tensor:
+        """A promise of what `copy` makes of the values once they are here."""
+        result = copy()
+        self._later.append(lambda: result.copy_(copy()))
+        return Promise.on(result, self)
+
+
+def _void(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Not-a-number where there is one, so that a use that escapes us cannot pass for a result."""
+    return torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
+
+
+class Promise(Tensor):
+    """See the head of this file. Made by `Delivery` only."""
+
+    _delivery: Delivery
+    _index: int | None
+
+    @classmethod
+    def on(cls, buffer: Tensor, delivery: Delivery, index: int | None = None) -> "Promise":
+        """The promise that `delivery` will fill `buffer`, which is its tensor `index` or a part or copy of one."""
+        promise = buffer.as_subclass(cls)
+        promise._delivery, promise._index = delivery, index
+        return promise
+
+    @property
+    def own_share(self) -> Tensor | None:
+        """See `Delivery.own_share`."""
+        return self._delivery.own_share(self._index)
+
+    @property
+    def share_shapes(self) -> Sequence[tuple[int, ...]] | None:
+        """See `Delivery.share_shapes`."""
+        return self._delivery.share_shapes(self._index)
+
+    def with_values(self, values: Tensor) -> Tensor:
+        """A promise like this one that is kept already, with values of the same shape."""
+        return Promise.on(values, self._delivery, self._index)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Called by torch in place of every operation that has a promise among its arguments."""
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        first = args[0] if args and isinstance(args[0], Promise) else None
+        plain_args, plain_kwargs = map_leaves(_plain, args), map_leaves(_plain, kwargs)
+
+        def run() -> Any:
+            return func(*plain_args, **plain_kwargs)
+
+        if first is not None and first._delivery.pending and not _promises_in((args[1:], kwargs)):
+            if name in _ASKS:
+                return run()
+            if name in _PARTS or name in _COPIES:
+                result = run()
+                if _are_parts(result, plain_args[0]):
+                    return map_leaves(lambda x: Promise.on(x, first._delivery) if isinstance(x, Tensor) else x, result)
+                if name in _COPIES and isinstance(result, Tensor):
+                    return first._delivery.copied(run)
+        for promise in _promises_in((args, kwargs)):
+            promise._delivery.settle()
+        return run()
+
+
+def _promises_in(tree: Any) -> list[Promise]:
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Promise)]
+
+
+def _plain(x: Any) -> Any:
+    if not isinstance(x, Promise):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(Tensor)
+
+
+def _are_parts(result: Any, whole: Tensor) -> bool:
+    """Whether all tensors of `result` lie in the memory of `whole`; true where there is none."""
+    address = whole.untyped_storage().data_ptr()
+    return all(x.untyped_storage().data_ptr() == address for x in leaves(result) if isinstance(x, Tensor))

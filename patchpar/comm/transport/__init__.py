@@ -1,0 +1,28 @@
+"""How bytes travel between ranks. Everything above speaks of exchanges; nothing above knows which transport it has.
+
+    shared_memory    ranks of one host: one copy into shared memory, a doorbell through a socket, one copy out
+    torch_p2p        NCCL between GPUs, gloo between hosts: torch.distributed point-to-point messages
+    probe            an engine that sends one message from each rank to each
+    delayed          either of them behind a slower link than it has, for measuring
+
+Messages between two ranks arrive in the order they were sent. Every rank runs the same exchanges in the same order,
+so messages need no tags.
+"""
+
+from patchpar.comm.transport.connect import alone, connect
+from patchpar.comm.transport.delayed import DelayedTransport
+from patchpar.comm.transport.message import Incoming, Outgoing, Pending, Spec, Stall, Transport
+from patchpar.comm.transport.monitored import watched
+
+__all__ = [
+    "DelayedTransport",
+    "Incoming",
+    "Outgoing",
+    "Pending",
+    "Spec",
+    "Stall",
+    "Transport",
+    "alone",
+    "connect",
+    "watched",
+]

@@ -1,0 +1,148 @@
+"""Choose a transport and connect it. Collective: every rank calls it, equally often."""
+
+import contextlib
+import errno
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from itertools import combinations
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from patchpar.comm.transport.message import Transport
+from patchpar.comm.transport.monitored import Watched
+from patchpar.comm.transport.shared_memory import SharedMemoryTransport
+from patchpar.comm.transport.torch_p2p import TorchTransport
+from patchpar.errors import ExchangeError
+
+PEER = struct.Struct("<I")  # whom the socket that comes with it leads to
+HERE = b"h"  # each rank says so to each other, or a rank that did not connect would be missed only much later
+CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere only a later exec would inherit
+RETRY_SECONDS = 0.01
+
+
+class Place(Watched, Protocol):
+    """What has to be known of a rank: `launch.context.RankContext` says what each means."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def links(self) -> Mapping[int, socket.socket] | None: ...
+
+
+def connect(place: Place, *, through: str = "auto") -> Transport:
+    """Connect this rank with all others. Its limit bounds every wait, here and of the transport.
+
+    `through` is "auto", "shared_memory" or "torch" (the default group of torch.distributed, which has to be there).
+    Auto takes shared memory where all ranks live on one host and do not talk through NCCL. Raises ExchangeError, also
+    where a rank does not connect: what it did not take, it would take for its part of the next connection.
+    """
+    device = torch.device(place.device)
+    if through == "torch" or (through == "auto" and (place.links is None or _over_nccl(device))):
+        return TorchTransport(device, place.wait_limit)
+    if place.links is None:
+        raise ExchangeError(f"rank {place.rank}: shared memory needs all ranks on one host, met without torch's group")
+    with place.waiting:
+        lines = _handed_out(place, place.links) if place.rank == 0 else _taken(place, place.links[0])
+        _greet(place, lines)
+    return SharedMemoryTransport(place.rank, lines, device, place.wait_limit)
+
+
+def alone(place: Place) -> Transport:
+    """For a rank that has no others."""
+    return SharedMemoryTransport(0, {}, torch.device(place.device), place.wait_limit)
+
+
+def _over_nccl(device: torch.device) -> bool:
+    return device.type != "cpu" and dist.is_initialized() and dist.get_backend() != "gloo"
+
+
+def _handed_out(place: Place, links: Mapping[int, socket.socket]) -> dict[int, socket.socket]:
+    """On rank 0: make a socket pair for every two ranks, and give both their ends. Returns our own."""
+    own: dict[int, socket.socket] = {}
+    give_up = time.monotonic() + place.wait_limit
+    try:
+        for lower, higher in combinations(range(place.world_size), 2):
+            ends = socket.socketpair()
+            with ends[1]:
+                _send(links[higher], higher, ends[1], lower, give_up)
+            if lower == 0:
+                own[higher] = ends[0]
+                continue
+            with ends[0]:
+                _send(links[lower], lower, ends[0], higher, give_up)
+    except (OSError, ExchangeError) as error:
+        for line in own.values():
+            line.close()
+        raise ExchangeError(f"rank 0 cannot connect the ranks: {error}") from error
+    return own
+
+
+def _send(link: socket.socket, rank: int, end: socket.socket, peer: int, give_up: float) -> None:
+    """Give `rank` its end of the pair with `peer`. Raises ExchangeError if it does not take it in time."""
+    while True:
+        link.settimeout(max(RETRY_SECONDS, give_up - time.monotonic()))
+        try:
+            socket.send_fds(link, [PEER.pack(peer)], [end.fileno()])  # so few bytes go whole or not at all
+            return
+        except OSError as error:
+            # The kernel lets only so many descriptors be under way that nobody has taken yet.
+            late = time.monotonic() > give_up
+            if error.errno != errno.ETOOMANYREFS or late:
+                silent = late or isinstance(error, TimeoutError)
+                raise ExchangeError(f"rank {rank} {'does not answer' if silent else 'is gone'} ({error})") from error
+            time.sleep(RETRY_SECONDS)
+
+
+def _taken(place: Place, link: socket.socket) -> dict[int, socket.socket]:
+    """On the other ranks: one socket to each peer, as rank 0 hands them out."""
+    lines: dict[int, socket.socket] = {}
+    link.settimeout(place.wait_limit)
+    try:
+        while len(lines) < place.world_size - 1:
+            data, descriptors, _, _ = socket.recv_fds(link, PEER.size, 1, CLOSE_ON_EXEC)
+            if not data:
+                raise ConnectionResetError("it has closed the connection")
+            lines[PEER.unpack(data)[0]] = socket.socket(fileno=descriptors[0])
+    except OSError as error:
+        for line in lines.values():
+            line.close()
+        state = f"has not answered for {place.wait_limit:g} s" if isinstance(error, TimeoutError) else "is gone"
+        raise ExchangeError(f"rank {place.rank} cannot connect to the others: rank 0 {state} ({error})") from error
+    return lines
+
+
+def _greet(place: Place, lines: Mapping[int, socket.socket]) -> None:
+    """Wait until every rank has connected. Raises ExchangeError, with all lines closed."""
+    give_up = time.monotonic() + place.wait_limit
+    for line in lines.values():
+        with contextlib.suppress(OSError):  # who is gone is found below
+            line.sendall(HERE)
+    for peer, line in lines.items():
+        try:
+            line.settimeout(max(RETRY_SECONDS, give_up - time.monotonic()))
+            if not line.recv(len(HERE)):
+                raise ConnectionResetError("it has closed the connection")
+        except OSError as error:
+            raise _missed(place, peer, lines, error) from error
+
+
+def _missed(place: Place, peer: int, lines: Mapping[int, socket.socket], error: OSError) -> ExchangeError:
+    """What to say of a rank that does not connect. Closes all lines."""
+    for line in lines.values():
+        line.close()
+    state = f"has not connected within {place.wait_limit:g} s" if isinstance(error, TimeoutError) else "is gone"
+    return ExchangeError(
+        f"rank {place.rank} cannot connect to the others: rank {peer} {state} ({error}); every rank has to connect, "
+        "also one that takes no part in what follows"
+    )

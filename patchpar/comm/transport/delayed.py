@@ -1,0 +1,137 @@
+"""A slower link than the one there is: messages arrive no earlier than a given latency and rate would let them.
+
+For measuring strategies on a link you do not have. Two ranks of one host can so tell what an exchange would cost over
+Ethernet, and what of it is hidden behind computing.
+
+    send         |<- bytes / rate ->|<- latency ->|  stamp = when it is there
+    the next one                    |<- bytes / rate ->|<- latency ->|
+
+Every rank has one outgoing link, and its messages leave one after the other; one to several ranks leaves once for
+each. The sender stamps each message with the time of its arrival and the receiver sleeps until then. The clock is
+CLOCK_MONOTONIC, which all processes of a host share: ranks of different hosts cannot use this.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from patchpar.comm.transport.message import Incoming, Outgoing, Pending, Spec, Stall, Transport
+from patchpar.errors import ExchangeError, PlanError
+
+STAMP = Spec((1,), torch.int64)  # nanoseconds of the monotonic clock; not counted as bytes of the message
+NANO = 1_000_000_000
+
+
+class DelayedTransport:
+    """`inner` behind a link of `latency` seconds and `rate` bytes per second; infinity is no limit.
+
+    `overtake`: messages of at most that many bytes do not queue behind larger ones, as on a link that serves several
+    streams in turn; they still take their share of it. 0 is one queue. All ranks of a group wrap their transport, or
+    none. `latency`, `rate` and `overtake` may be changed between exchanges. Raises PlanError.
+    """
+
+    def __init__(self, inner: Transport, *, latency: float = 0.0, rate: float = math.inf, overtake: int = 0) -> None:
+        if not latency >= 0 or not rate > 0 or math.isinf(latency):
+            raise PlanError(f"latency={latency!r} s, rate={rate!r} bytes/s: use a latency >= 0 and a rate > 0")
+        self.inner, self.latency, self.rate, self.overtake = inner, latency, rate, overtake
+        self.rank, self.device = inner.rank, inner.device
+        self._link_free = self._lane_free = 0.0
+
+    @property
+    def deadline(self) -> float:
+        """Seconds that one wait may take."""
+        return self.inner.deadline
+
+    @deadline.setter
+    def deadline(self, seconds: float) -> None:
+        self.inner.deadline = seconds
+
+    @property
+    def waiting(self) -> AbstractContextManager[None]:
+        """Entered while the process does nothing but wait for another rank."""
+        return self.inner.waiting
+
+    @waiting.setter
+    def waiting(self, shown: AbstractContextManager[None]) -> None:
+        self.inner.waiting = shown
+
+    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "DelayedPending":
+        """Start sending and receiving; `where` names the seam in errors. Returns at once."""
+        stamped = [
+            Outgoing((peer,), (self._stamp(message), *message.tensors))
+            for message in outgoing
+            for peer in message.peers
+        ]
+        expected = [_with_stamp(message) for message in incoming]
+        return DelayedPending(self, self.inner.swap(stamped, expected, where), incoming, where)
+
+    def _stamp(self, message: Outgoing) -> Tensor:
+        """When one copy of `message` is there; the link is taken until it has left."""
+        num_bytes = message.num_bytes // len(message.peers)
+        now, taken = time.monotonic(), num_bytes / self.rate
+        self._link_free = left = max(now, self._link_free) + taken
+        if num_bytes <= self.overtake:
+            self._lane_free = left = max(now, self._lane_free) + taken
+        return torch.tensor([math.ceil((left + self.latency) * NANO)], dtype=STAMP.dtype, device=self.device)
+
+    def close(self) -> None:
+        """Close what is inside. Idempotent."""
+        self.inner.close()
+
+
+class DelayedPending:
+    """Messages that are handed out when their link would have brought them."""
+
+    def __init__(self, transport: DelayedTransport, pending: Pending, incoming: Sequence[Incoming], where: str) -> None:
+        self._transport, self._pending, self._incoming, self._where = transport, pending, incoming, where
+
+    def is_here(self, index: int) -> bool:
+        """Whether one message has come, and its link would have brought it by now."""
+        return self._pending.is_here(index) and _there(self._pending.wait_for(index)[0]) <= time.monotonic()
+
+    def wait_for(self, index: int) -> list[Tensor]:
+        """Tensors of one message. Raises ExchangeError."""
+        give_up = time.monotonic() + self._transport.deadline
+        stamp, *tensors = self._pending.wait_for(index)
+        self._sleep(stamp, self._incoming[index], give_up)
+        return tensors
+
+    def wait(self) -> list[list[Tensor]]:
+        """Tensors of all messages; ours have been handed to the link. Raises ExchangeError."""
+        give_up = time.monotonic() + self._transport.deadline
+        received = []
+        for message, (stamp, *tensors) in zip(self._incoming, self._pending.wait(), strict=True):
+            self._sleep(stamp, message, give_up)
+            received.append(tensors)
+        return received
+
+    def stalls(self) -> Sequence[Stall]:
+        """None: stamps are read, so that the process has waited."""
+        return ()
+
+    def _sleep(self, stamp: Tensor, message: Incoming, give_up: float) -> None:
+        """Until the message is there. Sleeping leaves the core to the other ranks, as waiting for a link would."""
+        there = _there(stamp)
+        while (now := time.monotonic()) < min(there, give_up):
+            time.sleep(min(there, give_up) - now)
+        if now < there:
+            line = self._transport
+            shapes = ", ".join(f"{spec.shape} {spec.dtype}" for spec in message.specs) or "nothing"
+            raise ExchangeError(
+                f"rank {line.rank} at {self._where}: the link of {line.rate:g} bytes/s and {line.latency:g} s brings "
+                f"the message of rank {message.peer} ({shapes}) {there - now:.3g} s after the deadline of "
+                f"{line.deadline:g} s: raise the deadline or the rate"
+            )
+
+
+def _there(stamp: Tensor) -> float:
+    """When a message is there, by time.monotonic."""
+    return int(stamp.item()) / NANO
+
+
+def _with_stamp(message: Incoming) -> Incoming:
+    return Incoming(message.peer, (STAMP, *message.specs), message.into and (None, *message.into))

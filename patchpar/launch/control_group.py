@@ -1,0 +1,291 @@
+"""How ranks with a caller each agree: what rank 0 says goes to all, and what each says is gathered by all.
+
+LinkControl     on one host, through sockets to rank 0: who has gone is known at once, and by number
+GroupControl    between hosts, through a gloo group of torch.distributed
+
+rank 0                    the others
+  | <------- WORD --------- |           of a gathering: from each, when it gets there
+  | -------- HERE --------> |           rank 0 has got there; how long it waits for the rest
+  | -------- ALL ---------> |           what everybody said; or who has gone, or is late
+  | -------- REPLY -------> |           at any time between two gatherings
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import selectors
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from patchpar.errors import LaunchError, WorkerDied, WorkerError, WorkerHung
+from patchpar.launch.executor import CallAborted
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
+REPLY_SECONDS = 3600.0  # how long rank 0's caller may take: nobody stands by to watch, so there has to be a limit
+MARGIN = 5.0  # s for the verdict of rank 0 to come
+HEAD = struct.Struct("<BQQ")  # kind, number of the gathering, length
+REPLY, HERE, WORD, ALL = range(4)
+CLOSED = "this executor is closed; make a new one"
+
+
+class Control(Protocol):
+    """One rank's end. All ranks make the same calls of it."""
+
+    def broadcast(self, data: bytes) -> bytes:
+        """Rank 0's data, on all ranks. Raises WorkerDied, WorkerHung, and CallAborted if rank 0 has gone on."""
+
+    def gather(self, data: bytes, patience: float) -> list[bytes]:
+        """What each rank gives, in order. Raises WorkerDied, and WorkerHung after `patience` seconds."""
+
+    def leave(self) -> None:
+        """Let go of it. Harmless when done twice."""
+
+
+class Frame(NamedTuple):
+    """One message of a link."""
+
+    kind: int
+    number: int
+    data: bytes
+
+
+class _Link:
+    """A socket that brings frames."""
+
+    def __init__(self, rank: int, sock: socket.socket) -> None:
+        self.rank, self.sock = rank, sock
+        self._bytes = bytearray()
+
+    def send(self, frame: Frame) -> None:
+        """Raises WorkerDied if the other end has gone."""
+        self.sock.settimeout(REPLY_SECONDS)
+        try:
+            self.sock.sendall(HEAD.pack(frame.kind, frame.number, len(frame.data)) + frame.data)
+        except OSError as error:
+            raise gone(self.rank) from error
+
+    def take(self) -> Frame | None:
+        """A frame that has come whole."""
+        if len(self._bytes) < HEAD.size:
+            return None
+        kind, number, length = HEAD.unpack_from(self._bytes)
+        if len(self._bytes) < HEAD.size + length:
+            return None
+        data = bytes(self._bytes[HEAD.size : HEAD.size + length])
+        del self._bytes[: HEAD.size + length]
+        return Frame(kind, number, data)
+
+    def read(self, seconds: float) -> None:
+        """Take in what comes next. Raises TimeoutError if nothing does, WorkerDied if the other end has gone."""
+        self.sock.settimeout(max(seconds, 1e-3))
+        try:
+            data = self.sock.recv(1 << 18)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise gone(self.rank) from error
+        if not data:
+            raise gone(self.rank)
+        self._bytes += data
+
+
+def gone(rank: int) -> WorkerDied:
+    """The error for a rank that has closed its end."""
+    return WorkerDied(f"rank {rank} has gone: its process has ended, or has closed its pipeline", rank=rank)
+
+
+class LinkControl:
+    """A Control through sockets: on rank 0 one to each other rank, there one to rank 0."""
+
+    def __init__(self, rank: int, world_size: int, links: Mapping[int, socket.socket]) -> None:
+        self._rank, self._world = rank, world_size
+        self._links = {peer: _Link(peer, sock) for peer, sock in links.items()}
+        self._gathers = 0
+        self._early: deque[Frame] = deque()  # of rank 0, for the gathering that we have not got to
+        self._is_left = False
+
+    def broadcast(self, data: bytes) -> bytes:
+        """See Control."""
+        self._check()
+        if self._rank == 0:
+            for link in self._links.values():
+                link.send(Frame(REPLY, self._gathers, data))
+            return data
+        try:
+            frame = self._heard(time.monotonic() + REPLY_SECONDS)
+        except TimeoutError as error:
+            raise WorkerHung(f"rank 0 has not answered for {REPLY_SECONDS:.0f} s", rank=0) from error
+        if frame.kind == REPLY:
+            return frame.data
+        self._early.append(frame)
+        raise CallAborted("rank 0 has ended the call")
+
+    def gather(self, data: bytes, patience: float) -> list[bytes]:
+        """See Control."""
+        self._check()
+        self._gathers += 1
+        return self._collect(data, patience) if self._rank == 0 else self._contribute(data, patience)
+
+    def _collect(self, data: bytes, patience: float) -> list[bytes]:
+        words, dead = {0: data}, set[int]()
+        give_up = time.monotonic() + patience
+        with selectors.DefaultSelector() as selector:
+            for link in self._links.values():
+                selector.register(link.sock, selectors.EVENT_READ, link)
+                with contextlib.suppress(WorkerDied):  # read out what it said before
+                    link.send(Frame(HERE, self._gathers, struct.pack("<d", patience)))
+                self._listen(link, words)
+            while len(words) < self._world and not dead and (rest := give_up - time.monotonic()) > 0:
+                for key, _ in selector.select(rest):
+                    try:
+                        key.data.read(0.0)
+                        self._listen(key.data, words)
+                    except WorkerDied:
+                        selector.unregister(key.data.sock)
+                        dead |= {key.data.rank} - words.keys()
+        late = [] if dead else [rank for rank in range(self._world) if rank not in words]
+        found = pickle.dumps((sorted(dead), late, patience, [words.get(rank, b"") for rank in range(self._world)]))
+        for link in self._links.values():
+            with contextlib.suppress(WorkerDied):  # who has given its word may leave
+                link.send(Frame(ALL, self._gathers, found))
+        return _judged(found)
+
+    def _listen(self, link: _Link, words: dict[int, bytes]) -> None:
+        while (frame := link.take()) is not None:
+            if frame.number == self._gathers:  # and not of one that was given up
+                words[link.rank] = frame.data
+
+    def _contribute(self, data: bytes, patience: float) -> list[bytes]:
+        with contextlib.suppress(WorkerDied):  # it may have judged already, and left
+            self._links[0].send(Frame(WORD, self._gathers, data))
+        give_up = time.monotonic() + patience
+        while True:
+            try:
+                frame = self._early.popleft() if self._early else self._heard(give_up)
+            except TimeoutError as error:
+                text = f"rank 0 has not finished within {patience:.0f} s of rank {self._rank}"
+                raise WorkerHung(text, rank=0) from error
+            if frame.number != self._gathers:
+                continue
+            if frame.kind == HERE:
+                give_up = time.monotonic() + struct.unpack("<d", frame.data)[0] + MARGIN
+            if frame.kind == ALL:
+                return _judged(frame.data)
+
+    def _heard(self, give_up: float) -> Frame:
+        link = self._links[0]
+        while (frame := link.take()) is None:
+            if time.monotonic() > give_up:
+                raise TimeoutError
+            link.read(give_up - time.monotonic())
+        return frame
+
+    def _check(self) -> None:
+        if self._is_left:
+            raise LaunchError(CLOSED)
+
+    def leave(self) -> None:
+        """See Control."""
+        self._is_left = True
+        for link in self._links.values():
+            link.sock.close()
+
+
+def _judged(found: bytes) -> list[bytes]:
+    """The words that rank 0 has gathered. Raises WorkerDied and WorkerHung for those that are missing."""
+    dead, late, patience, words = pickle.loads(found)
+    if dead:
+        raise gone(dead[0])
+    if late:
+        raise WorkerHung(f"rank {late[0]} has not finished within {patience:.0f} s of rank 0", rank=late[0])
+    return list(words)
+
+
+class GroupControl:
+    """A Control through a gloo group of all ranks, beside the default one.
+
+    Nobody else keeps the group itself, so that `leave` ends its threads. One that still wants to let go of a tensor
+    when Python is on its way out has to take Python's lock then, which ends the thread there and, with it, the process:
+    "terminate called without an active exception".
+    """
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self._group: ProcessGroup | None = dist.new_group(backend="gloo", timeout=timedelta(seconds=REPLY_SECONDS))
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group. Raises LaunchError when it has been left: torch takes no group for the default one."""
+        if self._group is None:
+            raise LaunchError(CLOSED)
+        return self._group
+
+    def broadcast(self, data: bytes) -> bytes:
+        """See Control."""
+        import torch
+        import torch.distributed as dist
+
+        group = self.group
+        with _told_by_gloo(REPLY_SECONDS):
+            size = torch.tensor([len(data)])
+            dist.broadcast(size, 0, group=group)
+            body = torch.zeros(int(size), dtype=torch.uint8)
+            if dist.get_rank() == 0:
+                body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            dist.broadcast(body, 0, group=group)
+        return body.numpy().tobytes()
+
+    def gather(self, data: bytes, patience: float) -> list[bytes]:
+        """See Control."""
+        import torch
+
+        sizes = [int(size) for size in self._all(torch.tensor([len(data)]), patience)]
+        if not any(sizes):
+            return [b""] * len(sizes)
+        padded = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+        parts = self._all(padded, patience)
+        return [part.numpy().tobytes()[:size] for part, size in zip(parts, sizes, strict=True)]
+
+    def _all(self, own: torch.Tensor, patience: float) -> list[torch.Tensor]:
+        import torch
+        import torch.distributed as dist
+
+        group = self.group
+        found = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+        with _told_by_gloo(patience):
+            work = dist.all_gather(found, own, group=group, async_op=True)
+            assert work is not None
+            work.wait(timedelta(seconds=patience))
+        return found
+
+    def leave(self) -> None:
+        """See Control."""
+        import torch.distributed as dist
+
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError, ValueError):  # the latter: it went with the default group
+                dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def _told_by_gloo(patience: float) -> Iterator[None]:
+    """What gloo says, as WorkerHung and WorkerDied."""
+    try:
+        yield
+    except WorkerError:
+        raise
+    except RuntimeError as error:
+        if "imed out" in str(error):
+            raise WorkerHung(f"a rank has not finished within {patience:.0f} s of this one") from error
+        raise WorkerDied(f"a rank has gone: {error}") from error

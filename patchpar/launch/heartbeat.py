@@ -1,0 +1,103 @@
+"""Where a rank is, readable from outside at any moment: also when it hangs, is stopped, or has just been killed.
+
+    page:  [count: u64][place: u64][waits: u64][work: u64] [length: u16, text] [length: u16, text] ...
+                          |____________________________________________^
+
+A rank counts its marks and points at the text of the last one; the page is an anonymous file which worker and caller
+both map. A text is written once, when it is first seen, so that a mark costs two stores. `waits` is not 0 while the
+rank waits for another; `work` is its processor time in ms, as of the last ping that it answered.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from types import TracebackType
+
+from patchpar.launch.hang_detection import Sign
+
+PAGE_BYTES = 256 * 1024  # only the part in use takes memory
+HEAD = struct.Struct("<QQQQ")
+COUNT, PLACE, WAITS, WORK = range(4)
+LENGTH = struct.Struct("<H")
+MAX_TEXT = 200
+
+
+class Beacon:
+    """The writer's end."""
+
+    def __init__(self, fd: int) -> None:
+        self._page = mmap.mmap(fd, PAGE_BYTES)
+        self._head = memoryview(self._page)[: HEAD.size].cast("Q")
+        self.waiting = Waiting(self._head)
+        self._places: dict[str, int] = {}
+        self._end = HEAD.size
+        self._count = 0
+
+    def mark(self, where: str) -> None:
+        """Count one mark and say where it was made."""
+        place = self._places.get(where)
+        if place is None:
+            place = self._learn(where)
+        self._count += 1
+        self._head[PLACE] = place
+        self._head[COUNT] = self._count
+
+    def show_work(self) -> None:
+        """Say how much processor time this process has used, with all its threads and the children it has outlived."""
+        self._head[WORK] = int(1000 * sum(os.times()[:4]))
+
+    def _learn(self, where: str) -> int:
+        text = where.encode()[:MAX_TEXT]
+        if self._end + LENGTH.size + len(text) > PAGE_BYTES:  # full of texts that were used once: begin again
+            self._places.clear()
+            self._end = HEAD.size
+        place = self._end
+        LENGTH.pack_into(self._page, place, len(text))
+        self._page[place + LENGTH.size : place + LENGTH.size + len(text)] = text
+        self._end = place + LENGTH.size + len(text)
+        self._places[where] = place
+        return place
+
+
+class Waiting:
+    """While this is entered, once or several times over, the rank waits for another: what it burns is no work."""
+
+    def __init__(self, head: memoryview) -> None:
+        self._head = head
+
+    def __enter__(self) -> None:
+        self._head[WAITS] += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._head[WAITS] -= 1
+
+
+class BeaconReader:
+    """The other end. Reading never waits."""
+
+    def __init__(self, fd: int) -> None:
+        os.ftruncate(fd, PAGE_BYTES)
+        self._page = mmap.mmap(fd, PAGE_BYTES)
+
+    @property
+    def sign(self) -> Sign:
+        """What the rank shows of itself."""
+        count, _, waits, work = HEAD.unpack_from(self._page, 0)
+        return Sign(marks=count, work=work / 1000, waits=waits > 0)
+
+    @property
+    def where(self) -> str:
+        """The text of the last mark; empty before the first."""
+        place = HEAD.unpack_from(self._page, 0)[PLACE]
+        if place == 0:
+            return ""
+        (length,) = LENGTH.unpack_from(self._page, place)
+        return bytes(self._page[place + LENGTH.size : place + LENGTH.size + length]).decode(errors="replace")
+
+    def close(self) -> None:
+        """Let go of the page: of a rank that could not be started. It goes by itself when this is dropped."""
+        self._page.close()

@@ -1,0 +1,105 @@
+"""Objects to messages and back: pickles whose large parts lie in one anonymous block of shared memory.
+
+How each kind of object is taken apart is in `pickling`. What is received may be written to: nobody else sees it.
+Messages are unpickled, so they must only ever come through a channel that no stranger can write to.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from patchpar.errors import PlanError
+from patchpar.launch.pickling import INLINE_BYTES, BlockPickler
+from patchpar.launch.shared_blocks import Block, BlockWriter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """An object on its way. `spans` are the places (offset, length) of its buffers in `block`.
+
+    A stream longer than INLINE_BYTES is in the block too, as the last span, and `stream` is empty.
+    """
+
+    stream: bytes
+    spans: tuple[tuple[int, int], ...] = ()
+    block: Block | None = None
+
+    def close(self) -> None:
+        """Give up this process's hold of the block; who has received or mapped it keeps it."""
+        if self.block is not None:
+            self.block.close()
+
+
+def encode(value: object) -> Message:
+    """Make a message of any picklable object. The same message can be sent to many receivers.
+
+    Raises pickle.PicklingError (or what the object's own pickling raises), and MemoryError without room for it.
+    """
+    writer = BlockWriter()
+    sink = io.BytesIO()
+    try:
+        pickler = BlockPickler(sink, writer)
+        pickler.dump(value)
+        stream = sink.getvalue()
+        if len(stream) > INLINE_BYTES:
+            pickler.spans.append(writer.append(memoryview(stream)))
+            stream = b""
+    except BaseException:
+        writer.discard()
+        raise
+    return Message(stream=stream, spans=tuple(pickler.spans), block=writer.finish())
+
+
+def decode(message: Message) -> Any:
+    """The object again, its large parts mapped, not copied. Raises what unpickling raises."""
+    memory = message.block.map() if message.block is not None else memoryview(b"")
+    return _loads(message.stream, [memory[start : start + length] for start, length in message.spans])
+
+
+def pack(message: Message) -> bytes:
+    """A message as plain bytes, for a way that can carry no descriptor. Closes the message."""
+    memory = b"" if message.block is None else bytes(message.block.map())
+    message.close()
+    return pickle.dumps((message.stream, message.spans, memory))
+
+
+def unpack(data: bytes) -> Any:
+    """The object in packed bytes, writable and private as ever."""
+    stream, spans, memory = pickle.loads(data)
+    view = memoryview(bytearray(memory))
+    return _loads(stream, [view[start : start + length] for start, length in spans])
+
+
+def _loads(stream: bytes, buffers: list[memoryview]) -> Any:
+    return pickle.loads(stream or buffers.pop(), buffers=buffers)
+
+
+def encode_call(method: str, args: Sequence[object], kwargs: dict[str, object], expected: float) -> Message:
+    """Make a message of a call. Raises PlanError that names the argument which cannot be sent."""
+    try:
+        return encode((method, tuple(args), kwargs, expected))
+    except MemoryError:
+        raise
+    except Exception as error:
+        named = {f"argument {number + 1}": value for number, value in enumerate(args)}
+        named.update({f"argument {name!r}": value for name, value in kwargs.items()})
+        for name, value in named.items():
+            reason = _reason_against(value)
+            if reason:
+                raise PlanError(
+                    f"{method}: {name} (a {type(value).__name__}) cannot be sent to worker processes: {reason}"
+                ) from error
+        raise
+
+
+def _reason_against(value: object) -> str:
+    """Why `value` cannot be sent; empty if it can."""
+    try:
+        encode(value).close()
+    except Exception as error:  # noqa: BLE001  any class may fail in its own way
+        return str(error) or type(error).__name__
+    return ""

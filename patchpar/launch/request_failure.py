@@ -1,0 +1,99 @@
+"""What to tell the caller when a dialogue has not ended well, and whether the workers can be used again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from patchpar.errors import WorkerDied, WorkerHung
+from patchpar.launch.hang_detection import Limits
+from patchpar.launch.process import SEND_TIMEOUT, WorkerProcess
+from patchpar.launch.remote_errors import Failure
+from patchpar.launch.request_loop import Outcome
+
+STACK_SECONDS = 0.3  # for a hung worker to print where it is
+
+
+def verdict(outcome: Outcome, workers: Sequence[WorkerProcess], limits: Limits) -> Exception | None:
+    """The exception for the caller; None if every rank has returned a result.
+
+    The cause comes first: a dead worker before what its death did to others; what the caller's own function raised;
+    an exception of the engine before a lost connection; and a lost connection accuses the rank that is stuck.
+    """
+    if outcome.died:
+        return _died(outcome, workers)
+    if outcome.deaf:
+        worker = workers[outcome.deaf[0]]
+        text = f"{worker} has not read its messages for {SEND_TIMEOUT:g} s; {worker.last_seam()}."
+        return WorkerHung(text, rank=worker.rank)
+    if outcome.aborted is not None:
+        return outcome.aborted
+    own = {rank: failure for rank, failure in outcome.failures.items() if not failure.transport}
+    if own:
+        return _raised(own, outcome, workers)
+    left = [worker for worker in workers if not outcome.is_over(worker.rank)]
+    if left:
+        return _hung(outcome, left, workers, limits)
+    return _raised(outcome.failures, outcome, workers) if outcome.failures else None
+
+
+def is_reusable(outcome: Outcome, workers: Sequence[WorkerProcess]) -> bool:
+    """Whether the workers can take another call: all have answered, and none left a message for another halfway.
+
+    The last is seen from the marks: ranks that failed alike have passed equally many seams.
+    """
+    answered = all(rank in outcome.results or rank in outcome.failures for rank in range(len(workers)))
+    if outcome.died or outcome.deaf or not answered:
+        return False
+    if not outcome.failures:
+        return True
+    in_step = len({count for rank, count in outcome.marks.items() if rank not in outcome.bystanders}) == 1
+    return in_step and not any(failure.transport for failure in outcome.failures.values())
+
+
+def _died(outcome: Outcome, workers: Sequence[WorkerProcess]) -> WorkerDied:
+    worker = workers[outcome.died[0]]
+    end = worker.how_it_ended()
+    return WorkerDied(f"{worker} {end}; {worker.last_seam()}.{worker.last_output()}", rank=worker.rank)
+
+
+def _raised(failures: dict[int, Failure], outcome: Outcome, workers: Sequence[WorkerProcess]) -> Exception:
+    """All who take part alike: the exception itself, as a plain pipeline would raise it. Otherwise a WorkerError."""
+    rank, first = next(iter(failures.items()))
+    error = first.as_worker_error(str(workers[rank]), rank)
+    took_part = len(workers) - len(outcome.bystanders)
+    alike = len(failures) == took_part and len({failure.type_name for failure in failures.values()}) == 1
+    lowest = failures[min(failures)]
+    if alike and lowest.exception is not None:
+        lowest.exception.__cause__ = lowest.as_worker_error(str(workers[min(failures)]), None)
+        return lowest.exception
+    return error
+
+
+def _hung(
+    outcome: Outcome, left: Sequence[WorkerProcess], workers: Sequence[WorkerProcess], limits: Limits
+) -> WorkerHung:
+    """Of the ranks that are `left`, those that do not answer come before those that are stuck or wait for nobody."""
+    silent = [worker for worker in left if worker.rank in outcome.silent]
+    stuck = [worker for worker in left if worker.rank in outcome.stuck]
+    moving = [worker for worker in left if worker.rank not in outcome.waiting]
+    guilty = min(silent or stuck or moving or left, key=lambda worker: outcome.marks[worker.rank])
+    guilty.dump_stack()
+    time.sleep(STACK_SECONDS)
+    answers = "does not answer" if silent else "answers, but does not get on"
+    others = "; ".join(f"rank {worker.rank}: {worker.last_seam()}" for worker in workers if worker is not guilty)
+    told = f" ({others})" if others else ""
+    way_out = "" if outcome.failures else f" If it is only slow, give it more time: {limits.way_out}."
+    text = f"{guilty} {answers}: {_why(outcome, guilty, limits)}; {guilty.last_seam()}{told}.{way_out}"
+    return WorkerHung(f"{text}{guilty.last_output()}", rank=guilty.rank)
+
+
+def _why(outcome: Outcome, guilty: WorkerProcess, limits: Limits) -> str:
+    if outcome.failures:
+        rank, failure = list(outcome.failures.items())[-1]
+        return f"rank {rank} has given up on it: {failure.headline()}"
+    if guilty.rank in outcome.waiting:
+        return f"all ranks have waited for one another for too long (limit {limits.patience:g} s)"
+    if guilty.rank in outcome.working:
+        return f"it has worked for too long without reaching another seam (limit {limits.longest_work:g} s)"
+    return f"it has neither made progress nor worked for too long (limit {limits.patience:g} s)"

@@ -1,0 +1,196 @@
+"""One request to every rank, and all that is said until each of them has answered, died, or proved to be stuck.
+
+    caller                       ranks
+      | -- CALL ----------------> |            to all
+      | <------- EVENT ---------- |            any number, from any rank
+      | -- TELL ----------------> |            any number, to any rank
+      | <-------- ASK ----------- |            from all; the question of rank 0 counts
+      | -- REPLY ---------------> |            to all
+      | -- PING -- / -- PONG ---- |            every second: who is there at all?
+      | <--- RESULT or FAILED --- |            one from each
+
+Progress is a mark (read from shared memory), an event, a question or an answer, and work without any of them: see
+`progress`. Time passes only while this process runs and listens, so a suspended laptop or a slow callback makes nobody
+late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from patchpar.launch.channel import Closed, Frame, Kind
+from patchpar.launch.executor import Bystander, Callbacks
+from patchpar.launch.hang_detection import Limits, Progress, Sign
+from patchpar.launch.messages import Message, decode, encode
+from patchpar.launch.process import WorkerProcess
+from patchpar.launch.remote_errors import Failure
+
+TICK = 0.2  # s between looks at the beacons; what comes through a channel is heard at once
+PING_EVERY = 1.0  # s, or a fifth of the patience if that is less
+MISSED_PINGS = 2.5  # without an answer to so many, a rank is not merely busy
+GRACE = 2.0  # s for the others to come to an end when one rank has failed
+LONGEST_STEP = 1.0  # s; more than this between two looks was not the workers' fault
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """How a dialogue ended. Of the ranks that neither answered nor died, `stuck` are those that are to blame."""
+
+    results: dict[int, Message] = field(default_factory=dict)
+    failures: dict[int, Failure] = field(default_factory=dict)  # in order of arrival
+    died: list[int] = field(default_factory=list)
+    deaf: list[int] = field(default_factory=list)  # have stopped reading, so nothing can be said to them any more
+    silent: list[int] = field(default_factory=list)  # have not answered the last pings
+    stuck: list[int] = field(default_factory=list)  # did not get on; all that were left if each waited for another
+    waiting: list[int] = field(default_factory=list)  # for another rank, when it ended
+    working: list[int] = field(default_factory=list)  # used the processor to the end
+    marks: dict[int, int] = field(default_factory=dict)  # made during the request
+    bystanders: list[int] = field(default_factory=list)  # returned without taking part
+    aborted: Exception | None = None  # what the caller's own on_ask raised
+
+    def is_over(self, rank: int) -> bool:
+        """Whether nothing more is to come from a rank."""
+        return rank in self.results or rank in self.failures or rank in self.died
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it cannot end well any more."""
+        return bool(self.failures or self.died or self.aborted)
+
+
+class Dialogue:
+    """One request. Made, then run, once."""
+
+    def __init__(self, workers: Sequence[WorkerProcess], request: int, callbacks: Callbacks, *, limits: Limits) -> None:
+        self._workers, self._request, self._callbacks = workers, request, callbacks
+        self._outcome = Outcome()
+        self._unanswered = [0.0] * len(workers)  # seconds since the last answer to a ping
+        self._first = self._signs()
+        self._progress = Progress(limits, self._first)
+        self._ping_every = self._until_ping = min(PING_EVERY, limits.patience / 5)
+        self._ended: set[int] = set()
+
+    def run(self, opening: Frame | None) -> Outcome:
+        """Send the opening, if there is one, and listen until all is said or nothing more can be expected.
+
+        Raises what the caller's `on_event` raises, at once; the ranks are then in the middle of something.
+        """
+        with selectors.DefaultSelector() as selector:
+            for worker in self._workers:
+                selector.register(worker.channel, selectors.EVENT_READ, worker)
+                if opening is not None:
+                    self._send(worker, opening)
+            self._callbacks.start(self._tell)
+            last = time.monotonic()
+            while not self._is_finished():
+                for key, _ in selector.select(TICK):
+                    self._listen(selector, key.data)
+                now = time.monotonic()
+                self._pass_time(min(now - last, LONGEST_STEP))
+                last = time.monotonic()
+        self._take_stock()
+        return self._outcome
+
+    def _take_stock(self) -> None:
+        """Who had done what when it ended."""
+        outcome, limit = self._outcome, MISSED_PINGS * self._ping_every
+        outcome.silent = [rank for rank, seconds in enumerate(self._unanswered) if seconds > limit]
+        outcome.waiting = list(filter(self._progress.waits, self._active()))
+        outcome.working = list(filter(self._progress.works, self._active()))
+        signs = zip(self._signs(), self._first, strict=True)
+        outcome.marks = {rank: sign.marks - first.marks for rank, (sign, first) in enumerate(signs)}
+
+    def _signs(self) -> list[Sign]:
+        return [worker.beacon.sign for worker in self._workers]
+
+    def _active(self) -> list[int]:
+        return [worker.rank for worker in self._workers if not self._outcome.is_over(worker.rank)]
+
+    def _is_finished(self) -> bool:
+        outcome = self._outcome
+        active = self._active()
+        if outcome.died or outcome.deaf or not active:
+            return True
+        outcome.stuck = self._progress.stuck(active)
+        return bool(outcome.stuck) or (outcome.has_failed and self._progress.quiet > GRACE)
+
+    def _listen(self, selector: selectors.BaseSelector, worker: WorkerProcess) -> None:
+        try:
+            for frame in worker.channel.receive_ready():
+                self._hear(worker, frame)
+        except Closed:
+            selector.unregister(worker.channel)
+            self._died(worker)
+
+    def _hear(self, worker: WorkerProcess, frame: Frame) -> None:
+        if frame.kind is Kind.PONG:
+            self._unanswered[worker.rank] = 0.0
+        if frame.request != self._request or frame.kind is Kind.PONG:
+            frame.message.close()  # of a request that was given up
+            return
+        self._progress.heard(worker.rank)
+        if frame.kind is Kind.RESULT:
+            self._outcome.results[worker.rank] = frame.message
+            if frame.message.block is None and isinstance(decode(frame.message), Bystander):
+                self._outcome.bystanders.append(worker.rank)
+            return
+        value = decode(frame.message)
+        frame.message.close()
+        if frame.kind is Kind.FAILED:
+            self._outcome.failures[worker.rank] = value
+        elif frame.kind is Kind.EVENT and not self._outcome.has_failed:
+            self._callbacks.event(worker.rank, value)
+        elif frame.kind is Kind.ASK and worker.rank == 0:
+            self._reply(value)
+
+    def _reply(self, question: object) -> None:
+        try:
+            reply = encode((True, self._callbacks.answer(question)))
+        except Exception as error:  # noqa: BLE001  the caller's own; it gets it back when the ranks have unwound
+            self._outcome.aborted = error
+            reply = encode((False, f"{type(error).__name__} in the caller's on_ask: {error}"))
+        for worker in self._workers:
+            self._send(worker, Frame(Kind.REPLY, self._request, reply))
+        reply.close()
+
+    def _tell(self, rank: int, value: object) -> None:
+        """May be called from any thread. A rank that has gone hears nothing; its end is noticed elsewhere."""
+        message = encode(value)
+        with contextlib.suppress(Closed, TimeoutError):
+            self._workers[rank].channel.send(Frame(Kind.TELL, self._request, message))
+        message.close()
+
+    def _pass_time(self, seconds: float) -> None:
+        self._unanswered = [since + seconds for since in self._unanswered]
+        self._progress.pass_time(seconds, self._signs())
+        self._notice_the_dead()
+        self._until_ping -= seconds
+        if self._until_ping <= 0:
+            self._until_ping = self._ping_every
+            for worker in self._workers:
+                if not self._outcome.is_over(worker.rank):
+                    self._send(worker, Frame(Kind.PING, self._request))
+
+    def _notice_the_dead(self) -> None:
+        """A channel normally closes with its process, but stays open if a worker had children of its own."""
+        for worker in self._workers:
+            if worker.rank in self._ended:  # found dead one look ago, and everything it had sent has been heard
+                self._died(worker)
+            elif not self._outcome.is_over(worker.rank) and not worker.is_alive():
+                self._ended.add(worker.rank)
+
+    def _died(self, worker: WorkerProcess) -> None:
+        if worker.rank not in self._outcome.died:
+            self._outcome.died.append(worker.rank)
+
+    def _send(self, worker: WorkerProcess, frame: Frame) -> None:
+        try:
+            worker.channel.send(frame)
+        except Closed:
+            self._died(worker)
+        except TimeoutError:
+            self._outcome.deaf.append(worker.rank)

@@ -1,0 +1,100 @@
+"""Anonymous shared memory: a file without a name, passed by descriptor.
+
+A block has no entry in /dev/shm or anywhere else, so nothing can be left behind: it is gone when the last process that
+holds or maps it is gone, however that process ended. On Linux it is a memfd, which the size of /dev/shm (64 MB in a
+Docker container by default) does not limit; elsewhere, or where the kernel refuses, it is an unlinked temporary file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+
+from patchpar.launch.anonymous_file import anonymous_file
+
+ALIGNMENT = 64  # bytes: what vector instructions and every dtype are content with
+
+
+class BlockWriter:
+    """Collects buffers one after another in one block. The block is made when the first buffer comes."""
+
+    def __init__(self) -> None:
+        self._fd: int | None = None
+        self.size = 0
+
+    def append(self, data: memoryview) -> tuple[int, int]:
+        """Copy `data` to the end of the block. Returns its place, (offset, length) in bytes.
+
+        Raises MemoryError when there is no room for it.
+        """
+        if self._fd is None:
+            self._fd = anonymous_file("patchpar-block")
+        start = -(-self.size // ALIGNMENT) * ALIGNMENT
+        view = data.cast("B")
+        done = 0
+        try:
+            while done < view.nbytes:  # one pwrite moves 2 GiB at most
+                done += os.pwrite(self._fd, view[done:], start + done)
+        except OSError as error:
+            raise MemoryError(f"no room for {start + view.nbytes:,} bytes of shared memory: {error}") from error
+        self.size = start + view.nbytes
+        return start, view.nbytes
+
+    def finish(self) -> Block | None:
+        """The block, now the caller's to close; None if nothing was written."""
+        if self._fd is None:
+            return None
+        block, self._fd = Block(self._fd, self.size), None
+        return block
+
+    def discard(self) -> None:
+        """Drop what was written."""
+        block = self.finish()
+        if block is not None:
+            block.close()
+
+
+class Block:
+    """A finished block: a descriptor and a length in bytes. Whoever holds it closes it."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd = fd
+        self.size = size
+        self._close = weakref.finalize(self, os.close, fd)
+
+    def close(self) -> None:
+        """Give the descriptor up. Mappings of the block stay valid."""
+        self._close()
+
+    def map(self) -> memoryview:
+        """The bytes of the block, without a copy, writable, and private to this process.
+
+        Many processes can map one block and share its pages; a page that one of them writes to becomes its own
+        (copy on write), so weights changed in place on one rank do not change on another.
+        The memory is unmapped when the last view of it is dropped, and it keeps no descriptor open.
+        """
+        if self.size == 0:
+            return memoryview(bytearray())
+        return memoryview(_map_private(self.fd, self.size)).cast("B")
+
+
+def _map_private(fd: int, size: int) -> ctypes.Array[ctypes.c_ubyte]:
+    """A ctypes array over mmap(fd).
+
+    Python's own mmap keeps a duplicate of the descriptor until it is unmapped, so a caller who keeps a thousand
+    pictures would run out of descriptors.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, fd, 0)
+    if address == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise MemoryError(f"cannot map {size:,} bytes of shared memory: {os.strerror(code)}")
+    array = (ctypes.c_ubyte * size).from_address(address)
+    unmap = weakref.finalize(array, libc.munmap, address, size)
+    unmap.atexit = False  # arrays may still be in use by other threads then, and the process ends anyway
+    return array

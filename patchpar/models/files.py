@@ -1,0 +1,211 @@
+"""What a model folder holds, read without loading it: is it there, is it safetensors, is it whole, how large.
+
+Nothing of torch or diffusers is imported, so that a bad path is refused before any worker is started.
+"""
+
+import math
+import re
+import struct
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from patchpar.errors import PlanError
+from patchpar.models.model_index import ModelIndex
+from patchpar.models.remote_code import refuse_code
+from patchpar.plan.json_files import object_of, read_object
+
+EMBEDDED = {"embedded": "scenes-unet", "embedded-dit": "scenes-dit", "embedded-face": "face-stream"}
+HUB_NAME = re.compile(r"(?!.*(--|\.\.))\w([\w.-]*\w)?/\w([\w.-]*\w)?")
+"""What the hub takes for the name of a repository; `./folder` and `~/folder` are none."""
+BYTES_PER_WEIGHT = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+MAX_HEADER = 100_000_000
+"""Bytes: the longest header that the safetensors format allows."""
+PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFolder:
+    """A checked model folder. `weight_bytes` is what its chosen safetensors files weigh, `num_weights` how many.
+
+    `absent` are the components that its pipeline class knows and this pipeline does without.
+    """
+
+    path: Path
+    pipeline: str
+    weight_bytes: int
+    num_weights: int
+    absent: tuple[str, ...]
+
+
+def embedded_model(name: str = "embedded") -> Path:
+    """The folder of a model that comes with the package: inside the wheel, or beside the package in a clone."""
+    package = Path(__file__).parent.parent
+    for folder in (package / "assets" / EMBEDDED[name], package.parent / "assets" / EMBEDDED[name]):
+        if (folder / "model_index.json").is_file():
+            return folder
+    raise PlanError(
+        f"the model {name!r} is missing: neither {package}/assets nor {package.parent}/assets has {EMBEDDED[name]}"
+    )
+
+
+def shipped_name(model: str | Path) -> str | None:
+    """The name of a model that comes with the package, out of its name or its folder; None for any other."""
+    if str(model) in EMBEDDED:
+        return str(model)
+    folder = Path(model).absolute()
+    return next((name for name in EMBEDDED if embedded_model(name).absolute() == folder), None)
+
+
+def resolve_model(
+    model: str | Path, options: Mapping[str, Any], *, besides: Collection[str] = ()
+) -> tuple[str, dict[str, Any], ModelFolder | None]:
+    """(what to load, with which options, what is known of it). Hub names are left to the hub: nothing is known.
+
+    Components that the folder's pipeline does without are passed as None, without which diffusers would not load it.
+    Folders are named from the root: a rank that is started later may be started somewhere else.
+    `besides`: parts that are not loaded as the folder's index says. Raises PlanError for a path that is no model
+    folder, has no safetensors, has a broken weight file, or would have code of its own run.
+    """
+    options = dict(options)
+    if str(model) in EMBEDDED:
+        options.setdefault("variant", "fp16")
+        options.setdefault("torch_dtype", "float32")
+        model = embedded_model(str(model))
+    if options.get("cache_dir") is not None:
+        options["cache_dir"] = str(Path(options["cache_dir"]).expanduser().absolute())
+    path = _whole(model)
+    if str(model) and path.is_dir():
+        folder = inspect_folder(path, options.get("variant"))
+        refuse_code(path, options, besides=besides)
+        return str(path), {**dict.fromkeys(folder.absent), **options}, folder
+    if path.exists() or isinstance(model, Path) or not HUB_NAME.fullmatch(model):
+        shipped = ", ".join(repr(name) for name in EMBEDDED)
+        ways = f"a folder with model_index.json, a hub name such as org/model, or one of {shipped}"
+        what = "is a file, and so no model" if path.is_file() else "is no model, and no such folder is here"
+        raise PlanError(f"{str(model)!r} {what}: give {ways}")
+    return model, options, None
+
+
+def _whole(model: str | Path) -> Path:
+    try:
+        path = Path(model).expanduser().absolute()
+        path.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long, a home of nobody
+        raise PlanError(f"{str(model)!r:.200} can be no path: {error}") from error
+    return path
+
+
+def inspect_folder(path: Path, variant: str | None = None) -> ModelFolder:
+    """Check a local model folder. Raises PlanError."""
+    index = ModelIndex.read(path)
+    sizes = [_checked_sizes(file) for part in index.parts for file in _weights(path / part.name, variant)]
+    return ModelFolder(
+        path=path,
+        pipeline=index.pipeline if isinstance(index.pipeline, str) else ".".join(index.pipeline),
+        weight_bytes=sum(size for size, _ in sizes),
+        num_weights=sum(count for _, count in sizes),
+        absent=index.absent,
+    )
+
+
+def _weights(folder: Path, variant: str | None) -> list[Path]:
+    refuse_other_weights(folder)
+    files = sorted(folder.glob("*.safetensors"))
+    chosen = [file for file in files if variant and f".{variant}." in file.name] or [
+        file for file in files if not re.search(r"\.(fp16|bf16|fp32)\.", file.name)
+    ]
+    if not chosen and any(file for pattern in PICKLES for file in folder.glob(pattern)):
+        raise PlanError(f"{folder} has weights only as pickles, which can run code: convert them to safetensors first")
+    if not chosen and files:
+        raise PlanError(f"{folder} has {files[0].name}, but not that without a variant: pass variant=, such as 'fp16'")
+    if not chosen and (folder / "config.json").is_file() and _has_weights(folder):
+        raise PlanError(f"{folder} has a config.json but no safetensors weights")
+    return chosen
+
+
+def _has_weights(folder: Path) -> bool:
+    config = read_object(folder / "config.json")
+    return "_class_name" in config or "architectures" in config
+
+
+def refuse_other_weights(folder: Path) -> None:
+    """Raise PlanError where an index of safetensors, or a configuration, leads to files that are none or elsewhere."""
+    config = folder / "config.json"
+    named = read_object(config).get("transformers_weights") if config.is_file() else None
+    if named is not None and not re.fullmatch(r"[^/\\]+\.safetensors(\.index\.json)?", str(named)):
+        raise PlanError(f"{config} leads to {named!r:.80}, which is no safetensors file of this folder")
+    for index in folder.glob("*.safetensors.index*.json"):
+        shards = read_object(index, limit=MAX_HEADER).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise PlanError(f"{index} does not say which file has which weights: fetch it again")
+        for name in set(shards.values()):
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise PlanError(f"{index} leads to {name!r:.80}, which is no safetensors file of this folder")
+
+
+def _checked_sizes(file: Path) -> tuple[int, int]:
+    """(bytes, number of weights) of a safetensors file. Raises PlanError if it is not whole."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > min(size, MAX_HEADER):
+                raise ValueError(f"a header of {length} bytes, of at most {min(size, MAX_HEADER)}")
+            header = object_of(stream.read(length), str(file))
+        tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+        end = 8 + length + max((entry["data_offsets"][1] for entry in tensors), default=0)
+        count = sum(math.prod(entry["shape"]) for entry in tensors)
+        if not 0 <= count <= 8 * end:
+            raise ValueError("more weights than there are bits")
+    except (OSError, struct.error, ValueError, LookupError, AttributeError, TypeError, MemoryError) as error:
+        raise PlanError(f"{file} is not a whole safetensors file: its header cannot be read. Fetch it again") from error
+    if end != size:
+        raise PlanError(f"{file} should have {end} bytes but has {size}: fetch it again")
+    return size, count
+
+
+def needed_bytes(folder: ModelFolder | None, options: Mapping[str, Any]) -> int:
+    """What the weights take when they are loaded with `options`; 0 where nothing is known of the model."""
+    if folder is None:
+        return 0
+    dtype = str(options.get("dtype") or options.get("torch_dtype") or "float32").removeprefix("torch.")
+    return folder.num_weights * BYTES_PER_WEIGHT[dtype] if dtype in BYTES_PER_WEIGHT else folder.weight_bytes
+
+
+def check_memory(model: str, need: int, devices: tuple[str, ...]) -> None:
+    """Raise PlanError when the weights of all CPU ranks, `need` bytes each, exceed the memory that is free."""
+    ranks = sum(device == "cpu" for device in devices)
+    free = free_memory()
+    if free is not None and need * ranks > free:
+        fitting = free // need
+        way_out = f"use at most {fitting} of them or a smaller dtype" if fitting else "use a smaller dtype"
+        raise PlanError(
+            f"{ranks} CPU {'rank needs' if ranks == 1 else 'ranks need'} about {need * ranks / 2**30:.2f} GiB for the "
+            f"weights of {model}, but only {free / 2**30:.2f} GiB are free: {way_out}"
+        )
+
+
+def free_memory() -> int | None:
+    """Bytes that processes here may still take: what the system has, within what a container allows."""
+    limits = [_free_in_system(), _free_in_container()]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _free_in_container() -> int | None:
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        cache = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit) - int(used) + (int(cache.group(1)) if cache else 0)
+
+
+def _free_in_system() -> int | None:
+    info = Path("/proc/meminfo")
+    if not info.exists():
+        return None
+    match = re.search(r"MemAvailable:\s+(\d+) kB", info.read_text())
+    return int(match.group(1)) * 1024 if match else None

@@ -1,0 +1,300 @@
+"""What the controlling process must know of a pipeline that lives in the workers: names and numbers, no weights."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from patchpar.errors import UnsupportedModel
+from patchpar.plan.scalars import plain
+from patchpar.shard.compiled import compiled_in, is_compiled, is_wrapped
+
+DENOISERS = (
+    ("unet", "transformer", "transformer_2", "unconditional_transformer", "image_unet"),
+    ("decoder", "super_res_first", "super_res_last"),
+    ("prior",),
+)
+"""Names of components that steps call, the kinds that make the image first."""
+AUTOENCODERS = ("vae", "movq", "vqvae", "vqgan", "vq_model")
+NAMED_FOR_GUIDANCE = (
+    "guidance_scale",
+    "true_cfg_scale",
+    "max_guidance_scale",
+    "decoder_guidance_scale",
+    "guidance_schedule",
+)
+PERTURBED = "pag_scale"
+IMAGES_EACH = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """A network of a pipeline: its class, and the names of its methods."""
+
+    kind: str
+    methods: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """A pipeline in names and numbers. `parameters` are those of its call, with defaults (None where there is none).
+
+    `splits_into_tokens`: its denoisers are made of blocks, and nothing is known against splitting their tokens; whether
+    it can be done shows in the first call, and `kept_whole` says why not. `kept_native`: why pictures beyond the size
+    it was trained for are drawn as any others; empty where structure guidance can, None where nobody has looked.
+    `kept_together`: why prompts cannot be spread over ranks; empty where they can.
+    `decoded_bytes`: what decoding takes for each pixel, as far as that is known of its VAE. `guided_by_its_scale`: it
+    says itself whether it applies guidance, by its guidance scale, though it has a `true_cfg_scale` too.
+    """
+
+    pipeline: str
+    module: str
+    denoisers: tuple[str, ...]
+    splits_into_bands: bool
+    splits_into_tokens: bool
+    total_stride: int
+    vae_scale: int
+    size_unit: int
+    parameters: Mapping[str, Any]
+    takes_any: bool
+    distilled: bool
+    default_size: tuple[int, int] | None
+    methods: frozenset[str]
+    networks: Mapping[str, Network]
+    kept_whole: str = ""
+    kept_native: str | None = None
+    kept_together: str = ""
+    latent_channels: int = 4
+    decoded_bytes: int = 0
+    guided_by_its_scale: bool = False
+
+    def guided(self, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call with `kwargs` would use guidance of any kind, as far as its arguments tell."""
+        return self.branches(kwargs) > 1
+
+    def branches(self, kwargs: Mapping[str, Any]) -> int:
+        """How many branches of guidance that would be, 1 without any.
+
+        Perturbed attention (arXiv:2403.17377) adds one, and so does a scale for the image (arXiv:2211.09800).
+        """
+        perturbed = _number(kwargs.get(PERTURBED, self.parameters.get(PERTURBED))) > 0
+        if not self._classifier_free(kwargs):
+            return 1 + perturbed
+        of_image = "image_guidance_scale" in self.parameters and kwargs.get("image") is not None
+        return 2 + perturbed + of_image
+
+    def _classifier_free(self, kwargs: Mapping[str, Any]) -> bool:
+        """A distilled denoiser takes the scale as an input; only `true_cfg_scale` makes it run twice."""
+        if "true_cfg_scale" in self.parameters and not self.guided_by_its_scale:
+            negative = any(kwargs.get(name) is not None for name in ("negative_prompt", "negative_prompt_embeds"))
+            return negative and _number(kwargs.get("true_cfg_scale", self.parameters["true_cfg_scale"])) > 1
+        if self.distilled:
+            return False
+        return any(_number(kwargs.get(name, self.parameters.get(name))) > 1 for name in NAMED_FOR_GUIDANCE)
+
+    def size(self, kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
+        """Height and width in pixels that a call with `kwargs` asks for, where its arguments tell."""
+        height, width = (kwargs.get(name) or self.parameters.get(name) for name in ("height", "width"))
+        if isinstance(height, int) and isinstance(width, int):
+            return height, width
+        if "height" not in self.parameters and hasattr(kwargs.get("image"), "size"):
+            return _size_of_picture(kwargs["image"])
+        if self.default_size is None or any(kwargs.get(name) is not None for name in ("image", "latents", "video")):
+            return None
+        return height or self.default_size[0], width or self.default_size[1]
+
+
+def describe(pipe: Any) -> Description:
+    """Describe a loaded pipeline."""
+    from patchpar.shard.unet.discover import splits_into_bands
+
+    denoisers = denoisers_of(pipe)
+    first = next(iter(denoisers.values()), None)
+    config = getattr(first, "config", None) or {}
+    levels = config.get("block_out_channels") or (0,)
+    scale = _vae_scale(pipe)
+    bands = bool(denoisers) and all(splits_into_bands(module) for module in denoisers.values())
+    return Description(
+        pipeline=type(pipe).__name__,
+        module=type(pipe).__module__,
+        denoisers=tuple(f"{name} ({type(module).__name__})" for name, module in denoisers.items()),
+        splits_into_bands=bands,
+        splits_into_tokens=bool(denoisers) and not bands and all(map(_has_blocks, denoisers.values())),
+        total_stride=2 ** (len(levels) - 1) if bands else 1,
+        vae_scale=scale,
+        size_unit=_size_unit(pipe, config, scale),
+        parameters=parameters_of(type(pipe)),
+        takes_any=_passes_on(type(pipe)),
+        distilled=bool(config.get("guidance_embeds")) or config.get("time_cond_proj_dim") is not None,
+        default_size=_default_size(pipe, config, scale),
+        methods=_methods_of(pipe),
+        latent_channels=_of_vae(pipe).get("latent_channels") or 4,
+        decoded_bytes=_decoded_bytes(pipe),
+        guided_by_its_scale=hasattr(type(pipe), "do_classifier_free_guidance"),
+        networks={
+            name: Network(kind=type(each).__name__, methods=_methods_of(each))
+            for name, each in pipe.components.items()
+            if hasattr(each, "named_modules")
+        },
+    )
+
+
+def denoisers_of(pipe: Any) -> dict[str, Any]:
+    """The networks of a pipeline that its steps call, by name: those whose work ranks share.
+
+    Of a pipeline with several kinds, as one with a decoder of what a prior says, those that make the image.
+    """
+    kinds = ({name: pipe.components.get(name) for name in names} for names in DENOISERS)
+    found = ({name: each for name, each in kind.items() if each is not None} for kind in kinds)
+    return next(filter(None, found), {})
+
+
+def is_name_of_denoiser(name: str) -> bool:
+    """Whether a component of this name may be one of those that steps call."""
+    return any(name in names for names in DENOISERS)
+
+
+def refuse_parallel(pipe: Any) -> None:
+    """Raise UnsupportedModel if diffusers itself has shared one of its networks between ranks."""
+    for name, module in pipe.components.items():
+        if getattr(module, "_parallel_config", None) is not None:
+            raise UnsupportedModel(
+                f"{name} is parallel already, by diffusers' enable_parallelism: load it without parallel_config and do "
+                "not call enable_parallelism, whose hooks stay in the model"
+            )
+
+
+def refuse_compiled(network: Any) -> None:
+    """Raise UnsupportedModel if torch compiles a network from its very call on."""
+    if is_wrapped(network) or is_compiled(network):
+        kind, way = type(network).__name__, "do not compile it"
+        if is_wrapped(network):
+            kind, way = type(network._orig_mod).__name__, "use the network itself, which is its attribute _orig_mod"
+        raise UnsupportedModel(
+            f"{kind} is compiled as a whole, and with it what stands before its forward: {way}, and compile its blocks "
+            "instead, as pipe.transformer.compile_repeated_blocks() does"
+        )
+
+
+def refuse_compiled_denoisers(pipe: Any) -> None:
+    """Raise UnsupportedModel if a denoiser is compiled as a whole."""
+    for network in denoisers_of(pipe).values():
+        refuse_compiled(network)
+
+
+def refuse_to_send_compiled(components: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModel for a network, by its name, in which something is compiled: that does not travel."""
+    for name, network in components.items():
+        if not hasattr(network, "named_modules"):
+            continue
+        if is_name_of_denoiser(name):
+            refuse_compiled(network)
+        if found := compiled_in(network):
+            raise UnsupportedModel(
+                f"pipe.{'.'.join(filter(None, (name, found[0])))} is compiled, and compiled code does not travel to "
+                f"workers: hand it over uncompiled and compile it there, as pipe.{name}.compile_repeated_blocks() of "
+                "the ParallelPipeline does on all ranks"
+            )
+
+
+def _has_blocks(denoiser: Any) -> bool:
+    return any(type(module).__name__ == "ModuleList" for module in denoiser.modules())
+
+
+_VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+def parameters_of(kind: type) -> dict[str, Any]:
+    """Parameters of a pipeline's call with their defaults.
+
+    A class that takes `**kwargs` hands them on to the class that it is derived from, so that one's count as well.
+    """
+    found: dict[str, Any] = {}
+    for each in kind.__mro__:
+        if "__call__" in vars(each):
+            for parameter in inspect.signature(each.__call__).parameters.values():
+                if parameter.name != "self" and parameter.kind not in _VARIADIC:
+                    found.setdefault(parameter.name, _plain(parameter.default))
+            if not _passes_on(each):
+                break
+    return found
+
+
+def _passes_on(kind: Any) -> bool:
+    signature = inspect.signature(kind.__call__)
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
+
+
+def _size_of_picture(picture: Any) -> tuple[int, int] | None:
+    """Height and width of a PIL picture."""
+    size = picture.size
+    return (size[1], size[0]) if isinstance(size, tuple) and len(size) == 2 else None
+
+
+def _plain(default: Any) -> Any:
+    return default if isinstance(default, (int, float, str, bool)) else None
+
+
+def _number(value: Any) -> float:
+    """The largest of several, 0 for anything else."""
+    if isinstance(value, (list, tuple)):
+        return max(map(_number, value), default=0.0)
+    number = plain(value)
+    return float(number) if isinstance(number, (int, float)) else 0.0
+
+
+def _methods_of(found: Any) -> frozenset[str]:
+    return frozenset(name for name in dir(type(found)) if not name.startswith("_") and _is_method(found, name))
+
+
+def _is_method(pipe: Any, name: str) -> bool:
+    return callable(inspect.getattr_static(type(pipe), name)) or isinstance(
+        inspect.getattr_static(type(pipe), name), (classmethod, staticmethod)
+    )
+
+
+def _vae_scale(pipe: Any) -> int:
+    """Pixels for each row of what is denoised; one where that is the picture itself (DeepFloyd IF, DDPM)."""
+    for name in ("vae_scale_factor", "vae_scale_factor_spatial"):
+        scale = getattr(pipe, name, None)
+        if isinstance(scale, int):
+            return scale
+    return 8 if any(pipe.components.get(name) is not None for name in AUTOENCODERS) else 1
+
+
+def _size_unit(pipe: Any, config: Mapping[str, Any], scale: int) -> int:
+    """What height and width must be multiples of: the VAE's factor times the patches of a transformer."""
+    patch = config.get("patch_size") or 1
+    processor = getattr(getattr(pipe, "image_processor", None), "config", None) or {}
+    packed = processor.get("vae_scale_factor") or 1  # pipelines that pack 2 x 2 latents say so here
+    return max(8, scale * (patch if isinstance(patch, int) else patch[-1]), packed)
+
+
+def _of_vae(pipe: Any) -> Mapping[str, Any]:
+    """The configuration of its VAE."""
+    found: Mapping[str, Any] = getattr(pipe.components.get("vae"), "config", None) or {}
+    return found
+
+
+def _decoded_bytes(pipe: Any) -> int:
+    """Six maps of the decoder's last width at full size: what AutoencoderKL holds at most, twice in a decode."""
+    config = _of_vae(pipe)
+    levels = config.get("block_out_channels")
+    if not levels:
+        return 0
+    element: int = 4 if config.get("force_upcast") else next(pipe.components["vae"].parameters()).element_size()
+    return 6 * levels[0] * element
+
+
+def _default_size(pipe: Any, config: Mapping[str, Any], scale: int) -> tuple[int, int] | None:
+    size = getattr(pipe, "default_sample_size", None) or config.get("sample_size")
+    if isinstance(size, int):
+        return size * scale, size * scale
+    if isinstance(size, (list, tuple)) and len(size) == 2:
+        return size[0] * scale, size[1] * scale
+    return None
+
+
+def images_each(arguments: Mapping[str, Any]) -> int:
+    """How many results each prompt gives."""
+    return next((arguments[name] for name in IMAGES_EACH if arguments.get(name)), 1)

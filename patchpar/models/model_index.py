@@ -1,0 +1,72 @@
+"""A model_index.json: which parts a pipeline of diffusers has, and which class of which library each of them is."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from patchpar.errors import PlanError
+from patchpar.plan.json_files import read_object
+
+INDEX = "model_index.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A component that is loaded: the class `kind` of `library`, from the folder `name`."""
+
+    name: str
+    library: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelIndex:
+    """What an index says. `pipeline`: a class of diffusers, or [module, class] where code comes with the model.
+
+    `absent` are the components that the pipeline class knows and this pipeline does without.
+    """
+
+    file: Path
+    pipeline: str | tuple[str, ...]
+    parts: tuple[Part, ...]
+    absent: tuple[str, ...]
+
+    @classmethod
+    def read(cls, folder: Path) -> "ModelIndex":
+        """That of a model folder. Raises PlanError where it is none, or where an entry cannot be understood."""
+        file = folder / INDEX
+        if not file.is_file():
+            raise PlanError(f"{folder} has no {INDEX}, so it is no diffusers model folder")
+        entries = read_object(file)
+        listed = {name: entry for name, entry in entries.items() if isinstance(entry, list) and name[:1] != "_"}
+        parts = [_part(file, name, entry) for name, entry in listed.items() if not _is_number_list(entry)]
+        return cls(
+            file=file,
+            pipeline=_pipeline(file, entries.get("_class_name")),
+            parts=tuple(part for part in parts if part is not None),
+            absent=tuple(name for name, entry in listed.items() if entry == [None, None]),
+        )
+
+
+def _pipeline(file: Path, name: Any) -> str | tuple[str, ...]:
+    if isinstance(name, list) and all(isinstance(each, str) for each in name):
+        return tuple(name)
+    if not isinstance(name, str):
+        raise PlanError(f"{file} does not say which pipeline of diffusers it is of: _class_name is {name!r:.80}")
+    return name
+
+
+def _is_number_list(entry: list[Any]) -> bool:
+    """Whether this is an option of the pipeline, such as the layers that a text encoder is read at."""
+    return bool(entry) and all(isinstance(each, (int, float)) for each in entry)
+
+
+def _part(file: Path, name: str, entry: list[Any]) -> Part | None:
+    """None for a part that is left out. A name is that of an attribute, and of a folder inside the model's."""
+    if not name.isidentifier():
+        raise PlanError(f"{file}: {name!r:.80} can be no part of a pipeline: parts are named as attributes are")
+    if len(entry) == 2 and entry[0] is None:
+        return None
+    if len(entry) != 2 or not all(isinstance(each, str) for each in entry):
+        raise PlanError(f"{file}: {name} is {entry!r:.80}, but of a part the index says [library, class]")
+    return Part(name=name, library=entry[0], kind=entry[1])

@@ -1,0 +1,141 @@
+"""What a pipeline is for, told from its class before it is loaded: what it makes, what it begins with, its defaults.
+
+There is no list of models: a call declares what it takes, and its module the output class, whose fields say what it
+makes. Both are read as text, since importing a pipeline of diffusers takes as long as starting workers.
+"""
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+from patchpar.models.files import resolve_model
+
+Product = Literal["pictures", "video", "sound", ""]
+PRODUCTS: Mapping[str, Product] = {"frames": "video", "images": "pictures", "image": "pictures", "audios": "sound"}
+BEGINS_WITH = ("image", "video")
+NEEDS_ONE = re.compile(
+    "Img2Img|ImageToImage|I2I|ImageToVideo|Image2Video|I2V|Inpaint|VideoToVideo|ControlNet|Adapter|Pix2Pix|Upscale"
+    "|SuperResolution|Depth2Img|Edit|ImageVariation|Fill|Refiner"
+)
+"""Classes whose call has a default of None for the picture without which it fails."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Purpose:
+    """A pipeline's class, as its call is declared. `product`: "" where nothing tells.
+
+    `parameters`: names of its call's arguments, with their defaults (None where there is none). `begins_with`: the
+    argument, "image" or "video", that it cannot do without; "" where it needs none.
+    """
+
+    pipeline: str
+    product: Product = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    begins_with: str = ""
+
+
+def purpose_of_model(model: str | Path, options: Mapping[str, Any]) -> Purpose | None:
+    """Of a model in a folder or in the package, to be loaded with `options`; None where nothing tells before loading.
+
+    Raises PlanError for what is no model.
+    """
+    folder = resolve_model(model, options)[2]
+    return None if folder is None else purpose_of(folder.pipeline)
+
+
+def purpose_of(pipeline: str) -> Purpose | None:
+    """Of a pipeline class of diffusers, by its name; None where diffusers has none of this name."""
+    found = _declared(pipeline)
+    if found is None:
+        return None
+    file, module, kind = found
+    call = next((each for each in kind.body if isinstance(each, ast.FunctionDef) and each.name == "__call__"), None)
+    if call is None:
+        return Purpose(pipeline=pipeline, product=_product_of(module, file))
+    parameters, required = _parameters_of(call)
+    begins_with = [
+        name for name in BEGINS_WITH if name in required or (name in parameters and NEEDS_ONE.search(pipeline))
+    ]
+    return Purpose(
+        pipeline=pipeline,
+        product=_product_of(module, file),
+        parameters=parameters,
+        begins_with=begins_with[0] if begins_with else "",
+    )
+
+
+def _declared(pipeline: str) -> tuple[Path, ast.Module, ast.ClassDef] | None:
+    """The file of a class, its content, and the class in it."""
+    folders = [file.parent for file in _pipelines().rglob("*/__init__.py") if f'"{pipeline}"' in _text_of(file)]
+    for file in (file for folder in folders for file in sorted(folder.glob("*.py"))):
+        kind = _class_in(file, pipeline)
+        if kind is not None:
+            return file, ast.parse(_text_of(file)), kind
+    return None
+
+
+def _pipelines() -> Path:
+    package = find_spec("diffusers")
+    assert package is not None
+    assert package.origin is not None
+    return Path(package.origin).parent / "pipelines"
+
+
+def _text_of(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
+
+
+def _class_in(file: Path, name: str) -> ast.ClassDef | None:
+    text = _text_of(file)
+    body = ast.parse(text).body if f"class {name}(" in text else []
+    return next((node for node in body if isinstance(node, ast.ClassDef) and node.name == name), None)
+
+
+def _parameters_of(call: ast.FunctionDef) -> tuple[dict[str, Any], list[str]]:
+    """(all arguments with their defaults, those that have none)."""
+    named = [each.arg for each in (*call.args.posonlyargs, *call.args.args)][1:]
+    defaults: list[ast.expr | None] = [*call.args.defaults]
+    given = dict(zip(named, [*[None] * (len(named) - len(defaults)), *defaults], strict=False))
+    given |= dict(zip([each.arg for each in call.args.kwonlyargs], call.args.kw_defaults, strict=True))
+    return {name: _plain(default) for name, default in given.items()}, [name for name in given if given[name] is None]
+
+
+def _plain(default: ast.expr | None) -> Any:
+    """A default that is written out as a number, a text or a truth value; else None."""
+    try:
+        value = None if default is None else ast.literal_eval(default)
+    except ValueError:
+        return None
+    return value if isinstance(value, (int, float, str, bool)) else None
+
+
+def _product_of(module: ast.Module, file: Path) -> Product:
+    """By the fields of the output class that the module of a pipeline defines or imports."""
+    for node in module.body:
+        if isinstance(node, ast.ClassDef) and _is_output(node.name):
+            return _made(node)
+        for name in (each.name for each in getattr(node, "names", ()) if _is_output(each.name)):
+            found = (_class_in(place, name) for place in _output_places(file))
+            kind = next(filter(None, found), None)
+            return "" if kind is None else _made(kind)
+    return ""
+
+
+def _is_output(name: str) -> bool:
+    return name.endswith("PipelineOutput")
+
+
+def _output_places(file: Path) -> list[Path]:
+    """Files that may define the output class of a pipeline in `file`: those beside it, and those that others share."""
+    shared = sorted(_pipelines().rglob("pipeline_*output.py"))
+    return [*sorted(file.parent.glob("*.py")), *shared, _pipelines() / "pipeline_utils.py"]
+
+
+def _made(kind: ast.ClassDef) -> Product:
+    targets = [each.target for each in kind.body if isinstance(each, ast.AnnAssign)]
+    names = [target.id for target in targets if isinstance(target, ast.Name)]
+    return next((PRODUCTS[name] for name in names if name in PRODUCTS), "")

@@ -1,0 +1,1 @@
+"""A diffusers pipeline on several devices: what a user holds, and what one rank runs."""

@@ -1,0 +1,145 @@
+"""The rule behind plan="auto", until the planner measures: stated, so that a user can argue with it.
+
+0. A picture of at least 1.5 times the model's native size on both sides: structure guidance, on one device too, for the
+   picture does not depend on the number of devices. Where the pipeline cannot do it, the reason says so.
+1. Of all ways to spread prompts, branches of guidance and bands over the devices the one whose busiest rank is done
+   soonest, by the formula in `plan.mesh_shape`: prompts apart send nothing, branches one prediction, bands all keys.
+2. A UNet goes into bands as far as each keeps two units of rows; of any other denoiser the tokens are split, as far as
+   every device keeps two rows of them.
+3. Prompts stay together where a callback looks at all of them, or where a part of them would get other pictures.
+4. A device that would not help stays idle, and the reason says so.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.models.info import Description
+from patchpar.plan.mesh_shape import Work
+from patchpar.plan.plan import Plan
+from patchpar.strategies.data.split import PICTURES, split_call
+from patchpar.strategies.structure.memory_estimate import Footprint
+from patchpar.strategies.structure.options import StructureGuidance
+from patchpar.strategies.structure.sizing import is_large, units_of
+
+ADDRESSED = ("ip_adapter_masks", "gligen")  # in cross_attention_kwargs: places in the whole picture
+UNITS_PER_BAND = 2  # below that, halos and waiting cost more than a further rank computes
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A plan and why."""
+
+    plan: Plan
+    reason: str
+
+
+def choose(model: Description, devices: int, kwargs: Mapping[str, Any]) -> Choice:
+    """The plan for a call with `kwargs` on `devices` devices."""
+    size, native = model.size(kwargs), model.default_size
+    if model.kept_native is None or size is None or native is None or not is_large(size, native):
+        return _exact(model, devices, kwargs)
+    ratios = dict.fromkeys(f"{side / own:.3g}" for side, own in zip(size, native, strict=True))
+    large = f"{' x '.join(ratios)} times the native {native[0]} x {native[1]}"
+    addressed = [name for name in kwargs.get("cross_attention_kwargs") or () if name in ADDRESSED]
+    why_not = f"{addressed[0]} has places in the whole picture" if addressed else model.kept_native
+    if why_not:
+        plain = _exact(model, devices, kwargs)
+        return Choice(plain.plan, f"{plain.reason}; {large}, but no structure guidance: {why_not}")
+    strategy = StructureGuidance()
+    branches = 2 if model.guided(kwargs) else 1
+    most = branches * max(units_of(size, native, model.size_unit, overlap=strategy.overlap, margin=strategy.margin))
+    patch = min(devices, most)
+    idle = f"; {devices - patch} of {devices} devices idle: no more windows" if patch < devices else ""
+    takes = Footprint.of(model, size, branches)
+    return Choice(Plan(patch=patch, strategy=strategy), f"{large}: structure guidance{idle}; about {takes}")
+
+
+def _exact(model: Description, devices: int, kwargs: Mapping[str, Any]) -> Choice:
+    """The plan that draws what plain diffusers draws."""
+    if devices == 1:
+        return Choice(Plan(), "one device: the plain pipeline")
+    branches, prompts = model.branches(kwargs), _prompts(kwargs)
+    together = _why_together(model, kwargs) if prompts > 1 else ""
+    work = Work(
+        prompts=1 if together else prompts,
+        branches=branches,
+        most_bands=_most_bands(model, devices, model.size(kwargs)),
+        units=_units(model, model.size(kwargs)) if model.splits_into_bands else None,
+    )
+    plan, reasons = work.soonest(devices), []
+    if plan.data > 1:
+        reasons.append(f"{prompts} prompts over {plan.data} groups, which send one another nothing")
+    elif together:
+        reasons.append(f"{prompts} prompts stay together: {together}")
+    if plan.cfg > 1:
+        part = {2: "half", 3: "third"}.get(plan.cfg, f"{plan.cfg}th")
+        reasons.append(f"guidance is on: a branch for each {part} of the devices")
+    elif branches > 1 and plan.patch > 1:
+        reasons.append(f"guidance stays whole, because {_why_whole(branches, devices)}")
+    if plan.patch > 1:
+        bands = plan.patch
+        reasons.append(f"the picture in {bands} bands" if model.splits_into_bands else f"tokens split in {bands}")
+    if plan.world_size < devices:
+        idle = f"{devices - plan.world_size} of {devices} devices idle"
+        reasons.append(f"{idle}: {_why_no_more(model, work, plan, devices)}")
+    return Choice(plan, "; ".join(reasons))
+
+
+def without(model: Description, plan: Plan, error: Exception) -> Description | None:
+    """The model less what an automatic plan tried and could not do; None where that is not what failed."""
+    if isinstance(plan.strategy, StructureGuidance):
+        return replace(model, kept_native=str(error))
+    if plan.patch == 1 or not model.splits_into_tokens or not isinstance(error, UnsupportedModel):
+        return None
+    return replace(model, splits_into_tokens=False, kept_whole=str(error))
+
+
+def _prompts(kwargs: Mapping[str, Any]) -> int:
+    """How many prompts may be spread over ranks; pictures as input may belong to all of them."""
+    prompts = kwargs.get("prompt")
+    alone = isinstance(prompts, list) and all(kwargs.get(name) is None for name in PICTURES)
+    return len(prompts) if isinstance(prompts, list) and alone else 1
+
+
+def _why_together(model: Description, kwargs: Mapping[str, Any]) -> str:
+    """Why the prompts cannot be spread over ranks; empty where they can."""
+    if kwargs.get("callback_on_step_end") is not None:
+        return "callback_on_step_end looks at the latents of all"
+    try:
+        split_call(kwargs, 0, _prompts(kwargs))
+    except PlanError as error:
+        return str(error)
+    return model.kept_together
+
+
+def _why_no_more(model: Description, work: Work, plan: Plan, devices: int) -> str:
+    if plan.patch < work.most_bands:
+        return "no way to share the work among more of them is faster"
+    if model.splits_into_bands:
+        return "no more bands fit into the picture"
+    if model.splits_into_tokens:
+        return "each needs two rows of tokens"
+    why = model.kept_whole or f"{', '.join(model.denoisers)} cannot be split"
+    return why if work.branches > 1 else f"{why}, and there is no guidance to split"
+
+
+def _why_whole(branches: int, devices: int) -> str:
+    """Why the branches of guidance are not spread over so many devices."""
+    if branches == 2:
+        return f"{devices} devices are odd and {devices - 1} have more to do"
+    return f"its {branches} branches do not go evenly on {devices} devices, and fewer have more to do"
+
+
+def _most_bands(model: Description, devices: int, size: tuple[int, int] | None) -> int:
+    if not (model.splits_into_bands or model.splits_into_tokens):
+        return 1
+    units = _units(model, size)
+    return devices if units is None else max(1, min(devices, units // UNITS_PER_BAND))
+
+
+def _units(model: Description, size: tuple[int, int] | None) -> int | None:
+    """How many units of rows, or rows of tokens, the longer side has."""
+    unit = model.vae_scale * model.total_stride if model.splits_into_bands else model.size_unit
+    return None if size is None else max(size) // unit

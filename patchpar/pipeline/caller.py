@@ -1,0 +1,217 @@
+"""The caller's side of one call: what is sent, what is heard while it runs, and what its results become."""
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.models.adapters import from_safetensors
+from patchpar.pipeline.messages import Drawn, DrawOptions, RandomState, Returned, StepAnswer, StepChange, StepEnd
+from patchpar.pipeline.report import Run
+from patchpar.pipeline.state_changes import change_of, with_whole_paths
+from patchpar.plan.plan import Plan
+from patchpar.shard.generators import generators_of
+from patchpar.strategies.data.split import merge_outputs
+
+DATA_CALLBACKS = (
+    "PipelineCallback",
+    "MultiPipelineCallbacks",
+)  # of diffusers: they say which tensors they take
+
+
+class Caller:
+    """One call as its caller sees it: takes the callback out, shows progress, answers the ranks.
+
+    `owner` is what the callback gets for the pipeline. `kind`: where the ranks live, see `Executor`.
+    """
+
+    def __init__(self, owner: Any, kwargs: Mapping[str, Any], *, kind: str, output_module: str) -> None:
+        self.kwargs = dict(kwargs)
+        self._owner, self._kind, self._output_module = owner, kind, output_module
+        self._bar: Any = None
+        self._on_step: Callable[[int, int], object] | None = None
+        self._progress: Mapping[str, Any] = {}
+        self._callback = self._take_callback()
+        self._thread: int | None = None
+        self._import: threading.Thread | None = None
+        self._facts: dict[str, Any] = {}
+        self.changes: list[StepChange] = []  # what its callback has done to the pipeline so far
+
+    def _take_callback(self) -> Callable[..., Any] | None:
+        callback = self.kwargs.get("callback_on_step_end")
+        if callback is None or self._kind == "inline":
+            return None
+        if any(base.__name__ in DATA_CALLBACKS for base in type(callback).__mro__):
+            if _is_importable(callback):
+                return None  # every rank runs it itself
+            self.kwargs["callback_on_step_end_tensor_inputs"] = callback.tensor_inputs
+        del self.kwargs["callback_on_step_end"]
+        return callback
+
+    def options(self, plan: Plan, verify: bool | Path, *, vae: str, tracing: bool) -> DrawOptions:
+        """What the ranks must know beside the arguments."""
+        return DrawOptions(
+            plan=plan,
+            verify=verify,
+            vae=vae,
+            random=_random_state() if self._kind == "local" else None,
+            has_callback=self._callback is not None,
+            same_everywhere=self._kind == "torchrun",
+            quiet=self._kind == "local" or self._on_step is not None,
+            tracing=tracing,
+        )
+
+    @contextmanager
+    def listening(
+        self, on_step: Callable[[int, int], object] | None, progress: Mapping[str, Any]
+    ) -> Iterator["Caller"]:
+        """Report steps to `on_step`, or show a progress bar with the options `progress`, as diffusers would."""
+        self._on_step, self._progress = on_step, progress
+        try:
+            yield self
+        finally:
+            if self._bar is not None:
+                self._bar.close()
+            if self._import is not None:
+                self._import.join()  # a program that ends while it imports ends with another code, or crashes
+
+    def on_event(self, rank: int, event: tuple[str, int, int]) -> None:
+        """A step is done."""
+        _, step, total = event
+        if self._on_step is not None:
+            self._on_step(step, total)
+        elif self._kind == "local":
+            self._show(total)
+        if step == 1 and self._kind == "local":
+            self._prepare_for_output()
+
+    def _show(self, total: int) -> None:
+        if self._bar is None:
+            from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+            self._bar = tqdm(**{"total": total, **self._progress})
+        self._bar.update(1)
+
+    def _prepare_for_output(self) -> None:
+        """Import what the output's class needs while the ranks work, rather than when it has come."""
+        self._import = threading.Thread(target=importlib.import_module, args=(self._output_module,), daemon=True)
+        self._import.start()
+
+    def on_ask(self, question: Any) -> Any:
+        """The end of a step: the callback's answer. Anything else ranks only want to hear from rank 0."""
+        return self._call_back(question) if isinstance(question, StepEnd) else question
+
+    def _call_back(self, end: StepEnd) -> StepAnswer:
+        assert self._callback is not None
+        versions = {name: getattr(value, "_version", 0) for name, value in end.tensors.items()}
+        before = dict(end.tensors)
+        self._facts, first = dict(end.facts), len(self.changes)
+        self._thread = threading.get_ident()
+        try:
+            answer = self._callback(self._owner, end.step, end.timestep, end.tensors) or {}
+        finally:
+            self._thread = None
+        tensors = {
+            name: value
+            for name, value in answer.items()
+            if value is not before.get(name) or getattr(value, "_version", 0) != versions.get(name)
+        }
+        return StepAnswer(tensors=tensors, changes=tuple(self.changes[first:]))
+
+    @property
+    def in_callback(self) -> bool:
+        """Whether the caller's callback is running, in this thread."""
+        return self._thread == threading.get_ident()
+
+    def attribute(self, name: str) -> Any:
+        """An attribute of the pipeline, for the callback. Raises AttributeError where only the ranks have it."""
+        for found in (name, f"_{name}"):
+            if found in self._facts:
+                return self._facts[found]
+        raise AttributeError(
+            f"pipe.{name} cannot be had inside callback_on_step_end, because the ranks are busy; what can be had: "
+            f"{', '.join(sorted(fact for fact in self._facts if not fact.startswith('_')))}"
+        )
+
+    def set_attribute(self, name: str, value: Any) -> None:
+        """The callback sets an attribute of the pipeline: all ranks do so when it has returned."""
+        self._facts[name] = value
+        self.changes.append(StepChange(name, (value,)))
+
+    def apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
+        """The callback calls a method of the pipeline or of a network: all ranks do so when it has returned.
+
+        Raises UnsupportedModel for one that changes nothing, and so is called for what it returns, and PlanError for
+        one that would read a pickle.
+        """
+        if change_of(path, args, kwargs) is None:
+            raise UnsupportedModel(
+                f"pipe.{path}() cannot be called inside callback_on_step_end, because the ranks are busy: only what "
+                "changes the pipeline can (set_..., enable_..., disable_...), and all ranks do it when it has returned"
+            )
+        whole, named = with_whole_paths(path, args, from_safetensors(path, args, kwargs))
+        self.changes.append(StepChange(path, whole, named))
+        return Returned(None)
+
+    def ask(self, method: str, path: str, *values: Any, **_: Any) -> None:
+        """The callback sets an attribute of a network, or would like to have one. Raises AttributeError for that."""
+        if method != "set":
+            raise AttributeError(
+                f"pipe.{path} cannot be had inside callback_on_step_end, because the ranks are busy; it can be set"
+            )
+        self.changes.append(StepChange(path, values))
+
+
+def _is_importable(callback: Any) -> bool:
+    parts = getattr(callback, "callbacks", None) or [callback]
+    return all(type(part).__module__ != "__main__" and "<locals>" not in type(part).__qualname__ for part in parts)
+
+
+def refuse_old_callback(kwargs: Mapping[str, Any]) -> None:
+    """Raise PlanError for diffusers' deprecated way to pass a callback."""
+    for name in ("callback", "callback_steps"):
+        if kwargs.get(name) is not None:
+            raise PlanError(f"{name}= is diffusers' old way and not passed on to workers: use callback_on_step_end=")
+
+
+def _random_state() -> RandomState:
+    """Where this process's random numbers stand, so that torch.manual_seed here means what it means in plain diffusers.
+
+    Without torch in this process nobody can have seeded it; then the ranks agree on a fresh seed.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        import random
+
+        return RandomState(seed=random.SystemRandom().getrandbits(63))
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return RandomState(cpu=torch.get_rng_state(), cuda=cuda)
+
+
+def move_generators_on(kwargs: Mapping[str, Any], drawn: Sequence[Drawn]) -> None:
+    """Leave the caller's generators and torch's own as if the call had been made in this process."""
+    states = [state for result in drawn if result.output is not None for state in result.generators]
+    for generator, state in zip(generators_of(kwargs), states, strict=False):
+        generator.set_state(state)
+    after = drawn[0].random
+    if after is None:
+        return
+    torch = sys.modules["torch"]
+    torch.set_rng_state(after.cpu)
+    if after.cuda is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(after.cuda)
+
+
+def output_of(drawn: Sequence[Drawn]) -> Any:
+    """One output from those of the ranks that gave one."""
+    outputs = [result.output for result in drawn if result.output is not None]
+    return merge_outputs(outputs) if len(outputs) > 1 else next(iter(outputs), None)
+
+
+def run_of(plan: Plan, drawn: Sequence[Drawn], seconds: float) -> Run:
+    """The figures of a call."""
+    return Run(plan=plan, seconds=seconds, ranks=tuple(figures for result in drawn for figures in result.figures))

@@ -1,0 +1,58 @@
+"""A network of the pipeline as its caller holds it: the networks themselves live in the workers.
+
+pipe.vae.enable_tiling()                              on all ranks
+pipe.transformer.set_attention_backend("flash")       the same
+pipe.transformer.config.num_layers                    a copy, from the first
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from patchpar.errors import UnsupportedModel
+from patchpar.models.info import Network
+from patchpar.pipeline.attributes import refuse_network_method
+from patchpar.pipeline.messages import Returned
+
+Ask = Callable[..., Any]
+
+
+def on_all_ranks(owner: Any, path: str, apply: Ask) -> Callable[..., Any]:
+    """The method of that path, as its caller holds it: `apply` has all ranks do it. It returns `owner` for itself."""
+
+    def broadcast(*args: Any, **kwargs: Any) -> Any:
+        returned: Returned = apply(path, args, kwargs)
+        return owner if returned.itself else returned.value
+
+    broadcast.__name__ = path.rpartition(".")[2]
+    return broadcast
+
+
+class Component:
+    """Stands for the network `name`. Methods act on all ranks; attributes come from the first, and are set on all."""
+
+    def __init__(self, name: str, network: Network, ask: Ask, apply: Ask) -> None:
+        for attribute, value in (("_name", name), ("_network", network), ("_ask", ask), ("_apply", apply)):
+            object.__setattr__(self, attribute, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"{self!r} has no attribute {name!r}")
+        path = f"{self._name}.{name}"
+        if name not in self._network.methods:
+            return self._ask("get", path)
+        refuse_network_method(path)
+        return on_all_ranks(self, path, self._apply)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        path = f"{self._name}.{name}"
+        self._ask("set", path, value, replay=path)
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Raise UnsupportedModel: the pipeline calls its networks."""
+        raise UnsupportedModel(f"{self!r} is called by the pipeline only; to call it yourself, load it with diffusers")
+
+    def __dir__(self) -> list[str]:
+        return sorted(self._network.methods)
+
+    def __repr__(self) -> str:
+        return f"<pipe.{self._name}, a {self._network.kind} in the workers>"

@@ -1,0 +1,134 @@
+"""Where the cut is: hooks that stand before the forward of a denoiser, and of a network that it listens to."""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from diffusers.hooks import ModelHook
+from torch import nn
+
+from patchpar.comm.pytree import with_own_lists
+from patchpar.plan.plan import Plan
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.batch_arguments import Carriers
+from patchpar.shard.denoiser import SharedDenoiser
+from patchpar.shard.step_caches import CacheVote
+from patchpar.shard.unsupported_model import (
+    kept_by_processors,
+    refuse_gradients,
+    refuse_what_processors_keep,
+    refused_in_words,
+)
+from patchpar.strategies.cfg.split import GuidanceSplit
+from patchpar.strategies.cfg.verify import GuidanceCheck
+
+
+class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+    """Stands before a denoiser's forward and passes the call through the plan's layers, outermost first."""
+
+    def __init__(
+        self,
+        clock: StepClock,
+        layers: Sequence[Any],
+        guided: Callable[[], bool | None],
+        votes: CacheVote,
+        check: GuidanceCheck | None = None,
+        *,
+        plan: Plan,
+    ) -> None:
+        super().__init__()
+        self.clock, self.layers, self.guided = clock, tuple(layers), guided
+        self.votes, self.check, self.plan, self._watched = votes, check, plan, False
+        self._looked: int | None = None  # in which evaluation of this picture
+        self.door, self.deadline = votes.door, votes.door.transport.deadline
+
+    def begin(self, *, watched: bool) -> None:
+        """Begin a picture. `watched`: a callback of somebody's is called between its steps, and may change things."""
+        self._watched, self._looked = watched, None
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Replaces the denoiser's forward."""
+        if self.plan.world_size > 1:
+            refuse_gradients(module, str(self.plan), (args, kwargs))
+        self.clock.guided = self.guided()
+        self.clock.next_call()
+        before = kept_by_processors(module) if self._look_again() and self._shares_calls else None
+        plain = self.fn_ref.original_forward
+        forward = plain
+        for layer in reversed(self.layers):
+            forward = partial(layer.denoise, forward)
+        stale_before, start = self._stale_calls(), time.perf_counter()
+        kept, plain = with_own_lists((args, kwargs)), _on_lists_of_its_own(plain)
+        with refused_in_words(module, str(self.plan), self._way_out(), partial(plain, *kept[0], **kept[1])):
+            for layer in self.layers:
+                if isinstance(layer, GuidanceSplit):
+                    layer.by_branch = layer.layers_of(module)
+                    layer.carriers = {} if self.check is None else self.check.carriers.of(plain, kept)
+            result = forward(*args, **kwargs)
+            if self.check is not None:
+                self.check(plain, kept, result)
+            if before is not None:
+                refuse_what_processors_keep(module, str(self.plan), before)
+        age = "stale" if self._stale_calls() > stale_before else "exact"
+        self.door.traffic.note("call", "", f"step {self.clock.evaluation}, call {self.clock.call} ({age})", start)
+        # A rank may have to wait for as long as another one computes, and that is only known once it has.
+        transport, seconds = self.door.transport, time.perf_counter() - start
+        transport.deadline = max(transport.deadline, self.deadline + 2 * seconds)
+        return result
+
+    @property
+    def _shares_calls(self) -> bool:
+        return self.plan.patch * self.plan.cfg > 1
+
+    def _look_again(self) -> bool:
+        """Whether somebody may have changed the denoiser: before the picture, or in a callback between the steps.
+
+        Of two denoisers the second may come late in a picture, or late in each step.
+        """
+        if self._looked is not None and not (self._watched and self._looked != self.clock.evaluation):
+            return False
+        self._looked = self.clock.evaluation
+        self.votes.renew()
+        for layer in (*self.layers, self.check):
+            if hasattr(layer, "unsure"):
+                layer.unsure = True
+        return True
+
+    def _way_out(self) -> str:
+        if self.plan.patch > 1:
+            return "Use plan cfg=2 or data=N, which do not split the picture"
+        return f"Use cfg=1, and give the devices to another axis, e.g. patch={self.plan.cfg}"
+
+    def deinitalize_hook(self, module: nn.Module) -> nn.Module:
+        """Called, so spelt, when the hook is taken out."""
+        self.votes.restore()
+        return module
+
+    def _stale_calls(self) -> int:
+        split = [layer for layer in self.layers if isinstance(layer, SharedDenoiser)]
+        return sum(layer.history.stale_calls for layer in split if layer.history is not None)
+
+
+class ConditionerHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+    """Lets each guidance rank run its share of a network that the denoiser listens to."""
+
+    def __init__(self, guidance: GuidanceSplit, carriers: Carriers | None) -> None:
+        super().__init__()
+        self.guidance, self.carriers = guidance, carriers
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Replaces the network's forward. Raises VerificationError where shares of its batch do not make the whole."""
+        plain = self.fn_ref.original_forward
+        found = {} if self.carriers is None else self.carriers.of(_on_lists_of_its_own(plain), (args, kwargs))
+        self.guidance.carriers = found
+        return self.guidance.condition(plain, *args, **kwargs)
+
+
+def _on_lists_of_its_own(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that may be called again with the same arguments."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*with_own_lists(args), **with_own_lists(kwargs))
+
+    return call

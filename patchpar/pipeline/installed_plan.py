@@ -1,0 +1,175 @@
+"""A plan in a pipeline: hooks on its denoisers, its VAEs in bands. Nothing else of the pipeline changes."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from diffusers.hooks import ModelHook
+from torch import nn
+
+from patchpar.comm.collectives import Door
+from patchpar.comm.traffic import Traffic
+from patchpar.models.info import denoisers_of, refuse_compiled
+from patchpar.pipeline.denoiser_hook import ConditionerHook, DenoiserHook
+from patchpar.pipeline.stats_recorder import Ledger
+from patchpar.pipeline.validate import refuse_without_denoiser
+from patchpar.plan.mesh import Mesh
+from patchpar.plan.plan import Plan
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.batch_arguments import carriers_of
+from patchpar.shard.guidance_branches import layers_by_branch
+from patchpar.shard.hooks import Hooked
+from patchpar.shard.step_caches import CacheVote
+from patchpar.shard.transformer.denoiser import TokenDenoiser
+from patchpar.shard.unet.denoiser import PatchedDenoiser
+from patchpar.shard.vae.parallel import ParallelVaes
+from patchpar.shard.verification_cache import Verdicts
+from patchpar.strategies.cfg.split import GuidanceSplit
+from patchpar.strategies.cfg.verify import GuidanceCheck
+from patchpar.strategies.structure.denoiser import LargePicture
+from patchpar.strategies.structure.options import StructureGuidance
+
+HOOK = "patchpar_denoiser"
+
+
+class Installed:
+    """What a plan has put into a pipeline, until `restore`. At first nothing: one rank does it all."""
+
+    def __init__(self, pipe: Any = None) -> None:
+        self.pipe = pipe
+        self.mesh: Mesh | None = None
+        self.door: Door | None = None
+        self.patched: list[PatchedDenoiser | TokenDenoiser | LargePicture] = []
+        self.guidance: GuidanceSplit | None = None
+        self.vaes: ParallelVaes | None = None
+        self._hooked: list[Hooked] = []
+
+    # --- in and out ---------------------------------------------------------------------------------------------
+
+    def put_in(
+        self, plan: Plan, mesh: Mesh, door: Door, clock: StepClock, guided: Callable[[], bool | None], verdicts: Any
+    ) -> None:
+        """Make the denoisers parallel. `guided`: whether the call under way uses guidance. Raises UnsupportedModel."""
+        refuse_without_denoiser(type(self.pipe).__name__, self._denoisers(), plan)
+        self.mesh, self.door, strategy = mesh, door, plan.strategy
+        if plan.cfg > 1:  # one for all networks, since several may serve one step
+            self.guidance = GuidanceSplit(door, mesh["cfg"], clock, partial(layers_by_branch, self.pipe))
+            for module in self._conditioners():
+                carriers = None if verdicts is None else carriers_of(module, (door, mesh["cfg"]), verdicts)
+                self._register(module, ConditionerHook(self.guidance, carriers))
+        for module in self._denoisers():
+            layers: list[Any] = [] if self.guidance is None else [self.guidance]
+            if isinstance(strategy, StructureGuidance):
+                axis = mesh["patch"]
+                layers.append(strategy.install(module, door, axis, pipe=self.pipe, clock=clock, verdicts=verdicts))
+            elif plan.patch > 1:
+                axis = mesh["patch"]
+                layers.append(strategy.install(module, door, axis, clock=clock, split=plan.split, verdicts=verdicts))
+            self.patched += [layer for layer in layers if layer is not self.guidance]
+            check = None
+            if self.guidance is not None and verdicts is not None:
+                by_branch = partial(self.guidance.layers_of, module)
+                check = GuidanceCheck(module, (door, mesh["cfg"]), clock, verdicts, by_branch)
+            votes = CacheVote(module, door, (mesh["patch"], mesh["cfg"]), clock)
+            self._register(module, DenoiserHook(clock, layers, guided, votes, check, plan=plan))
+
+    def put_in_vaes(self, way: str, door: Door, verdicts: Verdicts | None) -> None:
+        """Let all ranks of one picture encode and decode it together. Their traffic is counted apart, by `door`."""
+        assert self.mesh is not None
+        axis = self.mesh.of_one_picture()
+        if axis.size > 1 or way == "tiled":
+            self.vaes = ParallelVaes(self.pipe.components, self._denoisers(), way, (door, axis), verdicts)
+
+    def _register(self, module: nn.Module, hook: ModelHook) -> None:
+        self._hooked.append(Hooked(module, hook, HOOK))
+
+    def _conditioners(self) -> list[nn.Module]:
+        """A ControlNet that sees the same batch as the denoiser. Several in one run whole on every rank."""
+        found = self.pipe.components.get("controlnet")
+        return [found] if isinstance(found, nn.Module) and not hasattr(found, "nets") else []
+
+    def _denoisers(self) -> list[nn.Module]:
+        return list(denoisers_of(self.pipe).values())
+
+    def restore(self) -> None:
+        """Take everything out: the pipeline is as it was."""
+        for patched in self.patched:
+            patched.restore()
+        for hooked in self._hooked:
+            hooked.take_out()
+        if self.vaes is not None:
+            self.vaes.restore()
+        self.patched, self.guidance, self.vaes, self._hooked = [], None, None, []
+        self.mesh = self.door = None
+
+    # --- while it is in -----------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """The modules of the pipeline may change."""
+        for patched in self.patched:
+            patched.forget()
+        if self.vaes is not None:
+            self.vaes.forget()
+
+    def open_up(self) -> None:
+        """Take the seams out of the denoisers amid a picture: somebody changes them. The next call looks at them."""
+        for patched in self.patched:
+            shared = patched.team if isinstance(patched, LargePicture) else patched
+            if shared is not None:
+                shared.restore()
+                shared.unsure = True
+        if self.vaes is not None:
+            self.vaes.forget()
+
+    @property
+    def is_for_large_pictures(self) -> bool:
+        """Whether pictures are put together of patches, which may be of some of the branches of guidance."""
+        return any(isinstance(patched, LargePicture) for patched in self.patched)
+
+    def begin(self, *, tracing: bool, watched: bool = False) -> Ledger:
+        """Begin a picture: nothing of the last one is used, and the books are empty. Raises UnsupportedModel.
+
+        `watched`: somebody looks at its latents between the steps.
+        """
+        for number, hooked in enumerate(self._hooked):
+            refuse_compiled(hooked.module)
+            if isinstance(hooked.hook, DenoiserHook):
+                hooked.hook.begin(watched=watched)
+            if not hooked.is_reached:  # somebody has put another forward before it
+                hooked.take_out()
+                self._hooked[number] = Hooked(hooked.module, hooked.hook, HOOK)
+        if self.guidance is not None:
+            self.guidance.reset()
+        for patched in self.patched:
+            if isinstance(patched, LargePicture):
+                patched.watched = watched
+            patched.reset()
+        traffic = Traffic() if self.door is None else self.door.traffic
+        of_vaes = Traffic() if self.vaes is None else self.vaes.door.traffic
+        traffic.clear()
+        of_vaes.clear()
+        histories = [patched.history for patched in self.patched if patched.history is not None]
+        return Ledger(traffic, histories, tracing=tracing, of_vaes=of_vaes)
+
+    def running(self) -> AbstractContextManager[None]:
+        """The call of the pipeline."""
+        return nullcontext() if self.vaes is None else self.vaes.course.open()
+
+    def interrupted(self) -> AbstractContextManager[None]:
+        """A function of the caller's, within the call."""
+        return nullcontext() if self.vaes is None else self.vaes.course.interrupted()
+
+    def finish(self) -> None:
+        """End a picture: take in what is still under way. Raises ExchangeError."""
+        if self.guidance is not None:
+            self.guidance.finish()
+        for patched in self.patched:
+            patched.finish()
+
+    def control(self, *, exchange: str, vae: str) -> None:
+        """Switch the exchange between bands "off" or let it be "frozen", wrong on purpose, for negative controls."""
+        for patched in self.patched:
+            patched.exchange = exchange
+        if self.vaes is not None:
+            self.vaes.control(exchange=vae)

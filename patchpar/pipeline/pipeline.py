@@ -1,0 +1,284 @@
+"""`ParallelPipeline`: a diffusers pipeline on many devices, held as if it were the pipeline itself.
+
+    pipe = ParallelPipeline.from_pretrained("embedded", devices=2)
+    image = pipe("a red house on the left, green hills at noon", generator=torch.manual_seed(0)).images[0]
+
+Where the ranks live decides itself: one device is this process, several are worker processes that this one drives, and
+under torchrun every process is a rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.launch.executor import Executor
+from patchpar.models.files import check_memory, needed_bytes, resolve_model
+from patchpar.models.info import Description, refuse_to_send_compiled
+from patchpar.pipeline.attributes import QUESTIONS, refuse_method
+from patchpar.pipeline.auto_plan import choose, without
+from patchpar.pipeline.caller import Caller, move_generators_on, output_of, refuse_old_callback, run_of
+from patchpar.pipeline.component_proxy import Component, on_all_ranks
+from patchpar.pipeline.messages import Drawn
+from patchpar.pipeline.report import Run
+from patchpar.pipeline.startup import Request, check_options, check_request, plan_of, way_and_network
+from patchpar.pipeline.state import State
+from patchpar.pipeline.state_changes import LOAD_SECONDS
+from patchpar.pipeline.validate import bind, check_call, check_plan, check_plan_for
+from patchpar.plan.plan import Plan
+
+
+class ParallelPipeline:
+    """One diffusers pipeline on several devices.
+
+    `pipe`: a pipeline in memory; with several devices each worker has a copy, and yours stays as it is. `devices`: see
+    `launch.devices.resolve_devices`. `plan`: "auto", a `Plan`, or a text such as "cfg=2,patch=2". `deadline`: seconds
+    that a rank may stand still. `verify`: compare each denoiser, split, with its plain forward when it is first used,
+    and each VAE; a folder keeps the verdicts elsewhere than in the user's cache. `vae`: how several devices encode and
+    decode, see `shard.vae.modes`: "auto", "exact", "tiled" or "rank0".
+
+    Raises PlanError before any worker starts, LaunchError if workers fail.
+    """
+
+    def __init__(  # noqa: PLR0913 - each is a setting of its own, by name
+        self,
+        pipe: Any,
+        *,
+        devices: object = "auto",
+        plan: Plan | str = "auto",
+        deadline: float = 60.0,
+        start_timeout: float = 600.0,
+        verify: bool | Path = True,
+        vae: str = "auto",
+    ) -> None:
+        if not (hasattr(pipe, "components") and callable(pipe)):
+            raise PlanError(f"{type(pipe).__name__} is no diffusers pipeline; a folder or name goes to from_pretrained")
+        limits = {"deadline": deadline, "start_timeout": start_timeout}
+        request = check_request(devices, plan, **limits, verify=verify, vae=vae)
+        if request.starts_workers:
+            refuse_to_send_compiled(pipe.components)
+        self._begin(request, "adopt", pipe)
+        self._state.progress = dict(getattr(pipe, "_progress_bar_config", None) or {})
+
+    @classmethod
+    def from_pretrained(  # noqa: PLR0913 - as above
+        cls,
+        model: str | Path,
+        *,
+        devices: object = "auto",
+        plan: Plan | str = "auto",
+        deadline: float = 60.0,
+        start_timeout: float = 600.0,
+        verify: bool | Path = True,
+        vae: Any = "auto",
+        **options: Any,
+    ) -> ParallelPipeline:
+        """Load `model` (a folder, a hub name, or "embedded") in every rank; `options` go to diffusers' from_pretrained.
+
+        Weights are read from safetensors only. A `vae` that is no text is a network for the pipeline, as in diffusers.
+        With `task="image-to-image"` the model's networks make a pipeline that begins with a picture.
+        Raises PlanError for a bad path, folder, weight file, plan, device, and a model that has code or does not fit.
+        """
+        vae, options = way_and_network(vae, options)
+        limits = {"deadline": deadline, "start_timeout": start_timeout}
+        request = check_request(devices, plan, **limits, verify=verify, vae=vae)
+        check_options(options)
+        source, options, folder = resolve_model(model, options)
+        check_memory(source, need := needed_bytes(folder, options), request.devices.names)
+        self = cls.__new__(cls)
+        self._begin(request, "load", source, options, need)
+        return self
+
+    def _begin(self, request: Request, method: str, *args: Any) -> None:
+        """Start the ranks, have each take its pipeline, and learn what it is."""
+        object.__setattr__(self, "_state", State(request))
+        state = self._state
+        state.is_fresh = method == "load" and not any(map(callable, args[1].values()))  # no network among its options
+        state.executor = request.executor()
+        try:
+            results = state.executor.call(method, *args, replay=True, expected=LOAD_SECONDS)
+            state.model = next(result for result in results if result is not None)
+            if request.plan is not None:
+                check_plan(state.model, request.plan)
+        except BaseException:
+            self.close()
+            raise
+
+    # --- a call -------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the wrapped pipeline's call does, with all its arguments; returns its own output class.
+
+        Under torchrun rank 0 returns the pictures, the other ranks an output of the same class that holds None.
+        Raises PlanError before any rank works if this call cannot be done, what the pipeline itself raises, and
+        WorkerDied or WorkerHung if a rank fails (the next call starts it again).
+        """
+        state, executor = self._state, self._executor
+        bound = bind(self.description, args, kwargs)
+        check_call(self.description, bound)
+        if executor.kind != "inline":
+            refuse_old_callback(bound)
+        caller = Caller(self, bound, kind=executor.kind, output_module=self.description.module)
+        with state.lock, caller.listening(state.on_step, state.progress):
+            state.caller, start = caller, time.perf_counter()
+            try:
+                plan, drawn = self._drawn(executor, caller)
+            finally:
+                state.caller = None
+            state.keep(caller.changes)
+            if executor.kind == "local":
+                move_generators_on(bound, drawn)
+            output = output_of(drawn)
+            state.plan, state.last_run = plan, run_of(plan, drawn, time.perf_counter() - start)
+        return output
+
+    def _drawn(self, executor: Executor, caller: Caller) -> tuple[Plan, list[Drawn]]:
+        """The plan and what its ranks return. The first call tells an automatic plan what cannot be done."""
+        plan = self._plan_for(caller.kwargs)
+        try:
+            return plan, self._draw(executor, caller, plan)
+        except (UnsupportedModel, PlanError) as error:
+            state, learnt = self._state, without(self.description, plan, error)
+            if state.wanted is not None or learnt is None or executor.kind != "local":
+                raise  # elsewhere the caller's generators have moved on
+            state.model = learnt
+            return self._drawn(executor, caller)
+
+    def _draw(self, executor: Executor, caller: Caller, plan: Plan) -> list[Drawn]:
+        request = self._state.request
+        options = caller.options(plan, request.verify, vae=request.vae, tracing=self._state.tracing)
+        results = executor.call("draw", caller.kwargs, options, on_event=caller.on_event, on_ask=caller.on_ask)
+        return [result for result in results if isinstance(result, Drawn)]
+
+    def _plan_for(self, kwargs: Mapping[str, Any]) -> Plan:
+        state = self._state
+        plan = state.wanted
+        if plan is None:
+            choice = choose(self.description, self._executor.world_size, kwargs)
+            plan, state.reason = choice.plan, choice.reason
+        check_plan_for(self.description, plan, kwargs, state.request.devices.names)
+        return plan
+
+    # --- what the user may look at and set -----------------------------------------------------------------------
+
+    @property
+    def description(self) -> Description:
+        """The pipeline in names and numbers: its class, the arguments of its call, the scale of its latents."""
+        return self._state.described
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan asked for, or that of the latest call; None while "auto" has not yet chosen. May be set."""
+        return self._state.wanted or self._state.plan
+
+    @plan.setter
+    def plan(self, plan: Plan | str) -> None:
+        wanted = plan_of(plan)
+        if wanted is not None:
+            wanted.check_devices(self._executor.world_size)
+            check_plan(self.description, wanted)
+        self._state.wanted = wanted
+        self._state.plan = None
+
+    @property
+    def last_run(self) -> Run | None:
+        """Figures of the latest call."""
+        return self._state.last_run
+
+    @property
+    def on_step(self) -> Callable[[int, int], object] | None:
+        """Called here with (step, number of steps) after each step; it replaces the progress bar."""
+        return self._state.on_step
+
+    @on_step.setter
+    def on_step(self, function: Callable[[int, int], object] | None) -> None:
+        self._state.on_step = function
+
+    @property
+    def tracing(self) -> bool:
+        """Whether calls record every exchange, for `last_run.save_trace(path)`."""
+        return self._state.tracing
+
+    @tracing.setter
+    def tracing(self, wanted: bool) -> None:
+        self._state.tracing = bool(wanted)
+
+    def explain(self) -> str:
+        """Devices, plan, and why this plan."""
+        state = self._state
+        reason = "as asked for" if state.wanted else state.reason or "chosen at the first call"
+        return f"{state.request.devices.note}; plan {self.plan or 'auto'}: {reason}"
+
+    def restore(self) -> None:
+        """Take every hook out: from now on the pipeline runs as diffusers made it, on the first device.
+
+        Setting `plan` makes it parallel again.
+        """
+        self._executor.call("restore")
+        self._state.wanted, self._state.plan = Plan(), None
+
+    def set_progress_bar_config(self, **config: Any) -> None:
+        """As diffusers' own: options of the progress bar."""
+        self._state.progress = config
+        if self._executor.kind != "local":
+            self._state.ask("apply", "set_progress_bar_config", (), config)
+
+    def __getattr__(self, name: str) -> Any:
+        """Methods of the pipeline and its networks act on all ranks; attributes come from the first, as copies."""
+        if name.startswith(("__", *QUESTIONS)) or name == "_state":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        caller = self._state.caller
+        called_back = caller is not None and caller.in_callback
+        does: Any = caller if called_back else self._state  # what asks the ranks: inside a callback when it is over
+        if name in self.description.methods:
+            refuse_method(name, world_size=self._executor.world_size)
+            return on_all_ranks(self, name, does.apply)
+        if name in self.description.networks and (called_back or self._executor.kind == "local"):
+            return Component(name, self.description.networks[name], does.ask, does.apply)
+        return does.attribute(name) if called_back else does.ask("get", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes of the pipeline, such as `scheduler`, are set on all ranks."""
+        caller = self._state.caller
+        if isinstance(getattr(type(self), name, None), property):
+            object.__setattr__(self, name, value)
+        elif caller is not None and caller.in_callback:
+            caller.set_attribute(name, value)
+        else:
+            if self._executor.kind == "local":
+                refuse_to_send_compiled({name: value})
+            results = self._executor.call("set", name, value, replay=name)
+            changed = next(result for result in results if result is not None)
+            self._state.model = replace(self.description, **changed)
+
+    def __dir__(self) -> Iterable[str]:
+        model = self._state.model
+        return {*super().__dir__(), *(model.methods if model else ())}
+
+    def __repr__(self) -> str:
+        state = self._state
+        if state.executor is None or state.model is None:
+            return f"<{type(self).__name__}, closed>"
+        return f"<{type(self).__name__} of {state.model.pipeline} on {self.explain()}>"
+
+    @property
+    def _executor(self) -> Executor:
+        return self._state.ranks
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the workers. Idempotent; also done at exit. Under torchrun, `restore` before it frees your pipeline."""
+        executor, self._state.executor = self._state.executor, None
+        if executor is not None:
+            executor.close()
+
+    def __enter__(self) -> ParallelPipeline:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,112 @@
+"""What happened in a call: the plan, the time, what each rank sent, waited for and held."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from patchpar.comm.trace import write_trace
+from patchpar.errors import PlanError
+from patchpar.pipeline.rank_stats import VAE, RankFigures
+from patchpar.plan.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Figures of one call. `seconds` are the caller's own, from the call to the picture; `ranks` those that took part.
+
+    A step is one that the scheduler takes: a scheduler of second order takes two for each denoising step but one.
+    """
+
+    plan: Plan
+    seconds: float
+    ranks: tuple[RankFigures, ...]
+
+    @property
+    def steps(self) -> int:
+        """How many steps were taken."""
+        return max((len(rank.steps) for rank in self.ranks), default=0)
+
+    @property
+    def exact_steps(self) -> int | None:
+        """Steps in which no rank used values of the step before; None where the strategy never does."""
+        if not any(rank.exact_calls or rank.stale_calls for rank in self.ranks):
+            return None
+        stale = {number for rank in self.ranks for number, step in enumerate(rank.steps) if step.stale_calls}
+        return self.steps - len(stale)
+
+    @property
+    def bytes_per_step(self) -> tuple[int, ...]:
+        """Bytes that left each rank, per step on average, in rank order; without those of the VAE."""
+        sums = (sum(rank.bytes_sent.values()) - rank.bytes_sent.get(VAE, 0) for rank in self.ranks)
+        return tuple(total // max(1, self.steps) for total in sums)
+
+    @property
+    def vae_bytes(self) -> tuple[int, ...]:
+        """Bytes that left each rank while a VAE encoded and decoded, in the whole call, in rank order."""
+        return tuple(rank.bytes_sent.get(VAE, 0) for rank in self.ranks)
+
+    @property
+    def bytes_by_kind(self) -> Mapping[str, int]:
+        """Bytes that left the first rank in the whole call, by kind of exchange."""
+        return self.ranks[0].bytes_sent
+
+    @property
+    def seconds_waited(self) -> Mapping[str, float]:
+        """For how long the first rank waited for others in the whole call, by kind of exchange."""
+        return self.ranks[0].seconds_waited
+
+    @property
+    def stale_bytes(self) -> int:
+        """The most that any rank held of the last step."""
+        return max((rank.stale_bytes for rank in self.ranks), default=0)
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write what each rank did when, for chrome://tracing or Perfetto. Raises PlanError if it was not recorded."""
+        traces = [rank.trace for rank in self.ranks if rank.trace is not None]
+        if not traces:
+            raise PlanError("this call was not traced: set pipe.tracing = True before the call")
+        write_trace(Path(path), traces)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "plan": str(self.plan),
+            "seconds": round(self.seconds, 4),
+            "steps": self.steps,
+            "exact_steps": self.exact_steps,
+            "bytes_per_step": list(self.bytes_per_step),
+            "vae_bytes": list(self.vae_bytes),
+            "bytes_by_kind": dict(self.bytes_by_kind),
+            "seconds_waited": {kind: round(seconds, 4) for kind, seconds in self.seconds_waited.items()},
+            "stale_bytes": self.stale_bytes,
+            "ranks": [rank.as_dict() for rank in self.ranks],
+        }
+
+    def __str__(self) -> str:
+        return f"plan {self.plan}: {self._steps_taken()} in {self.seconds:.1f} s{self._cost()}"
+
+    def _steps_taken(self) -> str:
+        exact = self.exact_steps
+        if exact is None:
+            return f"{self.steps} steps"
+        return f"{self.steps} steps, {'all' if exact == self.steps else exact} exact,"
+
+    def _cost(self) -> str:
+        """What the plan costs: traffic, waiting, memory; of each the rank that has most of it."""
+        if not any(self.bytes_per_step + self.vae_bytes):
+            return ""
+        waited = max(sum(rank.seconds_waited.values()) for rank in self.ranks)
+        held = f", {readable_bytes(self.stale_bytes)} held of the last step" if self.stale_bytes else ""
+        vae = f" and {readable_bytes(max(self.vae_bytes))} for the VAE" if any(self.vae_bytes) else ""
+        sent = f", {readable_bytes(max(self.bytes_per_step))} sent per step and rank{vae}"
+        return f"{sent}, {waited:.2f} s waited{held}"
+
+
+def readable_bytes(count: float) -> str:
+    """A number of bytes for people: 1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"

@@ -1,0 +1,267 @@
+"""What one rank does: holds the diffusers pipeline, makes its denoiser parallel, runs its own loop untouched.
+
+    load / adopt     a pipeline from a folder or the hub, or one handed over
+    install          the plan: a hook on every denoiser, every VAE in bands; nothing else of the pipeline changes
+    draw             one call of the pipeline, the same on every rank
+    apply            any other method or attribute of the pipeline, on every rank
+    restore          every hook out
+
+The cut is at the denoiser call, so schedulers, callbacks, LoRA and post-processing are diffusers' own.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import nn
+
+from patchpar.comm.collectives import Door
+from patchpar.comm.pytree import leaves
+from patchpar.comm.transport import Transport, alone, connect, watched
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.launch.executor import Bystander, RankContext
+from patchpar.models.dtype import with_dtype
+from patchpar.models.info import (
+    Description,
+    describe,
+    is_name_of_denoiser,
+    refuse_compiled,
+    refuse_compiled_denoisers,
+    refuse_parallel,
+)
+from patchpar.models.ip_adapters import looked_at
+from patchpar.models.loading import load_pipeline
+from patchpar.models.prepare import for_task, settle_in
+from patchpar.models.quiet_libraries import hush
+from patchpar.pipeline.installed_plan import Installed
+from patchpar.pipeline.messages import Drawn, DrawOptions, Returned
+from patchpar.pipeline.pipeline_call import Drawing, Randomness, random_state, take_random_state
+from patchpar.pipeline.rank_stats import RankFigures
+from patchpar.pipeline.torchrun_sync import Together
+from patchpar.plan.mesh import Mesh
+from patchpar.plan.plan import Plan
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.generators import generators_of
+from patchpar.shard.vae.call_state import StillNeeded
+from patchpar.shard.verification_cache import Verdicts
+from patchpar.strategies.cfg.split import guidance_of, refuse_perturbed
+from patchpar.strategies.data.split import as_one_call, why_kept_together
+from patchpar.strategies.structure.supported_pipelines import why_kept_native
+
+
+class Engine:
+    """One rank's pipeline."""
+
+    def __init__(self, context: RankContext) -> None:
+        self.context = context
+        self.device = torch.device(context.device)
+        self.clock = StepClock()
+        self.pipe: Any = None
+        self._installed = Installed()
+        self._installed_for: tuple[Plan, bool | Path, str] = (Plan(), True, "auto")
+        self._transport: Transport | None = None
+        self._arguments: dict[str, Any] = {}
+        if context.world_size > 1:  # before anything of a model arrives: unpickling it imports what talks
+            hush()
+
+    # --- the pipeline -------------------------------------------------------------------------------------------
+
+    def load(self, model: str, options: Mapping[str, Any], weight_bytes: int = 0) -> Description:
+        """Load with diffusers, from safetensors only, onto this rank's device.
+
+        Raises PlanError, before loading, if the device has less memory free than the weights take.
+        """
+        self._check_memory(weight_bytes)
+        options = with_dtype(options)
+        task = options.pop("task", None)
+        return self.adopt(for_task(load_pipeline(model, options), task).to(self.device))
+
+    def _check_memory(self, weight_bytes: int) -> None:
+        if self.device.type != "cuda":
+            return  # the caller has looked at the memory of all CPU ranks together
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if weight_bytes > free:
+            raise PlanError(
+                f"the weights take {weight_bytes / 2**30:.1f} GiB, but {self.device} has only {free / 2**30:.1f} GiB "
+                "free: load them in a smaller dtype (torch_dtype=torch.float16), or free some of it"
+            )
+
+    def adopt(self, pipe: Any) -> Description:
+        """Take a pipeline that is in memory."""
+        if getattr(pipe, "hf_device_map", None):
+            raise UnsupportedModel("the pipeline is spread over devices by device_map: load it without device_map")
+        offloaded = getattr(pipe, "_offload_device", None) is not None or getattr(pipe, "_all_hooks", None)
+        if offloaded and self.context.world_size > 1:
+            raise UnsupportedModel("the pipeline is offloaded to the CPU: hand it over without offloading")
+        refuse_parallel(pipe)
+        if self.context.world_size > 1:
+            refuse_compiled_denoisers(pipe)
+        self.restore()
+        settle_in(pipe)
+        self.pipe = pipe if offloaded or pipe.device == self.device else pipe.to(self.device)
+        return replace(describe(self.pipe), **_told_by_attributes(self.pipe))
+
+    def apply(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, everywhere: bool = False) -> Returned:
+        """Call a method of the pipeline, or "vae.method" of a network, with the seams out: it may exchange modules.
+
+        What it returned comes from rank 0, or from `everywhere`, where every rank has its own caller.
+        """
+        self._installed.forget()
+        method = attrgetter(name)(self.pipe)
+        args, kwargs = looked_at(method, args, kwargs)
+        result = method(*args, **kwargs)
+        if result is getattr(method, "__self__", self.pipe):
+            return Returned(itself=True)
+        return Returned(result if everywhere else self._sent(f"what {name}() returned", result))
+
+    def set(self, name: str, value: Any, *, everywhere: bool = False) -> dict[str, Any]:
+        """Set an attribute of the pipeline, or "vae.attribute" of a network; what its description then has anew."""
+        owner, _, attribute = name.rpartition(".")
+        if self.context.world_size > 1 and is_name_of_denoiser(name):
+            refuse_compiled(value)
+        if owner or isinstance(value, nn.Module):
+            self.restore()  # the next call puts its hooks into this one; what is set may stand where they do
+        setattr(attrgetter(owner)(self.pipe) if owner else self.pipe, attribute, value)
+        return _told_by_attributes(self.pipe)
+
+    def get(self, name: str, *, everywhere: bool = False) -> Any:
+        """An attribute of the pipeline, from rank 0 or from `everywhere`. Networks do not leave their worker."""
+        value = attrgetter(name)(self.pipe)
+        return value if everywhere else self._sent(f"pipe.{name}", value)
+
+    def _sent(self, what: str, value: Any) -> Any:
+        """`value` on rank 0, to go to the caller. Raises UnsupportedModel for a network, or what holds one."""
+        if any(_holds_network(leaf) for leaf in leaves(value)):
+            raise UnsupportedModel(
+                f"{what} is a {type(value).__name__} that lives in the workers; methods of the pipeline and of its "
+                "networks reach it, such as pipe.set_adapters or pipe.vae.enable_tiling. For anything else change it "
+                "before ParallelPipeline(pipe)"
+            )
+        return value if self.context.rank == 0 else None
+
+    # --- the plan -----------------------------------------------------------------------------------------------
+
+    def install(self, plan: Plan, *, verify: bool | Path = True, vae: str = "auto") -> None:
+        """Make denoisers and VAEs parallel. Ranks beyond the plan's stay idle. `verify`: a folder keeps the verdicts.
+
+        `vae`: one of the ways of `vae.choice`.
+        """
+        self.restore()
+        works = plan.world_size > 1 or plan.strategy.for_one_rank or vae == "tiled"
+        if self._transport is None and (self.context.world_size > 1 or works):
+            join = connect if self.context.world_size > 1 else alone
+            with self.context.waiting:
+                self._transport = watched(join(self.context), self.context)
+        if self.context.rank < plan.world_size and works:
+            assert self._transport is not None
+            mesh, verdicts = Mesh(self.context.rank, range(plan.world_size), **plan.degrees()), Verdicts.of(verify)
+            doors = [Door(self._transport, self.context.mark) for _ in ("denoisers", "VAEs")]
+            self._installed = Installed(self.pipe)
+            self._installed.put_in(plan, mesh, doors[0], self.clock, self._guided, verdicts)
+            self._installed.put_in_vaes(vae, doors[1], verdicts)
+        self._installed_for = (plan, verify, vae)
+
+    def restore(self) -> None:
+        """Take every hook out: the pipeline is as it was."""
+        self._installed.restore()
+        self._installed_for = (Plan(), True, "auto")
+
+    def control(self, *, exchange: str = "on", vae: str = "on") -> None:
+        """Switch the exchange between bands "off", wrong on purpose, of the denoisers ("frozen" too) or the VAEs."""
+        self._installed.control(exchange=exchange, vae=vae)
+
+    def _guided(self) -> bool | None:
+        if self._installed.is_for_large_pictures:
+            refuse_perturbed(self.pipe, self._arguments)
+        return guidance_of(self.pipe, self._arguments)
+
+    # --- a call -------------------------------------------------------------------------------------------------
+
+    def draw(self, kwargs: Mapping[str, Any], options: DrawOptions) -> Drawn | Bystander:
+        """One call of the pipeline, under `options.plan`. Ranks that the plan leaves idle stand by."""
+        if self._installed_for != (options.plan, options.verify, options.vae):
+            self.install(options.plan, verify=options.verify, vae=options.vae)
+        if options.same_everywhere:
+            return self._draw_together(kwargs, options)
+        if options.random is not None:
+            take_random_state(options.random, self.device)
+        if self.context.rank >= options.plan.world_size:
+            return Bystander()
+        output, figures = self._run(kwargs, options)
+        mesh = self._installed.mesh
+        if mesh is not None and (mesh["cfg"].rank or mesh["patch"].rank):
+            output = None  # the same as another rank's
+        return self._report(output, (figures,), options)
+
+    def _draw_together(self, kwargs: Mapping[str, Any], options: DrawOptions) -> Drawn:
+        """Where every process has a caller of its own."""
+        together = Together(self.context, self.device, kwargs)
+        together.begin()
+        if self.context.rank >= options.plan.world_size:
+            return together.stand_by()
+        try:
+            output, own = self._run(kwargs, options)
+        except Exception:
+            if options.plan.world_size < self.context.world_size:
+                together.release()
+            raise
+        mesh, door = self._installed.mesh, self._installed.door
+        figures = together.figures(own, mesh, door)
+        output = together.end(output, mesh["data"] if mesh else None, door)
+        return self._report(output, figures, options)
+
+    def _run(self, kwargs: Mapping[str, Any], options: DrawOptions) -> tuple[Any, RankFigures]:
+        """This rank's output and figures."""
+        installed, random = self._installed, Randomness(kwargs, self.device)
+        try:
+            return self._drawn(kwargs, options)
+        except StillNeeded:  # once for a pipeline: it needs on all ranks what it has decoded
+            assert installed.vaes is not None
+            installed.vaes.course.everywhere = True
+            random.restore()
+            return self._drawn(kwargs, options)
+
+    def _drawn(self, kwargs: Mapping[str, Any], options: DrawOptions) -> tuple[Any, RankFigures]:
+        installed = self._installed
+        self.clock.reset(order=getattr(getattr(self.pipe, "scheduler", None), "order", 1))
+        watched = options.has_callback or kwargs.get("callback_on_step_end") is not None
+        ledger = installed.begin(tracing=options.tracing, watched=watched)
+        drawing = Drawing(self.pipe, self.context, self.clock, options, ledger, installed.interrupted)
+        drawing.changing = installed.open_up
+        with self._own_share(dict(kwargs)) as self._arguments, installed.running():
+            output = drawing.run(self._arguments)
+        ledger.end_picture()
+        installed.finish()
+        return output, ledger.figures(self.context.rank, self.context.device)
+
+    def _own_share(self, kwargs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
+        """Our prompts' arguments, while open."""
+        mesh = self._installed.mesh
+        if mesh is None or mesh["data"].size == 1:
+            return nullcontext(kwargs)
+        return as_one_call(self.pipe, kwargs, mesh["data"].rank, mesh["data"].size)
+
+    def _report(self, output: Any, figures: tuple[RankFigures, ...], options: DrawOptions) -> Drawn:
+        follows = options.random is not None and options.random.cpu is not None
+        return Drawn(
+            output=output,
+            generators=tuple(generator.get_state() for generator in generators_of(self._arguments)),
+            random=random_state(self.device) if follows else None,
+            figures=figures,
+        )
+
+
+def _told_by_attributes(pipe: Any) -> dict[str, Any]:
+    """What a description has of attributes that may be set, such as the scheduler."""
+    return {"kept_native": why_kept_native(pipe), "kept_together": why_kept_together(pipe)}
+
+
+def _holds_network(value: Any) -> bool:
+    """Whether a value is a network, a pipeline, or a method of one."""
+    owner = getattr(value, "__self__", value)
+    return isinstance(owner, (nn.Module, DiffusionPipeline))

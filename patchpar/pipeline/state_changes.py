@@ -1,0 +1,138 @@
+"""What methods of a pipeline and its networks change, by name: what new workers have to be told, and what not.
+
+encode_prompt, vae.decode, get_..., prepare_...     nothing: they compute
+set_..., enable_... and disable_...                 the last one holds
+load_lora_weights ... unload_lora_weights           the second takes the first back
+load_lora_weights(adapter_name=...), set_adapters, delete_adapters      what concerns a deleted adapter is not told
+anything else                                       something, and it is repeated as it was
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from patchpar.launch.adapter_replay import Parts
+from patchpar.launch.replay import Change
+
+LOAD_SECONDS = 3600.0  # a large model from a slow disk; workers that die are noticed at once all the same
+COMPUTES = frozenset(
+    {
+        *("blend", "build", "check", "convert", "decode", "denormalize", "encode", "estimate", "forward", "generate"),
+        *("get", "has", "interpolate", "is", "lora_state_dict", "normalize", "num", "numpy", "pack", "pad", "patchify"),
+        *("postprocess", "preprocess", "prepare", "process", "sample", "score", "state", "tile", "tiled", "tokenize"),
+        *("trim", "truncate", "unpatchify", "unscale", "upsample"),
+    }
+)
+"""Methods that leave the networks as they are, by name or by the first word of it."""
+CHANGES_AFTER_ALL = frozenset({"prepare_unet", "encode_kv_cache"})
+SETS = frozenset({"set", "enable", "disable"})
+LORA = (
+    *("load_lora_weights", "load_lora_adapter", "load_attn_procs", "unload_lora", "set_lora_device"),
+    *("load_lora_into_unet", "load_lora_into_transformer", "load_lora_into_text_encoder"),
+    *("add_adapter", "set_adapter", "set_adapters", "delete_adapters", "enable_adapters", "disable_adapters"),
+    *("enable_lora", "disable_lora"),
+)
+KINDS = {
+    **dict.fromkeys(LORA, "lora"),
+    "fuse_lora": "fused",
+    "load_ip_adapter": "image prompt",
+    "set_ip_adapter_scale": "image prompt",
+    "load_textual_inversion": "inversion",
+}
+UNDOES = {
+    "unload_lora_weights": Change(undoes="lora", unless=("fused",)),
+    "unfuse_lora": Change(undoes="fused"),
+    "unload_ip_adapter": Change(undoes="image prompt"),
+    "unload_textual_inversion": Change(undoes="inversion"),
+}
+"""Of the pipeline, and without arguments, which would say that a part is meant."""
+
+NAMES_ADAPTERS: Mapping[str, tuple[Literal["adds", "selects", "deletes"], int, str]] = {
+    "load_lora_weights": ("adds", 1, "adapter_name"),
+    "set_adapters": ("selects", 0, "adapter_names"),
+    "delete_adapters": ("deletes", 0, "adapter_names"),
+}
+"""Methods of the pipeline, and which argument of them says which adapters, by place and by name."""
+ADDS_OR_HIDES = ("fused", "image prompt")
+"""Kinds of calls after which it is not known which adapters are there: IP-Adapters may bring some of their own."""
+
+
+def change_of(path: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_fresh: bool = True) -> Change | None:
+    """What a call of the method `path` ("set_adapters", "vae.enable_tiling") changes; None if it only computes.
+
+    `is_fresh`: the pipeline began as its files have it; one that was handed over may have had adapters before.
+    """
+    owner, _, name = path.rpartition(".")
+    parts = _adapters_of(path, args, kwargs) if is_fresh else None
+    word, _, rest = name.partition("_")
+    if (word in COMPUTES or name in COMPUTES) and name not in CHANGES_AFTER_ALL:
+        return None
+    if path in UNDOES and not args and not kwargs:
+        undo = UNDOES[path]
+        return undo if is_fresh else replace(undo, kind=undo.undoes)
+    change = Change(kind=KINDS.get(name), parts=parts, unless=ADDS_OR_HIDES if parts else ())
+    if word not in SETS:
+        return change
+    what = name if word == "set" else rest
+    given = frozenset[str | int]((*range(len(args)), *kwargs))
+    return replace(change, sets=f"{owner}.{what}".lstrip("."), given=given)
+
+
+def _adapters_of(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Parts | None:
+    """The adapters that a call of the pipeline adds, selects or deletes; None where it does not name them."""
+    if path not in NAMES_ADAPTERS:
+        return None
+    does, place, name = NAMES_ADAPTERS[path]
+    named = args[place] if len(args) > place else kwargs.get(name)
+    names = [named] if isinstance(named, str) else named
+    if not isinstance(names, (list, tuple)) or not names or not all(isinstance(each, str) for each in names):
+        return None
+    without = partial(_selecting, path, list(names), args[1:], kwargs) if does == "selects" else None
+    return Parts(does=does, names=frozenset(names), without=without)
+
+
+def _selecting(
+    path: str, names: list[str], rest: Sequence[Any], kwargs: Mapping[str, Any], gone: frozenset[str]
+) -> tuple[Any, ...]:
+    """What `asked` asks for a call of set_adapters, without some of its adapters and their weights."""
+    weights = rest[0] if rest else kwargs.get("adapter_weights")
+    kept = [place for place, name in enumerate(names) if name not in gone]
+    if isinstance(weights, (list, tuple)):
+        weights = [weights[place] for place in kept]
+    return path, ([names[place] for place in kept], weights), {}
+
+
+def asked(
+    path: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_fresh: bool
+) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments and options of the call with which an executor has every rank call a method."""
+    whole, named = with_whole_paths(path, args, kwargs)
+    change = change_of(path, whole, named, is_fresh=is_fresh)
+    return ["apply", path, whole, named], {"replay": change or False, "expected": LOAD_SECONDS if change else 0.0}
+
+
+def with_whole_paths(
+    path: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a method with files named from the root: workers that start later may start somewhere else.
+
+    Those are paths, and the texts that name what a `load_` method loads, where they are files or folders here.
+    """
+    loads = path.rpartition(".")[2].startswith("load_")
+    whole = [_whole(value, loads and not place) for place, value in enumerate(args)]
+    return tuple(whole), {
+        name: _whole(value, loads and ("pretrained_model" in name or name == "peft_model_id"))
+        for name, value in kwargs.items()
+    }
+
+
+def _whole(value: Any, names_files: bool) -> Any:
+    if isinstance(value, Path):
+        return value.expanduser().absolute()
+    if names_files and isinstance(value, (list, tuple)):
+        return type(value)(_whole(each, True) for each in value)
+    if names_files and isinstance(value, str) and Path(value).expanduser().exists():
+        return str(Path(value).expanduser().absolute())
+    return value

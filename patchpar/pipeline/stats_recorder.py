@@ -1,0 +1,98 @@
+"""The books of one call on one rank: what its door has counted, taken down at the end of every step."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from patchpar.comm.trace import Event, RankTrace
+from patchpar.comm.traffic import Traffic
+from patchpar.pipeline.rank_stats import VAE, RankFigures, StepFigures
+from patchpar.shard.stale.state import History
+
+N = TypeVar("N", int, float)
+
+
+class Ledger:
+    """Opened when a call begins, with `traffic` at zero. `histories`: of those of its denoisers that have one.
+
+    `tracing`: also keep every event, for a trace. `of_vaes`: what encoding and decoding exchange, which belongs to no
+    step and is booked as one kind.
+    """
+
+    def __init__(
+        self, traffic: Traffic, histories: Sequence[History], *, tracing: bool, of_vaes: Traffic | None = None
+    ) -> None:
+        of_vaes = of_vaes or Traffic()
+        traffic.events = of_vaes.events = [] if tracing else None
+        self._traffic, self._histories, self._of_vaes = traffic, tuple(histories), of_vaes
+        self._epoch = time.time() - time.perf_counter()
+        self._step_began = time.perf_counter()
+        self._before = self._counted()
+        self._steps: list[StepFigures] = []
+        self._stale_bytes = 0
+
+    def end_step(self) -> None:
+        """The scheduler has taken a step. Waits of a GPU's stream that last are booked in a later one."""
+        self._traffic.book_stalls(block=False)
+        now, before = self._counted(), self._before
+        self._steps.append(
+            StepFigures(
+                bytes_sent=_more(now.bytes_sent, before.bytes_sent),
+                bytes_received=_more(now.bytes_received, before.bytes_received),
+                seconds_waited=_more(now.seconds_waited, before.seconds_waited),
+                exact_calls=now.exact_calls - before.exact_calls,
+                stale_calls=now.stale_calls - before.stale_calls,
+            )
+        )
+        self._before = now
+        self._note_step()
+
+    def end_picture(self) -> None:
+        """The pipeline has returned. Belongs before what the seams hold is given up."""
+        self._stale_bytes = sum(history.memory.num_bytes() for history in self._histories)
+
+    def figures(self, rank: int, device: str) -> RankFigures:
+        """Everything, for the caller."""
+        traffic, of_vaes = self._traffic, self._of_vaes
+        for each in (traffic, of_vaes):
+            each.book_stalls(block=True)
+        return RankFigures(
+            rank=rank,
+            device=device,
+            bytes_sent=_with_vaes(traffic.bytes_sent, of_vaes.bytes_sent),
+            bytes_received=_with_vaes(traffic.bytes_received, of_vaes.bytes_received),
+            seconds_waited=_with_vaes(traffic.seconds_waited, of_vaes.seconds_waited),
+            stale_bytes=self._stale_bytes,
+            steps=tuple(self._steps),
+            trace=None if traffic.events is None else RankTrace(rank, device, self._epoch, tuple(traffic.events)),
+        )
+
+    def _counted(self) -> StepFigures:
+        """The sums as they stand."""
+        return StepFigures(
+            bytes_sent=dict(self._traffic.bytes_sent),
+            bytes_received=dict(self._traffic.bytes_received),
+            seconds_waited=dict(self._traffic.seconds_waited),
+            exact_calls=sum(history.exact_calls for history in self._histories),
+            stale_calls=sum(history.stale_calls for history in self._histories),
+        )
+
+    def _note_step(self) -> None:
+        """A step begins with its first denoiser call where that is known, since text encoders may have run before."""
+        events = self._traffic.events
+        if events is not None:
+            calls = [event.start for event in events if event.what == "call" and event.start >= self._step_began]
+            start = min(calls, default=self._step_began)
+            self._step_began = time.perf_counter()
+            events.append(Event("step", "", f"step {len(self._steps) - 1}", start, self._step_began - start))
+
+
+def _with_vaes(steps: Mapping[str, N], vaes: Mapping[str, N]) -> dict[str, N]:
+    """What the denoisers exchanged by kind, and the VAEs' as one kind of its own, if there is any."""
+    return {**steps, VAE: sum(vaes.values())} if vaes else dict(steps)
+
+
+def _more(now: Mapping[str, N], before: Mapping[str, N]) -> dict[str, N]:
+    """How much has been added, by kind, where there is anything."""
+    added = {kind: value - before.get(kind, 0) for kind, value in now.items()}
+    return {kind: value for kind, value in added.items() if value}

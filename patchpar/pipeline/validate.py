@@ -1,0 +1,157 @@
+"""Refuse a call that cannot work before any worker does work: each message has the value, the limit, the way out."""
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.models.files import free_memory
+from patchpar.models.info import DENOISERS, Description
+from patchpar.plan.plan import Plan
+from patchpar.plan.scalars import plain
+from patchpar.strategies.data.split import Share
+from patchpar.strategies.structure.memory_estimate import check_room
+from patchpar.strategies.structure.options import StructureGuidance
+from patchpar.strategies.structure.sizing import refusal_of, units_of
+
+OLD = ("callback", "callback_steps")  # taken by name only, and said to be deprecated when it is used
+COUNTS = ("num_inference_steps", "num_images_per_prompt", "num_videos_per_prompt", "num_frames")
+SIDES = ("height", "width")
+PROMPTS = ("prompt", "prompt_2", "prompt_3", "negative_prompt", "negative_prompt_2", "negative_prompt_3")
+
+
+def bind(model: Description, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments by name, numbers as Python's own. Raises TypeError as a call with wrong arguments does."""
+    names = list(model.parameters)
+    if len(args) > len(names):
+        raise TypeError(f"{model.pipeline} takes at most {len(names)} arguments, but {len(args)} were given")
+    bound = dict(zip(names, args, strict=False))
+    twice = sorted(set(bound) & set(kwargs))
+    if twice:
+        raise TypeError(f"{model.pipeline} got {', '.join(twice)} twice: by position and by name")
+    for name in kwargs:
+        if name not in model.parameters and name not in OLD:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.8 if model.takes_any else 0.6)
+            if model.takes_any and not near:
+                continue  # diffusers ignores it, or knows why it takes it
+            hint = f"; did you mean {near[0]!r}?" if near else f". It takes {', '.join(names)}"
+            raise TypeError(f"{model.pipeline} takes no argument {name!r}{hint}")
+    return {name: _plain(model, name, value) for name, value in {**bound, **kwargs}.items()}
+
+
+def _plain(model: Description, name: str, value: Any) -> Any:
+    """Python's own number where one of numpy's or a tensor is given for a size, a count, or what is one by default."""
+    is_number = name in (*SIDES, *COUNTS) or type(model.parameters.get(name)) in (int, float)
+    return plain(value) if is_number else value
+
+
+def check_call(model: Description, kwargs: Mapping[str, Any]) -> None:
+    """Raise PlanError for values that no plan can work with."""
+    for name in PROMPTS:
+        if name in kwargs:
+            _check_prompt(name, kwargs[name])
+    for name in COUNTS:
+        value = kwargs.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise PlanError(f"{name}={value!r}: it is a whole number of at least 1")
+    for name in SIDES:
+        if kwargs.get(name) is not None:
+            _check_side(name, kwargs[name], model.size_unit)
+
+
+def _check_prompt(name: str, value: Any) -> None:
+    if value is None or isinstance(value, str):
+        return
+    if not isinstance(value, list):
+        raise PlanError(f"{name} is a {type(value).__name__}: give a text or a list of texts")
+    if not value:
+        raise PlanError(f"{name} is an empty list: give at least one text")
+    wrong = [item for item in value if not isinstance(item, str)]
+    if wrong:
+        raise PlanError(f"{name} holds a {type(wrong[0]).__name__}: give a text or a list of texts")
+
+
+def _check_side(name: str, value: Any, unit: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PlanError(f"{name}={value!r}: it is a whole number of pixels")
+    if value % unit:
+        below, above = value // unit * unit, -(-value // unit) * unit
+        nearest = f"{below} or {above}" if below else f"{above}"
+        raise PlanError(f"{name}={value} is no multiple of {unit}, the model's grid: use {nearest}")
+
+
+def check_plan(model: Description, plan: Plan) -> None:
+    """Raise UnsupportedModel when a plan can do no call of this model at all."""
+    if isinstance(plan.strategy, StructureGuidance):
+        if plan.cfg > 1:
+            raise PlanError(
+                f"plan {plan} splits guidance over axis 'cfg', but strategy {plan.strategy.name} shares out the "
+                f"branches of guidance itself: give all devices to axis 'patch', patch={plan.cfg * plan.patch}"
+            )
+        return
+    refuse_without_denoiser(model.pipeline, model.denoisers, plan)
+    if plan.patch > 1 and not (model.splits_into_bands or model.splits_into_tokens):
+        raise UnsupportedModel(
+            f"{', '.join(model.denoisers)} cannot be split over axis 'patch', which takes a network "
+            "of convolutions and group norms, or one of transformer blocks. Use cfg=2 (guidance branches) or data=N "
+            "(prompts)"
+        )
+
+
+def check_plan_for(model: Description, plan: Plan, kwargs: Mapping[str, Any], devices: Sequence[str] = ()) -> None:
+    """Raise PlanError when this plan cannot do this call, or the CPU ranks among `devices` have no room for it."""
+    check_plan(model, plan)
+    size = model.size(kwargs)
+    if isinstance(plan.strategy, StructureGuidance):
+        _check_large(model, plan, plan.strategy, kwargs)
+        ranks = sum(device == "cpu" for device in devices[: plan.world_size])
+        if size is not None and ranks:
+            check_room(model, size, 1 + model.guided(kwargs), ranks=ranks, free=free_memory())
+    elif plan.patch > 1 and size is not None and model.splits_into_bands:
+        _check_bands(model, plan, size)
+    if plan.cfg > 1 and not model.guided(kwargs):
+        raise PlanError(
+            f"plan {plan} splits guidance over axis 'cfg', but this call uses none: pass guidance_scale > 1 (with a "
+            "negative prompt where the pipeline wants one), or use cfg=1"
+        )
+    if plan.data > 1:
+        Share.of(kwargs, 0, plan.data)
+
+
+def _check_large(model: Description, plan: Plan, strategy: StructureGuidance, kwargs: Mapping[str, Any]) -> None:
+    """Raise PlanError for a picture that is not large, or that more ranks than it has windows would share."""
+    native, size = (strategy.native,) * 2 if strategy.native is not None else model.default_size, model.size(kwargs)
+    if size is None or native is None:
+        return
+    patches, windows = units_of(size, native, model.size_unit, overlap=strategy.overlap, margin=strategy.margin)
+    if patches == 1:
+        raise PlanError(refusal_of(size, native))
+    branches = 2 if model.guided(kwargs) else 1
+    most = branches * max(patches, windows)
+    if plan.patch > most:
+        raise PlanError(
+            f"{size[0]} x {size[1]} pixels are {patches} patches and then {windows} windows, of {branches} guidance "
+            f"branches at most, but axis 'patch' has {plan.patch} ranks: use at most {most}"
+        )
+
+
+def _check_bands(model: Description, plan: Plan, size: tuple[int, int]) -> None:
+    side = {"rows": size[0], "columns": size[1], "auto": max(size)}[plan.split]
+    name = "width" if plan.split == "columns" or (plan.split == "auto" and size[1] > size[0]) else "height"
+    rows, unit = side // model.vae_scale, model.total_stride
+    if rows // unit < plan.patch:
+        needed = plan.patch * unit * model.vae_scale
+        lines = "columns" if name == "width" else "rows"
+        raise PlanError(
+            f"{rows} latent {lines} make {rows // unit} bands of {unit} {lines}, but axis 'patch' has {plan.patch} "
+            f"ranks: use at most {max(1, rows // unit)}, or a {name} of at least {needed} pixels"
+        )
+
+
+def refuse_without_denoiser(pipeline: str, denoisers: Collection[Any], plan: Plan) -> None:
+    """Raise UnsupportedModel for a plan that shares the work of networks which a pipeline has not."""
+    if not denoisers and plan.patch * plan.cfg > 1:
+        raise UnsupportedModel(
+            f"a {pipeline} has no {', '.join(sum(DENOISERS, ()))} whose work plan {plan} could share: use data=N, for "
+            "several prompts"
+        )

@@ -1,0 +1,112 @@
+"""What a patch strategy does at each kind of seam, as data. No torch, so that naming a strategy does not import it.
+
+          this step's            last step's                       this rank's own only
+halo      "fresh"                "stale"
+moments   "fresh"                "stale", "corrected", "guarded"   "separate"
+context   None                   a selection of keys and values
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from patchpar.errors import PlanError
+from patchpar.plan.attention_mode import KeyExchange
+from patchpar.plan.kv_selection import Everything, Selection
+from patchpar.plan.resync import Resync
+
+Moments = Literal["fresh", "corrected", "guarded", "stale", "separate"]
+GroupNorm = Literal["corrected", "guarded", "stale", "separate", "sync"]
+Correction = Literal["affine", "linear", "none"]
+BITS = (16, 8, 4)
+CORRECTIONS: tuple[Correction, ...] = ("affine", "linear", "none")
+GROUP_NORMS: dict[GroupNorm, Moments] = {
+    "corrected": "corrected",
+    "guarded": "guarded",
+    "stale": "stale",
+    "separate": "separate",
+    "sync": "fresh",
+}
+"""The four treatments of group norm that DistriFusion compares (arXiv:2402.19481, figure 9), and "guarded", ours."""
+LEAST_VARIANCE = {"corrected": 0.0, "guarded": 0.3}
+"""Of our own: a corrected variance below this share is not believed. The paper refuses negative ones only, and one that
+is barely positive blows a whole group up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """Which keys and values of the last step are attended to, and how they travel.
+
+    `bits` below 16: the difference to what the receiver holds is sent, quantised. `narrow_to`: after it has come, only
+    this selection of it is attended to. `extrapolated`: what is attended to is led on from the last two steps.
+    `correction`: what its owner says of it in this step, see `patchpar.shard.stale.correction`.
+    """
+
+    selection: Selection = field(default_factory=Everything)
+    bits: int = 16
+    narrow_to: Selection | None = None
+    extrapolated: bool = False
+    correction: Correction = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedPartials:
+    """Attention to other places' tokens is kept, and computed anew in every `refresh`-th step of each layer."""
+
+    refresh: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Treatment:
+    """A strategy, as the seams see it. `name` is what it was verified under and what reports call it.
+
+    The first `warmup_steps` denoising steps are exact; None: all. `published`: halos and moments go to everyone, keys
+    and values are joined by copying, and variances of old moments are unbiased, as in DistriFusion's code. `bucket`:
+    how many small messages leave together. `keys`: how they are exchanged where all are of this step.
+    """
+
+    name: str = "exact"
+    warmup_steps: int | None = None
+    halo: Literal["fresh", "stale"] = "fresh"
+    moments: Moments = "fresh"
+    context: Context | CachedPartials | None = None
+    keys: KeyExchange = field(default_factory=KeyExchange)
+    published: bool = False
+    bucket: int = 16
+    resync: Resync | None = None
+
+    @property
+    def remembers(self) -> bool:
+        """Whether anything of the last step is ever used."""
+        return self.warmup_steps is not None
+
+    def frozen(self) -> "Treatment":
+        """The same without anything of this step, so that after the exact steps nothing needs to be sent."""
+        moments: Moments = "stale" if self.moments == "fresh" else self.moments
+        return replace(self, halo="stale", moments=moments)
+
+
+def check_warmup(name: str, steps: object) -> None:
+    """Raise PlanError unless `steps` is a number of steps that may be exact at the beginning."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise PlanError(
+            f"{name}: warmup_steps={steps!r}: the first step has no earlier values to use, so at least 1 step is "
+            "exact; with as many as there are steps, all are"
+        )
+
+
+def check_share(name: str, option: str, value: object) -> None:
+    """Raise PlanError unless `value` is a share of a neighbour's rows."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise PlanError(f"{name}: {option}={value!r}: it is a share of a neighbour's rows, above 0 and at most 1")
+
+
+def check_count(name: str, option: str, value: object) -> None:
+    """Raise PlanError unless `value` is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PlanError(f"{name}: {option}={value!r}: it is a whole number of at least 1")
+
+
+def check_choice(name: str, option: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise PlanError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise PlanError(f"{name}: {option}={value!r}: use {', '.join(map(str, choices))}")

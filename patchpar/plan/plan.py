@@ -1,0 +1,114 @@
+"""What to do with the devices: degrees per mesh axis, and a strategy. Frozen, printable, comparable.
+
+Plan(cfg=2, patch=4)                                            8 devices: 2 guidance branches x 4 bands, exact
+Plan.parse("cfg=2,patch=4")                                     the same from a command line
+Plan.parse("patch=4,strategy=fresh-edges:bits=4,quality=40")    options follow their strategy
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+from patchpar.errors import PlanError
+from patchpar.plan.scalars import make_plain
+
+AXIS_MEANINGS = {"data": "a share of the prompts", "cfg": "a guidance branch", "patch": "a band of rows or columns"}
+SPLITS = ("auto", "rows", "columns")
+SINGLE = "single"
+"""How a plan for one device prints."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Degrees multiply to the number of devices. `strategy` is an options object from `strategies`, or its text.
+
+    A text is read at once, so that equal plans compare equal. `str(plan)` is what `parse` reads as the same plan.
+    `split` is the side that bands are cut along: "auto" takes the longer one, because the halo then is the shorter.
+    """
+
+    data: int = 1
+    cfg: int = 1
+    patch: int = 1
+    strategy: Any = "exact"
+    split: str = "auto"
+
+    def __post_init__(self) -> None:
+        from patchpar.strategies import resolve_strategy  # they stand above, and know what a text means
+
+        make_plain(self)
+        object.__setattr__(self, "strategy", resolve_strategy(self.strategy))
+        for name, degree in self.degrees().items():
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise PlanError(f"{name}={degree!r}: the degree of an axis is a whole number of at least 1")
+        if self.split not in SPLITS:
+            raise PlanError(f"split={self.split!r}: use one of {', '.join(SPLITS)}")
+
+    def degrees(self) -> dict[str, int]:
+        """Degree of each axis, outermost first."""
+        return {name: getattr(self, name) for name in AXIS_MEANINGS}
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the plan takes."""
+        return self.data * self.cfg * self.patch
+
+    @classmethod
+    def parse(cls, text: str, *, strategy: object = None) -> "Plan":
+        """Read "cfg=2,patch=2" or "single", with `strategy` where the text has none. Raises PlanError."""
+        options: dict[str, Any] = {}
+        for name, value in () if text.strip() == SINGLE else _pairs(text):
+            if name in options:
+                raise PlanError(f"plan {text!r} has {name} twice: once is enough")
+            options[name] = _degree(name, value) if name in AXIS_MEANINGS else value
+        if strategy is not None:
+            if "strategy" in options:
+                raise PlanError(f"plan {text!r} has a strategy, and strategy={strategy} is another: give one of them")
+            options["strategy"] = strategy
+        return cls(**options)
+
+    def check_devices(self, count: int) -> None:
+        """Raise PlanError unless the plan takes exactly `count` devices."""
+        if self.world_size != count:
+            product = " x ".join(f"{name}={degree}" for name, degree in self.degrees().items() if degree > 1) or "1"
+            raise PlanError(
+                f"plan {product} takes {self.world_size} devices, but there are {count}: "
+                f"change a degree, or use devices={self.world_size}"
+            )
+
+    def __str__(self) -> str:
+        parts = [f"{name}={degree}" for name, degree in self.degrees().items() if degree > 1]
+        if self.split != "auto":
+            parts.append(f"split={self.split}")
+        if self.patch > 1 or str(self.strategy) != "exact":
+            parts.append(f"strategy={self.strategy}")
+        return ",".join(parts) or SINGLE
+
+
+def _pairs(text: str) -> Iterator[tuple[str, str]]:
+    """Fields of a plan and their values. What comes after the strategy and is no field is one of its options."""
+    names = {field.name for field in fields(Plan)}
+    strategy: str | None = None
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if name == "strategy" and strategy is None:
+            strategy = value
+        elif name in names and equals:
+            yield name, value
+        elif strategy is not None:
+            strategy += f",{part}" if ":" in strategy else f":{part}"
+        elif equals:
+            raise PlanError(
+                f"unknown axis {name!r} in plan {text!r}: use {', '.join(AXIS_MEANINGS)}, split or strategy; options "
+                "of a strategy come after it"
+            )
+        else:
+            raise PlanError(f"{part!r} in plan {text!r} is not of the form axis=degree, as in cfg=2,patch=2")
+    if strategy is not None:
+        yield "strategy", strategy
+
+
+def _degree(name: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise PlanError(f"{name}={value}: the degree of an axis is a whole number, as in {name}=2") from None

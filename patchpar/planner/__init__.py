@@ -1,1 +1,0 @@
-"""Which plan to use. For now a stated rule; the planner proper takes its place."""

@@ -1,0 +1,30 @@
+"""The exact ways to attend to tokens of several places, by name. All give what one place with all tokens would."""
+
+from functools import partial
+
+from torch import Tensor
+
+from patchpar.comm.collectives import Door
+from patchpar.plan.attention_mode import KeyExchange
+from patchpar.plan.mesh import Axis
+from patchpar.shard.attention.all_gather import attend_gathered
+from patchpar.shard.attention.ring import attend_both_ways, attend_in_ring
+from patchpar.shard.attention.sharded_qkv import Shared
+from patchpar.shard.attention.token_ring import attend_in_token_ring
+from patchpar.shard.attention.ulysses import Mode, attend_by_heads
+
+MODES: dict[str, Mode] = {
+    "gather": attend_gathered,
+    "ring": attend_in_ring,
+    "two-way-ring": attend_both_ways,
+    "token-ring": attend_in_token_ring,
+}
+
+
+def attend_together(keys: KeyExchange, door: Door, axis: Axis, where: str, shared: Shared) -> Tensor:
+    """Output [B, N, c + l, D] of this place. Raises ExchangeError, PlanError, UnsupportedModel."""
+    mode = MODES[keys.way]
+    if keys.ulysses > 1:
+        keys.check_places(axis.size)
+        mode = partial(attend_by_heads, degree=keys.ulysses, between=mode)
+    return mode(door, axis, where, shared)

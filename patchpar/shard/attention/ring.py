@@ -1,0 +1,75 @@
+"""Ring attention (Liu et al., arXiv:2310.01889), keys and values going round one way or both ways.
+
+    one way      N-1 rounds, each place passes on what it got
+    both ways    N/2 rounds: every share goes half-way round in each direction, so that both directions of a link work
+
+The next round is under way while this one's keys are attended to.
+
+sent by each place      2 (N-1)/N of the sequence, to the neighbours
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from patchpar.comm.collectives import Arriving, Door
+from patchpar.comm.transport import Incoming, Outgoing
+from patchpar.plan.mesh import Axis
+from patchpar.shard.attention.blockwise import attend_others, attend_own
+from patchpar.shard.attention.partial import Partial, merge_partials
+from patchpar.shard.attention.sharded_qkv import Shared
+
+
+class Stream(NamedTuple):
+    """Shares that go `hops` places on, each time to the place `direction` away."""
+
+    direction: int
+    hops: int
+
+
+def attend_in_ring(door: Door, axis: Axis, where: str, shared: Shared) -> Tensor:
+    """Output [B, N, c + l, D] of this place. Raises ExchangeError."""
+    return _attend(door, axis, where, shared, [Stream(1, axis.size - 1)])
+
+
+def attend_both_ways(door: Door, axis: Axis, where: str, shared: Shared) -> Tensor:
+    """Output [B, N, c + l, D] of this place. Raises ExchangeError."""
+    streams = [Stream(1, axis.size // 2), Stream(-1, (axis.size - 1) // 2)]
+    return _attend(door, axis, where, shared, streams)
+
+
+def _attend(door: Door, axis: Axis, where: str, shared: Shared, streams: Sequence[Stream]) -> Tensor:
+    def partials() -> Iterator[Partial]:
+        held = {stream: [x.contiguous() for x in shared.own_keys] for stream in streams}
+        rounds = max(stream.hops for stream in streams)
+        pending = _pass_on(door, axis, where, shared, held, 1) if rounds else None
+        yield attend_own(shared)
+        for step in range(1, rounds + 1):
+            assert pending is not None
+            live = [stream for stream in streams if step <= stream.hops]
+            held = dict(zip(live, pending.wait(), strict=True))
+            if step < rounds:
+                pending = _pass_on(door, axis, where, shared, held, step + 1)
+            for stream in live:
+                yield from attend_others(shared, _owner(axis, stream, step), *held[stream])
+
+    return merge_partials(partials()).out_BNlD
+
+
+def _owner(axis: Axis, stream: Stream, step: int) -> int:
+    """Whose share we get in this round."""
+    return (axis.rank - stream.direction * step) % axis.size
+
+
+def _pass_on(
+    door: Door, axis: Axis, where: str, shared: Shared, held: dict[Stream, list[Tensor]], step: int
+) -> Arriving:
+    """Start the round `step`."""
+    outgoing, incoming = [], []
+    for stream, tensors in held.items():
+        if step <= stream.hops:
+            ahead, behind = ((axis.rank + way * stream.direction) % axis.size for way in (1, -1))
+            outgoing.append(Outgoing((axis.ranks[ahead],), tuple(tensors)))
+            incoming.append(Incoming(axis.ranks[behind], shared.key_specs(_owner(axis, stream, step))))
+    return door.swap("kv", where, outgoing, incoming)

@@ -1,0 +1,151 @@
+"""One attention call over tokens that several places share, as every exact mode sees it.
+
+The whole sequence is, in this order: tokens that all places hold (text, in joint attention), then each place's own.
+Masks stay whole; a mode takes the rows and columns it needs.
+
+Shape letters: B batch, N query heads, M key heads (N / M queries share one), L tokens of the whole, l this place's own,
+c common ones, D head width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from patchpar.comm.transport import Spec
+from patchpar.errors import UnsupportedModel
+
+
+class Span(NamedTuple):
+    """Tokens `start` to `stop` of the whole sequence."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """Queries, keys and values of this place: `common` tokens first, then its own.
+
+    `sizes`: how many tokens each place has of its own. `common_asks`: whether the common tokens are among the queries;
+    they may be keys only. `mask`: additive, broadcastable to [B, N, queries of the whole, L]. `causal`: a token sees
+    those before it in the whole sequence. Raises UnsupportedModel.
+    """
+
+    q_BNlD: Tensor
+    k_BMlD: Tensor
+    v_BMlD: Tensor
+    sizes: tuple[int, ...]
+    place: int
+    common: int = 0
+    common_asks: bool = True
+    mask: Tensor | None = None
+    causal: bool = False
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        own = self.sizes[self.place]
+        counts = zip((self.q_BNlD, self.k_BMlD, self.v_BMlD), self.beside, strict=True)
+        if any(x.shape[2] != common + own for x, common in counts):
+            shapes = [tuple(x.shape) for x in (self.q_BNlD, self.k_BMlD, self.v_BMlD)]
+            raise UnsupportedModel(
+                f"place {self.place} has {self.common} common and {self.sizes[self.place]} own tokens, but queries, "
+                f"keys and values are {shapes}"
+            )
+        if self.q_BNlD.shape[1] % self.k_BMlD.shape[1]:
+            raise UnsupportedModel(
+                f"{self.q_BNlD.shape[1]} query heads cannot share {self.k_BMlD.shape[1]} key heads evenly"
+            )
+
+    @property
+    def total(self) -> int:
+        """Tokens of the whole sequence."""
+        return self.common + sum(self.sizes)
+
+    @property
+    def asking(self) -> int:
+        """How many common tokens come before our own queries."""
+        return self.common if self.common_asks else 0
+
+    @property
+    def beside(self) -> tuple[int, int, int]:
+        """How many common tokens come first among queries, keys and values."""
+        return self.asking, self.common, self.common
+
+    @property
+    def own_rows(self) -> list[Span]:
+        """Where our queries are in the whole."""
+        return [*([self.common_span] if self.asking else []), self.span(self.place)]
+
+    @property
+    def common_span(self) -> Span:
+        """Where the common tokens are in the whole."""
+        return Span(0, self.common)
+
+    def span(self, place: int) -> Span:
+        """Where a place's own tokens are in the whole."""
+        start = self.common + sum(self.sizes[:place])
+        return Span(start, start + self.sizes[place])
+
+    @property
+    def own_keys(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of this place alone, as they travel."""
+        return self.k_BMlD[:, :, self.common :], self.v_BMlD[:, :, self.common :]
+
+    def key_specs(self, place: int) -> tuple[Spec, Spec]:
+        """What a place's own keys and values look like."""
+        found = [Spec((*x.shape[:2], self.sizes[place], x.shape[3]), x.dtype) for x in (self.k_BMlD, self.v_BMlD)]
+        return found[0], found[1]
+
+    def bias(self, rows: Sequence[Span], columns: Sequence[Span]) -> Tensor | None:
+        """What is added to the logits of these queries and keys; None where nothing is.
+
+        [B or 1, N or 1, tokens of the rows, tokens of the columns] in the dtype of the queries.
+        """
+        found = None
+        if self.mask is not None:
+            silent = self.common - self.asking  # the mask has no rows for them
+            asked = [Span(row.start - silent, row.stop - silent) for row in rows]
+            found = _of(_of(self.mask, asked, -2), columns, -1)
+            found = as_bias(found, self.q_BNlD.dtype)
+        if self.causal:
+            device = self.q_BNlD.device
+            later = _numbers(columns, device)[None, :] > _numbers(rows, device)[:, None]
+            ahead = torch.zeros(later.shape, dtype=self.q_BNlD.dtype, device=device).masked_fill(later, -torch.inf)
+            found = ahead[None, None] if found is None else found + ahead
+        return found
+
+    def with_heads(self, start: int, stop: int) -> "Shared":
+        """The same with some of the query heads in the mask."""
+        mask = self.mask
+        if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
+            mask = mask[:, start:stop]
+        return replace(self, mask=mask)
+
+
+def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as what is added to the logits."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
+
+
+def spans_of(sizes: Sequence[int]) -> list[Span]:
+    """Consecutive spans of these lengths."""
+    return [Span(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+
+
+def _of(x: Tensor, spans: Sequence[Span], dim: int) -> Tensor:
+    if x.shape[dim] == 1:
+        return x
+    return torch.cat([x.narrow(dim, span.start, len(span)) for span in spans], dim)
+
+
+def _numbers(spans: Sequence[Span], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(*span, device=device) for span in spans])

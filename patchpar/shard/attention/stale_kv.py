@@ -1,0 +1,287 @@
+"""Own queries against own keys of this step and other places' keys of the last one.
+
+    RemoteTokens      a selection of everybody's tokens beside ours in one buffer, one attention over all of it
+    RemotePartials    attention to other places' tokens, kept as output and log-sum-exp, computed anew now and then
+
+Each belongs to one attention seam in one guidance call.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchpar.comm.collectives import Part
+from patchpar.comm.transport import Spec
+from patchpar.plan.exchange_policy import Context
+from patchpar.plan.kv_selection import Everything, Piece
+from patchpar.plan.mesh import Axis
+from patchpar.shard.attention.partial import Partial
+from patchpar.shard.stale.correction import Fit, OwnPast, correct, on_the_line
+from patchpar.shard.stale.quantized_delta import Residual
+from patchpar.shard.stale.token_grid import Grid, log_weights, take, take_bias
+
+
+class KeysValues(NamedTuple):
+    """Keys and values of some tokens, [B, l, N, D] each, as the projections lie in memory."""
+
+    k_BlND: Tensor
+    v_BlND: Tensor
+
+
+class RemoteTokens:
+    """Everybody's selected tokens of the last step beside our own in one buffer, allocated once.
+
+    `joined_anew`: copy keys and values together for each attention, as DistriFusion's code does.
+    """
+
+    def __init__(self, options: Context, axis: Axis, grid: Grid, here: KeysValues, *, joined_anew: bool) -> None:
+        self.options, self.axis, self.grid, self.joined_anew = options, axis, grid, joined_anew
+        sizes = [self._num_tokens(place, axis.rank) for place in range(axis.size)]
+        sizes[axis.rank] = here.k_BlND.shape[1]
+        self._common = sizes[axis.rank] - grid.num_tokens(axis.rank)
+        order = (axis.rank, *axis.others)  # ours first; attention does not mind the order
+        batch, _, heads, _ = here.k_BlND.shape
+        self._buffers = tuple(x.new_empty(batch, sum(sizes), heads, x.shape[-1]) for x in here)
+        ends = torch.tensor([sizes[place] for place in order]).cumsum(0).tolist()
+        self._range = {place: (end - sizes[place], sizes[place]) for place, end in zip(order, ends, strict=True)}
+        self._residuals: dict[tuple[Piece, ...], list[Residual]] = {}  # what others hold of ours, by what they get
+        self._copies: dict[int, list[Residual]] = {}  # what we hold of others
+        self._bias = self._make_bias(order)
+        self._ended = {p: tuple(x.clone() for x in self._held(p)) for p in axis.others if options.extrapolated}
+        self._past = OwnPast(options.correction, led_on=options.extrapolated)
+        self._two_known = False  # whether `_ended` is of the evaluation before the one that is held
+        self._held_is_newest = False  # and not led on
+
+    def _pieces(self, sender: int, receiver: int) -> tuple[Piece, ...]:
+        return self.options.selection.pieces(sender, receiver, self.grid.rows(sender))
+
+    def _num_tokens(self, sender: int, receiver: int) -> int:
+        return sum(piece.num_tokens(self.grid.across) for piece in self._pieces(sender, receiver))
+
+    def _make_bias(self, order: Sequence[int]) -> Tensor | None:
+        """The logit bias of every token in the buffer; None where all count once."""
+        mine = self.axis.rank
+        pieces = [(Piece(0, self.grid.rows(mine)),) if p == mine else self._pieces(p, mine) for p in order]
+        bias = torch.cat([log_weights(each, self.grid.across) for each in pieces])
+        bias = torch.cat([bias.new_zeros(self._common), bias])
+        buffer = self._buffers[0]
+        return bias.to(buffer.device, buffer.dtype) if bias.any() else None
+
+    def _held(self, place: int) -> list[Tensor]:
+        """Where the tokens of a place lie."""
+        start, count = self._range[place]
+        return [buffer.narrow(1, start, count) for buffer in self._buffers]
+
+    def remember(self, own: KeysValues, others: Mapping[int, KeysValues], *, continues: bool) -> None:
+        """Take what was exchanged whole in this step. `continues`: the step before is of the same picture."""
+        self._past.remember(own, continues=continues)
+        self._two_known = continues and self._held_is_newest
+        self._held_is_newest = True
+        for place, ended in self._ended.items():
+            if self._two_known:
+                _copy(ended, self._held(place))
+        for place, whole in others.items():
+            if not self._range[place][1]:
+                continue
+            for held, x in zip(self._held(place), whole, strict=True):
+                held.copy_(take(x, self._pieces(place, self.axis.rank), self.grid))
+        if self.options.bits < 16:
+            for pieces in self._receivers():
+                self._residuals[pieces] = [Residual(take(x, pieces, self.grid).clone(), self.options.bits) for x in own]
+            self._copies = {place: [Residual(x, self.options.bits) for x in self._received(place)] for place in others}
+
+    def _received(self, place: int) -> list[Tensor]:
+        """Where differences are added up: where the tokens lie, or beside it if what lies there is made of them."""
+        return [x.clone() if self._is_apart else x for x in self._held(place)]
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether what is attended to is not what came."""
+        return bool(self._ended) or self.options.correction != "none"
+
+    def _receivers(self) -> dict[tuple[Piece, ...], tuple[int, ...]]:
+        """Who gets the same pieces of ours: global ranks by pieces."""
+        found: dict[tuple[Piece, ...], tuple[int, ...]] = {}
+        for place in self.axis.others:
+            pieces = self._pieces(self.axis.rank, place)
+            if pieces:
+                found[pieces] = (*found.get(pieces, ()), self.axis.ranks[place])
+        return found
+
+    def part(self, own: KeysValues) -> Part:
+        """What leaves and comes for the next step."""
+        senders = [place for place in self.axis.others if self._range[place][1]]
+        if self.options.bits < 16:
+            outgoing = [(peers, self._encoded(own, pieces)) for pieces, peers in self._receivers().items()]
+            specs = {self.axis.ranks[p]: tuple(s for r in self._copies[p] for s in r.specs()) for p in senders}
+            return Part("kv", outgoing, specs)
+        outgoing = [
+            (peers, tuple(take(x, pieces, self.grid) for x in own)) for pieces, peers in self._receivers().items()
+        ]
+        into = {self.axis.ranks[place]: tuple(self._held(place)) for place in senders}
+        return Part("kv", outgoing, {rank: tuple(Spec.of(x) for x in held) for rank, held in into.items()}, into)
+
+    def _encoded(self, own: KeysValues, pieces: tuple[Piece, ...]) -> tuple[Tensor, ...]:
+        tokens = [take(x, pieces, self.grid) for x in own]
+        return tuple(t for x, r in zip(tokens, self._residuals[pieces], strict=True) for t in r.encode(x))
+
+    def arrived(self, received: Mapping[int, list[Tensor]]) -> None:
+        """Take what has come: whole values lie in the buffer already."""
+        for place, residuals in self._copies.items():
+            found = received.get(self.axis.ranks[place], [])
+            for index, residual in enumerate(residuals if found else []):
+                residual.decode(found[2 * index : 2 * index + 2])
+            if found and self._is_apart:
+                _copy(self._held(place), [residual.copy for residual in residuals])
+        self._held_is_newest = self._held_is_newest or bool(received)
+
+    def lead_on(self, ahead: Tensor | float) -> None:
+        """From the values of the last two steps to those of this one, along a straight line.
+
+        `ahead`: how far this step goes, in units of the last. Once for each step; with one step known it does nothing.
+        """
+        if not (self._ended and self._held_is_newest):
+            return
+        for place, ended in self._ended.items():
+            self._ended[place] = tuple(held.clone() for held in self._held(place))
+            if self._two_known:
+                for before, newest, held in zip(ended, self._ended[place], self._held(place), strict=True):
+                    on_the_line(before, newest, ahead, into=held)
+        self._two_known, self._held_is_newest = True, False
+
+    @property
+    def corrects(self) -> bool:
+        """Whether owners tell how their tokens have changed."""
+        return self.options.correction != "none"
+
+    def told(self, own: KeysValues, ahead: Tensor | float) -> list[Tensor]:
+        """What we say of our tokens of this step, before anything is led on. Once for each step."""
+        return self._past.fits(own, ahead)
+
+    def specs_of_told(self, place: int) -> list[Spec]:
+        """What a place says of its own."""
+        count = self.grid.num_tokens(place)
+        return self._past.specs([(x.shape[0], count, *x.shape[2:]) for x in self._buffers])
+
+    def correct(self, place: int, told: Sequence[Tensor]) -> None:
+        """Bring what is held of a place, led on or not, to this step."""
+        held = self._held(place)
+        fits = (Fit(*told[:3]), Fit(*told[3:]))
+        for x, last, fit in zip(held, self._ended.get(place, held), fits, strict=True):
+            correct(x, last, fit)
+
+    def attend(
+        self,
+        query: Tensor,
+        here: KeysValues,
+        scale: float | None,
+        bias: Tensor | None = None,
+        kernel: Callable[..., Tensor] | None = None,
+    ) -> Tensor:
+        """Queries [B, N, q, D] against all that is in the buffer, and what is here of this step.
+
+        `bias` and `kernel` are those of `stale_attention.Asked`.
+        """
+        if self.options.narrow_to is not None or self.joined_anew:
+            keys, values = self._joined(here)
+        else:
+            for held, x in zip(self._held(self.axis.rank), here, strict=True):
+                held.copy_(x)
+            keys, values = self._buffers
+        mask = None if self._bias is None else self._bias.expand(1, 1, query.shape[2], -1)
+        if bias is not None:
+            mask = self._bias_of(bias) if bias.shape[-1] > 1 else bias if mask is None else mask + bias
+        return (kernel or F.scaled_dot_product_attention)(
+            query,
+            keys.transpose(1, 2),
+            values.transpose(1, 2),
+            attn_mask=mask,
+            scale=scale,
+            enable_gqa=query.shape[1] != keys.shape[2],
+        )
+
+    def _bias_of(self, bias: Tensor) -> Tensor:
+        """Out of columns for the common tokens, then those of the whole place by place, those of what is attended to.
+
+        What an average stands for is in them.
+        """
+        mine, grid = self.axis.rank, self.grid
+
+        def columns(place: int) -> Tensor:
+            return bias.narrow(-1, self._common + grid.start(place), grid.num_tokens(place))
+
+        found = [bias[..., : self._common], columns(mine)]
+        selection = self.options.narrow_to or self.options.selection
+        for place in self.axis.others:
+            pieces = selection.pieces(place, mine, grid.rows(place))
+            found += [take_bias(columns(place), pieces, grid)] if pieces else []
+        return torch.cat(found, dim=-1)
+
+    def _joined(self, own: KeysValues) -> tuple[Tensor, ...]:
+        """Keys and values of all places, of those only the selection that is attended to."""
+        narrow = self.options.narrow_to or Everything()
+        mine, joined = self.axis.rank, []
+        for index, x in enumerate(own):
+            found = [x]
+            for place in self.axis.others:
+                pieces = narrow.pieces(place, mine, self.grid.rows(place)) if self._range[place][1] else ()
+                if pieces:
+                    found.append(take(self._held(place)[index], pieces, self.grid))
+            joined.append(torch.cat(found, dim=1))
+        return tuple(joined)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything held for the next step."""
+        yield from self._buffers
+        yield from self._past.tensors()
+        yield from (x for ended in self._ended.values() for x in ended)
+        for residuals in (*self._residuals.values(), *self._copies.values()):
+            yield from (residual.copy for residual in residuals)
+        if self._bias is not None:
+            yield self._bias
+
+
+def _copy(into: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    for x, value in zip(into, values, strict=True):
+        x.copy_(value)
+
+
+class RemotePartials:
+    """Attention of our queries to all other places' tokens, as it was at the last refresh.
+
+    Attention over parts of the keys merges exactly by log-sum-exp (ring attention, arXiv:2310.01889); here the remote
+    part may be several steps old. DiTFastAttn (NeurIPS 2024) keeps what a window leaves out like this, on one GPU.
+    """
+
+    def __init__(self, refresh: int, axis: Axis, grid: Grid) -> None:
+        self.refresh, self.axis, self.grid = refresh, axis, grid
+        self.kept: Partial | None = None
+
+    def is_due(self, evaluation: int, layer: int) -> bool:
+        """Whether this layer's turn comes in this evaluation."""
+        return (evaluation + layer) % self.refresh == 0
+
+    @property
+    def remote(self) -> Partial:
+        """What is kept."""
+        assert self.kept is not None, "a layer is refreshed in the first, synchronous step"
+        return self.kept
+
+    def part(self, own: KeysValues) -> Part:
+        """What leaves and comes for a refresh in the next step."""
+        ranks = self.axis.ranks
+        batch, _, heads, _ = own.k_BlND.shape
+
+        def specs(place: int) -> tuple[Spec, ...]:
+            return tuple(Spec((batch, self.grid.num_tokens(place), heads, x.shape[-1]), x.dtype) for x in own)
+
+        peers = tuple(ranks[place] for place in self.axis.others)
+        return Part("kv", [(peers, tuple(own))], {ranks[place]: specs(place) for place in self.axis.others})
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything held for the next step."""
+        if self.kept is not None:
+            yield from self.kept

@@ -1,0 +1,199 @@
+"""The batch of a denoiser call: which of its arguments carry it, and how to take a share of them and join results.
+
+    guidance in one call, 2 prompts     sample [n1 n2 | n1 n2]   text [u1 u2 | c1 c2]   timestep t   rotary (L, D)
+    share 0 of 2                        sample [n1 n2]           text [u1 u2]           timestep t   rotary (L, D)
+
+A tensor carries the batch if its first dim is the batch size, or, for a sample with frames and a tensor of three dims
+or more, batch size x frames (the text of AnimateDiff, the residuals of a video ControlNet), or if the second of four is
+(the text of HiDream, one for each layer). All else is shared. Where that is wrong `carriers` finds out.
+
+Where the batch is a list, its texts have lengths of their own. A network fills up shorter ones to the longest of its
+call, which in a share may be a shorter one than in the whole:
+
+    share 0   [image text .]  [image . .]         whole   [image text .]  [image . . .]  [image text text]
+    share 1   [image text text]                           filled up with zeros where the shares are joined
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.comm.pytree import entries, tensors_in, with_tensors
+from patchpar.errors import UnsupportedModel
+
+SAMPLE_NAMES = ("sample", "hidden_states", "x")
+IMAGE = 4  # dims of an image with its batch or frames
+SHARED_NAMES = ("ip_adapter_masks",)
+"""Arguments that never carry the batch, though their sizes may be its: as many masks as adapters or pictures."""
+
+
+def sample_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a denoiser call denoises: a tensor, or a list of one tensor for each picture. Raises UnsupportedModel."""
+    if args:
+        return args[0]
+    for name in SAMPLE_NAMES:
+        if name in kwargs:
+            return kwargs[name]
+    for value in kwargs.values():
+        if _holds_images(value):
+            return value
+    raise UnsupportedModel(
+        f"the denoiser was called with {', '.join(kwargs) or 'nothing'}: none of these is known to be its sample "
+        f"({', '.join(SAMPLE_NAMES)}), and none is an image or a video. Run it without guidance split: cfg=1."
+    )
+
+
+def _holds_images(value: Any) -> bool:
+    """Whether it is a batch of images or videos, or a list of such."""
+    held = value if isinstance(value, list) else [value]
+    return bool(held) and all(isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= IMAGE for x in held)
+
+
+def count_branches(sample: Any) -> int:
+    """How many times a batch repeats the same latents: 2 for [a b a b], 1 if it does not repeat.
+
+    Guidance in one call repeats the latents for each branch; the channels, tokens or columns of a conditioning picture,
+    which come after those of the latents, may differ.
+    """
+    if isinstance(sample, list):
+        sample = [each[-1] if isinstance(each, list) else each for each in sample]  # pictures it refers to come first
+        if len({x.shape for x in sample}) > 1:
+            return 1
+        sample = torch.stack(sample)
+    for branches in range(2, len(sample) + 1):
+        if len(sample) % branches == 0 and _repeats(sample, branches):
+            return branches
+    return 1
+
+
+def _repeats(sample: Tensor, branches: int) -> bool:
+    """Whether the first channel, frame or token is the same in all branches, and not just zero, or row, or column."""
+    for dim in range(1, sample.ndim):
+        first, *others = sample.select(dim, 0).chunk(branches)
+        if first.any() and all(torch.equal(first, other) for other in others):
+            return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The batch of one denoiser call. `frames` holds what a sample of five dims may have been multiplied by.
+
+    `known`: by path, the dim that carries the batch of arguments whose shapes tell it wrongly; None where none does.
+    The path "" is that of a whole call, which nobody shares then.
+    """
+
+    size: int
+    frames: tuple[int, ...] = ()
+    by_item: bool = False  # lists hold one entry for each picture
+    known: Mapping[str, int | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, sample: Any, known: Mapping[str, int | None] | None = None) -> "Batch":
+        """The batch of a sample."""
+        if isinstance(sample, list):
+            return cls(len(sample), by_item=True, known=known or {})
+        return cls(sample.shape[0], tuple(sample.shape[1:3]) if sample.ndim == 5 else (), known=known or {})
+
+    def fits(self, size: int) -> bool:
+        """Whether a dim of that size may be the batch, or the frames of all pictures of it."""
+        return size in (self.size, *(self.size * count for count in self.frames))
+
+    def carries(self, x: Tensor) -> bool:
+        """Whether the first dim of `x` is the batch, or the frames of all pictures of the batch."""
+        if x.ndim == 0:
+            return False
+        return x.shape[0] == self.size or (x.ndim > 2 and x.shape[0] in [self.size * count for count in self.frames])
+
+    def _dim(self, x: Tensor) -> int | None:
+        """Which dim carries the batch."""
+        if self.carries(x):
+            return 0
+        return 1 if x.ndim == 4 and x.shape[1] == self.size > 1 else None
+
+    def share(self, tree: Any, rank: int, parts: int, path: str = "") -> Any:
+        """Share `rank` of `parts` equal ones of the arguments (args, kwargs). `size` is a multiple of `parts`.
+
+        A promise of a whole batch may bring the share that this rank has already, as `own_share`, and the shapes that
+        shares had before they were filled up, as `share_shapes`.
+        """
+        if isinstance(tree, Tensor):
+            own_share: Tensor | None = getattr(tree, "own_share", None)
+            if own_share is not None:
+                return own_share
+            dim = self.known[path] if path in self.known else self._dim(tree)
+            shapes: Sequence[tuple[int, ...]] | None = getattr(tree, "share_shapes", None)
+            share = tree if dim is None else tree.chunk(parts, dim)[rank]
+            return share if dim is None or shapes is None else cut_to(share, shapes[rank])
+        if isinstance(tree, list) and self._is_per_item(tree):
+            per_part = self.size // parts
+            return tree[rank * per_part : (rank + 1) * per_part]
+        if isinstance(tree, dict) and type(tree) is dict:
+            return {
+                key: value if key in SHARED_NAMES else self.share(value, rank, parts, f"{path}.{key}")
+                for key, value in tree.items()
+            }
+        if type(tree) in (list, tuple):
+            return type(tree)(self.share(item, rank, parts, f"{path}[{at}]") for at, item in enumerate(tree))
+        return tree
+
+    def _is_per_item(self, items: list[Any]) -> bool:
+        if len(items) != self.size or self.by_item:
+            return len(items) == self.size
+        tensors_carry = all(isinstance(item, Tensor) and self.carries(item) for item in items)
+        return not tensors_carry and not any(isinstance(item, (bool, int, float)) for item in items)
+
+    def join(self, trees: Sequence[Any]) -> Any:
+        """The result for the whole batch from those of its shares, in order."""
+        first = trees[0]
+        if isinstance(first, Tensor):
+            parts = [filled_up(x, largest_of([each.shape for each in trees])) for x in trees] if self.by_item else trees
+            whole = torch.cat(list(parts))
+            if not self.carries(whole):
+                raise UnsupportedModel(
+                    f"the denoiser returned a tensor of shape {tuple(first.shape)} for {self.size // len(trees)} of a "
+                    f"batch of {self.size}: its first dim is not the batch. Run it without guidance split: cfg=1."
+                )
+            return whole
+        if isinstance(first, dict):
+            held = [entries(tree) for tree in trees]
+            joined = {key: self.join([values[key] for values in held]) for key in held[0]}
+            return joined if type(first) is dict else type(first)(**joined)
+        if isinstance(first, list) and self.by_item and len(first) * len(trees) == self.size:
+            return [item for tree in trees for item in tree]
+        if isinstance(first, (list, tuple)):
+            return type(first)([self.join(items) for items in zip(*trees, strict=True)])
+        return first
+
+    def as_joined(self, whole: Any, trees: Sequence[Any]) -> Any:
+        """`whole` with zeros where `join` fills up shares of which a network has filled up less."""
+        of_shares, tensors = [tensors_in(tree) for tree in trees], tensors_in(whole)
+        if not self.by_item or any(len(each) != len(tensors) for each in of_shares):  # one tensor for each item
+            return whole
+        cut = [
+            [cut_to(part, share.shape) for part, share in zip(x.chunk(len(trees)), shares, strict=True)]
+            for x, shares in zip(tensors, zip(*of_shares, strict=True), strict=True)
+        ]
+        return self.join([with_tensors(whole, parts) for parts in zip(*cut, strict=True)])
+
+
+def largest_of(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The shape into which all of them fit."""
+    return tuple(map(max, zip(*shapes, strict=True)))
+
+
+def filled_up(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """`x` with zeros behind it, up to `shape`. All have as many rows."""
+    if x.shape[1:] == torch.Size(shape[1:]):
+        return x
+    filled = x.new_zeros((len(x), *shape[1:]))
+    filled[tuple(slice(size) for size in x.shape)] = x
+    return filled
+
+
+def cut_to(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """`x` without what `filled_up` has put behind it."""
+    return x[tuple(slice(size) for size in shape)]

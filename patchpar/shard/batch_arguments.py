@@ -1,0 +1,201 @@
+"""Which arguments of a network carry the batch, where branches of guidance share it between ranks.
+
+    1. by their shapes            what `Batch` takes them for; held against the network's own forward
+    2. by disturbing them         where that is wrong, or fails: an argument carries the batch along the dim in which
+                                  other numbers for the last branch change the last branch alone
+    3. by nothing                 arguments with which nothing moves: along no dim, or along the last that fits
+
+A call that fills a cache, one that writes to its arguments and gives them back, is not shared at all.
+
+Both on every rank alike, or on none: what a network is given may be fetched from the other ranks when it is used.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from patchpar.comm.collectives import Door
+from patchpar.comm.pytree import floats_in, paths_of, tensors_in, with_tensors
+from patchpar.errors import UnsupportedModel, VerificationError
+from patchpar.plan.mesh import Axis
+from patchpar.shard.batch import Batch, count_branches, sample_of
+from patchpar.shard.guidance_branches import at_own_place
+from patchpar.shard.returned_caches import gives_back, without_given, written
+from patchpar.shard.step_caches import caches_set_aside
+from patchpar.shard.transformer.probe.row_trace import disturbed, moved_indices
+from patchpar.shard.unsupported_model import in_one_line, is_of_the_split
+from patchpar.shard.verification import (
+    TOLERANCE,
+    Call,
+    arguments_of,
+    form_of,
+    known_to_all,
+    made_of,
+    relative_error,
+    with_noise_for_zeros,
+)
+from patchpar.shard.verification_cache import Verdicts
+
+Plain = Callable[..., Any]
+Found = Mapping[str, int | None]  # paths of arguments that shapes would take for something else, and the dim
+NOT_SHARED: Found = {"": None}
+Agreement = Callable[[str, bool], bool]  # a key, and whether this rank knows what stands there: whether all do
+Layers = Callable[[], Sequence[nn.Module]]  # those of the network that tell branches apart, see `guidance_branches`
+
+
+class Carriers:
+    """Those of one network, whose batch the ranks of an axis share; `known_to_all` of first_use says what all know."""
+
+    def __init__(
+        self, network: nn.Module, ranks: int, verdicts: Verdicts, known_to_all: Agreement, by_branch: Layers = tuple
+    ) -> None:
+        self.network, self.ranks, self.verdicts, self.known_to_all = network, ranks, verdicts, known_to_all
+        self.by_branch = by_branch
+        self._known: list[tuple[Any, Found]] = []
+
+    def of(self, plain: Plain, call: Call) -> Found:
+        """For calls like this one; `plain` is the network's own forward. Raises VerificationError, UnsupportedModel."""
+        sample = sample_of(*call)
+        if count_branches(sample) == 1 or Batch.of(sample).size % self.ranks:  # there is nothing to share, or no way
+            return {}
+        form = form_of(call)
+        found = next((found for known, found in self._known if known == form), None)
+        if found is None:
+            found = self._kept_or_found(plain, call)
+            self._known.append((form, found))
+        return found
+
+    def _kept_or_found(self, plain: Plain, call: Call) -> Found:
+        facts = {**made_of(self.network), "carriers of the batch": arguments_of(call), "places": self.ranks}
+        key = self.verdicts.key(facts)
+        found = self.verdicts.find(key, "carriers", _read)
+        if not self.known_to_all(key, found is not None) or found is None:
+            with caches_set_aside(self.network), torch.no_grad():
+                found = self._found(plain, call)
+            self.verdicts.remember(key, facts, carriers=found)
+        return found
+
+    def _found(self, plain: Plain, call: Call) -> Found:
+        failures: list[Exception] = []
+        for found in self._ways(plain, call):
+            try:
+                error = self._error(plain, call, found)
+            except _FillsACache:
+                return NOT_SHARED
+            except Exception as failure:
+                if not is_of_the_split(failure):
+                    raise
+                failures.append(failure)
+            else:
+                if error is None:
+                    return found
+                failures.append(VerificationError(f"off by {error:.1e}"))
+        ours = next((each for each in failures if isinstance(each, UnsupportedModel)), None)
+        reasons = "; ".join(dict.fromkeys(map(in_one_line, failures)))
+        raise ours or VerificationError(
+            f"{type(self.network).__name__} with its batch shared between {self.ranks} ranks does not give what it "
+            f"gives whole ({reasons}): which of its arguments carry the batch is told "
+            f"neither by their shapes nor by disturbing them ({', '.join(arguments_of(call))}). Run it with cfg=1 and "
+            "give the devices to another axis, e.g. patch"
+        )
+
+    def _ways(self, plain: Plain, call: Call) -> Iterator[Found]:
+        yield {}
+        if isinstance(sample_of(*call), Tensor):
+            found, unmoved = carriers_in(_without_given(plain), call, self.ranks)
+            yield found
+            yield {**dict.fromkeys(unmoved), **found}
+            yield {**unmoved, **found}
+
+    def _error(self, plain: Plain, call: Call, found: Found) -> float | None:
+        """How far shares joined are from the whole; None where rounding explains it."""
+        batch = Batch.of(sample_of(*call), found)
+        for each in (call, with_noise_for_zeros(call)):
+            if each is None:
+                continue
+            whole = _whole(plain, each)
+            parts = [self._part(plain, each, batch, rank) for rank in range(self.ranks)]
+            want, got = floats_in(batch.as_joined(whole, parts)), floats_in(batch.join(parts))
+            error = max(relative_error(x, y) for x, y in zip(got, want, strict=True))
+            if not error <= max(TOLERANCE[x.dtype] for x in want):
+                return error
+        return None
+
+    def _part(self, plain: Plain, call: Call, batch: Batch, rank: int) -> Any:
+        """What one rank would compute."""
+        args, kwargs = batch.share(call, rank, self.ranks)
+        with at_own_place(self.by_branch(), rank, self.ranks):
+            return _without_given(plain)(*args, **kwargs)
+
+
+class _FillsACache(Exception):
+    """A call writes to what it is given, and gives it back."""
+
+
+def _whole(plain: Plain, call: Call) -> Any:
+    """What the whole call gives, without what it was given. Raises _FillsACache."""
+    before = written(call)
+    output = plain(*call[0], **call[1])
+    if written(call) != before and gives_back(output, call):
+        raise _FillsACache
+    return without_given(output, call)
+
+
+def carriers_of(network: nn.Module, mesh: tuple[Door, Axis], verdicts: Verdicts, by_branch: Layers = tuple) -> Carriers:
+    """Those of a network whose batch the ranks of `mesh` share."""
+    agreed = partial(known_to_all, mesh, type(network).__name__)
+    return Carriers(network, mesh[1].size, verdicts, agreed, by_branch)
+
+
+def carriers_in(plain: Plain, call: Call, parts: int) -> tuple[Found, Found]:
+    """The dim of the batch of every argument that has one of its size, None where it is something else's.
+
+    And those arguments with which nothing moves, each with the last dim of its size.
+    """
+    sample, tensors = sample_of(*call), tensors_in(call)
+    batch, found, unmoved = Batch.of(sample), dict[str, int | None](), dict[str, int | None]()
+    before = floats_in(plain(*call[0], **call[1]))
+    paths = [path for path, leaf in paths_of(call) if isinstance(leaf, Tensor)]
+    for number, (path, x) in enumerate(zip(paths, tensors, strict=True)):
+        dims = [dim for dim in range(x.ndim) if batch.fits(x.shape[dim])]
+        if x is sample or not dims:
+            continue
+        moved = [_moved(plain, call, before, (number, dim, x.shape[dim] // parts), batch.size // parts) for dim in dims]
+        if any(moved):
+            found[path] = next((dim for dim, who in zip(dims, moved, strict=True) if who == "its own"), None)
+        else:
+            unmoved[path] = max(dims, key=lambda dim: (x.shape[dim] == batch.size, dim))
+    return found, unmoved
+
+
+def _moved(plain: Plain, call: Call, before: list[Tensor], where: tuple[int, int, int], own: int) -> str:
+    """Whose predictions change with the last rows of an argument: nobody's (""), "its own", or "others"."""
+    number, dim, rows = where
+    tensors = tensors_in(call)
+    size = tensors[number].shape[dim]
+    tensors[number] = disturbed(tensors[number], dim, torch.arange(size - rows, size))
+    args, kwargs = with_tensors(call, tensors)
+    try:
+        after = floats_in(plain(*args, **kwargs))
+    except Exception as error:
+        if not is_of_the_split(error):
+            raise
+        return "others"  # it cannot be anything else than it is
+    rows_moved = torch.stack([moved_indices(x, y)[0] for x, y in zip(before, after, strict=True)]).any(0)
+    if not rows_moved.any():
+        return ""
+    return "others" if rows_moved[:-own].any() else "its own"
+
+
+def _without_given(plain: Plain) -> Plain:
+    """A forward that gives back nothing of what it is called with."""
+    return lambda *args, **kwargs: without_given(plain(*args, **kwargs), (args, kwargs))
+
+
+def _read(raw: Any) -> Found:
+    if not isinstance(raw, dict) or not all(dim is None or type(dim) is int for dim in raw.values()):
+        raise ValueError(f"no carriers: {raw}")
+    return {str(path): dim for path, dim in raw.items()}

@@ -1,0 +1,86 @@
+"""What a denoiser is that ranks compute together, in bands or by tokens: its share, its past, its pictures."""
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from patchpar.comm.collectives import Door
+from patchpar.plan.exchange_policy import Treatment
+from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.fingerprint import Watched
+from patchpar.shard.local_patch import Share
+from patchpar.shard.stale.extrapolation import timestep_of
+from patchpar.shard.stale.state import History
+from patchpar.shard.verification_cache import Verdicts
+
+
+class SharedDenoiser:
+    """A denoiser whose calls ranks compute together. Every rank passes and gets whole tensors.
+
+    `treatment` says what is exchanged and when; one that uses values of the last step needs the `clock`. `reset`
+    belongs before every picture, `finish` after it. `exchange` is "on", or wrong on purpose, as the negative control of
+    tests and figures: "off" computes every share alone, "frozen" sends nothing after the exact steps. `error`: what the
+    check at first use found. `unsure`: somebody may have changed the denoiser since the last call.
+    """
+
+    def __init__(
+        self,
+        denoiser: nn.Module,
+        mesh: tuple[Door, Axis],
+        treatment: Treatment,
+        clock: StepClock | None,
+        verdicts: Verdicts | None,
+    ) -> None:
+        door, axis = mesh
+        self.denoiser, self.verdicts = denoiser, verdicts
+        self.share = Share(door, axis, treatment)
+        self.error: float | None = None
+        self.exchange = "on"
+        self.history = History(door, treatment, clock) if treatment.remembers else None
+        self.watched, self.unsure = Watched(denoiser), False
+        self._parameters = tuple(inspect.signature(type(denoiser).forward).parameters)[1:]
+
+    def reset(self) -> None:
+        """Begin a picture: nothing of the last one is used. Raises ExchangeError."""
+        self.unsure = True
+        if self.history is not None:
+            self.history.reset()
+
+    def finish(self) -> None:
+        """End a picture: take in what is still under way. Raises ExchangeError."""
+        if self.history is not None:
+            self.history.memory.settle()
+
+    def forget(self) -> None:
+        """Take out what was put into the denoiser, and learn anew at the next call: its modules may change."""
+        self.restore()
+        self.watched.forget()
+        self._unlearn()
+        if self.history is not None:
+            self.history = self.history.anew()
+
+    def _make_sure(self) -> None:
+        """Forget a denoiser that somebody has changed since it was last checked, if there may have been somebody."""
+        if self.unsure and self.watched.has_changed:
+            self.restore()
+            self.watched.forget()
+            self._unlearn()
+            if self.history is not None:
+                self.history.lose()
+        self.unsure = False
+
+    def restore(self) -> None:
+        """Leave the denoiser as it was. Idempotent."""
+        raise NotImplementedError
+
+    def _unlearn(self) -> None:
+        raise NotImplementedError
+
+    def _look_back(self, history: History, form: Any, call: tuple[Any, Any]) -> None:
+        """What this call may use of the last step; `form` is what must not change from one to the next."""
+        share = self.share
+        share.fresh = history.begin((form, history.clock.branches))  # a share of two branches is another one
+        share.ahead = history.ahead(timestep_of(self._parameters, *call))
+        share.memory, share.frozen = history.memory, self.exchange == "frozen"

@@ -1,0 +1,289 @@
+"""What a network computes beside its weights, as data that can be compared: a verdict holds for one fingerprint.
+
+    attributes    numbers, texts, functions, and small objects such as attention processors
+    code          of classes, of forwards that somebody has replaced, and of the functions that forwards call
+    hooks         of torch and of diffusers, but for ours
+    torch         functions of torch.nn.functional and torch.fft that somebody has replaced
+
+So what works on the whole image from inside is seen wherever it comes from: FreeU, a patched forward, a hook of another
+library, a processor. What is of none of the libraries that come with patchpar is `foreign`.
+"""
+
+import functools
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+
+from patchpar.shard.hooks import OURS, hooks_of, is_ours, package_of, written_forward
+
+KNOWN = frozenset(
+    {
+        "torch",
+        "diffusers",
+        "transformers",
+        "huggingface_hub",
+        "peft",
+        "accelerate",
+        "builtins",
+        "functools",
+        "typing_extensions",
+        OURS,
+    }
+)
+TORCH_MODULES: tuple[ModuleType, ...] = (torch.nn.functional, torch.fft)
+TORCHS_OWN = frozenset({"torch", "typing", "builtins", "functools", "collections", "contextlib", "warnings"})
+HOOK_DICTS = ("_forward_pre_hooks", "_forward_hooks")
+GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
+FACTORS = frozenset({"scale", "scaling", "lora_scale"})  # of what an adapter adds: one value is as good as another
+COMPILED = "_compiled_call_impl"
+SKIPPED = frozenset(
+    {
+        *vars(nn.Module()),
+        *("forward", "_diffusers_hook", "_internal_dict", "_gradient_checkpointing_func"),
+        "peft_config",
+    }
+)
+CALLED = ("forward", "__call__")
+CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial, type)
+SCALARS = (bool, int, float, complex, str, bytes, type(None))
+DEPTH = 3  # of values inside values
+
+Facts = tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Facts by module path, or by what else they are of; `foreign`: what is of no known library, in words."""
+
+    facts: Mapping[str, Facts]
+    foreign: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """A short name, the same in every process."""
+        return hashlib.sha256(repr(sorted(self.facts.items())).encode()).hexdigest()[:16]
+
+    def differences(self, other: "Fingerprint") -> frozenset[tuple[str, str]]:
+        """(path, name) of the facts that are not alike."""
+        paths = [path for path in {*self.facts, *other.facts} if self.facts.get(path) != other.facts.get(path)]
+        return frozenset((path, name) for path in paths for name in _unlike(self._of(path), other._of(path)))
+
+    def _of(self, path: str) -> dict[str, Any]:
+        return dict(self.facts.get(path, ()))
+
+
+def _unlike(one: dict[str, Any], other: dict[str, Any]) -> Iterator[str]:
+    missing = object()
+    for name in {*one, *other}:
+        if one.get(name, missing) != other.get(name, missing):
+            yield name
+
+
+def fingerprint(network: nn.Module) -> Fingerprint:
+    """The fingerprint of a network as it is now. Some milliseconds for a large one; nothing runs on a GPU."""
+    return _Reader().read(network)
+
+
+class Watched:
+    """Tells whether a network is still the one that was `known`.
+
+    What moves by itself while it is checked, such as a counter of calls in a processor, is no change.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+        self._known: Fingerprint | None = None
+        self._moving: frozenset[tuple[str, str]] = frozenset()
+
+    def now(self) -> Fingerprint:
+        """As it is now."""
+        return fingerprint(self.network)
+
+    def know(self, before: Fingerprint) -> None:
+        """It has been checked; `before` that it was like this."""
+        self._known = self.now()
+        self._moving = before.differences(self._known)
+
+    def forget(self) -> None:
+        """Whatever it is now is new."""
+        self._known = None
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether it is another than it was when it was last known. False where it never was."""
+        return self._known is not None and bool(self._known.differences(self.now()) - self._moving)
+
+
+class _Reader:
+    """Reads one network; what is foreign is noted on the way."""
+
+    def __init__(self) -> None:
+        self._foreign: dict[str, None] = {}
+        self._where = ""
+
+    def read(self, network: nn.Module) -> Fingerprint:
+        modules = dict(network.named_modules())
+        facts = {path: self._of_module(path, module) for path, module in modules.items()}
+        for kind in dict.fromkeys(type(module) for module in modules.values()):
+            facts[f"class {_name_of(kind)}"] = self._of_class(kind)
+        facts["torch"] = self._of_torch()
+        return Fingerprint(facts, tuple(self._foreign))
+
+    # --- modules, classes, torch ------------------------------------------------------------------------------------
+
+    def _of_module(self, path: str, module: nn.Module) -> Facts:
+        self._where = path or "the network"
+        attributes = vars(module)
+        found: list[tuple[str, Any]] = [("class", _name_of(type(module)))]
+        if attributes.get(COMPILED) is not None:
+            found.append((COMPILED, True))
+        forward = written_forward(module)
+        if forward is not None:
+            found.append(("forward", self._code(forward)))
+        for name in HOOK_DICTS:
+            if hooks := self._codes(attributes[name].values()):
+                found.append((name, hooks))
+        for name, hook in hooks_of(module):
+            found.append((f"hook {name}", (_name_of(type(hook)), self._of_object(hook, depth=0))))
+        for name, value in attributes.items():
+            if name not in SKIPPED and not is_ours(value):
+                found.append((name, _is_at_work(value) if name in FACTORS else self._value(value, DEPTH)))
+        return tuple(found)
+
+    def _of_class(self, kind: type) -> Facts:
+        self._where = _name_of(kind)
+        if package_of(kind.__module__) not in KNOWN:
+            self._foreign[f"the class {self._where}"] = None
+        found: list[tuple[str, Any]] = []
+        for name in CALLED:
+            function = getattr(kind, name, None)
+            if isinstance(function, FunctionType) and function is not nn.Module.__call__:
+                found.append((name, self._code(function)))
+                found.append((f"{name} calls", self._codes(_called(kind, function))))
+        return tuple(found)
+
+    def _of_torch(self) -> Facts:
+        self._where = "torch"
+        found = [
+            (f"{module.__name__}.{name}", self._code(value))
+            for module in TORCH_MODULES
+            for name, value in vars(module).items()
+            if _replaces_torchs(value)
+        ]
+        return (*found, *((name, self._codes(getattr(torch_modules, name).values())) for name in GLOBAL_HOOKS))
+
+    # --- values and code --------------------------------------------------------------------------------------------
+
+    def _value(self, value: Any, depth: int) -> Any:
+        """Something that can be compared, and is written the same in every process."""
+        if isinstance(value, SCALARS):
+            return value
+        if isinstance(value, (Tensor, torch.dtype, torch.device)):
+            return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else str(value)
+        if isinstance(value, CODE):
+            return self._code(value)
+        if depth == 0 or isinstance(value, nn.Module):
+            return _name_of(type(value))
+        return self._of_many(value, depth - 1)
+
+    def _of_many(self, value: Any, depth: int) -> Any:
+        if isinstance(value, Mapping):
+            return tuple((str(key), self._value(each, depth)) for key, each in value.items())
+        if isinstance(value, (list, tuple)):
+            return tuple(self._value(each, depth) for each in value)
+        if isinstance(value, (set, frozenset)):
+            return tuple(sorted(repr(self._value(each, depth)) for each in value))
+        return self._of_object(value, depth)
+
+    def _of_object(self, value: Any, depth: int) -> Any:
+        """An object such as an attention processor: its class, how it is called, its attributes."""
+        kind = type(value)
+        if package_of(kind.__module__) not in KNOWN:
+            self._foreign[f"a {_name_of(kind)} in {self._where}"] = None
+        called = [self._code(vars(base)["__call__"]) for base in kind.__mro__ if _calls(base)]
+        attributes = {name: each for name, each in getattr(value, "__dict__", {}).items() if name != "fn_ref"}
+        return _name_of(kind), tuple(called), tuple((n, self._factor(n, each, depth)) for n, each in attributes.items())
+
+    def _factor(self, name: str, value: Any, depth: int) -> Any:
+        return _is_at_work(value) if name in FACTORS else self._value(value, depth)
+
+    def _codes(self, functions: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(self._code(function) for function in functions if not is_ours(function))
+
+    def _code(self, function: Any) -> Any:
+        """A function by its name, code, and what it holds on to."""
+        if isinstance(function, MethodType):
+            return self._code(function.__func__)
+        if isinstance(function, functools.partial):
+            return "partial", self._code(function.func), self._value(function.args, 1)
+        if not isinstance(function, FunctionType):
+            named = function if hasattr(function, "__qualname__") else type(function)
+            self._note(named.__qualname__, getattr(named, "__module__", None) or "")
+            return _name_of(named)
+        self._note(function.__qualname__, function.__globals__.get("__name__", ""))
+        cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        held = tuple(self._value(each, 0) for each in cells)
+        return function.__module__, function.__qualname__, _digest(function.__code__), held
+
+    def _note(self, name: str, module: str) -> None:
+        if module and package_of(module) not in KNOWN:
+            self._foreign[f"{name} of {module} in {self._where}"] = None
+
+
+def _replaces_torchs(value: Any) -> bool:
+    if isinstance(value, (BuiltinFunctionType, type, ModuleType)) or not callable(value):
+        return False
+    module = value.__globals__.get("__name__", "") if isinstance(value, FunctionType) else type(value).__module__
+    return package_of(module) not in TORCHS_OWN
+
+
+def _called(kind: type, function: FunctionType) -> Iterator[FunctionType]:
+    """Methods of its class and functions of its module that a function names."""
+    for name in function.__code__.co_names:
+        for found in (function.__globals__.get(name), getattr(kind, name, None)):
+            if isinstance(found, FunctionType):
+                yield found
+
+
+def _calls(kind: type) -> bool:
+    return isinstance(vars(kind).get("__call__"), FunctionType)
+
+
+def _is_at_work(value: Any) -> Any:
+    """Of a factor, or several, whether it is nought."""
+    if isinstance(value, Mapping):
+        return tuple((str(key), _is_at_work(each)) for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(_is_at_work(each) for each in value)
+    return value != 0 if isinstance(value, (int, float)) else type(value).__name__
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - to look is to know
+    except ValueError:
+        return False
+    return True
+
+
+@functools.lru_cache(maxsize=16384)
+def _digest(code: CodeType) -> int:
+    """Of what a function does: not of where it is written."""
+    value = zlib.crc32(repr((code.co_names, code.co_varnames)).encode(), zlib.crc32(code.co_code))
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            value = zlib.crc32(_digest(each).to_bytes(4, "big"), value)
+        elif isinstance(each, SCALARS):
+            value = zlib.crc32(repr(each).encode(), value)
+    return value
+
+
+def _name_of(kind: Any) -> str:
+    return f"{getattr(kind, '__module__', '')}.{kind.__qualname__}"

@@ -1,0 +1,113 @@
+"""Who and where a rank is in the denoiser call under way: its band at every level, its edges, and what it remembers."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from patchpar.comm.collectives import Door, Edges, Gather, Halo
+from patchpar.comm.transport import Spec
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.plan.bands import Bands
+from patchpar.plan.exchange_policy import Treatment
+from patchpar.plan.kv_selection import Across
+from patchpar.plan.mesh import Axis
+from patchpar.shard.stale.cache import Memory, Slot
+from patchpar.shard.stale.token_grid import Grid
+
+THIS_STEP = ("fresh", "separate", None)  # timings that use nothing of the last step
+
+
+@dataclass(slots=True)
+class Share:
+    """This rank's share of the denoiser call under way. `door`, `axis` and `treatment` stay, the rest changes with it.
+
+    `dim` is -2 for bands of rows, -1 for bands of columns. While `active` is off every hook is the plain layer. In a
+    `fresh` call all values are of this step. Without a `memory` nothing is remembered either. `frozen`: what is held is
+    used on and on and nothing is sent, a negative control. `ahead`: how far this step goes, in units of the last.
+    """
+
+    door: Door
+    axis: Axis
+    treatment: Treatment = field(default_factory=Treatment)
+    bands: Bands = field(default_factory=lambda: Bands((0,)))
+    dim: int = -2
+    whole: Tensor | None = None
+    active: bool = True
+    fresh: bool = True
+    frozen: bool = False
+    ahead: Tensor | float = 1.0
+    memory: Memory | None = None
+    halos: dict[str, Halo] = field(default_factory=dict)  # left by a norm for the convolution it feeds
+
+    @property
+    def place(self) -> int:
+        """Which band is ours."""
+        return self.axis.rank
+
+    @property
+    def fuses_edges(self) -> bool:
+        """Whether a norm's round also carries the edge rows of the convolution it feeds."""
+        return self.fresh or (self.treatment.halo == "fresh" and self.treatment.moments == "fresh")
+
+    def slot(self, where: str, timing: object) -> Slot | None:
+        """What the seam `where` remembers; None for one that uses values of this step only."""
+        return None if self.memory is None or timing in THIS_STEP else self.memory.slot(where)
+
+    def level(self, own_rows: int) -> Bands:
+        """The bands on a map of which we hold `own_rows`. Raises UnsupportedModel."""
+        try:
+            return self.bands.at_level(self.place, own_rows, self.bands.total)
+        except ValueError as error:
+            raise UnsupportedModel(f"{error}: this denoiser cannot be split, use plan cfg=2 or data=N") from error
+
+    def whole_map(self, kind: str, where: str, own: Tensor) -> Tensor:
+        """A map from everybody's bands of it, of this step; `kind` is how its bytes are counted.
+
+        Raises UnsupportedModel, ExchangeError.
+        """
+        bands = self.level(own.shape[self.dim])
+        sizes = [bands.size(place) for place in range(self.axis.size)]
+        shares = Gather(self.door, self.axis, kind, where).shares(own.contiguous(), self.dim, sizes)
+        return torch.cat(shares, self.dim)
+
+    def edges(self, x: Tensor, before: int, after: int) -> Edges:
+        """Rows to send to the places before and after, and what comes back, for a reach of `before` and `after`."""
+        size, shape = x.shape[self.dim], list(x.shape)
+        reach = max(before, after)
+        if reach > 1:  # every band has a row
+            self._refuse_thin(size, reach)
+
+        def spec(rows: int) -> Spec | None:
+            shape[self.dim] = rows
+            return Spec(tuple(shape), x.dtype) if rows else None
+
+        up, down = self.place > 0, self.place + 1 < len(self.bands)
+        first = x.narrow(self.dim, 0, after) if up and after else None
+        last = x.narrow(self.dim, size - before, before) if down and before else None
+        return Edges(first, last, spec(before) if up else None, spec(after) if down else None)
+
+    def _refuse_thin(self, own_rows: int, reach: int) -> None:
+        """All ranks look at all bands, so that all refuse together."""
+        bands = self.level(own_rows)
+        thinnest = min(bands.size(place) for place in range(len(bands)))
+        if reach > thinnest:
+            raise PlanError(
+                f"a convolution reads {reach} rows of its neighbours, but a band has only {thinnest} there: use fewer "
+                f"than {len(bands)} ranks on axis 'patch', or a larger picture"
+            )
+
+    def grid(self, own_tokens: int) -> Grid:
+        """The tokens of all places on the level where we have `own_tokens`. Raises UnsupportedModel."""
+        assert self.whole is not None
+        own, across = self.bands.size(self.place), self.whole.shape[-1 if self.dim == -2 else -2]
+        stride = 1
+        while stride <= max(own, across):
+            rows, columns = -(-own // stride), -(-across // stride)
+            if own_tokens == rows * columns:
+                return Grid(self.level(rows), Across(columns), self.dim)
+            stride *= 2
+        raise UnsupportedModel(
+            f"{own_tokens} tokens of this rank fit no level of a band of {own} rows, {across} across: this attention "
+            "cannot be split, use plan cfg=2 or data=N"
+        )

@@ -1,0 +1,1 @@
+"""Values of the last step: held, sent on, corrected, extrapolated."""

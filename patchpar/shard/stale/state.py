@@ -1,0 +1,84 @@
+"""Whether a denoiser call is exact or uses values of the last step: warm-up, lost steps, and re-synchronising."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.comm.collectives import Door
+from patchpar.errors import PlanError
+from patchpar.plan.exchange_policy import Context, Treatment
+from patchpar.plan.resync import Decider
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.stale.cache import Memory
+from patchpar.shard.stale.extrapolation import Pace
+
+
+class History:
+    """The past of one denoiser, as far as it may be used now."""
+
+    def __init__(self, door: Door, treatment: Treatment, clock: StepClock | None) -> None:
+        if clock is None:
+            raise PlanError(f"strategy {treatment.name!r} uses values of the last step, so it needs the step clock")
+        self.door, self.treatment, self.clock = door, treatment, clock
+        self.memory = Memory(door, treatment.bucket)
+        self.exact_calls, self.stale_calls = 0, 0
+        self._deciders: dict[int, Decider] = {}
+        self._wanted_fresh: set[int] = set()  # calls whose next evaluation is to be exact
+        self._sent_before = 0
+        self._pace = Pace()
+
+    def anew(self) -> "History":
+        """A history without a past; what is under way is taken in."""
+        self.memory.settle()
+        return History(self.door, self.treatment, self.clock)
+
+    def reset(self) -> None:
+        """Begin a picture."""
+        self.lose()
+        self.exact_calls, self.stale_calls = 0, 0
+
+    def lose(self) -> None:
+        """Use nothing of the steps so far."""
+        self.memory.reset()
+        self._deciders.clear()
+        self._wanted_fresh.clear()
+        self._pace.reset()
+
+    def ahead(self, timestep: Any) -> Tensor | float:
+        """How far this step goes, in units of the last; 0 where that is of no use to the treatment."""
+        context = self.treatment.context
+        if not (isinstance(context, Context) and context.extrapolated):
+            return 0.0
+        return self._pace.ahead(self.clock.evaluation, timestep)
+
+    def begin(self, form: Any) -> bool:
+        """Begin a denoiser call; whether it is exact. `form` is what must not change from one step to the next."""
+        call, clock = max(0, self.clock.call), self.clock
+        usable = self.memory.begin(call, clock.evaluation, form)
+        assert self.treatment.warmup_steps is not None
+        fresh = not usable or clock.step < self.treatment.warmup_steps or call in self._wanted_fresh
+        self.exact_calls, self.stale_calls = self.exact_calls + fresh, self.stale_calls + (not fresh)
+        self._wanted_fresh.discard(call)
+        self._sent_before = self.door.traffic.total_bytes
+        return fresh
+
+    def tell(self) -> list[Tensor]:
+        """What every rank must know of this call to decide on the next: drift, and bytes sent."""
+        if self.treatment.resync is None:
+            return []
+        sent = torch.tensor([float(self.door.traffic.total_bytes - self._sent_before)])
+        return [torch.cat([self.memory.drift.cpu(), sent]).to(self.door.transport.device)]
+
+    def heard(self, told: Sequence[Sequence[Tensor]], *, fresh: bool) -> None:
+        """Decide, from what all ranks told, whether the next evaluation of this call is exact."""
+        rules, call = self.treatment.resync, max(0, self.clock.call)
+        if rules is None:
+            return
+        moved, whole, _ = torch.stack([values[0] for values in told]).sum(0).tolist()
+        most_sent = max(values[0][2].item() for values in told)
+        drift = (moved / whole) ** 0.5 if whole > 0 else 0.0
+        decider = self._deciders.setdefault(call, Decider(rules))
+        if decider.next_is_fresh(drift, most_sent, fresh=fresh):
+            self._wanted_fresh.add(call)

@@ -1,0 +1,149 @@
+"""diffusers' caches, which leave blocks out where little changes, beside a denoiser that ranks share.
+
+vote        a cache that decides by its tensors decides by everybody's, or ranks would wait for one that goes on
+set aside   none while a denoiser is watched or verified: those calls are no steps
+refused     by name: what decides by its own tensors otherwise, and any beside keys of the last step
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers.hooks.first_block_cache import FBCHeadBlockHook
+from torch import Tensor, nn
+
+from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.pytree import leaves
+from patchpar.errors import UnsupportedModel
+from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.hooks import hooks_of
+
+FOLDER = "diffusers.hooks."
+WRITTEN_IN = ("first_block_cache", "mag_cache", "taylorseer_cache", "faster_cache", "sea_cache", "text_kv_cache")
+DECIDES_ALIKE = {
+    "FirstBlockCacheConfig": "by a vote",
+    "MagCacheConfig": "by the number of the step",
+    "TaylorSeerCacheConfig": "by the number of the step",
+}
+CONFIGURED_BY = {
+    "first_block_cache": "FirstBlockCacheConfig",
+    "mag_cache": "MagCacheConfig",
+    "taylorseer_cache": "TaylorSeerCacheConfig",
+    "faster_cache": "FasterCacheConfig",
+    "pyramid_attention_broadcast": "PyramidAttentionBroadcastConfig",
+}
+DECISION = "_should_compute_remaining_blocks"
+
+
+def refuse_caches(denoiser: Any, *, stale: bool) -> None:
+    """Raise UnsupportedModel for a cache that ranks which share tokens would not all use alike."""
+    config = getattr(denoiser, "_cache_config", None)
+    name = _cache_in(denoiser) if config is None else type(config).__name__
+    if name is None:
+        return
+    if name not in DECIDES_ALIKE or getattr(config, "calibrate", False):
+        raise UnsupportedModel(
+            f"{name} cannot be used with axis 'patch', since ranks may decide differently about what to leave out: use "
+            f"{', '.join(sorted(DECIDES_ALIKE))}, or cfg=2"
+        )
+    if stale:
+        raise UnsupportedModel(
+            f"{name} leaves steps out, so that keys of the last step may be much older: use strategy 'exact', or "
+            "transformer.disable_cache()"
+        )
+
+
+def _cache_in(denoiser: nn.Module) -> str | None:
+    """The cache that a function such as `apply_first_block_cache` has put in, by the name of its configuration."""
+    for module in denoiser.modules():
+        for _, hook in hooks_of(module):
+            written_in = type(hook).__module__.removeprefix(FOLDER)
+            if written_in in CONFIGURED_BY:
+                return CONFIGURED_BY[written_in]
+    return None
+
+
+class CacheVote:
+    """Makes the first-block caches of a denoiser decide alike on the ranks of `patch`, and of `cfg` for a whole batch.
+
+    Their measure, the mean change of the first block's residual, is taken over the tokens of all ranks: plain diffusers
+    decides the same.
+    """
+
+    def __init__(self, denoiser: nn.Module, door: Door, axes: tuple[Axis, Axis], clock: StepClock) -> None:
+        self.denoiser, self.door, self.clock = denoiser, door, clock
+        self.patch, self.cfg = axes
+
+    def renew(self) -> None:
+        """Find the caches that are there now."""
+        for _, hook in _cache_hooks(self.denoiser):
+            if isinstance(hook, FBCHeadBlockHook):
+                setattr(hook, DECISION, partial(self._decide, hook))
+
+    def restore(self) -> None:
+        """Let each decide for itself."""
+        for _, hook in _cache_hooks(self.denoiser):
+            vars(hook).pop(DECISION, None)
+
+    def _decide(self, hook: Any, residual: Tensor) -> bool:
+        """Whether the other blocks are computed. Raises ExchangeError."""
+        before = hook.state_manager.get_state().head_block_residual
+        if before is None:
+            return True
+        change, size = self._everybodys([(residual - before).abs().sum(), before.abs().sum()])
+        return bool(change / size > hook.threshold)
+
+    def _everybodys(self, own: Sequence[Tensor]) -> list[float]:
+        told = torch.stack([x.float() for x in own])
+        for axis in (self.patch, *([self.cfg] if self.clock.branches > 1 else [])):
+            told = torch.stack(Gather(self.door, axis, "cache", "vote on a cached step").same(told)).sum(0)
+        return [float(x) for x in told]
+
+
+@contextmanager
+def caches_set_aside(denoiser: nn.Module) -> Iterator[None]:
+    """While open, no cache leaves anything out, nor learns anything."""
+    references = [hook.fn_ref for _, hook in _cache_hooks(denoiser) if hook.fn_ref.original_forward is not None]
+    before = [reference.forward for reference in references]
+    try:
+        for reference in references:
+            reference.forward = reference.original_forward
+        yield
+    finally:
+        for reference, forward in zip(references, before, strict=True):
+            reference.forward = forward
+
+
+def held_by(tree: Any) -> list[tuple[Tensor, int]]:
+    """The tensors that objects in arguments hold, such as caches of keys, whatever their classes are called.
+
+    Each with the number of times it has been written to.
+    """
+    found, seen = list[tuple[Tensor, int]](), set[int]()
+    objects = [each for each in leaves(tree) if hasattr(each, "__dict__")]
+    while objects:
+        each = objects.pop()
+        if id(each) in seen or isinstance(each, (Tensor, nn.Module, type)):
+            continue
+        seen.add(id(each))
+        inner = list(leaves(vars(each)))
+        found += [(x, 0 if x.is_inference() else x._version) for x in inner if isinstance(x, Tensor)]
+        objects += [x for x in inner if hasattr(x, "__dict__") and not callable(x)]
+    return found
+
+
+def are_as_before(before: Sequence[tuple[Tensor, int]], now: Sequence[tuple[Tensor, int]]) -> bool:
+    """Whether what is held now is what was held before, and nobody has written to it."""
+    return [(id(x), version) for x, version in before] == [(id(x), version) for x, version in now]
+
+
+def _cache_hooks(denoiser: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    modules = tuple(FOLDER + name for name in WRITTEN_IN)
+    for module in denoiser.modules():
+        registry: Any = getattr(module, "_diffusers_hook", None)
+        for hook in registry.hooks.values() if registry is not None else ():
+            if type(hook).__module__ in modules:
+                yield module, hook

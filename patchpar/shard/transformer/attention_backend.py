@@ -1,0 +1,94 @@
+"""The attention kernel that a user has chosen in diffusers, as the local kernel of split attention.
+
+`set_attention_backend("flash")` makes the model call that kernel, past torch's scaled_dot_product_attention, where
+split attention stands. So while tokens are split the model is held to torch's function, and what was chosen is called
+on own queries and the keys of everybody.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from torch import Tensor, nn
+
+from patchpar.errors import PatchparError, UnsupportedModel
+from patchpar.shard.transformer.probe.latent import WAY_OUT
+
+CHOICE = "_attention_backend"
+
+
+class Kernel:
+    """A backend of diffusers, called as scaled_dot_product_attention is: [B, N, L, D]."""
+
+    def __init__(self, name: AttentionBackendName) -> None:
+        self.name = name
+        self._function: Callable[..., Tensor] = _AttentionBackendRegistry._backends[name]
+        self._takes = frozenset(inspect.signature(self._function).parameters)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Output [B, N, l, D]; options that the backend does not know are left out where they say nothing."""
+        given = {name: option for name, option in options.items() if name in self._takes or option not in (None, False)}
+        return self._function(*(x.transpose(1, 2) for x in (query, key, value)), **given).transpose(1, 2)
+
+
+class Choice:
+    """What the attention layers of a denoiser have been told to call.
+
+    A class of layers that has a kernel of its own, as AnyFlow FAR's flex attention, keeps it: nobody chose it.
+    """
+
+    def __init__(self, denoiser: nn.Module) -> None:
+        processors = [getattr(module, "processor", None) for module in denoiser.modules()]
+        self._all = [each for each in processors if hasattr(each, CHOICE)]
+
+    def _free(self) -> list[Any]:
+        """The layers that call what they are told to."""
+        return [
+            each
+            for each in self._all
+            if getattr(each, CHOICE) is None or getattr(each, CHOICE) != getattr(type(each), CHOICE, None)
+        ]
+
+    @property
+    def kernel(self) -> Kernel | None:
+        """The kernel chosen; None for torch's function, in whatever of its forms."""
+        free = self._free()
+        chosen = {getattr(each, CHOICE) for each in free} - {None}
+        active, _ = _AttentionBackendRegistry.get_active_backend()
+        others = [AttentionBackendName(name) for name in chosen or {active}]
+        others = [name for name in others if not name.value.lstrip("_").startswith("native")]
+        return Kernel(others[0]) if others and free else None
+
+    @contextmanager
+    def set_aside(self) -> Iterator[Kernel | None]:
+        """While open, attention is torch's function, where it can be seen. Gives the kernel that was chosen."""
+        kernel = self.kernel
+        if kernel is None:
+            yield None
+            return
+        free = self._free()
+        before = [getattr(each, CHOICE) for each in free]
+        try:
+            for each in free:
+                setattr(each, CHOICE, AttentionBackendName.NATIVE)
+            yield kernel
+        finally:
+            for each, choice in zip(free, before, strict=True):
+                setattr(each, CHOICE, choice)
+
+
+@contextmanager
+def needing_torch_attention(denoiser: nn.Module, chosen: Kernel | None) -> Iterator[None]:
+    """While torch's function stands in for `chosen`: a model that will have no other is refused (UnsupportedModel)."""
+    try:
+        yield
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if chosen is None or isinstance(error, PatchparError):
+            raise
+        why = str(error).rstrip(".")
+        raise UnsupportedModel(
+            f"{type(denoiser).__name__} runs with {chosen.name.value} attention only ({why}), and its tokens can be "
+            f"split in torch's scaled_dot_product_attention: {WAY_OUT}"
+        ) from error

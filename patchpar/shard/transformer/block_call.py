@@ -1,0 +1,28 @@
+"""What is known of a block whose tokens are split, while it runs, and of what it returned."""
+
+from torch import Tensor
+
+from patchpar.shard.transformer.token_plan import BlockPlan, Replicated, Rows
+from patchpar.shard.transformer.token_ranges import Shares
+
+
+class BlockCall:
+    """A block at work on `tokens` of which we have our share."""
+
+    def __init__(self, path: str, plan: BlockPlan) -> None:
+        self.path, self.plan = path, plan
+        self.shares = Shares(place=0, starts=(0,))
+        self.attentions = self.sums = self.convolutions = 0
+        self.part: str | None = None  # that is being computed with all tokens
+
+    def part_at(self, path: str) -> Replicated | None:
+        """The part of that whole path that is computed with all tokens; None for any other."""
+        return next((part for part in self.plan.replicated if f"{self.path}.{part.path}" == path), None)
+
+
+class Local:
+    """What is known of a tensor of which we have our tokens only; `whole` once somebody has looked."""
+
+    def __init__(self, rows: Rows, block: BlockCall) -> None:
+        self.rows, self.shares, self.where = rows, block.shares, block.path
+        self.whole: Tensor | None = None

@@ -1,0 +1,256 @@
+"""A transformer whose calls are computed with tokens split between the ranks of an axis: discover, verify, run.
+
+The counterpart of `patched` for denoisers of tokens.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from patchpar.comm.collectives import Door, Gather
+from patchpar.errors import UnsupportedModel
+from patchpar.plan.attention_mode import KeyExchange
+from patchpar.plan.exchange_policy import Treatment
+from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.attention.dispatch import attend_together
+from patchpar.shard.denoiser import SharedDenoiser
+from patchpar.shard.stale.state import History
+from patchpar.shard.step_caches import caches_set_aside, refuse_caches
+from patchpar.shard.transformer.attention import Split, cut_for
+from patchpar.shard.transformer.attention_backend import Choice, Kernel, needing_torch_attention
+from patchpar.shard.transformer.group_offload import refuse_elsewhere
+from patchpar.shard.transformer.install import TokenShard
+from patchpar.shard.transformer.plan_lookup import PlanSearch
+from patchpar.shard.transformer.token_plan import NotWatched, TokenPlan
+from patchpar.shard.transformer.verify import verify_tokens
+from patchpar.shard.unsupported_model import is_of_the_split
+from patchpar.shard.verification import Call, arguments_of, check_once, form_of, made_of, with_noise_for_zeros
+from patchpar.shard.verification_cache import Verdicts
+
+Forward = Callable[..., Any]
+log = logging.getLogger(__name__)
+
+
+class TokenDenoiser(SharedDenoiser):
+    """A denoiser whose calls are computed by tokens. Every rank passes and gets whole tensors.
+
+    `treatment` says which keys are attended to; one that uses those of the last step needs the `clock`. The plan is
+    kept with the `verdicts`; without any, it is found anew and not verified. `reset` belongs before every picture,
+    `finish` after it. `exchange` is "on", or wrong on purpose, as the negative control of tests and figures: "off"
+    attends to own tokens only, "frozen" sends no keys after the exact steps.
+    """
+
+    def __init__(
+        self,
+        denoiser: nn.Module,
+        mesh: tuple[Door, Axis],
+        treatment: Treatment,
+        *,
+        clock: StepClock | None = None,
+        verdicts: Verdicts | None = None,
+    ) -> None:
+        super().__init__(denoiser, mesh, treatment, clock, verdicts)
+        self.plan: TokenPlan | None = None
+        self._shard: TokenShard | None = None
+        self._plans: list[tuple[Any, TokenPlan]] = []  # by the form of calls that have been seen
+        self._choice = Choice(denoiser)
+        self._search = PlanSearch(denoiser, mesh, verdicts)
+
+    def denoise(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        """One denoiser call; `forward` is the denoiser's own. Returns what it returns, for the whole picture.
+
+        Raises UnsupportedModel, VerificationError, PlanError, ExchangeError.
+        """
+        self._make_sure()
+        before = self.watched.now() if self._shard is None else None
+        output = self._denoised(forward, *args, **kwargs)
+        if before is not None:
+            self.watched.know(before)
+        return output
+
+    def _denoised(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        form, call = form_of((args, kwargs)), (args, kwargs)
+        with self._choice.set_aside() as kernel:
+            first = not self._is_ready_for(form)
+            if first:
+                self._prepare(forward, call, form, kernel)
+            try:
+                output = self._run(form, kernel, forward, call)
+            except NotWatched as error:  # the form does not tell: every rank meets it at the same block
+                self._prepare(forward, call, form, kernel, unforeseen=error)
+                output = self._run(form, kernel, forward, call)
+            if first and self.share.place == 0:
+                assert self._shard is not None
+                self._say_whose(self._shard)
+            return output
+
+    def _is_ready_for(self, form: Any) -> bool:
+        """Whether calls of that form have been seen; if so, the plan that serves them is in."""
+        plan = next((plan for known, plan in self._plans if known == form), None)
+        if plan is None:
+            return False
+        if self._shard is None or plan is not self.plan:
+            self._take_up(plan)
+        return True
+
+    def _run(self, form: Any, kernel: Kernel | None, forward: Forward, call: Call) -> Any:
+        assert self._shard is not None
+        self._shard.split = self._split(kernel)
+        if self.history is not None:
+            return self._with_history(self.history, form, forward, *call[0], **call[1])
+        self._this_step()
+        return self._shard.denoise(forward, *call[0], **call[1])
+
+    def _say_whose(self, shard: TokenShard) -> None:
+        for name, shares in shard.shares.items():
+            log.info("%s, %s: %s", type(self.denoiser).__name__, name, shares)
+
+    # --- the first call of a form -------------------------------------------------------------------------------
+
+    def _prepare(
+        self, forward: Forward, call: Call, form: Any, kernel: Kernel | None, unforeseen: NotWatched | None = None
+    ) -> None:
+        """Know the tokens of such calls, and that splitting them changes nothing: another number is another matter.
+
+        `unforeseen`: a block that is called otherwise than at the first call of that form.
+        """
+        refuse_caches(self.denoiser, stale=self.history is not None)
+        refuse_elsewhere(self.denoiser, self.share.door.transport.device)
+        with caches_set_aside(self.denoiser), needing_torch_attention(self.denoiser, kernel):
+            if unforeseen is None:
+                self._know(forward, call)
+            else:
+                if self.history is not None:
+                    self.history.lose()
+                self._extend(self._search.find_anew(forward, call, unforeseen, known=self.plan))
+                self._check(forward, call, known=False)
+        assert self.plan is not None
+        self._refuse_old_values(self.plan)
+        self._plans = [entry for entry in self._plans if entry[0] != form] + [(form, self.plan)]
+
+    def _refuse_old_values(self, plan: TokenPlan) -> None:
+        """Raise UnsupportedModel if values of the last step are wanted where sums and convolutions have this one's."""
+        if self.history is None:
+            return
+        mixing = any(block.mixing is not None for block in plan.blocks)
+        parts = sorted({part.path for block in plan.blocks for part in block.replicated})
+        if not mixing and (not parts or any(call.keys for block in plan.blocks for call in block.attentions)):
+            return
+        self._take_out()
+        where = "sums or convolutions" if mixing else f"parts that are not split ({', '.join(parts)})"
+        raise UnsupportedModel(
+            f"the tokens of {plan.denoiser} meet in {where}, and no values of the last step are kept of these: use "
+            f"strategy=exact"
+        )
+
+    def _know(self, forward: Forward, call: Call) -> None:
+        """The plan that served other calls, else the one that is known of this model; else it is watched."""
+        before = self.plan
+        try:
+            if self._shard is None:
+                self._take_up(before or self._search.find(forward, call))
+            self._check_or_extend(forward, call, known=before is not None)
+        except Exception as error:  # all ranks alike
+            watched_now = before is None and not self._search.second_hand
+            if watched_now or not is_of_the_split(error):
+                raise
+            self._take_up(self._search.find_anew(forward, call, error))
+            self._check(forward, call, known=False)
+
+    def _check_or_extend(self, forward: Forward, call: Call, *, known: bool) -> None:
+        try:
+            self._check(forward, call, known=known)
+        except NotWatched:  # every rank meets it at the same block
+            self._extend(self._search.find(forward, call, known=self.plan))
+            self._check(forward, call, known=False)
+
+    def _extend(self, found: TokenPlan) -> None:
+        """Take up what was found for other calls as well; it serves those that the plan before served."""
+        assert self.plan is not None
+        before, joined = self.plan, self.plan.joined(found)
+        self._plans = [(form, joined if plan is before else plan) for form, plan in self._plans]
+        self._take_up(joined)
+
+    def _take_up(self, plan: TokenPlan) -> None:
+        self._take_out()
+        self.plan, self._shard = plan, TokenShard(self.denoiser, plan, self._split())
+
+    def _check(self, forward: Forward, call: Call, *, known: bool) -> None:
+        """Verify, or where that is not wanted and the plan is of other calls, see whether it covers this one."""
+        shard = self._shard
+        assert shard is not None
+        self._this_step()
+        shard.split = self._split(wrong=False)
+        try:
+            if self.verdicts is not None:
+                mesh = (self.share.door, self.share.axis)
+                calls = [each for each in (call, with_noise_for_zeros(call)) if each is not None]
+                measure = partial(verify_tokens, shard, forward, calls)
+                self.error = check_once(self.verdicts, self._facts(call), mesh, measure)
+            elif known:
+                shard.denoise(forward, *call[0], **call[1])
+        except BaseException:
+            self._take_out()  # or the next call would find it split, and go ahead
+            raise
+
+    def _facts(self, call: Call) -> dict[str, Any]:
+        """What the verdict depends on."""
+        return {
+            **made_of(self.denoiser),
+            "tokens": str(self.plan),
+            "strategy": self.share.treatment.name,
+            "cut": cut_for(self.share.treatment),
+            "places": self.share.axis.size,
+            "device": self.share.door.transport.device.type,
+            "arguments": arguments_of(call),
+        }
+
+    # --- every call ---------------------------------------------------------------------------------------------
+
+    def _split(self, kernel: Kernel | None = None, *, wrong: bool | None = None) -> Split:
+        share = self.share
+        alone = self.exchange == "off" if wrong is None else wrong
+        mode = None if alone else partial(attend_together, share.treatment.keys)
+        gathers = share.treatment.keys == KeyExchange() or share.treatment.remembers
+        cut = cut_for(share.treatment)
+        return Split(share.door, share.axis, mode, share, kernel if gathers else None, cut)
+
+    def _this_step(self) -> None:
+        self.share.fresh, self.share.memory = True, None
+
+    def _with_history(self, history: History, form: Any, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """With keys of the last step, where they are known and the treatment wants them."""
+        assert self._shard is not None
+        self._look_back(history, form, (args, kwargs))
+        output = self._shard.denoise(forward, *args, **kwargs)
+        history.memory.end()
+        history.heard(self._told(history.tell()), fresh=self.share.fresh)
+        return output
+
+    def _told(self, own: list[Tensor]) -> list[list[Tensor]]:
+        if not own:
+            return []
+        return [[told] for told in Gather(self.share.door, self.share.axis, "prediction", "drift").same(own[0])]
+
+    def reset(self) -> None:
+        """Begin a picture: nothing of the last one is used. Raises ExchangeError."""
+        if self._shard is not None:
+            self._shard.begin()
+        super().reset()
+
+    def _unlearn(self) -> None:
+        self.plan, self._choice = None, Choice(self.denoiser)
+
+    def restore(self) -> None:
+        """Take the hooks out."""
+        self._take_out()
+        self._plans.clear()
+
+    def _take_out(self) -> None:
+        if self._shard is not None:
+            self._shard.restore()
+            self._shard = None

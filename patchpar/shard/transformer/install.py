@@ -1,0 +1,288 @@
+"""Carry out a token plan: hooks on the blocks that keep a rank's tokens its own from the first block to the last.
+
+    at a block's entry     whole arguments are cut to our tokens; what a block before left of them is taken as it is
+    in the block           attention over everybody's keys: `attention`; sums and convolutions: `token_mixing_ops`
+    after it               tokens stay ours until something outside a block looks at them: then they are gathered
+
+So nothing is gathered between blocks that hand tokens on, and everything the model does between blocks is exact.
+
+A compiled block is cut and joined outside of what is compiled, and inside its attention is one operator: its graph
+stays whole. A compiled block that is not split gets whole tensors.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers.hooks import ModelHook
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from patchpar.errors import UnsupportedModel
+from patchpar.shard.compiled import is_compiled
+from patchpar.shard.hooks import Hooked
+from patchpar.shard.transformer.attention import Asked, Split, attend_split
+from patchpar.shard.transformer.attention_strides import as_torch_lays
+from patchpar.shard.transformer.block_arguments import Recipe, Recipes
+from patchpar.shard.transformer.block_call import BlockCall, Local
+from patchpar.shard.transformer.compiled_op import answered_by, compiled_forward, traceable
+from patchpar.shard.transformer.probe.capture import Arguments
+from patchpar.shard.transformer.replicate import attend_by_heads, own_of, with_all_tokens
+from patchpar.shard.transformer.token_layout import Grids, Layout
+from patchpar.shard.transformer.token_mixing import Convolution, Mixing, is_sum
+from patchpar.shard.transformer.token_mixing_ops import convolve_rows, sum_over_ranks
+from patchpar.shard.transformer.token_plan import Rows, TokenPlan
+from patchpar.shard.transformer.token_ranges import Shares
+
+HOOK = "patchpar_tokens"
+_COMPILED = (
+    "{} is compiled, and its tokens meet in sums or convolutions, or in parts that every rank computes with all of "
+    "them, which cannot be exchanged inside a compiled block: leave it as it is, or use plan cfg=2 or data=N, which do "
+    "not split the tokens"
+)
+ASKED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+class TokenShard:
+    """A transformer whose tokens are split. Every rank passes and gets whole tensors.
+
+    `shares`: how, in the last call, by list of blocks. `restore()` leaves it as it was.
+    """
+
+    def __init__(self, denoiser: nn.Module, plan: TokenPlan, split: Split) -> None:
+        self.denoiser, self.plan, self.split = denoiser, plan, split
+        self.call: _Call | None = None
+        self.shares: dict[str, Shares] = {}
+        self._grids: Grids = {}
+        self._hooked: list[Hooked] = []
+        for path, module in denoiser.named_modules():
+            if path in plan.paths or (path and is_compiled(module)):
+                self._hook(module, _BlockHook(self, path, module))
+        parts = {f"{path}.{part.path}" for block in plan.blocks for path in block.paths for part in block.replicated}
+        for path in sorted(parts):
+            self._hook(denoiser.get_submodule(path), _PartHook(self, path))
+
+    def _hook(self, module: Any, hook: "_BlockHook") -> None:
+        self._hooked.append(Hooked(module, hook, HOOK))
+        if is_compiled(module):  # what is compiled begins behind the hook, but the module still says that it is
+            hook.compiled, module._compiled_call_impl = module._compiled_call_impl, module._call_impl
+
+    def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """One denoiser call; `forward` is the denoiser's own. Raises UnsupportedModel, PlanError, ExchangeError."""
+        arguments = Arguments.of(self.denoiser, args, kwargs)
+        self.call = _Call(self.split, Layout(self.split, arguments, self.plan.latent, self._grids))
+        self.shares = self.call.shares
+        try:
+            with self.call:
+                output = forward(*args, **kwargs)
+            return self.call.all_whole(output)
+        finally:
+            self.call = None
+
+    def begin(self) -> None:
+        """Begin a picture: as many tokens may lie in another grid."""
+        self._grids.clear()
+
+    def restore(self) -> None:
+        """Take every hook out. Idempotent."""
+        while self._hooked:
+            hooked = self._hooked.pop()
+            if hooked.hook.compiled is not None:
+                hooked.module._compiled_call_impl = hooked.hook.compiled
+            hooked.take_out()
+
+
+class _BlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+    """A block that gets our tokens, and leaves them for the next."""
+
+    def __init__(self, shard: TokenShard, path: str, module: nn.Module) -> None:
+        super().__init__()
+        self.shard, self.path = shard, path
+        self.recipes = Recipes(shard.plan, path, module) if path in shard.plan.paths else None
+        self.compiled: Callable[..., Any] | None = None
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Replaces the block's forward."""
+        call, forward = self.shard.call, self.fn_ref.original_forward
+        if self.compiled is not None:
+            forward = partial(compiled_forward, module, self.compiled, forward)
+        if call is None or call.inside:
+            return forward(*args, **kwargs)
+        call.inside = True  # or to look at the arguments would gather them
+        try:
+            if self.recipes is not None:
+                leaves, spec = tree_flatten((args, kwargs))
+                recipe = self.recipes.find(leaves, spec, args, kwargs)
+                if recipe.plan is not None:
+                    if self.compiled is not None and (recipe.plan.mixing is not None or recipe.plan.replicated):
+                        raise UnsupportedModel(_COMPILED.format(self.path))
+                    block = BlockCall(self.path, recipe.plan)
+                    args, kwargs = tree_unflatten(call.own_leaves(block, recipe, leaves), spec)
+                    return call.run(block, forward, args, kwargs)
+            if self.compiled is not None:  # nobody can look over its shoulder
+                args, kwargs = call.all_whole((args, kwargs))
+                with answered_by(call.attend):
+                    return forward(*args, **kwargs)
+        finally:
+            call.inside = False
+        return forward(*args, **kwargs)
+
+
+class _PartHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+    """A part of a block that gets everybody's tokens, where the block's plan wants it."""
+
+    def __init__(self, shard: TokenShard, path: str) -> None:
+        super().__init__()
+        self.shard, self.path = shard, path
+        self.compiled: Callable[..., Any] | None = None
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Replaces the part's forward."""
+        call, forward = self.shard.call, self.fn_ref.original_forward
+        block = None if call is None else call.block
+        part = None if block is None else block.part_at(self.path)
+        if call is None or block is None or part is None:
+            return forward(*args, **kwargs)
+        arguments = Arguments.of(module, args, kwargs)
+        whole = with_all_tokens(call.split, self.path, part, block.shares, arguments)
+        block.part = self.path
+        try:
+            return own_of(part, block.shares, forward(*whole.args, **whole.kwargs))
+        finally:
+            block.part = None
+
+
+class _Call(TorchFunctionMode):
+    """One denoiser call: sees every function called outside the blocks, and attention inside them."""
+
+    def __init__(self, split: Split, layout: Layout) -> None:
+        super().__init__()
+        self.split, self.layout = split, layout
+        self.shares: dict[str, Shares] = {}
+        self.inside = False
+        self.block: BlockCall | None = None
+        self._local: Any = WeakTensorKeyDictionary()  # tensor -> Local
+        self._cuts: Any = WeakTensorKeyDictionary()  # whole tensor -> {(rows, shares, version): ours}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.inside:
+            args, kwargs = self.all_whole((args, kwargs))
+        elif torch.compiler.is_compiling():
+            return traceable(func)(*args, **kwargs)
+        elif func is F.scaled_dot_product_attention and self.block is not None:
+            return self.attend(*args, **kwargs)
+        elif self.block is not None and self.block.plan.mixing is not None:
+            return self._mixed(self.block, self.block.plan.mixing, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _mixed(
+        self, block: BlockCall, mixing: Mixing, func: Callable[..., Any], args: Sequence[Any], kwargs: Any
+    ) -> Any:
+        """What any other function gives in a block whose tokens meet in sums or convolutions too."""
+        if is_sum(func, args, kwargs):
+            number, block.sums = block.sums, block.sums + 1
+            found = func(*args, **kwargs)
+            where = f"{block.path} sum {number}"
+            return sum_over_ranks(self.split, where, found) if number in mixing.sums else found
+        convolution = Convolution.of(func, args, kwargs)
+        if convolution is None:
+            return func(*args, **kwargs)
+        number, block.convolutions = block.convolutions, block.convolutions + 1
+        if number not in mixing.reaching(block.shares.across):
+            return func(*args, **kwargs)
+        return convolve_rows(self.split, f"{block.path} convolution {number}", block.shares, convolution)
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What attention of the block under way gives, called as torch's is. Raises UnsupportedModel, ExchangeError."""
+        block, asked = self.block, Asked(**dict(zip(ASKED, args, strict=False)), **kwargs)
+        if block is None:  # the block is not split
+            return asked.answer(asked.key, asked.value, asked.attn_mask, causal=asked.is_causal)
+        if block.part is not None:
+            return as_torch_lays(attend_by_heads(self.split, f"{block.part} heads", asked))
+        number, block.attentions = block.attentions, block.attentions + 1
+        if number >= len(block.plan.attentions):
+            raise UnsupportedModel(
+                f"{block.path} calls attention more than {number} times, but did not when it was watched"
+            )
+        where = f"{block.path} attention {number}"
+        return as_torch_lays(attend_split(self.split, where, block.plan.attentions[number], block.shares, asked))
+
+    def own_leaves(self, block: BlockCall, recipe: Recipe, leaves: list[Any]) -> list[Any]:
+        """The arguments as our share of the block wants them. Raises PlanError, UnsupportedModel."""
+        block.shares = self.shares[block.plan.name] = self._shares(block, recipe, leaves)
+        rows = dict(recipe.inputs)
+        own: list[Any] = [
+            self._own(block.shares, leaf, rows.get(number)) if isinstance(leaf, Tensor) else leaf
+            for number, leaf in enumerate(leaves)
+        ]
+        for number in recipe.counts:
+            own[number] += block.shares.count - block.shares.num_tokens
+        for number in recipe.row_counts if block.shares.across.rows is None else recipe.frame_counts:
+            own[number] = block.shares.num_rows
+        for number in recipe.bounds:
+            own[number] = block.shares.before(own[number])
+        return own
+
+    def run(self, block: BlockCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The block on our tokens; what it returns stays ours."""
+        self.block = block
+        try:
+            with answered_by(self.attend):
+                output = forward(*args, **kwargs)
+        finally:
+            self.block = None
+        for number, leaf in enumerate(tree_flatten(output)[0]):
+            rows = block.plan.outputs.get(number)
+            if rows is not None:
+                self._local[leaf] = Local(rows, block)
+        return output
+
+    def _shares(self, block: BlockCall, recipe: Recipe, leaves: list[Any]) -> Shares:
+        """Whose the tokens are: as in the block that an argument comes from. Raises PlanError, UnsupportedModel."""
+        for number, _ in recipe.inputs:
+            if (local := self._local.get(leaves[number])) is not None:
+                return local.shares
+        return self.layout.shares(block.path, block.plan, recipe, leaves)
+
+    def _own(self, shares: Shares, x: Tensor, rows: Rows | None) -> Tensor:
+        """An argument with our tokens only, where it has `rows` of them."""
+        local = self._local.get(x)
+        if local is not None:
+            if local.whole is None and local.rows == rows and local.shares == shares:
+                return x
+            x = self.whole(x)
+        return x if rows is None else self._cut(x, rows, shares)
+
+    def _cut(self, x: Tensor, rows: Rows, shares: Shares) -> Tensor:
+        """Our tokens of a whole argument, and what is around all of them."""
+        if x.is_inference():  # whether it changes in place cannot be told
+            return rows.cut(x, shares)
+        known = self._cuts.setdefault(x, {})
+        key = (rows, shares, x._version)
+        if key not in known:
+            known.clear()
+            known[key] = rows.cut(x, shares)
+        return known[key]
+
+    def whole(self, x: Tensor) -> Tensor:
+        """A tensor with everybody's tokens."""
+        local = self._local.get(x)
+        if local is None:
+            return x
+        if local.whole is None:
+            start = local.rows.start(x.shape[local.rows.dim], local.shares.count)
+            local.whole = self.split.gather(x, local.rows.dim, start, local.shares, f"after {local.where}")
+        return local.whole
+
+    def all_whole(self, value: Any) -> Any:
+        """The same with every tensor in it whole."""
+        if not self._local:
+            return value
+        return tree_map(lambda leaf: self.whole(leaf) if isinstance(leaf, Tensor) else leaf, value)

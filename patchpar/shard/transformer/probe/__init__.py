@@ -1,0 +1,1 @@
+"""Where the tokens of a transformer are, found by running it."""

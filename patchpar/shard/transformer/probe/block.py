@@ -1,0 +1,150 @@
+"""One kind of block, asked what its tokens are: whose rows go where, of what it is called with."""
+
+import math
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
+from patchpar.errors import UnsupportedModel
+from patchpar.shard.transformer.probe.capture import SeenBlock
+from patchpar.shard.transformer.probe.check import proved
+from patchpar.shard.transformer.probe.mixing_grid import grid_of, mixing_of
+from patchpar.shard.transformer.probe.observe_block import WHOLE, Severance, observe_block
+from patchpar.shard.transformer.probe.row_trace import Observed, Sources, moved_indices, trace_rows
+from patchpar.shard.transformer.probe.token_rows import Anchor, run_as_rows, run_of
+from patchpar.shard.transformer.token_plan import BlockPlan, Rows
+
+
+class BlockProbe:
+    """One kind of block, asked what its tokens are.
+
+    `severance`: where its tokens are taken to meet beside attention.
+    """
+
+    def __init__(self, block: SeenBlock, moved: SeenBlock, latent_size: int, severance: Severance = WHOLE) -> None:
+        self.block, self.latent_size, self._severance = block, latent_size, severance
+        self.tensors = {name: x for name, x in block.arguments.tensors().items() if x.ndim}
+        others = moved.arguments.tensors()
+        self._undisturbed: dict[int, Observed] = {}
+        self.moved = {name: moved_indices(x, others[name]) for name, x in self.tensors.items() if _is(x, others[name])}
+
+    def plan(self) -> BlockPlan | None:
+        """What to do at such blocks; None where there is nothing to split. Raises UnsupportedModel."""
+        carriers = self._carriers()
+        if not carriers:
+            return None
+        if not self.block.attentions and not self._severance.parts:
+            raise UnsupportedModel("it does not call scaled_dot_product_attention (but flex_attention, or its own)")
+        found = [each for name in carriers if (each := self._anchor(name)) is not None]
+        if not found:
+            raise UnsupportedModel(
+                "none of its arguments has tokens that reach scaled_dot_product_attention one by one: with linear "
+                "attention, flex_attention or convolutions they meet elsewhere"
+            )
+        anchor = max(found, key=lambda each: (each.reaches_output, each.count))
+        if anchor.rows.alone:
+            return self._plan_for(anchor)
+        if self.latent_size % anchor.count == 0:
+            with suppress(UnsupportedModel):
+                return self._plan_for(anchor)
+        return self._plan_for(anchor.with_all_rows())  # what is beside the tokens is split like them
+
+    def _carriers(self) -> list[str]:
+        return [name for name, indices in self.moved.items() if indices[0].any()]
+
+    def sums(self) -> frozenset[int]:
+        """Products that sum over tokens, as far as these come to them one by one."""
+        anchors = (each for name in self._carriers() for each in self._anchors(name))
+        return frozenset().union(*(anchor.sums() for anchor in anchors))
+
+    def _plan_for(self, anchor: "Anchor") -> BlockPlan:
+        inputs = {anchor.name: anchor.rows}
+        for name in self.tensors:
+            if name != anchor.name and (rows := self._rows_of(name, anchor)) is not None:
+                inputs[name] = rows
+        attentions = tuple(anchor.attention(number) for number in range(anchor.num_attentions))
+        outputs = anchor.outputs()
+        everywhere = [*inputs.values(), *(call.keys for call in attentions), *outputs.values()]
+        if not anchor.rows.alone and any(rows is not None and rows.amid for rows in everywhere):
+            raise UnsupportedModel("there is something before its tokens and something after them")
+        plan = BlockPlan(
+            name=self.block.name,
+            kind=type(self.block.module).__name__,
+            paths=tuple(self.block.paths),
+            signature=self.block.arguments.signature(),
+            inputs=inputs,
+            counts=(),
+            attentions=attentions,
+            outputs=outputs,
+            ratio=anchor.count / self.latent_size,
+            replicated=tuple(map(anchor.replicated, self._severance.parts)),
+        )
+        sizes, sums = (anchor.count, anchor.size), self._severance.sums
+        if sums is None:
+            return proved(plan, self.block, self._severance, sizes)
+        shapes = anchor.convolutions()
+        grid = grid_of(shapes)
+        return proved(
+            replace(plan, mixing=mixing_of(sums, shapes, grid)), self.block, self._severance_for(anchor), sizes, grid
+        )
+
+    def _severance_for(self, anchor: "Anchor") -> Severance:
+        """With as many sequences as the anchor has of its tokens."""
+        return replace(self._severance, sequences=math.prod(self.tensors[anchor.name].shape[: anchor.dim]))
+
+    def _trace(self, name: str, dim: int, severance: Severance) -> dict[str, Sources]:
+        x = self.tensors[name]
+        return trace_rows(partial(self._observe, name, severance), x, dim, self._base(severance, x))
+
+    def _base(self, severance: Severance, x: Tensor) -> Observed | None:
+        """What is observed with nothing disturbed; None where `x` is laid out otherwise than what is disturbed."""
+        if not x.is_contiguous():
+            return None
+        if severance.sequences not in self._undisturbed:
+            self._undisturbed[severance.sequences] = observe_block(self.block.module, self.block.arguments, severance)
+        return self._undisturbed[severance.sequences]
+
+    def _observe(self, name: str, severance: Severance, x: Tensor) -> Observed:
+        arguments = self.block.arguments.map(lambda other, leaf: x if other == name else leaf)
+        return observe_block(self.block.module, arguments, severance)
+
+    def _anchor(self, name: str) -> "Anchor | None":
+        """The argument `name` as what carries the tokens, if its rows reach attention."""
+        return next((each for each in self._anchors(name) if each.reaches_attention), None)
+
+    def _anchors(self, name: str) -> list["Anchor"]:
+        """What the argument `name` would be, if its rows along one dim or another were the tokens."""
+        x = self.tensors[name]
+        if not x.is_floating_point():
+            return []
+        candidates = []
+        for dim in range(x.ndim):
+            if x.shape[dim] < 2:
+                continue
+            run = run_of(self.moved[name][dim]) or (0, x.shape[dim])  # in several runs: all rows are taken for tokens
+            traced = self._trace(name, dim, replace(self._severance, sequences=math.prod(x.shape[:dim])))
+            if traced:
+                candidates.append(Anchor(name, dim, x.shape[dim], run, traced))
+        return candidates
+
+    def _rows_of(self, name: str, anchor: "Anchor") -> Rows | None:
+        """Which rows of the argument `name` belong to the anchor's tokens, one to each; None where that is not so.
+
+        It stays whole then, as a mask does, or a table that positions look things up in.
+        """
+        x = self.tensors[name]
+        for dim in range(x.ndim):
+            if x.shape[dim] > 1:
+                with suppress(RuntimeError, ValueError, IndexError):  # it cannot be anything else than it is
+                    start = anchor.start_in(self._trace(name, dim, self._severance_for(anchor)))
+                    if start is not None:
+                        return run_as_rows(dim, start, anchor.count, x.shape[dim])
+        return None
+
+
+def _is(x: Tensor, other: Tensor) -> bool:
+    if x.shape != other.shape:
+        raise UnsupportedModel("the shape of its arguments depends on the values of the latent")
+    return True

@@ -1,0 +1,173 @@
+"""Try a block's plan on a share of its tokens: all that the block computes must be what it is with all of them.
+
+Attention is severed here too, so no other rank is needed. Whether a number among the arguments counts tokens, which
+nothing shows that moves, is found out by trying: it does if the block is right only when it is told the share's. So it
+is with a number of the first tokens that are treated otherwise.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, product
+
+import torch
+from torch import Tensor
+
+from patchpar.errors import UnsupportedModel
+from patchpar.plan.kv_selection import Across
+from patchpar.shard.transformer.probe.capture import Arguments, SeenBlock
+from patchpar.shard.transformer.probe.observe_block import Severance, observe_block, part_argument
+from patchpar.shard.transformer.probe.row_trace import TOLERANCE, Observed
+from patchpar.shard.transformer.token_mixing import Mixing
+from patchpar.shard.transformer.token_plan import BlockPlan, Rows
+from patchpar.shard.transformer.token_ranges import TOKEN, Shares, TokenGrid
+
+ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest value
+MOST_COUNTS = 4  # numbers that may be counts: sets of them are tried
+MOST_BOUNDS = 2  # likewise
+
+
+def proved(
+    plan: BlockPlan, block: SeenBlock, severance: Severance, sizes: Sequence[int], grid: TokenGrid | None = None
+) -> BlockPlan:
+    """The plan, with the arguments that count tokens: those whose value is one of `sizes`, or, of the first, less.
+
+    Raises UnsupportedModel.
+
+    The first of `sizes` is the number of tokens. `grid`: the one that they are laid out in, where convolutions are over
+    it; the arguments that say how many rows and frames it has are found as well.
+    """
+    trial, tokens = _Trial(block, severance, sizes), sizes[0]
+    if grid is None:
+        return trial.proved(plan, _middle(tokens, TOKEN))
+    rows = Across(grid.columns, planes=grid.frames)
+    plan = trial.proved(plan, _middle(grid.rows, rows), grid.rows)
+    if grid.frames == 1:
+        return plan
+    return trial.proved(plan, _middle(grid.frames, Across(grid.columns, rows=grid.rows)), grid.frames)
+
+
+class _Trial:
+    """A block, tried with shares of its tokens."""
+
+    def __init__(self, block: SeenBlock, severance: Severance, sizes: Sequence[int]) -> None:
+        self.block, self.severance, self.sizes = block, severance, sizes
+        self.whole = observe_block(block.module, block.arguments, severance)
+
+    def proved(self, plan: BlockPlan, shares: Shares, lines: int | None = None) -> BlockPlan:
+        """The plan with all that counts what is split. Raises UnsupportedModel.
+
+        `lines`: how many rows or frames there are, where they must stay whole.
+        """
+        reasons = []
+        by_line = [()] if lines is None else list(self._counting((lines,)))
+        bounds = list(self._counting(range(1, self.sizes[0]), MOST_BOUNDS))
+        sets_of_counts = list(self._counting(self.sizes))
+        for first, counted, counts in product(bounds, by_line, sets_of_counts):  # without any bound first
+            mixing = None if plan.mixing is None else plan.mixing.counting(counted, shares.across)
+            candidate = replace(plan, counts=counts, bounds=first, mixing=mixing)
+            try:
+                _try(candidate, self.block, self.severance, self.whole, shares)
+            except (RuntimeError, ValueError, IndexError) as error:
+                reasons.append(str(error))
+                continue
+            return candidate
+        raise UnsupportedModel(f"with some of its tokens alone it fails: {reasons[0]}")
+
+    def _counting(self, sizes: Sequence[int], most: int = MOST_COUNTS) -> Iterator[tuple[str, ...]]:
+        """Sets of arguments that may be numbers of tokens, the smallest sets first."""
+        leaves = self.block.arguments.leaves().items()
+        numbers = [name for name, leaf in leaves if type(leaf) is int and leaf in sizes]
+        for size in range(min(len(numbers), most) + 1):
+            yield from combinations(numbers[:most], size)
+
+
+def middle_of(tokens: int) -> Shares:
+    """Of three places' tokens, in runs, those of the second."""
+    return _middle(tokens, TOKEN)
+
+
+def _middle(lines: int, across: Across) -> Shares:
+    return Shares(place=1, starts=(0, lines // 3, lines // 3 * 2 + 1, lines), across=across)
+
+
+def _try(plan: BlockPlan, block: SeenBlock, severance: Severance, whole: Observed, shares: Shares) -> None:
+    """Run the block on our share of its tokens. Raises UnsupportedModel, or what the block raises."""
+    arguments = block.arguments.map(lambda name, leaf: _shared(plan, shares, name, leaf))
+    own = observe_block(block.module, arguments, severance)
+    rounding = rounding_of(block.arguments)
+    for name, rows in _rows_observed(plan, whole):
+        want = whole[name] if rows is None else rows.cut(whole[name], shares)
+        if name not in own or own[name].shape != want.shape:
+            raise UnsupportedModel(f"its {name} is of another shape than it should be")
+        if not is_close(own[name], want, rounding):
+            raise UnsupportedModel(f"its {name} is another one then")
+    if plan.mixing is not None:
+        _same_grid(plan.mixing, own, whole, shares)
+
+
+def _shared(plan: BlockPlan, shares: Shares, name: str, leaf: object) -> object:
+    """What our share of the block is called with in the place of an argument."""
+    if plan.mixing is not None and name in plan.mixing.counts_along(shares.across):
+        return shares.num_rows
+    if name in plan.counts and isinstance(leaf, int):
+        return leaf - shares.num_tokens + shares.count
+    if name in plan.bounds and isinstance(leaf, int):
+        return shares.before(leaf)
+    rows = plan.inputs.get(name)
+    return leaf if rows is None or not isinstance(leaf, Tensor) else rows.cut(leaf, shares)
+
+
+def rounding_of(arguments: Arguments) -> float:
+    """That of what a block is called with, of the largest value."""
+    return max(ROUNDING.get(x.dtype, TOLERANCE) for x in arguments.tensors().values())
+
+
+def _same_grid(mixing: Mixing, own: Observed, whole: Observed, shares: Shares) -> None:
+    """Raise UnsupportedModel where tokens are in order, but in other rows: another count was taken for theirs."""
+    ours, by_frames = shares.num_rows, shares.across.rows is not None
+    for number in (*mixing.convolutions, *mixing.frame_convolutions):
+        name = f"convolution {number} grid"
+        planes, rows, columns = whole[name].shape[2:]
+        if number in mixing.convolutions:
+            wanted = (ours, rows, columns) if by_frames else (planes, ours, columns)
+        else:
+            wanted = (planes, ours, columns) if by_frames else (planes, rows, columns * ours // shares.starts[-1])
+        if own[name].shape[2:] != wanted:
+            raise UnsupportedModel(f"its {name} has other rows and columns than it should have")
+
+
+def _mixing_observed(mixing: Mixing, whole: Observed) -> Iterator[tuple[str, Rows]]:
+    for number in mixing.sums:
+        for name, dim in ((f"product {number} left", -1), (f"product {number} right", -2), (f"sum {number} terms", -1)):
+            if name in whole:
+                yield name, Rows(whole[name].ndim + dim)
+    for number in (*mixing.convolutions, *mixing.frame_convolutions):
+        yield f"convolution {number} cells", Rows(2)
+
+
+def _rows_observed(plan: BlockPlan, whole: Observed) -> Iterator[tuple[str, Rows | None]]:
+    """What to compare, and where tokens are in it; masks may be what they like."""
+    for number, call in enumerate(plan.attentions):
+        yield f"attention {number} query", call.queries
+        yield f"attention {number} key", call.keys
+        yield f"attention {number} value", call.keys
+    if plan.mixing is not None:
+        yield from _mixing_observed(plan.mixing, whole)
+    for part in plan.replicated:
+        names = (name for name in whole if name.startswith(part_argument(part.path, "")))
+        yield from ((name, part.inputs.get(name.removeprefix(part_argument(part.path, "")))) for name in names)
+    for name in whole:
+        if name.startswith("output"):
+            yield name, plan.outputs.get(int(name.split()[1]))
+
+
+def is_close(x: Tensor, y: Tensor, rounding: float) -> bool:
+    """Up to the rounding of products over another number of rows, which a wrong row is far above.
+
+    `rounding`: that of the block's arguments. What is made of them may be of a finer dtype, as what linear attention
+    sums, but it has been rounded as they are.
+    """
+    allowed = max(rounding, ROUNDING.get(y.dtype, TOLERANCE))
+    if not (y.is_floating_point() or y.is_complex()):
+        return torch.equal(x, y)
+    return not y.numel() or bool((x - y).abs().max() <= allowed * y.abs().max())

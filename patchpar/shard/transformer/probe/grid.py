@@ -1,0 +1,141 @@
+"""Find the grid that tokens lie in: the frames, rows and columns of the latent that they come from, by disturbing it.
+
+    1. disturb the first frame, row, column      how many tokens move tells how many there are of each
+    2. disturb random cells of that grid         exactly their tokens must move
+
+A latent that comes packed, a list of tokens, has no rows that could be disturbed. There the grid is the one that the
+model has its positions in: a table with a row for each token, in which every feature goes along one axis of a grid.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from patchpar.shard.transformer.probe.capture import Arguments, Kind, Seen
+from patchpar.shard.transformer.probe.latent import latent_shape, latent_size, with_other_latent
+from patchpar.shard.transformer.probe.row_trace import TOLERANCE, moved_indices
+from patchpar.shard.transformer.token_plan import BlockPlan, Origin
+from patchpar.shard.transformer.token_ranges import TokenGrid
+
+Watch = Callable[[Arguments], Seen]
+MOST_AXES = 3
+TRIALS = 2  # of random cells: what passes one by chance must have half of all tokens right by chance
+
+
+class Origins:
+    """Where the tokens of blocks come from. `watched` runs the denoiser; one block of each kind is enough of it."""
+
+    def __init__(self, watched: Watch, arguments: Arguments, latent: str) -> None:
+        self._watched, self._seen = watched, watched(arguments)
+        self._arguments, self._latent = arguments, latent
+        self._shape = latent_shape(arguments, latent)
+        self._size = latent_size(arguments, latent)
+        self._runs: dict[object, Seen] = {}
+
+    def of_all(self, plans: Mapping[Kind, BlockPlan]) -> tuple[BlockPlan, ...]:
+        """The plans of kinds of blocks, each with the origin of its tokens if they lie in a grid."""
+        return tuple(
+            replace(plan, origin=self._from_latent(kind, plan) or self._from_table(kind, plan))
+            for kind, plan in plans.items()
+        )
+
+    def _from_latent(self, kind: Kind, plan: BlockPlan) -> Origin | None:
+        if self._shape is None or len(self._shape) <= 2:  # samples of different size, or tokens already
+            return None
+        found = self._axes(kind, plan, self._shape)
+        grid = None if found is None else found.grid(self._shape)
+        if found is None or grid is None or grid.num_tokens != round(plan.ratio * self._size):
+            return None
+        trials = (self._agrees(kind, plan, found, seed) for seed in range(TRIALS))
+        return found if all(trials) else None
+
+    def _axes(self, kind: Kind, plan: BlockPlan, shape: tuple[int, ...]) -> Origin | None:
+        """Dims of the latent along which some tokens are one line, and how wide it is; None if they are no lines."""
+        dims, patches = [], []
+        for dim in range(-len(shape), 0):
+            moved = self._moved(kind, plan, self._first_line(dim))
+            if moved is None or not moved.any():
+                return None
+            if moved.all() and shape[dim] > 1:  # channels
+                continue
+            lines, rest = divmod(len(moved), int(moved.sum()))
+            if rest or shape[dim] % lines:
+                return None
+            dims.append(dim)
+            patches.append(shape[dim] // lines)
+        counts = [shape[dim] // patch for dim, patch in zip(dims, patches, strict=True)]
+        if len(dims) > MOST_AXES or sum(count > 1 for count in counts) < 2:  # else they lie in a row
+            return None
+        return Origin(dims=tuple(dims), patches=tuple(patches))
+
+    def _first_line(self, dim: int) -> Seen:
+        assert self._shape is not None
+        where = torch.zeros(self._shape, dtype=torch.bool)
+        where.select(dim, 0).fill_(True)
+        return self._run(dim, where)
+
+    def _agrees(self, kind: Kind, plan: BlockPlan, origin: Origin, seed: int) -> bool:
+        """Whether the tokens of random cells move, and no others."""
+        assert self._shape is not None
+        sizes = [self._shape[dim] // patch for dim, patch in zip(origin.dims, origin.patches, strict=True)]
+        cells = torch.rand(sizes, generator=torch.Generator().manual_seed(seed)) < 0.5
+        where, among = cells, [1] * len(self._shape)
+        for number, (dim, patch) in enumerate(zip(origin.dims, origin.patches, strict=True)):
+            where, among[dim] = where.repeat_interleave(patch, number), self._shape[dim]
+        moved = self._moved(kind, plan, self._run((origin, seed), where.view(among).expand(self._shape)))
+        return moved is not None and torch.equal(moved, cells.flatten())
+
+    def _run(self, name: object, where: Tensor) -> Seen:
+        """How the denoiser runs with another latent in some places; once for each name."""
+        if name not in self._runs:
+            self._runs[name] = self._watched(with_other_latent(self._arguments, self._latent, where))
+        return self._runs[name]
+
+    def _moved(self, kind: Kind, plan: BlockPlan, now: Seen) -> Tensor | None:
+        """Which tokens are others than in the undisturbed run."""
+        if kind not in now.blocks:
+            return None
+        name, rows = next(iter(plan.inputs.items()))
+        before, after = (seen.blocks[kind].arguments.tensors()[name] for seen in (self._seen, now))
+        if before.shape != after.shape:
+            return None
+        tokens = round(plan.ratio * self._size)
+        start = rows.start(before.shape[rows.dim], tokens)
+        return moved_indices(before, after)[rows.dim][start : start + tokens].cpu()
+
+    def _from_table(self, kind: Kind, plan: BlockPlan) -> Origin | None:
+        tensors = self._seen.blocks[kind].arguments.tensors()
+        tokens = round(plan.ratio * self._size)
+        for name, rows in list(plan.inputs.items())[1:]:
+            if grid_of_table(rows.among(tensors[name], tokens), rows.dim) is not None:
+                return Origin(table=name)
+        return None
+
+
+def grid_of_table(table: Tensor, dim: int) -> TokenGrid | None:
+    """The grid that the tokens along `dim` lie in, if every feature changes along one axis of it only."""
+    table = torch.view_as_real(table) if table.is_complex() else table
+    x_TC = table.movedim(dim, 0).reshape(table.shape[dim], -1).float()
+    if not x_TC.numel():
+        return None
+    breaks = [size for size in _divisors(len(x_TC)) if _is_outer(torch.unflatten(x_TC, 0, (-1, size)))]
+    if not 1 <= len(breaks) < MOST_AXES:
+        return None
+    columns, *rest = [inner // outer for outer, inner in pairwise([1, *breaks, len(x_TC)])]
+    rows, frames = (*rest, 1)[:2]
+    return TokenGrid(frames, rows, columns)
+
+
+def _divisors(number: int) -> Iterator[int]:
+    return (size for size in range(2, number // 2 + 1) if number % size == 0)
+
+
+def _is_outer(x_OIC: Tensor) -> bool:
+    """Whether each feature changes along the outer dim or the inner one, never both, and some do along either."""
+    least = TOLERANCE * x_OIC.abs().amax()
+    along_outer = ((x_OIC - x_OIC[:1]).abs() > least).any(1).any(0)
+    along_inner = ((x_OIC - x_OIC[:, :1]).abs() > least).any(1).any(0)
+    return bool(along_outer.any() and along_inner.any() and not (along_outer & along_inner).any())

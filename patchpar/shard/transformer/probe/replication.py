@@ -1,0 +1,124 @@
+"""Parts of a block in which its tokens meet in a way that nothing else knows, such as flex attention: found by trying.
+
+    1. every part severed        where the block's tokens are in what its parts are called with
+    2. each part alone           run with a share of the tokens: one that gives another result needs all of them
+    3. those that need all       severed, while the rest of the block is looked into as usual
+
+A part is a direct submodule that is called once. The parts that need all tokens are computed by every rank.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from patchpar.errors import UnsupportedModel
+from patchpar.shard.transformer.probe.block import BlockProbe
+from patchpar.shard.transformer.probe.capture import Arguments, SeenBlock
+from patchpar.shard.transformer.probe.check import is_close, middle_of, rounding_of
+from patchpar.shard.transformer.probe.observe_block import Severance, StandIn, observe_block
+from patchpar.shard.transformer.token_plan import BlockPlan, Replicated
+from patchpar.shard.transformer.token_ranges import Shares
+from patchpar.shard.unsupported_model import is_of_the_split
+
+MOST = 0.75  # of a block's parameters: where every rank computes more, splitting the rest gains next to nothing
+
+
+@dataclass(frozen=True, slots=True)
+class PartCall:
+    """How a part of a block was called, and what answers for it."""
+
+    module: nn.Module
+    arguments: Arguments
+    stand_in: StandIn
+
+
+def replicated_plan(block: SeenBlock, moved: SeenBlock, latent_size: int) -> BlockPlan | None:
+    """A plan in which some parts are computed by every rank; None where that is none, or nearly all of the block.
+
+    Raises UnsupportedModel.
+    """
+    calls = _calls_in(block)
+
+    def plan_without(paths: Iterable[str]) -> BlockPlan | None:
+        severance = Severance(parts=tuple(calls[path].stand_in for path in paths))
+        return BlockProbe(block, moved, latent_size, severance).plan()
+
+    every = plan_without(calls)
+    if every is None:
+        return None
+    tokens = round(every.ratio * latent_size)
+    shares = middle_of(tokens)
+    parts = [part for part in every.replicated if part.inputs]
+    needing = [part.path for part in parts if not _works_alone(calls[part.path], part, shares)]
+    if not needing:
+        return None
+    plan = plan_without(needing)
+    for path in needing:  # positions may come to an attention layer whole, so that alone it cannot be told
+        fewer = [each for each in needing if each != path]
+        if fewer and _calls_attention(calls[path]):
+            with suppress(UnsupportedModel):
+                plan, needing = plan_without(fewer), fewer
+    worth = sum(_parameters(calls[path].module) for path in needing) <= MOST * _parameters(block.module)
+    return plan if plan is not None and plan.outputs and worth else None
+
+
+def _calls_in(block: SeenBlock) -> dict[str, PartCall]:
+    """The parts of a block that are called once, and for which something can answer, in the order of their calls."""
+    noted: dict[str, list[tuple[Arguments, Any]]] = {}
+    with _calls_noted(block.module, noted):
+        observe_block(block.module, block.arguments)
+    found = {}
+    for path, calls in noted.items():
+        stand_in = StandIn.of(path, *calls[0])
+        if len(calls) == 1 and stand_in is not None:
+            found[path] = PartCall(block.module.get_submodule(path), calls[0][0], stand_in)
+    return found
+
+
+@contextmanager
+def _calls_noted(module: nn.Module, noted: dict[str, list[tuple[Arguments, Any]]]) -> Iterator[None]:
+    """While open, the arguments and the output of each direct submodule are noted whenever it is called."""
+
+    def noting(path: str) -> Callable[..., None]:
+        def hook(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            noted.setdefault(path, []).append((Arguments.of(part, args, kwargs).cloned(), output))
+
+        return hook
+
+    handles = [part.register_forward_hook(noting(path), with_kwargs=True) for path, part in module.named_children()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _works_alone(call: PartCall, part: Replicated, shares: Shares) -> bool:
+    """Whether the part gives the same for a share of its tokens as for all of them, attention aside."""
+
+    def share(name: str, leaf: object) -> object:
+        rows = part.inputs.get(name)
+        return leaf if rows is None or not isinstance(leaf, Tensor) else rows.cut(leaf, shares)
+
+    try:
+        whole, own = (observe_block(call.module, each) for each in (call.arguments, call.arguments.map(share)))
+        wanted = {
+            f"output {number}": rows.cut(whole[f"output {number}"], shares) for number, rows in part.outputs.items()
+        }
+    except Exception as error:
+        if not is_of_the_split(error):
+            raise
+        return False
+    rounding = rounding_of(call.arguments)
+    return all(own[name].shape == x.shape and is_close(own[name], x, rounding) for name, x in wanted.items())
+
+
+def _calls_attention(call: PartCall) -> bool:
+    return any(name.startswith("attention") for name in observe_block(call.module, call.arguments))
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

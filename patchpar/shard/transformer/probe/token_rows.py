@@ -1,0 +1,185 @@
+"""The argument of a block whose rows are its tokens, and where in the block they go."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from patchpar.errors import UnsupportedModel
+from patchpar.shard.transformer.probe.observe_block import StandIn, part_argument
+from patchpar.shard.transformer.probe.row_trace import UNMOVED, Sources
+from patchpar.shard.transformer.token_plan import AttentionCall, Replicated, Rows
+
+
+class Anchor:
+    """An argument whose rows are the tokens, and where they go in the block."""
+
+    def __init__(self, name: str, dim: int, size: int, run: tuple[int, int], traced: dict[str, Sources]) -> None:
+        self.name, self.dim, self.size, self.traced = name, dim, size, traced
+        self.first, self.count = run
+        self.rows = run_as_rows(dim, self.first, self.count, size)
+
+    def with_all_rows(self) -> "Anchor":
+        """The same, what is beside the tokens taken for tokens as well."""
+        return Anchor(self.name, self.dim, self.size, (0, self.size), self.traced)
+
+    @property
+    def reaches_attention(self) -> bool:
+        """Whether the keys or queries of some call are these tokens, one by one, or the rows of a severed part."""
+        return any(
+            self._has_rows(name, -2)
+            for name in self.traced
+            if name.endswith(("query", "key")) or name.startswith("part")
+        )
+
+    @property
+    def reaches_output(self) -> bool:
+        """Whether they come out of the block: positions do not."""
+        return any(self._has_rows(name, None) for name in self.traced if name.startswith("output"))
+
+    def _has_rows(self, name: str, dim: int | None) -> bool:
+        with suppress(UnsupportedModel):
+            return self._rows_in(name, dim) is not None
+        return False
+
+    def _tokens(self, sources: Sources, dim: int) -> Tensor | None:
+        """The token at each index along `dim`, UNMOVED at others'; None where it is no dim of tokens."""
+        dim %= len(sources.by_dim)
+        if dim not in sources.row_dims():
+            return None
+        tokens = sources.by_dim[dim] - self.first
+        tokens[(tokens < 0) | (tokens >= self.count)] = UNMOVED
+        return tokens if (tokens >= 0).any() else None
+
+    def start_in(self, traced: dict[str, Sources]) -> int | None:
+        """At which row of another argument the tokens start; None unless it has one row for each, in their order."""
+        starts = set()
+        covered = torch.zeros(self.count, dtype=torch.bool)
+        for tokens, rows in self._beside(traced):
+            there = rows != UNMOVED
+            if (rows[there] < 0).any():
+                return None
+            starts.update((rows[there] - tokens[there]).tolist())
+            covered[tokens[there]] = True
+        return int(starts.pop()) if len(starts) == 1 and covered.all() else None
+
+    def _beside(self, traced: dict[str, Sources]) -> Iterator[tuple[Tensor, Tensor]]:
+        """(tokens, their sources in another argument), wherever some of them have one row there."""
+        for point in traced.keys() & self.traced.keys():
+            if point.endswith("mask"):
+                continue
+            for dim in self.traced[point].row_dims():
+                tokens = self._tokens(self.traced[point], dim)
+                if tokens is not None:
+                    ours = tokens >= 0
+                    rows = traced[point].by_dim[dim][ours]
+                    if (rows >= 0).any():
+                        yield tokens[ours], rows
+
+    def attention(self, number: int) -> AttentionCall:
+        """What the call of that number sees of the tokens. Raises UnsupportedModel."""
+        queries, keys, values = (self._rows_in(f"attention {number} {what}", -2) for what in ("query", "key", "value"))
+        if keys != values:
+            raise UnsupportedModel(f"its attention {number} has tokens elsewhere among the keys than among the values")
+        mask = self.traced.get(f"attention {number} mask")
+        return AttentionCall(queries, keys, None if mask is None else len(mask.by_dim))
+
+    @property
+    def num_attentions(self) -> int:
+        """How many calls of attention are seen."""
+        return sum(name.startswith("attention") and name.endswith("query") for name in self.traced)
+
+    def replicated(self, part: StandIn) -> Replicated:
+        """Where tokens are in what a part is called with, and in what it returns. Raises UnsupportedModel."""
+        prefix = part_argument(part.path, "")
+        found = {
+            name.removeprefix(prefix): self._rows_in(name, None) for name in self.traced if name.startswith(prefix)
+        }
+        inputs = {name: rows for name, rows in found.items() if rows is not None}
+        outputs = {number: inputs[name] for number, (name, _) in part.sources.items() if name in inputs}
+        return Replicated(part.path, inputs, outputs)
+
+    def sums(self) -> frozenset[int]:
+        """The calls that sum over the tokens, each of which is one term, or one row of both factors of a product."""
+        found = set()
+        for name, left in self.traced.items():
+            if name.startswith("sum") and self._all_tokens(left, len(left.by_dim) - 1):
+                found.add(int(name.split()[1]))
+            right = self.traced.get(name.replace("left", "right"))
+            if name.startswith("product") and name.endswith("left") and right is not None:
+                sides = [(left, len(left.by_dim) - 1), (right, len(right.by_dim) - 2)]
+                if all(self._all_tokens(sources, dim) for sources, dim in sides):
+                    found.add(int(name.split()[1]))
+        return frozenset(found)
+
+    def _all_tokens(self, sources: Sources, dim: int) -> bool:
+        """Whether there are the tokens along `dim`, in their order, and nothing else."""
+        tokens = self._tokens(sources, dim) if dim >= 0 else None
+        return tokens is not None and torch.equal(tokens, torch.arange(self.count))
+
+    def convolutions(self) -> dict[int, tuple[int, int, int]]:
+        """Planes, rows and columns of the tokens by the number of each convolution over them.
+
+        Raises UnsupportedModel.
+        """
+        found = {}
+        for name, sources in self.traced.items():
+            if name.startswith("convolution") and name.endswith("cells") and sources.moved:
+                if not self._all_tokens(sources, 2):
+                    raise UnsupportedModel(
+                        f"the cells of its {name.removesuffix(' cells')} are not the tokens in order"
+                    )
+                planes, rows, columns = map(len, self.traced[name.replace("cells", "grid")].by_dim[2:])
+                found[int(name.split()[1])] = (planes, rows, columns)
+        return found
+
+    def outputs(self) -> dict[int, Rows]:
+        """Where tokens are in what the block returns. Raises UnsupportedModel."""
+        found = {}
+        for name in self.traced:
+            if name.startswith("output"):
+                rows = self._rows_in(name, None)
+                if rows is not None:
+                    found[int(name.split()[1])] = rows
+        return found
+
+    def _rows_in(self, name: str, dim: int | None) -> Rows | None:
+        """The run of tokens in something observed: along `dim`, or whichever dim has them. Raises UnsupportedModel."""
+        sources = self.traced[name]
+        if not sources.moved:
+            return None
+        dims = sources.row_dims() if dim is None else [dim % len(sources.by_dim)]
+        if len(dims) != 1 or dims[0] not in sources.row_dims():
+            raise UnsupportedModel(
+                f"its {name} depends on several tokens at once: they meet outside attention, or in groups"
+            )
+        tokens = self._tokens(sources, dims[0])
+        if tokens is None:
+            return None
+        places = (tokens >= 0).nonzero().flatten()
+        if (
+            len(places) != self.count
+            or not torch.equal(tokens[places], torch.arange(self.count))
+            or not _is_run(places)
+        ):
+            raise UnsupportedModel(f"its {name} does not have the tokens in their order, one after the other")
+        return run_as_rows(dims[0], int(places[0]), self.count, len(tokens))
+
+
+def run_of(moved: Tensor) -> tuple[int, int] | None:
+    """(start, count) of the indices that moved, where they are one run."""
+    places = moved.nonzero().flatten()
+    return (int(places[0]), len(places)) if len(places) and _is_run(places) else None
+
+
+def _is_run(places: Tensor) -> bool:
+    return int(places[-1]) - int(places[0]) + 1 == len(places)
+
+
+def run_as_rows(dim: int, start: int, count: int, size: int) -> Rows:
+    """Of the numbers before and after only one can be told to stay: the smaller one."""
+    after = size - start - count
+    if start == 0 and after == 0:
+        return Rows(dim)
+    return Rows(dim, start, None) if start <= after else Rows(dim, None, after)

@@ -1,0 +1,73 @@
+"""A part of a block that every rank computes with everybody's tokens, since it cannot be split.
+
+Its attention is shared all the same where it is torch's, by heads: none of them sees another.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from patchpar.comm.collectives import Gather
+from patchpar.shard.transformer.attention import Asked, Split
+from patchpar.shard.transformer.probe.capture import Arguments
+from patchpar.shard.transformer.token_plan import Replicated
+from patchpar.shard.transformer.token_ranges import Shares, spread
+
+HEADS = -3  # the dim of heads in queries, keys, values and masks
+
+
+def with_all_tokens(split: Split, where: str, part: Replicated, shares: Shares, arguments: Arguments) -> Arguments:
+    """The arguments of a part with everybody's tokens; without exchange, others' are zeros. Raises ExchangeError."""
+
+    def fetch(name: str, leaf: Any) -> Any:
+        rows = part.inputs.get(name)
+        if rows is None or not isinstance(leaf, Tensor):
+            return leaf
+        start = rows.start(leaf.shape[rows.dim], shares.count)
+        if split.mode is not None:
+            return split.gather(leaf, rows.dim, start, shares, where)
+        before, own, after = leaf.split_with_sizes(
+            (start, shares.count, leaf.shape[rows.dim] - start - shares.count), rows.dim
+        )
+        parts = [
+            own if place == shares.place else _zeros(own, rows.dim, size) for place, size in enumerate(shares.sizes)
+        ]
+        return torch.cat([before, shares.joined(parts, rows.dim), after], rows.dim)
+
+    return arguments.map(fetch)
+
+
+def _zeros(like: Tensor, dim: int, size: int) -> Tensor:
+    return like.new_zeros(*like.shape[:dim], size, *like.shape[dim + 1 :])
+
+
+def own_of(part: Replicated, shares: Shares, output: Any) -> Any:
+    """What a part returned, with our tokens only."""
+    leaves, structure = tree_flatten(output)
+    for number, rows in part.outputs.items():
+        leaves[number] = rows.cut(leaves[number], shares)
+    return tree_unflatten(leaves, structure)
+
+
+def attend_by_heads(split: Split, where: str, asked: Asked) -> Tensor:
+    """Attention of all queries to all keys, each rank computing some of the heads. Raises ExchangeError."""
+    ranks, heads = split.axis.size, asked.query.shape[1] if asked.query.ndim == 4 else 1
+    if (
+        split.mode is None
+        or ranks == 1
+        or heads < ranks
+        or asked.key.shape[1] != heads
+        or asked.value.shape[1] != heads
+    ):
+        return asked.answer(asked.key, asked.value, asked.attn_mask, causal=asked.is_causal, kernel=split.kernel)
+    shares = spread(heads, split.axis.rank, ranks)
+    query, key, value = (shares.own(x, HEADS).contiguous() for x in (asked.query, asked.key, asked.value))
+    mask = asked.attn_mask
+    if mask is not None and mask.ndim >= -HEADS and mask.shape[HEADS] > 1:
+        mask = shares.own(mask, HEADS)
+    own = replace(asked, query=query)
+    out = own.answer(key, value, mask, causal=asked.is_causal, kernel=split.kernel).contiguous()
+    return torch.cat(Gather(split.door, split.axis, "tokens", where).shares(out, 1, shares.sizes), 1)

@@ -1,0 +1,168 @@
+"""Token plans that come with the package, so that of common classes nothing need be found out, only verified.
+
+A plan is written down for blocks of a kind: of a list, a class, its parts and those of its attention layers, and the
+code that these run. How many such blocks there are, how wide they are and how many heads they have does not matter.
+Where a model has blocks of another kind in those lists, its plan is found as that of any other model.
+"""
+
+import hashlib
+import inspect
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.resources import files
+from typing import Any
+
+from torch import nn
+
+from patchpar.shard.transformer.probe.capture import block_candidates
+from patchpar.shard.transformer.token_plan import BlockPlan, TokenPlan
+from patchpar.shard.transformer.token_plan_json import from_json, to_json
+
+FOLDER = files("patchpar.shard.transformer") / "plans"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockKind:
+    """What blocks have in common that one plan serves. `code` is a fingerprint of what they run."""
+
+    list_name: str
+    block: str
+    parts: tuple[str, ...]
+    code: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A plan as it was found for one model, and the kind of each block in it, by its path.
+
+    `patches`: entries of the configuration on which depends what of the latent makes a token. `per_token`: for a list
+    of blocks the entries whose product is how many of its numbers do; only where no argument consists of tokens alone.
+    """
+
+    plan: TokenPlan
+    kinds: Mapping[str, BlockKind]
+    patches: Mapping[str, Any]
+    per_token: Mapping[str, tuple[str, ...]]
+
+    def fitted(self, denoiser: nn.Module) -> TokenPlan:
+        """The same for the blocks of another model; those that it lacks are left out."""
+        there: dict[BlockKind, list[str]] = {}
+        for path, kind in kinds_of(denoiser).items():
+            there.setdefault(kind, []).append(path)
+        blocks = []
+        for block in self.plan.blocks:
+            paths = tuple(there.get(self.kinds[block.paths[0]], ()))
+            if paths:
+                blocks.append(replace(block, paths=paths, ratio=self._ratio(block, denoiser)))
+        others = {(path, signature) for one, signature in self.plan.others for path in there.get(self.kinds[one], ())}
+        return replace(self.plan, blocks=tuple(blocks), others=frozenset(others))
+
+    def _ratio(self, block: BlockPlan, denoiser: Any) -> float:
+        names = self.per_token.get(block.name)
+        return block.ratio if names is None else 1 / math.prod(entry(denoiser.config, name) for name in names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shipped:
+    """All that is shipped for a class of denoisers. `diffusers`: the version it was found with."""
+
+    denoiser: str
+    diffusers: str
+    found: tuple[Found, ...]
+
+    def plan_for(self, denoiser: nn.Module) -> TokenPlan | None:
+        """The plan for a model; None where its blocks are others than those that were watched."""
+        found = [each for each in self.found if each.patches == patches_of(denoiser)]
+        known = {kind for each in found for kind in each.kinds.values()}
+        lists = {kind.list_name for kind in known}
+        here = [kind for kind in kinds_of(denoiser).values() if kind.list_name in lists]
+        if not found or not known.issuperset(here):
+            return None
+        first, *others = (each.fitted(denoiser) for each in found)
+        for other in others:
+            first = first.joined(other)
+        return first if first.blocks else None
+
+    def text(self) -> str:
+        """As it is kept in a file."""
+        found = [{**asdict(each), "plan": json.loads(to_json(each.plan))} for each in self.found]
+        return json.dumps({**asdict(self), "found": found}, indent=1) + "\n"
+
+
+def shipped_for(denoiser: nn.Module) -> Shipped | None:
+    """What is shipped for the class of a denoiser, if it is one of diffusers'."""
+    kind = type(denoiser)
+    file = FOLDER / f"{kind.__name__}.json"
+    return read(file.read_text()) if kind.__module__.startswith("diffusers.") and file.is_file() else None
+
+
+def read(text: str) -> Shipped:
+    """What `Shipped.text` wrote."""
+    raw = json.loads(text)
+    found = (
+        Found(
+            plan=from_json(json.dumps(each["plan"])),
+            kinds={path: BlockKind(**{**kind, "parts": tuple(kind["parts"])}) for path, kind in each["kinds"].items()},
+            patches=each["patches"],
+            per_token={name: tuple(names) for name, names in each["per_token"].items()},
+        )
+        for each in raw["found"]
+    )
+    return Shipped(denoiser=raw["denoiser"], diffusers=raw["diffusers"], found=tuple(found))
+
+
+def kinds_of(denoiser: nn.Module) -> dict[str, BlockKind]:
+    """The kind of everything in a list of modules, by its path."""
+    return {
+        path: BlockKind(
+            list_name=name,
+            block=type(module).__name__,
+            parts=tuple(_parts(module)),
+            code=_fingerprint(module),
+        )
+        for path, name, module in block_candidates(denoiser)
+    }
+
+
+def patches_of(denoiser: Any) -> dict[str, Any]:
+    """What the configuration says of patches, as it is read from a file."""
+    return {name: _listed(value) for name, value in denoiser.config.items() if "patch" in name}
+
+
+def _listed(value: Any) -> Any:
+    """A value without tuples."""
+    return [_listed(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def entry(config: Mapping[str, Any], name: str) -> int:
+    """A number of the configuration; of several numbers, such as the sides of a patch, their product."""
+    value = config[name]
+    return math.prod(value) if isinstance(value, (list, tuple)) else value
+
+
+def _parts(block: nn.Module) -> Iterator[str]:
+    """The parts of a block and of its attention layers; norms come and go, and bring no tokens together."""
+    for name, layer in block.named_children():
+        yield name
+        if getattr(layer, "processor", None) is not None:
+            yield from (f"{name}.{part}" for part, _ in layer.named_children() if "norm" not in part)
+
+
+def _fingerprint(module: nn.Module) -> str:
+    """Of the code in which tokens are put in order and meet; empty where it cannot be read."""
+    try:
+        sources = sorted({inspect.getsource(function) for function in _functions(module)})
+    except OSError:
+        return ""
+    return hashlib.sha256("\n".join(sources).encode()).hexdigest()[:16]
+
+
+def _functions(module: nn.Module) -> Iterator[Any]:
+    yield type(module).forward
+    for layer in module.modules():
+        processor = getattr(layer, "processor", None)
+        if processor is not None:
+            yield type(layer).forward
+            yield type(processor).__call__

@@ -1,0 +1,167 @@
+"""Operations of a block, other than attention, in which its tokens meet; and how they are watched with none meeting.
+
+    sum              over all tokens: a product of matrices, as linear attention's of values and keys, or torch's sum
+    convolution      2D, over the rows and columns that the tokens are laid out in, or over the frames of a video
+
+While a block is watched, a sum gives numbers that depend on nothing, and a convolution reads the cell itself only.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchpar.plan.kv_selection import Across
+
+PRODUCTS: frozenset[Any] = frozenset({torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__})
+SUMS: frozenset[Any] = frozenset({torch.sum, Tensor.sum})
+
+
+@dataclass(frozen=True, slots=True)
+class Mixing:
+    """Where tokens meet in a block, by the number of the call, sums and convolutions counted by themselves.
+
+    `row_counts`: arguments of the block that say how many rows of tokens there are, which its convolutions need.
+    `of_video`: whether these are over the rows of each frame; `frame_convolutions` then are over frames, a row's tokens
+    being those of a frame, and `frame_counts` say how many frames there are.
+    """
+
+    sums: tuple[int, ...] = ()
+    convolutions: tuple[int, ...] = ()
+    row_counts: tuple[str, ...] = ()
+    frame_convolutions: tuple[int, ...] = ()
+    frame_counts: tuple[str, ...] = ()
+    of_video: bool = False
+
+    @property
+    def reach(self) -> bool:
+        """Whether there are convolutions."""
+        return bool(self.convolutions or self.frame_convolutions)
+
+    def counts_along(self, across: Across) -> tuple[str, ...]:
+        """The arguments that count what is split."""
+        return self.row_counts if across.rows is None else self.frame_counts
+
+    def counting(self, names: tuple[str, ...], across: Across) -> "Mixing":
+        """The same with these."""
+        return replace(self, row_counts=names) if across.rows is None else replace(self, frame_counts=names)
+
+    def reaching(self, across: Across) -> tuple[int, ...]:
+        """The convolutions that read beyond what a rank has, tokens being split so."""
+        return self.convolutions if across.rows is None else self.frame_convolutions
+
+
+def summed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """What a call of torch's sum adds up, the dim that it goes over last; None for other calls, and other dims."""
+    if func not in SUMS:
+        return None
+    x = args[0] if args else kwargs["input"]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        (dim,) = dim
+    return x.movedim(dim, -1) if isinstance(x, Tensor) and type(dim) is int and x.ndim else None
+
+
+def is_sum(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call may sum over tokens."""
+    return func in PRODUCTS or summed(func, args, kwargs) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """A call of torch's conv2d that keeps rows and columns as many as they are, and reads beyond a cell."""
+
+    x_BCHW: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    stride: tuple[int, ...] = (1, 1)
+
+    @property
+    def kernel_size(self) -> tuple[int, ...]:
+        """As in nn.Conv2d."""
+        return tuple(self.weight.shape[2:])
+
+    @classmethod
+    def of(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Convolution | None":
+        """The call as one of these; None for any other call."""
+        return _convolution(*args, **kwargs) if func is F.conv2d else None
+
+    def grid(self, sequences: int) -> Tensor:
+        """Its input as [B, C, planes, rows, columns] of so many sequences of tokens, frames being in the batch."""
+        planes = self.x_BCHW.shape[0] // sequences if self.x_BCHW.shape[0] % sequences == 0 else 1
+        return torch.unflatten(self.x_BCHW, 0, (-1, planes)).movedim(1, 2)
+
+    def severed(self) -> Tensor:
+        """A value for each cell that depends on that cell alone."""
+        weight = self.weight.sum((2, 3), keepdim=True).to(self.x_BCHW.dtype)
+        bias = None if self.bias is None else self.bias.to(self.x_BCHW.dtype)
+        return F.conv2d(self.x_BCHW, weight, bias, groups=self.groups)
+
+
+def _convolution(  # noqa: PLR0913 - the signature is torch's
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Convolution | None:
+    size = tuple(weight.shape[2:])
+    dilations = _pair(dilation)
+    reach = tuple(spread * (extent - 1) // 2 for spread, extent in zip(dilations, size, strict=True))
+    same = padding == "same" or (not isinstance(padding, str) and _pair(padding) == reach)
+    if input.ndim != 4 or not same or _pair(stride) != (1, 1) or not any(reach) or any(each % 2 == 0 for each in size):
+        return None
+    return Convolution(input, weight, bias, reach, dilations, groups)
+
+
+def _pair(value: Any) -> tuple[int, ...]:
+    found = (value,) if isinstance(value, int) else tuple(value)
+    return found * 2 if len(found) == 1 else found
+
+
+class MixingSevered:
+    """Sees the sums and convolutions of one run of a block: of those `sums` are severed, and all of these.
+
+    `seen`: what goes into them, by name, such as "product 0 left", "sum 1 terms" and "convolution 1 cells".
+    `sequences`: how many sequences of tokens the block is called with, a batch of 2 being two of them.
+    """
+
+    def __init__(self, sums: frozenset[int], sequences: int) -> None:
+        self._sums, self._sequences = sums, sequences
+        self._number = self._convolutions = 0
+        self.seen: dict[str, Tensor] = {}
+
+    def answer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the function gives, severed where it is to be."""
+        if is_sum(func, args, kwargs):
+            return self._sum(func, args, kwargs)
+        convolution = Convolution.of(func, args, kwargs)
+        if convolution is None:
+            return func(*args, **kwargs)
+        name, self._convolutions = f"convolution {self._convolutions}", self._convolutions + 1
+        grid = convolution.grid(self._sequences)
+        self.seen[f"{name} grid"], self.seen[f"{name} cells"] = grid, grid.flatten(2)
+        return convolution.severed()
+
+    def _sum(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        number, self._number = self._number, self._number + 1
+        terms = summed(func, args, kwargs)
+        if terms is not None:
+            self.seen[f"sum {number} terms"] = terms
+        else:
+            factors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+            for side, factor in zip(("left", "right"), factors, strict=False):
+                self.seen[f"product {number} {side}"] = factor
+        found: Tensor = func(*args, **kwargs)
+        if number not in self._sums:
+            return found
+        noise = torch.rand(found.shape, generator=torch.Generator().manual_seed(number))
+        return (noise + 0.5).to(found)

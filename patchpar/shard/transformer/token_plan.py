@@ -1,0 +1,234 @@
+"""Where a transformer's tokens are, as data: found once for a model, printed for a person, carried out by `install`.
+
+transformer_blocks, 19 x FluxTransformerBlock
+  tokens lie in            the grid of image_rotary_emb[0]
+  hidden_states            tokens along dim 1
+  image_rotary_emb[0]      tokens along dim 0, last
+  attention                keys: tokens last, the rest is everybody's
+  output 1                 tokens along dim 1
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from patchpar.errors import UnsupportedModel
+from patchpar.shard.transformer.token_mixing import Mixing
+from patchpar.shard.transformer.token_ranges import Shares, TokenGrid
+
+
+class NotWatched(UnsupportedModel):
+    """A block is called in another way than when the denoiser was watched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A run of tokens along `dim`, after `before` rows that are not split and before `after` more.
+
+    None: as many as there are, since only the run's length is known. At most one of them is.
+    """
+
+    dim: int
+    before: int | None = 0
+    after: int | None = 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nothing else along the dim."""
+        return self.before == 0 and self.after == 0
+
+    @property
+    def amid(self) -> bool:
+        """Whether there is something on both sides."""
+        return (self.before, self.after) != (0, None) and (self.before, self.after) != (None, 0) and not self.alone
+
+    def start(self, size: int, tokens: int) -> int:
+        """Where the run starts in `size` rows, `tokens` of which are in it. Raises UnsupportedModel."""
+        rest = size - tokens
+        known = (self.before or 0) + (self.after or 0)
+        if rest < known or (rest != known and self.before is not None and self.after is not None):
+            raise UnsupportedModel(f"{size} rows do not hold {tokens} tokens {self}: the model was watched otherwise")
+        return self.before if self.before is not None else rest - (self.after or 0)
+
+    def among(self, x: Tensor, tokens: int) -> Tensor:
+        """The `tokens` tokens of a whole tensor, without what is around them. Raises UnsupportedModel."""
+        return x.narrow(self.dim, self.start(x.shape[self.dim], tokens), tokens)
+
+    def cut(self, x: Tensor, shares: Shares) -> Tensor:
+        """Out of a whole tensor: our tokens, and what is around all of them.
+
+        A tensor of its own unless it is a view without gaps. Raises UnsupportedModel.
+        """
+        size, tokens = x.shape[self.dim], shares.num_tokens
+        start = self.start(size, tokens)
+        before, all_tokens, after = x.split_with_sizes((start, tokens, size - start - tokens), self.dim)
+        own = shares.own(all_tokens, self.dim)
+        return own.contiguous() if self.alone else torch.cat([before, own, after], self.dim)
+
+    def __str__(self) -> str:
+        if self.alone:
+            return f"along dim {self.dim}"
+        if self.before is None:
+            return f"along dim {self.dim}, last" + (f" but for {self.after}" if self.after else "")
+        return f"along dim {self.dim}, " + (f"after {self.before} others" if self.before else "first")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of scaled_dot_product_attention in a block. None: no token that is split is among them.
+
+    `mask_dims` counts the dims that its mask has when all tokens are there.
+    """
+
+    queries: Rows | None
+    keys: Rows | None
+    mask_dims: int | None = None
+
+    def __str__(self) -> str:
+        if self.keys is None:
+            return "keys are everybody's: nothing is exchanged"
+        asked = "" if self.queries is not None else ", asked by what everybody has"
+        return f"keys exchanged, tokens {self.keys}{asked}"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """A part of a block, at `path` in it, in which tokens meet in a way that cannot be split.
+
+    Every rank computes it with everybody's tokens: of `inputs`, by the name of an argument, all are fetched, and of
+    `outputs`, by number, ours are kept.
+    """
+
+    path: str
+    inputs: Mapping[str, Rows]
+    outputs: Mapping[int, Rows]
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{name} {rows}" for name, rows in self.inputs.items())
+        return f"computed by every rank with all tokens of {told}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What tells the grid that tokens lie in: the shape of the latent, or an argument of the block.
+
+    `dims` of one sample, from its end, hold frames, rows and columns, or the last of them, in this order; `patches` are
+    the numbers along each that make one token. `table`: has the positions of tokens, see `probe.grid.grid_of_table`.
+    """
+
+    dims: tuple[int, ...] = ()
+    patches: tuple[int, ...] = ()
+    table: str | None = None
+
+    def grid(self, shape: tuple[int, ...]) -> TokenGrid | None:
+        """The grid of a latent of that shape; None where it has none, or cells would be cut."""
+        if not self.dims or len(shape) < -min(self.dims):
+            return None
+        sizes = [(shape[dim], patch) for dim, patch in zip(self.dims, self.patches, strict=True)]
+        if any(size % patch for size, patch in sizes):
+            return None
+        *frames, rows, columns = (size // patch for size, patch in sizes)
+        return TokenGrid(frames[0] if frames else 1, rows, columns)
+
+    def __str__(self) -> str:
+        if self.table is not None:
+            return f"the grid of {self.table}"
+        names = ("frames", "rows", "columns")[-len(self.dims) :]
+        patch = " x ".join(map(str, self.patches))
+        return f"{' x '.join(names)} = dims {', '.join(map(str, self.dims))} of the latent, {patch} to a token"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPlan:
+    """What to do at the blocks at `paths`: of one list, made alike and called alike.
+
+    `inputs` go by the name of an argument, `outputs` by number.
+
+    `signature` tells the kind apart: which arguments are tensors. `counts` are arguments that say how many tokens there
+    are, and maybe how many rows beside them. `bounds` are arguments that say how many of the first tokens are treated
+    otherwise than the rest, as those of a frame that is given. `ratio`: tokens for each number of the latent of one
+    sample, wanted where no argument consists of tokens alone. `origin`: None where tokens lie in no grid that is known.
+    `mixing`: where tokens meet outside attention; None where they do not. `replicated`: parts that are not split.
+    """
+
+    name: str
+    kind: str
+    paths: tuple[str, ...]
+    signature: tuple[str, ...]
+    inputs: Mapping[str, Rows]
+    counts: tuple[str, ...]
+    attentions: tuple[AttentionCall, ...]
+    outputs: Mapping[int, Rows]
+    ratio: float
+    origin: Origin | None = None
+    mixing: Mixing | None = None
+    bounds: tuple[str, ...] = ()
+    replicated: tuple[Replicated, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}, {len(self.paths)} x {self.kind}"]
+        lines += [f"  {'tokens lie in':<32} {self.origin or 'a row'}"]
+        lines += [f"  {path:<32} tokens {rows}" for path, rows in self.inputs.items()]
+        lines += [f"  {path:<32} their number" for path in self.counts]
+        lines += [f"  {path:<32} how many of the first are treated otherwise" for path in self.bounds]
+        lines += [f"  attention {number:<22} {call}" for number, call in enumerate(self.attentions)]
+        if self.mixing is not None:
+            lines += [f"  {path:<32} their number of rows" for path in self.mixing.row_counts]
+            lines += [f"  {path:<32} their number of frames" for path in self.mixing.frame_counts]
+            lines += [f"  sum {number:<28} over tokens" for number in self.mixing.sums]
+            lines += [f"  convolution {number:<20} over rows of tokens" for number in self.mixing.convolutions]
+            lines += [f"  convolution {number:<20} over frames" for number in self.mixing.frame_convolutions]
+        lines += [f"  {part.path:<32} {part}" for part in self.replicated]
+        lines += [f"  output {number:<25} tokens {rows}" for number, rows in self.outputs.items()]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenPlan:
+    """Where tokens are split, and what is left whole on every rank, with the reason.
+
+    `latent`: the name of the argument that is denoised. `others`: paths and signatures of blocks seen that are not
+    split, since they cannot be, or see no tokens.
+    """
+
+    denoiser: str
+    latent: str
+    blocks: tuple[BlockPlan, ...]
+    whole: Mapping[str, str]
+    others: frozenset[tuple[str, tuple[str, ...]]] = frozenset()
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """The blocks that are split."""
+        return frozenset(path for each in self.blocks for path in each.paths)
+
+    def joined(self, other: "TokenPlan") -> "TokenPlan":
+        """This plan, and what was found for calls with other arguments."""
+        new = tuple(block for block in other.blocks if block not in self.blocks)
+        return replace(
+            self, blocks=self.blocks + new, whole={**self.whole, **other.whole}, others=self.others | other.others
+        )
+
+    def knows(self, paths: Sequence[str], signature: tuple[str, ...]) -> bool:
+        """Whether blocks at these paths that are called so are in it, or known not to be split."""
+        split = {path for each in self.blocks if each.signature == signature for path in each.paths}
+        return all(path in split or (path, signature) in self.others for path in paths)
+
+    def find(self, path: str, signature: tuple[str, ...]) -> BlockPlan | None:
+        """The plan of a block that is called so; None where it is left whole. Raises NotWatched."""
+        if (path, signature) in self.others:
+            return None
+        for each in self.blocks:
+            if path in each.paths and each.signature == signature:
+                return each
+        known = {entry for each in self.blocks if path in each.paths for entry in each.signature}
+        raise NotWatched(
+            f"{path} was watched with other arguments than it is called with now, the difference being "
+            f"{', '.join(sorted(known ^ set(signature)))}: its tokens must be found anew for such calls"
+        )
+
+    def __str__(self) -> str:
+        left = [f"{name}: every rank has all of it, since {reason}" for name, reason in self.whole.items()]
+        return "\n".join([f"{self.denoiser}, {len(self.paths)} blocks split by tokens", *map(str, self.blocks), *left])

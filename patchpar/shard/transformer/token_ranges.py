@@ -1,0 +1,150 @@
+"""Which of a block's tokens are whose: a run of them for each place, or bands of the grid that they lie in.
+
+2 frames of 4 rows, 2 places        frames are fewer: rows of every frame
+
+along rows      0 0 1 1 | 0 0 1 1
+in runs         0 0 0 0 | 1 1 1 1
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from patchpar.plan.bands import Bands
+from patchpar.plan.kv_selection import Across
+from patchpar.shard.stale.token_grid import Grid
+
+Cut = Literal["runs", "bands", "rows"]
+"""In runs, whatever tokens are; in bands of a video's rows where there are more of them than frames, of equally many
+tokens; or in bands of whole rows, or whole frames."""
+
+
+TOKEN = Across(1)
+
+
+class TokenGrid(NamedTuple):
+    """Frames, rows and columns of tokens, in this order: the tokens of a row follow each other."""
+
+    frames: int
+    rows: int
+    columns: int
+
+    @property
+    def num_tokens(self) -> int:
+        """All of them."""
+        return self.frames * self.rows * self.columns
+
+    @property
+    def along(self) -> str:
+        """The longer of the two."""
+        return "frames" if self.frames >= self.rows else "rows"
+
+    def __str__(self) -> str:
+        picture = f"{self.rows} rows x {self.columns} columns"
+        return f"{self.frames} frames x {picture}, frame-major" if self.frames > 1 else picture
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Rows `starts[i]` to `starts[i + 1]` are those of place i; `across` says what a row is, and in which planes.
+
+    In a run every token is a row. `place` is ours. `grid`: None where it is not known.
+    """
+
+    place: int
+    starts: tuple[int, ...]
+    across: Across = TOKEN
+    grid: TokenGrid | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Those of all places."""
+        return self.starts[-1] * self.across.num_tokens
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many tokens each place has."""
+        return tuple((stop - start) * self.across.num_tokens for start, stop in pairwise(self.starts))
+
+    @property
+    def count(self) -> int:
+        """How many are ours."""
+        return self.sizes[self.place]
+
+    @property
+    def num_rows(self) -> int:
+        """How many of the rows along the split are ours."""
+        return self.starts[self.place + 1] - self.starts[self.place]
+
+    def before(self, number: int) -> int:
+        """How many of ours are among the first `number` of all tokens; they are the first of ours."""
+        in_plane = self.num_tokens // self.across.planes
+        planes, rest = divmod(number, in_plane)
+        start, own = (sum(sizes) // self.across.planes for sizes in (self.sizes[: self.place], (self.count,)))
+        return planes * own + min(max(rest - start, 0), own)
+
+    @property
+    def rows(self) -> Grid:
+        """The same as a grid of rows that are split, each place's tokens together."""
+        return Grid(Bands(self.starts), self.across, dim=-2)
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        """Out of all tokens along `dim`: ours, in their order."""
+        return self._parts(x, dim)[self.place]
+
+    def by_place(self, x: Tensor, dim: int) -> Tensor:
+        """All tokens along `dim`, place by place."""
+        return x if self.across.planes == 1 else torch.cat(self._parts(x, dim), dim)
+
+    def joined(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """All tokens in their order, from those of every place."""
+        dim %= parts[0].ndim
+        if self.across.planes == 1:
+            return torch.cat(list(parts), dim)
+        planes = [torch.unflatten(part, dim, (self.across.planes, -1)) for part in parts]
+        return torch.cat(planes, dim + 1).flatten(dim, dim + 1)
+
+    def _parts(self, x: Tensor, dim: int) -> list[Tensor]:
+        dim %= x.ndim
+        if self.across.planes == 1:
+            return list(x.split_with_sizes(self.sizes, dim))
+        in_plane = [size // self.across.planes for size in self.sizes]
+        planes = torch.unflatten(x, dim, (self.across.planes, -1)).split_with_sizes(in_plane, dim + 1)
+        return [part.flatten(dim, dim + 1) for part in planes]
+
+    def __str__(self) -> str:
+        tokens = f"{self.num_tokens} tokens" + (f", {self.grid}" if self.grid else "")
+        if self.across == TOKEN:
+            return f"{tokens}; split in runs: {_told(self.sizes)}"
+        if self.across.columns == 1:
+            return f"{tokens}; split along rows: {_told(self.sizes)} tokens"
+        what = "frames" if self.across.rows else "rows"
+        return f"{tokens}; split along {what}: {_told(tuple(b - a for a, b in pairwise(self.starts)))}"
+
+
+def _told(counts: Sequence[int]) -> str:
+    return f"{len(counts)} x {counts[0]}" if len(set(counts)) == 1 else ", ".join(map(str, counts))
+
+
+def spread(tokens: int, place: int, places: int, *, grid: TokenGrid | None = None, cut: Cut = "runs") -> Shares:
+    """Shares of `tokens`, as even as what is cut allows; in runs where bands are fewer than places.
+
+    Whole rows and whole frames make bands along the longer of the two.
+    """
+    grid = grid if grid is not None and grid.num_tokens == tokens else None
+    rows, across = tokens, TOKEN
+    if grid is not None and cut == "rows":
+        rows = max(grid.frames, grid.rows)
+        frames = Across(grid.columns, rows=grid.rows)
+        across = frames if grid.along == "frames" else Across(grid.columns, planes=grid.frames)
+    elif grid is not None and cut == "bands" and grid.along == "rows":
+        rows, across = grid.rows * grid.columns, Across(1, planes=grid.frames)
+    if rows < places:
+        rows, across = tokens, TOKEN
+    each, more = divmod(rows, places)
+    starts = tuple(each * before + min(before, more) for before in range(places + 1))
+    return Shares(place=place, starts=starts, across=across, grid=grid)

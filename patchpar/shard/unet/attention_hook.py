@@ -1,0 +1,170 @@
+"""Self-attention over the tokens of the whole picture, as a diffusers hook.
+
+    this step     own queries against our own keys while the others' come, merged by log-sum-exp
+    last step     own queries against our own keys of this step and the others' that are held, `shard.attention.stale`
+
+The processor of the layer runs as it is; only its call of scaled_dot_product_attention is answered differently. One
+that computes attention itself gets everybody's keys and values instead, of this step only.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from diffusers.hooks import ModelHook
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from patchpar.comm.collectives import Gather
+from patchpar.errors import UnsupportedModel
+from patchpar.shard.attention.dispatch import attend_together
+from patchpar.shard.attention.sharded_qkv import Shared
+from patchpar.shard.attention.stale import Asked, attend_with_past
+from patchpar.shard.attention.stale_kv import KeysValues
+from patchpar.shard.local_patch import Share
+from patchpar.shard.stale.token_grid import Grid
+
+PROJECTIONS = ("to_k", "to_v")
+
+
+class AttentionHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+    """Self-attention over the tokens of the whole picture: the processor runs as it is, its attention call does not.
+
+    `own_kernel`: its processor does not call scaled_dot_product_attention (but baddbmm, slice by slice, or xformers).
+    Then what it makes keys and values of is its own, and what it gets from `to_k` and `to_v` is everybody's.
+    """
+
+    def __init__(self, share: Share, where: str, *, own_kernel: bool = False) -> None:
+        super().__init__()
+        self.share, self.where, self.own_kernel = share, where, own_kernel
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Replaces Attention.forward."""
+        if not self.share.active:
+            return self.fn_ref.original_forward(*args, **kwargs)
+        if self.own_kernel:
+            with keys_of_all(self.share, self.where, module):
+                return self.fn_ref.original_forward(*args, **kwargs)
+        with _AttentionOverShares(self.share, self.where) as mode:
+            result = self.fn_ref.original_forward(*args, **kwargs)
+        if mode.calls == 0:
+            raise UnsupportedModel(
+                f"{self.where}: its attention processor {_processor_of(module)} does not call "
+                "scaled_dot_product_attention as the one before it did: set processors with "
+                "pipe.unet.set_attn_processor(...), or restore() and wrap the pipeline again"
+            )
+        return result
+
+
+def refusal_of_past(where: str, module: nn.Module, strategy: str) -> UnsupportedModel:
+    """Why keys and values of the last step cannot be used."""
+    return UnsupportedModel(
+        f"{where}: strategy {strategy} attends to keys and values of the last step in scaled_dot_product_attention, "
+        f"which the attention processor {_processor_of(module)} does not call: use strategy exact, or the default "
+        "processor, pipe.unet.set_default_attn_processor()"
+    )
+
+
+def _processor_of(module: nn.Module) -> str:
+    return type(getattr(module, "processor", module)).__name__
+
+
+@contextmanager
+def keys_of_all(share: Share, where: str, module: nn.Module) -> Iterator[None]:
+    """While open, `to_k` and `to_v` of an attention layer give everybody's tokens, in the order of the whole picture.
+
+    They come at once, whatever the way of keys between ranks. Raises UnsupportedModel where neither has been called.
+    """
+    asked: set[str] = set()
+
+    def of_all(name: str) -> Callable[..., Tensor]:
+        def hook(projection: nn.Module, args: Any, own: Tensor) -> Tensor:
+            asked.add(name)
+            return gathered_tokens(share, where, own)
+
+        return hook
+
+    found = ((name, getattr(module, name, None)) for name in PROJECTIONS)
+    handles = [each.register_forward_hook(of_all(name)) for name, each in found if isinstance(each, nn.Module)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if asked != set(PROJECTIONS):
+        raise UnsupportedModel(
+            f"{where}: its attention processor {_processor_of(module)} calls neither scaled_dot_product_attention nor "
+            "to_k and to_v, so its keys cannot be shared: use pipe.unet.set_default_attn_processor(), or plan cfg=2"
+        )
+
+
+def gathered_tokens(share: Share, where: str, own_BlC: Tensor) -> Tensor:
+    """Tokens [B, L, C] of the whole picture from everybody's own [B, l, C]. Raises ExchangeError, UnsupportedModel."""
+    grid = share.grid(own_BlC.shape[1])
+    sizes = [grid.num_tokens(place) for place in range(share.axis.size)]
+    gather = Gather(share.door, share.axis, "kv", where)
+    return joined_tokens(gather.shares(own_BlC.contiguous(), 1, sizes), grid)
+
+
+def joined_tokens(shares_BlC: Sequence[Tensor], grid: Grid) -> Tensor:
+    """Shares of tokens in the order of the whole picture, row by row."""
+    if grid.dim == -2:
+        return torch.cat(list(shares_BlC), dim=1)
+    columns = [torch.unflatten(x, 1, (grid.across.columns, -1)) for x in shares_BlC]
+    return torch.cat(columns, dim=2).flatten(1, 2)
+
+
+class _AttentionOverShares(TorchFunctionMode):
+    def __init__(self, share: Share, where: str) -> None:
+        super().__init__()
+        self.share, self.where, self.calls = share, where, 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self.calls += 1
+            return attend_over_shares(self.share, self.where, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def attend_over_shares(  # noqa: PLR0913 - the signature is torch's
+    share: Share,
+    where: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Own queries against everybody's keys, of this step or of the last one. Raises UnsupportedModel.
+
+    Keys and values [B, N, c + l, D]: tokens that all ranks have (text, as added keys), then our own.
+    """
+    if attn_mask is not None or is_causal or dropout_p or enable_gqa:
+        raise UnsupportedModel(
+            f"{where}: spatial self-attention with a mask, causality or dropout cannot be split: use cfg=2 or data=N"
+        )
+    own = query.shape[2]
+    common = key.shape[2] - own  # added keys: of text, before those of the picture
+    here = KeysValues(key.transpose(1, 2), value.transpose(1, 2))
+    grid, slot = share.grid(own), share.slot(where, share.treatment.context)
+    if slot is not None:
+        return attend_with_past(share, where, grid, Asked(query, here, scale, common), slot)
+    sizes = tuple(grid.num_tokens(place) for place in range(share.axis.size))
+    shared = Shared(
+        q_BNlD=query,
+        k_BMlD=key,
+        v_BMlD=value,
+        sizes=sizes,
+        place=share.place,
+        common=common,
+        common_asks=False,
+        scale=scale,
+    )
+    return attend_together(share.treatment.keys, share.door, share.axis, where, shared)

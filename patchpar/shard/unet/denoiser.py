@@ -1,0 +1,222 @@
+"""A denoiser whose calls are computed in bands: cut the input, run it with seams, join the prediction.
+
+What every patch strategy shares; a strategy decides what its seams exchange and when.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
+
+from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.transport import Spec
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.plan.bands import Bands, split_bands
+from patchpar.plan.exchange_policy import Treatment
+from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.compiled import compiled_in
+from patchpar.shard.denoiser import SharedDenoiser
+from patchpar.shard.stale.state import History
+from patchpar.shard.step_caches import refuse_caches
+from patchpar.shard.unet.discover import Sites, discover
+from patchpar.shard.unet.install import Sharded, first_tensor, verify, verify_as_called
+from patchpar.shard.unet.spatial_arguments import level_of, picture_of
+from patchpar.shard.verification import check_once, made_of
+from patchpar.shard.verification_cache import Verdicts
+
+
+class PatchedDenoiser(SharedDenoiser):
+    """A denoiser whose calls are computed in bands. Every rank passes and gets whole tensors.
+
+    `treatment` says what its seams exchange and when; one that uses values of the last step needs the `clock`. `reset`
+    belongs before every picture, `finish` after it. `exchange` is "on", or wrong on purpose, as the negative control of
+    tests and figures: "off" computes every band alone, "frozen" sends nothing after the exact steps.
+    """
+
+    def __init__(
+        self,
+        denoiser: nn.Module,
+        mesh: tuple[Door, Axis],
+        treatment: Treatment,
+        *,
+        clock: StepClock | None = None,
+        split: str = "auto",
+        verdicts: Verdicts | None = None,
+    ) -> None:
+        super().__init__(denoiser, mesh, treatment, clock, verdicts)
+        self.split = split
+        self.sites: Sites | None = None
+        self._sharded: Sharded | None = None
+        self._gather = Gather(*mesh, "prediction", "prediction")
+        self._foreign: tuple[str, ...] = ()
+        self._sizes: set[tuple[int, ...]] = set()  # of samples, at which it has been checked as it is called
+
+    def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """One denoiser call: `forward` is the denoiser's own. Returns what it returns, for the whole picture."""
+        refuse_arguments(kwargs)
+        self._make_sure()
+        dim = self._dim(picture_of(args, kwargs))
+        if self._sharded is None or self.share.dim != dim:
+            self._install(forward, dim, (args, kwargs))
+        try:
+            self._check_here(forward, (args, kwargs))
+            if self.history is None:
+                return self._exactly(forward, *args, **kwargs)
+            return self._with_history(self.history, forward, *args, **kwargs)
+        finally:
+            self.share.active = False  # whoever calls the denoiser's own forward gets that
+
+    def _install(self, forward: Callable[..., Any], dim: int, call: tuple[Any, Any]) -> None:
+        self.restore()
+        if compiled_in(self.denoiser):
+            raise UnsupportedModel(
+                f"{type(self.denoiser).__name__} has compiled blocks, and bands are exchanged inside of them: use plan "
+                "cfg=2 or data=N, or leave it uncompiled"
+            )
+        before = self.watched.now()
+        refuse_caches(self.denoiser, stale=self.history is not None)
+        if self.sites is None:
+            self.sites = discover(self.denoiser, forward, *call)
+        self.share.dim = dim
+        self._sharded = Sharded(self.denoiser, self.sites, self.share)
+        if self.verdicts is not None:
+            self.error = self._checked(verify, forward, call, self._facts(self.sites, call))
+        self._sizes.clear()
+        self._foreign = before.foreign
+        self.watched.know(before)
+
+    def _check_here(self, forward: Callable[..., Any], call: tuple[Any, Any]) -> None:
+        """Check at the size of the call too what holds code of other libraries: it may work at some sizes only."""
+        sample = picture_of(*call)
+        if self.verdicts is None or not self._foreign or sample.shape in self._sizes:
+            return
+        assert self.sites is not None
+        facts = self._facts(self.sites, call) | {"size": tuple(sample.shape)}
+        self._checked(partial(verify_as_called, self._foreign), forward, call, facts)
+        self._sizes.add(sample.shape)
+
+    def _checked(
+        self, verify: Callable[..., float], forward: Callable[..., Any], call: tuple[Any, Any], facts: dict[str, Any]
+    ) -> float:
+        """The error that `verify` finds, or found once for these facts. Raises VerificationError, UnsupportedModel."""
+        assert self.verdicts is not None
+        split, plain = partial(self._exactly, forward), partial(self._plain, forward)
+        measure = partial(verify, split, plain, call, self.sites, self.share)
+        try:
+            return check_once(self.verdicts, facts, (self.share.door, self.share.axis), measure)
+        except BaseException:
+            self.restore()  # or the next call would find seams, and go ahead
+            raise
+
+    def _facts(self, sites: Sites, call: tuple[Any, Any]) -> dict[str, Any]:
+        """What the verdict depends on."""
+        sample = picture_of(*call)
+        leaves, _ = tree_flatten_with_path(call)
+        return {
+            **made_of(self.denoiser),
+            "modules": sites.describe(),
+            "strategy": self.share.treatment.name,
+            "bands": self.share.axis.size,
+            "dim": self.share.dim,
+            "dtype": str(sample.dtype),
+            "device": sample.device.type,
+            "arguments": [keystr(path) for path, leaf in leaves if leaf is not None],
+        }
+
+    def _plain(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.share.active = False
+        return forward(*args, **kwargs)
+
+    def _exactly(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """With this step's values everywhere."""
+        self.share.fresh, self.share.memory = True, None
+        whole, _ = self._join(self._in_bands(forward, *args, **kwargs))
+        return whole
+
+    def _with_history(self, history: History, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """With values of the last step, where it is known and the treatment wants them."""
+        share, sample = self.share, picture_of(args, kwargs)
+        self._look_back(history, (sample.shape, sample.dtype, share.dim), (args, kwargs))
+        share.treatment = history.treatment.frozen() if share.frozen else history.treatment
+        output = self._in_bands(forward, *args, **kwargs)
+        # The prediction is waited for now and what is left in the bucket a step later, so it goes first.
+        whole, told = self._join(output, history.tell(), meanwhile=history.memory.end)
+        history.heard(told, fresh=share.fresh)
+        return whole
+
+    def _in_bands(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert self.sites is not None
+        share, sample = self.share, picture_of(args, kwargs)
+        share.bands = bands_of(sample.shape[share.dim], share.axis.size, self.sites.total_stride)
+        share.whole, share.active = sample, self.exchange != "off"
+        own_args, own_kwargs = tree_map_with_path(partial(self._cut, sample, self.sites.beside), (args, kwargs))
+        return forward(*own_args, **own_kwargs)
+
+    def _cut(self, sample: Tensor, beside: Collection[str], path: Any, x: Any) -> Any:
+        level = level_of(path, x, sample, beside)
+        if level is None:
+            return x
+        share = self.share
+        bands = share.level(level.of(share.bands.size(share.place)))
+        return x.narrow(share.dim, bands.starts[share.place], bands.size(share.place)).contiguous()
+
+    def _join(
+        self, output: Any, told: Sequence[Tensor] = (), meanwhile: Callable[[], None] = lambda: None
+    ) -> tuple[Any, list[list[Tensor]]]:
+        """The whole prediction from everybody's, and what every place tells beside it; `meanwhile` it is on its way."""
+        own, dim = first_tensor(output), self.share.dim
+        bands, shape = self.share.level(own.shape[dim]), list(own.shape)
+
+        def specs(place: int) -> list[Spec]:
+            shape[dim] = bands.size(place)
+            return [Spec(tuple(shape), own.dtype), *map(Spec.of, told)]
+
+        gathering = self._gather.start([own, *told], specs)
+        meanwhile()
+        received = gathering.wait()
+        whole = torch.cat([tensors[0] for tensors in received], dim)
+        heard = [tensors[1:] for tensors in received]
+        if isinstance(output, tuple):
+            return (whole, *output[1:]), heard
+        first = next(iter(output))
+        return type(output)(**{**output, first: whole}), heard
+
+    def _dim(self, sample: Tensor) -> int:
+        if self.split == "auto":
+            return -2 if sample.shape[-2] >= sample.shape[-1] else -1
+        return -2 if self.split == "rows" else -1
+
+    def _unlearn(self) -> None:
+        self.sites = None
+
+    def restore(self) -> None:
+        """Take the seams out."""
+        if self._sharded is not None:
+            self._sharded.restore()
+            self._sharded = None
+
+
+def bands_of(total: int, places: int, unit: int) -> Bands:
+    """Bands of latent rows. Raises PlanError."""
+    try:
+        return split_bands(total, places, unit)
+    except ValueError as error:
+        raise PlanError(f"{error}: use at most {total // unit} on axis 'patch', or a larger picture") from error
+
+
+REFUSED = {
+    "gligen": "GLIGEN boxes are positions in the whole picture",
+}
+
+
+def refuse_arguments(kwargs: Any, refused: Mapping[str, str] = REFUSED) -> None:
+    """Raise UnsupportedModel for arguments that address the whole picture from inside a layer: names, and why not."""
+    for name in kwargs.get("cross_attention_kwargs") or {}:
+        if name in refused:
+            raise UnsupportedModel(
+                f"{name} cannot be used with axis 'patch' ({refused[name]}): use plan cfg=2 or data=N"
+            )

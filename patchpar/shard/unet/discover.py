@@ -1,0 +1,283 @@
+"""Find out which modules of a denoiser mix positions of the picture: by watching it run, not by its name.
+
+The denoiser runs twice on small inputs, the second twice as tall. What grows with the height is spatial:
+
+    group norm     same batch, more values per sample    -> its moments span all bands
+    attention      same batch, more tokens, self         -> its keys span all bands
+                   more samples, same tokens             -> temporal; every pixel by itself, nothing to do
+    convolution    kernel > 1 along the split dim        -> reads a halo
+    transform      torch.fft of a map                    -> of the whole map
+    pooling        output of one size from maps of all   -> of the whole map
+
+A group norm whose output reaches a convolution through pointwise activations only is linked to it, so that both
+exchange in one round.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from patchpar.errors import UnsupportedModel
+from patchpar.shard.unet.attention_layers import SeenAttention, attention_watched
+from patchpar.shard.unet.spatial_arguments import as_large_as_the_picture, picture_of, with_sample_size
+
+TRANSFORMS = frozenset(
+    getattr(torch.fft, f"{kind}{name}") for kind in ("", "i", "r", "ir") for name in ("fft", "fft2", "fftn")
+)
+POINTWISE = (nn.SiLU, nn.GELU, nn.ReLU, nn.Mish, nn.Dropout, nn.Identity, nn.Tanh, nn.Sigmoid)
+PROBE_SIZES = ((32, 32), (64, 32))  # latent rows and columns: enough for a total stride of 32
+
+
+@dataclass(frozen=True, slots=True)
+class NormSite:
+    """A group norm over the whole picture, and the convolutions it feeds through `activations`, if any.
+
+    Several, where an adapter convolves beside the layer it adapts.
+    """
+
+    path: str
+    convs: tuple[str, ...]
+    activations: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ConvSite:
+    """A convolution that may read beyond its share. `trailing`: zero rows the model pads on before it."""
+
+    path: str
+    reads_sample: bool
+    trailing: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sites:
+    """Every place where a denoiser needs other ranks' values, and how often it halves its maps.
+
+    `transforms`: modules in whose forward maps go through torch.fft. `own_kernel`: those of the `attentions` whose
+    processors compute attention without scaled_dot_product_attention. `pools`: modules that pool maps to one size.
+    `beside`: arguments that are maps of the picture beside the latent, as `picture_arguments` calls them.
+    """
+
+    norms: tuple[NormSite, ...]
+    convs: tuple[ConvSite, ...]
+    attentions: tuple[str, ...]
+    total_stride: int
+    transforms: tuple[str, ...] = ()
+    own_kernel: frozenset[str] = frozenset()
+    beside: tuple[str, ...] = ()
+    pools: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """One line for `explain`."""
+        linked = sum(bool(norm.convs) for norm in self.norms)
+        transforms = f"{len(self.transforms)} with Fourier transforms, " if self.transforms else ""
+        pools = f"{len(self.pools)} poolings of whole maps, " if self.pools else ""
+        return (
+            f"{len(self.convs)} convolutions, {len(self.norms)} group norms ({linked} in one round with their "
+            f"convolution), {len(self.attentions)} self-attentions, {transforms}{pools}total stride {self.total_stride}"
+        )
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What one probe saw, by module path."""
+
+    norms: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    convs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    attention: SeenAttention = field(default_factory=SeenAttention)
+    transforms: dict[str, None] = field(default_factory=dict)
+    maps: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # into and out of modules without others
+    links: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)  # norm -> convolution -> activations
+    reads_sample: set[str] = field(default_factory=set)
+    origins: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)  # id of a tensor -> norm, activations
+    kept: list[Tensor] = field(default_factory=list)  # keeps those ids from being used again
+    inside: list[str] = field(default_factory=list)  # modules whose forward runs, outermost first
+
+    def leave(self) -> None:
+        """The innermost forward is done."""
+        self.inside.pop()
+
+
+def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Sites:
+    """Run `forward` at two small sizes and tell what is spatial. Raises UnsupportedModel."""
+    first, second, beside = _probed(denoiser, forward, args, kwargs)
+    norms = [path for path in first.norms if _grows_per_sample(first.norms[path], second.norms.get(path))]
+    convs = {path: shape for path, shape in first.convs.items() if _grows_in_rows(shape, second.convs[path])}
+    if not convs:
+        raise UnsupportedModel(
+            f"{type(denoiser).__name__} has no convolution over rows: bands of rows are for UNets. Use cfg or data"
+        )
+    rows = {path: shape[-2] for path, shape in convs.items()}
+    stride = PROBE_SIZES[0][0] // min(rows.values())
+    modules: dict[str, Any] = dict(denoiser.named_modules())
+    convs = {path: shape for path, shape in convs.items() if max(modules[path].kernel_size[-2:]) > 1}
+    seen, taller = first.attention, second.attention
+    attentions = tuple(path for path in seen.paths() if _grows_per_sample(seen.shape(path), taller.shape(path)))
+    return Sites(
+        norms=tuple(_norm_site(path, first.links.get(path, {}), convs) for path in norms),
+        convs=tuple(
+            ConvSite(path, path in first.reads_sample, rows[path] % 2 if _unpadded(modules[path]) else 0)
+            for path in convs
+        ),
+        attentions=attentions,
+        total_stride=stride,
+        transforms=tuple(first.transforms),
+        own_kernel=frozenset(attentions) - seen.with_kernel,
+        beside=beside,
+        pools=tuple(path for path in first.maps if _pools(first.maps[path], second.maps.get(path))),
+    )
+
+
+def _probed(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_Seen, _Seen, Any]:
+    """What two runs showed, and the arguments that had to change their size with the latent's. Raises UnsupportedModel.
+
+    Those are tried where it does not run without.
+    """
+    failed: RuntimeError | None = None
+    for beside in dict.fromkeys([(), as_large_as_the_picture(args, kwargs)]):
+        try:
+            first, second = (_probe(denoiser, forward, args, kwargs, size, beside) for size in PROBE_SIZES)
+        except RuntimeError as error:
+            failed = failed or error
+            continue
+        return first, second, beside
+    raise UnsupportedModel(
+        f"{type(denoiser).__name__} does not run at the sizes it is probed with, since another argument than the "
+        f"latent is as large as the picture ({failed}): use plan cfg=2 or data=N"
+    ) from failed
+
+
+def _norm_site(path: str, links: dict[str, tuple[str, ...]], convs: Mapping[str, Any]) -> NormSite:
+    links = {conv: activations for conv, activations in links.items() if conv in convs}
+    activations = next(iter(links.values()), ())
+    return NormSite(path, tuple(conv for conv, own in links.items() if own == activations), activations)
+
+
+def _unpadded(conv: Any) -> bool:
+    return bool(conv.stride[-1] > 1 and max(conv.padding[-2:]) == 0)
+
+
+def _grows_per_sample(before: tuple[int, ...] | None, after: tuple[int, ...] | None) -> bool:
+    return before is not None and after is not None and before[0] == after[0] and before != after
+
+
+def _grows_in_rows(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    return before[:-2] == after[:-2] and before[-1] == after[-1] and before[-2] < after[-2]
+
+
+def _pools(before: tuple[tuple[int, ...], ...], after: tuple[tuple[int, ...], ...] | None) -> bool:
+    return after is not None and _grows_in_rows(before[0], after[0]) and before[1] == after[1]
+
+
+def _probe(
+    denoiser: nn.Module,
+    forward: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    size: tuple[int, int],
+    beside: Collection[str],
+) -> _Seen:
+    seen = _Seen()
+    args, kwargs = with_sample_size(args, kwargs, size, beside=beside)
+    sample = picture_of(args, kwargs)
+    with _watched(denoiser, seen, sample), attention_watched(denoiser, seen.attention), torch.no_grad():
+        forward(*args, **kwargs)
+    return seen
+
+
+@contextmanager
+def _watched(denoiser: nn.Module, seen: _Seen, sample: Tensor) -> Iterator[None]:
+    """Torch forward hooks on every module of interest, for as long as the block runs."""
+    handles = []
+    for path, module in denoiser.named_modules():
+        handles.append(module.register_forward_pre_hook(lambda *_, path=path: seen.inside.append(path)))
+        handles.append(module.register_forward_hook(lambda *_: seen.leave()))
+        if isinstance(module, nn.GroupNorm):
+            handles.append(module.register_forward_hook(_watch_norm(seen, path)))
+        elif isinstance(module, (nn.Conv2d, nn.Conv3d)):
+            handles.append(module.register_forward_hook(_watch_conv(seen, path, sample)))
+        elif isinstance(module, POINTWISE):
+            handles.append(module.register_forward_hook(_watch_pointwise(seen, path)))
+        elif not any(module.children()):
+            handles.append(module.register_forward_hook(_watch_map(seen, path)))
+    try:
+        with _WatchedTransforms(seen):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _WatchedTransforms(TorchFunctionMode):
+    """Sees who transforms maps."""
+
+    def __init__(self, seen: _Seen) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func in TRANSFORMS and self.seen.inside:
+            self.seen.transforms[self.seen.inside[-1]] = None
+        return func(*args, **(kwargs or {}))
+
+
+def _watch_norm(seen: _Seen, path: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        seen.norms[path] = tuple(args[0].shape)
+        seen.origins[id(output)] = (path, ())
+        seen.kept.append(output)
+
+    return hook
+
+
+def _watch_pointwise(seen: _Seen, path: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        origin = seen.origins.get(id(args[0]))
+        if origin is not None:
+            seen.origins[id(output)] = (origin[0], (*origin[1], path))
+            seen.kept.append(output)
+
+    return hook
+
+
+def _watch_map(seen: _Seen, path: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if len(args) == 1 and isinstance(args[0], Tensor) and args[0].ndim >= 4 and isinstance(output, Tensor):
+            seen.maps[path] = (tuple(args[0].shape), tuple(output.shape))
+
+    return hook
+
+
+def _watch_conv(seen: _Seen, path: str, sample: Tensor) -> Callable[..., None]:
+    def hook(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
+        seen.convs[path] = tuple(args[0].shape)
+        if _is_sample(args[0], sample):
+            seen.reads_sample.add(path)
+        origin = seen.origins.get(id(args[0]))
+        if origin is not None:
+            seen.links.setdefault(origin[0], {})[path] = origin[1]
+
+    return hook
+
+
+def _is_sample(x: Tensor, sample: Tensor) -> bool:
+    """Whether `x` is the sample, at most with its leading dims joined.
+
+    Frames moved before channels may share its memory too, but are another order of the same numbers.
+    """
+    same_numbers = x.data_ptr() == sample.data_ptr() and x.numel() == sample.numel()
+    return same_numbers and x.is_contiguous() and x.shape[-3:] == sample.shape[-3:]
+
+
+def splits_into_bands(denoiser: nn.Module) -> bool:
+    """Whether a denoiser is made of what bands know: padded convolutions and group norms, as UNets are."""
+    modules = list(denoiser.modules())
+    padded = any(isinstance(m, (nn.Conv2d, nn.Conv3d)) and m.kernel_size[-1] > 1 and m.stride[-1] == 1 for m in modules)
+    return padded and any(isinstance(m, nn.GroupNorm) for m in modules)

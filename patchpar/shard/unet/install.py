@@ -1,0 +1,196 @@
+"""Put seams into a denoiser, take them out again exactly, and check that nothing has changed.
+
+install    a hook on every discovered module; types, names and state dict keys stay as they were
+restore    every hook out; outputs are bit-equal to the untouched denoiser
+verify     the split forward against the plain one, at two sizes, on all ranks
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from diffusers.hooks import ModelHook
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from patchpar.comm.collectives import Gather
+from patchpar.errors import UnsupportedModel, VerificationError
+from patchpar.shard.hooks import Hooked
+from patchpar.shard.local_patch import Share
+from patchpar.shard.unet.attention_hook import AttentionHook, refusal_of_past
+from patchpar.shard.unet.discover import NormSite, Sites
+from patchpar.shard.unet.fourier import FourierHook
+from patchpar.shard.unet.ip_adapter_masks import MaskHook, takes_masks
+from patchpar.shard.unet.layer_hooks import ConvFed, ConvHook, NormHook
+from patchpar.shard.unet.layers import stencil_of
+from patchpar.shard.unet.pooling import PoolingHook
+from patchpar.shard.unet.spatial_arguments import with_sample_size
+from patchpar.shard.verification import TOLERANCE, relative_error
+
+HOOK = "patchpar_seam"
+SHOWN = 3  # of what other libraries have put in
+
+
+class Sharded:
+    """A denoiser with seams. `restore()` leaves it as it was."""
+
+    def __init__(self, denoiser: nn.Module, sites: Sites, share: Share) -> None:
+        self._modules: dict[str, Any] = dict(denoiser.named_modules())
+        self._hooked: list[Hooked] = []
+        self.share = share
+        try:
+            self._hook_all(sites)
+        except BaseException:
+            self.restore()  # what is refused is left as it was
+            raise
+
+    def _hook_all(self, sites: Sites) -> None:
+        share = self.share
+        trailing = {site.path: site.trailing for site in sites.convs}
+        for norm in sites.norms:
+            self._hook(norm.path, NormHook(share, norm.path, self._fed_by(norm, trailing)))
+        for conv in sites.convs:
+            if self._reaches(conv.path):
+                hook = ConvHook(share, conv.path, reads_sample=conv.reads_sample, trailing=conv.trailing)
+                self._hook(conv.path, hook)
+        self._hook_attention(sites)
+        for path in sites.transforms:
+            self._hook(path, FourierHook(share, path), "patchpar_fourier")
+        for path in sites.pools:
+            self._hook(path, PoolingHook(share, path))
+
+    def _hook_attention(self, sites: Sites) -> None:
+        for path in sites.attentions:
+            own_kernel = path in sites.own_kernel
+            if own_kernel and self.share.treatment.context is not None:
+                raise refusal_of_past(path, self._modules[path], self.share.treatment.name)
+            self._hook(path, AttentionHook(self.share, path, own_kernel=own_kernel))
+        for path, module in self._modules.items():
+            if takes_masks(module) and path not in sites.attentions:
+                self._hook(path, MaskHook(self.share))
+
+    def _fed_by(self, norm: NormSite, trailing: dict[str, int]) -> ConvFed | None:
+        stencils = {
+            conv: stencil_of(self._modules[conv], self.share.dim)
+            for conv in norm.convs
+            if self._reaches(conv) and not trailing.get(conv)
+        }
+        if not stencils:
+            return None
+        stencil = next(iter(stencils.values()))
+        convs = tuple(conv for conv, own in stencils.items() if own == stencil)
+        return ConvFed(convs, stencil.before, stencil.after, tuple(self._modules[path] for path in norm.activations))
+
+    def _reaches(self, path: str) -> bool:
+        conv = self._modules[path]
+        if conv.kernel_size[self.share.dim] == 1:
+            return False
+        if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
+            raise UnsupportedModel(
+                f"{path} pads with {conv.padding_mode!r} ({conv.padding!r}), but bands need a number of zeros: use cfg"
+            )
+        return True
+
+    def _hook(self, path: str, hook: ModelHook, name: str = HOOK) -> None:
+        self._hooked.append(Hooked(self._modules[path], hook, name))
+
+    def restore(self) -> None:
+        """Take every seam out. Idempotent."""
+        while self._hooked:
+            self._hooked.pop().take_out()
+
+
+Size = tuple[int, int]
+
+
+def verification_sizes(total_stride: int, places: int) -> tuple[tuple[Size, ...], ...]:
+    """Small latent sizes to verify at: even bands, and uneven ones; where there are several, the first that fits.
+
+    Uneven bands with a remainder of half a unit come first, but not every denoiser takes such a size.
+    """
+    even = total_stride * places
+    uneven = (even + total_stride, even + total_stride)
+    return ((even, even),), ((uneven[0] + total_stride // 2, uneven[1]), uneven)
+
+
+def verify(
+    split: Callable[..., Any], plain: Callable[..., Any], call: tuple[Any, Any], sites: Sites, share: Share
+) -> float:
+    """Largest relative error of `split` against `plain` over all ranks and both sizes, on inputs like `call`'s.
+
+    Raises VerificationError with the figures when it exceeds what the dtype's rounding explains.
+    """
+    errors, limit = [], 0.0
+    for seed, sizes in enumerate(verification_sizes(sites.total_stride, share.axis.size)):
+        turned = sizes if share.dim == -2 else tuple((short, long) for long, short in sizes)
+        with torch.no_grad():
+            size, want = _plain_at(turned, plain, call, sites, seed)
+            args, kwargs = with_sample_size(*call, size, seed=seed, beside=sites.beside)
+            got = first_tensor(split(*args, **kwargs))
+        errors.append(relative_error(got, want))
+        limit = TOLERANCE[want.dtype]
+    return _agreed(errors, limit, share, "at two sizes", "This model")
+
+
+def verify_as_called(
+    foreign: Sequence[str],
+    split: Callable[..., Any],
+    plain: Callable[..., Any],
+    call: tuple[Any, Any],
+    sites: Sites,
+    share: Share,
+) -> float:
+    """The same for `call` as it is: what other libraries have put in (`foreign`) may work at some sizes only.
+
+    Takes as much memory as the plain forward. Raises VerificationError.
+    """
+    args, kwargs = call
+    own_args, own_kwargs = tree_map(lambda x: x, call)  # a denoiser may empty the lists that it is given
+    with torch.no_grad():
+        want = first_tensor(plain(*own_args, **own_kwargs))
+        got = first_tensor(split(*args, **kwargs))
+    return _agreed([relative_error(got, want)], TOLERANCE[want.dtype], share, "as it is called", _named(foreign))
+
+
+def _named(foreign: Sequence[str]) -> str:
+    more = f" and {len(foreign) - SHOWN} more" if len(foreign) > SHOWN else ""
+    return f"What was put into it ({'; '.join(foreign[:SHOWN])}{more})"
+
+
+def _agreed(errors: Sequence[float], limit: float, share: Share, where: str, what: str) -> float:
+    """The largest error of any rank. Raises VerificationError, on all ranks alike."""
+    own = torch.tensor(errors, dtype=torch.float32, device=share.door.transport.device)
+    worst = torch.stack(Gather(share.door, share.axis, "verify", "verification").same(own)).amax(0).tolist()
+    if not all(error <= limit for error in worst):
+        figures = ", ".join(f"{error:.1e}" for error in worst)
+        raise VerificationError(
+            f"the denoiser split into {share.axis.size} bands differs from the plain one by {figures} {where}, "
+            f"more than the {limit:.0e} that rounding explains. {what} mixes positions in a way patchpar does not "
+            "know: use plan cfg=2 or data=N, which do not split the picture"
+        )
+    return max(worst)
+
+
+def _plain_at(
+    sizes: Sequence[Size], plain: Callable[..., Any], call: tuple[Any, Any], known: Sites, seed: int
+) -> tuple[Size, Tensor]:
+    """The first of `sizes` that the plain denoiser takes, and its prediction there.
+
+    For the call itself: a denoiser may empty the lists that it is given.
+    """
+    for size in sizes:
+        args, kwargs = with_sample_size(*call, size, seed=seed, beside=known.beside)
+        try:
+            prediction = first_tensor(plain(*args, **kwargs))
+        except RuntimeError:  # skip connections that do not meet: this denoiser takes whole multiples only
+            if size == sizes[-1]:
+                raise
+            continue
+        if tuple(prediction.shape[-2:]) == size:  # or it has dropped what is no whole multiple
+            break
+    return size, prediction
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The prediction of a denoiser call, whether it returned a tuple or an output class."""
+    return output if isinstance(output, Tensor) else output[0]

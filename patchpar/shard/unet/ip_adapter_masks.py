@@ -1,0 +1,63 @@
+"""Masks of IP-Adapters in bands: which part of the picture each adapter's picture speaks of, as a diffusers hook.
+
+A layer scales the mask to the tokens it sees, which it takes for the whole picture. So it is scaled here, to the tokens
+of the whole, as the layer's processor would; the processor gets our tokens of it, as a mask of one row that needs no
+scaling.
+"""
+
+import inspect
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from diffusers.hooks import ModelHook
+from diffusers.image_processor import IPAdapterMaskProcessor
+from torch import Tensor, nn
+
+from patchpar.shard.local_patch import Share
+from patchpar.shard.stale.token_grid import Grid
+
+MASKS = "ip_adapter_masks"
+
+
+def takes_masks(module: nn.Module) -> bool:
+    """Whether a layer is attention to pictures, under masks if there are any."""
+    processor = getattr(module, "processor", None)
+    return processor is not None and MASKS in inspect.signature(processor.__call__).parameters
+
+
+class MaskHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+    """Attention of our own tokens to pictures, under our part of the masks."""
+
+    def __init__(self, share: Share) -> None:
+        super().__init__()
+        self.share = share
+
+    def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Replaces Attention.forward."""
+        masks = kwargs.get(MASKS)
+        if self.share.active and masks is not None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            own_tokens = hidden.shape[1] if hidden.ndim == 3 else math.prod(hidden.shape[2:])
+            kwargs[MASKS] = own_masks(masks, self.share.grid(own_tokens), self.share.place)
+        return self.fn_ref.original_forward(*args, **kwargs)
+
+
+def own_masks(masks: Iterable[Tensor | None], grid: Grid, place: int) -> list[Tensor | None]:
+    """Our part of each adapter's masks [1, pictures, H, W], as [1, pictures, 1, l] for our `l` tokens.
+
+    `masks` may be a tensor [adapters, 1, H, W] too, which diffusers takes for one picture each.
+    """
+    each = list(masks.unsqueeze(1)) if isinstance(masks, Tensor) else masks
+    return [_own(mask, grid, place) if isinstance(mask, Tensor) and mask.ndim == 4 else mask for mask in each]
+
+
+def _own(mask: Tensor, grid: Grid, place: int) -> Tensor:
+    tokens = sum(grid.num_tokens(each) for each in range(len(grid.bands)))
+    scaled = [IPAdapterMaskProcessor.downsample(mask[:, number], 1, tokens, 1) for number in range(mask.shape[1])]
+    whole_nL = torch.cat(scaled).squeeze(-1)
+    columns = grid.across.columns if grid.dim == -2 else grid.bands.total
+    whole_nhw = torch.unflatten(whole_nL, 1, (-1, columns))
+    own_nhw = whole_nhw.narrow(grid.dim, grid.bands.starts[place], grid.bands.size(place))
+    return own_nhw.flatten(1)[None, :, None]

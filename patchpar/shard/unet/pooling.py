@@ -1,0 +1,28 @@
+"""Pooling of a whole map to a fixed size, as a diffusers hook: every rank pools all bands, gathered in this step.
+
+What comes out is no larger in a larger picture and the same on every rank, and so is what is computed of it: the image
+embedding of I2VGen-XL (arXiv:2311.04145) becomes tokens of a context that every pixel sees.
+"""
+
+from typing import Any
+
+from diffusers.hooks import ModelHook
+from torch import Tensor, nn
+
+from patchpar.shard.local_patch import Share
+
+MAP_DIMS = 4  # batch, channels, rows, columns; a film has frames too
+
+
+class PoolingHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
+    """A module without others inside that makes an output of one size of maps of all sizes."""
+
+    def __init__(self, share: Share, where: str) -> None:
+        super().__init__()
+        self.share, self.where = share, where
+
+    def new_forward(self, module: nn.Module, x: Tensor) -> Any:
+        """Replaces the module's forward."""
+        is_map = x.ndim >= MAP_DIMS  # the same module may be called with vectors, which every rank has whole
+        whole = self.share.whole_map("pooling", self.where, x) if self.share.active and is_map else x
+        return self.fn_ref.original_forward(whole)

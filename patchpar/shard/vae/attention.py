@@ -1,0 +1,115 @@
+"""Attention of a band's own queries to the keys of all bands.
+
+    every frame by itself     tokens of one picture: keys come from everybody, merged by log-sum-exp
+    causal over frames        a mask that lets a frame see those before it: frame by frame, and no mask
+
+A large picture's queries are taken in chunks, so that memory is bounded where no kernel is fused, and so that a rank
+shows that it gets on: at 2048 x 2048 this one layer takes minutes on a core.
+Shape letters as in `shard.attention.partial`.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchpar.comm.collectives import Gather
+from patchpar.errors import UnsupportedModel
+from patchpar.shard.attention.all_gather import attend_gathered
+from patchpar.shard.attention.blockwise import attend_locally
+from patchpar.shard.attention.partial import merge_partials
+from patchpar.shard.attention.sharded_qkv import Shared
+from patchpar.shard.vae.band import Band
+
+MOST_PRODUCTS = {"cuda": 2**40}
+"""Queries times keys times their width that are worked on at once: 10 ms on a GPU, seconds on a core."""
+ON_OTHERS = 2**34
+
+
+def attend(  # noqa: PLR0913 - the signature is torch's
+    band: Band,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """F.scaled_dot_product_attention of our tokens. Raises UnsupportedModel, ExchangeError."""
+    if not band.exchanging:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if query.ndim == 3:  # one head, and no dim for it
+        q_BNlD, k_BNlD, v_BNlD = (x.unsqueeze(1) for x in (query, key, value))
+        mask = None if attn_mask is None else attn_mask.unsqueeze(1)
+        return attend(band, q_BNlD, k_BNlD, v_BNlD, mask, dropout_p, is_causal, scale, enable_gqa).squeeze(1)
+    if dropout_p or is_causal or query.ndim != 4 or query.shape[:3] != key.shape[:3]:
+        raise UnsupportedModel(f"{band.where}: attention that is no self-attention over pixels")
+    own = key.shape[2]
+    if not band.fits(own):
+        raise UnsupportedModel(f"{band.where}: attention over {own} tokens, which do not grow with the rows")
+    sizes = tuple(band.scaled(own, place) for place in range(len(band.share.bands)))
+    shared = Shared(q_BNlD=query, k_BMlD=key, v_BMlD=value, sizes=sizes, place=band.share.place, scale=scale)
+    if attn_mask is None:
+        count = _chunks(shared)
+        if count > 1:
+            return _in_chunks(band, shared, count)
+        return attend_gathered(band.share.door, band.share.axis, band.where, shared)
+    return _frame_by_frame(band, shared, _frames_seen(band, attn_mask, own))
+
+
+def _chunks(shared: Shared) -> int:
+    """In how many parts to take the queries, the same on all places."""
+    batch, heads, _, width = shared.q_BNlD.shape
+    products = batch * heads * max(shared.sizes) * shared.total * width
+    return min(*shared.sizes, math.ceil(products / MOST_PRODUCTS.get(shared.q_BNlD.device.type, ON_OTHERS)))
+
+
+def _in_chunks(band: Band, shared: Shared, count: int) -> Tensor:
+    """All queries, some at a time, against everybody's keys. Each query's result is what it is without chunks."""
+    own = [x.contiguous() for x in shared.own_keys]
+    door = band.share.door
+    places = Gather(door, band.share.axis, "kv", band.where).start(own, shared.key_specs).wait()
+    outs = []
+    for q_BNlD in shared.q_BNlD.tensor_split(count, 2):
+        door.mark(band.where)
+        partials = (attend_locally(q_BNlD, *keys_and_values, scale=shared.scale) for keys_and_values in places)
+        outs.append(merge_partials(partials).out_BNlD)
+    return torch.cat(outs, 2)
+
+
+def _frames_seen(band: Band, mask: Tensor, tokens: int) -> Tensor:
+    """Which frames a frame sees [F, F]: all tokens of a frame are alike. Raises UnsupportedModel."""
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    seen = seen.reshape(-1, tokens, tokens)[0] if seen.shape[-2:] == (tokens, tokens) else seen.new_zeros(1, 1)
+    pixels = int(seen[0].sum())  # the first frame sees itself alone
+    if not pixels or tokens % pixels:
+        raise UnsupportedModel(f"{band.where}: attention with a mask that is not causal over frames")
+    return seen[::pixels, ::pixels]
+
+
+def _frame_by_frame(band: Band, shared: Shared, seen_FF: Tensor) -> Tensor:
+    """Each frame's queries against the frames it sees, of all places: no mask of all tokens is made."""
+    frames = seen_FF.shape[0]
+    own = [x.contiguous() for x in shared.own_keys]
+    gathered = Gather(band.share.door, band.share.axis, "kv", band.where).start(own, shared.key_specs).wait()
+    places = [[_in_frames(x, frames) for x in tensors] for tensors in gathered]
+    outs = []
+    for number, q_BNlD in enumerate(_in_frames(shared.q_BNlD, frames).unbind(2)):
+        band.share.door.mark(band.where)
+        visible = seen_FF[number]
+        k_BNkD, v_BNkD = (
+            torch.cat([tensors[index][:, :, visible].flatten(2, 3) for tensors in places], 2) for index in (0, 1)
+        )
+        outs.append(F.scaled_dot_product_attention(q_BNlD, k_BNkD, v_BNkD, scale=shared.scale))
+    return torch.cat(outs, 2)
+
+
+def _in_frames(x_BNlD: Tensor, frames: int) -> Tensor:
+    """[B, N, frames, tokens of one, D]."""
+    batch, heads, _, width = x_BNlD.shape
+    return x_BNlD.reshape(batch, heads, frames, -1, width)

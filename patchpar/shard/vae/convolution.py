@@ -1,0 +1,145 @@
+"""Convolution and padding over a band of rows.
+
+Padding comes in three ways: by the convolution itself, by a function before it (zeros, or copies of the edge), or by
+both. Where a band ends inside the picture, a padded row stands for the neighbour's. The bulk is convolved while those
+are on their way; then the few rows that read them are computed again.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchpar.comm.collectives import Halo
+from patchpar.errors import UnsupportedModel
+from patchpar.plan.bands import Stencil
+from patchpar.shard.unet.layers import convolve_with_halo, is_thin, mend_borders, stencil_of
+from patchpar.shard.vae.band import Band, Beyond, moved
+
+Sizes = int | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """The arguments of a convolution, by the names of the module."""
+
+    weight: Tensor
+    bias: Tensor | None
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def kernel_size(self) -> tuple[int, ...]:
+        """Of the weight."""
+        return tuple(self.weight.shape[2:])
+
+
+def convolve(  # noqa: PLR0913 - the signature is torch's
+    band: Band,
+    function: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Sizes = 1,
+    padding: Sizes | str = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
+) -> Tensor:
+    """F.conv2d and F.conv3d of our rows. Raises UnsupportedModel, ExchangeError."""
+    reach = weight.ndim - 2
+    if isinstance(padding, str):
+        padding = 0 if padding == "valid" else [(size - 1) // 2 for size in weight.shape[2:]]
+    conv = Convolution(weight, bias, _each(stride, reach), _each(padding, reach), _each(dilation, reach), groups)
+    if conv.kernel_size[band.dim] == 1:
+        band.settle([input])
+        return _plain(function, input, conv)
+    beyond, own = band.beyond(input), stencil_of(conv, band.dim)
+    if beyond is not None and any(beyond.padded):
+        return _convolve_padded(band, function, input, conv, own)
+    if not own.padding:  # all rows that it reads are there, or it makes fewer than it reads, which does not verify
+        return _plain(function, input, conv)
+    left = beyond is not None and max(own.before, own.after) == 1
+    fetch = band.take(input).halo if left else band.fetch(input, own.before, own.after)  # type: ignore[union-attr]
+    return _finish(band, function, (input, input), conv, own, fetch)
+
+
+def _convolve_padded(
+    band: Band, function: Callable[..., Tensor], x: Tensor, conv: Convolution, stencil: Stencil
+) -> Tensor:
+    """Of rows that a function before has padded."""
+    beyond = band.take(x)
+    assert beyond is not None
+    before, after = beyond.padded
+    if stencil.padding:
+        raise UnsupportedModel(f"{band.where}: rows are padded twice")
+    stencil = Stencil(extent=stencil.extent, stride=stencil.stride, padding=before)
+    if stencil.after > after:
+        raise UnsupportedModel(f"{band.where}: {after} rows are padded where {stencil.after} are read")
+    own = x.narrow(band.dim, before, x.shape[band.dim] - before - after)
+
+    def fetch() -> Halo:
+        halo = beyond.halo()
+        needed = None if halo.after is None else halo.after.narrow(band.dim, 0, stencil.after)
+        if is_thin(own.shape[band.dim], stencil):  # at an edge of the picture the padded rows are what is read
+            top = x.narrow(band.dim, 0, before) if halo.before is None else halo.before
+            bottom = x.narrow(band.dim, x.shape[band.dim] - after, stencil.after) if needed is None else needed
+            return Halo(top, bottom)
+        return Halo(halo.before, needed)
+
+    return _finish(band, function, (x, own), conv, stencil, fetch)
+
+
+def _finish(
+    band: Band,
+    function: Callable[..., Tensor],
+    xs: tuple[Tensor, Tensor],
+    conv: Convolution,
+    stencil: Stencil,
+    fetch: Callable[[], Halo],
+) -> Tensor:
+    """Convolve `xs`: our rows as the model passes them, and without what it has padded."""
+    padded, own = xs
+    if is_thin(own.shape[band.dim], stencil):
+        return convolve_with_halo(conv, own, band.dim, stencil, fetch())
+    y = _plain(function, padded, conv)
+    return mend_borders(conv, own, y, band.dim, stencil, fetch())
+
+
+def _plain(function: Callable[..., Tensor], x: Tensor, conv: Convolution) -> Tensor:
+    return function(x, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups)
+
+
+def _each(sizes: Sizes, count: int) -> tuple[int, ...]:
+    if isinstance(sizes, int):
+        return (sizes,) * count
+    return tuple(sizes) * (count if len(sizes) == 1 else 1)
+
+
+def pad(band: Band, input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Tensor:
+    """F.pad of our rows. Raises UnsupportedModel, ExchangeError."""
+    place = 2 * (-band.dim - 1)
+    before, after = (int(pad[place]), int(pad[place + 1])) if len(pad) > place + 1 else (0, 0)
+    if min(before, after) < 0:
+        raise UnsupportedModel(f"{band.where}: rows are cut off")
+    beyond = band.beyond(input)
+    across = [*pad[:place], 0, 0, *pad[place + 2 :]]
+    if not (before or after):
+        y = F.pad(input, list(pad), mode, value)
+        if beyond is not None:
+            band.leave(moved(beyond, y, lambda rows: F.pad(rows, across, mode, value)))
+        return y
+    if beyond is not None and any(beyond.padded):
+        raise UnsupportedModel(f"{band.where}: rows are padded twice")
+    if beyond is not None and max(before, after) == 1:
+        band.take(input)
+    else:
+        beyond = Beyond(weakref.ref(input), band.fetch(input, before, after))
+    y = F.pad(input, list(pad), mode, value)
+    found = moved(beyond, y, lambda rows: F.pad(rows, across, mode, value) if any(across) else rows)
+    band.leave(found._replace(padded=(before, after), norm=""))
+    return y

@@ -1,0 +1,97 @@
+"""Which torch functions of a VAE read beyond a band of rows, and what answers them instead.
+
+    conv2d, conv3d, pad             convolution.py
+    group_norm, activations         norms.py
+    scaled_dot_product_attention    attention.py
+    randn                           noise of the whole picture, ours cut out
+    division by 1                   nothing
+
+All else is local: upsampling by whole factors, norms over channels, reshuffled pixels, memories of earlier frames. What
+is not is found when the VAE is compared with its plain self.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from patchpar.shard.vae.attention import attend
+from patchpar.shard.vae.band import Band
+from patchpar.shard.vae.convolution import convolve, pad
+from patchpar.shard.vae.norms import POINTWISE, group_norm, pointwise
+
+Answer = Callable[..., Tensor]
+
+
+def _with_function(answer: Answer, function: Callable[..., Any]) -> Answer:
+    return lambda band, *args, **kwargs: answer(band, function, *args, **kwargs)
+
+
+def _divide(band: Band, function: Callable[..., Tensor], x: Any, divisor: Any, **kwargs: Any) -> Tensor:
+    """Residual blocks divide by a scale that is nearly always 1: a copy of the largest maps."""
+    same = isinstance(divisor, (int, float)) and divisor == 1 and isinstance(x, Tensor) and x.is_floating_point()
+    return x if same else function(x, divisor, **kwargs)
+
+
+def _noise(band: Band, *size: Any, **kwargs: Any) -> Tensor:
+    """Noise is drawn for the whole picture on every rank, so that it is the same whatever the number of ranks."""
+    shape = list(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+    if len(shape) < 2 or not band.fits(shape[band.dim]):
+        return torch.randn(shape, **kwargs)
+    own = shape[band.dim]
+    shape[band.dim] = band.whole(own)
+    return torch.randn(shape, **kwargs).narrow(band.dim, band.before(own), own)
+
+
+CONVOLUTIONS = (F.conv2d, F.conv3d)
+ANSWERS: dict[Callable[..., Any], Answer] = {
+    **{function: _with_function(convolve, function) for function in CONVOLUTIONS},
+    **{function: _with_function(pointwise, function) for function in POINTWISE},
+    **{function: _with_function(_divide, function) for function in (Tensor.__truediv__, Tensor.div, torch.div)},
+    F.pad: pad,
+    F.group_norm: group_norm,
+    F.scaled_dot_product_attention: attend,
+    torch.randn: _noise,
+}
+
+
+class Functions(TorchFunctionMode):
+    """While it is entered, functions of this thread work on our band of the rows."""
+
+    def __init__(self, band: Band) -> None:
+        super().__init__()
+        self.band = band
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        answer = ANSWERS.get(func)
+        if func not in CONVOLUTIONS and getattr(func, "__name__", "") != "__get__":  # shapes may be looked at
+            self.band.settle(args)
+        if answer is None:
+            return func(*args, **(kwargs or {}))
+        return answer(self.band, *args, **(kwargs or {}))
+
+
+@contextmanager
+def in_band(vae: nn.Module, band: Band) -> Iterator[None]:
+    """Whatever the VAE computes in here is computed on a band."""
+    handles = [module.register_forward_pre_hook(_entering(band, path)) for path, module in vae.named_modules() if path]
+    try:
+        with Functions(band):
+            yield
+    finally:
+        band.finish()
+        for handle in handles:
+            handle.remove()
+
+
+def _entering(band: Band, path: str) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any) -> None:
+        band.where = path
+
+    return hook

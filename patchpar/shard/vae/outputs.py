@@ -1,0 +1,71 @@
+"""From each rank's band of a result to the whole, where it is wanted."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.comm.collectives import Gather
+from patchpar.comm.transport import Incoming, Spec
+from patchpar.shard.vae.band import Band
+
+Join = Callable[[Tensor], Tensor]
+
+
+def on_all(band: Band, where: str, own: Tensor) -> Tensor:
+    """The whole on every rank. Raises ExchangeError."""
+    share = band.share
+    sizes = [band.scaled(own.shape[band.dim], place) for place in range(len(share.bands))]
+    shares = Gather(share.door, share.axis, "result", where).shares(own.contiguous(), band.dim, sizes)
+    return torch.cat(shares, band.dim)
+
+
+def on_first(band: Band, where: str, own: Tensor) -> Tensor:
+    """The whole on the first place, zeros of its shape on the others. Raises ExchangeError."""
+    share, dim = band.share, band.dim
+    shape = list(own.shape)
+    shape[dim] = band.whole(own.shape[dim])
+    whole = own.new_zeros(shape)
+    if share.place:
+        share.door.send("result", where, [share.axis.ranks[0]], [own.contiguous()]).wait()
+        return whole
+    whole.narrow(dim, 0, own.shape[dim]).copy_(own)
+    incoming, start = [], own.shape[dim]
+    for place in range(1, len(share.bands)):
+        rows = whole.narrow(dim, start, band.scaled(own.shape[dim], place))
+        incoming.append(Incoming(share.axis.ranks[place], (Spec.of(rows),), (rows,)))
+        start += rows.shape[dim]
+    share.door.swap("result", where, [], incoming).wait()
+    return whole
+
+
+def joined(output: Any, join: Join) -> Any:
+    """The output of a VAE with every picture-shaped tensor of it joined, those of a distribution too."""
+    if isinstance(output, Tensor):
+        return join(output) if output.ndim >= 4 else output
+    if isinstance(output, Mapping):
+        return type(output)(**{name: joined(value, join) for name, value in output.items()})
+    if isinstance(output, tuple):
+        return tuple(joined(value, join) for value in output)
+    if isinstance(getattr(output, "parameters", None), Tensor):
+        return _distribution(output, join(output.parameters))
+    return output
+
+
+def _distribution(like: Any, parameters: Tensor) -> Any:
+    if getattr(like, "deterministic", False):
+        return type(like)(parameters, deterministic=True)
+    return type(like)(parameters)
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """Every picture-shaped tensor of an output, in order."""
+    found: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        found.append(x)
+        return x
+
+    joined(output, note)
+    return found

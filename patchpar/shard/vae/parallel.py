@@ -1,0 +1,146 @@
+"""Put the parallel encode and decode into the VAEs of a pipeline, and take them out again.
+
+vae.decode(latents)  ->  every rank its band of rows; the picture on the first
+vae.encode(picture)  ->  every rank its band of rows; the latent on all
+"""
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from torch import nn
+
+from patchpar.comm.collectives import Door
+from patchpar.errors import UnsupportedModel, VerificationError
+from patchpar.plan.mesh import Axis
+from patchpar.shard.vae.call_state import Course
+from patchpar.shard.vae.split import Call, SplitMethod
+from patchpar.shard.vae.unsplit import in_tiles, is_tiled, stand_in
+from patchpar.shard.verification_cache import Verdicts
+
+METHODS = ("encode", "decode")
+log = logging.getLogger(__name__)
+
+
+class ParallelVae:
+    """One VAE whose `encode` and `decode` run as `way` says, while the course of a call is open."""
+
+    def __init__(
+        self, vae: nn.Module, way: str, mesh: tuple[Door, Axis], verdicts: Verdicts | None, course: Course
+    ) -> None:
+        self.vae, self.way, self.course = vae, way, course
+        self.split = {name: SplitMethod(vae, name, mesh, verdicts) for name in METHODS}
+        self._first = mesh[1].rank == 0
+        self._before = {name: vae.__dict__.get(name) for name in METHODS}
+        self._said = False
+        for name in METHODS:
+            setattr(vae, name, self._wrapped(name, getattr(vae, name)))
+
+    def _wrapped(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        argument = next(iter(inspect.signature(method).parameters), "x")
+
+        @functools.wraps(method)  # some pipelines read its signature
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if not self.course.running:
+                return method(*args, **kwargs)
+            x, *rest = args if args else (kwargs.pop(argument),)
+            return self._run(name, Call(method, x, tuple(rest), kwargs))
+
+        return wrapped
+
+    def _run(self, name: str, call: Call) -> Any:
+        if name == "encode":
+            self.course.go_on()
+        if self.way in ("auto", "exact") and not self._tiling_wins():
+            try:
+                return self._exactly(name, call)
+            except (UnsupportedModel, VerificationError) as error:
+                self._give_up(error)
+        return self._whole(name, call)
+
+    def _exactly(self, name: str, call: Call) -> Any:
+        if not self.split[name].takes(call):
+            return call.on(call.x)
+        everywhere = name == "encode" or self.course.everywhere
+        output = self.split[name](call, everywhere=everywhere)
+        self.course.dropped |= not everywhere
+        return output
+
+    def _whole(self, name: str, call: Call) -> Any:
+        """Every rank needs what is encoded, and computes it; only the first decodes."""
+        with in_tiles(self.vae) if self.way == "tiled" else nullcontext():
+            if name == "encode" or self.course.everywhere or call.x.ndim not in (4, 5):
+                return call.on(call.x)
+            self.course.dropped = True
+            return call.on(call.x) if self._first else stand_in(call)
+
+    def _tiling_wins(self) -> bool:
+        tiled = is_tiled(self.vae)
+        if tiled and not self._said:
+            self._say(f"{type(self.vae).__name__} has tiling switched on, so one rank decodes, tile by tile")
+        return tiled
+
+    def _give_up(self, error: Exception) -> None:
+        """Raise what the person asked for cannot be; under "auto" say so and run whole."""
+        if self.way == "exact":
+            raise type(error)(f"{error}: use vae='rank0', or vae='tiled' to save memory") from error
+        self.way = "rank0"
+        self._say(f"one rank runs {type(self.vae).__name__} whole, because it cannot be split: {error}")
+
+    def _say(self, what: str) -> None:
+        self._said = True
+        if self._first:
+            log.warning("%s", what)
+
+    def restore(self) -> None:
+        """The VAE has its own methods again."""
+        for name, before in self._before.items():
+            if before is None:
+                self.vae.__dict__.pop(name, None)
+            else:
+                setattr(self.vae, name, before)
+
+
+class ParallelVaes:
+    """All VAEs of a pipeline, which are its networks with `encode` and `decode`. `mesh`: the ranks of one picture."""
+
+    def __init__(
+        self,
+        components: Mapping[str, Any],
+        denoisers: Sequence[nn.Module],
+        way: str,
+        mesh: tuple[Door, Axis],
+        verdicts: Verdicts | None = None,
+    ) -> None:
+        self.course, self.door = Course(everywhere=mesh[1].size == 1), mesh[0]
+        compiled_or_not = (getattr(module, "_orig_mod", module) for module in components.values())
+        found = {id(module): module for module in compiled_or_not if _is_vae(module)}
+        self.vaes = [ParallelVae(module, way, mesh, verdicts, self.course) for module in found.values()]
+        self._watching = [module.register_forward_pre_hook(lambda *_: self.course.go_on()) for module in denoisers]
+
+    def forget(self) -> None:
+        """Their modules may change."""
+        for vae in self.vaes:
+            for split in vae.split.values():
+                split.forget()
+
+    def control(self, *, exchange: str) -> None:
+        """Switch the exchange between bands "off", wrong on purpose, for negative controls."""
+        for vae in self.vaes:
+            for split in vae.split.values():
+                split.exchanging = exchange != "off"
+
+    def restore(self) -> None:
+        """Take everything out."""
+        for vae in self.vaes:
+            vae.restore()
+        for handle in self._watching:
+            handle.remove()
+        self.vaes, self._watching = [], []
+
+
+def _is_vae(module: Any) -> bool:
+    return isinstance(module, nn.Module) and all(callable(getattr(module, name, None)) for name in METHODS)

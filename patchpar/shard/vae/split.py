@@ -1,0 +1,213 @@
+"""One method of a VAE, encode or decode, in bands of rows: cut the input, run it on a band, join the result."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from patchpar.comm.collectives import Door, Gather
+from patchpar.errors import PatchparError, UnsupportedModel, VerificationError
+from patchpar.plan.bands import split_bands
+from patchpar.plan.mesh import Axis
+from patchpar.shard.compiled import compiled_in
+from patchpar.shard.generators import generators_of
+from patchpar.shard.local_patch import Share
+from patchpar.shard.vae.band import Band
+from patchpar.shard.vae.functions import in_band
+from patchpar.shard.vae.outputs import joined, on_all, on_first, tensors_of
+from patchpar.shard.verification import TOLERANCE, check_once, made_of, relative_error
+from patchpar.shard.verification_cache import Verdicts
+
+PROBE = 64  # rows and columns of the picture that tells how much smaller its latent is; none is more than 32 times
+FRAMES = {
+    "decode": 3,
+    "encode": 9,
+}  # at most, when it is compared: enough for every way a frame can depend on earlier ones
+COLUMNS = 3  # of a small latent, fewer than it has rows
+
+Method = Callable[..., Any]
+
+
+class Call(NamedTuple):
+    """A call of `method`, which is the VAE's own, with a picture or latent `x`."""
+
+    method: Method
+    x: Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def on(self, x: Tensor) -> Any:
+        """The same with another picture."""
+        return self.method(x, *self.args, **self.kwargs)
+
+
+class SplitMethod:
+    """`name` ("encode" or "decode") of a VAE on the places of `axis`, each of which passes the whole input.
+
+    `exchanging` off computes every band alone, wrong on purpose, as the negative control of tests.
+    """
+
+    def __init__(self, vae: nn.Module, name: str, mesh: tuple[Door, Axis], verdicts: Verdicts | None) -> None:
+        self.vae, self.name, self.verdicts = vae, name, verdicts
+        self.door, self.axis = mesh
+        self.exchanging = True
+        self.error: float | None = None
+        self._unit = 1 if name == "decode" else 0  # rows that a band is a multiple of; 0: not known yet
+        self._feeds: dict[str, bool] = {}
+        self._checked: set[Any] = set()
+        self._deadline = self.door.transport.deadline
+
+    def takes(self, call: Call) -> bool:
+        """Whether a picture has rows for every place; if not, it is small enough for every rank to do it whole.
+
+        Raises UnsupportedModel.
+        """
+        x = call.x
+        if x.ndim not in (4, 5) or x.dtype not in TOLERANCE:
+            return False
+        rows, unit = x.shape[longer_dim(x)], self._rows_per_unit(call)
+        return rows % unit == 0 and rows // unit >= self.axis.size
+
+    def __call__(self, call: Call, *, everywhere: bool) -> Any:
+        """The method's output: whole on every place if `everywhere`, else on the first, and zeros on the others.
+
+        Raises UnsupportedModel or VerificationError for a VAE that cannot be split, ExchangeError.
+        """
+        self._check(call)
+        start = time.perf_counter()
+        output = self._in_bands(call, everywhere=everywhere)
+        self.door.traffic.note("vae", "", self.name, start)
+        # A rank may have to wait for as long as another one computes, and that is only known once it has.
+        transport, seconds = self.door.transport, time.perf_counter() - start
+        transport.deadline = max(transport.deadline, self._deadline + 2 * seconds)
+        return output
+
+    def forget(self) -> None:
+        """The VAE's modules may have changed."""
+        self._checked.clear()
+        self._feeds.clear()
+
+    def _rows_per_unit(self, call: Call) -> int:
+        """How many rows of a picture make one of its latent: encode a small corner and see."""
+        if not self._unit:
+            corner = call.x[:1, ..., :PROBE, :PROBE]
+            corner = corner[:, :, :1] if corner.ndim == 5 else corner
+            try:
+                latent = tensors_of(call.on(corner.contiguous()))[0]
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise UnsupportedModel(
+                    f"{type(self.vae).__name__}.{self.name} does not take a small picture ({error})"
+                ) from error
+            self._unit = corner.shape[-1] // latent.shape[-1]
+        return self._unit
+
+    def _in_bands(self, call: Call, *, everywhere: bool) -> Any:
+        x, place = call.x, self.axis.rank
+        dim = longer_dim(x)
+        bands = split_bands(x.shape[dim], self.axis.size, self._unit)
+        share = Share(self.door, self.axis, bands=bands, dim=dim)
+        band = Band(share, self._feeds, self.exchanging)
+        own = x.narrow(dim, bands.starts[place], bands.size(place)).contiguous()
+        with in_band(self.vae, band):
+            output = call.on(own)
+        return joined(output, partial(on_all if everywhere else on_first, band, self.name))
+
+    # --- first use ----------------------------------------------------------------------------------------------
+
+    def _check(self, call: Call) -> None:
+        """Compare with the plain method once for every form of call, unless there are no `verdicts`."""
+        form = (call.x.ndim, call.x.dtype, longer_dim(call.x), self._frames(call.x), tuple(sorted(call.kwargs)))
+        if form in self._checked:
+            return
+        if compiled_in(self.vae):
+            raise UnsupportedModel(f"{type(self.vae).__name__} has compiled blocks, and rows are exchanged inside them")
+        if any(isinstance(x, Tensor) and x.ndim >= 4 for x in (*call.args, *call.kwargs.values())):
+            raise UnsupportedModel(f"{type(self.vae).__name__}.{self.name} takes another picture beside the first")
+        if self.verdicts is not None:
+            measure = partial(self._verify, call)
+            self.error = check_once(self.verdicts, self._facts(call, form), (self.door, self.axis), measure)
+        self._checked.add(form)
+
+    def _frames(self, x: Tensor) -> int:
+        return min(x.shape[2], FRAMES[self.name]) if x.ndim == 5 else 0
+
+    def _facts(self, call: Call, form: Any) -> dict[str, Any]:
+        """What the verdict depends on."""
+        return {
+            **made_of(self.vae),
+            "method": self.name,
+            "bands": self.axis.size,
+            "form": [str(each) for each in form],
+            "device": call.x.device.type,
+        }
+
+    def _verify(self, call: Call) -> float:
+        """Largest relative error of the method in bands against the plain one, over all ranks and two sizes.
+
+        Raises VerificationError when it exceeds what the dtype's rounding explains.
+        """
+        worst = 0.0
+        for seed, rows in enumerate((2 * self.axis.size, 2 * self.axis.size + 1)):
+            small = call._replace(x=self._small(call.x, rows, seed))
+            # At once: with even bands all ranks do the same whatever the model is, with uneven ones they might not.
+            worst = max(worst, self._agreed(self._error(small), call))
+        return worst
+
+    def _error(self, call: Call) -> float:
+        """Of the bands against the plain method, on this rank. Raises UnsupportedModel."""
+        try:
+            with random_numbers_kept(call):
+                want = tensors_of(call.on(call.x))
+            with random_numbers_kept(call):
+                got = tensors_of(self._in_bands(call, everywhere=True))
+        except PatchparError:
+            raise
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise UnsupportedModel(
+                f"{type(self.vae).__name__}.{self.name} does not run in bands at a small size ({error})"
+            ) from error
+        pairs = zip(got, want, strict=True)
+        return max(relative_error(x, y) if x.shape == y.shape else math.inf for x, y in pairs)
+
+    def _agreed(self, error: float, call: Call) -> float:
+        """The largest error of any rank. Raises VerificationError."""
+        own, limit = torch.tensor([error], device=self.door.transport.device), TOLERANCE[call.x.dtype]
+        worst = torch.cat(Gather(self.door, self.axis, "verify", "verification").same(own)).amax().item()
+        if not worst <= limit:
+            raise VerificationError(
+                f"{type(self.vae).__name__}.{self.name} in {self.axis.size} bands differs from the plain one by "
+                f"{worst:.1e}, more than the {limit:.0e} that rounding explains"
+            )
+        return worst
+
+    def _small(self, x: Tensor, rows: int, seed: int) -> Tensor:
+        """Noise of so many latent rows, otherwise like `x`."""
+        shape = list(x.shape)
+        if x.ndim == 5:
+            shape[2] = self._frames(x)
+        dim = longer_dim(x)
+        shape[-2], shape[-1] = (COLUMNS * self._unit,) * 2
+        shape[dim] = rows * self._unit
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(x.device, x.dtype)
+
+
+def longer_dim(x: Tensor) -> int:
+    """Along which dim a picture is split: its longer side, so that borders are short."""
+    return -2 if x.shape[-2] >= x.shape[-1] else -1
+
+
+@contextmanager
+def random_numbers_kept(call: Call) -> Iterator[None]:
+    """Nothing in here moves the default random numbers on, or those of a generator among the arguments."""
+    generators = generators_of(call.kwargs)
+    states = [generator.get_state() for generator in generators]
+    devices = [call.x.device] if call.x.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)

@@ -1,0 +1,147 @@
+"""What happens when a split denoiser is first used: it is compared with its plain forward, once, by all ranks together.
+
+The verdict is kept for the next time. Its exchanges are no part of a call's figures.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+
+from patchpar.comm.async_tensor import Promise
+from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.traffic import Traffic
+from patchpar.errors import UnsupportedModel
+from patchpar.plan.mesh import Axis
+from patchpar.shard.fingerprint import fingerprint
+from patchpar.shard.precision import wide
+from patchpar.shard.verification_cache import Verdicts
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-9}
+TIME = "timestep"  # may be a plain number, and is another one in every step; or a tensor, with a time for each token
+
+
+def check_once(
+    verdicts: Verdicts, facts: Mapping[str, Any], mesh: tuple[Door, Axis], measure: Callable[[], float]
+) -> float:
+    """The error known for these facts, or what `measure` finds now. All ranks of the axis call it together.
+
+    Raises UnsupportedModel where they do not have the same facts.
+    """
+    door, _ = mesh
+    start = time.perf_counter()
+    with _uncounted(door):
+        key = verdicts.key(facts)
+        known = verdicts.find(key, "relative_error", _error)
+        if not known_to_all(mesh, facts["denoiser"], key, known is not None) or known is None:
+            known = measure()
+            verdicts.remember(key, facts, relative_error=known)  # on every rank: they need not share a home
+    door.traffic.note("check", "", "first use", start)
+    return known
+
+
+def known_to_all(mesh: tuple[Door, Axis], network: str, key: str, known: bool) -> bool:
+    """Whether every rank of the axis knows what stands under `key`: decided together, or somebody would wait.
+
+    Raises UnsupportedModel where they do not have the same key for a network of that class.
+    """
+    door, axis = mesh
+    with _uncounted(door):
+        own = torch.tensor([known, int(key[:12], 16)], device=door.transport.device)
+        told = [(bool(each[0]), int(each[1])) for each in Gather(door, axis, "verify", "verdicts").same(own)]
+    if len({name for _, name in told}) > 1:  # all ranks see it
+        raise UnsupportedModel(
+            f"the ranks hold different networks, or call them differently (here a {network}): what is "
+            "changed in a network, such as a hook, a processor or a forward, must be changed on every rank alike"
+        )
+    return all(found for found, _ in told)
+
+
+def _error(value: Any) -> float:
+    """A relative error as it was written down. Raises ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{value!r:.80} is no relative error")
+    return float(value)
+
+
+@contextmanager
+def _uncounted(door: Door) -> Iterator[None]:
+    counted, door.traffic = door.traffic, Traffic()
+    try:
+        yield
+    finally:
+        door.traffic = counted
+
+
+def made_of(denoiser: nn.Module) -> dict[str, Any]:
+    """Facts of a denoiser that every verdict depends on: what it is made of, and what anybody has put into it.
+
+    Not what diffusers notes beside its configuration: a list of defaults, in another order in every process, and paths.
+    """
+    config = getattr(denoiser, "config", {})
+    return {
+        "denoiser": type(denoiser).__name__,
+        "config": {name: value for name, value in config.items() if not name.startswith("_")},
+        "fingerprint": fingerprint(denoiser).digest,
+    }
+
+
+def form_of(call: Call) -> Any:
+    """What may not change from one call to the next without another check."""
+    args, kwargs = call
+    leaves, spec = tree_flatten((args, {name: x for name, x in kwargs.items() if not _is_the_time(name, x)}))
+    return spec, tuple(map(_sort_of, leaves))
+
+
+def arguments_of(call: Call) -> list[str]:
+    """The same for people, and for files."""
+    leaves, _ = tree_flatten_with_path(call)
+    named = ((keystr(path), leaf) for path, leaf in leaves if leaf is not None)
+    return [f"{name} {_sort_of(leaf)}" for name, leaf in named if not _is_the_time(name, leaf)]
+
+
+def _is_the_time(name: str, leaf: Any) -> bool:
+    """Whether an argument says when it is, and nothing of what is denoised.
+
+    A switch such as `use_cross_timestep` is none: it changes what is computed.
+    """
+    return TIME in name and not isinstance(leaf, (Tensor, bool))
+
+
+def _sort_of(leaf: Any) -> str:
+    """A tensor's shape, or the value of what may be a number of frames."""
+    if isinstance(leaf, Tensor):
+        return f"{tuple(leaf.shape)} {leaf.dtype}"
+    return repr(leaf) if isinstance(leaf, (int, str, bool)) else type(leaf).__name__
+
+
+def with_noise_for_zeros(call: Call) -> Call | None:
+    """The same call with random numbers in residuals that are all zeros; None where there are none.
+
+    Those of a ControlNet are that does not act yet, and nothing of what becomes of them would show.
+    """
+    leaves, spec = tree_flatten(call)
+    asleep = [number for number, leaf in enumerate(leaves) if _is_zeros(leaf)]
+    for number in asleep:
+        generator = torch.Generator().manual_seed(number)
+        asleep_one = leaves[number]
+        noise = torch.randn(asleep_one.shape, generator=generator).to(asleep_one)
+        leaves[number] = asleep_one.with_values(noise) if isinstance(asleep_one, Promise) else noise
+    return tree_unflatten(leaves, spec) if asleep else None
+
+
+def _is_zeros(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > 2 and leaf.is_floating_point() and not bool(leaf.any())
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """Norm of the difference over the norm of `want`; infinite where `got` is not finite."""
+    got, want = wide(got), wide(want)
+    error = (got - want).norm() / want.norm().clamp_min(1e-12)
+    return error.item() if math.isfinite(error.item()) else math.inf

@@ -1,0 +1,1 @@
+"""Branches of classifier-free guidance on the ranks of axis `cfg`."""

@@ -1,0 +1,178 @@
+"""Predictions of the denoiser on their way between the ranks of an axis, each with a stamp of its origin.
+
+A stamp says which step and call a message belongs to and what shapes it has. Ranks that had parted, because something
+made one of them take a step or a call more than the others, would otherwise use each other's values in the wrong place.
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.comm.async_tensor import Delivery
+from patchpar.comm.collectives import Arriving, Door, Gather
+from patchpar.comm.pytree import leaves, tensors_in, with_tensors
+from patchpar.comm.transport import Incoming, Outgoing, Spec
+from patchpar.errors import ExchangeError, UnsupportedModel
+from patchpar.plan.mesh import Axis
+
+KIND = "guidance"
+PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a denoiser call returns, with placeholders where the tensors are, and the specs of those tensors."""
+
+    tree: Any
+    specs: tuple[Spec, ...]
+
+    @classmethod
+    def of(cls, output: Any) -> "Form | None":
+        """The form of an output; None if it holds more than tensors, numbers and strings."""
+        if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves(output)):
+            return None
+        tensors = tensors_in(output)
+        return cls(with_tensors(output, [torch.empty(0)] * len(tensors)), tuple(Spec.of(x) for x in tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When in a run of the pipeline a prediction is made."""
+
+    step: int
+    call: int
+
+    def __str__(self) -> str:
+        return f"guidance, step {self.step}, call {self.call}"
+
+    def stamp(self, specs: tuple[Spec, ...], device: torch.device) -> Tensor:
+        """The moment and the specs as numbers, the same on every rank."""
+        shapes = [(tuple(spec.shape), str(spec.dtype)) for spec in specs]
+        return torch.tensor([self.step, self.call, zlib.crc32(repr(shapes).encode())], device=device)
+
+
+class Post:
+    """Sends this rank's predictions to the others of the axis and takes in theirs."""
+
+    def __init__(self, door: Door, axis: Axis) -> None:
+        self._door, self._axis = door, axis
+        self._sent: list[Arriving] = []
+        self._parcels: list[_Parcel] = []
+        self._deliveries: list[Delivery] = []
+        self._doubts: list[Tensor] = []
+
+    def exchange(self, output: Any, moment: Moment) -> list[Any]:
+        """Outputs of the same form from every place, in order, now. Raises ExchangeError."""
+        form = Form.of(output)
+        if form is None:
+            raise UnsupportedModel(
+                f"{moment}: the denoiser's {type(output).__name__} holds more than tensors and numbers, which cannot "
+                "be joined from shares of the batch: use cfg=1"
+            )
+        stamp = self._stamp(moment, form)
+        own = [stamp, *(x.contiguous() for x in tensors_in(output))]
+        specs = [Spec.of(x) for x in own]
+        received = Gather(self._door, self._axis, KIND, str(moment)).start(own, lambda _: specs).wait()
+        for place in self._axis.others:
+            self.check(received[place][0], stamp, moment, place)
+        return [with_tensors(output, tensors[1:]) for tensors in received]
+
+    def shapes_of_all(self, own: Sequence[Tensor], moment: Moment) -> list[tuple[tuple[int, ...], ...]]:
+        """Of each of our tensors the shapes that it has at every place, in order, now. Raises ExchangeError."""
+        told = torch.tensor([size for x in own for size in x.shape], device=self._door.transport.device)
+        of_all = [x.tolist() for x in Gather(self._door, self._axis, KIND, f"{moment}: shapes").same(told)]
+        ends = list(accumulate(x.ndim for x in own))
+        return [tuple(tuple(sizes[end - x.ndim : end]) for sizes in of_all) for x, end in zip(own, ends, strict=True)]
+
+    def send(self, output: Any, form: Form, moment: Moment) -> None:
+        """Start sending a prediction to all others. What is expected from earlier calls starts to come with it."""
+        tensors = (self._stamp(moment, form), *(x.contiguous() for x in tensors_in(output)))
+        peers = tuple(self._axis.ranks[place] for place in self._axis.others)
+        self._sent.append(self._swap([Outgoing(peers, tensors)], moment))
+
+    def expect(self, place: int, form: Form, moment: Moment, *, at_once: bool) -> list[Tensor]:
+        """Promises of the prediction that `place` makes.
+
+        Not `at_once` if this rank computes something first: a receive that waits on a GPU's stream would hold up what
+        that computation exchanges on another axis.
+        """
+        parcel = _Parcel(self, place, form, moment)
+        self._parcels.append(parcel)
+        if at_once:
+            self.collect()
+        self._deliveries.append(Delivery(form.specs, self._door.transport.device, parcel.fetch))
+        return self._deliveries[-1].tensors
+
+    def collect(self) -> None:
+        """Start to receive everything that is expected."""
+        if any(parcel.arriving is None for parcel in self._parcels):
+            self._swap([], self._parcels[-1].moment)
+
+    def settle(self) -> None:
+        """Take in what nobody has used yet and let go of what has been sent. Raises ExchangeError."""
+        try:
+            for delivery in self._deliveries:
+                delivery.settle()
+            for arriving in self._sent:
+                arriving.wait()
+        finally:
+            self._deliveries, self._parcels, self._sent = [], [], []
+
+    def audit(self) -> None:
+        """Look at the stamps that were left unread so as not to wait for a GPU. Raises ExchangeError."""
+        doubts, self._doubts = self._doubts, []
+        if doubts and bool(torch.stack(doubts).any()):
+            raise ExchangeError(
+                f"rank {self._axis.ranks[self._axis.rank]}: predictions of another step or call came in: the ranks of "
+                f"axis '{self._axis.name}' had parted, and this result is wrong"
+            )
+
+    def check(self, stamp: Tensor, expected: Tensor, moment: Moment, place: int) -> None:
+        """Compare the stamp of a message from `place` with the one it should have, or keep that for `audit`."""
+        if stamp.device.type != "cpu":
+            self._doubts.append((stamp != expected).any())
+        elif not torch.equal(stamp, expected):
+            step, call, _ = stamp.tolist()
+            raise ExchangeError(
+                f"rank {self._axis.ranks[self._axis.rank]} is at {moment}, rank {self._axis.ranks[place]} at step "
+                f"{step}, call {call}, or their predictions differ in shape: the ranks of axis '{self._axis.name}' "
+                "have parted"
+            )
+
+    def _stamp(self, moment: Moment, form: Form) -> Tensor:
+        return moment.stamp(form.specs, self._door.transport.device)
+
+    def _swap(self, outgoing: list[Outgoing], moment: Moment) -> Arriving:
+        due = [parcel for parcel in self._parcels if parcel.arriving is None]
+        arriving = self._door.swap(KIND, str(moment), outgoing, [parcel.incoming() for parcel in due])
+        for index, parcel in enumerate(due):
+            parcel.arriving, parcel.index = arriving, index
+        return arriving
+
+
+class _Parcel:
+    """One message that another place sends us."""
+
+    def __init__(self, post: Post, place: int, form: Form, moment: Moment) -> None:
+        self.post, self.place, self.form, self.moment = post, place, form, moment
+        self.arriving: Arriving | None = None
+        self.index = 0
+
+    def incoming(self) -> Incoming:
+        """What to receive: the stamp, then the tensors."""
+        stamp = self.post._stamp(self.moment, self.form)
+        return Incoming(self.post._axis.ranks[self.place], (Spec.of(stamp), *self.form.specs))
+
+    def fetch(self) -> list[Tensor]:
+        """Wait for it."""
+        if self.arriving is None:
+            self.post.collect()
+        assert self.arriving is not None
+        stamp, *tensors = self.arriving.wait_for(self.index)
+        self.post.check(stamp, self.post._stamp(self.moment, self.form), self.moment, self.place)
+        return tensors

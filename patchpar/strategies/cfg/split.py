@@ -1,0 +1,243 @@
+"""Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598) with its branches on the ranks of axis `cfg`.
+
+What is split: the calls of the denoiser, which is asked once with a prompt and once without.
+
+    branches in one call      rank 0:  x[:n] -> e0 --+--> cat(e0, e1)        each rank runs its share of the batch
+                              rank 1:  x[n:] -> e1 --+--> cat(e0, e1)
+
+    one call per branch       rank 0:  call 0 ==> e0     call 1 --> promise  each rank runs its own calls and gives
+                              rank 1:  call 0 --> promise     call 1 ==> e1  a promise for the others
+
+Which of the two it is shows in the sample: one call for all branches repeats the latents. Call c of a step belongs to
+rank c mod size; nothing is guessed about how many calls come, so guidance that pauses for some steps or a second
+denoiser that takes over changes the speed only. The first call of each kind runs on every rank, to learn what a
+promise must look like, and so does each that leaves something in a cache that it was given.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from patchpar.comm.async_tensor import Delivery
+from patchpar.comm.collectives import Door
+from patchpar.comm.pytree import tensors_in, with_tensors
+from patchpar.comm.transport import Spec
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.models.info import parameters_of
+from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.batch import Batch, count_branches, filled_up, largest_of, sample_of
+from patchpar.shard.guidance_branches import at_own_place
+from patchpar.shard.returned_caches import gives_back, with_given, without_given
+from patchpar.shard.step_caches import are_as_before, held_by
+from patchpar.strategies.cfg.exchange import Form, Moment, Post
+
+Shapes = Sequence[Sequence[tuple[int, ...]]]
+WITHOUT = "run it with cfg=1 and give the devices to another axis, e.g. patch"
+
+
+def guidance_of(pipe: Any, arguments: Mapping[str, Any]) -> bool | None:
+    """Whether a call of a diffusers pipeline with these arguments applies guidance; None if that cannot be told.
+
+    Ask when the denoiser is first called: before, a pipeline may not know itself.
+    """
+    if getattr(pipe, "do_perturbed_attention_guidance", False):
+        return True
+    given = {**parameters_of(type(pipe)), **arguments}
+    try:
+        return bool(pipe.do_classifier_free_guidance)
+    except AttributeError:  # it has no such property, or has not been called yet
+        pass
+    if given.get("true_cfg_scale") is not None:
+        negative = any(given.get(name) is not None for name in ("negative_prompt", "negative_prompt_embeds"))
+        return bool(given["true_cfg_scale"] > 1 and negative)
+    scale = given.get("guidance_scale")
+    return False if isinstance(scale, (int, float)) and scale <= 1 else None
+
+
+def refuse_perturbed(pipe: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModel for guidance whose branches are told apart inside the denoiser (arXiv:2403.17377).
+
+    Its attention layers cut the batch into branches, which a call for a patch does not always have all of.
+    """
+    if getattr(pipe, "do_perturbed_attention_guidance", False):
+        raise UnsupportedModel(
+            f"{type(pipe).__name__} with pag_scale={arguments.get('pag_scale', 'its default')} tells the branches of "
+            f"guidance apart inside its attention, and patches of a large picture are not always asked for with all of "
+            "them: use strategy exact, or pag_scale=0"
+        )
+
+
+@dataclass(slots=True)
+class Progress:
+    """What one pipeline call has shown so far."""
+
+    step: int = -1
+    calls: int = 0  # in this step
+    finished: int = 0  # steps
+    most_calls: int = 0  # in any finished step
+    branches: dict[tuple[Spec, ...], int] = field(default_factory=dict)  # by the specs of the sample
+
+    def turn_to(self, step: int) -> None:
+        """A new step has begun."""
+        if self.calls:
+            self.finished, self.most_calls = self.finished + 1, max(self.most_calls, self.calls)
+        self.step, self.calls = step, 0
+
+    @property
+    def guided(self) -> bool:
+        """Whether anything has shown that guidance is on."""
+        return max(self.most_calls, self.calls, *self.branches.values()) > 1
+
+
+class GuidanceSplit:
+    """Spreads the branches of guidance over `axis`. Every call of every denoiser goes through `denoise` on every rank.
+
+    `reset` belongs before every pipeline call and `finish` after it. `carriers`: what is known of the arguments of the
+    next call, see `Batch.known`; `by_branch`: the layers of its network that tell branches apart, which `layers_of`
+    finds.
+    """
+
+    def __init__(
+        self,
+        door: Door,
+        axis: Axis,
+        clock: StepClock,
+        layers_of: Callable[[nn.Module], Sequence[nn.Module]] = lambda network: (),
+    ) -> None:
+        self.layers_of = layers_of
+        self.carriers: Mapping[str, int | None] = {}
+        self.by_branch: Sequence[nn.Module] = ()
+        self._axis, self._clock = axis, clock
+        self._post = Post(door, axis)
+        self._progress = Progress()
+        self._forms: dict[Any, Form | None] = {}  # kept from one pipeline call to the next
+        self._shapes: dict[Any, Shapes] = {}
+
+    def reset(self) -> None:
+        """Begin a pipeline call."""
+        self._post.settle()
+        self._progress = Progress()
+
+    def finish(self) -> None:
+        """End a pipeline call: take in what is still under way. Raises ExchangeError if the ranks had parted."""
+        self._post.settle()
+        self._post.audit()
+
+    def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """What `forward(*args, **kwargs)` returns, with the work spread over the ranks of the axis.
+
+        Raises PlanError if there is no guidance to split, ExchangeError if another rank is late or elsewhere.
+        """
+        if self._axis.size == 1:
+            return forward(*args, **kwargs)
+        progress, sample = self._progress, sample_of(args, kwargs)
+        if self._clock.evaluation != progress.step:
+            self._post.settle()
+            progress.turn_to(self._clock.evaluation)
+        progress.calls += 1
+        self._clock.branches = self._branches(sample)
+        if self._clock.branches > 1:
+            return self._share_of_batch(forward, sample, args, kwargs)
+        if not progress.guided and (self._clock.guided is False or progress.finished):
+            raise PlanError(self._no_guidance())
+        return self._own_call_or_promise(forward, sample, args, kwargs)
+
+    def condition(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """What `forward(*args, **kwargs)` returns, for a network that the denoiser listens to, such as a ControlNet.
+
+        Each rank computes its share of the batch. The outputs are promises of the whole: `denoise` takes our share out
+        of them and nothing is sent; whoever else uses them fetches the rest, on all ranks alike.
+        """
+        axis, moment = self._axis, self._moment
+        sample = sample_of(args, kwargs)
+        batch = Batch.of(sample, self.carriers)
+        if axis.size == 1 or self._branches(sample) == 1 or batch.size % axis.size or "" in self.carriers:
+            return forward(*args, **kwargs)
+        own_args, own_kwargs = batch.share((args, kwargs), axis.rank, axis.size)
+        output = forward(*own_args, **own_kwargs)
+        own = [x.contiguous() for x in tensors_in(output)]
+        shapes = self._shapes_of_shares(own, (args, kwargs), moment) if batch.by_item else [(x.shape,) for x in own]
+        largest = [largest_of(each) for each in shapes]
+        specs = [((axis.size * shape[0], *shape[1:]), x.dtype) for x, shape in zip(own, largest, strict=True)]
+
+        def fetch() -> list[Tensor]:
+            filled = with_tensors(output, [filled_up(x, shape) for x, shape in zip(own, largest, strict=True)])
+            return tensors_in(batch.join(self._post.exchange(filled, moment)))
+
+        differ = shapes if batch.by_item else ()
+        return with_tensors(output, Delivery(specs, own[0].device, fetch, own, differ).tensors)
+
+    def _shapes_of_shares(self, own: Sequence[Tensor], call: Any, moment: Moment) -> Shapes:
+        """Of each of our tensors its shape on every rank, asked for once for each form of the whole call."""
+        form = tuple(Spec.of(x) for x in tensors_in(call))
+        if form not in self._shapes:
+            self._shapes[form] = self._post.shapes_of_all(own, moment)
+        return self._shapes[form]
+
+    def _branches(self, sample: Any) -> int:
+        specs, known = tuple(Spec.of(x) for x in tensors_in(sample)), self._progress.branches
+        if specs not in known:
+            known[specs] = count_branches(sample)
+        return known[specs]
+
+    def _share_of_batch(
+        self, forward: Callable[..., Any], sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        axis, batch = self._axis, Batch.of(sample, self.carriers)
+        if "" in self.carriers:
+            return forward(*args, **kwargs)
+        if batch.size % axis.size:
+            branches = self._branches(sample)
+            raise PlanError(
+                f"guidance here has {branches} branches in one batch of {batch.size}, which cfg={axis.size} ranks "
+                f"cannot share evenly: use cfg={branches}, or {WITHOUT}"
+            )
+        own_args, own_kwargs = batch.share((args, kwargs), axis.rank, axis.size)
+        with at_own_place(self.by_branch, axis.rank, axis.size):
+            output = forward(*own_args, **own_kwargs)
+        own_call = (own_args, own_kwargs)
+        if batch.by_item or not gives_back(output, own_call):
+            return batch.join(self._post.exchange(output, self._moment))
+        joined = batch.join(self._post.exchange(without_given(output, own_call), self._moment))
+        return with_given(joined, output, own_call, (args, kwargs))
+
+    def _own_call_or_promise(
+        self, forward: Callable[..., Any], sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        moment, axis = self._moment, self._axis
+        specs = tuple(Spec.of(x) for x in tensors_in(sample))
+        told = tuple((name, value if isinstance(value, (str, bool)) else None) for name, value in kwargs.items())
+        key = (moment.call, len(args), told, specs)
+        form = self._forms.get(key)
+        owner = moment.call % axis.size
+        if form is not None and owner != axis.rank:
+            promises = self._post.expect(owner, form, moment, at_once=moment.call > axis.rank)
+            return with_tensors(form.tree, promises)
+        before = held_by(kwargs)
+        output = forward(*args, **kwargs)
+        if form is None:
+            if are_as_before(before, held_by(kwargs)):  # else every rank needs what such a call leaves behind
+                self._forms[key] = Form.of(output)
+            return output
+        found = Form.of(output)
+        if found is None or found.specs != form.specs:
+            raise UnsupportedModel(
+                f"{moment}: the denoiser returned {found and found.specs}, but {form.specs} for the same sample "
+                f"before, so that no rank can foresee what another computes: {WITHOUT}"
+            )
+        self._post.send(output, form, moment)
+        return output
+
+    @property
+    def _moment(self) -> Moment:
+        return Moment(self._clock.evaluation, self._clock.call)
+
+    def _no_guidance(self) -> str:
+        return (
+            f"the plan has cfg={self._axis.size}, but this call uses no classifier-free guidance (a guidance_scale or "
+            "true_cfg_scale of 1 or less, no negative prompt where one is needed, or a distilled model), so that there "
+            f"is one branch only: set guidance_scale above 1, or {WITHOUT}"
+        )

@@ -1,0 +1,88 @@
+"""Hold the split of guidance to its promise: the joined prediction against the plain forward of the whole batch.
+
+Which arguments carry the batch is told by their shapes, and a shape may tell it wrongly: the first call of every form
+shows it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.pytree import floats_in
+from patchpar.errors import VerificationError
+from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.batch_arguments import Layers, carriers_of
+from patchpar.shard.fingerprint import Watched
+from patchpar.shard.step_caches import caches_set_aside
+from patchpar.shard.verification import TOLERANCE, Call, arguments_of, check_once, form_of, made_of, relative_error
+from patchpar.shard.verification_cache import Verdicts
+
+
+class GuidanceCheck:
+    """Checks of one denoiser whose branches of guidance are on the ranks of `axis`.
+
+    `unsure`: somebody may have changed the denoiser since the last call. `by_branch`: its layers that tell branches
+    apart, see `shard.guidance_branches`.
+    """
+
+    def __init__(
+        self,
+        denoiser: nn.Module,
+        mesh: tuple[Door, Axis],
+        clock: StepClock,
+        verdicts: Verdicts,
+        by_branch: Layers = tuple,
+    ) -> None:
+        self.denoiser, self.clock, self.verdicts = denoiser, clock, verdicts
+        self.door, self.axis = mesh
+        self._seen: list[Any] = []
+        self.carriers = carriers_of(denoiser, mesh, verdicts, by_branch)
+        self._watched, self.unsure = Watched(denoiser), False
+
+    def __call__(self, plain: Callable[..., Any], call: Call, joined: Any) -> None:
+        """Compare `joined`, where it is of several branches, with what the denoiser's own forward gives for `call`.
+
+        All ranks of the axis come here together. Raises VerificationError.
+        """
+        if self.clock.branches == 1:  # each branch has a call of its own, and nothing is told by shapes
+            return
+        if self.unsure and self._watched.has_changed:
+            self._seen.clear()
+        self.unsure = False
+        form = form_of(call)
+        if form in self._seen:
+            return
+        facts = {
+            **made_of(self.denoiser),
+            "strategy": "cfg",
+            "places": self.axis.size,
+            "device": self.door.transport.device.type,
+            "arguments": arguments_of(call),
+        }
+        before = self._watched.now()
+        with caches_set_aside(self.denoiser):
+            check_once(self.verdicts, facts, (self.door, self.axis), partial(self._measure, plain, call, joined))
+        self._seen.append(form)
+        self._watched.know(before)
+
+    @torch.no_grad()
+    def _measure(self, plain: Callable[..., Any], call: Call, joined: Any) -> float:
+        args, kwargs = call
+        want, got = floats_in(plain(*args, **kwargs)), floats_in(joined)
+        error = max(relative_error(x, y) for x, y in zip(got, want, strict=True))
+        limit = max(TOLERANCE[x.dtype] for x in want)
+        own = torch.tensor([error], dtype=torch.float32, device=self.door.transport.device)
+        worst = max(float(x) for x in Gather(self.door, self.axis, "verify", "guidance").same(own))
+        if not worst <= limit:
+            raise VerificationError(
+                f"{type(self.denoiser).__name__} with the branches of guidance on {self.axis.size} ranks differs from "
+                f"the plain one by {worst:.1e}, more than the {limit:.0e} that rounding explains: one of its arguments "
+                f"carries the batch where nobody looks for it ({', '.join(arguments_of(call))}). Run it with cfg=1 and "
+                "give the devices to another axis, e.g. patch"
+            )
+        return worst

@@ -1,0 +1,1 @@
+"""Prompts of one call on the ranks of axis `data`."""

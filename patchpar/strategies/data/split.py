@@ -1,0 +1,286 @@
+"""Data parallelism: a list of prompts on the ranks of axis `data`, each rank an ordinary call with its share of them.
+
+What is split: the arguments that hold one entry per prompt. What crosses: nothing but the outputs, at the end.
+
+    prompts   a b c d e     rank 0: a b c     rank 1: d e     outputs: a b c d e
+    noise     one draw of 5 rows on every rank, of which it keeps its own
+
+With one generator (or none) for all prompts, diffusers draws noise for the whole batch at once. So does every rank
+here, and keeps its rows: the picture of a prompt depends neither on the number of ranks nor on who makes it.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from patchpar.errors import PlanError
+from patchpar.models.info import images_each
+
+TEXTS = (
+    "prompt",
+    "negative_prompt",
+    "pooled_prompt",
+    "negative_pooled_prompt",
+    "lyrics",
+    "transcription",
+)  # and all names that begin so
+PICTURES = (
+    "image", "mask_image", "control_image", "control_mask", "original_image", "masked_image_latents", "video", "mask",
+)  # fmt: skip
+PER_PROMPT = (*PICTURES, "generator", "latents", "class_labels", "image_embeds", "negative_image_embeds")
+COUNTING = ("prompt", "prompt_embeds", "class_labels", "image")  # the first of these that was given counts
+SHARED_LISTS = (
+    "timesteps", "sigmas", "controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end",
+    "control_mode", "ip_adapter_image", "ip_adapter_image_embeds", "callback_on_step_end_tensor_inputs",
+    "skip_guidance_layers", "original_size", "target_size", "crops_coords_top_left", "negative_original_size",
+    "negative_target_size", "negative_crops_coords_top_left", "decode_timestep", "decode_noise_scale",
+    "chunk_partition", "conditions", "guidance_keyframe_positions", "history_sizes", "keyframe_positions",
+    "pyramid_num_inference_steps_list", "reference_conditions", "spatio_temporal_guidance_blocks",
+)  # fmt: skip
+REFERENCES = (  # pipelines with several pictures a prompt
+    "Flux2", "QwenImageEditPlus", "QwenImage21", "JoyImageEditPlus", "OmniGen", "BriaFibo", "ZImageOmni", "VisualCloze",
+    "LTXCondition",
+)  # fmt: skip
+MIXED = {
+    "CycleDiffusionPipeline": "takes the second of several prompts for a branch of the guidance of the first",
+    "HeliosPyramidPipeline": "draws the noise between its stages for all prompts at once",
+    "Kandinsky5I2VPipeline": "brings the first frames of each video to the mean of the videos of all prompts",
+    "FluxPriorReduxPipeline": "adds up what all images and prompts give",
+    "StableDiffusionPanoramaPipeline": "takes the text of one prompt for the branch without text of another",
+    "OmniGenPipeline": "gives the texts of all prompts the positions of the first",
+}
+REFERRED = ("image", "video", "conditions")
+OWN_NOISE = ("DPMSolverSDEScheduler", "AmusedScheduler")  # schedulers that draw noise for a whole batch themselves
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Prompts `start` up to `stop` of `total`."""
+
+    start: int
+    stop: int
+    total: int
+
+    @classmethod
+    def of(cls, kwargs: Mapping[str, Any], rank: int, size: int) -> "Share":
+        """The share of a pipeline call's prompts that falls to `rank`. Raises PlanError if some rank would get none."""
+        total = _count_prompts(kwargs)
+        if total < size:
+            given = "1 prompt" if total == 1 else f"{total} prompts"
+            raise PlanError(
+                f"the plan has data={size}, but this call has {given}: give a list of at least {size} prompts, or use "
+                f"data={total} and another axis (cfg, patch) for the other devices"
+            )
+        each, more = divmod(total, size)
+        start = rank * each + min(rank, more)
+        return cls(start, start + each + (rank < more), total)
+
+    def rows(self, count: int) -> slice:
+        """Our part of `count` rows that hold the same number for each prompt, in order."""
+        per_prompt = count // self.total
+        return slice(self.start * per_prompt, self.stop * per_prompt)
+
+
+def split_call(kwargs: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """The arguments of a diffusers pipeline call for `rank` of `size`.
+
+    Lists and tensors with one entry per prompt are divided, also with `num_images_per_prompt` entries per prompt, as
+    lists of generators and latents have them. Raises PlanError where it cannot be told what belongs to which prompt.
+    """
+    share = Share.of(kwargs, rank, size)
+    return {name: _divided(name, value, share, kwargs) for name, value in kwargs.items()}
+
+
+def merge_outputs(outputs: Sequence[Any]) -> Any:
+    """One output from those of all data ranks, in order: the pipeline's own class, or a tuple."""
+    first = outputs[0]
+    if is_dataclass(first):
+        parts = {field.name: [getattr(output, field.name) for output in outputs] for field in fields(first)}
+        make: Any = type(first)
+        return make(**{name: merge_outputs(values) for name, values in parts.items()})
+    if isinstance(first, tuple):
+        return tuple(merge_outputs(parts) for parts in zip(*outputs, strict=True))
+    if isinstance(first, list):
+        return [item for output in outputs for item in output]
+    if hasattr(first, "new_empty"):
+        import torch
+
+        return torch.cat([output.to(first.device) for output in outputs])
+    if hasattr(first, "__array__"):
+        import numpy as np
+
+        return np.concatenate(outputs)
+    return first
+
+
+@contextmanager
+def as_one_call(pipe: Any, kwargs: Mapping[str, Any], rank: int, size: int) -> Iterator[dict[str, Any]]:
+    """The arguments for `rank` of `size`; while open, noise and texts are our part of those of one call for all.
+
+    Raises PlanError where a part of the prompts cannot be given the pictures that they get in one call for all.
+    """
+    from patchpar.strategies.data.text_encoding import Texts, encoded_together  # which needs torch: on ranks only
+
+    share, own_kwargs = Share.of(kwargs, rank, size), split_call(kwargs, rank, size)
+    _refuse_what_depends_on_the_others(pipe, kwargs, share)
+    own = share.stop - share.start
+    texts = Texts(whole_call=kwargs, own_call=own_kwargs, own=own, total=share.total, rows=share.rows)
+    with ExitStack() as stack:
+        stack.enter_context(encoded_together(pipe, texts))
+        stack.enter_context(_drawn_together(pipe, kwargs, share))
+        stack.enter_context(_no_tokens_drawn(pipe))
+        yield own_kwargs
+
+
+@contextmanager
+def _drawn_together(pipe: Any, kwargs: Mapping[str, Any], share: Share) -> Iterator[None]:
+    """While open, noise that diffusers draws is our part of a draw for all prompts. Raises PlanError.
+
+    Lists of generators are left alone: they draw prompt by prompt.
+    """
+    from diffusers.utils import torch_utils
+
+    plain, given, own = torch_utils.randn_tensor, kwargs.get("generator"), share.stop - share.start
+
+    def randn_tensor(shape: Sequence[int], generator: Any = None, *args: Any, **more: Any) -> Any:
+        rows = shape[0]
+        if isinstance(generator, list) and len(generator) == 1:  # as diffusers does
+            generator = generator[0]
+        if generator is None and given is not None:
+            _refuse_noise_of_its_own(pipe, kwargs, rows, own)
+        elif isinstance(given, list) or generator is not given or rows % own:
+            return plain(shape, generator, *args, **more)
+        noise = plain((rows // own * share.total, *shape[1:]), generator, *args, **more)
+        return noise[share.rows(len(noise))].clone()
+
+    others = [module for module in list(sys.modules.values()) if module is not torch_utils]
+    importers = [module for module in others if getattr(module, "__dict__", {}).get("randn_tensor") is plain]
+    for module in importers:
+        module.__dict__["randn_tensor"] = randn_tensor
+    try:
+        yield
+    finally:
+        for module in importers:
+            module.__dict__["randn_tensor"] = plain
+
+
+@contextmanager
+def _no_tokens_drawn(pipe: Any) -> Iterator[None]:
+    """While open, tokens that are drawn by their probabilities are refused (PlanError).
+
+    Which they are depends on what was drawn for the prompts before: language models that write a prompt anew or the
+    tokens of an image, and image models that draw theirs.
+    """
+    import torch
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PlanError(
+            f"{type(pipe).__name__} draws tokens by their probabilities: those of a prompt depend on the prompts "
+            "before it, so that data ranks would give other images. Use data=1"
+        )
+
+    plain = torch.multinomial
+    torch.multinomial = refuse
+    try:
+        yield
+    finally:
+        torch.multinomial = plain
+
+
+def _count_prompts(kwargs: Mapping[str, Any]) -> int:
+    for name in COUNTING:
+        if kwargs.get(name) is not None:
+            return _entries(name, kwargs[name]) or 1
+    return 1
+
+
+def _entries(name: str, value: Any) -> int | None:
+    """How many entries a list or tensor has; None if it is one thing."""
+    if isinstance(value, list):
+        one_video = name == "video" and bool(value) and not isinstance(value[0], list) and not _dims(value[0]) > 3
+        return None if one_video else len(value)
+    least = 1 + 3 * (name in PICTURES) + (name == "video")  # the dims of several: pictures are arrays themselves
+    return len(value) if _dims(value) >= least else None
+
+
+def _dims(value: Any) -> int:
+    return len(getattr(value, "shape", ()))
+
+
+def _divided(name: str, value: Any, share: Share, kwargs: Mapping[str, Any]) -> Any:
+    count = _entries(name, value)
+    if not count or name in SHARED_LISTS:
+        return value
+    images = images_each(kwargs)
+    if name not in PER_PROMPT and not name.startswith(TEXTS):
+        if isinstance(value, list) and count == share.total:
+            raise PlanError(
+                f"{name} is a list of {count} for {share.total} prompts: whether it holds one entry for each prompt "
+                "cannot be told, so it cannot be divided between data ranks. Use data=1 for this call"
+            )
+        return value
+    if count in (share.total, share.total * images):
+        return value[share.rows(count)]
+    if isinstance(value, list) and all(isinstance(item, list) and len(item) == share.total for item in value):
+        return [item[share.rows(len(item))] for item in value]  # a list of pictures for each ControlNet
+    if count == 1 and name != "generator":
+        return value
+    each = f", or {images} for each" if images > 1 else ""
+    raise PlanError(f"{name} has {count} entries for {share.total} prompts: give one for each prompt{each}")
+
+
+def why_kept_together(pipe: Any) -> str:
+    """Why no part of the prompts can be drawn by itself as the pipeline is set up; empty where it can."""
+    scheduler, name = type(getattr(pipe, "scheduler", None)).__name__, type(pipe).__name__
+    if name in MIXED:
+        return f"{name} {MIXED[name]}"
+    return f"{scheduler} draws noise for all of them by itself" if scheduler in OWN_NOISE else ""
+
+
+def _refuse_what_depends_on_the_others(pipe: Any, kwargs: Mapping[str, Any], share: Share) -> None:
+    why = why_kept_together(pipe)
+    if why:
+        way_out = "data=1" if type(pipe).__name__ in MIXED else "another scheduler, or data=1"
+        raise PlanError(f"{why}, so that data ranks would give other pictures: use {way_out}")
+    if type(pipe).__name__.startswith(REFERENCES):
+        for name in REFERRED:
+            if kwargs.get(name) is not None:
+                raise PlanError(
+                    f"{type(pipe).__name__} takes {name} as references for all prompts, not one for each: use data=1 "
+                    "with it"
+                )
+    _refuse_one_picture(pipe, kwargs, share)
+
+
+def _refuse_noise_of_its_own(pipe: Any, kwargs: Mapping[str, Any], rows: int, own: int) -> None:
+    """Noise that a pipeline draws from no generator, though it was given some, and not a row for each picture.
+
+    In which order it would draw the rows for all prompts is not known then.
+    """
+    images = images_each(kwargs)
+    if rows != own * images:
+        raise PlanError(
+            f"{type(pipe).__name__} draws noise for {rows} rows from torch's own generator, though it was given "
+            f"another one: which of them belong to which of {own * images} pictures is not known, so that data ranks "
+            "may give other pictures. Use data=1 for this call"
+        )
+
+
+def _refuse_one_picture(pipe: Any, kwargs: Mapping[str, Any], share: Share) -> None:
+    """What one picture takes of the noise, and of which generator, depends on the pipeline and the number of prompts.
+
+    Some pipelines repeat the picture for every prompt before they encode it, others encode it once, with the first
+    generator, which only the first rank has.
+    """
+    guides_only = getattr(pipe, "controlnet", None) is not None and "control_image" not in kwargs
+    for name in PICTURES:
+        if kwargs.get(name) is None or (name == "image" and guides_only):
+            continue
+        if _entries(name, kwargs[name]) != share.total:
+            raise PlanError(
+                f"one {name} for {share.total} prompts: the noise that it takes depends on the number of prompts in a "
+                f"call, so that data ranks would give other pictures. Give {name} as a list of {share.total}, the same "
+                f"{share.total} times if need be"
+            )

@@ -1,0 +1,167 @@
+"""Texts as they are encoded beside those of the other ranks of axis `data`.
+
+Many pipelines pad the texts of a call to the longest, and some give their denoisers the padding without a mask: what a
+prompt gives depends on the others then. So what `encode_prompt` makes of our prompts is held against what it makes of
+all. Where only the number of prompts differs, and values by rounding, ours stays; otherwise our rows of the whole take
+its place.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.errors import PatchparError, PlanError
+from patchpar.models.info import images_each
+from patchpar.shard.unsupported_model import in_one_line
+
+METHOD = "encode_prompt"  # of pipelines of diffusers, and all that begin so
+ROUNDING = 100
+"""Machine epsilons that the same text may differ by when it is encoded beside others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Texts:
+    """A call's arguments for all prompts and for those of this rank: `own` of `total`.
+
+    `rows` says which of so many rows of all are ours.
+    """
+
+    whole_call: Mapping[str, Any]
+    own_call: Mapping[str, Any]
+    own: int
+    total: int
+    rows: Callable[[int], slice]
+
+    def for_all(self, value: Any) -> Any:
+        """An argument of `encode_prompt` for all prompts; the same object where it is none of each prompt."""
+        for each, own in self.own_call.items():
+            if self.whole_call[each] is not own and (own is value or _are_the_same(own, value)):
+                return self.whole_call[each]
+        if isinstance(value, list) and len(value) == self.own and all(_is_text(each, value[0]) for each in value):
+            return value[:1] * self.total  # the pipeline's own negative prompt, one for each
+        return value
+
+    def among(self, own: Any, whole: Any, images: int = 1) -> Any:
+        """What stands for our prompts: what was encoded of them alone, or their rows of all. Raises PlanError.
+
+        `images`: how many rows in a row each prompt has; branches of guidance may come one after another.
+        """
+        return own if self._are_alike(own, whole, images) else self._ours(own, whole, images)
+
+    def _are_alike(self, own: Any, whole: Any, images: int) -> bool:
+        """Whether they differ in the number of prompts only, and by rounding."""
+        if isinstance(own, Tensor) and isinstance(whole, Tensor):
+            batch = self._batch_dim(own, whole)
+            own_shape, shape = ([size for dim, size in enumerate(x.shape) if dim != batch] for x in (own, whole))
+            ours = self._rows_of(own, whole, images)
+            return own_shape == shape and (ours is None or _is_rounding(own, ours))
+        pairs = zip(_items(own), self._items_of(own, whole), strict=True)
+        return all(self._are_alike(*pair, images) for pair in pairs)
+
+    def _batch_dim(self, own: Any, whole: Tensor) -> int | None:
+        """The dim that has more for more prompts; the first where there was nothing for ours alone, as of a mask."""
+        if not isinstance(own, Tensor):
+            return 0 if whole.ndim else None
+        if own.ndim != whole.ndim:
+            return None
+        sizes = enumerate(zip(own.shape, whole.shape, strict=True))
+        return next((dim for dim, (few, many) in sizes if few * self.total == many * self.own), None)
+
+    def _items_of(self, own: Any, whole: Any) -> Sequence[Any]:
+        items = _items(whole)
+        return items if len(items) == len(_items(own)) else items[self.rows(len(items))]  # one for each prompt
+
+    def _ours(self, own: Any, whole: Any, images: int) -> Any:
+        if isinstance(whole, Tensor):
+            rows = self._rows_of(own, whole, images)
+            if rows is None:
+                raise PlanError(
+                    f"how long a text is encoded depends on the other prompts of the call, and of which of the "
+                    f"{self.total} prompts each of its {whole.shape[self._batch_dim(own, whole) or 0]} rows is cannot "
+                    "be told, so that data ranks would give other images: use data=1"
+                )
+            return rows
+        found = [self._ours(*pair, images) for pair in zip(_items(own), self._items_of(own, whole), strict=True)]
+        if isinstance(whole, Mapping):
+            return type(whole)(**dict(zip(whole, found, strict=True)))
+        return type(whole)(found) if isinstance(whole, (list, tuple)) else whole
+
+    def _rows_of(self, own: Any, whole: Tensor, images: int) -> Tensor | None:
+        """Our rows of all; None where it cannot be told which they are."""
+        dim = self._batch_dim(own, whole)
+        if dim is None:
+            return whole  # of no prompt in particular, such as the positions of the longest text
+        each, count = self.total * images, whole.shape[dim]
+        branches, rest = divmod(count, each)
+        if rest:
+            return None
+        rows = self.rows(each)
+        starts = range(0, branches * each, each)
+        return torch.cat([whole.narrow(dim, start + rows.start, rows.stop - rows.start) for start in starts], dim)
+
+
+@contextmanager
+def encoded_together(pipe: Any, texts: Texts) -> Iterator[None]:
+    """While open, the pipeline encodes our prompts as it does beside all others."""
+    names = [name for name in dir(type(pipe)) if name.startswith(METHOD)]
+    for name in names:
+        setattr(pipe, name, _together(getattr(pipe, name), texts))
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(pipe, name)
+
+
+def _together(plain: Callable[..., Any], texts: Texts) -> Callable[..., Any]:
+    signature = inspect.signature(plain)
+
+    def encode_prompt(*args: Any, **kwargs: Any) -> Any:
+        own = plain(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        given = dict(bound.arguments)
+        bound.arguments.update({name: texts.for_all(value) for name, value in given.items()})
+        if all(bound.arguments[name] is value for name, value in given.items()):
+            return own
+        if given.get("batch_size") == texts.own:
+            bound.arguments["batch_size"] = texts.total
+        try:
+            return texts.among(own, plain(*bound.args, **bound.kwargs), images_each(given))
+        except PatchparError:
+            raise
+        except (RuntimeError, ValueError, TypeError, LookupError) as error:
+            raise PlanError(
+                f"the texts of one rank can be encoded, but not those of all as in one call ({in_one_line(error)}): "
+                "use data=1"
+            ) from error
+
+    return encode_prompt
+
+
+def _are_the_same(own: Any, value: Any) -> bool:
+    """Whether two lists hold the same things, such as a list of texts and a copy of it."""
+    if not (isinstance(own, list) and isinstance(value, list) and own and len(own) == len(value)):
+        return False
+    return all(one is other or _is_text(one, other) for one, other in zip(own, value, strict=True))
+
+
+def _is_text(one: Any, other: Any) -> bool:
+    return isinstance(one, str) and isinstance(other, str) and one == other
+
+
+def _is_rounding(own: Tensor, ours: Tensor) -> bool:
+    """Whether values differ no more than they do where more of them are computed at once."""
+    if own.shape != ours.shape or not own.is_floating_point():
+        return torch.equal(own, ours)
+    return bool((own - ours).norm() <= ROUNDING * torch.finfo(own.dtype).eps * ours.norm())
+
+
+def _items(value: Any) -> Sequence[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return value if isinstance(value, (list, tuple)) else ()

@@ -1,0 +1,71 @@
+"""Tensors of every rank to every rank."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from patchpar.comm.collectives import Door, Part
+from patchpar.comm.transport import Spec
+from patchpar.plan.mesh import Axis
+from patchpar.strategies.structure.work_schedule import Unit
+
+Shares = Sequence[tuple[Unit, ...]]
+Sent = Callable[[int], Sequence[Tensor]]
+Expected = Callable[[int], Sequence[Spec]]
+PREDICTION, ANCHOR, MASK, LATENTS = "prediction", "anchor", "mask", "latents"
+
+
+def from_everyone(
+    mesh: tuple[Door, Axis],
+    where: str,
+    own: Mapping[str, Sent],
+    expected: Mapping[str, Expected],
+    *,
+    silent: bool = False,
+) -> list[dict[str, list[Tensor]]]:
+    """Tensors by kind from every place, ours included, in one message to each rank.
+
+    `own`: what a place gets of ours, `expected`: what form that has which we get of a place. What we keep is what our
+    own place gets. `silent`: nothing is sent, and what others would have sent is 0. Raises ExchangeError.
+    """
+    door, axis = mesh
+    found: list[dict[str, list[Tensor]]] = [{kind: [] for kind in expected} for _ in range(axis.size)]
+    found[axis.rank] = {kind: list(own[kind](axis.rank)) for kind in expected}
+    if silent:
+        for place in axis.others:
+            found[place] = {kind: _zeros(specs(place), door) for kind, specs in expected.items()}
+    elif axis.size > 1:
+        parts = [_part(axis, kind, own[kind], specs) for kind, specs in expected.items()]
+        parts = [part for part in parts if part.outgoing or part.incoming]
+        for part, received in zip(parts, door.exchange(where, parts).wait(), strict=True):
+            for peer, tensors in received.items():
+                found[axis.ranks.index(peer)][part.kind] = tensors
+    return found
+
+
+def to_all(tensors: Sequence[Tensor]) -> Sent:
+    """The very same to every place, which then share one message."""
+    whole = [x.contiguous() for x in tensors]
+    return lambda _: whole
+
+
+def _part(axis: Axis, kind: str, own: Sent, specs: Expected) -> Part:
+    leaving = {axis.ranks[place]: tuple(own(place)) for place in axis.others}
+    incoming = {axis.ranks[place]: tuple(specs(place)) for place in axis.others}
+    outgoing = [((peer,), tensors) for peer, tensors in leaving.items() if tensors]
+    return Part(kind, outgoing, {peer: found for peer, found in incoming.items() if found})
+
+
+def _zeros(specs: Sequence[Spec], door: Door) -> list[Tensor]:
+    return [torch.zeros(spec.shape, dtype=spec.dtype, device=door.transport.device) for spec in specs]
+
+
+def stacked(units: Sequence[Unit], predictions: Mapping[Unit, Tensor]) -> list[Tensor]:
+    """Predictions of some units as one tensor to send, or as nothing."""
+    return [torch.stack([predictions[unit] for unit in units])] if units else []
+
+
+def stack_spec(units: Sequence[Unit], one: Tensor) -> list[Spec]:
+    """What `stacked` makes of predictions like `one`."""
+    return [Spec((len(units), *one.shape), one.dtype)] if units else []

@@ -1,0 +1,147 @@
+"""Predictions of windows on many ranks as one: weighted sums meet at the rank that owns a band of rows.
+
+    rank 0    windows 0 1 2   -- what they cover of band 1 -->   rank 1: its band is complete
+    rank 1    windows 3 4 5   -- what they cover of band 0 -->   rank 0: its band is complete
+
+Windows are shared out in the order of rows, so that most of what a rank covers is its own band. Then every rank sends
+its band to all, and everyone has the whole.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from patchpar.comm.collectives import Door, Part
+from patchpar.comm.transport import Spec
+from patchpar.plan.bands import Bands, split_bands
+from patchpar.plan.mesh import Axis
+from patchpar.strategies.structure.all_gather import Shares
+from patchpar.strategies.structure.windows import Windows
+from patchpar.strategies.structure.work_schedule import Unit
+
+KIND, WEIGHTS = "windows", "weights"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows and columns of one branch that one rank's windows cover within a band."""
+
+    branch: int
+    rows: slice
+    columns: slice
+
+    def of(self, x_GBCHW: Tensor) -> Tensor:
+        """What is there in a tensor of all branches and the whole picture."""
+        return x_GBCHW[self.branch, ..., self.rows, self.columns]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blend:
+    """Windows, who has which of them, and which rows every place completes. `branches`: of guidance."""
+
+    windows: Windows
+    shares: Shares
+    bands: Bands
+    branches: int
+
+    @classmethod
+    def of(cls, windows: Windows, shares: Shares, branches: int) -> "Blend":
+        """Bands as equal as they can be."""
+        return cls(
+            windows=windows, shares=shares, bands=split_bands(windows.size[0], len(shares), 1), branches=branches
+        )
+
+    def pieces(self, place: int, owner: int) -> list[Piece]:
+        """What `place` covers of the band of `owner`: rows that the same windows cover, as wide as those together."""
+        band = self.bands.starts[owner], self.bands.starts[owner + 1]
+        found = []
+        for branch, numbers in self._covered(place).items():
+            tops = [(self.windows.corners[number][0], number) for number in numbers]
+            height = self.windows.window[0]
+            edges = {row for top, _ in tops for row in (top, top + height) if band[0] < row < band[1]}
+            for rows in pairwise(sorted({*band, *edges})):
+                within = [number for top, number in tops if top <= rows[0] and rows[1] <= top + height]
+                if within:
+                    found.append(Piece(branch, slice(*rows), self.windows.columns(within)))
+        return found
+
+    def _covered(self, place: int) -> dict[int, list[int]]:
+        """The windows of a place by branch."""
+        found: dict[int, list[int]] = {}
+        for unit in self.shares[place]:
+            if unit.patch < len(self.windows):
+                found.setdefault(unit.branch, []).append(unit.patch)
+        return found
+
+    def sums(self, predictions: Mapping[Unit, Tensor], like: Tensor) -> Tensor:
+        """Weighted sums of own windows over the whole picture: x_GBCHW of all branches, in float32."""
+        shape = (self.branches, *like.shape[:-2], *self.windows.size)
+        canvas = torch.zeros(shape, dtype=torch.float32, device=like.device)
+        for unit, prediction in predictions.items():
+            if unit.patch < len(self.windows):
+                weight = self.windows.weight(unit.patch).to(prediction.device)
+                self.windows.cut(canvas[unit.branch], unit.patch).add_(prediction.float() * weight)
+        return canvas
+
+    def covered(self, place: int, like: Tensor) -> Tensor:
+        """Where a place has windows of any branch, (H, W)."""
+        canvas = torch.zeros(self.windows.size, dtype=torch.bool, device=like.device)
+        for numbers in self._covered(place).values():
+            for number in numbers:
+                self.windows.cut(canvas, number).fill_(True)
+        return canvas
+
+    def band(
+        self, mesh: tuple[Door, Axis], where: str, own_GBCHW: Tensor, dtype: torch.dtype, told: Tensor | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Our band of the whole prediction, x_GBChW, complete; and what every place has `told`, in order.
+
+        Raises ExchangeError.
+        """
+        door, axis = mesh
+        outgoing, incoming = [], {}
+        for place in axis.others:
+            pieces = self.pieces(axis.rank, place)
+            if pieces:
+                leaving = torch.cat([piece.of(own_GBCHW).flatten() for piece in pieces]).to(dtype)
+                outgoing.append(((axis.ranks[place],), (leaving,)))
+            sizes = self._sizes(place, axis.rank, own_GBCHW)
+            if sizes:
+                incoming[axis.ranks[place]] = (Spec((sum(sizes),), dtype),)
+        parts = [Part(KIND, outgoing, incoming)] + ([] if told is None else [_told_part(axis, told)])
+        whole = own_GBCHW.clone()
+        received, *heard = door.exchange(where, parts).wait()
+        for peer, (flat,) in received.items():
+            place = axis.ranks.index(peer)
+            sums = torch.split(flat, self._sizes(place, axis.rank, own_GBCHW))
+            for piece, x in zip(self.pieces(place, axis.rank), sums, strict=True):
+                rows = piece.of(whole)
+                rows.add_(x.view(rows.shape))
+        others = {axis.ranks.index(peer): x for each in heard for peer, (x,) in each.items()}
+        everyone = [told if place == axis.rank else others[place] for place in range(axis.size)] if heard else []
+        return self.own_band(whole, axis.rank, dtype), [x for x in everyone if x is not None]
+
+    def _sizes(self, place: int, owner: int, like_GBCHW: Tensor) -> list[int]:
+        """Of the pieces of a place, in numbers."""
+        return [piece.of(like_GBCHW).numel() for piece in self.pieces(place, owner)]
+
+    def own_band(self, whole_GBCHW: Tensor, place: int, dtype: torch.dtype) -> Tensor:
+        """The rows of a place."""
+        return whole_GBCHW[..., self.bands.starts[place] : self.bands.starts[place + 1], :].to(dtype)
+
+    def band_spec(self, place: int, like_GBCHW: Tensor, dtype: torch.dtype) -> list[Spec]:
+        """What `band` is on another place."""
+        return [Spec((*like_GBCHW.shape[:-2], self.bands.size(place), like_GBCHW.shape[-1]), dtype)]
+
+
+def _told_part(axis: Axis, told: Tensor) -> Part:
+    peers = tuple(axis.ranks[place] for place in axis.others)
+    return Part(WEIGHTS, [(peers, (told,))], {peer: (Spec.of(told),) for peer in peers})
+
+
+def whole_of_bands(bands: Sequence[Tensor]) -> Tensor:
+    """The whole prediction, all branches as one batch: x_BCHW."""
+    return torch.cat(list(bands), -2).flatten(0, 1)

@@ -1,0 +1,206 @@
+"""A denoiser that is asked for a large picture and answers out of native-size patches, spread over ranks.
+
+    pipeline, at H x W    --->  denoise(x)  --->  the prediction for H x W, where this rank needs it
+                                  |    time above the switch:  interlaced patches, led by the anchor
+                                  |    below it:               overlapping windows, blended
+
+The pipeline, its scheduler, its guidance and its callbacks run as they are, once, on the large latent: predictions are
+put together, never samples, so that solvers with a memory work and the state of none has to be moved.
+"""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from patchpar.comm.collectives import Door
+from patchpar.errors import PlanError
+from patchpar.models.info import describe
+from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
+from patchpar.shard.batch import count_branches
+from patchpar.shard.stale.extrapolation import timestep_of
+from patchpar.shard.transformer.probe.capture import parameter_names
+from patchpar.shard.verification_cache import Verdicts
+from patchpar.strategies.structure.after_guidance import AfterGuidance
+from patchpar.strategies.structure.attention_map import AttentionMap
+from patchpar.strategies.structure.content_tokens import Content
+from patchpar.strategies.structure.evaluate import Asked
+from patchpar.strategies.structure.free_memory import free_on
+from patchpar.strategies.structure.initial_noise import FreshNoise, SharedNoise
+from patchpar.strategies.structure.interlace import Interlace
+from patchpar.strategies.structure.interlaced_stage import StructureStage
+from patchpar.strategies.structure.memory_estimate import check_room
+from patchpar.strategies.structure.method import Method
+from patchpar.strategies.structure.native_size import Native
+from patchpar.strategies.structure.noise_level import level_of, refuse_thresholding
+from patchpar.strategies.structure.patch_inputs import Layout
+from patchpar.strategies.structure.prediction_merge import Meeting
+from patchpar.strategies.structure.subgroup import team_of
+from patchpar.strategies.structure.window_stage import DetailStage
+from patchpar.strategies.structure.windows import Windows, Zone
+
+log = logging.getLogger(__name__)
+
+
+class LargePicture:
+    """A denoiser whose calls for a large picture are calls for patches. Every rank passes and gets tensors of its size.
+
+    `pipe` is the pipeline that the denoiser belongs to: its scheduler says how noisy a timestep is. `reset` belongs
+    before every picture, `finish` after it. `watched`: somebody looks at latents between the steps, on all ranks; said
+    before `reset`. `exchange` is "on", or "off" on purpose, as a negative control: what other
+    ranks predict is then taken for 0. `verdicts`: of teams, which are verified at their first use.
+    """
+
+    history = None  # whether a call is exact is no question here
+
+    def __init__(
+        self,
+        denoiser: nn.Module,
+        mesh: tuple[Door, Axis],
+        method: Method,
+        *,
+        pipe: Any,
+        clock: StepClock | None = None,
+        verdicts: Verdicts | None = None,
+    ) -> None:
+        self.denoiser, self.method, self.pipe = denoiser, method, pipe
+        (self._door, self.axis), self.clock = mesh, clock or StepClock()
+        self.exchange, self.watched = "on", False
+        self.native = Native.of(pipe, denoiser, method.native)
+        attention = AttentionMap(denoiser)
+        if method.guidance.masked and not attention.layers and self.axis.rank == 0:
+            log.warning(
+                "%s has no attention to text that is known here: its mask is 1 everywhere", type(denoiser).__name__
+            )
+        self._content = Content(pipe)
+        self._structure = StructureStage(method, mesh, self.clock, attention, self._content)
+        self._detail = DetailStage(method, mesh, self.clock, denoiser)
+        self._after = AfterGuidance(mesh, self.clock, pipe)
+        self.team = team_of(denoiser, mesh, method.bands, self.native, verdicts)
+        self._fresh = FreshNoise(method.switch, method.seed) if method.renoised else None
+        self._shared = SharedNoise(pipe, method.shared_noise, self._interlace) if method.shared_noise else None
+        self._parameters = parameter_names(denoiser)
+        self._branches: dict[Any, int] = {}
+
+    def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """One denoiser call: `forward` is the denoiser's own. Returns what it would return for the whole picture.
+
+        Raises PlanError for a size, scheduler or number of ranks that this cannot do, UnsupportedModel for a call.
+        """
+        scheduler = self.pipe.scheduler
+        refuse_thresholding(scheduler)
+        layout = Layout.of((args, kwargs), pixels=self.native.pixels, told=self.method.told)
+        asked = self._asked(forward, layout)
+        level = level_of(scheduler, timestep_of(self._parameters, args, kwargs))
+        interlace = self._interlace(layout.x_BCHW)
+        self._check_ranks(interlace, asked.branches)
+        silent = self.exchange == "off"
+        if level.time > self.method.switch:
+            portion, like = self._structure.predict(asked, level, interlace)
+        else:
+            laid = self._windows(interlace.size, f"{self.method.seed} {self.clock.evaluation}"), self._zones(interlace)
+            parted = self._after.parted
+            portion, like = self._detail.predict(asked, level, laid, interlace, silent=silent, parted=parted)
+        if self._after.takes(portion):
+            return layout.output(like, self._after.put_off(layout, portion))
+        meeting = Meeting((self._door, self.axis), f"step {self.clock.evaluation}", silent)
+        whole_BCHW = portion.finish(meeting.at_once(portion))
+        if not silent:
+            self._after.answered(layout, whole_BCHW, asked.branches)
+        return layout.output(like, whole_BCHW)
+
+    def _asked(self, forward: Callable[..., Any], layout: Layout) -> Asked:
+        in_bands = None
+        if self.team is not None:
+            self.team.exchange, in_bands = self.exchange, partial(self.team.denoise, forward)
+        return Asked(forward=forward, layout=layout, branches=self._branches_of(layout.x_BCHW), in_bands=in_bands)
+
+    def _branches_of(self, x_BCHW: Tensor) -> int:
+        """Branches of guidance in a batch, counted once for each form of it in a picture. Raises PlanError."""
+        if x_BCHW.shape not in self._branches:
+            told = x_BCHW.nan_to_num()  # latents may be no number where we need none, which is not equal to itself
+            branches = self._branches[x_BCHW.shape] = count_branches(told)
+            self._check_room(x_BCHW, branches)
+        return self._branches[x_BCHW.shape]
+
+    def _check_room(self, x_BCHW: Tensor, branches: int) -> None:
+        """Raise PlanError for latents that exceed what is free on this rank's GPU."""
+        free, pixels = free_on(x_BCHW.device), self.native.pixels
+        size = x_BCHW.shape[-2] * pixels, x_BCHW.shape[-1] * pixels
+        if free is not None:
+            calls = 1 if branches > 1 or not self.clock.guided else 2  # a call for each branch
+            check_room(describe(self.pipe), size, len(x_BCHW) * calls, ranks=1, free=free)
+
+    def _interlace(self, x_BCHW: Tensor) -> Interlace:
+        size = (x_BCHW.shape[-2], x_BCHW.shape[-1])
+        interlace = Interlace.of(size, self.native.size, self.native.unit)
+        if len(interlace) == 1:
+            raise PlanError(self.native.too_small(size))
+        return interlace
+
+    def _windows(self, size: tuple[int, int], key: str) -> Windows:
+        native = self.native
+        return self.method.tiling.lay(size, native.size, key=key, unit=native.grid, step=native.unit)
+
+    def _zones(self, interlace: Interlace) -> tuple[Zone, ...]:
+        native = self.native
+        return self.method.tiling.zones(interlace.size, native.size, unit=native.grid, step=native.unit)
+
+    def _check_ranks(self, interlace: Interlace, branches: int) -> None:
+        windows = self._windows(interlace.size, "")
+        most = branches * max(len(interlace), len(windows))
+        if self.axis.size > most:
+            raise PlanError(
+                f"axis 'patch' has {self.axis.size} ranks, but this size is {len(interlace)} patches and then "
+                f"{len(windows)} windows of {branches} guidance branches each: use at most {most}"
+            )
+
+    def reset(self) -> None:
+        """Begin a picture."""
+        self._after.end()
+        self._branches.clear()
+        self._content.reset()
+        self._structure.reset()
+        self._detail.begin(self.pipe.scheduler, self.native.channels)
+        if self._fresh is not None:
+            self._fresh.begin(self.pipe.scheduler)
+        if not self.method.guidance.lag:  # what leads is then what each branch said in the step before
+            self._after.begin(self.pipe.scheduler, watched=self.watched)
+
+    def finish(self) -> None:
+        """End a picture. Raises ExchangeError, and UnsupportedModel for one whose latents were never made whole."""
+        self._after.check_whole()
+        self._end()
+
+    def _end(self) -> None:
+        self._after.end()
+        self._detail.end()
+        if self._fresh is not None:
+            self._fresh.end()
+
+    @property
+    def unsure(self) -> bool:
+        """Whether somebody may have changed the denoiser since the last call."""
+        return self.team is not None and self.team.unsure
+
+    @unsure.setter
+    def unsure(self, value: bool) -> None:
+        if self.team is not None:
+            self.team.unsure = value
+
+    def forget(self) -> None:
+        """Of the denoiser's modules only teams hold anything from one call to the next."""
+        if self.team is not None:
+            self.team.forget()
+
+    def restore(self) -> None:
+        """Leave the pipeline as it was."""
+        self._end()
+        self._content.close()
+        if self.team is not None:
+            self.team.restore()
+        if self._shared is not None:
+            self._shared.close()

@@ -1,0 +1,71 @@
+"""One denoiser call as calls for patches: this rank's units, each with the arguments of its patch and its branch."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from patchpar.shard.batch import Batch
+from patchpar.strategies.structure.patch_inputs import Layout, Spot
+from patchpar.strategies.structure.work_schedule import Evaluation, Schedule, Unit, evaluations_of
+
+Shown = Callable[[int], tuple[Tensor, Spot]]
+Around = Callable[[Evaluation], AbstractContextManager[object]]
+
+
+def nothing_around(_: Evaluation) -> AbstractContextManager[object]:
+    """Where nothing is recorded."""
+    return nullcontext()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A call of the denoiser: its own forward, and the whole it is asked for in `branches` of guidance.
+
+    `in_bands`: the forward as a team of ranks computes it, where there are teams.
+    """
+
+    forward: Callable[..., Any]
+    layout: Layout
+    branches: int
+    in_bands: Callable[..., Any] | None = None
+
+    def evaluated(
+        self, schedule: Schedule, rank: int, shown: Shown, around: Around = nothing_around
+    ) -> tuple[dict[Unit, Tensor], Any]:
+        """Predictions of what a rank has to do, alone and then with its team; see `predictions`."""
+        alone, together = schedule.alone[rank], schedule.together[rank]
+        if not together or self.in_bands is None:
+            return self.predictions(alone, shown, around)
+        found = self.predictions(alone, shown, around)[0] if alone else {}
+        more, like = replace(self, forward=self.in_bands).predictions(together, shown)
+        return found | more, like
+
+    def predictions(
+        self, units: Sequence[Unit], shown: Shown, around: Around = nothing_around
+    ) -> tuple[dict[Unit, Tensor], Any]:
+        """Predictions of `units`, and one output as the denoiser gives it. `shown`: a patch's latent, and its spot.
+
+        `around` is entered for every call. Without any unit the first one is computed, for what an output is like.
+        """
+        found: dict[Unit, Tensor] = {}
+        like: Any = None
+        for evaluation in evaluations_of(tuple(units) or (Unit(0, 0),), self.branches):
+            x_BChw, spot = shown(evaluation.patch)
+            args, kwargs = self.layout.for_patch(x_BChw, spot)
+            with around(evaluation):
+                like = self._call(args, kwargs, evaluation.branches)
+            prediction = self.layout.map_of(like, spot.size)
+            parts = prediction.chunk(len(evaluation.branches))
+            for branch, part in zip(evaluation.branches, parts, strict=True):
+                found[Unit(evaluation.patch, branch)] = part
+        return found, like
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], branches: Sequence[int]) -> Any:
+        if len(branches) == self.branches:
+            return self.forward(*args, **kwargs)
+        batch, (branch,) = Batch(len(self.layout.x_BCHW)), branches
+        own = batch.share((args, kwargs), branch, self.branches)
+        return self.forward(*own[0], **own[1])

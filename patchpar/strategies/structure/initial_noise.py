@@ -1,0 +1,110 @@
+"""Noise at either end of the first stage: patches that begin alike, and fresh noise for the latent at the switch.
+
+Both change the pipeline's own latent, where it is made and where the scheduler hands it on, for one picture at a time.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.strategies.scheduler_step import InPlaceOfStep, Step
+from patchpar.strategies.structure.interlace import Interlace
+from patchpar.strategies.structure.noise_level import level_of
+from patchpar.strategies.structure.step_output import with_sample
+
+PICTURES_IN = ("image", "timestep", "video")  # parameters of a prepare_latents that adds noise to a picture
+
+
+def alike(noise_BCHW: Tensor, interlace: Interlace, correlation: float) -> Tensor:
+    """White noise whose interlaced patches share so much of their power with the anchor; each stays white itself."""
+    if correlation == 0:
+        return noise_BCHW
+    patches = interlace.split(noise_BCHW)
+    own = math.sqrt(correlation) * patches[:1] + math.sqrt(1 - correlation) * patches[1:]
+    return interlace.join(torch.cat([patches[:1], own]))
+
+
+class SharedNoise:
+    """Lets the patches of a pipeline's first latent begin alike, until `close`."""
+
+    def __init__(self, pipe: Any, correlation: float, interlace_of: Callable[[Tensor], Interlace]) -> None:
+        self._pipe, self._correlation, self._interlace_of = pipe, correlation, interlace_of
+        original = getattr(pipe, "prepare_latents", None)
+        parameters = original.__code__.co_varnames if original is not None else PICTURES_IN
+        if original is None or any(name in parameters[: original.__code__.co_argcount] for name in PICTURES_IN):
+            raise UnsupportedModel(
+                f"shared_noise={correlation}: {type(pipe).__name__} does not begin with noise alone: use shared_noise=0"
+            )
+
+        @functools.wraps(original)
+        def prepare_latents(*args: Any, **kwargs: Any) -> Any:
+            return self._made_alike(original(*args, **kwargs))
+
+        pipe.prepare_latents = prepare_latents
+
+    def _made_alike(self, latents: Any) -> Tensor:
+        if not isinstance(latents, Tensor) or latents.ndim != 4:
+            raise UnsupportedModel(
+                f"shared_noise={self._correlation}: {type(self._pipe).__name__} packs its latents: use shared_noise=0"
+            )
+        return alike(latents, self._interlace_of(latents), self._correlation)
+
+    def close(self) -> None:
+        """Give the pipeline its own function back."""
+        del self._pipe.prepare_latents
+
+
+class FreshNoise:
+    """Gives a latent fresh noise where the time falls to `switch`: what its prediction calls clean, noised anew.
+
+    `begin` belongs before every picture, `end` after it. The noise depends on `seed` alone, so it is the same on all
+    ranks.
+    """
+
+    def __init__(self, switch: float, seed: int) -> None:
+        self._switch, self._seed = switch, seed
+        self._scheduler: Any = None
+
+    def begin(self, scheduler: Any) -> None:
+        """Stand behind the scheduler's step. Raises PlanError for one that takes a step in two halves."""
+        self.end()
+        if getattr(scheduler, "order", 1) != 1:
+            raise PlanError(f"renoised: {type(scheduler).__name__} steps in two halves: use another, or renoised=false")
+        self._scheduler = scheduler
+
+        def stepped(step: Step, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
+            later = self._next(timestep)
+            crosses = later is not None and level_of(scheduler, timestep).time > self._switch
+            fresh = self._noised(model_output, timestep, sample, later) if crosses and later is not None else None
+            result = step(model_output, timestep, sample, *args, **kwargs)
+            return result if fresh is None else with_sample(result, fresh)
+
+        scheduler.step = InPlaceOfStep(scheduler, stepped)
+
+    def end(self) -> None:
+        """Stand aside."""
+        if self._scheduler is not None:
+            vars(self._scheduler).pop("step", None)
+        self._scheduler = None
+
+    def _next(self, timestep: Any) -> Tensor | None:
+        """The time of the next step where that is at or below the switch."""
+        times = self._scheduler.timesteps
+        place = int((times - torch.as_tensor(timestep).to(times)).abs().argmin()) + 1
+        if place >= len(times):
+            return None
+        return times[place] if level_of(self._scheduler, times[place]).time <= self._switch else None
+
+    def _noised(self, prediction: Tensor, timestep: Any, sample: Tensor, later: Tensor) -> Tensor:
+        scheduler = self._scheduler
+        x = scheduler.scale_model_input(sample, timestep) if hasattr(scheduler, "scale_model_input") else sample
+        clean = level_of(scheduler, timestep).clean(x.float(), prediction.float())
+        noise = torch.randn(sample.shape, generator=torch.Generator().manual_seed(self._seed)).to(sample.device)
+        if hasattr(scheduler, "scale_noise"):
+            return scheduler.scale_noise(clean, later[None], noise).to(sample.dtype)
+        return scheduler.add_noise(clean, noise, later[None]).to(sample.dtype)

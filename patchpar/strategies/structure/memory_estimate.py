@@ -1,0 +1,46 @@
+"""What a large picture takes in memory beside the network: estimated before anything is made. No torch.
+
+latents     the whole of them on every rank, as sample, sums of windows, estimates and what the scheduler holds
+decoding    the VAE's maps of full size, a share of them on each rank
+"""
+
+from dataclasses import dataclass
+
+from patchpar.errors import PlanError
+from patchpar.models.info import Description
+
+COPIES = 12
+"""Copies in fp32 of the latents of all guidance branches that a rank holds at most in a step."""
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes: `latents` on each rank, `decoding` on all ranks together."""
+
+    latents: int
+    decoding: int
+
+    @classmethod
+    def of(cls, model: Description, size: tuple[int, int], branches: int) -> "Footprint":
+        """Of a picture of `size` in pixels."""
+        pixels, side = size[0] * size[1], model.vae_scale
+        latents = COPIES * branches * model.latent_channels * (pixels // side**2) * 4
+        return cls(latents=latents, decoding=pixels * model.decoded_bytes)
+
+    def __str__(self) -> str:
+        return f"{self.latents / GIB:.2g} GiB of latents on each rank, {self.decoding / GIB:.2g} GiB to decode them"
+
+
+def check_room(model: Description, size: tuple[int, int], branches: int, *, ranks: int, free: int | None) -> None:
+    """Raise PlanError for a picture whose latents on `ranks` ranks exceed the `free` bytes that they share."""
+    need = Footprint.of(model, size, branches).latents * ranks
+    if free is None or need <= free:
+        return
+    unit, shrunk = model.size_unit, (free / need) ** 0.5
+    height, width = (max(unit, int(side * shrunk) // unit * unit) for side in size)
+    each = "rank" if ranks == 1 else "ranks"
+    raise PlanError(
+        f"{size[0]} x {size[1]} pixels need about {need / GIB:.1f} GiB for their latents on {ranks} {each}, but only "
+        f"{free / GIB:.1f} GiB are free: ask for at most {height} x {width}"
+    )

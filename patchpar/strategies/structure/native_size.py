@@ -1,0 +1,53 @@
+"""What a denoiser was trained for, in latents: its size, and the grid that sizes keep to."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.models.info import describe
+from patchpar.strategies.structure.sizing import refusal_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Native:
+    """`size` (h, w) in latents of so many `channels`, each of `pixels` a side.
+
+    Sides are multiples of `unit`, corners of `grid`.
+    """
+
+    size: tuple[int, int]
+    channels: int
+    pixels: int
+    unit: int
+    grid: int
+
+    @classmethod
+    def of(cls, pipe: Any, denoiser: nn.Module, side: int | None) -> "Native":
+        """From the pipeline's configuration, or with a `side` in pixels. Raises PlanError where neither tells."""
+        known = describe(pipe)
+        pixels, grid = known.vae_scale, known.size_unit // known.vae_scale
+        whole = (side, side) if side is not None else known.default_size
+        if whole is None:
+            raise PlanError(
+                f"the configuration of {type(denoiser).__name__} does not say what size it was trained for: say so, "
+                "as in StructureGuidance(native=1024)"
+            )
+        if getattr(pipe, "scheduler", None) is None:
+            raise UnsupportedModel(f"{known.pipeline} has no scheduler that says how noisy a timestep is")
+        unit = max(grid, known.total_stride)
+        size = _on_grid(whole, pixels, unit)
+        return cls(size=size, channels=known.latent_channels, pixels=pixels, unit=unit, grid=grid)
+
+    def too_small(self, size: tuple[int, int]) -> str:
+        """The message for a picture that needs none of this."""
+        (height, width), (own_height, own_width) = size, self.size
+        pixels = self.pixels
+        return refusal_of((height * pixels, width * pixels), (own_height * pixels, own_width * pixels))
+
+
+def _on_grid(whole: tuple[int, int], pixels: int, unit: int) -> tuple[int, int]:
+    """Pixels as latents, downwards to a multiple of `unit`."""
+    height, width = (max(unit, side // pixels // unit * unit) for side in whole)
+    return height, width

@@ -1,0 +1,147 @@
+"""Where a rank needs a prediction: below the switch nobody needs all of it before the picture is done.
+
+    its windows, wherever they move      it denoises them in the coming steps
+    its band of rows                     it completes predictions there, and has these latents in the end
+    every s-th place                     of who evaluates the anchor, which is made of them
+
+Elsewhere its latents are no number, and neither is what is made of them. What keeps windows in place is spread between
+samples of the guide, so that a few of them around a region are needed as well.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchpar.comm.transport import Spec
+from patchpar.plan.bands import Bands, split_bands
+from patchpar.strategies.structure.interlace import Interlace
+from patchpar.strategies.structure.windows import Zone
+from patchpar.strategies.structure.work_schedule import Schedule
+
+AROUND = 2  # samples on either side, of which bicubic interpolation reads at most two
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """What ranks do in all steps below the switch, which is the same in each: a function of the size alone.
+
+    `zones`: what each window can show. `schedule`: who evaluates which window, and the guide, which is the patch after
+    the last window where there is one.
+    """
+
+    zones: tuple[Zone, ...]
+    schedule: Schedule
+    interlace: Interlace
+
+    @property
+    def places(self) -> int:
+        """Ranks."""
+        return len(self.schedule.shares)
+
+    @property
+    def bands(self) -> Bands:
+        """The rows that each rank completes."""
+        return split_bands(self.interlace.size[0], self.places, 1)
+
+    @property
+    def guided(self) -> bool:
+        """Whether there is a guide."""
+        return any(unit.patch == len(self.zones) for units in self.schedule.shares for unit in units)
+
+    def wanted(self, place: int, *, last: bool) -> Tensor:
+        """Where a rank needs what is answered, (H, W): in the `last` step no window follows."""
+        found = torch.zeros(self.interlace.size, dtype=torch.bool)
+        found[self.bands.starts[place] : self.bands.starts[place + 1]] = True
+        units = () if last else (*self.schedule.alone[place], *self.schedule.together[place])
+        for patch in {unit.patch for unit in units}:
+            if patch == len(self.zones):
+                found.view(-1)[self.interlace.anchor_places] = True
+            else:
+                (top, bottom), (left, right) = self.zones[patch]
+                found[top:bottom, left:right] = True
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Regions:
+    """What every rank needs, as places of flattened maps: the same on all ranks, without a word.
+
+    `parts`: of a prediction of `size` (H, W), by rank and then by the owner of the band. `cells`: of what the guide
+    predicts, by rank.
+    """
+
+    size: tuple[int, int]
+    bands: Bands
+    parts: tuple[tuple[Tensor, ...], ...]
+    cells: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, course: Course, *, last: bool = False, device: torch.device | None = None) -> "Regions":
+        """Those of a step, or of the `last` one."""
+        interlace, bands = course.interlace, course.bands
+        wanted = [course.wanted(place, last=last) for place in range(course.places)]
+        samples = interlace.anchor_places if course.guided else torch.zeros(0, dtype=torch.long)
+        around = [_around(each, interlace) if course.guided else each.new_zeros(0) for each in wanted]
+        parts = [tuple(_by_band(each, samples[cells], bands)) for each, cells in zip(wanted, around, strict=True)]
+        return cls(
+            size=interlace.size,
+            bands=bands,
+            parts=tuple(tuple(part.to(device) for part in each) for each in parts),
+            cells=tuple(cells.nonzero()[:, 0].to(device) for cells in around),
+        )
+
+    def part(self, band_XhW: Tensor, owner: int, place: int) -> list[Tensor]:
+        """What a rank needs of the owner's band: (X, count), or nothing; the owner itself all of it."""
+        if owner == place:
+            return [band_XhW]
+        places, first = self.parts[place][owner], self.bands.starts[owner] * self.size[1]
+        return [band_XhW.flatten(-2).index_select(-1, places - first)] if len(places) else []
+
+    def part_spec(self, like_XHW: Tensor, dtype: torch.dtype, owner: int, place: int) -> list[Spec]:
+        """What `part` is for another rank."""
+        count = len(self.parts[place][owner])
+        return [Spec((*like_XHW.shape[:-2], count), dtype)] if count else []
+
+    def whole(self, place: int, found: Sequence[Sequence[Tensor]]) -> Tensor:
+        """What a rank has of every band as a map (X, H, W), no number where it needs none."""
+        (own_XhW,) = found[place]
+        whole = own_XhW.new_full((*own_XhW.shape[:-2], *self.size), torch.nan)
+        flat = whole.view(*own_XhW.shape[:-2], -1)
+        for owner, tensors in enumerate(found):
+            if owner == place:
+                whole[..., self.bands.starts[place] : self.bands.starts[place + 1], :] = own_XhW
+            elif tensors:
+                flat.index_copy_(-1, self.parts[place][owner], tensors[0])
+        return whole
+
+    def guide_part(self, stack_Xhw: Sequence[Tensor], place: int) -> list[Tensor]:
+        """What another rank needs of the guide's prediction: (X, count), or nothing where there is none."""
+        return [x.flatten(-2).index_select(-1, self.cells[place]) for x in stack_Xhw]
+
+    def guide_spec(self, stack: Sequence[Spec], place: int) -> list[Spec]:
+        """What `guide_part` is of predictions of this form."""
+        return [Spec((*spec.shape[:-2], len(self.cells[place])), spec.dtype) for spec in stack]
+
+    def guide(self, place: int, x_XN: Tensor, size: tuple[int, int]) -> Tensor:
+        """What another one sent of it as a map (X, h, w), no number where we need none."""
+        flat = x_XN.new_full((*x_XN.shape[:-1], size[0] * size[1]), torch.nan)
+        return flat.index_copy_(-1, self.cells[place], x_XN).view(*x_XN.shape[:-1], *size)
+
+
+def _around(wanted_HW: Tensor, interlace: Interlace) -> Tensor:
+    """Samples of the guide that what is answered there depends on, flat."""
+    inside = interlace.split(wanted_HW[None, None].float()).amax(0)
+    return F.max_pool2d(inside, 2 * AROUND + 1, stride=1, padding=AROUND).flatten() > 0
+
+
+def _by_band(wanted_HW: Tensor, samples_N: Tensor, bands: Bands) -> Iterator[Tensor]:
+    """The places wanted, and those of these samples of the anchor, of every band."""
+    needed = wanted_HW.flatten().clone()
+    needed[samples_N] = True
+    width = wanted_HW.shape[1]
+    for owner in range(len(bands)):
+        first, end = (bands.starts[at] * width for at in (owner, owner + 1))
+        yield first + needed[first:end].nonzero()[:, 0]

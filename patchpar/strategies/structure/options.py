@@ -1,0 +1,176 @@
+"""Structure guidance: pictures larger than a model was trained for, after ASGDiffusion (Li et al., arXiv:2412.06163).
+
+While a picture is still noise, its latent is taken for interlaced ones of native size; the first of them, the anchor,
+leads the others, so that they agree on what is where. Below the switch it is cut into overlapping windows, which draw
+the detail. The paper draws noise predictions together; by default the estimates of the clean latent are, which leaves
+the noise what it should be (docs/structure-guidance.md).
+
+axis        patch: patches and windows, each guidance branch by itself, are shared out between the ranks
+exchanged   predictions, once in a step, and the anchor's attention mask; with bands what exact patches exchange
+when        this step's; with lag=1 the anchor leads with what it predicted in the last step
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from patchpar.errors import PlanError
+from patchpar.plan.exchange_policy import check_choice
+from patchpar.plan.scalars import make_plain
+from patchpar.strategies.strategy import as_text
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from patchpar.comm.collectives import Door
+    from patchpar.plan.mesh import Axis
+    from patchpar.plan.step_clock import StepClock
+    from patchpar.shard.verification_cache import Verdicts
+    from patchpar.strategies.structure.denoiser import LargePicture
+    from patchpar.strategies.structure.method import Method
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "calibrated": {
+        "space": "x0", "weight": 1.0, "decay": "none", "aligned": True, "masked": False, "switch": 0.35, "kept": 1.0,
+        "told": "native", "shared_noise": 0.0,
+    },
+    "paper": {
+        "space": "eps", "weight": 0.5, "decay": "cosine", "aligned": False, "masked": True, "switch": 0.5, "kept": 0.0,
+        "told": "whole", "shared_noise": 0.9,
+    },
+}  # fmt: skip
+
+CHOICES: dict[str, tuple[object, ...]] = {
+    "preset": tuple(PRESETS),
+    "space": (None, "x0", "eps"),
+    "decay": (None, "cosine", "none"),
+    "told": (None, "native", "whole"),
+    "lag": (0, 1),
+    "guide": ("anchor", "flow"),
+    "renoised": (True, False),
+    "aligned": (None, True, False),
+    "masked": (None, True, False),
+}
+MOST = {"weight": 1.0, "switch": 1.0, "overlap": 0.9, "margin": 0.5, "context": 1.0, "kept": 1.0, "shared_noise": 1.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructureGuidance:
+    """Options; those that are None are the preset's. Raises PlanError.
+
+    `preset`: "calibrated", or "paper" for equations 3 and 4 (what the paper leaves open is our assumption). `space`:
+    what is drawn together, "x0" or "eps". `weight`: how far, and `decay`: "none", or "cosine" to 0 at the switch.
+    `aligned`: towards what lies between the anchor's samples rather than to its values. `masked`: only where the anchor
+    attends to words. `lag`: 0, or 1 for the anchor of the last step. `switch`: the time, from 1 to 0, at which windows
+    take over. `overlap`: the share of a window that its neighbour sees too. `margin`: as few windows as native ones
+    that touch would be, larger by this share, in place of an overlap. `context`: how far a window's self-attention sees
+    beyond its border, as a share of its side, in keys and values of the last step (UNets only). `bands`: evaluations
+    that do not come out even are shared by teams of so many ranks, a divisor of them (UNets only). `kept`: how far the
+    anchor goes on leading coarse structure below the switch, for one more evaluation a step. `guide`: what leads there,
+    the "anchor" of the large latent, or the "flow" of a picture of native size that goes on by itself: a cascade.
+    `native`: the side in pixels that the model was trained for, where its configuration does not say. `told`: SDXL's
+    size conditioning, that of a "native" picture or of the "whole". `shared_noise`: how alike the patches' first noise
+    is, 0 to 1. `renoised`: fresh noise at the switch. `seed`: of that noise, and of where windows move from step to
+    step.
+    """
+
+    name: ClassVar[str] = "asg"
+    for_one_rank: ClassVar[bool] = True
+    preset: Literal["calibrated", "paper"] = "calibrated"
+    space: Literal["x0", "eps"] | None = None
+    weight: float | None = None
+    decay: Literal["cosine", "none"] | None = None
+    aligned: bool | None = None
+    masked: bool | None = None
+    lag: int = 0
+    switch: float | None = None
+    overlap: float = 0.5
+    margin: float | None = None
+    context: float = 0.0
+    bands: int = 1
+    kept: float | None = None
+    guide: Literal["anchor", "flow"] = "anchor"
+    native: int | None = None
+    told: Literal["native", "whole"] | None = None
+    shared_noise: float | None = None
+    renoised: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        for option, choices in CHOICES.items():
+            check_choice(self.name, option, getattr(self, option), choices)
+        if self.guide == "flow" and self.renoised:
+            raise PlanError(f"{self.name}: renoised=true gives noise that guide=flow would not see: use guide=anchor")
+        for option, most in MOST.items():
+            self._check_number(option, most)
+        self._check_counts()
+        if self.switch == 0:
+            raise PlanError(f"{self.name}: switch=0: windows draw the detail below it, so it is above 0")
+        if self.bands > 1 and self.context:
+            raise PlanError(f"{self.name}: windows that see one another are whole: use context=0 or bands=1")
+
+    def _check_number(self, option: str, most: float) -> None:
+        value = getattr(self, option)
+        if value is not None and not (isinstance(value, (int, float)) and 0 <= value <= most):
+            raise PlanError(f"{self.name}: {option}={value!r}: it is a number from 0 to {most:g}")
+
+    def _check_counts(self) -> None:
+        if not isinstance(self.bands, int) or self.bands < 1:
+            raise PlanError(f"{self.name}: bands={self.bands!r}: it is a number of ranks, 1 for none together")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise PlanError(f"{self.name}: seed={self.seed!r}: it is a whole number from 0 to 2**63 - 1")
+        if self.native is not None and (not isinstance(self.native, int) or self.native < 8):
+            raise PlanError(f"{self.name}: native={self.native!r}: it is a side in pixels, such as 1024")
+
+    def _chosen(self, option: str) -> Any:
+        value = getattr(self, option)
+        return PRESETS[self.preset][option] if value is None else value
+
+    @property
+    def method(self) -> Method:
+        """The options, as the denoiser takes them."""
+        from patchpar.strategies.structure.method import (
+            Method,  # a caller that only names a strategy need not import torch
+        )
+        from patchpar.strategies.structure.structure import Guidance
+        from patchpar.strategies.structure.windows import Tiling
+
+        led = {option: self._chosen(option) for option in ("space", "weight", "decay", "aligned", "masked")}
+        rest = {option: self._chosen(option) for option in ("switch", "kept", "told", "shared_noise")}
+        return Method(
+            guidance=Guidance(**led, lag=self.lag),
+            tiling=Tiling(overlap=self.overlap, margin=self.margin, moved=self.context == 0),
+            context=self.context,
+            bands=self.bands,
+            guide=self.guide,
+            native=self.native,
+            renoised=self.renoised,
+            seed=self.seed,
+            **rest,
+        )
+
+    def check_places(self, places: int) -> None:
+        """Raise PlanError unless `bands` divides the ranks; up to how many there can be is the picture's to say."""
+        from patchpar.strategies.structure.sizing import check_teams
+
+        check_teams(places, self.bands)
+
+    def install(
+        self,
+        denoiser: nn.Module,
+        door: Door,
+        axis: Axis,
+        *,
+        pipe: Any,
+        clock: StepClock | None = None,
+        verdicts: Verdicts | None = None,
+    ) -> LargePicture:
+        """Make `denoiser`, which belongs to `pipe`, answer out of patches over `axis`. Bands alone are verified."""
+        from patchpar.strategies.structure.denoiser import LargePicture
+
+        return LargePicture(denoiser, (door, axis), self.method, pipe=pipe, clock=clock, verdicts=verdicts)
+
+    def __str__(self) -> str:
+        return as_text(self)

@@ -1,0 +1,145 @@
+"""How a denoiser call carries its latent, and what it is told of size and place: the same call for one patch.
+
+    (B, C, H, W)         UNets, SD3, PixArt, Sana
+    (B, H/2 * W/2, 4 C)  FLUX: tokens of 2 x 2 latents, with their places in img_ids
+
+A patch is asked for as a picture of its own size, which is what the denoiser was trained for.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.comm.pytree import with_tensors
+from patchpar.errors import UnsupportedModel
+from patchpar.shard.batch import SAMPLE_NAMES, sample_of
+from patchpar.shard.unet.denoiser import REFUSED, refuse_arguments
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """What a patch shows: `size` (h, w) in latents, and its `corner` in the whole where it is a window."""
+
+    size: tuple[int, int]
+    corner: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One call: `x_BCHW`, and how to make it of a patch. `pixels`: sides of a latent in pixels.
+
+    `told`: "native" tells a patch that it is a picture of its size, "whole" leaves the sizes of the whole picture and
+    tells a window its corner (SDXL's crop coordinates), as CutDiffusion (arXiv 2404.15141) does.
+    """
+
+    call: Call
+    x_BCHW: Tensor
+    packed: bool
+    pixels: int
+    told: str = "native"
+
+    @classmethod
+    def of(cls, call: Call, *, pixels: int, told: str = "native") -> "Layout":
+        """The layout of a call. Raises UnsupportedModel for one that is not understood."""
+        args, kwargs = call
+        refuse_whole(kwargs)
+        sample = sample_of(args, kwargs)
+        if isinstance(sample, Tensor) and sample.ndim == 4:
+            return cls(call=call, x_BCHW=sample, packed=False, pixels=pixels, told=told)
+        ids = kwargs.get("img_ids")
+        if isinstance(sample, Tensor) and sample.ndim == 3 and isinstance(ids, Tensor) and ids.shape[-1] == 3:
+            rows, columns = (int(ids[..., dim].max()) + 1 for dim in (1, 2))
+            if rows * columns == sample.shape[1]:
+                return cls(call=call, x_BCHW=unpack(sample, rows, columns), packed=True, pixels=pixels, told=told)
+        raise UnsupportedModel(
+            "structure guidance cuts latents of one picture, (B, C, H, W) or packed with img_ids as FLUX has them, but "
+            f"this denoiser was called with {_shape(sample)}: use strategy exact"
+        )
+
+    def for_patch(self, x_BChw: Tensor, spot: Spot) -> Call:
+        """The same call for a patch."""
+        args, kwargs = self.call
+        kwargs = dict(kwargs)
+        sample = pack(x_BChw) if self.packed else x_BChw.contiguous()
+        if args:
+            args = (sample, *args[1:])
+        else:
+            kwargs[next(name for name in SAMPLE_NAMES if name in kwargs)] = sample
+        added = kwargs.get("added_cond_kwargs")
+        if isinstance(added, Mapping) and isinstance(added.get("time_ids"), Tensor):
+            kwargs["added_cond_kwargs"] = {**added, "time_ids": self._told_of(added["time_ids"], spot)}
+        if self.packed:
+            kwargs["img_ids"] = self._ids(kwargs["img_ids"], spot)
+        return args, kwargs
+
+    def map_of(self, output: Any, size: tuple[int, int]) -> Tensor:
+        """The prediction of a patch as a map."""
+        first: Tensor = output if isinstance(output, Tensor) else output[0]
+        return unpack(first, size[0] // 2, size[1] // 2) if self.packed else first
+
+    def output(self, like: Any, whole_BCHW: Tensor) -> Any:
+        """What the denoiser returns, of the form of `like`, with the whole prediction."""
+        whole = pack(whole_BCHW) if self.packed else whole_BCHW
+        if isinstance(like, Tensor):
+            return whole
+        if isinstance(like, tuple):
+            return (whole, *like[1:])
+        return with_tensors(like, [whole])
+
+    def _told_of(self, time_ids: Tensor, spot: Spot) -> Tensor:
+        told, whole = time_ids.clone(), self._in_pixels(tuple(self.x_BCHW.shape[-2:]))
+        if told.shape[-1] != 6:
+            return told  # an aesthetic score in place of the target size
+        if self.told == "whole":
+            if spot.corner is not None:
+                told[..., 2:4] += torch.tensor(self._in_pixels(spot.corner)).to(told)
+            return told
+        own = torch.tensor(self._in_pixels(spot.size)).to(told)
+        for first in (0, 4):  # sizes that the caller chose stay
+            sizes = told[..., first : first + 2]
+            sizes[(sizes == torch.tensor(whole).to(told)).all(-1)] = own
+        return told
+
+    def _in_pixels(self, place: Sequence[int]) -> tuple[int, int]:
+        return place[0] * self.pixels, place[1] * self.pixels
+
+    def _ids(self, img_ids: Tensor, spot: Spot) -> Tensor:
+        rows, columns = spot.size[0] // 2, spot.size[1] // 2
+        ids = torch.zeros(rows, columns, 3, dtype=img_ids.dtype, device=img_ids.device)
+        ids[..., 1] = torch.arange(rows, device=img_ids.device)[:, None]
+        ids[..., 2] = torch.arange(columns, device=img_ids.device)
+        return ids.reshape(rows * columns, 3).expand(*img_ids.shape[:-2], -1, -1)
+
+
+def pack(x_BCHW: Tensor) -> Tensor:
+    """Tokens of 2 x 2 latents, as FLUX has them: (B, H/2 * W/2, 4 C)."""
+    batch, channels, height, width = x_BCHW.shape
+    cells = x_BCHW.reshape(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return cells.reshape(batch, height // 2 * (width // 2), 4 * channels)
+
+
+def unpack(tokens_BND: Tensor, rows: int, columns: int) -> Tensor:
+    """The latent of so many rows and columns of tokens: x_BCHW."""
+    batch, _, depth = tokens_BND.shape
+    cells = tokens_BND.reshape(batch, rows, columns, depth // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
+    return cells.reshape(batch, depth // 4, 2 * rows, 2 * columns)
+
+
+def refuse_whole(kwargs: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModel for arguments that address the whole picture from inside the denoiser."""
+    refuse_arguments(kwargs, REFUSED | {"ip_adapter_masks": "a patch would take them for masks of itself"})
+    for name, value in kwargs.items():
+        if "residual" in name and value is not None:
+            raise UnsupportedModel(
+                f"{name}: what a ControlNet or an adapter adds is of the whole picture, and structure guidance shows "
+                "the denoiser patches of it: use strategy exact"
+            )
+
+
+def _shape(sample: Any) -> str:
+    return str(tuple(sample.shape)) if isinstance(sample, Tensor) else f"a {type(sample).__name__}"

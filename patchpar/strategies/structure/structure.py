@@ -1,0 +1,74 @@
+"""How the anchor leads the other patches: structure guidance of ASGDiffusion (arXiv 2412.06163), calibrated.
+
+The paper draws noise predictions together, e~ = e + w M (e_anchor - e), its equations 3 and 4. Patches have different
+noise, so that the difference holds noise as well as structure, and some of a patch's noise is never removed. Here the
+estimates of the clean latent are drawn together, x0~ = x0 + w M (x0_anchor - x0), which holds no noise. Both are
+affine in the predictions, so that guiding every branch of classifier-free guidance is guiding their combination.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from patchpar.strategies.structure.interlace import Interlace
+from patchpar.strategies.structure.noise_level import Level
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guidance:
+    """`space`: what is drawn together, "x0" (ours) or "eps" (the paper). `weight`: how far, at the first step.
+
+    `decay`: "cosine" lets the weight fall to 0 at the switch, "none" keeps it. `aligned`: patches are drawn to what
+    lies between the anchor's samples, at their own places, rather than to the anchor's values. `lag`: the age in steps
+    of what leads, 0 or 1. `masked`: weigh places by the anchor's attention to the words of the prompt.
+    """
+
+    space: Literal["x0", "eps"] = "x0"
+    weight: float = 1.0
+    decay: Literal["cosine", "none"] = "none"
+    aligned: bool = True
+    lag: int = 0
+    masked: bool = False
+
+    def strength(self, progress: float) -> float:
+        """The weight at `progress` through the first stage, from 0 to 1."""
+        return self.weight * (0.5 + 0.5 * math.cos(math.pi * progress) if self.decay == "cosine" else 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lead:
+    """What the patches follow: the anchor's field (its x0 or its noise), and where, (B, 1, h, w) in 0..1."""
+
+    field_BChw: Tensor
+    mask_B1hw: Tensor | None = None
+
+
+def lead_of(guidance: Guidance, level: Level, x_BChw: Tensor, prediction_BChw: Tensor, mask: Tensor | None) -> Lead:
+    """What the anchor tells the others."""
+    tell = level.clean if guidance.space == "x0" else level.noise_in
+    return Lead(field_BChw=tell(x_BChw, prediction_BChw), mask_B1hw=mask)
+
+
+def guided(
+    guidance: Guidance, level: Level, interlace: Interlace, lead: Lead, patches: tuple[Tensor, Tensor], strength: float
+) -> Tensor:
+    """Predictions drawn towards the lead. `patches`: x_NBChw and prediction_NBChw. The anchor stays as it is."""
+    x_NBChw, prediction_NBChw = patches
+    spread = interlace.enlarge if guidance.aligned else interlace.repeat
+    tell, slope = (level.clean, level.per_clean) if guidance.space == "x0" else (level.noise_in, level.per_noise)
+    towards = spread(lead.field_BChw) - tell(x_NBChw, prediction_NBChw)
+    if lead.mask_B1hw is not None:
+        towards = towards * spread(lead.mask_B1hw).clamp(0, 1)
+    change = strength * slope * towards
+    change[0] = 0
+    return prediction_NBChw + change
+
+
+def kept_in_place(interlace: Interlace, prediction_BCHW: Tensor, differ_BChw: Tensor, strength: float) -> Tensor:
+    """A whole prediction whose coarse structure is drawn towards the guide's, its detail untouched.
+
+    `differ`: how far the guide's is from it where the anchor has its samples. It is spread over the places between.
+    """
+    return prediction_BCHW + strength * interlace.join(interlace.enlarge(differ_BChw))

@@ -1,0 +1,43 @@
+"""A few neighbouring ranks that compute one patch or window together, in bands with this step's values.
+
+Bands are those of exact patch parallelism (`PatchedDenoiser`), over a part of the axis.
+"""
+
+from torch import nn
+
+from patchpar.comm.collectives import Door
+from patchpar.errors import PlanError
+from patchpar.plan.exchange_policy import Treatment
+from patchpar.plan.mesh import Axis
+from patchpar.shard.unet.denoiser import PatchedDenoiser
+from patchpar.shard.unet.discover import splits_into_bands
+from patchpar.shard.verification_cache import Verdicts
+from patchpar.strategies.structure.native_size import Native
+from patchpar.strategies.structure.sizing import check_teams
+
+
+def team_of(
+    denoiser: nn.Module, mesh: tuple[Door, Axis], bands: int, native: Native, verdicts: Verdicts | None
+) -> PatchedDenoiser | None:
+    """The denoiser as our team computes it; None where there are no teams. Without `verdicts` it is not verified.
+
+    Raises PlanError for a denoiser that has no bands or not so many, or ranks that teams do not share evenly.
+    """
+    door, axis = mesh
+    if bands == 1 or axis.size == 1:
+        return None
+    check_teams(axis.size, bands)
+    if not splits_into_bands(denoiser):
+        raise PlanError(
+            f"bands={bands}: {type(denoiser).__name__} is no network of convolutions and group norms, which bands are "
+            "made for: use bands=1"
+        )
+    rows = max(native.size)
+    if rows // native.unit < bands:
+        most = rows // native.unit
+        raise PlanError(
+            f"bands={bands}: {rows} latent rows make {most} bands of {native.unit}: use at most bands={most}"
+        )
+    first = axis.rank - axis.rank % bands
+    team = Axis(axis.name, axis.rank - first, bands, axis.ranks[first : first + bands])
+    return PatchedDenoiser(denoiser, (door, team), Treatment(name="exact"), verdicts=verdicts)

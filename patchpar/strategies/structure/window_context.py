@@ -1,0 +1,263 @@
+"""What windows see of one another: keys and values of the bands around them, as they were in the last step.
+
+    step t       window n attends to its own tokens, and to bands of its neighbours from step t - 1
+    after it     bands of own windows go to the ranks that have their neighbours, to be there in step t + 1
+
+This is the exchange of displaced patches (DistriFusion, arXiv 2402.19481) between windows of native size. With it
+windows need hardly overlap. It is for UNets, whose self-attention knows no places: keys of another window fit as they
+are. The first step with windows sees nothing.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import permutations
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from patchpar.comm.collectives import Door, Exchange, Part
+from patchpar.comm.transport import Spec
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.plan.mesh import Axis
+from patchpar.plan.step_clock import StepClock
+from patchpar.strategies.structure.all_gather import Shares
+from patchpar.strategies.structure.window_neighbours import Neighbours
+from patchpar.strategies.structure.windows import Windows
+from patchpar.strategies.structure.work_schedule import Evaluation, Unit
+
+KIND = "context"
+BLOCKS = ("down_blocks", "mid_block", "up_blocks")
+
+
+class Pair(NamedTuple):
+    """Keys and values, (B, heads, tokens, depth) each."""
+
+    key: Tensor
+    value: Tensor
+
+
+class Way(NamedTuple):
+    """From a window to a neighbour, in one branch of guidance."""
+
+    sender: int
+    receiver: int
+    branch: int
+
+
+Bands = dict[tuple[Way, str], Pair]  # by way and layer
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of the denoiser in a step: what its windows see, and what is coming for the next step."""
+
+    evaluation: int = -2
+    layout: tuple[Windows, Shares] | None = None
+    seen: Bands = field(default_factory=dict)
+    coming: Callable[[], Bands] | None = None
+
+    def arrive(self) -> None:
+        """Take in what is coming. Raises ExchangeError."""
+        if self.coming is not None:
+            coming, self.coming = self.coming, None
+            self.seen.update(coming())
+
+
+class Surroundings:
+    """Bands around windows, on one rank. `share`: how far a window sees, as a share of its sides; 0 is nothing.
+
+    Raises PlanError for a denoiser that is no UNet with self-attention.
+    """
+
+    def __init__(self, denoiser: nn.Module, mesh: tuple[Door, Axis], clock: StepClock, share: float) -> None:
+        self._mesh, self._clock, self._share = mesh, clock, share
+        self._layers = _self_attentions(denoiser) if share else {}
+        if share and not self._layers:
+            raise PlanError(
+                f"context={share:g}: {type(denoiser).__name__} is no UNet with self-attention, whose keys know no "
+                "places: use context=0"
+            )
+        self._calls: dict[int, _Call] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a picture, or end one: what is under way is taken in. Raises ExchangeError."""
+        for call in self._calls.values():
+            call.arrive()
+        self._calls, self._call = {}, _Call()
+        self._neighbours: Neighbours | None = None
+        self._ways: list[Way] = []
+        self._tokens: dict[tuple[int, int, int], Tensor] = {}
+        self._forms: dict[str, Pair] = {}  # of a whole window, one branch
+        self._left: Bands = {}
+
+    def begin(self, windows: Windows, shares: Shares) -> None:
+        """Before the windows of a step. What was seen of other windows, or longer ago, is forgotten."""
+        if not self._layers:
+            return
+        call = self._call = self._calls.setdefault(max(0, self._clock.call), _Call())
+        call.arrive()
+        if call.evaluation != self._clock.evaluation - 1 or call.layout != (windows, shares):
+            call.seen = {}
+        call.evaluation, call.layout, self._left = self._clock.evaluation, (windows, shares), {}
+        if self._neighbours is None or self._neighbours.windows != windows:
+            down, across = (int(side * self._share) for side in windows.window)
+            self._neighbours, self._tokens = Neighbours(windows, (down, across)), {}
+            pairs = permutations(range(len(windows)), 2)
+            self._ways = [Way(*pair, 0) for pair in pairs if len(self._neighbours.seen(*pair, 1))]
+
+    @contextmanager
+    def around(self, evaluation: Evaluation) -> Iterator[None]:
+        """What is entered for a call of the denoiser: of a window, or of the anchor, which sees itself."""
+        count = len(self._neighbours.windows) if self._neighbours is not None else 0
+        if not self._layers or evaluation.patch >= count:
+            yield
+            return
+        with _Looking(self, evaluation) as mode:
+            handles = [handle for path, layer in self._layers.items() for handle in mode.listen(path, layer)]
+            try:
+                yield
+            finally:
+                for handle in handles:
+                    handle.remove()
+        blind = [path for path in self._layers if path not in mode.passed]
+        if blind:
+            raise UnsupportedModel(
+                f"{blind[0]} does not call scaled_dot_product_attention, so that it cannot see other windows: use the "
+                "default processor, pipe.unet.set_default_attn_processor(), or context=0"
+            )
+
+    def meet(self, path: str, evaluation: Evaluation, own: Pair) -> Pair:
+        """Own keys and values, of all branches of the evaluation, with those around. Ours are kept for others."""
+        number, branches = evaluation.patch, evaluation.branches
+        self._forms[path] = Pair(*(x.chunk(len(branches))[0] for x in own))
+        for way in self._ways:
+            if way.sender == number:
+                tokens = self._seen(way, path)
+                keys, values = (x.index_select(2, tokens).chunk(len(branches)) for x in own)
+                for branch, pair in zip(branches, zip(keys, values, strict=True), strict=True):
+                    self._left[way._replace(branch=branch), path] = Pair(*pair)
+        met = [own]
+        for way in self._ways:
+            pairs = [self._call.seen.get((way._replace(branch=branch), path)) for branch in branches]
+            found = [pair for pair in pairs if pair is not None]
+            if way.receiver == number and len(found) == len(branches):
+                met.append(Pair(*map(torch.cat, zip(*found, strict=True))))
+        return Pair(*(torch.cat(parts, 2) for parts in zip(*met, strict=True))) if len(met) > 1 else own
+
+    def _seen(self, way: Way, path: str) -> Tensor:
+        """The sender's tokens that the receiver sees in a layer."""
+        assert self._neighbours is not None
+        key = self._forms[path].key
+        stride = _stride(key.shape[2], self._neighbours)
+        place = (way.sender, way.receiver, stride)
+        if place not in self._tokens:
+            self._tokens[place] = self._neighbours.seen(*place).to(key.device)
+        return self._tokens[place]
+
+    def end(self, shares: Shares, *, silent: bool) -> None:
+        """After the windows of a step: bands leave for where the neighbours of our windows are."""
+        if not self._layers:
+            return
+        rank, size = self._mesh[1].rank, self._mesh[1].size
+        self._call.seen = {key: self._left[key] for key in self._keys(shares, rank, rank)}
+        if size > 1 and not silent:
+            self._call.coming = self._sent(shares)
+        self._left = {}
+
+    def _keys(self, shares: Shares, sender: int, receiver: int) -> list[tuple[Way, str]]:
+        """What one place has for another, in order."""
+        wanted = set(shares[receiver])
+        return [
+            (way._replace(branch=unit.branch), path)
+            for unit in shares[sender]
+            for way in self._ways
+            if way.sender == unit.patch and Unit(way.receiver, unit.branch) in wanted
+            for path in self._layers
+        ]
+
+    def _sent(self, shares: Shares) -> Callable[[], Bands] | None:
+        door, axis = self._mesh
+        outgoing, incoming = [], {}
+        for place in axis.others:
+            leaving = [x.flatten() for key in self._keys(shares, axis.rank, place) for x in self._left[key]]
+            if leaving:
+                outgoing.append(((axis.ranks[place],), (torch.cat(leaving),)))
+            shapes = [shape for key in self._keys(shares, place, axis.rank) for shape in self._shapes(key)]
+            if shapes:
+                dtype = next(iter(self._forms.values())).key.dtype
+                incoming[axis.ranks[place]] = (Spec((sum(map(math.prod, shapes)),), dtype),)
+        if not outgoing and not incoming:
+            return None
+        exchange = door.exchange(f"step {self._clock.evaluation}", [Part(KIND, outgoing, incoming)])
+        return lambda: self._unpacked(exchange, shares)
+
+    def _shapes(self, key: tuple[Way, str]) -> list[tuple[int, ...]]:
+        way, path = key
+        count = len(self._seen(way, path))
+        return [(*x.shape[:2], count, x.shape[3]) for x in self._forms[path]]
+
+    def _unpacked(self, exchange: Exchange, shares: Shares) -> Bands:
+        axis, found = self._mesh[1], {}
+        (received,) = exchange.wait()
+        for peer, (flat,) in received.items():
+            keys = self._keys(shares, axis.ranks.index(peer), axis.rank)
+            shapes = [shape for key in keys for shape in self._shapes(key)]
+            parts = iter(zip(torch.split(flat, [math.prod(shape) for shape in shapes]), shapes, strict=True))
+            for key in keys:
+                found[key] = Pair(*(x.view(shape) for x, shape in (next(parts), next(parts))))
+        return found
+
+
+class _Looking(TorchFunctionMode):
+    """Lets self-attention of one evaluation see what is around its window."""
+
+    def __init__(self, surroundings: Surroundings, evaluation: Evaluation) -> None:
+        super().__init__()
+        self._surroundings, self._evaluation = surroundings, evaluation
+        self._path: str | None = None
+        self.passed: set[str] = set()
+
+    def listen(self, path: str, layer: nn.Module) -> list[RemovableHandle]:
+        """Know when this layer runs."""
+
+        def enter(*_: Any) -> None:
+            self._path = path
+
+        def leave(*_: Any) -> None:
+            self._path = None
+
+        return [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention and self._path is not None:
+            named = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | (kwargs or {})
+            if named.get("attn_mask") is None and named["key"].shape[2] == named["query"].shape[2]:
+                self.passed.add(self._path)
+                met = self._surroundings.meet(self._path, self._evaluation, Pair(named.pop("key"), named.pop("value")))
+                return func(named.pop("query"), met.key, met.value, **named)
+        return func(*args, **(kwargs or {}))
+
+
+def _self_attentions(denoiser: nn.Module) -> dict[str, nn.Module]:
+    return {
+        path: module for path, module in denoiser.named_modules() if path.startswith(BLOCKS) and path.endswith(".attn1")
+    }
+
+
+def _stride(count: int, neighbours: Neighbours) -> int:
+    """By how much a map of so many tokens of a window is smaller than its latent. Raises UnsupportedModel."""
+    stride = 1
+    while stride <= max(neighbours.windows.window):
+        if math.prod(neighbours.tokens(stride)) == count:
+            return stride
+        stride *= 2
+    raise UnsupportedModel(f"{count} tokens are no map of a window of {neighbours.windows.window}: use context=0")

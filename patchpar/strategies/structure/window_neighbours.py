@@ -1,0 +1,54 @@
+"""Which places of a window another window sees beyond its own border. Pure geometry.
+
+    window 0        | window 1           places of window 1 that window 0 sees, with a reach of two:
+    . . . . . . . . | x x . . . . . .    those nearer to its border than that, each of one window only
+
+Where windows overlap a place belongs to the nearer one: cores meet half way, so that nothing is seen twice.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from patchpar.strategies.structure.windows import Windows
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """Windows in rows and columns, and the `reach` in latents (down, across) of what they see of others."""
+
+    windows: Windows
+    reach: tuple[int, int]
+
+    @cached_property
+    def _cores(self) -> tuple[dict[int, tuple[int, int]], ...]:
+        """From where to where a place belongs to the windows that start there, downwards and across."""
+        found = []
+        for dim in range(2):
+            starts = sorted({corner[dim] for corner in self.windows.corners})
+            window, side = self.windows.window[dim], self.windows.size[dim]
+            meet = [(before + window + after) // 2 for before, after in pairwise(starts)]
+            found.append(dict(zip(starts, pairwise([0, *meet, side]), strict=True)))
+        return tuple(found)
+
+    def tokens(self, stride: int) -> tuple[int, int]:
+        """Rows and columns of a window's tokens, each of so many latents a side."""
+        height, width = (-(-side // stride) for side in self.windows.window)
+        return height, width
+
+    def seen(self, sender: int, receiver: int, stride: int) -> Tensor:
+        """Which of the sender's tokens, in the order of rows, the receiver sees."""
+        kept, inside = [], []
+        for dim, count in enumerate(self.tokens(stride)):
+            start, other = self.windows.corners[sender][dim], self.windows.corners[receiver][dim]
+            places = start + stride * torch.arange(count) + (stride - 1) / 2
+            low, high = self._cores[dim][start]
+            end, reach = other + self.windows.window[dim], self.reach[dim]
+            core = (places >= low) & (places < high)
+            kept.append(core & (places >= other - reach) & (places < end + reach))
+            inside.append((places >= other) & (places < end))
+        taken = (kept[0][:, None] & kept[1]) & ~(inside[0][:, None] & inside[1])
+        return taken.flatten().nonzero()[:, 0]

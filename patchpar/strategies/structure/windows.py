@@ -1,0 +1,134 @@
+"""Overlapping windows of native size over a large latent, and the weights that blend what is predicted in them.
+
+    starts along a side, window 8, overlap one half      0       4       8      12
+                                                         |-------|       |-------|
+                                                             |-------|
+    weights are raised cosines, divided by their sum: 1 everywhere, and no window ends in a step
+
+Inner windows are moved a little in every step, so that no border stays where it is (DemoFusion, arXiv 2311.16973).
+Where to is a function of a seed and the step alone: all ranks cut alike without a word.
+"""
+
+import math
+import random
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from patchpar.errors import PlanError
+from patchpar.strategies.structure.sizing import fewest_of, starts_of
+
+Zone = tuple[tuple[int, int], tuple[int, int]]
+"""Rows from one to another, columns from one to another."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """`corners` (top, left) of windows of `window` (h, w) over a latent of `size` (H, W)."""
+
+    size: tuple[int, int]
+    window: tuple[int, int]
+    corners: tuple[tuple[int, int], ...]
+
+    def __len__(self) -> int:
+        return len(self.corners)
+
+    def cut(self, x_BCHW: Tensor, number: int) -> Tensor:
+        """What a window shows: x_BChw."""
+        (top, left), (height, width) = self.corners[number], self.window
+        return x_BCHW[..., top : top + height, left : left + width]
+
+    @cached_property
+    def _bump_hw(self) -> Tensor:
+        return _bump(self.window[0])[:, None] * _bump(self.window[1])
+
+    @cached_property
+    def _total_HW(self) -> Tensor:
+        total = torch.zeros(self.size, dtype=torch.float64)
+        for number in range(len(self)):
+            self.cut(total, number).add_(self._bump_hw)
+        return total
+
+    def weight(self, number: int) -> Tensor:
+        """The share of a window in each of its places, (h, w): those of all windows add up to 1."""
+        return (self._bump_hw / self.cut(self._total_HW, number)).float()
+
+    def columns(self, numbers: list[int]) -> slice:
+        """The columns that hold these windows."""
+        lefts = [self.corners[number][1] for number in numbers]
+        return slice(min(lefts), max(lefts) + self.window[1])
+
+
+def _bump(count: int) -> Tensor:
+    """sin² over `count` samples, nowhere zero."""
+    return torch.sin(math.pi * (torch.arange(count, dtype=torch.float64) + 0.5) / count) ** 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """How windows are laid. `overlap`: the least share of a window that its neighbour sees too; `moved`: by steps.
+
+    With a `margin` they are as few as native windows that only touch would be, and larger by that share of their size.
+    """
+
+    overlap: float = 0.5
+    margin: float | None = None
+    moved: bool = True
+
+    def lay(self, size: tuple[int, int], native: tuple[int, int], *, key: str, unit: int = 1, step: int = 1) -> Windows:
+        """Windows of native size, or of the whole side where that is less. `key` decides how inner ones are moved.
+
+        Corners are multiples of `unit`, sizes of `step` but for a whole side. Raises PlanError for sides that are no
+        multiple of `unit`.
+        """
+        window, (tops, lefts) = self._grid(size, native, unit, step)
+        rng = random.Random(key)
+
+        def moved(start: int, dim: int) -> int:
+            low, reach, high = self._range(start, size[dim], window[dim], unit)
+            return min(max(start + rng.randint(-reach, reach) * unit, low), high) if reach else start
+
+        corners = tuple((moved(top, 0), moved(left, 1)) for top in tops for left in lefts)
+        return Windows(size, window, corners)
+
+    def zones(
+        self, size: tuple[int, int], native: tuple[int, int], *, unit: int = 1, step: int = 1
+    ) -> tuple[Zone, ...]:
+        """What each window of `lay` can show, whatever the key. Raises PlanError as that does."""
+        window, starts = self._grid(size, native, unit, step)
+
+        def shown(start: int, dim: int) -> tuple[int, int]:
+            low, _, high = self._range(start, size[dim], window[dim], unit)
+            return low, high + window[dim]
+
+        return tuple((shown(top, 0), shown(left, 1)) for top in starts[0] for left in starts[1])
+
+    def _grid(
+        self, size: tuple[int, int], native: tuple[int, int], unit: int, step: int
+    ) -> tuple[tuple[int, int], tuple[list[int], list[int]]]:
+        """The size of windows, and where they begin from the top and from the left, not moved. Raises PlanError."""
+        for side in size:
+            if side % unit:
+                raise PlanError(f"a latent of {size[0]} x {size[1]} has a side that is no multiple of {unit}")
+        (height, tops), (width, lefts) = (
+            self._laid(side, own, unit, step) for side, own in zip(size, native, strict=True)
+        )
+        return (height, width), (tops, lefts)
+
+    def _laid(self, side: int, native: int, unit: int, step: int) -> tuple[int, list[int]]:
+        """The size of windows along a side, and where they begin."""
+        if self.margin is not None:
+            return fewest_of(side, native, self.margin, unit, step)
+        return min(side, native), starts_of(side, min(side, native), self.overlap, unit)
+
+    def _range(self, start: int, side: int, window: int, unit: int) -> tuple[int, int, int]:
+        """The first and the last place that a window is moved to, and between them by how many units it is.
+
+        At most a quarter of the overlap away, so that two neighbours still meet; never beyond the frame.
+        """
+        room = side - window
+        fixed = not self.moved or self.margin is not None or start in (0, room)
+        reach = 0 if fixed else int(window * self.overlap / 4) // unit
+        return max(start - reach * unit, 0), reach, min(start + reach * unit, room)

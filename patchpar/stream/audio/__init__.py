@@ -1,0 +1,1 @@
+"""Audio that a stream is conditioned on, and audio files."""

@@ -1,0 +1,196 @@
+"""What a block-causal model hears: levels of sound per picture frame, and cross-attention to them after chosen blocks.
+
+    samples --sound_levels--> one row of levels per picture frame --latent_tokens--> n tokens per latent frame
+            --AudioConditioner.encode--> width of the transformer --forward--> added to the tokens of that frame
+
+Levels are loudness and the energy of a few bands, both in decibels: no other network is needed. A latent frame hears
+its own picture frames and some before, none after.
+
+Shapes: B batch, F latent frames, n audio tokens per latent frame, C levels per picture frame, D width, L tokens.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from patchpar.errors import PlanError
+from patchpar.plan.json_files import read_object
+from patchpar.plan.scalars import make_plain
+from patchpar.stream.json_fields import number, whole
+
+WEIGHTS, CONFIG = "audio.safetensors", "audio.json"
+LIMITS = {"dim": 2**16, "heads": 2**16, "rate": 2**20, "bands": 2**12, "tokens": 2**12, "per_latent": 2**12}
+SILENCE = -1.0
+"""The level of no sound at all: -100 dB of full scale. Full scale is 1."""
+LOWEST_BAND = 100.0
+"""Hz; there is no speech below."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AudioConfig:
+    """How sound reaches a transformer of width `dim`.
+
+    `rate`: samples per second. `fps`: picture frames per second. `bands`: bands beside the loudness, evenly spaced in
+    pitch. `tokens`: how many picture frames a latent frame hears, its last one and those before. `per_latent`: picture
+    frames that one latent frame stands for; where it is more than 1, the first latent frame is one picture frame, as in
+    the causal video autoencoders. `after`: numbers of the transformer's blocks that an audio attention follows.
+    """
+
+    dim: int
+    heads: int
+    after: tuple[int, ...]
+    fps: float
+    rate: int = 16000
+    bands: int = 8
+    tokens: int = 4
+    per_latent: int = 1
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        for name, most in LIMITS.items():
+            whole(name, getattr(self, name), name != "bands", most)
+        for block in self.after:
+            whole("after", block, 0, LIMITS["dim"])
+        number("fps", self.fps, 0, LIMITS["rate"])
+        if self.dim % self.heads:
+            raise PlanError(f"dim={self.dim} is no multiple of heads={self.heads}: choose heads that divide it")
+        if not 0 < self.fps <= self.rate / 2:
+            raise PlanError(f"fps={self.fps:g} must be above 0 and at most half the rate of {self.rate} samples/s")
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> "AudioConfig":
+        """From what JSON keeps of one. Raises PlanError; TypeError where a fact is missing or unknown."""
+        return cls(**{**facts, "after": tuple(facts.get("after", ()))})
+
+    @property
+    def levels(self) -> int:
+        """Numbers per picture frame: the loudness and the bands."""
+        return 1 + self.bands
+
+
+def sound_levels(samples_N: Tensor, config: AudioConfig) -> Tensor:
+    """Levels (picture frames, 1 + bands) of mono samples (N,) between -1 and 1 at `config.rate`, about -1 to 1.
+
+    Frame i hears samples i * rate / fps to (i + 1) * rate / fps and no other. A last frame that is not full is left
+    out.
+    """
+    period = config.rate / config.fps
+    width = round(period)
+    count = int((len(samples_N) + 0.5) // period)
+    if not count:
+        return samples_N.new_zeros(0, config.levels)
+    starts = torch.tensor([round(i * period) for i in range(count)], dtype=torch.long)
+    padded = functional.pad(samples_N.float(), (0, width))
+    frames = padded[starts[:, None] + torch.arange(width)]
+    loudness = frames.square().mean(1, keepdim=True)
+    spectrum = torch.fft.rfft(frames * torch.hann_window(width, periodic=True)).abs().square()
+    spectrum = spectrum * (8 / 3 * 2 / width**2)  # so that all bands together have the mean square of the samples
+    return _decibels(torch.cat([loudness, spectrum @ _bands(width, config)], 1))
+
+
+def _decibels(power: Tensor) -> Tensor:
+    """-1 at -100 dB and below, 1 at full scale."""
+    return (10 * torch.log10(power.clamp_min(1e-10)) + 50) / 50
+
+
+def _bands(width: int, config: AudioConfig) -> Tensor:
+    """Which bins of the spectrum belong to which band, (bins, bands) of zeros and ones."""
+    frequencies = torch.arange(width // 2 + 1) * (config.rate / width)
+    ratio = math.log(config.rate / 2 / LOWEST_BAND)
+    place = (frequencies.clamp_min(1.0) / LOWEST_BAND).log() / ratio * config.bands
+    place = place.floor().clamp(max=config.bands - 1)
+    return (place[:, None] == torch.arange(config.bands)).float()
+
+
+def last_heard(latent: int, per_latent: int) -> int:
+    """The last picture frame that latent frame `latent` stands for."""
+    return latent * per_latent
+
+
+def latent_tokens(levels_PC: Tensor, latents: range, config: AudioConfig, *, first: int = 0) -> Tensor:
+    """What each of the latent frames `latents` hears: (F, n, C) out of levels (P, C) of picture frames from `first` on.
+
+    Before picture frame 0 there is silence. Raises PlanError if a frame is not among the levels.
+    """
+    last = torch.tensor([last_heard(latent, config.per_latent) for latent in latents])
+    heard = last[:, None] + torch.arange(1 - config.tokens, 1)
+    missing = (heard >= first + len(levels_PC)) | ((heard >= 0) & (heard < first))
+    if missing.any():
+        raise PlanError(
+            f"latent frames {latents.start} to {latents.stop - 1} hear picture frames up to {int(last[-1])}, but there "
+            f"is sound for frames {first} to {first + len(levels_PC) - 1} only"
+        )
+    silence = levels_PC.new_full((1, levels_PC.shape[1]), SILENCE)
+    rows = torch.where(heard < 0, 0, heard - first + 1)
+    return torch.cat([silence, levels_PC])[rows]
+
+
+class AudioAttention(nn.Module):
+    """Tokens of a frame look at what is heard in that frame. Changes nothing until it has been trained."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(dim)
+        self.to_q, self.to_k, self.to_v, self.to_out = (nn.Linear(dim, dim) for _ in range(4))
+        nn.init.zeros_(self.to_out.weight)
+        nn.init.zeros_(self.to_out.bias)
+
+    def forward(self, hidden_BLD: Tensor, audio_BFnD: Tensor) -> Tensor:
+        """What is to be added to tokens (B, L, D) of F frames, L / F tokens each."""
+        batch, length, dim = hidden_BLD.shape
+        frames = audio_BFnD.shape[1]
+        rows = self.norm(hidden_BLD).reshape(batch * frames, length // frames, dim)
+        heard = audio_BFnD.flatten(0, 1)
+        q, k, v = (
+            x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for x in (self.to_q(rows), self.to_k(heard), self.to_v(heard))
+        )
+        out = functional.scaled_dot_product_attention(q, k, v)
+        return self.to_out(out.transpose(1, 2).flatten(2)).reshape(batch, length, dim)
+
+
+class AudioConditioner(nn.Module):
+    """All that a transformer needs to hear: saved beside it as `audio.safetensors` and `audio.json`."""
+
+    def __init__(self, config: AudioConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Sequential(nn.Linear(config.levels, config.dim), nn.SiLU(), nn.Linear(config.dim, config.dim))
+        self.place = nn.Parameter(torch.zeros(config.tokens, config.dim))
+        self.layers = nn.ModuleDict({str(i): AudioAttention(config.dim, config.heads) for i in config.after})
+
+    def encode(self, tokens_BFnC: Tensor) -> Tensor:
+        """Audio tokens (B, F, n, C) in the width of the transformer, (B, F, n, D)."""
+        return self.embed(tokens_BFnC.to(self.place.dtype)) + self.place
+
+    def forward(self, layer: int, hidden_BLD: Tensor, audio_BFnD: Tensor) -> Tensor:
+        """What is to be added to the tokens after block `layer`."""
+        added: Tensor = self.layers[str(layer)](hidden_BLD, audio_BFnD)
+        return added
+
+    def save(self, folder: Path) -> None:
+        """Write weights and configuration."""
+        save_file({name: x.contiguous() for name, x in self.state_dict().items()}, folder / WEIGHTS)
+        (folder / CONFIG).write_text(json.dumps(asdict(self.config), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> "AudioConditioner":
+        """Read what `save` wrote. Raises PlanError if it is not there."""
+        if not (folder / CONFIG).exists():
+            raise PlanError(f"{folder} has no {CONFIG}: this model was not made to hear")
+        try:
+            conditioner = cls(AudioConfig.of(read_object(folder / CONFIG)))
+            conditioner.load_state_dict(load_file(folder / WEIGHTS))
+        except (OSError, RuntimeError, SafetensorError, TypeError) as error:
+            raise PlanError(f"{folder / CONFIG} and {WEIGHTS} are not those of one model: {error}") from error
+        return conditioner.eval().requires_grad_(False)

@@ -1,0 +1,1 @@
+"""Block-causal video models as streams."""

@@ -1,0 +1,106 @@
+"""The three ways in which tokens of a block-causal transformer see each other: one class per kind of forward pass.
+
+    SinkPass     one frame by itself; its keys and values are kept as the sink
+    BlockPass    one block, which sees the window and the sink
+    BandedPass   many blocks at once under a mask, for training and as a check: the same function
+
+Every block sees itself whole, the blocks of its window, and the sink at a fixed distance from itself ("rolling", Live
+Avatar, arXiv:2512.04677, section 4.3). Keys lie in the window as rotated when they were written ("abs"), or unrotated
+and are rotated at each reading ("relative"), so that positions stay as small as in training. Both are the same function
+up to rounding.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from patchpar.stream.causal.kv_window import WindowMemory
+from patchpar.stream.causal.rope import Positions, rotate
+from patchpar.stream.causal_options import CausalOptions
+
+
+class Seen(NamedTuple):
+    """Operands of one attention: queries, keys, values (B, L, heads, width), and a mask or None."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None
+
+
+class Pass(Protocol):
+    """One forward pass of a transformer."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Seen:
+        """What the self-attention of `layer` is to see, out of queries, keys and values before rotation."""
+
+
+class SinkPass:
+    """One frame, which sees itself only."""
+
+    def __init__(self, memory: WindowMemory, positions: Positions) -> None:
+        self._memory, self._rotary = memory, positions.at([0])
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Seen:
+        """See Pass."""
+        self._memory.put_sink(layer, k, v)
+        return Seen(rotate(q, self._rotary), rotate(k, self._rotary), v, None)
+
+
+class BlockPass:
+    """One block, which has just been advanced to in its memory."""
+
+    def __init__(self, memory: WindowMemory, positions: Positions, options: CausalOptions, block: int) -> None:
+        self._memory = memory
+        frames, is_absolute = options.frames, options.positions == "abs"
+        start = (block if is_absolute else options.window - 1) * frames
+        sink = [start + options.sink_distance]
+        self._own = positions.at(range(start, start + frames))
+        self._sink = positions.at(sink) if is_absolute else None
+        if not is_absolute:
+            slots = [start - age * frames + frame for age in memory.ages for frame in range(frames)]
+            self._all = positions.at(([*sink] if memory.has_sink else []) + slots)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Seen:
+        """See Pass."""
+        memory = self._memory
+        memory.put(layer, k if self._sink is None else rotate(k, self._own), v)
+        memory.place_sink(layer, self._sink)
+        keys, values = memory.visible(layer)
+        return Seen(rotate(q, self._own), keys if self._sink is not None else rotate(keys, self._all), values, None)
+
+
+class BandedPass:
+    """`blocks` blocks at once, behind a sink frame if `has_sink`; every block has its own copy of the sink."""
+
+    def __init__(self, positions: Positions, options: CausalOptions, blocks: int, has_sink: bool) -> None:
+        frames, n = options.frames, positions.grid.tokens
+        self._sink_tokens = n if has_sink else 0
+        starts = [block * frames for block in range(blocks)]
+        own = ([0] if has_sink else []) + list(range(blocks * frames))
+        self._own = positions.at(own)
+        self._copies = positions.at([start + options.sink_distance for start in starts]) if has_sink else None
+        self._blocks = blocks
+        block = torch.arange(blocks).repeat_interleave(frames * n)
+        age = block[:, None] - block[None, :]
+        band = (age >= 0) & (age < options.window)
+        self.mask = (_with_sink(band, block, n, blocks) if has_sink else band).to(positions.device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Seen:
+        """See Pass. Keys: the tokens themselves, then one copy of the sink per block."""
+        keys, values = rotate(k, self._own), v
+        if self._copies is not None:
+            sinks, sink_values = (x[:, : self._sink_tokens].repeat(1, self._blocks, 1, 1) for x in (k, v))
+            keys, values = torch.cat([keys, rotate(sinks, self._copies)], 1), torch.cat([v, sink_values], 1)
+        return Seen(rotate(q, self._own), keys, values, self.mask)
+
+
+def _with_sink(band: Tensor, block: Tensor, n: int, blocks: int) -> Tensor:
+    """The mask with the sink's n tokens in front, which see themselves only, and its copies at the end."""
+    length = len(block)
+    mask = torch.zeros(n + length, n + length + blocks * n, dtype=torch.bool)
+    mask[:n, :n] = True
+    mask[n:, n : n + length] = band
+    mask[n:, n + length :] = block[:, None] == torch.arange(blocks).repeat_interleave(n)[None, :]
+    return mask

@@ -1,0 +1,274 @@
+"""Any Wan transformer of diffusers made block-causal from outside: a processor at each self-attention, nothing else.
+
+Weights, LoRA and the rest of the forward stay diffusers' own, and `restore` takes everything out again. One
+transformer serves any number of memories. Method: Live Avatar (arXiv:2512.04677, sections 4.1 to 4.3), where each
+denoising step keeps keys and values of its own noise level only; blocks with caches as in CausVid (arXiv:2412.07772).
+
+Shapes: B batch, C channels, F latent frames, H x W latent pixels, N blocks, T text tokens, D width.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import WanTransformer3DModel
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.stream.audio.conditioner import AudioConditioner
+from patchpar.stream.causal.attention_passes import BandedPass, BlockPass, Pass, SinkPass
+from patchpar.stream.causal.kv_window import WindowMemory, WindowSize
+from patchpar.stream.causal.rope import Grid, Positions
+from patchpar.stream.causal.step_sharding import InnerShare, SharedFrames
+from patchpar.stream.causal_options import CausalOptions
+
+
+class Heard(NamedTuple):
+    """The sound of a block: audio tokens (B, F, n, C), and how much of what they say is added."""
+
+    tokens_BFnC: Tensor
+    scale: float = 1.0
+
+
+class CausalWan:
+    """A `WanTransformer3DModel` that sees one block of a stream at a time. Raises UnsupportedModel.
+
+    `audio`: cross-attention to sound after some of its blocks, or None. `inner`: our place among ranks that share every
+    forward pass but `banded`; each of them has to make the same calls.
+    """
+
+    def __init__(
+        self,
+        transformer: WanTransformer3DModel,
+        options: CausalOptions,
+        audio: AudioConditioner | None = None,
+        inner: InnerShare | None = None,
+    ) -> None:
+        _refuse(transformer)
+        self.transformer, self.options, self.audio, self.inner = transformer, options, audio, inner
+        self._passing = Passing()
+        self._positions: dict[Grid, Positions] = {}
+        self._plain = [block.attn1.processor for block in transformer.blocks]
+        self._handles = [] if inner is None else share_tokens(transformer, self._passing)
+        for layer, block in enumerate(transformer.blocks):
+            block.attn1.processor = CausalProcessor(layer, self._passing)
+            if audio is not None and layer in audio.config.after:
+                self._handles.append(block.register_forward_hook(AudioHook(layer, audio, self._passing)))
+
+    def restore(self) -> None:
+        """The transformer is as it was."""
+        for block, processor in zip(self.transformer.blocks, self._plain, strict=True):
+            block.attn1.processor = processor
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def memory(self, height: int, width: int) -> WindowMemory:
+        """An empty memory for one denoising step of a stream of latents of `height` x `width`."""
+        config = self.transformer.config
+        tokens = self._grid(height, width).tokens
+        size = WindowSize(
+            layers=len(self.transformer.blocks),
+            window=self.options.window,
+            block_tokens=self.options.frames * tokens,
+            sink_tokens=tokens,
+            heads=self._heads,
+            head_width=config.attention_head_dim,
+        )
+        return WindowMemory(size, self.transformer.device, self.transformer.dtype)
+
+    @property
+    def _heads(self) -> int:
+        """Attention heads of this rank."""
+        heads: int = self.transformer.config.num_attention_heads
+        return heads if self.inner is None else len(self.inner.heads(heads).query)
+
+    def remember_sink(self, memory: WindowMemory, latents_BCFHW: Tensor, text_BTD: Tensor) -> None:
+        """Put one clean latent frame (1, C, 1, H, W) into `memory` as its sink."""
+        with self._during(SinkPass(memory, self._at(latents_BCFHW)), frames=self._shared(latents_BCFHW)):
+            self._forward(latents_BCFHW, latents_BCFHW.new_zeros(1, dtype=torch.float32), text_BTD)
+
+    def velocity(
+        self,
+        memory: WindowMemory,
+        x_BCFHW: Tensor,
+        timestep: float,
+        text_BTD: Tensor,
+        *,
+        block: int,
+        heard: Heard | None = None,
+    ) -> Tensor:
+        """What the transformer predicts for block number `block`, (1, C, F, H, W).
+
+        Its keys and values stay in `memory`; blocks come one after another. `timestep` is 0 to 1000; `heard` is
+        the block's sound.
+        """
+        memory.advance()
+        now = BlockPass(memory, self._at(x_BCFHW), self.options, block)
+        with self._during(now, heard, frames=self._shared(x_BCFHW)):
+            return self._forward(x_BCFHW, torch.full((1,), timestep, device=x_BCFHW.device), text_BTD)
+
+    def banded(
+        self,
+        x_BCFHW: Tensor,
+        timesteps_BN: Tensor,
+        text_BTD: Tensor,
+        *,
+        sink_BCFHW: Tensor | None = None,
+        audio_BFnC: Tensor | None = None,
+    ) -> Tensor:
+        """All of N blocks in one forward under a mask: the same function as `velocity` block by block, differentiable.
+
+        `timesteps_BN`: a noise level, 0 to 1000, for each block; with levels that differ, history is as noisy as its
+        own level says. `sink_BCFHW`: one clean frame. `audio_BFnC`: tokens of all N * frames latent frames.
+        Raises PlanError.
+        """
+        positions = self._at(x_BCFHW)
+        blocks, rest = divmod(x_BCFHW.shape[2], self.options.frames)
+        if rest or timesteps_BN.shape[1] != blocks:
+            raise PlanError(
+                f"{x_BCFHW.shape[2]} latent frames and {timesteps_BN.shape[1]} noise levels: "
+                f"{self.options.frames} frames make a block, and each block has one level"
+            )
+        levels = timesteps_BN.repeat_interleave(self.options.frames * positions.grid.tokens, 1)
+        if sink_BCFHW is not None:
+            levels = torch.cat([levels.new_zeros(len(levels), positions.grid.tokens), levels], 1)
+            x_BCFHW = torch.cat([sink_BCFHW, x_BCFHW], 2)
+        banded = BandedPass(positions, self.options, blocks, sink_BCFHW is not None)
+        silent = positions.grid.tokens if sink_BCFHW is not None else 0
+        with self._during(banded, None if audio_BFnC is None else Heard(audio_BFnC), silent=silent):
+            out = self._forward(x_BCFHW, levels, text_BTD)
+        return out[:, :, 1:] if sink_BCFHW is not None else out
+
+    def _forward(self, x_BCFHW: Tensor, timestep: Tensor, text_BTD: Tensor) -> Tensor:
+        return self.transformer(x_BCFHW, timestep, text_BTD, return_dict=False)[0]
+
+    @contextmanager
+    def _during(
+        self, now: Pass, heard: Heard | None = None, *, silent: int = 0, frames: SharedFrames | None = None
+    ) -> Iterator[None]:
+        passing = self._passing
+        passing.now, passing.silent_tokens, passing.frames = now, silent, frames
+        if self.audio is not None and heard is not None:
+            passing.audio, passing.audio_scale = self.audio.encode(heard.tokens_BFnC), heard.scale
+        try:
+            yield
+        finally:
+            passing.now = passing.audio = passing.frames = None
+
+    def _shared(self, x_BCFHW: Tensor) -> SharedFrames | None:
+        """How a forward pass over these latents is shared."""
+        if self.inner is None:
+            return None
+        return self.inner.of_frames(x_BCFHW.shape[2], self._grid(*x_BCFHW.shape[3:]).tokens)
+
+    def _grid(self, height: int, width: int) -> Grid:
+        _, rows, columns = self.transformer.config.patch_size
+        if height % rows or width % columns:
+            raise PlanError(
+                f"latents of {height} x {width} are not whole patches of {rows} x {columns}: choose a height and width "
+                "that are"
+            )
+        return Grid(rows=height // rows, columns=width // columns)
+
+    def _at(self, x_BCFHW: Tensor) -> Positions:
+        """Positions on the grid of these latents, made once."""
+        grid = self._grid(*x_BCFHW.shape[3:])
+        if grid not in self._positions:
+            rope = self.transformer.rope
+            widths = (rope.t_dim, rope.h_dim, rope.w_dim)
+            self._positions[grid] = Positions(widths, grid, x_BCFHW.device)
+        return self._positions[grid]
+
+
+class Passing:
+    """Which forward pass the transformer is in. `silent_tokens` at the front of a sequence hear nothing.
+
+    `frames`: how ranks share the pass, or None where it is all ours.
+    """
+
+    def __init__(self) -> None:
+        self.now: Pass | None = None
+        self.frames: SharedFrames | None = None
+        self.audio: Tensor | None = None
+        self.audio_scale = 1.0
+        self.silent_tokens = 0
+
+
+class CausalProcessor:
+    """Wan's own self-attention, except for what it sees. `set_attention_backend` of diffusers chooses its kernel."""
+
+    _attention_backend: Any = None
+
+    def __init__(self, layer: int, passing: Passing) -> None:
+        self._layer, self._passing = layer, passing
+
+    def __call__(self, attn: Any, hidden_states: Tensor, *_: object) -> Tensor:
+        """As WanAttnProcessor; positions come from the pass."""
+        if attn.fused_projections:
+            q, k, v = attn.to_qkv(hidden_states).chunk(3, dim=-1)
+        else:
+            q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
+        frames = self._passing.frames
+        if frames is None:
+            out = self._see(q, k, v)
+        else:
+            out = frames.attend(f"blocks.{self._layer}.attn1", (q, k, v), self._see)
+        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(q)))
+
+    def _see(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        now = self._passing.now
+        assert now is not None, "a block-causal transformer is called through CausalWan"
+        queries, keys, values, mask = now.attend(self._layer, q, k, v)
+        out: Tensor = dispatch_attention_fn(queries, keys, values, attn_mask=mask, backend=self._attention_backend)
+        return out
+
+
+class AudioHook:
+    """What a frame's tokens take from its sound, after one block of the transformer."""
+
+    def __init__(self, layer: int, audio: AudioConditioner, passing: Passing) -> None:
+        self._layer, self._audio, self._passing = layer, audio, passing
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], hidden_BLD: Tensor) -> Tensor | None:
+        """A forward hook."""
+        heard, silent = self._passing.audio, self._passing.silent_tokens
+        if heard is None:
+            return None
+        front, rest = hidden_BLD[:, :silent], hidden_BLD[:, silent:]
+        added = self._passing.audio_scale * self._audio(self._layer, rest, heard)
+        return torch.cat([front, rest + added], 1) if silent else rest + added
+
+
+def share_tokens(transformer: WanTransformer3DModel, passing: Passing) -> list[RemovableHandle]:
+    """From the first block to the last projection this rank has its own tokens only, in passes that are shared."""
+
+    def ours(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        frames = passing.frames
+        return None if frames is None else (frames.own(args[0]), *args[1:])
+
+    def everybodys(module: nn.Module, args: tuple[Any, ...], out_BlD: Tensor) -> Tensor | None:
+        frames = passing.frames
+        return None if frames is None else frames.whole("proj_out", out_BlD)
+
+    return [
+        transformer.blocks[0].register_forward_pre_hook(ours),
+        transformer.proj_out.register_forward_hook(everybodys),
+    ]
+
+
+def _refuse(transformer: WanTransformer3DModel) -> None:
+    config = transformer.config
+    if config.patch_size[0] != 1:
+        raise UnsupportedModel(
+            f"patches of {config.patch_size[0]} frames: a block-causal stream needs patches of 1 frame"
+        )
+    if config.image_dim is not None or config.added_kv_proj_dim is not None:
+        raise UnsupportedModel(
+            "this transformer looks at an embedded image beside its text: load a text-to-video checkpoint, whose "
+            "reference is its sink frame, or Wan 2.2, which is given pictures in channels"
+        )

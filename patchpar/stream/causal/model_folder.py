@@ -1,0 +1,57 @@
+"""What a model's folder says of how it streams, read without loading it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from patchpar.errors import PlanError
+from patchpar.models.files import resolve_model
+from patchpar.plan.json_files import read_object
+from patchpar.stream.audio.conditioner import CONFIG as AUDIO_FILE
+from patchpar.stream.config import StreamConfig
+from patchpar.stream.json_fields import whole
+from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE
+
+LOADED_BY_US = (HIGH_NOISE, LOW_NOISE, "scheduler")
+"""Parts that streams load or do without, whatever class the folder names for them, see `checkpoint`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamFolder:
+    """A WanPipeline folder. `options`: those to load it with. `rate`: samples per second that it hears, or None.
+
+    `per_latent`: pictures that one latent frame stands for.
+    """
+
+    path: str
+    options: Mapping[str, Any]
+    config: StreamConfig
+    rate: int | None
+    per_latent: int
+
+    @classmethod
+    def read(
+        cls, model: str | Path, *, config: StreamConfig | None = None, options: Mapping[str, Any] | None = None
+    ) -> "StreamFolder":
+        """Of a folder, or a model that comes with the package. `config`: in place of stream.json. Raises PlanError."""
+        path, options, _ = resolve_model(model, options or {}, besides=LOADED_BY_US)
+        folder = Path(path)
+        if not (folder / "model_index.json").is_file():
+            raise PlanError(f"{path} has no model_index.json: give the folder of a WanPipeline")
+        return cls(
+            path=path,
+            options={name: value for name, value in options.items() if value is not None},
+            config=config or StreamConfig.load(folder),
+            rate=_fact(folder / "transformer" / AUDIO_FILE, "rate"),
+            per_latent=_fact(folder / "vae" / "config.json", "scale_factor_temporal") or 1,
+        )
+
+    @property
+    def frames(self) -> int:
+        """Pictures of one block, in the steady state."""
+        return self.config.blocks.frames * self.per_latent
+
+
+def _fact(file: Path, name: str) -> int | None:
+    return whole(f"{file}: {name}", read_object(file).get(name), 1, 2**20) if file.is_file() else None

@@ -1,0 +1,220 @@
+"""`StreamingPipeline`: a block-causal model, its denoising steps on ranks of their own, frames as they are made."""
+
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchpar.errors import PlanError
+from patchpar.launch.devices import Devices, resolve_devices
+from patchpar.models.files import shipped_name
+from patchpar.stream.audio.audio_file import read_sound
+from patchpar.stream.audio.track import AudioTrack
+from patchpar.stream.causal.model_folder import StreamFolder
+from patchpar.stream.config import StreamConfig
+from patchpar.stream.delivery import StreamDelivery, StreamFormat
+from patchpar.stream.driver import Limits, Source
+from patchpar.stream.journal import Journal, Origin
+from patchpar.stream.messages import Course, Facts, Said, Shown, Wish
+from patchpar.stream.plan import StreamPlan
+from patchpar.stream.recording import RecordedSound, Recording
+from patchpar.stream.reference_image import reference_picture
+from patchpar.stream.resources import HeldRanks
+from patchpar.stream.session import StreamSession
+from patchpar.stream.worker_group import Crew, Loading
+
+Sound = tuple[Tensor, int] | str | Path | None
+
+
+class StreamingPipeline(HeldRanks[Crew, StreamSession]):
+    """A model that streams. Made by `from_pretrained`; a context manager."""
+
+    def __init__(self, crew: Crew, config: StreamConfig, facts: Facts, loading: Loading) -> None:
+        super().__init__(crew)
+        self._crew, self._facts, self._loading = crew, facts, loading
+        self.config = config
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        devices: object = "auto",
+        plan: StreamPlan | None = None,
+        config: StreamConfig | None = None,
+        deadline: float = 60.0,
+        **options: Any,
+    ) -> "StreamingPipeline":
+        """Load a WanPipeline folder of a block-causal model.
+
+        `devices`: as ParallelPipeline takes them. `plan`: steps by rank; even by default. `config`: how to stream it,
+        where the folder has no stream.json. `deadline`: seconds that a rank may wait for another. Other options are
+        those of diffusers' from_pretrained. Raises PlanError, UnsupportedModel, LaunchError.
+        """
+        known = StreamFolder.read(
+            folder, config=config, options={name: _plain(value) for name, value in options.items()}
+        )
+        config = known.config
+        found = resolve_devices(devices)
+        plan = plan or StreamPlan.even(config.steps, min(len(found.names), config.steps + 1))
+        _check(plan, config, found)
+        loading = Loading(
+            folder=known.path, config=config, options=known.options, devices=found.names, deadline=deadline
+        )
+        ranks, facts = loading.start(plan, found.names)
+        return cls(Crew(ranks, plan, loading), config, facts, loading)
+
+    @property
+    def plan(self) -> StreamPlan:
+        """Which rank does which steps; another plan than it was if workers could not be had again."""
+        return self._crew.plan
+
+    @property
+    def rate(self) -> int | None:
+        """Samples per second that the model hears; None if it hears nothing."""
+        return None if self._facts.audio is None else int(self._facts.audio.rate)
+
+    def stream(
+        self,
+        prompt: str = "",
+        *,
+        reference: Any = None,
+        audio: Sound = None,
+        seed: int = 0,
+        seconds: float | None = None,
+        delivery: StreamDelivery | None = None,
+    ) -> StreamSession:
+        """Begin a stream. One at a time; use it in a `with` block.
+
+        `reference`: a picture (file, PIL, or (height, width, 3) in uint8) whose looks the stream keeps. `audio`: a
+        file, or (samples, rate), for a stream as long as the sound, "live" for `push_audio`, None for silence.
+        `seconds`: how long; without it, and without sound that ends, there is no end. Raises PlanError.
+        """
+        crew = self._free_ranks()
+        if not 0 <= seed < 2**64:
+            raise PlanError(f"seed={seed}: it must be at least 0 and below 2**64")
+        delivery = delivery or StreamDelivery()
+        form = self._format(delivery.fps or self.config.fps)
+        limits = self._limits(delivery, form.blocks(seconds))
+        source, wishes = self._track(audio), self._wishes(prompt, reference)
+        course = self._course(seed)
+        record = delivery.record
+        journal = None if record is None else Journal(Path(record), self._origin(course, form.fps))
+        self._session = StreamSession(crew.run, (course,), limits, form, delivery, source)
+        return self._session.begin(*wishes, journal=journal)
+
+    def replay(self, recording: Recording, *, delivery: StreamDelivery | None = None) -> StreamSession:
+        """Make a stream again that was taken down, bit for bit, also on other ranks.
+
+        `recording`: see Recording.read; its `is_as_it_was` compares a chunk with what it was. A worker that dies ends
+        it. Raises PlanError.
+        """
+        crew = self._free_ranks()
+        delivery, form = delivery or StreamDelivery(), self._format(recording.origin.fps)
+        blocks = recording.blocks
+        audio, course = self._facts.audio, self._course(recording.origin.seed)
+        heard = None if audio is None else (1, self.config.blocks.frames, audio.tokens, audio.levels)
+        recording.check_fits((course.rows, course.columns), heard)
+        source: Source | None = None if audio is None else RecordedSound(blocks)
+        limits = Limits(credit=self.plan.depth + delivery.lead, blocks=len(blocks), restarts=0)
+        courses = recording.courses(self.plan.ranks)
+        self._session = StreamSession(crew.run, courses, limits, form, delivery, source)
+        return self._session.begin(changes=recording.wishes())
+
+    def _format(self, fps: float) -> StreamFormat:
+        """How frames come. Raises PlanError for a rate at which sound and frames would drift apart."""
+        config, facts = self.config, self._facts
+        if facts.audio is not None and fps != facts.audio.fps:
+            raise PlanError(
+                f"fps={fps:g}, but this model hears {facts.audio.fps:g} frames in a second, so that sound and frames "
+                f"would drift apart: use fps={facts.audio.fps:g}"
+            )
+        if fps != config.fps:
+            text = f"fps={fps:g}: this model was made for {config.fps:g}, so that all moves faster or slower"
+            warnings.warn(text, stacklevel=3)
+        return StreamFormat(
+            fps=fps,
+            height=config.height,
+            width=config.width,
+            frames=config.blocks.frames,
+            per_latent=facts.per_latent,
+        )
+
+    def _limits(self, delivery: StreamDelivery, blocks: int | None) -> Limits:
+        return Limits(credit=self.plan.depth + delivery.lead, blocks=blocks, restarts=delivery.restarts)
+
+    def _course(self, seed: int) -> Course:
+        config, spatial = self.config, self._facts.spatial
+        return Course(
+            ranks=self.plan.ranks,
+            seed=seed,
+            rows=config.height // spatial,
+            columns=config.width // spatial,
+            first_block=0,
+            adapt_sink=config.adapt_sink,
+        )
+
+    def _wishes(self, prompt: str, reference: Any) -> list[Wish]:
+        wishes: list[Wish] = [Said(text=prompt)]
+        if reference is None and self.config.reference is not None:
+            reference = Path(self._loading.folder) / self.config.reference
+        if reference is None and self._facts.draws_from_pictures:
+            raise PlanError("this model goes on from a picture: give one, reference=")
+        if reference is not None:
+            wishes.append(Shown(picture=reference_picture(reference, self.config.height, self.config.width)))
+        return wishes
+
+    def _origin(self, course: Course, fps: float) -> Origin:
+        loading = self._loading
+        return Origin(
+            model=shipped_name(loading.folder) or str(Path(loading.folder).absolute()),
+            config=self.config,
+            options=loading.options,
+            seed=course.seed,
+            fps=fps,
+            size=(course.rows, course.columns),
+            versions={name: version(name) for name in ("patchpar", "torch", "diffusers")},
+        )
+
+    def _track(self, audio: Sound) -> AudioTrack | None:
+        """The sound of a stream. A model that hears gets silence where there is none."""
+        config = self._facts.audio
+        if config is None:
+            if audio is not None:
+                raise PlanError(
+                    "this model was not made to hear: its folder has no transformer/audio.json; leave audio=None"
+                )
+            return None
+        track = AudioTrack(config, self.config.blocks.frames)
+        if audio is None:
+            track.be_silent()
+        elif isinstance(audio, tuple):
+            track.push(torch.as_tensor(audio[0]), audio[1])
+            track.end()
+        elif not isinstance(audio, (str, Path)):
+            raise PlanError(f"audio={audio!r}: give a file, (samples, rate), 'live', or None")
+        elif audio != "live":
+            sound = read_sound(Path(audio).expanduser(), config.rate)
+            track.push(sound.samples, sound.rate)
+            track.end()
+        return track
+
+    def __repr__(self) -> str:
+        return f"<StreamingPipeline, {self.plan}>"
+
+
+def _check(plan: StreamPlan, config: StreamConfig, devices: Devices) -> None:
+    if plan.steps != config.steps:
+        raise PlanError(f"the plan has {plan.steps} steps, but the model has {config.steps}")
+    if plan.ranks > len(devices.names):
+        raise PlanError(
+            f"the plan needs {plan.ranks} ranks, but there are {len(devices.names)} devices ({devices.note})"
+        )
+
+
+def _plain(option: Any) -> Any:
+    """An option as a journal can keep it."""
+    return str(option).removeprefix("torch.") if isinstance(option, torch.dtype) else option

@@ -1,0 +1,109 @@
+"""Several ranks that share one denoising step: some tokens of every frame, and in attention all tokens of some heads.
+
+    2 frames of 4 tokens, 2 ranks     outside of attention      a a b b | a a b b
+                                      inside                    heads of a: all tokens      heads of b: all tokens
+
+Tokens are exchanged for heads before each self-attention and back after it (DeepSpeed-Ulysses, arXiv:2309.14509). So
+the window of keys and values is split by heads and never travels: a step sends as much however long its window is.
+
+Shapes: B batch, L tokens of a block, l this rank's, N heads, n this rank's, D width of a token, d of a head.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from patchpar.comm.collectives import Door, Gather
+from patchpar.errors import PlanError
+from patchpar.plan.bands import Bands, split_bands
+from patchpar.plan.mesh import Axis
+from patchpar.shard.attention.sharded_qkv import Shared
+from patchpar.shard.attention.ulysses import Heads, heads_to_tokens, split_heads, tokens_to_heads
+
+See = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention of all tokens of some heads: queries, keys, values and output (B, L, n, d)."""
+
+
+def check_inner(ranks: int, *, heads: int, tokens: int | None = None) -> None:
+    """Raise PlanError if a step with so many heads, and tokens per frame, cannot be shared by `ranks` ranks."""
+    if ranks > heads:
+        raise PlanError(
+            f"inner={ranks}: a step is shared by its attention heads, and this transformer has {heads}: use at most "
+            f"inner={heads}"
+        )
+    if tokens is not None and ranks > tokens:
+        raise PlanError(
+            f"inner={ranks}: a frame of {tokens} tokens cannot be shared by {ranks} ranks: use at most inner={tokens}, "
+            "or larger frames"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedFrames:
+    """One forward pass over `frames` frames, of which each rank on `axis` has the tokens that `bands` say."""
+
+    door: Door
+    axis: Axis
+    frames: int
+    bands: Bands
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of each rank."""
+        return tuple(self.frames * self.bands.size(place) for place in range(self.axis.size))
+
+    def own(self, hidden_BLD: Tensor) -> Tensor:
+        """Our tokens, (B, l, D)."""
+        start, size = self.bands.starts[self.axis.rank], self.bands.size(self.axis.rank)
+        return torch.unflatten(hidden_BLD, 1, (self.frames, -1)).narrow(2, start, size).flatten(1, 2)
+
+    def whole(self, where: str, hidden_BlD: Tensor) -> Tensor:
+        """Everybody's tokens in their order, (B, L, D). Raises ExchangeError."""
+        gathered = Gather(self.door, self.axis, "tokens", where).shares(hidden_BlD.contiguous(), 1, self.sizes)
+        return self._by_frame(torch.cat(gathered, 1), 1)
+
+    def attend(self, where: str, qkv_BlNd: tuple[Tensor, Tensor, Tensor], see: See) -> Tensor:
+        """What `see` makes of all tokens of our heads, given back as all heads of our tokens. Raises ExchangeError."""
+        q, k, v = (x.transpose(1, 2) for x in qkv_BlNd)
+        split = split_heads(q.shape[1], k.shape[1], self.axis.size)
+        asked = Shared(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=self.sizes, place=self.axis.rank)
+        ours = tokens_to_heads(self.door, self.axis, where, asked, split, self.sizes)
+        seen = (self._by_frame(x, 2).transpose(1, 2) for x in (ours.q_BNlD, ours.k_BMlD, ours.v_BMlD))
+        out_BnLd = self._by_place(see(*seen).transpose(1, 2), 2)
+        return heads_to_tokens(self.door, self.axis, where, out_BnLd, split, (0, self.sizes)).transpose(1, 2)
+
+    def _by_frame(self, x: Tensor, dim: int) -> Tensor:
+        """Tokens rank by rank put in the order of frames."""
+        parts = [torch.unflatten(part, dim, (self.frames, -1)) for part in torch.split(x, list(self.sizes), dim)]
+        return torch.cat(parts, dim + 1).flatten(dim, dim + 1)
+
+    def _by_place(self, x: Tensor, dim: int) -> Tensor:
+        """The way back."""
+        sizes = [size // self.frames for size in self.sizes]
+        parts = torch.split(torch.unflatten(x, dim, (self.frames, -1)), sizes, dim + 1)
+        return torch.cat([part.flatten(dim, dim + 1) for part in parts], dim)
+
+
+class InnerShare:
+    """This rank's place among those that share a step."""
+
+    def __init__(self, door: Door, axis: Axis) -> None:
+        self._door, self.axis = door, axis
+
+    @property
+    def ranks(self) -> int:
+        """How many share a step."""
+        return self.axis.size
+
+    def heads(self, heads: int) -> Heads:
+        """Which of `heads` attention heads are ours. Raises PlanError."""
+        check_inner(self.ranks, heads=heads)
+        return split_heads(heads, heads, self.ranks)[self.axis.rank]
+
+    def of_frames(self, frames: int, tokens: int) -> SharedFrames:
+        """A forward pass over frames of `tokens` tokens each. Raises PlanError."""
+        check_inner(self.ranks, heads=self.ranks, tokens=tokens)
+        bands = split_bands(tokens, self.ranks, 1)
+        return SharedFrames(door=self._door, axis=self.axis, frames=frames, bands=bands)

@@ -1,0 +1,242 @@
+"""A Wan-type transformer as a model to be streamed: conditions, prompt changes, rolling sink and decoding.
+
+    step of a block    velocity of the block-causal transformer at the step's own noise level, then the flow schedule
+    Prompt             switch, cut, blend or recache, from the next block on
+    Reference          another sink frame; an adaptive one is the first frame of the first finished block
+
+Method: Live Avatar (arXiv:2512.04677, sections 4.1 to 4.3).
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from patchpar.comm.transport import Spec
+from patchpar.errors import PlanError
+from patchpar.stream.causal.causal_wan import CausalWan, Heard
+from patchpar.stream.causal.decoder import DecoderState, WanDecoder, as_pixels
+from patchpar.stream.causal.kv_window import WindowMemory
+from patchpar.stream.causal_model import Payload
+from patchpar.stream.events import PARAMETERS, Change, Parameter, Prompt, Reference
+from patchpar.stream.flow_schedule import FlowSchedule
+from patchpar.stream.keyed_noise import keyed_noise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WanStreamOptions:
+    """What one stream is: latents of `height` x `width`, its noise and its first conditions.
+
+    `text`: embeddings (1, T, D). `sink`: a clean latent frame (1, C, 1, H, W), or None. `adapt_sink`: the first frame
+    of the first finished block takes its place.
+    """
+
+    height: int
+    width: int
+    seed: int
+    text: Tensor
+    sink: Tensor | None = None
+    adapt_sink: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class Blending:
+    """A prompt on its way to another: `done` of `over` blocks."""
+
+    start: Tensor
+    end: Tensor
+    over: int
+    done: int = 0
+
+    def advance(self) -> Tensor:
+        """The text of the next block."""
+        self.done += 1
+        return torch.lerp(self.start, self.end, self.done / self.over)
+
+
+@dataclass(slots=True, kw_only=True)
+class StepState:
+    """What one denoising step remembers. `recent`: number and payload of the last blocks, for a window made anew.
+
+    `film`: see Reference.
+    """
+
+    step: int
+    memory: WindowMemory
+    text: Tensor
+    sink: Tensor | None
+    blending: Blending | None = None
+    film: Tensor | None = None
+    audio_scale: float = 1.0
+    recent: deque[tuple[int, Payload]] = field(default_factory=deque)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowNoise:
+    """Another transformer for steps from number `start` on, as Wan 2.2 has one for low noise levels."""
+
+    network: CausalWan
+    start: int
+
+
+class WanStream:
+    """A CausalModel. Its payload is (latents, audio tokens), or latents alone where the transformer hears nothing."""
+
+    def __init__(
+        self,
+        network: CausalWan,
+        schedule: FlowSchedule,
+        decoder: WanDecoder | None,
+        options: WanStreamOptions,
+        low_noise: LowNoise | None = None,
+    ) -> None:
+        self._network, self._schedule, self._decoder, self._options = network, schedule, decoder, options
+        self._low_noise = low_noise
+        transformer = network.transformer
+        self._device, self._dtype = transformer.device, transformer.dtype
+        channels = transformer.config.out_channels
+        self._is_conditioned = transformer.config.in_channels > channels
+        shape = (1, channels, network.options.frames, options.height, options.width)
+        self._latents = Spec(shape, self._dtype)
+
+    @property
+    def steps(self) -> int:
+        """See CausalModel."""
+        return self._schedule.steps
+
+    @property
+    def inner(self) -> int:
+        """See CausalModel."""
+        return 1 if self._network.inner is None else self._network.inner.ranks
+
+    def payload(self) -> tuple[Spec, ...]:
+        """See CausalModel."""
+        audio = self._network.audio
+        if audio is None:
+            return (self._latents,)
+        heard = (1, self._network.options.frames, audio.config.tokens, audio.config.levels)
+        return self._latents, Spec(heard, torch.float32)
+
+    @torch.no_grad()
+    def new_state(self, step: int) -> StepState:
+        """See CausalModel."""
+        options = self._options
+        state = StepState(
+            step=step,
+            memory=self._of(step).memory(options.height, options.width),
+            text=self._own(options.text),
+            sink=None if options.sink is None else self._own(options.sink),
+            recent=deque(maxlen=self._network.options.window - 1),
+        )
+        self._fill_sink(state)
+        return state
+
+    def _of(self, step: int) -> CausalWan:
+        """The transformer of a step."""
+        low = self._low_noise
+        return self._network if low is None or step < low.start else low.network
+
+    def begin(self, block: int, inputs: Payload) -> Payload:
+        """See CausalModel. `inputs`: the block's audio tokens, if the transformer hears."""
+        noise = keyed_noise(self._options.seed, block, 0, self._latents.shape)
+        return self._own(noise), *(x.to(self._device) for x in inputs)
+
+    @torch.no_grad()
+    def apply(self, state: StepState, change: Change) -> None:
+        """See CausalModel."""
+        if isinstance(change, Prompt):
+            self._change_text(state, change)
+        elif isinstance(change, Reference):
+            state.sink = self._own(change.latents)
+            state.film = state.film if change.film is None else self._own(change.film)
+            self._fill_sink(state)
+        else:
+            self._set(state, change)
+
+    def _change_text(self, state: StepState, change: Prompt) -> None:
+        text = self._own(change.text)
+        if change.transition == "blend":
+            if text.shape != state.text.shape:
+                raise PlanError(
+                    f"a text of {tuple(text.shape)} cannot be blended with one of {tuple(state.text.shape)}: use "
+                    "'switch', or pad both to one length"
+                )
+            state.blending = Blending(start=state.text, end=text, over=change.over)
+            return
+        state.text, state.blending = text, None
+        if change.transition == "switch":
+            return
+        state.memory.forget()
+        self._fill_sink(state)
+        if change.transition == "cut":
+            state.recent.clear()
+        for block, payload in state.recent:
+            self._velocity(state, block, payload)
+
+    def _set(self, state: StepState, change: Parameter) -> None:
+        assert change.name in PARAMETERS
+        state.audio_scale = change.value
+
+    @torch.no_grad()
+    def step(self, state: StepState, block: int, payload: Payload) -> Payload:
+        """See CausalModel."""
+        if state.blending is not None:
+            state.text = state.blending.advance()
+            state.blending = None if state.blending.done == state.blending.over else state.blending
+        velocity = self._velocity(state, block, payload)
+        state.recent.append((block, payload))
+        noise = None
+        if self._schedule.needs_noise(state.step):
+            drawn = keyed_noise(self._options.seed, block, state.step + 1, self._latents.shape)
+            noise = drawn.to(self._device)
+        return self._schedule.advance(state.step, payload[0], velocity, noise), *payload[1:]
+
+    def _velocity(self, state: StepState, block: int, payload: Payload) -> Tensor:
+        timestep = self._schedule.timestep(state.step)
+        heard = Heard(payload[1], state.audio_scale) if len(payload) > 1 else None
+        network = self._of(state.step)
+        x_BCFHW = self._with_condition(state, payload[0], block * network.options.frames)
+        return network.velocity(state.memory, x_BCFHW, timestep, state.text, block=block, heard=heard)
+
+    def _fill_sink(self, state: StepState) -> None:
+        if state.sink is not None:
+            sink = self._with_condition(state, state.sink, 0)
+            self._of(state.step).remember_sink(state.memory, sink, state.text)
+
+    def _with_condition(self, state: StepState, x_BCFHW: Tensor, first: int) -> Tensor:
+        """Latent frames from number `first` on, with what such a model draws from behind their channels.
+
+        As WanImageToVideoPipeline has it: which frame is given, and the latents of the picture and of nothing after it.
+        """
+        if not self._is_conditioned:
+            return x_BCFHW
+        if state.film is None:
+            raise PlanError("this model draws from a picture: begin the stream with reference=")
+        numbers = torch.arange(first, first + x_BCFHW.shape[2], device=x_BCFHW.device)
+        latents = state.film[:, :, numbers.clamp(max=state.film.shape[2] - 1)]
+        masks = self._network.transformer.config.in_channels - x_BCFHW.shape[1] - latents.shape[1]
+        given = (numbers == 0).to(x_BCFHW.dtype)[None, None, :, None, None]
+        return torch.cat([x_BCFHW, given.expand(1, masks, -1, *x_BCFHW.shape[3:]), latents], 1)
+
+    @property
+    def adapts_sink(self) -> bool:
+        """See CausalModel."""
+        return self._options.adapt_sink and not self._is_conditioned
+
+    def adaptive_sink(self, payload: Payload) -> Change:
+        """See CausalModel. It never leaves latent space, so that decoding and encoding add nothing to it."""
+        return Reference(latents=payload[0][:, :, :1])
+
+    def new_decoder(self) -> DecoderState:
+        """See CausalModel."""
+        return DecoderState()
+
+    @torch.no_grad()
+    def decode(self, decoder: DecoderState, payload: Payload) -> Tensor:
+        """See CausalModel."""
+        assert self._decoder is not None, "this stage was not given a decoder"
+        return as_pixels(self._decoder.decode(decoder, payload[0]))
+
+    def _own(self, x: Tensor) -> Tensor:
+        return x.to(self._device, self._dtype)

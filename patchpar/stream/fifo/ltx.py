@@ -1,0 +1,111 @@
+"""LTX-Video as a model that draws frames at noise levels of their own.
+
+It takes one timestep per token, as its image-to-video pipeline uses for the frame that is given.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLLTXVideo, LTXPipeline, LTXVideoTransformer3DModel
+from torch import Tensor
+
+from patchpar.errors import UnsupportedModel
+from patchpar.models.dtype import with_dtype
+from patchpar.models.loading import load_pipeline
+from patchpar.stream.causal.checkpoint import Needs, hollow_transformer
+from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
+from patchpar.stream.fifo.network import Asked, FrameNetwork
+from patchpar.stream.messages import Facts
+
+
+class LtxFrames(FrameNetwork):
+    """A FrameNetwork. `scale`: seconds and pixels of a latent frame, to which its positions are stretched.
+
+    Raises UnsupportedModel if it cannot be told a level for every frame.
+    """
+
+    def __init__(self, transformer: LTXVideoTransformer3DModel, scale: tuple[float, float, float]) -> None:
+        config = transformer.config
+        if (config.patch_size, config.patch_size_t) != (1, 1) or config.in_channels != config.out_channels:
+            raise UnsupportedModel(
+                f"patches of {config.patch_size_t} x {config.patch_size} x {config.patch_size}, {config.in_channels} "
+                f"channels in and {config.out_channels} out: a queue of frames needs patches of 1, and as many out"
+            )
+        super().__init__(transformer)
+        self._scale = scale
+
+    def predict(self, x_BCFHW: Tensor, sigmas: Sequence[float], text_BTD: Tensor) -> Tensor:
+        """See FrameNetwork."""
+        net = self._transformer
+        _, _, frames, rows, columns = x_BCFHW.shape
+        timesteps = torch.tensor([1000 * sigma for sigma in sigmas]).repeat_interleave(rows * columns)[None]
+        found: Tensor = net(
+            hidden_states=x_BCFHW.flatten(2).transpose(1, 2).to(net.dtype),
+            encoder_hidden_states=text_BTD.to(x_BCFHW.device, net.dtype),
+            timestep=timesteps.to(x_BCFHW.device),
+            encoder_attention_mask=None,  # texts have no padding here
+            num_frames=frames,
+            height=rows,
+            width=columns,
+            rope_interpolation_scale=self._scale,
+            return_dict=False,
+        )[0]
+        return found.float().transpose(1, 2).reshape(x_BCFHW.shape)
+
+
+class Ltx:
+    """A Family."""
+
+    def load(self, folder: Path, needs: Needs, options: Mapping[str, Any]) -> LTXPipeline:
+        """See Family."""
+        spared: dict[str, Any] = {"scheduler": None}
+        if not needs.text:
+            spared |= {"tokenizer": None, "text_encoder": None}
+        options = with_dtype({name: value for name, value in options.items() if value is not None})
+        if not needs.vae:
+            spared["vae"] = None
+        if not needs.transformers:
+            spared["transformer"] = hollow_transformer(LTXVideoTransformer3DModel, folder, options)
+        return load_pipeline(str(folder), options | spared, kind=LTXPipeline)
+
+    def facts(self, folder: Path) -> Facts:
+        """See Family."""
+        vae = _shapes(folder)
+        return Facts(
+            audio=None,
+            per_latent=vae.temporal_compression_ratio,
+            spatial=vae.spatial_compression_ratio,
+            speaks=True,
+            late=latents_late(vae),
+        )
+
+    def network(self, transformer: LTXVideoTransformer3DModel, facts: Facts, fps: float) -> LtxFrames:
+        """See Family."""
+        return LtxFrames(transformer, (facts.per_latent / fps, float(facts.spatial), float(facts.spatial)))
+
+    def decoder(self, vae: AutoencoderKLLTXVideo) -> LtxDecoder:
+        """See Family."""
+        return LtxDecoder(vae)
+
+    def encode(self, pipe: LTXPipeline, asked: Asked, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """See Family. What a mask would hide is cut off, so that texts differ in length."""
+        text, mask, negative, negative_mask = pipe.encode_prompt(
+            asked.text,
+            negative_prompt=asked.negative,
+            do_classifier_free_guidance=asked.negative is not None,
+            max_sequence_length=asked.tokens,
+            device=device,
+        )
+        return _cut(text, mask), None if asked.negative is None else _cut(negative, negative_mask)
+
+
+def _cut(text_BTD: Tensor, mask_BT: Tensor) -> Tensor:
+    return text_BTD[:, mask_BT[0].bool()]
+
+
+def _shapes(folder: Path) -> AutoencoderKLLTXVideo:
+    """The autoencoder without weights."""
+    with torch.device("meta"):
+        return AutoencoderKLLTXVideo.from_config(AutoencoderKLLTXVideo.load_config(str(folder), subfolder="vae"))

@@ -1,0 +1,144 @@
+"""`FifoStreamingPipeline`: video without end from a model of short films (FIFO-Diffusion, arXiv:2405.11473)."""
+
+from pathlib import Path
+from typing import Any
+
+from patchpar.errors import PlanError
+from patchpar.launch.devices import resolve_devices
+from patchpar.models.files import resolve_model
+from patchpar.stream.delivery import Effect, StreamDelivery, StreamFormat
+from patchpar.stream.driver import Limits
+from patchpar.stream.events import Transition
+from patchpar.stream.fifo.config import FifoConfig
+from patchpar.stream.fifo.runner import FifoCourse
+from patchpar.stream.fifo.stage import fifo_plan
+from patchpar.stream.messages import Facts, Said
+from patchpar.stream.plan import StreamPlan
+from patchpar.stream.resources import HeldRanks
+from patchpar.stream.session import StreamSession
+from patchpar.stream.worker_group import Crew, Loading
+
+ENGINE = "patchpar.stream.fifo.runner:FifoEngine"
+
+
+class FifoSession(StreamSession):
+    """One stream. What can change is its prompt, from the frame on that enters the queue next."""
+
+    def set_prompt(
+        self, text: str, *, at: int | None = None, transition: Transition = "switch", over: int = 0
+    ) -> Effect:
+        """Another prompt, for all frames in the queue, from the tick on in which block `at` enters it.
+
+        `transition`: "switch", or "blend" in `over` ticks. The block given back is the one that enters; frames that
+        were in the queue already come out before it, and show the more of the change the later they are.
+        """
+        if transition in ("cut", "recache"):
+            raise PlanError(f"transition={transition!r}: this stream has no window to forget: use 'switch' or 'blend'")
+        return super().set_prompt(text, at=at, transition=transition, over=over)
+
+    def set_param(self, name: str, value: float, *, at: int | None = None) -> Effect:
+        """Raises PlanError: there is none."""
+        raise PlanError(f"{name!r}: all that can change in this stream is its prompt")
+
+    def set_reference(self, reference: Any, *, at: int | None = None) -> Effect:
+        """Raises PlanError: nothing is looked at."""
+        raise PlanError("this stream looks at no reference: all that can change is its prompt")
+
+
+class FifoStreamingPipeline(HeldRanks[Crew, FifoSession]):
+    """A model of short films that streams. Made by `from_pretrained`; a context manager."""
+
+    def __init__(self, crew: Crew, config: FifoConfig, facts: Facts) -> None:
+        super().__init__(crew)
+        self._crew, self._facts, self.config = crew, facts, config
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        devices: object = "auto",
+        plan: StreamPlan | None = None,
+        config: FifoConfig | None = None,
+        deadline: float = 600.0,
+        **options: Any,
+    ) -> "FifoStreamingPipeline":
+        """Load the folder of a text-to-video pipeline: Wan 2.1, Wan 2.2 of 5 billion weights, or LTX-Video.
+
+        `devices`: as ParallelPipeline takes them. `plan`: zones by rank, as steps of a StreamPlan; even by default.
+        `deadline`: seconds that a rank may wait for another. Other options are those of diffusers' from_pretrained.
+        Raises PlanError, UnsupportedModel, LaunchError.
+        """
+        path, options, _ = resolve_model(folder, options)
+        if not (Path(path) / "model_index.json").is_file():
+            raise PlanError(f"{path} has no model_index.json: give the folder of a WanPipeline or LTXPipeline")
+        config = config or FifoConfig()
+        found, zones = resolve_devices(devices), config.queue.zones
+        plan = plan or fifo_plan(zones, min(len(found.names), zones + 1))
+        if plan.ranks > len(found.names) or plan.steps != zones or plan.inner > 1:
+            raise PlanError(
+                f"a plan of {plan.steps} zones with {plan.ranks} ranks, {plan.inner} for each, does not fit a queue of "
+                f"{zones} zones on {len(found.names)} devices ({found.note}), 1 rank for each"
+            )
+        loading = Loading(
+            folder=path, config=config, options=options, devices=found.names, deadline=deadline, engine=ENGINE
+        )
+        ranks, facts = loading.start(plan, found.names)
+        return cls(Crew(ranks, plan, loading), config, facts)
+
+    @property
+    def plan(self) -> StreamPlan:
+        """Which rank draws which zones."""
+        return self._crew.plan
+
+    def stream(
+        self,
+        prompt: str,
+        *,
+        negative_prompt: str = "",
+        guidance_scale: float = 5.0,
+        seed: int = 0,
+        seconds: float | None = None,
+        delivery: StreamDelivery | None = None,
+    ) -> FifoSession:
+        """Begin a stream. One at a time; use it in a `with` block. A chunk is one latent frame.
+
+        The first one comes when a whole film and the queue before it have been drawn. `guidance_scale`: 1 for none,
+        which halves the work. `seconds`: how long; without it there is no end. Raises PlanError.
+        """
+        crew = self._free_ranks()
+        if not 0 <= seed < 2**64:
+            raise PlanError(f"seed={seed}: it must be at least 0 and below 2**64")
+        config, facts = self.config, self._facts
+        delivery = delivery or StreamDelivery()
+        if delivery.record is not None:
+            raise PlanError(
+                f"record={str(delivery.record)!r}: a stream of this kind cannot be recorded: its prompts and seed give "
+                "the same frames again"
+            )
+        form = StreamFormat(
+            fps=delivery.fps or config.fps,
+            height=config.height,
+            width=config.width,
+            frames=1,
+            per_latent=facts.per_latent,
+        )
+        course = FifoCourse(
+            ranks=crew.plan.ranks,
+            seed=seed,
+            rows=config.height // facts.spatial,
+            columns=config.width // facts.spatial,
+            first_block=0,
+            adapt_sink=False,
+            negative=negative_prompt,
+            guidance_scale=guidance_scale,
+        )
+        credit = config.queue.levels + facts.late + crew.plan.depth + delivery.lead
+        limits = Limits(credit=credit, blocks=form.blocks(seconds), restarts=delivery.restarts)
+        self._session = FifoSession(crew.run, (course,), limits, form, delivery, None)
+        self._session.begin(Said(text=prompt))
+        return self._session
+
+    def __repr__(self) -> str:
+        queue = self.config.queue
+        return f"<FifoStreamingPipeline, {queue.levels} frames in {queue.zones} zones, {self.plan}>"

@@ -1,0 +1,164 @@
+"""FIFO-Diffusion (Kim et al., arXiv:2405.11473): a queue of frames at rising noise levels, drawn on and on.
+
+A video model that was made for short films makes one without end, without training.
+
+    time                 --->
+    finished | zone 3 | zone 2 | zone 1 | zone 0 | <- noise          a zone: half as many frames as the model sees
+      clean    ........ noisier ........... noise                    a window: two zones, of which it draws the later
+    window of zone 1:   [ zone 2 | zone 1 ]
+
+In each tick every frame goes one noise level down, the first one leaves clean, and noise enters at the end. A window
+sees frames before its own that are cleaner (lookahead denoising, section 4.3), and frames whose levels differ little
+(latent partitioning, section 4.2). All windows of a tick read what was there before it. So zones can live on ranks of
+their own, and only neighbours have to talk: one frame to the cleaner side, half a window to the noisier one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from patchpar.errors import PlanError
+from patchpar.stream.flow_schedule import FlowSchedule
+from patchpar.stream.keyed_noise import keyed_noise
+
+Velocity = Callable[[Tensor, Sequence[float]], Tensor]
+"""What a model predicts for frames (1, C, F, H, W) at these F noise levels, 0 to 1: noise less clean frame."""
+FIRST_NOISE, AGAIN_NOISE, BEFORE_NOISE = range(3)
+"""Which draw of a frame's noise: as it enters; for its place in the first queue; that of frames before the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FifoOptions:
+    """How long the queue is, and how it begins. Raises PlanError.
+
+    `window`: latent frames that the model sees at once, an even number not above those of its training. `partitions`:
+    windows in the queue, so that there are `window * partitions` noise levels. `first_steps`: denoising steps of the
+    first film, of `window` frames, out of which the queue is made. `shift`: towards the higher noise levels.
+    """
+
+    window: int = 20
+    partitions: int = 4
+    first_steps: int = 50
+    shift: float = 3.0
+
+    def __post_init__(self) -> None:
+        if self.window < 4 or self.window % 2:
+            raise PlanError(f"window={self.window}: it must be an even number of latent frames, at least 4")
+        if self.partitions < 1 or self.first_steps < 1:
+            raise PlanError(f"partitions={self.partitions}, first_steps={self.first_steps}: at least 1 of each")
+        if self.shift <= 0:
+            raise PlanError(f"shift={self.shift}: it must be above 0; 1 leaves the levels even")
+
+    @property
+    def half(self) -> int:
+        """Frames of a zone."""
+        return self.window // 2
+
+    @property
+    def zones(self) -> int:
+        """Zones of the queue. Each of them takes one forward pass in every tick."""
+        return 2 * self.partitions
+
+    @property
+    def levels(self) -> int:
+        """Noise levels, which is how many frames are in the queue, and how many ticks a frame takes."""
+        return self.window * self.partitions
+
+    @property
+    def sigmas(self) -> tuple[float, ...]:
+        """Noise levels from 1 to 0: frame p, counted from the noisy end, goes from number p to number p + 1."""
+        return FlowSchedule.shifted(self.levels, shift=self.shift).sigmas
+
+    def sigma(self, place: int) -> float:
+        """The noise level of frame `place` before a tick; that of finished frames is 0."""
+        return self.sigmas[min(place, self.levels)]
+
+
+class Queue:
+    """The frames of the zones `zones`, earliest first, and the half window of frames before them. Each (1, C, 1, H, W).
+
+    Frames are those of the end of a tick; `shift` and `advance` make the next one.
+    """
+
+    def __init__(self, options: FifoOptions, zones: range, frames: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+        half = options.half
+        assert (len(frames), len(before)) == (half * len(zones), half), "each zone is half a window, and so is `before`"
+        self._options, self._zones = options, zones
+        self._frames, self._before = list(frames), list(before)
+
+    @property
+    def first(self) -> Tensor:
+        """The frame that leaves in the next shift."""
+        return self._frames[0]
+
+    def last(self) -> Tensor:
+        """What the noisier neighbour has to know beside the frame that it gave us: (1, C, half - 1, H, W)."""
+        return torch.cat(self._frames[1 - self._options.half :], 2)
+
+    def shift(self, entering: Tensor, before: Tensor | None) -> None:
+        """`entering` comes to the noisy end and the first frame leaves.
+
+        `before`: what the cleaner neighbour's `last` was, or None where there is none.
+        """
+        known = self._before[1:] if before is None else list(torch.split(before, 1, 2))
+        self._before = [*known, self._frames.pop(0)]
+        self._frames.append(entering)
+
+    def advance(self, velocity: Velocity) -> None:
+        """Every frame goes one noise level down."""
+        options, half = self._options, self._options.half
+        seen = [*self._before, *self._frames]
+        made: list[Tensor] = []
+        for number in range(len(self._zones)):
+            window = torch.cat(seen[number * half : number * half + options.window], 2)
+            end = (self._zones.stop - number + 1) * half  # places are counted from the noisy end
+            places = range(end - 1, end - 1 - options.window, -1)
+            sigmas = [options.sigma(place) for place in places]
+            found = torch.split(velocity(window, sigmas)[:, :, half:], 1, 2)
+            for place, x, v in zip(places[half:], torch.split(window[:, :, half:], 1, 2), found, strict=True):
+                made.append(x + (options.sigma(place + 1) - options.sigma(place)) * v)
+        self._frames = made
+
+
+def entering_noise(seed: int, block: int, shape: tuple[int, ...]) -> Tensor:
+    """The noise of frame number `block`, (1, C, 1, H, W)."""
+    return keyed_noise(seed, block, FIRST_NOISE, shape)
+
+
+def draw_first_film(
+    options: FifoOptions, noise_BCFHW: Tensor, velocity: Velocity, wanted: Callable[[], bool]
+) -> Tensor:
+    """Denoise one film of a window's length in the ordinary way; no further than it is `wanted`."""
+    schedule = FlowSchedule.shifted(options.first_steps, shift=options.shift)
+    x_BCFHW = noise_BCFHW
+    for step in range(schedule.steps):
+        if not wanted():
+            break
+        sigmas = [schedule.sigmas[step]] * options.window
+        x_BCFHW = schedule.advance(step, x_BCFHW, velocity(x_BCFHW, sigmas), None)
+    return x_BCFHW
+
+
+def first_queue(options: FifoOptions, zones: range, film_BCFHW: Tensor, seed: int, first: int) -> Queue:
+    """A queue as if ticks had been before: the film's frames at the noisy end, its first one over and over before them.
+
+    `first`: the number of the film's first frame.
+    """
+    frames = torch.split(film_BCFHW, 1, 2)
+    extra = options.levels - options.window
+
+    def at(time: int) -> Tensor:
+        """Frame `time` of the queue, from the clean end; before it, finished frames."""
+        clean = frames[max(0, time - extra)]
+        if time < 0:
+            return clean
+        draw = (first, BEFORE_NOISE + time) if time < extra else (first + time - extra, AGAIN_NOISE)
+        sigma = options.sigma(options.levels - time)
+        noise = keyed_noise(seed, *draw, tuple(clean.shape)).to(clean)
+        return (1 - sigma) * clean + sigma * noise
+
+    start, stop = (options.levels - zone * options.half for zone in (zones.stop, zones.start))
+    before = [at(time) for time in range(start - options.half, start)]
+    return Queue(options, zones, [at(time) for time in range(start, stop)], before)

@@ -1,0 +1,223 @@
+"""One rank's part in a queue of frames (FIFO-Diffusion, arXiv:2405.11473): its zones, and its talk with its neighbours.
+
+    one tick      rank 0 (noise)   --- tick, frame that leaves --->   rank 1   --- ... --->   rank R-1 (clean, decodes)
+                                   <--- frames before its own ---              <--- ... ---
+
+A frame is on its way as soon as the tick is known, before anything is computed; the way back is what the cleaner rank
+made in its last tick. There is no collective, and what comes out does not depend on how many ranks there are.
+"""
+
+import time
+from collections import deque
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from patchpar.comm.collectives import Door
+from patchpar.comm.transport import Spec
+from patchpar.errors import PlanError
+from patchpar.stream.events import Event
+from patchpar.stream.fifo.model import FifoModel
+from patchpar.stream.fifo.queue import Queue
+from patchpar.stream.plan import StreamPlan
+from patchpar.stream.stage import Finished, StageFigures, Surroundings
+from patchpar.stream.stage_link import Downstream, Envelope, Leaving, Sign, Upstream
+
+
+class Entrance:
+    """Where frames come from: orders, then as many ticks as the last of them needs to come out."""
+
+    def __init__(self, model: FifoModel, around: Surroundings, patience: float) -> None:
+        self._model, self._around, self._patience = model, around, patience
+        self._block = model.first_frame
+        self._left: int | None = None  # ticks until the last frame has come out
+
+    def take(self) -> Envelope:
+        """See Inlet."""
+        if self._around.is_cancelled():
+            return Envelope(sign=Sign.END)
+        if self._left is not None:
+            return self._drained()
+        order = self._around.order(self._block, self._patience)
+        if order.sign is Sign.END and self._block > self._model.first_frame:
+            self._left = self._model.queue.levels
+            return self.take()
+        if order.sign is not Sign.BLOCK:
+            return Envelope(sign=order.sign)
+        return self._entering(tuple(Event(block=self._block, change=change) for change in order.changes))
+
+    def _drained(self) -> Envelope:
+        assert self._left is not None
+        if self._left == 0:
+            return Envelope(sign=Sign.END)
+        self._left -= 1
+        return self._entering(())
+
+    def _entering(self, events: tuple[Event, ...]) -> Envelope:
+        block, self._block = self._block, self._block + 1
+        frame = self._model.entering(block)
+        return Envelope(sign=Sign.BLOCK, block=block, born=time.time_ns(), events=events, payload=(frame,))
+
+
+class Neighbours:
+    """The rank that is cleaner, from which comes what is before our frames, and the one that is noisier."""
+
+    def __init__(self, door: Door | None, frame: Spec, half: int, cleaner: int | None, noisier: int | None) -> None:
+        self._door, self._cleaner, self._noisier = door, cleaner, noisier
+        batch, channels, _, *size = frame.shape
+        self._spec = Spec((batch, channels, half - 1, *size), frame.dtype)
+        self._leaving = Leaving()
+
+    def tell(self, last: Tensor) -> None:
+        """Send the noisier rank what it has to know before its next tick. Raises ExchangeError."""
+        if self._door is not None and self._noisier is not None:
+            self._leaving.add(self._door.send("context", "queue", [self._noisier], [last.contiguous()]))
+
+    def hear(self) -> Tensor | None:
+        """The same of the cleaner rank; None if there is none. Raises ExchangeError."""
+        if self._door is None or self._cleaner is None:
+            return None
+        return self._door.receive("context", "queue", self._cleaner, [self._spec]).wait_for(0)[0]
+
+    def settle(self) -> None:
+        """Wait until everything has left. Raises ExchangeError."""
+        self._leaving.settle()
+
+
+class Exit:
+    """Where finished frames are decoded, and wait until all of their pictures are there."""
+
+    def __init__(self, model: FifoModel, around: Surroundings) -> None:
+        self._model, self._around = model, around
+        self._memory = model.decoder.new_state()
+        self._born: dict[int, int] = {}  # of the frames under way
+        self._waiting: deque[tuple[int, Tensor]] = deque()
+        self._pictures: list[Tensor] = []
+        self._count = 1  # of the next frame
+
+    def take(self, envelope: Envelope, frame: Tensor) -> None:
+        """A frame has left the queue in this tick. Those before the first are not shown."""
+        self._born[envelope.block] = envelope.born
+        number = envelope.block - self._model.queue.levels
+        if number < self._model.first_frame or self._around.is_cancelled():
+            return
+        self._waiting.append((number, frame))
+        self._show(self._model.decode(self._memory, frame))
+
+    def finish(self) -> None:
+        """The last frame has left."""
+        if self._waiting and not self._around.is_cancelled():
+            self._show(self._model.decode(self._memory, None))
+
+    def _show(self, pictures_FHWC: Tensor) -> None:
+        self._pictures += pictures_FHWC.unbind(0)
+        while self._waiting and len(self._pictures) >= self._count:
+            number, frame = self._waiting.popleft()
+            frames, self._pictures = torch.stack(self._pictures[: self._count]), self._pictures[self._count :]
+            self._count = self._model.decoder.per_latent
+            self._around.put(Finished(block=number, frames=frames, latents=(frame,), born=self._born.pop(number)))
+
+
+class FifoStage:
+    """What rank `rank` of `plan`, whose steps are zones, does in one stream. Raises PlanError."""
+
+    def __init__(self, model: FifoModel, plan: StreamPlan, rank: int, door: Door | None, around: Surroundings) -> None:
+        _check(model, plan, door)
+        stages, specs = plan.stages, model.payload()
+        stage = stages[rank]
+        self._model, self._rank, self._around = model, rank, around
+        self._zones = stage.steps
+        self._queue: Queue | None = None
+        is_last = stage.steps.stop == plan.steps
+        noisier = rank - 1 if rank and stage.steps else None
+        cleaner = None if is_last else rank + 1
+        self._neighbours = Neighbours(door, specs[0], model.queue.half, cleaner, noisier)
+        self._out = Downstream(_there(door), [rank + 1], specs) if rank + 1 < len(stages) else None
+        self._exit: Exit | None = None
+        if stage.decodes:
+            self._exit = Exit(model, around)
+        self._in: Entrance | Upstream
+        if rank == 0:
+            self._in = Entrance(model, around, 1.0 if door is None else door.transport.deadline / 4)
+        else:
+            self._in = Upstream(_there(door), rank - 1, specs)
+
+    def run(self) -> StageFigures:
+        """Until the stream ends. Raises ExchangeError if another rank is late or gone."""
+        ticks, busy, waited = 0, 0.0, 0.0
+        while True:
+            start = time.perf_counter()
+            envelope = self._in.take()
+            arrived = time.perf_counter()
+            if envelope.sign is Sign.BLOCK:
+                self._tick(envelope)
+                busy += time.perf_counter() - arrived
+                waited += arrived - start if ticks else 0.0
+                ticks += 1
+            elif self._out is not None:
+                self._out.send(envelope)
+            if envelope.sign is Sign.END:
+                break
+        if self._exit is not None:
+            self._exit.finish()
+        self._settle()
+        return StageFigures(rank=self._rank, blocks=ticks, busy=busy, waited=waited)
+
+    def _tick(self, envelope: Envelope) -> None:
+        entering, queue = envelope.payload[0], self._queue
+        first = self._model.first_frame
+        is_tick = envelope.block >= first + self._model.queue.window  # frames before are those of the first film
+        leaving = queue.first if queue is not None and is_tick else entering
+        if self._out is not None:
+            self._out.send(replace(envelope, payload=(leaving,)))
+        if self._zones:
+            for event in envelope.events:
+                self._model.apply(event.change)
+            self._draw(envelope.block == first, is_tick, entering)
+        if self._exit is not None:
+            self._exit.take(envelope, leaving)
+
+    def _draw(self, is_first: bool, is_tick: bool, entering: Tensor) -> None:
+        """Our zones, a tick further."""
+        if is_first:
+            self._queue = self._model.first_queue(self._zones, lambda: not self._around.is_cancelled())
+        queue = self._queue
+        assert queue is not None, "a stream begins with its first frame"
+        if is_tick:
+            queue.shift(entering, self._neighbours.hear())
+            if not self._around.is_cancelled():
+                self._model.advance(queue)
+        if is_first or is_tick:
+            self._neighbours.tell(queue.last())
+
+    def _settle(self) -> None:
+        if self._queue is not None:
+            self._neighbours.hear()  # the last one, which nobody needs
+        self._neighbours.settle()
+        if self._out is not None:
+            self._out.settle()
+
+
+def fifo_plan(zones: int, ranks: int) -> StreamPlan:
+    """Zones of a queue as evenly on ranks as can be, the last of which decodes. Raises PlanError."""
+    if ranks > zones + 1:
+        raise PlanError(
+            f"{ranks} ranks, but a queue of {zones} zones has work for {zones + 1}: use at most {zones + 1}, or more "
+            "partitions"
+        )
+    return StreamPlan.even(zones, ranks)
+
+
+def _there(door: Door | None) -> Door:
+    assert door is not None, "a queue on several ranks has a door"
+    return door
+
+
+def _check(model: FifoModel, plan: StreamPlan, door: Door | None) -> None:
+    if plan.steps != model.queue.zones:
+        raise PlanError(f"the plan has {plan.steps} zones, but the queue has {model.queue.zones}")
+    if plan.inner > 1:
+        raise PlanError(f"inner={plan.inner}: a zone is drawn by one rank; use more partitions to have work for more")
+    if plan.ranks > 1 and door is None:
+        raise PlanError(f"the plan has {plan.ranks} ranks, but there is no way to the others")

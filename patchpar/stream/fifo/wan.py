@@ -1,0 +1,88 @@
+"""Wan as a model that draws frames at noise levels of their own.
+
+Nothing of it is changed: Wan takes one timestep per token since its 2.2, and so do the weights of 2.1.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+from torch import Tensor
+
+from patchpar.errors import UnsupportedModel
+from patchpar.stream.causal.checkpoint import Needs, load_wan
+from patchpar.stream.causal.decoder import WanDecoder
+from patchpar.stream.fifo.network import Asked, FrameNetwork
+from patchpar.stream.messages import Facts
+from patchpar.stream.model_index import low_noise_below
+
+
+class WanFrames(FrameNetwork):
+    """A FrameNetwork. Raises UnsupportedModel if it cannot be told a level for every frame, or needs a picture."""
+
+    def __init__(self, transformer: WanTransformer3DModel) -> None:
+        config = transformer.config
+        if config.patch_size[0] != 1:
+            raise UnsupportedModel(
+                f"patches of {config.patch_size[0]} frames: a queue of frames needs patches of 1 frame"
+            )
+        if config.in_channels != config.out_channels or config.image_dim is not None:
+            raise UnsupportedModel(
+                f"this transformer takes {config.in_channels} channels and gives {config.out_channels}: it draws from "
+                "a picture, of which there is none for later frames; load a text-to-video checkpoint"
+            )
+        super().__init__(transformer)
+
+    def predict(self, x_BCFHW: Tensor, sigmas: Sequence[float], text_BTD: Tensor) -> Tensor:
+        """See FrameNetwork."""
+        net = self._transformer
+        _, rows, columns = net.config.patch_size
+        tokens = x_BCFHW.shape[3] // rows * (x_BCFHW.shape[4] // columns)
+        timesteps = torch.tensor([1000 * sigma for sigma in sigmas]).repeat_interleave(tokens)[None]
+        text = text_BTD.to(x_BCFHW.device, net.dtype)
+        out: Tensor = net(x_BCFHW.to(net.dtype), timesteps.to(x_BCFHW.device), text, return_dict=False)[0]
+        return out.float()
+
+
+class Wan:
+    """A Family."""
+
+    def load(self, folder: Path, needs: Needs, options: Mapping[str, Any]) -> WanPipeline:
+        """See Family."""
+        if low_noise_below(folder) is not None:
+            raise UnsupportedModel(
+                "this pipeline has one transformer for high noise and another for low: windows of a queue see both; "
+                "load Wan 2.1, or Wan 2.2 of 5 billion weights"
+            )
+        return load_wan(folder, needs, options)
+
+    def facts(self, folder: Path) -> Facts:
+        """See Family."""
+        vae = AutoencoderKLWan.load_config(folder, subfolder="vae")
+        return Facts(
+            audio=None,
+            per_latent=int(vae.get("scale_factor_temporal", 4)),
+            spatial=int(vae.get("scale_factor_spatial", 8)),
+            speaks=True,
+        )
+
+    def network(self, transformer: WanTransformer3DModel, facts: Facts, fps: float) -> WanFrames:
+        """See Family."""
+        return WanFrames(transformer)
+
+    def decoder(self, vae: AutoencoderKLWan) -> WanDecoder:
+        """See Family."""
+        return WanDecoder(vae)
+
+    def encode(self, pipe: WanPipeline, asked: Asked, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """See Family."""
+        text, negative = pipe.encode_prompt(
+            asked.text,
+            negative_prompt=asked.negative,
+            do_classifier_free_guidance=asked.negative is not None,
+            max_sequence_length=asked.tokens,
+            device=device,
+        )
+        return text, negative

@@ -1,0 +1,1 @@
+"""Image pipelines as streams: one image after the other."""

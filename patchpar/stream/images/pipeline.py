@@ -1,0 +1,72 @@
+"""`PictureStreamingPipeline`: any image pipeline of diffusers as a stream of pictures, its steps on several ranks."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from patchpar.launch.devices import resolve_devices
+from patchpar.launch.inline import InlineExecutor
+from patchpar.launch.local import LocalExecutor
+from patchpar.models.files import resolve_model
+from patchpar.stream.images.session import Intake, PictureManner, PictureSession
+from patchpar.stream.output_queue import Output
+from patchpar.stream.resources import HeldRanks
+
+ENGINE = "patchpar.stream.images.runner:PictureEngine"
+LOAD_SECONDS = 600.0
+
+
+Ranks = LocalExecutor | InlineExecutor
+
+
+class PictureStreamingPipeline(HeldRanks[Ranks, PictureSession]):
+    """An image pipeline that streams. Made by `from_pretrained`; a context manager."""
+
+    def __init__(self, ranks: Ranks, name: str) -> None:
+        super().__init__(ranks)
+        self._name = name
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path,
+        *,
+        devices: object = "auto",
+        takes_image: bool = False,
+        deadline: float = 60.0,
+        **options: Any,
+    ) -> "PictureStreamingPipeline":
+        """Load the same pipeline on every device. Options are those of diffusers' from_pretrained.
+
+        `takes_image`: where the model's own pipeline draws from text alone, take the one of its family that starts
+        from an image. `deadline`: seconds that a rank may wait for another. Raises PlanError, LaunchError.
+        """
+        path, options, _ = resolve_model(model, options)
+        names = resolve_devices(devices).names
+        executor: LocalExecutor | InlineExecutor = InlineExecutor(names[0], ENGINE, deadline=deadline)
+        if len(names) > 1:
+            executor = LocalExecutor(names, ENGINE, deadline=deadline, preload=["patchpar.stream.images.runner"])
+        try:
+            name = executor.call("load", path, options, takes_image, replay=True, expected=LOAD_SECONDS)[0]
+        except BaseException:
+            executor.close()
+            raise
+        return cls(executor, name)
+
+    def stream(
+        self, *, seed: int = 0, intake: Intake = "all", output: Output = "block", lead: int = 2, **arguments: Any
+    ) -> PictureSession:
+        """Begin a stream of pictures with these arguments of the pipeline, such as `prompt` and `num_inference_steps`.
+
+        Each `push(image=...)`, or each entry of `map`, gives one picture, the very one of `pipe(image=...,
+        **arguments)` with a CPU generator of `seed`. `intake`, `output`, `lead`: see PictureManner. The number of
+        denoiser calls is that of the first picture throughout. Raises PlanError.
+        """
+        executor = self._free_ranks()
+        manner = PictureManner(ranks=executor.world_size, seed=seed, intake=intake, output=output, lead=lead)
+        self._session = PictureSession(partial(executor.call, "run"), manner, arguments)
+        return self._session
+
+    def __repr__(self) -> str:
+        ranks = "closed" if self._ranks is None else f"{self._ranks.world_size} ranks"
+        return f"<PictureStreamingPipeline of {self._name}, {ranks}>"

@@ -1,0 +1,119 @@
+"""Blocks on their way from one stage to the next: one message each, expected before it is sent, held until it has left.
+
+    message    header (sign, block, born, bytes of events) and payload; events follow in a second one if there are any
+
+While a stream rests, empty messages say that the sender is there: the deadline of every receive stays short.
+"""
+
+import enum
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from patchpar.comm.collectives import Arriving, Door
+from patchpar.comm.transport import Spec
+from patchpar.stream.causal_model import Payload
+from patchpar.stream.events import Event, pack, unpack
+
+HEADER = Spec((4,), torch.int64)
+HELD = 2
+"""Messages that may be on their way before the oldest is waited for."""
+
+
+class Sign(enum.IntEnum):
+    """What a message, or an order to begin, stands for. VOID: a block that nobody wants, which is not computed."""
+
+    BLOCK, REST, END, VOID = range(4)
+
+    @property
+    def is_block(self) -> bool:
+        """Whether a block comes with it."""
+        return self in (Sign.BLOCK, Sign.VOID)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """A block under way. `born`: when its first step began, in ns of time.time_ns. `events`: they hold from it on."""
+
+    sign: Sign
+    block: int = -1
+    born: int = 0
+    events: tuple[Event, ...] = ()
+    payload: Payload = ()
+
+
+class Leaving:
+    """Messages of our own, held until they have left; at most HELD of them are on their way."""
+
+    def __init__(self) -> None:
+        self._held: deque[Arriving] = deque()
+
+    def add(self, message: Arriving) -> None:
+        """One more; waits for the oldest if there are too many. Raises ExchangeError."""
+        self._held.append(message)
+        while len(self._held) > HELD:
+            self._held.popleft().wait()
+
+    def settle(self) -> None:
+        """Wait until all have left. Raises ExchangeError."""
+        while self._held:
+            self._held.popleft().wait()
+
+
+class Downstream:
+    """The way to the next stage, or to all that share this one, on global ranks `peers`."""
+
+    def __init__(self, door: Door, peers: Sequence[int], specs: Sequence[Spec]) -> None:
+        self._door, self._peers = door, tuple(peers)
+        self._nothing = tuple(torch.zeros(s.shape, dtype=s.dtype, device=door.transport.device) for s in specs)
+        self._leaving = Leaving()
+
+    def send(self, envelope: Envelope) -> None:
+        """Start sending; waits only if the stage behind is more than HELD messages late. Raises ExchangeError."""
+        packed = pack(envelope.events) if envelope.events else torch.empty(0, dtype=torch.uint8)
+        device = self._door.transport.device
+        header = torch.tensor([envelope.sign, envelope.block, envelope.born, packed.numel()], device=device)
+        self._start("block", (header, *(envelope.payload or self._nothing)))
+        if packed.numel():
+            self._start("event", (packed.to(device),))
+
+    def _start(self, kind: str, tensors: Payload) -> None:
+        self._leaving.add(self._door.send(kind, "stream", self._peers, [x.contiguous() for x in tensors]))
+
+    def settle(self) -> None:
+        """Wait until everything has left. Raises ExchangeError."""
+        self._leaving.settle()
+
+
+class Upstream:
+    """The way from the stage before, on global rank `peer`. The next message is expected already, if `ahead`.
+
+    It cannot be where other messages of that rank come in between.
+    """
+
+    def __init__(self, door: Door, peer: int, specs: Sequence[Spec], *, ahead: bool = True) -> None:
+        self._door, self._peer, self._specs, self._ahead = door, peer, (HEADER, *specs), ahead
+        self._next = self._expect() if ahead else None
+
+    def _expect(self) -> Arriving:
+        return self._door.receive("block", "stream", self._peer, self._specs)
+
+    def take(self) -> Envelope:
+        """The next message. Raises ExchangeError after the deadline."""
+        header, *payload = (self._next or self._expect()).wait_for(0)
+        sign, block, born, num_bytes = header.tolist()
+        events: tuple[Event, ...] = ()
+        if num_bytes:
+            spec = Spec((num_bytes,), torch.uint8)
+            events = unpack(self._door.receive("event", "stream", self._peer, [spec]).wait_for(0)[0])
+        if sign != Sign.END and self._ahead:
+            self._next = self._expect()
+        return Envelope(
+            sign=Sign(sign),
+            block=block,
+            born=born,
+            events=events,
+            payload=tuple(payload) if Sign(sign).is_block else (),
+        )

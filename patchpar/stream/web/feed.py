@@ -1,0 +1,179 @@
+"""From one who shows to any number who watch, each as slow as it likes: what it cannot take it misses.
+
+    stream --put--> feed [ newest picture, or newest fragments ] <--looks-- any number of browsers
+
+Nobody waits for a browser, and no browser has a queue: all look at the same few pictures or fragments.
+"""
+
+import asyncio
+import io
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from patchpar.stream.web.mp4_fragments import Fragment, Head
+
+LOOK_SECONDS = 0.02
+AGAIN_SECONDS = 0.5
+"""After which a picture is sent again where there is no other: browsers show one when the next begins."""
+BOUNDARY = "patchpar-picture"
+QUALITY = 88
+"""Of JPEG."""
+
+
+class Feed:
+    """Bytes of one stream, by the media type `kind`. `watchers`: how many look at it.
+
+    `name`: one that nobody can guess, by which a server of several streams finds it.
+    """
+
+    kind = ""
+
+    def __init__(self) -> None:
+        self.name = secrets.token_urlsafe(16)
+        self.is_over = False
+        self.watchers = 0
+
+    @property
+    def address(self) -> str:
+        """Where such a server has it."""
+        return f"/live/{self.name}"
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        self.is_over = True
+
+    def parts(self) -> AsyncIterator[bytes]:
+        """What one browser is sent, until the end."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        self.watchers += 1
+        try:
+            yield
+        finally:
+            self.watchers -= 1
+
+
+class PictureFeed(Feed):
+    """JPEG after JPEG, which every browser shows in an <img>. Only the newest is held."""
+
+    kind = f"multipart/x-mixed-replace; boundary={BOUNDARY}"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._newest: tuple[int, bytes] = (0, b"")
+
+    @property
+    def count(self) -> int:
+        """How many pictures there were."""
+        return self._newest[0]
+
+    def put(self, picture: Any) -> None:
+        """A new PIL picture."""
+        data = io.BytesIO()
+        picture.convert("RGB").save(data, "JPEG", quality=QUALITY)
+        self._newest = (self._newest[0] + 1, data.getvalue())
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """See Feed. The last picture comes twice."""
+        with self._watched():
+            yield f"--{BOUNDARY}".encode()
+            seen, sent_at = 0, 0.0
+            while True:
+                is_over, (number, data) = self.is_over, self._newest
+                is_due = is_over or time.monotonic() > sent_at + AGAIN_SECONDS
+                if number and (number != seen or is_due):
+                    seen, sent_at = number, time.monotonic()
+                    head = f"\r\nContent-Type: image/jpeg\r\nContent-Length: {len(data)}\r\n\r\n"
+                    yield head.encode() + data + f"\r\n--{BOUNDARY}".encode()
+                if is_over:
+                    yield b"--\r\n"
+                    return
+                await asyncio.sleep(LOOK_SECONDS)
+
+
+class FilmFeed(Feed):
+    """A film in fragments, with its sound.
+
+    `kept`: how many frames that one can begin with are held, with all that follows them; None: the whole film, so that
+    whoever comes late begins at its beginning. A watcher who falls behind what is held goes on with the newest frame
+    that one can begin with.
+    """
+
+    kind = "video/mp4"
+
+    def __init__(self, kept: int | None = None) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._kept, self._first, self._fragments = kept, 0, deque[Fragment]()
+        self._keys = deque[int]()  # numbers of those fragments that one can begin with
+        self._head: Head | None = None
+
+    @property
+    def head(self) -> Head | None:
+        """What a player needs first; None before there is any fragment."""
+        return self._head
+
+    @property
+    def held(self) -> int:
+        """Bytes of fragments."""
+        with self._lock:
+            return sum(len(fragment.data) for fragment in self._fragments)
+
+    def put(self, head: Head, fragments: Iterable[Fragment]) -> None:
+        """More of the film, whose head is always the same."""
+        with self._lock:
+            self._head = head
+            for fragment in fragments:
+                if fragment.is_key:
+                    self._keys.append(self._first + len(self._fragments))
+                self._fragments.append(fragment)
+            while self._kept is not None and len(self._keys) > self._kept:
+                self._keys.popleft()
+                while self._first < self._keys[0]:
+                    self._fragments.popleft()
+                    self._first += 1
+
+    async def fragments(self) -> AsyncIterator[Fragment]:
+        """Each once, until the end. Where all is held from the first, otherwise from the newest key."""
+        with self._watched():
+            number = self._before()
+            while True:
+                is_over, found = self.is_over, self._next(number)
+                if found is not None:
+                    number, fragment = found
+                    yield fragment
+                elif is_over:
+                    return
+                else:
+                    await asyncio.sleep(LOOK_SECONDS)
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """See Feed. The head, then fragments."""
+        has_head = False
+        async for fragment in self.fragments():
+            if not has_head and self._head is not None:
+                yield self._head.data
+                has_head = True
+            yield fragment.data
+
+    def _before(self) -> int:
+        """The number before that of the first fragment for one who comes now."""
+        with self._lock:
+            return self._keys[-1] - 1 if self._keys and self._kept is not None else -1
+
+    def _next(self, number: int) -> tuple[int, Fragment] | None:
+        """The fragment after `number`, with its own; the newest key where it is gone. None where there is none yet."""
+        with self._lock:
+            wanted = number + 1
+            if wanted < self._first:
+                wanted = self._keys[-1]
+            if wanted >= self._first + len(self._fragments):
+                return None
+            return wanted, self._fragments[wanted - self._first]

@@ -1,0 +1,89 @@
+"""The page of a live stream and what it fetches: pictures, fragments over a WebSocket, a line that says how it goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI, WebSocket
+from fastapi.responses import HTMLResponse, StreamingResponse
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from patchpar.stream.web.feed import FilmFeed, PictureFeed
+
+NOT_OURS = 1008
+"""The code of a WebSocket that is refused (RFC 6455: policy)."""
+FRESH = {"Cache-Control": "no-store"}
+
+
+def picture_page(feed: PictureFeed, status: Callable[[], str], names: list[str]) -> FastAPI:
+    """Shows JPEGs that follow one another. `names`: by which browsers may call it."""
+    app = _page("pictures", status, names)
+
+    async def pictures() -> StreamingResponse:
+        return StreamingResponse(feed.parts(), media_type=feed.kind, headers=FRESH)
+
+    app.add_api_route("/pictures", pictures, methods=["GET"], response_model=None)
+    return app
+
+
+def film_page(feed: FilmFeed, status: Callable[[], str], names: list[str]) -> FastAPI:
+    """Plays fragments that come over a WebSocket: the kind of film, the head, then fragments."""
+    app = _page("film", status, names)
+
+    async def film(socket: WebSocket) -> None:
+        if not _is_ours(socket):
+            await socket.close(NOT_OURS)
+            return
+        await socket.accept()
+        tasks = [asyncio.create_task(_send(socket, feed)), asyncio.create_task(_until_gone(socket))]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    app.add_api_websocket_route("/film", film)
+    return app
+
+
+def _page(kind: str, status: Callable[[], str], names: list[str]) -> FastAPI:
+    app = FastAPI(title="patchpar stream", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=names)
+    text = Path(__file__).with_name("watch.html").read_text(encoding="utf-8").replace("{{kind}}", kind)
+
+    async def page() -> HTMLResponse:
+        return HTMLResponse(text, headers=FRESH)
+
+    async def state() -> dict[str, str]:
+        return {"status": status()}
+
+    app.add_api_route("/", page, methods=["GET"], response_model=None)
+    app.add_api_route("/status", state, methods=["GET"])
+    return app
+
+
+async def _send(socket: WebSocket, feed: FilmFeed) -> None:
+    has_begun = False
+    async for fragment in feed.fragments():
+        if not has_begun and feed.head is not None:
+            await socket.send_json({"type": "media_init", "mime": feed.head.mime})
+            await socket.send_bytes(feed.head.data)
+            has_begun = True
+        await socket.send_bytes(fragment.data)
+    await socket.send_json({"type": "media_end"})
+    await socket.close()
+
+
+async def _until_gone(socket: WebSocket) -> None:
+    """Whatever a watcher says is thrown away."""
+    while (await socket.receive())["type"] != "websocket.disconnect":
+        pass
+
+
+def _is_ours(socket: WebSocket) -> bool:
+    """Whether it was our page that asks, or no page at all: browsers let any page open a WebSocket to any server."""
+    origin: Any = socket.headers.get("origin")
+    return origin is None or urlsplit(origin).netloc == socket.headers.get("host")

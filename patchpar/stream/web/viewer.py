@@ -1,0 +1,158 @@
+"""Where a stream is shown live: a page with its frames as pictures, or as a film with sound."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor
+
+from patchpar.errors import PlanError
+from patchpar.stream.web.feed import Feed, FilmFeed, PictureFeed
+from patchpar.stream.web.mp4_fragments import FragmentEncoder
+from patchpar.stream.web.server import Port, names_of
+
+KEPT = 4
+"""Frames that one can begin with, of a film: some seconds, in which a watcher may be slow and miss nothing."""
+LINGER_SECONDS = 2.0
+"""So long may watchers fetch what is left at the end."""
+WAITING_SECONDS = 1.0
+"""Of frames that wait until they are due; where a block has more than half of it, two blocks."""
+
+
+class Page:
+    """A page, from when it is made until it is closed. Raises PlanError for a port that is not free."""
+
+    def __init__(self, feed: Feed, host: str, port: int, flag: str) -> None:
+        missing = [name for name in ("fastapi", "uvicorn", "websockets") if find_spec(name) is None]
+        if missing:
+            raise PlanError(f"{flag} needs {', '.join(missing)}: pip install 'patchpar[serve]'")
+        self.feed, self.status = feed, "starting"
+        self._names, self._port = names_of(host), Port(host, port, flag)
+        self.url = self._port.url
+
+    def open(self, application: Callable[[Any, Callable[[], str], list[str]], Any]) -> None:
+        """Begin to serve. Raises LaunchError."""
+        self._port.serve(application(self.feed, lambda: self.status, self._names), grace=1)
+
+    def close(self) -> None:
+        """End, when watchers have fetched what is left, or soon. Idempotent."""
+        self.feed.close()
+        give_up = time.monotonic() + LINGER_SECONDS
+        while self.feed.watchers and time.monotonic() < give_up:
+            time.sleep(0.02)
+        self._port.close()
+
+
+class PictureScreen:
+    """Frames as JPEG, one after another (MJPEG): every browser shows it, without sound. Raises PlanError."""
+
+    def __init__(self, host: str, port: int, fps: float) -> None:
+        self._feed = PictureFeed()
+        self.page = Page(self._feed, host, port, "--mjpeg")
+        self._player = Player(self._put, fps)
+
+    def open(self) -> None:
+        """Begin to serve. Raises LaunchError."""
+        from patchpar.stream.web.http_page import picture_page  # which needs the extra that Page has looked for
+
+        self._player.start()
+        self.page.open(picture_page)
+
+    def show(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
+        """Show these to whoever watches; waits for nobody."""
+        self._player.add(frames_FHWC)
+
+    def close(self) -> None:
+        """End, when all frames have been shown. Idempotent."""
+        self._player.close()
+        self.page.close()
+
+    def _put(self, frame_HWC: Tensor) -> None:
+        from PIL import Image
+
+        self._feed.put(Image.fromarray(frame_HWC.numpy()))
+
+
+class FilmScreen:
+    """Fragments of MP4 over a WebSocket, with sound. `rate`: its samples per second. Raises PlanError."""
+
+    def __init__(self, host: str, port: int, fps: float, rate: int | None) -> None:
+        self._feed = FilmFeed(KEPT)
+        self.page = Page(self._feed, host, port, "--ws")
+        self._fps, self._rate = fps, rate
+        self._encoder: FragmentEncoder | None = None
+
+    def open(self) -> None:
+        """Begin to serve. Raises LaunchError."""
+        from patchpar.stream.web.http_page import film_page
+
+        self.page.open(film_page)
+
+    def show(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
+        """Show these to whoever watches; waits for nobody. Raises PlanError for sides that are odd."""
+        if self._encoder is None:
+            height, width = frames_FHWC.shape[1:3]
+            self._encoder = FragmentEncoder(self._fps, height, width, self._rate)
+        fragments = self._encoder.add(frames_FHWC, pts, audio_N)
+        if fragments:
+            self._feed.put(self._encoder.head, fragments)
+
+    def close(self) -> None:
+        """End. Idempotent."""
+        encoder, self._encoder = self._encoder, None
+        if encoder is not None:
+            fragments = encoder.close()
+            self._feed.put(encoder.head, fragments)
+        self.page.close()
+
+
+class Player:
+    """Gives frames to `put` when they are due, `fps` in a second, in a thread. If they come too fast the oldest go."""
+
+    def __init__(self, put: Callable[[Tensor], object], fps: float) -> None:
+        self._put, self._period = put, 1 / fps
+        self._waiting = deque[Tensor]()
+        self._changed = threading.Condition()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._play, name="patchpar-player", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def add(self, frames_FHWC: Tensor) -> None:
+        """More frames."""
+        with self._changed:
+            self._waiting.extend(frames_FHWC)
+            room = max(2 * len(frames_FHWC), round(WAITING_SECONDS / self._period))
+            while len(self._waiting) > room:
+                self._waiting.popleft()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End when all have been played. Idempotent."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _play(self) -> None:
+        due = time.monotonic()
+        while (frame := self._next()) is not None:
+            now = time.monotonic()
+            if now > due + self._period:
+                due = now  # it came late: the others keep their distance from it
+            time.sleep(max(0.0, due - now))
+            self._put(frame)
+            due += self._period
+
+    def _next(self) -> Tensor | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._is_over)
+            return self._waiting.popleft() if self._waiting else None
