@@ -10,10 +10,10 @@ from .answers import answered
 from .comparison import HEAD, Comparison, compare
 from .fields import Fields, Forms, picture_fields, result, result_pair, settles
 from .image_tab import buttons
-from .jobs import Job, View
-from .studio import Studio
+from .jobs import Job, JobView
+from .studio import AppState
 from .watching import looked_at
-from .ways import Way, way_named
+from .ways import Preset, way_named
 
 KIND = "compare"
 HINT = "Press Compare: the same picture is drawn in both ways, one after the other, and held against each other."
@@ -27,7 +27,7 @@ def failed(sentence: str) -> tuple[Any, ...]:
 class CompareTab:
     """What the tab does."""
 
-    def __init__(self, studio: Studio) -> None:
+    def __init__(self, studio: AppState) -> None:
         self._studio = studio
 
     def submit(self, owner: str, fields: tuple[Any, ...], labels: tuple[str, str]) -> Job:
@@ -35,7 +35,7 @@ class CompareTab:
         studio, order = self._studio, Fields.order(*fields)
         first, second = (way_named(label, studio.workers.count) for label in labels)
 
-        def work(job: Job) -> tuple[Comparison, tuple[Way, Way]]:
+        def work(job: Job) -> tuple[Comparison, tuple[Preset, Preset]]:
             return compare(studio.artist, job, order, (first, second)), (first, second)
 
         return studio.desk.submit(owner, KIND, work)
@@ -54,7 +54,7 @@ class CompareTab:
             yield shown
 
 
-def show(view: View | None) -> tuple[Any, ...]:
+def show(view: JobView | None) -> tuple[Any, ...]:
     """Pair, difference, status, table, both buttons."""
     if view is None or view.state != "done":
         return gr.skip(), gr.skip(), words.status(view, HINT), gr.skip(), *buttons(view)
@@ -70,7 +70,7 @@ def _label(found: Comparison) -> str:
     return f"Difference, {found.gain:,.0f} times as bright" if found.largest else "Difference: none"
 
 
-def build(studio: Studio, owner: gr.State, forms: Forms) -> tuple[CompareTab, list[Any]]:
+def build(studio: AppState, owner: gr.State, forms: Forms) -> tuple[CompareTab, list[Any]]:
     """Lay the tab out. Returns it, and what `resume` fills."""
     tab = CompareTab(studio)
     labels = [way.label for way in studio.workers.ways]

@@ -7,10 +7,10 @@ from patchpar import Run
 from patchpar.pipeline.image_metrics import difference_map, max_abs_diff, psnr, ssim
 from patchpar.pipeline.report import readable_bytes
 
-from .drawing import Artist, Manner, Picture
+from .drawing import ImageJobRunner, JobImage, RunOptions
 from .jobs import Job
-from .orders import Order
-from .ways import Way
+from .orders import GenerateRequest
+from .ways import Preset
 
 WARM_UP_STEPS = 2  # the first steps in a new way allocate and verify; they are not what is compared
 
@@ -19,8 +19,8 @@ WARM_UP_STEPS = 2  # the first steps in a new way allocate and verify; they are 
 class Comparison:
     """Two pictures and their difference, a PIL picture that is `gain` times as bright as it is."""
 
-    one: Picture
-    other: Picture
+    one: JobImage
+    other: JobImage
     difference: Any
     gain: float
     psnr_db: float
@@ -28,7 +28,7 @@ class Comparison:
     largest: float
 
     @classmethod
-    def of(cls, one: Picture, other: Picture) -> "Comparison":
+    def of(cls, one: JobImage, other: JobImage) -> "Comparison":
         """Measure two pictures, on their exact values."""
         found = difference_map(one.values, other.values)
         return cls(
@@ -72,14 +72,16 @@ def _row(name: str, run: Run) -> tuple[str, ...]:
     )
 
 
-def compare(artist: Artist, job: Job, order: Order, ways: tuple[Way, Way]) -> Comparison:
+def compare(artist: ImageJobRunner, job: Job, order: GenerateRequest, ways: tuple[Preset, Preset]) -> Comparison:
     """Draw in both ways, one after the other on the same devices. Raises what drawing raises."""
     first, second = (_drawn(artist, job, order, way, number) for number, way in enumerate(ways, 1))
     job.show(note="measuring the difference")
     return Comparison.of(first, second)
 
 
-def _drawn(artist: Artist, job: Job, order: Order, way: Way, number: int) -> Picture:
+def _drawn(artist: ImageJobRunner, job: Job, order: GenerateRequest, way: Preset, number: int) -> JobImage:
     few = replace(order, steps=min(order.steps, WARM_UP_STEPS))
-    artist.draw(job, few, way, Manner(title=f"picture {number} of 2, warming up", traced=False))
-    return artist.draw(job, order, way, Manner(title=f"picture {number} of 2: {way.label}", traced=False, exact=True))
+    artist.draw(job, few, way, RunOptions(title=f"picture {number} of 2, warming up", traced=False))
+    return artist.draw(
+        job, order, way, RunOptions(title=f"picture {number} of 2: {way.label}", traced=False, exact=True)
+    )

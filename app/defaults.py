@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from patchpar.models.files import EMBEDDED
-from patchpar.models.info import Description
+from patchpar.models.info import PipelineInfo
 
 from .orders import LEAST_SIDE, MOST_STEPS
 
@@ -29,7 +29,7 @@ def defaults_before(model: str) -> Defaults:
     return Defaults(height=256, width=256) if model in EMBEDDED else Defaults()
 
 
-def defaults_of(model: str, description: Description | None) -> Defaults:
+def defaults_of(model: str, description: PipelineInfo | None) -> Defaults:
     """Once it has been loaded: what its call's signature and the size that it was trained at say."""
     before = defaults_before(model)
     if description is None or model in EMBEDDED:

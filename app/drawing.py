@@ -8,16 +8,16 @@ from typing import Any
 from patchpar import ParallelPipeline, PlanError, Run, upscale
 
 from .jobs import Job
-from .orders import Order
+from .orders import GenerateRequest
 from .preview import ColourMap
-from .ways import Way
-from .workers import Workers
+from .ways import Preset
+from .workers import AppWorkers
 
 READY_STEPS = 4  # of the picture that is drawn when the page opens: it loads, verifies and shows what latents look like
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class JobImage:
     """What was drawn: a PIL picture, its exact values (H, W, 3) in 0..1 where they were asked for, and the run."""
 
     image: Any
@@ -27,7 +27,7 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
+class RunOptions:
     """`title`: what the page says meanwhile. `traced`: keep every event. `exact`: keep values beside the picture."""
 
     title: str = "drawing"
@@ -35,10 +35,10 @@ class Manner:
     exact: bool = False
 
 
-class Artist:
+class ImageJobRunner:
     """Draws with the workers, and learns from every picture how to show the next while it is being made."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: AppWorkers) -> None:
         self.workers = workers
         self.colours = ColourMap()
 
@@ -48,11 +48,11 @@ class Artist:
         pipe = self.workers.pictures(self.workers.ways[0])
         job.show(note="checking the split model against the plain one", steps=READY_STEPS)
         arguments = {"prompt": "a picture", "num_inference_steps": READY_STEPS}
-        self._call(pipe, arguments, job, Manner(title="trying the model", traced=False))
+        self._call(pipe, arguments, job, RunOptions(title="trying the model", traced=False))
 
-    def draw(self, job: Job, order: Order, way: Way, manner: Manner | None = None) -> Picture:
+    def draw(self, job: Job, order: GenerateRequest, way: Preset, manner: RunOptions | None = None) -> JobImage:
         """One picture. Raises PlanError, Cancelled, and what the pipeline raises."""
-        manner = manner or Manner()
+        manner = manner or RunOptions()
         job.check()
         job.show(note=manner.title, step=0, steps=order.steps)
         pipe = self.workers.pictures(way)
@@ -61,17 +61,17 @@ class Artist:
             arguments["output_type"] = "np"
         return self._call(pipe, arguments, job, manner)
 
-    def enlarge(self, job: Job, order: Order, picture: Any, *, scale: float, strength: float) -> Picture:
+    def enlarge(self, job: Job, order: GenerateRequest, picture: Any, *, scale: float, strength: float) -> JobImage:
         """A PIL picture drawn again, `scale` times as large. Raises as `draw` does."""
         job.check()
         job.show(note="starting the workers that begin with a picture")
         pipe = self.workers.enlarging()
         arguments = order.arguments(set(pipe.description.parameters) - {"height", "width"})
-        with self._watched(pipe, job, Manner(title="drawing it again")) as watched:
+        with self._watched(pipe, job, RunOptions(title="drawing it again")) as watched:
             larger = upscale(pipe, picture, scale=scale, strength=strength, **arguments, **watched.arguments)
         return _drawn_by(pipe, larger)
 
-    def _call(self, pipe: ParallelPipeline, arguments: dict[str, Any], job: Job, manner: Manner) -> Picture:
+    def _call(self, pipe: ParallelPipeline, arguments: dict[str, Any], job: Job, manner: RunOptions) -> JobImage:
         with self._watched(pipe, job, manner) as watched:
             output = pipe(**arguments, **watched.arguments)
         image, values = picture_of(output)
@@ -79,10 +79,10 @@ class Artist:
         return _drawn_by(pipe, image, values)
 
     @contextmanager
-    def _watched(self, pipe: ParallelPipeline, job: Job, manner: Manner) -> Iterator["Watched"]:
+    def _watched(self, pipe: ParallelPipeline, job: Job, manner: RunOptions) -> Iterator["WatchedCall"]:
         """While inside, a call of the pipeline is shown to the job's page."""
         has_callback = "callback_on_step_end" in pipe.description.parameters
-        watched = Watched(job, manner.title, self.colours, has_callback=has_callback)
+        watched = WatchedCall(job, manner.title, self.colours, has_callback=has_callback)
         pipe.tracing, pipe.on_step = manner.traced, watched.count
         try:
             yield watched
@@ -90,12 +90,12 @@ class Artist:
             pipe.on_step, pipe.tracing = None, False
 
 
-def _drawn_by(pipe: ParallelPipeline, image: Any, values: Any = None) -> Picture:
+def _drawn_by(pipe: ParallelPipeline, image: Any, values: Any = None) -> JobImage:
     assert pipe.last_run is not None
-    return Picture(image=image, values=values, run=pipe.last_run, why=pipe.explain())
+    return JobImage(image=image, values=values, run=pipe.last_run, why=pipe.explain())
 
 
-class Watched:
+class WatchedCall:
     """Shows the steps of one call. Cancelling ends it between two steps, and the workers stay as they are.
 
     Only the end of a step as the pipeline's callback sees it is such a place. A pipeline without callbacks is left in

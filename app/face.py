@@ -5,19 +5,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from patchpar import PlanError
-from patchpar.stream.web.mp4_fragments import Fragment, FragmentEncoder
+from patchpar.stream.web.mp4_fragments import FragmentEncoder, Mp4Fragment
 
 from .jobs import Job
-from .keeping import Kept
-from .live import FilmFeed
-from .streaming import Controls, Streamed
-from .workers import Workers
+from .keeping import SavedVideo
+from .live import VideoFeed
+from .streaming import StreamControls, StreamSummary
+from .workers import AppWorkers
 
 LONGEST = 120.0  # seconds; all of the film is held, for pages that are reloaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FaceOrder:
+class TalkingFaceRequest:
     """What the face is to say and look like. `sound`: (samples, rate), or None for silence of `seconds`."""
 
     prompt: str = ""
@@ -31,13 +31,20 @@ class FaceOrder:
             raise PlanError(f"{self.seconds:g} seconds: a film has more than 0 and at most {LONGEST:g}")
 
 
-class FaceStream:
+class TalkingFaceJob:
     """A talking face as work for the desk."""
 
-    def __init__(self, workers: Workers, wanted: FaceOrder, controls: Controls, feed: FilmFeed, kept: Kept) -> None:
+    def __init__(
+        self,
+        workers: AppWorkers,
+        wanted: TalkingFaceRequest,
+        controls: StreamControls,
+        feed: VideoFeed,
+        kept: SavedVideo,
+    ) -> None:
         self._workers, self._wanted, self._controls, self._feed, self._kept = workers, wanted, controls, feed, kept
 
-    def run(self, job: Job) -> Streamed:
+    def run(self, job: Job) -> StreamSummary:
         """Stream until the sound ends, or the page stops it. Raises what the stream raises, and Cancelled."""
         try:
             job.show(note="starting the workers of the face")
@@ -58,7 +65,7 @@ class FaceStream:
         samples, rate = wanted.sound
         return {**found, "audio": (torch.as_tensor(samples), rate)}
 
-    def _take(self, session: Any, config: Any, job: Job) -> Streamed:
+    def _take(self, session: Any, config: Any, job: Job) -> StreamSummary:
         began, frames, latencies, film = time.perf_counter(), 0, [], None
         for chunk in session:
             self._follow(session, job)
@@ -70,7 +77,7 @@ class FaceStream:
             job.show(note=f"streaming: {frames / config.fps:.1f} s of film")
         if film is not None:
             self._show(film, film.close())
-        return Streamed(
+        return StreamSummary(
             pictures=frames,
             seconds=time.perf_counter() - began,
             latency=sum(latencies) / max(1, len(latencies)),
@@ -87,7 +94,7 @@ class FaceStream:
         if self._controls.is_stopped:
             session.stop()
 
-    def _show(self, film: FragmentEncoder, fragments: list[Fragment]) -> None:
+    def _show(self, film: FragmentEncoder, fragments: list[Mp4Fragment]) -> None:
         if fragments:
             self._feed.put(film.head, fragments)
             self._kept.append(film.head, fragments)

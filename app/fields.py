@@ -11,7 +11,7 @@ import gradio as gr
 
 from . import words
 from .defaults import Defaults
-from .orders import LARGEST_SEED, LEAST_SIDE, LONGEST_PROMPT, MOST_STEPS, Order
+from .orders import LARGEST_SEED, LEAST_SIDE, LONGEST_PROMPT, MOST_STEPS, GenerateRequest
 
 CAPTIONS = (
     "a red house on the left and a pine on the right, green hills at sunset",
@@ -25,16 +25,16 @@ UNIT = 64  # pixels between the places of a slider
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Components whose values make an Order, in the order of `names`."""
+    """Components whose values make a GenerateRequest, in the order of `names`."""
 
     prompt: gr.Textbox
     components: list[Any]
 
     @staticmethod
-    def order(*values: Any) -> Order:
+    def order(*values: Any) -> GenerateRequest:
         """What the components hold. Raises PlanError."""
         names = ("prompt", "negative", "width", "height", "steps", "guidance", "seed")
-        return Order.of(**dict(zip(names, values, strict=True)))
+        return GenerateRequest.of(**dict(zip(names, values, strict=True)))
 
 
 Begins = Callable[[Defaults], dict[str, Any]]

@@ -19,7 +19,7 @@ FORMATS = "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"  # as PyAV names them: no p
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Footage:
+class VideoFile:
     """A film. `seconds` and `fps`, frames per second: as the file itself says, None where it does not."""
 
     path: Path
@@ -27,7 +27,7 @@ class Footage:
     fps: float | None = None
 
     @classmethod
-    def of(cls, path: str | Path | None) -> "Footage":
+    def of(cls, path: str | Path | None) -> "VideoFile":
         """Look at an uploaded file. Raises PlanError for one that is no film, too large or too long."""
         if path is None:
             raise PlanError("there is no film: choose one")
@@ -41,7 +41,7 @@ class Footage:
             raise PlanError(f"the file is no film that can be read: use {', '.join(KINDS)}") from error
 
     @classmethod
-    def _seen(cls, container: Any, path: Path) -> "Footage":
+    def _seen(cls, container: Any, path: Path) -> "VideoFile":
         if container.format.name not in FORMATS or not container.streams.video:
             raise PlanError(f"the file is no film that can be read: use {', '.join(KINDS)}")
         stream = container.streams.video[0]

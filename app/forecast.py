@@ -9,7 +9,7 @@ from patchpar.pipeline.auto_plan import choose
 from patchpar.pipeline.report import readable_bytes
 from patchpar.pipeline.validate import check_call, check_plan_for
 from patchpar.plan.bands import split_bands
-from patchpar.plan.link_model import Link
+from patchpar.plan.link_model import LinkModel
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import AXIS_MEANINGS
 
@@ -19,7 +19,7 @@ WIDTH, LINE = 420, 18  # of the drawing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class PlannedCall:
     """A call to be planned. Sizes in pixels. Raises PlanError."""
 
     devices: int
@@ -45,7 +45,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class PlanOffer:
     """One plan. `refusal`: why it cannot do the call; empty where it can."""
 
     plan: Plan
@@ -62,22 +62,22 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class PlanForecast:
     """What is chosen, why, and all there is to choose from, the chosen one first."""
 
     chosen: Plan
     reason: str
-    offers: tuple[Offer, ...]
+    offers: tuple[PlanOffer, ...]
 
 
-def forecast(model: Any, call: Call) -> Forecast:
-    """For a model's Description. Raises PlanError for a call that no plan can do."""
+def forecast(model: Any, call: PlannedCall) -> PlanForecast:
+    """For a model's PipelineInfo. Raises PlanError for a call that no plan can do."""
     arguments = call.arguments(model.parameters)
     check_call(model, arguments)
     choice = choose(model, call.devices, arguments)
     others = (plan for plan in plans(call.devices) if plan != choice.plan)
     offers = tuple(_tried(model, plan, arguments) for plan in (choice.plan, *others))
-    return Forecast(chosen=choice.plan, reason=choice.reason, offers=offers)
+    return PlanForecast(chosen=choice.plan, reason=choice.reason, offers=offers)
 
 
 def plans(devices: int) -> Iterator[Plan]:
@@ -89,12 +89,12 @@ def plans(devices: int) -> Iterator[Plan]:
                 yield Plan(data=data, cfg=cfg, patch=patch)
 
 
-def _tried(model: Any, plan: Plan, arguments: dict[str, Any]) -> Offer:
+def _tried(model: Any, plan: Plan, arguments: dict[str, Any]) -> PlanOffer:
     try:
         check_plan_for(model, plan, arguments)
     except ValueError as error:
-        return Offer(plan=plan, refusal=str(error))
-    return Offer(plan=plan)
+        return PlanOffer(plan=plan, refusal=str(error))
+    return PlanOffer(plan=plan)
 
 
 def places(plan: Plan, rows: int, unit: int) -> list[tuple[int, int, int]]:
@@ -138,7 +138,7 @@ def drawing(plan: Plan, model: Any, size: tuple[int, int]) -> str:
     )
 
 
-def link_verdict(run: Run | None, link: Link) -> str:
+def link_verdict(run: Run | None, link: LinkModel) -> str:
     """What the last run's messages would cost on such a link, if nothing hid them."""
     if run is None or not run.steps or not any(run.bytes_per_step):
         return "Draw a picture on several devices first: its messages are then weighed here."

@@ -10,13 +10,13 @@ from patchpar.models.files import EMBEDDED
 
 from . import words
 from .answers import answered
-from .drawing import Manner, Picture
+from .drawing import JobImage, RunOptions
 from .fields import Fields, Forms, captions, picture_fields, result, settles
-from .jobs import Job, View
-from .orders import Order
-from .studio import Studio
+from .jobs import Job, JobView
+from .orders import GenerateRequest
+from .studio import AppState
 from .watching import looked_at
-from .ways import OWN, OWN_MEANS, Way, own_way, way_named
+from .ways import OWN, OWN_MEANS, Preset, own_way, way_named
 
 KIND = "image"
 HINT = "Press Draw: the picture is shown after every step, and what each run cost below it."
@@ -30,7 +30,7 @@ def failed(sentence: str) -> tuple[Any, ...]:
 class ImageTab:
     """What the tab does, apart from how it looks."""
 
-    def __init__(self, studio: Studio) -> None:
+    def __init__(self, studio: AppState) -> None:
         self._studio = studio
 
     @answered(lambda sentence: (words.failure(sentence), gr.skip(), gr.skip()))
@@ -48,19 +48,19 @@ class ImageTab:
         first = self._studio.workers.ways[0]
         return gr.update(value=first.label), words.notice(first.means)
 
-    def way(self, label: str, degrees: str, strategy: str) -> Way:
+    def way(self, label: str, degrees: str, strategy: str) -> Preset:
         """The way that a person has chosen. Raises PlanError."""
         count = self._studio.workers.count
         if label == OWN and not (degrees or strategy or "").strip():
             raise PlanError("your own plan is empty: fill it in, or choose another line of the list")
         return own_way(degrees or "", strategy or "", count) or way_named(label, count)
 
-    def submit(self, owner: str, order: Order, way: Way, traced: bool) -> Job:
+    def submit(self, owner: str, order: GenerateRequest, way: Preset, traced: bool) -> Job:
         """Begin to draw. Raises PlanError."""
         studio = self._studio
 
-        def work(job: Job) -> Picture:
-            picture = studio.artist.draw(job, order, way, Manner(traced=traced))
+        def work(job: Job) -> JobImage:
+            picture = studio.artist.draw(job, order, way, RunOptions(traced=traced))
             studio.desk.keep(owner, "run", picture.run)
             return picture
 
@@ -81,22 +81,22 @@ class ImageTab:
             yield shown
 
 
-def show(view: View | None) -> tuple[Any, ...]:
+def show(view: JobView | None) -> tuple[Any, ...]:
     """Picture, status, figures, both buttons."""
     if view is not None and view.state == "done":
-        picture: Picture = view.result
+        picture: JobImage = view.result
         return picture.image, words.status(view), words.facts(picture.run, picture.why), *buttons(view)
     shown = view.preview if view is not None and view.preview is not None else gr.skip()
     return shown, words.status(view, HINT), "", *buttons(view)
 
 
-def buttons(view: View | None) -> tuple[Any, Any]:
+def buttons(view: JobView | None) -> tuple[Any, Any]:
     """The one that begins and the one that cancels: one of them can be pressed."""
     is_busy = view is not None and not view.is_over
     return gr.update(interactive=not is_busy), gr.update(interactive=is_busy)
 
 
-def build(studio: Studio, owner: gr.State, forms: Forms) -> tuple[ImageTab, list[Any]]:
+def build(studio: AppState, owner: gr.State, forms: Forms) -> tuple[ImageTab, list[Any]]:
     """Lay the tab out. Returns it, and what `resume` fills."""
     tab = ImageTab(studio)
     ways = studio.workers.ways

@@ -29,7 +29,7 @@ class Cancelled(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class JobView:
     """A job as it is now. `ahead`: jobs before it. `preview`: a small PIL picture. `error`: a sentence for the person.
 
     `version` grows with every change.
@@ -57,11 +57,11 @@ class Job:
     def __init__(self, work: "Callable[[Job], Any]") -> None:
         self._work = work
         self._lock = threading.Lock()
-        self._view = View()
+        self._view = JobView()
         self._is_unwanted = False
 
     @property
-    def view(self) -> View:
+    def view(self) -> JobView:
         """How it stands."""
         return self._view
 
@@ -120,7 +120,7 @@ def sentence_of(error: Exception) -> str:
 
 
 @dataclass(slots=True)
-class _Page:
+class _PageJobs:
     """What is known of one page: its last job of each kind, and what cancels the last if the page stays away."""
 
     jobs: dict[str, Job] = field(default_factory=dict)
@@ -134,7 +134,7 @@ class _Page:
         return self.last is None or self.last.view.is_over
 
 
-class Desk:
+class JobQueue:
     """The one queue before the workers. `close` ends it."""
 
     def __init__(self, *, most_waiting: int = MOST_WAITING, grace: float = GRACE) -> None:
@@ -142,7 +142,7 @@ class Desk:
         self._changed = threading.Condition(threading.RLock())
         self._waiting: deque[Job] = deque()
         self._running: Job | None = None
-        self._pages: OrderedDict[str, _Page] = OrderedDict()
+        self._pages: OrderedDict[str, _PageJobs] = OrderedDict()
         self._is_closed = False
         self._thread = threading.Thread(target=self._serve, name="patchpar-desk", daemon=True)
         self._thread.start()
@@ -223,8 +223,8 @@ class Desk:
             self._changed.notify_all()
         self._thread.join(timeout)
 
-    def _page(self, owner: str) -> _Page:
-        page = self._pages.setdefault(owner, _Page())
+    def _page(self, owner: str) -> _PageJobs:
+        page = self._pages.setdefault(owner, _PageJobs())
         self._pages.move_to_end(owner)
         idle = [name for name, other in self._pages.items() if other.is_idle]
         for name in idle[: max(0, len(self._pages) - KEPT)]:

@@ -5,32 +5,32 @@ from typing import Any
 
 from patchpar import PlanError
 
-from .drawing import Artist, Manner, Picture
+from .drawing import ImageJobRunner, JobImage, RunOptions
 from .jobs import Job
-from .orders import MOST_PIXELS, Order
-from .ways import Way, plain
+from .orders import MOST_PIXELS, GenerateRequest
+from .ways import Preset, plain
 
 LARGEST_SCALE = 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Large:
+class UpscaleResult:
     """What was drawn; and, where there is one, a PIL picture to hold it against, and what the pair is called."""
 
-    drawn: Picture
+    drawn: JobImage
     beside: Any = None
     pair: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnlargeOrder:
+class UpscaleRequest:
     """An uploaded PIL picture, to be drawn again `scale` times as large. `strength`: how much is new.
 
     Raises PlanError.
     """
 
     picture: Any
-    order: Order
+    order: GenerateRequest
     scale: float = 2.0
     strength: float = 0.35
 
@@ -55,31 +55,31 @@ class EnlargeOrder:
         return round(self.picture.width * self.scale), round(self.picture.height * self.scale)
 
 
-def large_way(count: int, options: str) -> Way:
+def large_way(count: int, options: str) -> Preset:
     """Structure guidance on all devices, with options as on the command line. Raises PlanError."""
     strategy = f"asg:{options.strip()}" if options.strip() else "asg"
-    way = Way(label="Structure guidance", degrees=f"patch={count}", strategy=strategy)
+    way = Preset(label="Structure guidance", degrees=f"patch={count}", strategy=strategy)
     way.plan(count)
     return way
 
 
-def direct_way(count: int) -> Way:
+def direct_way(count: int) -> Preset:
     """The picture as the plain pipeline draws it at this size."""
-    return plain() if count == 1 else Way(label="Directly", degrees=f"patch={count}")
+    return plain() if count == 1 else Preset(label="Directly", degrees=f"patch={count}")
 
 
-def draw_large(artist: Artist, job: Job, order: Order, way: Way, *, beside: bool) -> Large:
+def draw_large(artist: ImageJobRunner, job: Job, order: GenerateRequest, way: Preset, *, beside: bool) -> UpscaleResult:
     """Draw it; `beside`: also directly."""
-    guided = artist.draw(job, order, way, Manner(title="structure guidance"))
+    guided = artist.draw(job, order, way, RunOptions(title="structure guidance"))
     if not beside:
-        return Large(drawn=guided)
-    manner = Manner(title="directly, to compare", traced=False)
+        return UpscaleResult(drawn=guided)
+    manner = RunOptions(title="directly, to compare", traced=False)
     direct = artist.draw(job, order, direct_way(artist.workers.count), manner)
-    return Large(drawn=guided, beside=direct.image, pair="Directly, and with structure guidance")
+    return UpscaleResult(drawn=guided, beside=direct.image, pair="Directly, and with structure guidance")
 
 
-def draw_again(artist: Artist, job: Job, wanted: EnlargeOrder) -> Large:
+def draw_again(artist: ImageJobRunner, job: Job, wanted: UpscaleRequest) -> UpscaleResult:
     """Draw an uploaded picture again, larger."""
     drawn = artist.enlarge(job, wanted.order, wanted.picture, scale=wanted.scale, strength=wanted.strength)
     resized = wanted.picture.resize(wanted.size, resample=3)
-    return Large(drawn=drawn, beside=resized, pair="Resized, and drawn again")
+    return UpscaleResult(drawn=drawn, beside=resized, pair="Resized, and drawn again")

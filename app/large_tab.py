@@ -10,11 +10,11 @@ from . import words
 from .answers import answered
 from .fields import CAPTIONS, Fields, Forms, picture_fields, result, result_pair, settles, uploaded
 from .image_tab import buttons
-from .jobs import Job, View
-from .large import LARGEST_SCALE, EnlargeOrder, Large, draw_again, draw_large, large_way
+from .jobs import Job, JobView
+from .large import LARGEST_SCALE, UpscaleRequest, UpscaleResult, draw_again, draw_large, large_way
 from .limits import picture_from
-from .orders import LARGEST_SEED, LONGEST_PROMPT, MOST_STEPS, Order
-from .studio import Studio
+from .orders import LARGEST_SEED, LONGEST_PROMPT, MOST_STEPS, GenerateRequest
+from .studio import AppState
 from .watching import looked_at
 
 KIND = "large"
@@ -37,7 +37,7 @@ def failed(sentence: str) -> tuple[Any, ...]:
 class LargeTab:
     """What the tab does."""
 
-    def __init__(self, studio: Studio) -> None:
+    def __init__(self, studio: AppState) -> None:
         self._studio = studio
 
     @answered(failed)
@@ -58,9 +58,9 @@ class LargeTab:
 
         def begin() -> Job:
             prompt, steps, seed = fields
-            order = Order.of(prompt=prompt, steps=steps, seed=seed)
+            order = GenerateRequest.of(prompt=prompt, steps=steps, seed=seed)
             small = picture_from(picture)
-            wanted = EnlargeOrder(picture=small, order=order, scale=float(scale or 0), strength=float(strength or 0))
+            wanted = UpscaleRequest(picture=small, order=order, scale=float(scale or 0), strength=float(strength or 0))
             return self._submit(owner, lambda job: draw_again(self._studio.artist, job, wanted))
 
         async for shown in self._begun(begin):
@@ -72,10 +72,10 @@ class LargeTab:
         async for shown in looked_at(self._studio.desk.job_of(owner, KIND), show):
             yield shown
 
-    def _submit(self, owner: str, drawn: Callable[[Job], Large]) -> Job:
+    def _submit(self, owner: str, drawn: Callable[[Job], UpscaleResult]) -> Job:
         """Raises PlanError."""
 
-        def work(job: Job) -> Large:
+        def work(job: Job) -> UpscaleResult:
             found = drawn(job)
             self._studio.desk.keep(owner, "run", found.drawn.run)
             return found
@@ -88,12 +88,12 @@ class LargeTab:
             yield shown
 
 
-def show(view: View | None) -> tuple[Any, ...]:
+def show(view: JobView | None) -> tuple[Any, ...]:
     """Picture, pair, status, figures, buttons."""
     if view is None or view.state != "done":
         shown = view.preview if view is not None and view.preview is not None else gr.skip()
         return shown, gr.skip(), words.status(view, HINT), "", *_buttons(view)
-    found: Large = view.result
+    found: UpscaleResult = view.result
     pair = gr.update(visible=False)
     if found.beside is not None:
         pair = gr.update(value=(found.beside, found.drawn.image), label=found.pair, visible=True)
@@ -101,12 +101,12 @@ def show(view: View | None) -> tuple[Any, ...]:
     return found.drawn.image, pair, words.status(view), figures, *_buttons(view)
 
 
-def _buttons(view: View | None) -> tuple[Any, Any, Any]:
+def _buttons(view: JobView | None) -> tuple[Any, Any, Any]:
     begin, cancel = buttons(view)
     return begin, begin, cancel
 
 
-def build(studio: Studio, owner: gr.State, forms: Forms) -> tuple[LargeTab, list[Any]]:
+def build(studio: AppState, owner: gr.State, forms: Forms) -> tuple[LargeTab, list[Any]]:
     """Lay the tab out. Returns it, and what `resume` fills."""
     tab = LargeTab(studio)
     with gr.Row(equal_height=False):

@@ -4,11 +4,11 @@ import threading
 from collections import OrderedDict
 from typing import TypeVar
 
-from patchpar.stream.web.feed import Feed, FilmFeed, PictureFeed
+from patchpar.stream.web.feed import ImageFeed, MediaFeed, VideoFeed
 
-__all__ = ["Feed", "Feeds", "FilmFeed", "PictureFeed"]
+__all__ = ["Feeds", "ImageFeed", "MediaFeed", "VideoFeed"]
 KEPT = 16  # feeds; what a page shows ends long before so many others have begun
-F = TypeVar("F", bound=Feed)
+F = TypeVar("F", bound=MediaFeed)
 
 
 class Feeds:
@@ -16,7 +16,7 @@ class Feeds:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._feeds: OrderedDict[str, Feed] = OrderedDict()
+        self._feeds: OrderedDict[str, MediaFeed] = OrderedDict()
 
     def add(self, feed: F) -> F:
         """A new one. The oldest makes room."""
@@ -27,7 +27,7 @@ class Feeds:
                 old.close()
         return feed
 
-    def get(self, name: str) -> Feed | None:
+    def get(self, name: str) -> MediaFeed | None:
         """The one of this name."""
         with self._lock:
             return self._feeds.get(name)

@@ -14,7 +14,7 @@ WHOLE = ("height", "width", "steps", "seed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class GenerateRequest:
     """One picture. Sizes in pixels. Raises PlanError."""
 
     prompt: str
@@ -43,7 +43,7 @@ class Order:
             raise PlanError(f"guidance scale {self.guidance:g}: it is a number from 0 to 50")
 
     @classmethod
-    def of(cls, **fields: Any) -> "Order":
+    def of(cls, **fields: Any) -> "GenerateRequest":
         """From what a page sends, where a field that was emptied is None. Raises PlanError."""
         fields = {**fields, "negative": fields.get("negative") or ""}  # an empty text may come as None
         missing = [name for name, value in fields.items() if value is None]

@@ -10,8 +10,8 @@ from . import compare_tab, image_tab, large_tab, plan_tab, stream_tab, timeline_
 from .answers import AnsweredBlocks, answered
 from .defaults import defaults_before, defaults_of
 from .fields import Forms
-from .jobs import View
-from .studio import Studio
+from .jobs import JobView
+from .studio import AppState
 from .visits import ASK_PAGE
 from .watching import looked_at
 
@@ -40,7 +40,7 @@ def theme() -> Any:
     )
 
 
-def build(studio: Studio) -> gr.Blocks:
+def build(studio: AppState) -> gr.Blocks:
     """The whole page."""
     with AnsweredBlocks(title="patchpar", analytics_enabled=False, delete_cache=CACHE, fill_width=True) as page:
         forms = Forms(defaults_before(studio.workers.setup.model))
@@ -68,13 +68,13 @@ def build(studio: Studio) -> gr.Blocks:
     return page
 
 
-def _heading(studio: Studio) -> str:
+def _heading(studio: AppState) -> str:
     setup = studio.workers.setup
     line = f"{PURPOSE} Here: the model {setup.model}, on {setup.devices.note}."
     return f"<header><h1>patchpar</h1>{words.caption(line)}</header>"
 
 
-def _welcome(page: gr.Blocks, studio: Studio, owner: gr.State, asked: gr.Textbox, tabs: tuple[Any, ...]) -> None:
+def _welcome(page: gr.Blocks, studio: AppState, owner: gr.State, asked: gr.Textbox, tabs: tuple[Any, ...]) -> None:
     """Who comes gets back what was under way; who goes leaves nothing behind."""
 
     @answered()
@@ -91,7 +91,7 @@ def _welcome(page: gr.Blocks, studio: Studio, owner: gr.State, asked: gr.Textbox
     page.unload(leave)
 
 
-def _filling(studio: Studio, forms: Forms) -> Callable[..., Any]:
+def _filling(studio: AppState, forms: Forms) -> Callable[..., Any]:
     """The handler that gives the fields what the model, which has been loaded, has as its own."""
 
     @answered()
@@ -105,7 +105,7 @@ def _filling(studio: Studio, forms: Forms) -> Callable[..., Any]:
 class _Readiness:
     """How far the first job is: starting the workers."""
 
-    def __init__(self, studio: Studio) -> None:
+    def __init__(self, studio: AppState) -> None:
         self._studio = studio
 
     @answered(words.failure)
@@ -115,6 +115,6 @@ class _Readiness:
             yield line
 
 
-def _ready(view: View | None) -> Any:
+def _ready(view: JobView | None) -> Any:
     is_ready = view is None or view.state == "done"
     return gr.update(value="" if is_ready else words.status(view), visible=not is_ready)

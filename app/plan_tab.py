@@ -5,14 +5,14 @@ from typing import Any
 import gradio as gr
 
 from patchpar import PlanError
-from patchpar.plan.link_model import Link
+from patchpar.plan.link_model import LinkModel
 
 from . import words
 from .answers import answered
 from .fields import Forms
-from .forecast import MOST_DEVICES, MOST_PROMPTS, Call, drawing, forecast, link_verdict
+from .forecast import MOST_DEVICES, MOST_PROMPTS, PlannedCall, drawing, forecast, link_verdict
 from .orders import as_whole
-from .studio import Studio
+from .studio import AppState
 
 NOT_YET = "The model is being loaded: try again in a moment."
 
@@ -25,7 +25,7 @@ def failed(sentence: str) -> tuple[str, str, str]:
 class PlanTab:
     """What the tab does."""
 
-    def __init__(self, studio: Studio) -> None:
+    def __init__(self, studio: AppState) -> None:
         self._studio = studio
 
     @answered(failed)
@@ -35,7 +35,7 @@ class PlanTab:
         if model is None:
             return words.notice(NOT_YET), "", ""
         numbers = {"devices": devices, "width": width, "height": height, "prompts": prompts}
-        call = Call(**{name: as_whole(value) for name, value in numbers.items()}, guided=bool(guided))
+        call = PlannedCall(**{name: as_whole(value) for name, value in numbers.items()}, guided=bool(guided))
         found = forecast(model, call)
         said = words.pairs([("Plan", str(found.chosen)), ("Because", found.reason), ("Model", model.pipeline)])
         rows = [(str(offer.plan), offer.work, offer.refusal or "can be run") for offer in found.offers]
@@ -47,11 +47,11 @@ class PlanTab:
         """What the page's last run would cost on a link of `latency` milliseconds and `rate` gigabytes per second."""
         if latency is None or rate is None:
             raise PlanError("fill in latency and rate of the link")
-        link = Link(latency=float(latency) / 1e3, rate=float(rate) * 1e9)
+        link = LinkModel(latency=float(latency) / 1e3, rate=float(rate) * 1e9)
         return words.notice(link_verdict(self._studio.desk.kept(owner, "run"), link))
 
 
-def build(studio: Studio, owner: gr.State, forms: Forms) -> tuple[PlanTab, list[Any], list[Any]]:
+def build(studio: AppState, owner: gr.State, forms: Forms) -> tuple[PlanTab, list[Any], list[Any]]:
     """Lay the tab out. Returns it, what `show` is given, and what it fills."""
     tab = PlanTab(studio)
     with gr.Row(equal_height=False):

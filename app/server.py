@@ -14,14 +14,14 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from patchpar import PlanError
 from patchpar.models.quiet_libraries import hush
-from patchpar.stream.web.server import HOME, Port, check_port, is_local, names_of
+from patchpar.stream.web.server import HOME, WebServer, check_port, is_local, names_of
 from patchpar.stream.web.shutdown import signals_unwind
 
 from .limits import MOST_BYTES
 from .origin import OwnRequests
 from .page import STYLE, build, theme
-from .studio import Studio
-from .workers import Setup
+from .studio import AppState
+from .workers import AppConfig
 
 WAITING = 64  # events of pages; each is short, as the work itself waits at the desk
 
@@ -72,7 +72,7 @@ def read_users(text: str | None) -> tuple[tuple[str, str], ...]:
     return tuple((name.strip(), password) for name, password in pairs)
 
 
-def application(studio: Studio, address: Address) -> FastAPI:
+def application(studio: AppState, address: Address) -> FastAPI:
     """The page and its live pictures as one application. Gradio's folder of files is the studio's from now on."""
     os.environ["GRADIO_TEMP_DIR"] = str(studio.uploads)  # Gradio asks nowhere else, now and at every upload
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -108,9 +108,9 @@ def application(studio: Studio, address: Address) -> FastAPI:
 class Server:
     """Serves until it is closed. A context manager; `url` is where."""
 
-    def __init__(self, setup: Setup, address: Address) -> None:
-        self._address, self._port = address, Port(address.host, address.port, "--port")
-        self._studio = Studio.open(setup)
+    def __init__(self, setup: AppConfig, address: Address) -> None:
+        self._address, self._port = address, WebServer(address.host, address.port, "--port")
+        self._studio = AppState.open(setup)
         self.url = self._port.url
 
     def start(self) -> "Server":
@@ -135,7 +135,7 @@ class Server:
         self.close()
 
 
-def serve(setup: Setup, address: Address, told: Callable[[str], Any], ending: Callable[[], Any]) -> None:
+def serve(setup: AppConfig, address: Address, told: Callable[[str], Any], ending: Callable[[], Any]) -> None:
     """Serve until ctrl-C; `told` gets the page's address when it is there, `ending` is called before it is closed.
 
     Raises PlanError, and SystemExit where SIGTERM or SIGHUP have ended it.

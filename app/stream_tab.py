@@ -13,17 +13,17 @@ from patchpar.stream.config import StreamConfig
 
 from . import words
 from .answers import answered
-from .face import LONGEST, FaceOrder, FaceStream
+from .face import LONGEST, TalkingFaceJob, TalkingFaceRequest
 from .fields import Fields, Forms, picture_fields, settles, uploaded
-from .footage import MOST_RATE, Footage
+from .footage import MOST_RATE, VideoFile
 from .image_tab import buttons
-from .jobs import Job, View
-from .keeping import NAME, Kept
+from .jobs import Job, JobView
+from .keeping import NAME, SavedVideo
 from .limits import picture_from, sound_from
-from .live import Feed, FilmFeed, PictureFeed
+from .live import ImageFeed, MediaFeed, VideoFeed
 from .orders import LONGEST_PROMPT
-from .streaming import Controls, PictureStream, Streamed, StreamOrder
-from .studio import Studio
+from .streaming import ImageStreamJob, StreamControls, StreamRequest, StreamSummary
+from .studio import AppState
 from .watching import looked_at
 
 KIND = "stream"
@@ -42,7 +42,7 @@ def failed(sentence: str) -> tuple[Any, ...]:
 class StreamTab:
     """What the tab does."""
 
-    def __init__(self, studio: Studio) -> None:
+    def __init__(self, studio: AppState) -> None:
         self._studio = studio
 
     @answered(failed)
@@ -53,7 +53,7 @@ class StreamTab:
             workers = self._studio.workers
             wanted = stream_order(SOURCES.get(source, "prompt"), *fields)
             wanted.check_devices(workers.count)
-            return self._submit(owner, PictureFeed(), partial(PictureStream, workers, wanted))
+            return self._submit(owner, ImageFeed(), partial(ImageStreamJob, workers, wanted))
 
         async for shown in self._begun(owner, begin):
             yield shown
@@ -65,8 +65,8 @@ class StreamTab:
         def begin() -> Job:
             looks = picture_from(reference) if reference is not None else None
             spoken = sound_from(sound) if sound is not None else None
-            wanted = FaceOrder(prompt=prompt or "", reference=looks, sound=spoken, seconds=float(seconds or 0))
-            return self._submit(owner, FilmFeed(), partial(FaceStream, self._studio.workers, wanted))
+            wanted = TalkingFaceRequest(prompt=prompt or "", reference=looks, sound=spoken, seconds=float(seconds or 0))
+            return self._submit(owner, VideoFeed(), partial(TalkingFaceJob, self._studio.workers, wanted))
 
         async for shown in self._begun(owner, begin):
             yield shown
@@ -103,10 +103,10 @@ class StreamTab:
         async for shown in self._looked_at(owner):
             yield shown
 
-    def _submit(self, owner: str, feed: Any, stream: Callable[[Controls, Any, Kept], Any]) -> Job:
+    def _submit(self, owner: str, feed: Any, stream: Callable[[StreamControls, Any, SavedVideo], Any]) -> Job:
         """Begin, and remember for the page what changes and shows its stream. Raises PlanError, and nothing changes."""
-        studio, controls = self._studio, Controls()
-        kept = Kept(studio.folder_of(owner) / NAME)
+        studio, controls = self._studio, StreamControls()
+        kept = SavedVideo(studio.folder_of(owner) / NAME)
         job = studio.desk.submit(owner, KIND, stream(controls, feed, kept).run)
         studio.desk.keep(owner, "controls", controls)
         studio.desk.keep(owner, "feed", studio.feeds.add(feed))
@@ -125,33 +125,33 @@ class StreamTab:
             yield window, *show(view)
 
 
-def stream_order(source: Any, picture: Any, film: Any, rate: Any, *rest: Any) -> StreamOrder:
+def stream_order(source: Any, picture: Any, film: Any, rate: Any, *rest: Any) -> StreamRequest:
     """What the fields of a page ask for. Raises PlanError."""
     strength, *fields = rest
-    return StreamOrder(
+    return StreamRequest(
         order=Fields.order(*fields),
         source=source,
         picture=picture_from(picture) if source == "picture" else None,
-        film=Footage.of(film) if source == "film" else None,
+        film=VideoFile.of(film) if source == "film" else None,
         rate=float(rate or 0),
         strength=float(strength or 0),
     )
 
 
-def live(feed: Feed | None) -> Any:
+def live(feed: MediaFeed | None) -> Any:
     """Where a browser looks at a feed."""
     if feed is None:
         return gr.skip()
-    if isinstance(feed, FilmFeed):
+    if isinstance(feed, VideoFeed):
         return f'<div class="live"><video src="{feed.address}" autoplay controls playsinline></video></div>'
     return f'<div class="live"><img src="{feed.address}" alt="the stream"></div>'
 
 
-def show(view: View | None) -> tuple[Any, ...]:
+def show(view: JobView | None) -> tuple[Any, ...]:
     """Status, figures, the film to save, buttons."""
     facts, film = gr.skip(), None
     if view is not None and view.state == "done":
-        streamed: Streamed = view.result
+        streamed: StreamSummary = view.result
         facts = words.pairs(streamed.rows()) if streamed.pictures else ""
         film = streamed.film if streamed.film is not None and streamed.film.exists() else None
     save = gr.update(value=None if film is None else str(film), visible=film is not None)
@@ -159,12 +159,12 @@ def show(view: View | None) -> tuple[Any, ...]:
     return words.notice(NOTHING) if is_empty else words.status(view), facts, save, *_buttons(view)
 
 
-def _buttons(view: View | None) -> tuple[Any, Any, Any]:
+def _buttons(view: JobView | None) -> tuple[Any, Any, Any]:
     begin, stop = buttons(view)
     return begin, begin, stop
 
 
-def build(studio: Studio, owner: gr.State, forms: Forms) -> tuple[StreamTab, list[Any]]:
+def build(studio: AppState, owner: gr.State, forms: Forms) -> tuple[StreamTab, list[Any]]:
     """Lay the tab out. Returns it, and what `resume` fills."""
     tab = StreamTab(studio)
     with gr.Row(equal_height=False):
@@ -220,7 +220,7 @@ class _PictureFields:
 class _FaceFields:
     """What a face is told."""
 
-    def __init__(self, studio: Studio) -> None:
+    def __init__(self, studio: AppState) -> None:
         face = studio.workers.setup.face
         has_face = face is not None
         gr.HTML(words.notice(NO_FACE), visible=not has_face)

@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 from patchpar import PlanError
 
-from .footage import MOST_FRAME_PIXELS, MOST_RATE, Footage
+from .footage import MOST_FRAME_PIXELS, MOST_RATE, VideoFile
 from .jobs import Job
-from .keeping import Kept
+from .keeping import SavedVideo
 from .limits import picture_from
-from .live import PictureFeed
-from .orders import LONGEST_PROMPT, Order
+from .live import ImageFeed
+from .orders import LONGEST_PROMPT, GenerateRequest
 from .walk import NoiseWalk
-from .workers import Workers
+from .workers import AppWorkers
 
 Source = Literal["prompt", "picture", "film", "camera"]
 MOST_SECONDS = 600.0  # a stream that nobody stops ends by itself, because others wait
@@ -27,17 +27,17 @@ LEAD = 1  # pictures that may be ready: a changed prompt is to be seen soon
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamOrder:
+class StreamRequest:
     """What to stream. Raises PlanError.
 
     `picture`: what each picture begins with, of source "picture"; `film`: whose frames they begin with, of source
     "film", `rate` of them for a second. `strength`: how much is new.
     """
 
-    order: Order
+    order: GenerateRequest
     source: Source = "prompt"
     picture: Any = None
-    film: Footage | None = None
+    film: VideoFile | None = None
     rate: float = 8.0
     strength: float = 0.6
 
@@ -71,7 +71,7 @@ class StreamOrder:
 
 
 @dataclass(slots=True)
-class Controls:
+class StreamControls:
     """What a page may change while its stream runs; read by the stream between two pictures.
 
     `frame`: the file of the camera's last picture, which nobody has decoded.
@@ -97,7 +97,7 @@ class Controls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Streamed:
+class StreamSummary:
     """How a stream went. `latency`: mean seconds from a picture's order to the picture. `film`: where it is kept."""
 
     pictures: int
@@ -120,15 +120,15 @@ class Streamed:
         ]
 
 
-class PictureStream:
+class ImageStreamJob:
     """A stream of pictures as work for the desk."""
 
     def __init__(
-        self, workers: Workers, wanted: StreamOrder, controls: Controls, feed: PictureFeed, kept: Kept
+        self, workers: AppWorkers, wanted: StreamRequest, controls: StreamControls, feed: ImageFeed, kept: SavedVideo
     ) -> None:
         self._workers, self._wanted, self._controls, self._feed, self._kept = workers, wanted, controls, feed, kept
 
-    def run(self, job: Job) -> Streamed:
+    def run(self, job: Job) -> StreamSummary:
         """Draw picture after picture until the page stops it. Raises what the pipeline raises, and Cancelled."""
         try:
             job.show(note="starting the workers of the stream")
@@ -151,7 +151,7 @@ class PictureStream:
             return {**shared, "height": order.height, "width": order.width}
         return {**shared, "strength": self._wanted.strength}
 
-    def _take(self, shots: Iterator[Any], job: Job) -> Streamed:
+    def _take(self, shots: Iterator[Any], job: Job) -> StreamSummary:
         began, latencies = time.perf_counter(), []
         for shot in shots:
             picture = shot.picture.images[0] if hasattr(shot.picture, "images") else shot.picture
@@ -163,7 +163,7 @@ class PictureStream:
                 break
             job.check()
         self._kept.close()
-        return Streamed(
+        return StreamSummary(
             pictures=len(latencies),
             seconds=time.perf_counter() - began,
             latency=sum(latencies) / max(1, len(latencies)),

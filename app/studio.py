@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from .drawing import Artist
-from .jobs import Desk
+from .drawing import ImageJobRunner
+from .jobs import JobQueue
 from .live import Feeds
-from .visits import Visits
-from .workers import Setup, Workers
+from .visits import PageSessions
+from .workers import AppConfig, AppWorkers
 
 HOUR = 3600.0  # seconds that a page's files are kept
 
@@ -19,21 +19,21 @@ def _scratch() -> TemporaryDirectory[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Studio:
+class AppState:
     """What every tab is given. `scratch`: files to and from pages, for nobody else to read. `close` ends it all."""
 
-    workers: Workers
-    artist: Artist
-    desk: Desk
-    visits: Visits
+    workers: AppWorkers
+    artist: ImageJobRunner
+    desk: JobQueue
+    visits: PageSessions
     feeds: Feeds
     scratch: TemporaryDirectory[str] = field(default_factory=_scratch)
 
     @classmethod
-    def open(cls, setup: Setup) -> "Studio":
+    def open(cls, setup: AppConfig) -> "AppState":
         """Nothing is started before a job needs it; the first is to get ready."""
-        workers, desk = Workers(setup), Desk()
-        studio = cls(workers, Artist(workers), desk, Visits(desk), Feeds())
+        workers, desk = AppWorkers(setup), JobQueue()
+        studio = cls(workers, ImageJobRunner(workers), desk, PageSessions(desk), Feeds())
         desk.submit("", "prepare", studio.artist.prepare)
         return studio
 

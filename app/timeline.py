@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from patchpar import Run
-from patchpar.comm.trace import Event, RankTrace
+from patchpar.comm.trace import RankTrace, TraceEvent
 
 COLUMNS = 480
 WIDTH, LANE, GAP, LEFT, TOP = 960, 56, 14, 64, 22  # of the drawing
@@ -22,7 +22,7 @@ SAID = {"compute": "computing", "check": "checking, at first use", "send": "send
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TimeWindow:
     """A stretch of time, in seconds since the epoch."""
 
     start: float
@@ -39,24 +39,24 @@ def traces_of(run: Run | None) -> list[RankTrace]:
     return [] if run is None else [rank.trace for rank in run.ranks if rank.trace is not None]
 
 
-def window_of(traces: Sequence[RankTrace], first: int, last: int) -> Window:
+def window_of(traces: Sequence[RankTrace], first: int, last: int) -> TimeWindow:
     """From the beginning of step `first` to the end of step `last`, and at the ends all that there was besides."""
     starts = [trace.epoch + event.start for trace in traces for event in trace.events]
     ends = [trace.epoch + event.start + event.seconds for trace in traces for event in trace.events]
     steps = _steps(traces)
     if not starts:
-        return Window(0.0, 1.0)
+        return TimeWindow(0.0, 1.0)
     begin = min(starts) if first <= 0 or not steps else steps[min(first, len(steps) - 1)].start
     end = max(ends) if last >= len(steps) - 1 or not steps else steps[max(last, 0)].end
-    return Window(begin, max(end, begin + 1e-6))
+    return TimeWindow(begin, max(end, begin + 1e-6))
 
 
-def _steps(traces: Sequence[RankTrace]) -> list[Window]:
+def _steps(traces: Sequence[RankTrace]) -> list[TimeWindow]:
     """The steps of the first rank."""
     if not traces:
         return []
     found = [event for event in traces[0].events if event.what == "step"]
-    return [Window(traces[0].epoch + step.start, traces[0].epoch + step.start + step.seconds) for step in found]
+    return [TimeWindow(traces[0].epoch + step.start, traces[0].epoch + step.start + step.seconds) for step in found]
 
 
 def count_steps(traces: Sequence[RankTrace]) -> int:
@@ -64,7 +64,7 @@ def count_steps(traces: Sequence[RankTrace]) -> int:
     return len(_steps(traces))
 
 
-def shares(trace: RankTrace, window: Window, columns: int = COLUMNS) -> dict[str, Any]:
+def shares(trace: RankTrace, window: TimeWindow, columns: int = COLUMNS) -> dict[str, Any]:
     """For each kind the share of each column of the window that it took, between 0 and 1."""
     found = {kind: np.zeros(columns) for kind in KINDS}
     inside = np.zeros(columns)
@@ -79,7 +79,7 @@ def shares(trace: RankTrace, window: Window, columns: int = COLUMNS) -> dict[str
     return found
 
 
-def _add(columns: Any, event: Event, epoch: float, window: Window) -> None:
+def _add(columns: Any, event: TraceEvent, epoch: float, window: TimeWindow) -> None:
     """Spread an event over the columns that it covers."""
     scale = len(columns) / window.seconds
     begin = (epoch + event.start - window.start) * scale
@@ -108,7 +108,7 @@ def draw(traces: Sequence[RankTrace], first: int, last: int) -> str:
     )
 
 
-def _lane(trace: RankTrace, window: Window, top: int) -> str:
+def _lane(trace: RankTrace, window: TimeWindow, top: int) -> str:
     parts = [
         f'<text x="0" y="{top + LANE / 2 - 3}">rank {trace.rank}</text>'
         f'<text x="0" y="{top + LANE / 2 + 11}" class="small">{escape(trace.device)}</text>'
@@ -133,11 +133,11 @@ def _area(below: Any, above: Any, top: int) -> str:
     return "M" + "L".join(points) + "Z"
 
 
-def _place(at: float, window: Window) -> float:
+def _place(at: float, window: TimeWindow) -> float:
     return LEFT + (WIDTH - LEFT) * (at - window.start) / window.seconds
 
 
-def _marks(traces: Sequence[RankTrace], window: Window, height: int) -> str:
+def _marks(traces: Sequence[RankTrace], window: TimeWindow, height: int) -> str:
     """Where steps end."""
     parts = []
     for number, step in enumerate(_steps(traces)):
@@ -150,7 +150,7 @@ def _marks(traces: Sequence[RankTrace], window: Window, height: int) -> str:
     return "".join(parts)
 
 
-def _axis(window: Window, height: int) -> str:
+def _axis(window: TimeWindow, height: int) -> str:
     ends = (("start", LEFT, "0 s"), ("end", WIDTH, f"{window.seconds:.2f} s"))
     return "".join(
         f'<text class="small" x="{x}" y="{height - 8}" text-anchor="{anchor}">{text}</text>' for anchor, x, text in ends
@@ -163,7 +163,7 @@ def _legend() -> str:
     return f'<div class="legend">{keys}</div>'
 
 
-def longest_waits(traces: Iterable[RankTrace], window: Window, most: int = 8) -> list[tuple[str, ...]]:
+def longest_waits(traces: Iterable[RankTrace], window: TimeWindow, most: int = 8) -> list[tuple[str, ...]]:
     """(rank, what is awaited, at which layer, how often, seconds), the costliest first."""
     seconds: defaultdict[tuple[int, str, str], float] = defaultdict(float)
     times: Counter[tuple[int, str, str]] = Counter()

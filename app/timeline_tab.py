@@ -9,7 +9,7 @@ from patchpar.pipeline.report import readable_bytes
 
 from . import timeline, words
 from .answers import answered
-from .studio import Studio
+from .studio import AppState
 
 NOTHING = "Draw a picture first, with “Record a timeline” on: its exchanges are shown here."
 
@@ -22,7 +22,7 @@ def failed(sentence: str) -> tuple[Any, ...]:
 class TimelineTab:
     """What the tab does."""
 
-    def __init__(self, studio: Studio) -> None:
+    def __init__(self, studio: AppState) -> None:
         self._studio = studio
 
     def run_of(self, owner: str) -> Run | None:
@@ -83,7 +83,7 @@ def totals(run: Run) -> list[tuple[str, ...]]:
     ]
 
 
-def build(studio: Studio, owner: gr.State) -> tuple[TimelineTab, list[Any]]:
+def build(studio: AppState, owner: gr.State) -> tuple[TimelineTab, list[Any]]:
     """Lay the tab out. Returns it, and what `refresh` fills."""
     tab = TimelineTab(studio)
     drawing = gr.HTML(words.notice(NOTHING), elem_id="timeline-drawing")

@@ -4,7 +4,7 @@ import re
 import secrets
 import threading
 
-from .jobs import Desk
+from .jobs import JobQueue
 
 NAME = re.compile(r"[0-9a-f]{32}")
 # sessionStorage belongs to one tab of one browser and survives a reload. Names are random, so nobody guesses another's.
@@ -18,10 +18,10 @@ ASK_PAGE = """() => {
 }"""
 
 
-class Visits:
+class PageSessions:
     """Connections of pages. A reload ends one and begins another, in any order."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: JobQueue) -> None:
         self._desk = desk
         self._lock = threading.Lock()
         self._owner_of: dict[str, str] = {}

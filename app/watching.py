@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from .jobs import Job, View
+from .jobs import Job, JobView
 
 LOOK_SECONDS = 0.05
 
 
-async def looked_at(job: Job | None, show: Callable[[View | None], Any]) -> AsyncIterator[Any]:
+async def looked_at(job: Job | None, show: Callable[[JobView | None], Any]) -> AsyncIterator[Any]:
     """What `show` makes of the job, whenever it has changed, until it is over. Without a job: once."""
     if job is None:
         yield show(None)

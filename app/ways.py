@@ -12,7 +12,7 @@ OWN_MEANS = "What you write below is what draws: exact, or approximate if its st
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Preset:
     """A line in a list of choices. `degrees`: "auto", "single", or as in Plan.parse. `means`: what it is, in words."""
 
     label: str
@@ -31,32 +31,32 @@ class Way:
         return plan
 
 
-def plain() -> Way:
+def plain() -> Preset:
     """Plain diffusers, on one device."""
-    return Way(label="One device", degrees=SINGLE, means="Plain diffusers on the first device; the others are idle.")
+    return Preset(label="One device", degrees=SINGLE, means="Plain diffusers on the first device; the others are idle.")
 
 
-def automatic(count: int) -> Way:
+def automatic(count: int) -> Preset:
     """Whatever the package finds best for the call."""
-    return Way(
+    return Preset(
         label=f"Automatic, {count} devices",
         degrees=AUTOMATIC,
         means="The plan is chosen for each picture and never approximate: any number of devices draws the same.",
     )
 
 
-def ways_for(count: int) -> tuple[Way, ...]:
+def ways_for(count: int) -> tuple[Preset, ...]:
     """Every way that `count` devices have, the automatic one first."""
     return (plain(),) if count == 1 else (automatic(count), plain(), *_guided(count), *_bands(count))
 
 
-def _guided(count: int) -> list[Way]:
+def _guided(count: int) -> list[Preset]:
     if count % 2:
         return []
     rest = count // 2
     bands = f", the picture in {rest} bands" if rest > 1 else ""
     return [
-        Way(
+        Preset(
             label=f"Guidance branches{bands}",
             degrees="cfg=2" + (f",patch={rest}" if rest > 1 else ""),
             means="One half of the devices follows the prompt, the other the negative prompt. They exchange one "
@@ -65,28 +65,28 @@ def _guided(count: int) -> list[Way]:
     ]
 
 
-def _bands(count: int) -> list[Way]:
+def _bands(count: int) -> list[Preset]:
     bands = f"patch={count}"
     return [
-        Way(
+        Preset(
             label=f"{count} bands, exact",
             degrees=bands,
             means="Each device draws a band and asks the others for what it needs of theirs, layer by layer. Exact.",
         ),
-        Way(
+        Preset(
             label=f"{count} bands, fresh edges",
             degrees=bands,
             strategy="fresh-edges",
             means="Edges are exchanged at once; keys and values are one step old, so nobody waits for them. "
             "Approximate, and close.",
         ),
-        Way(
+        Preset(
             label=f"{count} bands, displaced",
             degrees=bands,
             strategy="displaced",
             means="DistriFusion: everything that comes from other bands is one step old. Approximate.",
         ),
-        Way(
+        Preset(
             label=f"{count} bands, partially conditioned",
             degrees=bands,
             strategy="pcpp",
@@ -96,19 +96,19 @@ def _bands(count: int) -> list[Way]:
     ]
 
 
-def own_way(degrees: str, strategy: str, count: int) -> Way | None:
+def own_way(degrees: str, strategy: str, count: int) -> Preset | None:
     """A way in the user's own words, None where there are none. Raises PlanError that says what is valid."""
     degrees, strategy = degrees.strip(), strategy.strip()
     if not degrees and not strategy:
         return None
-    way = Way(label=OWN, degrees=degrees or f"patch={count}", strategy=strategy or "exact")
+    way = Preset(label=OWN, degrees=degrees or f"patch={count}", strategy=strategy or "exact")
     if way.degrees in (AUTOMATIC, SINGLE) and strategy:
         raise PlanError(f"strategy {strategy!r} needs a plan to go with, such as patch={count}")
     way.plan(count)
     return way
 
 
-def way_named(label: str, count: int) -> Way:
+def way_named(label: str, count: int) -> Preset:
     """The way with this label. Raises PlanError: a page sends only what it was given, but anybody may ask."""
     for way in ways_for(count):
         if way.label == label:

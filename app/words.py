@@ -6,10 +6,10 @@ from html import escape
 from patchpar import Run
 from patchpar.pipeline.report import readable_bytes
 
-from .jobs import View
+from .jobs import JobView
 
 
-def status(view: View | None, hint: str = "") -> str:
+def status(view: JobView | None, hint: str = "") -> str:
     """How a job stands: one line and a bar; before the first, `hint`."""
     if view is None:
         return notice(hint) if hint else ""
@@ -89,7 +89,7 @@ def _line(kind: str, sentence: str) -> str:
     return f'<div class="state {kind}" role="{role}">{escape(sentence)}</div>'
 
 
-def _bar(view: View) -> str:
+def _bar(view: JobView) -> str:
     if not view.step:
         return _line("running", f"{view.note or 'working'} …")
     share = 100 * view.step / max(1, view.steps)

@@ -10,21 +10,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from patchpar import ParallelPipeline, PictureStreamingPipeline, PlanError, StreamingPipeline
+from patchpar import ImageStreamingPipeline, ParallelPipeline, PlanError, StreamingPipeline
 from patchpar.launch.devices import Devices, resolve_devices
 from patchpar.models.files import check_memory, needed_bytes, resolve_model
-from patchpar.models.info import Description
+from patchpar.models.info import PipelineInfo
 from patchpar.models.task import purpose_of
-from patchpar.models.task_check import Errand
+from patchpar.models.task_check import RequestedTask
 
-from .ways import Way, plain, ways_for
+from .ways import Preset, plain, ways_for
 
 PICTURES = "pictures"
-ERRAND = Errand(verb="app")
+ERRAND = RequestedTask(verb="app")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class AppConfig:
     """What the page works with. `face`: a model that streams with sound, its folder or name, if there is one.
 
     `options` go to diffusers' from_pretrained. `deadline`: seconds that a rank may stand still.
@@ -54,20 +54,20 @@ def devices_of(text: str) -> Devices:
     return resolve_devices("cpu:2") if text == "auto" and found.names == ("cpu",) else found
 
 
-class Workers:
+class AppWorkers:
     """Opens and closes pipelines."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: AppConfig) -> None:
         self.setup = setup
         self._open: dict[str, Any] = {}
-        self._model: Description | None = None
+        self._model: PipelineInfo | None = None
 
     @property
-    def model(self) -> Description | None:
+    def model(self) -> PipelineInfo | None:
         """The model for pictures; None before it has been loaded."""
         return self._model
 
-    def described(self) -> Description:
+    def described(self) -> PipelineInfo:
         """The same, loaded if need be."""
         return self._model or self.pictures().description
 
@@ -77,21 +77,21 @@ class Workers:
         return len(self.setup.devices.names)
 
     @property
-    def ways(self) -> tuple[Way, ...]:
+    def ways(self) -> tuple[Preset, ...]:
         """How that many devices can draw a picture."""
         return ways_for(self.count)
 
-    def pictures(self, way: Way | None = None) -> ParallelPipeline:
+    def pictures(self, way: Preset | None = None) -> ParallelPipeline:
         """The pipeline for pictures, set to draw in this way. Raises PlanError."""
         pipe: ParallelPipeline = self._opened(PICTURES, self._open_pictures)
         if way is not None:
             set_way(pipe, way, self.count)
         return pipe
 
-    def picture_stream(self, *, takes_image: bool) -> PictureStreamingPipeline:
+    def picture_stream(self, *, takes_image: bool) -> ImageStreamingPipeline:
         """The pipeline for streams of pictures, out of prompts or out of pictures. Raises PlanError."""
         name = f"stream of pictures from {'pictures' if takes_image else 'prompts'}"
-        found: PictureStreamingPipeline = self._opened(name, lambda: self._open_picture_stream(takes_image))
+        found: ImageStreamingPipeline = self._opened(name, lambda: self._open_picture_stream(takes_image))
         return found
 
     def enlarging(self) -> ParallelPipeline:
@@ -139,10 +139,10 @@ class Workers:
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
-    def _open_picture_stream(self, takes_image: bool) -> PictureStreamingPipeline:
+    def _open_picture_stream(self, takes_image: bool) -> ImageStreamingPipeline:
         setup = self.setup
         opened = {"takes_image": takes_image, **setup.options}
-        return PictureStreamingPipeline.from_pretrained(setup.model, **setup.opening, **opened)
+        return ImageStreamingPipeline.from_pretrained(setup.model, **setup.opening, **opened)
 
     def _open_face(self) -> StreamingPipeline:
         if self.setup.face is None:
@@ -150,7 +150,7 @@ class Workers:
         return StreamingPipeline.from_pretrained(self.setup.face, **self.setup.opening)
 
 
-def set_way(pipe: ParallelPipeline, way: Way, count: int) -> None:
+def set_way(pipe: ParallelPipeline, way: Preset, count: int) -> None:
     """Have the pipeline draw in this way. Raises PlanError."""
     if way == plain() and count > 1:
         pipe.restore()

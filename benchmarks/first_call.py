@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 from benchmarks.tokens_model import subject
-from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.comm.transport import connect
 from patchpar.launch.executor import RankContext
 from patchpar.launch.local import LocalExecutor
 from patchpar.plan.mesh import Axis, Mesh
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.exact import ExactPatch
 
 MODELS = ("pixart", "wan")
@@ -36,9 +36,9 @@ class Bench:
     def __init__(self, context: RankContext) -> None:
         torch.set_num_threads(1)
         self.context = context
-        self.door = Door(connect(context), context.mark)
+        self.door = Communicator(connect(context), context.mark)
         self.axis: Axis = Mesh(context.rank, range(2), patch=2)["patch"]
-        self.meet = Gather(self.door, self.axis, "meet", "meeting")
+        self.meet = AllGather(self.door, self.axis, "meet", "meeting")
 
     @torch.no_grad()
     def measure(self, name: str, latents: int, turns: int) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Bench:
                 if way == "found":
                     model.__class__ = _of_ones_own(type(model))
                 with tempfile.TemporaryDirectory() as folder:
-                    layer = ExactPatch().install(model, self.door, self.axis, verdicts=Verdicts(Path(folder)))
+                    layer = ExactPatch().install(model, self.door, self.axis, verdicts=VerificationCache(Path(folder)))
                     step = _step(layer, model.forward)
                     found[way].append(self._timed(step, whole.call))
                     found["split"].append(self._timed(step, whole.call))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.page import write_page
 from patchpar.launch.local import LocalExecutor
-from patchpar.plan.link_model import EXPOSED_SHARE, Link, Message, edges_for, link_seconds, step_seconds
+from patchpar.plan.link_model import EXPOSED_SHARE, LinkModel, TimedMessage, edges_for, link_seconds, step_seconds
 
 STRATEGIES = ("exact", "displaced", "pcpp", "fresh-edges", "fresh-edges:context=pooled")
 STALE = ("displaced", "pcpp")  # these are held to hiding what a link needs
@@ -33,7 +33,7 @@ class Row:
     """One strategy on one link. Seconds."""
 
     strategy: str
-    link: Link
+    link: LinkModel
     bare: float
     spread: float
     slow: float
@@ -76,7 +76,7 @@ class Profile:
 
     seconds: float
     seams: tuple[str, ...]
-    messages: tuple[Message, ...]
+    messages: tuple[TimedMessage, ...]
 
     @property
     def num_bytes(self) -> float:
@@ -84,35 +84,35 @@ class Profile:
         return sum(message.num_bytes for message in self.messages)
 
     @property
-    def edges(self) -> list[Message]:
+    def edges(self) -> list[TimedMessage]:
         """What is waited for in the same step, but for the prediction."""
         return [m for seam, m in zip(self.seams, self.messages, strict=True) if not m.age and seam != "prediction"]
 
-    def at(self, seconds: float) -> list[Message]:
+    def at(self, seconds: float) -> list[TimedMessage]:
         """The same exchanges in a step of `seconds`."""
         scale = seconds / self.seconds
-        return [Message(m.sent * scale, m.needed * scale, m.num_bytes, m.age) for m in self.messages]
+        return [TimedMessage(m.sent * scale, m.needed * scale, m.num_bytes, m.age) for m in self.messages]
 
 
 def profile(ranks: LocalExecutor) -> Profile:
     """Record one step of what is prepared: of three, the one that took neither longest nor shortest."""
     found = sorted((ranks.call("record", expected=60.0)[0] for _ in range(3)), key=lambda each: each["seconds"])[1]
     seams = tuple(seam for seam, *_ in found["messages"])
-    return Profile(found["seconds"], seams, tuple(Message(*rest) for _, *rest in found["messages"]))
+    return Profile(found["seconds"], seams, tuple(TimedMessage(*rest) for _, *rest in found["messages"]))
 
 
-def links(seen: Profile, options: argparse.Namespace) -> Iterator[Link]:
+def links(seen: Profile, options: argparse.Namespace) -> Iterator[LinkModel]:
     """Links by latency alone, and links that the strategy's bytes keep busy for some part of its step."""
     for milliseconds in options.latency or LATENCIES_MS:
-        yield Link(latency=1e-3 * milliseconds, overtake=options.overtake)
+        yield LinkModel(latency=1e-3 * milliseconds, overtake=options.overtake)
     for load in options.load or LOADS:
         rate = seen.num_bytes / (load * seen.seconds)
-        yield Link(latency=LATENCY_OF_LOADS, rate=rate, overtake=options.overtake)
+        yield LinkModel(latency=LATENCY_OF_LOADS, rate=rate, overtake=options.overtake)
 
 
-def measure(ranks: LocalExecutor, link: Link, timed: int) -> list[float]:
+def measure(ranks: LocalExecutor, link: LinkModel, timed: int) -> list[float]:
     """Seconds of each step on `link`, once they have settled."""
-    settle = 1 if link == Link() else 2
+    settle = 1 if link == LinkModel() else 2
     return ranks.call("measure", (link.latency, link.rate, link.overtake), settle, timed, expected=600.0)[0]
 
 
@@ -121,10 +121,10 @@ def rows_of(ranks: LocalExecutor, strategy: str, options: argparse.Namespace) ->
     ranks.call("prepare", strategy, options.model, expected=120.0)
     seen = profile(ranks)
     chosen, rows = list(links(seen, options)), []
-    before = measure(ranks, Link(), options.steps)
+    before = measure(ranks, LinkModel(), options.steps)
     for link in chosen:
         slow = statistics.median(measure(ranks, link, options.steps))
-        after = measure(ranks, Link(), options.steps)
+        after = measure(ranks, LinkModel(), options.steps)
         bare = statistics.median([*before, *after])
         messages = seen.at(bare)
         rows.append(
@@ -202,12 +202,12 @@ def rule(ranks: LocalExecutor, options: argparse.Namespace) -> Iterator[str]:
     """Fresh and stale edges on the same links, and which of the two the planner's rule takes."""
     profiles: dict[str, Profile] = {}
     found: dict[str, list[float]] = {}
-    chosen: list[Link] = []
+    chosen: list[LinkModel] = []
     for strategy in ("fresh-edges", "displaced"):
         ranks.call("prepare", strategy, options.model, expected=120.0)
         profiles[strategy] = profile(ranks)
         chosen = chosen or list(links(profiles[strategy], options))
-        found[strategy] = [statistics.median(measure(ranks, link, options.steps)) for link in (Link(), *chosen)]
+        found[strategy] = [statistics.median(measure(ranks, link, options.steps)) for link in (LinkModel(), *chosen)]
         ranks.call("release", expected=60.0)
     seen, bare = profiles["fresh-edges"], found["displaced"][0]
     rounds, edge_bytes = len(seen.edges), sum(message.num_bytes for message in seen.edges)
@@ -215,7 +215,7 @@ def rule(ranks: LocalExecutor, options: argparse.Namespace) -> Iterator[str]:
     titles = ("link", "fresh edges, s", "stale edges, s", "fresh edges cost", "the rule says", "right")
     yield f"{rounds} rounds of edges, {edge_bytes / 2**20:.2f} MiB from each rank in a step."
     yield from ("", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|")
-    for link, fresh, stale in zip((Link(), *chosen), found["fresh-edges"], found["displaced"], strict=True):
+    for link, fresh, stale in zip((LinkModel(), *chosen), found["fresh-edges"], found["displaced"], strict=True):
         choice = edges_for(link, rounds=rounds, edge_bytes=edge_bytes, step_seconds=bare, queued_bytes=queued).edges
         cost = (fresh - stale) / bare
         right = (choice == "fresh") == (cost <= EXPOSED_SHARE)

@@ -15,8 +15,8 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor
 
 from benchmarks.scaling import large
-from patchpar.comm.collectives import Door, Gather
-from patchpar.comm.transport import DelayedTransport, Incoming, Outgoing, Pending, Stall, Transport, connect
+from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.transport import DelayedTransport, Incoming, Outgoing, Stall, Transport, Work, connect
 from patchpar.launch.executor import RankContext
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.step_clock import StepClock
@@ -45,19 +45,19 @@ class Recorder:
         self.inner, self.rank, self.device, self.deadline = inner, inner.rank, inner.device, inner.deadline
         self.swaps: list[Swap] = []
 
-    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> RecordedPending:
+    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> RecordedWork:
         swap = Swap(where, self.clock(), sum(message.num_bytes for message in outgoing))
         self.swaps.append(swap)
-        return RecordedPending(self.inner.swap(outgoing, incoming, where), swap, self.clock)
+        return RecordedWork(self.inner.swap(outgoing, incoming, where), swap, self.clock)
 
     def close(self) -> None:
         self.inner.close()
 
 
-class RecordedPending:
+class RecordedWork:
     """Notes when it is first waited for."""
 
-    def __init__(self, pending: Pending, swap: Swap, clock: Callable[[], float]) -> None:
+    def __init__(self, pending: Work, swap: Swap, clock: Callable[[], float]) -> None:
         self._pending, self._swap, self._clock = pending, swap, clock
 
     def wait_for(self, index: int) -> list[Tensor]:
@@ -108,9 +108,9 @@ class Steps:
     def __init__(self, bare: Transport, mark: Callable[[str], object] | None = None) -> None:
         self.line = DelayedTransport(bare)
         self.recorder = Recorder(self.line)
-        self.door = Door(self.recorder, mark)
+        self.door = Communicator(self.recorder, mark)
         self.axis = Mesh(bare.rank, range(2), patch=2)["patch"]
-        self.meet = Gather(Door(bare, mark), self.axis, "meet", "meeting")
+        self.meet = AllGather(Communicator(bare, mark), self.axis, "meet", "meeting")
         self.clock = StepClock()
         self.forward, self.patched, self.inputs = None, None, None
 

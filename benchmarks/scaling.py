@@ -54,15 +54,15 @@ class Bench:
     def __init__(self, context: RankContext) -> None:
         import torch
 
-        from patchpar.comm.collectives import Door, Gather
+        from patchpar.comm.collectives import AllGather, Communicator
         from patchpar.comm.transport import connect
         from patchpar.plan.mesh import Mesh
 
         torch.set_num_threads(1)
         self.context = context
-        self.door = Door(connect(context), context.mark)
+        self.door = Communicator(connect(context), context.mark)
         self.axis = Mesh(context.rank, range(2), patch=2)["patch"]
-        self.meet = Gather(self.door, self.axis, "meet", "meeting")
+        self.meet = AllGather(self.door, self.axis, "meet", "meeting")
 
     def transport(self) -> dict[str, float]:
         """Latency in microseconds of a tiny exchange, and MiB per second each way of a large one."""

@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.page import publish
-from patchpar.comm.collectives import Door
-from patchpar.comm.transport import Spec
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport import TensorSpec
 from patchpar.launch.local import LocalExecutor
 from patchpar.stream.causal_model import Payload
 from patchpar.stream.events import Change, Reference
-from patchpar.stream.images.messages import PictureOrder
-from patchpar.stream.messages import Stop
+from patchpar.stream.images.messages import ImageRequest
+from patchpar.stream.messages import EndStream
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.simulate import StreamCosts, law, simulate
-from patchpar.stream.stage import Finished, Order, StageLoop, Surroundings
-from patchpar.stream.stage_link import Sign
+from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop, StageOrder
+from patchpar.stream.stage_link import BlockSignal
 
 LATENTS = (1, 16, 3, 90, 50)
 """One block of Live Avatar at 720 x 400 (arXiv:2512.04677)."""
@@ -47,8 +47,8 @@ class Sleeper:
     adapts_sink: bool = True
     inner: int = 1
 
-    def payload(self) -> tuple[Spec, ...]:
-        return (Spec(LATENTS, torch.bfloat16),)
+    def payload(self) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(LATENTS, torch.bfloat16),)
 
     def new_state(self, step: int) -> int:
         return step
@@ -78,14 +78,14 @@ def on_rank(place: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tu
     """When this rank began, and when blocks came out, by time.time."""
     out: list[float] = []
 
-    def order(block: int, patience: float) -> Order:
-        return Order(sign=Sign.BLOCK if block < blocks else Sign.END)
+    def order(block: int, patience: float) -> StageOrder:
+        return StageOrder(sign=BlockSignal.BLOCK if block < blocks else BlockSignal.END)
 
-    def put(finished: Finished) -> None:
+    def put(finished: FinishedBlock) -> None:
         out.append(time.time())
 
-    around = Surroundings(order=order, put=put, is_cancelled=lambda: False)
-    loop = StageLoop(Sleeper(steps=plan.steps, costs=costs), plan, place.rank, Door(place.transport), around)
+    around = StageIO(order=order, put=put, is_cancelled=lambda: False)
+    loop = StageLoop(Sleeper(steps=plan.steps, costs=costs), plan, place.rank, Communicator(place.transport), around)
     start = time.time()
     loop.run()
     return start, out
@@ -93,17 +93,17 @@ def on_rank(place: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tu
 
 def pictures_on_rank(place: Any, count: int, seconds: float) -> list[float]:
     """When pictures came out of a small img2img pipeline whose denoiser sleeps, by time.time."""
-    from patchpar.stream.images.stage import PictureStage  # with diffusers, which sleeping stages can do without
+    from patchpar.stream.images.stage import ImageStage  # with diffusers, which sleeping stages can do without
     from tests.tiny import image_pipelines
 
     pipe, arguments = image_pipelines.sd_img2img()
     pipe.set_progress_bar_config(disable=True)
     pipe.unet.conv_in.register_forward_pre_hook(lambda *_: time.sleep(seconds))  # only where it is computed
     arguments |= {"num_inference_steps": PICTURE_STEPS, "strength": 1.0, "output_type": "latent"}
-    orders = iter([PictureOrder(number=n, arguments=arguments, seed=n) for n in range(count)])
+    orders = iter([ImageRequest(number=n, arguments=arguments, seed=n) for n in range(count)])
     out: list[float] = []
-    stage = PictureStage(pipe, place.rank, place.world, Door(place.transport), lambda where: None)
-    stage.run(lambda patience: next(orders, Stop()), lambda number, result: out.append(time.time()))
+    stage = ImageStage(pipe, place.rank, place.world, Communicator(place.transport), lambda where: None)
+    stage.run(lambda patience: next(orders, EndStream()), lambda number, result: out.append(time.time()))
     return out
 
 

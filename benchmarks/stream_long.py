@@ -37,7 +37,7 @@ FLAT = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class MemoryTrend:
     """How the memory of a process goes over a stream.
 
     `floor`, `peak`: the lowest and the highest of the second half over that of the first, less 1. `wave`: the highest
@@ -49,7 +49,7 @@ class Course:
     wave: float
 
     @classmethod
-    def of(cls, sizes: Sequence[int]) -> Course:
+    def of(cls, sizes: Sequence[int]) -> MemoryTrend:
         """From all that was seen."""
         first, second = sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]
         return cls(
@@ -71,10 +71,10 @@ class Record:
     seconds: float = 0.0
     resident: list[tuple[int, ...]] = field(default_factory=list)
 
-    def courses(self) -> list[Course]:
+    def courses(self) -> list[MemoryTrend]:
         """How the memory of each process went, from when it has settled."""
         settled = self.resident[int(SETTLED * len(self.resident)) :]
-        return [Course.of(one) for one in zip(*settled, strict=True)]
+        return [MemoryTrend.of(one) for one in zip(*settled, strict=True)]
 
 
 def resident_bytes(pid: int) -> int:

@@ -30,13 +30,13 @@ from benchmarks.page import publish
 from benchmarks.stream import Sleeper
 from benchmarks.stream_long import loading_of
 from patchpar import StreamDelivery, StreamingPipeline, StreamPlan
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.launch.local import LocalExecutor
 from patchpar.stream.audio.conditioner import sound_levels
 from patchpar.stream.delivery import Chunk
 from patchpar.stream.simulate import OnsetBudget, StreamCosts, onset
-from patchpar.stream.stage import Finished, Order, StageLoop, Surroundings
-from patchpar.stream.stage_link import Sign
+from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop, StageOrder
+from patchpar.stream.stage_link import BlockSignal
 
 FRAMES = 12
 PIECE = 0.0125
@@ -73,17 +73,17 @@ def on_rank(place: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tu
     out: list[float] = []
     begin = time.time() + HEAD_START
 
-    def order(block: int, patience: float) -> Order:
+    def order(block: int, patience: float) -> StageOrder:
         if block == blocks:
-            return Order(sign=Sign.END)
+            return StageOrder(sign=BlockSignal.END)
         time.sleep(max(0.0, begin + (block + 1) * costs.source - time.time()))
-        return Order(sign=Sign.BLOCK)
+        return StageOrder(sign=BlockSignal.BLOCK)
 
-    def put(finished: Finished) -> None:
+    def put(finished: FinishedBlock) -> None:
         out.append(time.time())
 
-    around = Surroundings(order=order, put=put, is_cancelled=lambda: False)
-    StageLoop(Sleeper(steps=plan.steps, costs=costs), plan, place.rank, Door(place.transport), around).run()
+    around = StageIO(order=order, put=put, is_cancelled=lambda: False)
+    StageLoop(Sleeper(steps=plan.steps, costs=costs), plan, place.rank, Communicator(place.transport), around).run()
     return begin, out
 
 

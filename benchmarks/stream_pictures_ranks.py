@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from patchpar.comm.collectives import Door
-from patchpar.stream.images.messages import PictureOrder
-from patchpar.stream.images.runner import PictureEngine
-from patchpar.stream.images.stage import PictureStage
-from patchpar.stream.messages import Stop
+from patchpar.comm.collectives import Communicator
+from patchpar.stream.images.messages import ImageRequest
+from patchpar.stream.images.runner import ImageRunner
+from patchpar.stream.images.stage import ImageStage
+from patchpar.stream.messages import EndStream
 
 PROMPT = "a red house on the left and a pine on the right, green hills at sunset"
 WARM = 2
@@ -75,7 +75,7 @@ def in_order(ended: Iterable[Ended]) -> Streamed:
     return Streamed(times=tuple(times), pictures=tuple(pictures))
 
 
-class Bench(PictureEngine):
+class Bench(ImageRunner):
     """The engine of one rank, which takes its orders from a list."""
 
     def stream(self, case: Case, ranks: int) -> list[Ended]:
@@ -84,13 +84,13 @@ class Bench(PictureEngine):
         if context.rank >= ranks:
             return []
         torch.set_num_threads(1)
-        door = None if ranks == 1 else Door(self._transport, context.mark)
-        orders = iter([PictureOrder(number=n, arguments=case.arguments(), seed=n) for n in range(case.pictures)])
+        door = None if ranks == 1 else Communicator(self._transport, context.mark)
+        orders = iter([ImageRequest(number=n, arguments=case.arguments(), seed=n) for n in range(case.pictures)])
         ended = list[Ended]()
 
         def put(number: int, result: Any) -> None:
             ended.append(Ended(number=number, moment=time.time(), picture=np.asarray(result.images[0])))
 
-        stage = PictureStage(self._pipe, context.rank, ranks, door, context.mark)
-        stage.run(lambda patience: next(orders, Stop()), put)
+        stage = ImageStage(self._pipe, context.rank, ranks, door, context.mark)
+        stage.run(lambda patience: next(orders, EndStream()), put)
         return ended

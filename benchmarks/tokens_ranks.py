@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.tokens_beside import lent_kernel, ring_error, split_by_diffusers
 from benchmarks.tokens_model import Subject, subject
-from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.comm.transport import connect
 from patchpar.launch.executor import RankContext
 from patchpar.plan.mesh import Axis, Mesh
@@ -33,9 +33,9 @@ class Bench:
     def __init__(self, context: RankContext) -> None:
         torch.set_num_threads(1)
         self.context = context
-        self.door = Door(connect(context), context.mark)
+        self.door = Communicator(connect(context), context.mark)
         self.axis = Mesh(context.rank, range(2), patch=2)["patch"]
-        self.meet = Gather(self.door, self.axis, "meet", "meeting")
+        self.meet = AllGather(self.door, self.axis, "meet", "meeting")
 
     def form_group(self, path: str) -> None:
         """Torch's default group, which diffusers' ways need and our workers have not. `path`: a new file."""
@@ -147,7 +147,7 @@ class Bench:
         return found
 
 
-def installed(whole: Subject, strategy: str, door: Door, axis: Axis) -> Step:
+def installed(whole: Subject, strategy: str, door: Communicator, axis: Axis) -> Step:
     """A call of the model with its tokens split by one of our strategies, between the places of `axis`."""
     clock, model = StepClock(guided=False), whole.twin()
     layer = parse_strategy(strategy).install(model, door, axis, clock=clock)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from benchmarks.tokens_model import Subject, subject
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.dispatch import attend_together
-from patchpar.shard.transformer.attention import Split
-from patchpar.shard.transformer.install import TokenShard
+from patchpar.shard.transformer.attention import TokenSplit
+from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.strategies import parse_strategy
 
 RANKS = (2, 3, 4)
@@ -103,8 +103,12 @@ def counted_per_layer(whole: Subject, strategy: str, ranks: int) -> list[Fractio
 
     @torch.no_grad()
     def sent(transport: Any) -> Fraction:
-        door, axis, model = Door(transport), Axis("patch", transport.rank, ranks, tuple(range(ranks))), whole.twin()
-        shard = TokenShard(model, whole.plan, Split(door, axis, partial(attend_together, keys)))
+        door, axis, model = (
+            Communicator(transport),
+            Axis("patch", transport.rank, ranks, tuple(range(ranks))),
+            whole.twin(),
+        )
+        shard = TransformerSharder(model, whole.plan, TokenSplit(door, axis, partial(attend_together, keys)))
         shard.denoise(model.forward, **whole.call)
         return Fraction(door.traffic.total_bytes - door.traffic.bytes_sent["tokens"], layers)
 

@@ -32,7 +32,7 @@ def measured(place: Place, sizes: Sequence[int], rounds: int) -> Found:
     """On a rank: median and mean seconds of one swap by transport and message size in bytes."""
     import torch
 
-    from patchpar.comm.transport import Incoming, Outgoing, Spec, Transport, connect
+    from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, Transport, connect
 
     rank = place.rank
     lines = {name: connect(place.context, through=name) for name in TRANSPORTS}
@@ -41,7 +41,7 @@ def measured(place: Place, sizes: Sequence[int], rounds: int) -> Found:
 
     def swap(line: Transport, x: torch.Tensor) -> float:
         start = time.perf_counter()
-        line.swap([Outgoing((1 - rank,), (x,))], [Incoming(1 - rank, (Spec.of(x),))], "benchmark").wait()
+        line.swap([Outgoing((1 - rank,), (x,))], [Incoming(1 - rank, (TensorSpec.of(x),))], "benchmark").wait()
         return time.perf_counter() - start
 
     seconds: dict[str, dict[int, list[float]]] = {name: {size: [] for size in sizes} for name in TRANSPORTS}

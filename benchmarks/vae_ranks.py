@@ -14,7 +14,7 @@ from torch import Tensor
 
 from patchpar.plan.mesh import Axis
 from patchpar.shard.vae.outputs import tensors_of
-from patchpar.shard.vae.split import Call, SplitMethod
+from patchpar.shard.vae.split import SplitMethod, VaeCall
 from tests.ranks import Place
 from tests.vae.allocations import Allocations
 from tests.vae.autoencoders import build, given, psnr_db, structured
@@ -44,7 +44,7 @@ class Times:
 def accuracy(place: Place, name: str, method: str, size: tuple[int, int]) -> Accuracy:
     """Of one class of VAE, on a latent of that size or the picture of one."""
     vae, (x, kwargs) = build(name), given(name, method, *size)
-    call = Call(getattr(vae, method), x, (), kwargs)
+    call = VaeCall(getattr(vae, method), x, (), kwargs)
     split = _split(place, vae, method)
     with torch.no_grad():
         split.takes(call)
@@ -109,7 +109,7 @@ def peak(place: Place, name: str, method: str, size: tuple[int, int]) -> tuple[i
     vae: Any = make().eval()
     height, width = size
     x = structured(*latent, height, width) if method == "decode" else structured(*picture, 8 * height, 8 * width)
-    call, split = Call(getattr(vae, method), x, (), {}), _split(place, vae, method)
+    call, split = VaeCall(getattr(vae, method), x, (), {}), _split(place, vae, method)
     with torch.no_grad():
         split.takes(call)
         with Allocations() as plain:
@@ -124,7 +124,7 @@ def times(place: Place, widths: tuple[int, ...], method: str, pixels: int, turns
     torch.manual_seed(0)
     vae: Any = _sdxl(*widths).eval()
     x = structured(1, 4, pixels // 8, pixels // 8) if method == "decode" else structured(1, 3, pixels, pixels)
-    call, split = Call(getattr(vae, method), x, (), {}), _split(place, vae, method)
+    call, split = VaeCall(getattr(vae, method), x, (), {}), _split(place, vae, method)
     found = Times(plain=[], split=[], plain_processor=[], split_processor=[], waited=[])
     with torch.no_grad():
         split.takes(call)
@@ -145,9 +145,9 @@ def times(place: Place, widths: tuple[int, ...], method: str, pixels: int, turns
 
 def together(place: Place, split: SplitMethod) -> None:
     """Wait until all are here."""
-    from patchpar.comm.collectives import Gather
+    from patchpar.comm.collectives import AllGather
 
-    Gather(split.door, split.axis, "begin", "begin").same(torch.zeros(1))
+    AllGather(split.door, split.axis, "begin", "begin").same(torch.zeros(1))
 
 
 def _split(place: Place, vae: Any, method: str) -> SplitMethod:

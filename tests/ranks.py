@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport, connect
 from patchpar.launch.executor import RankContext
 from patchpar.plan.mesh import Mesh
@@ -37,9 +37,9 @@ class Place:
         """Named axes over all that take part, e.g. `mesh(cfg=2, patch=2)`."""
         return Mesh(self.rank, range(self.world), **degrees)
 
-    def door(self) -> Door:
+    def door(self) -> Communicator:
         """A way out that counts from zero."""
-        return Door(self.transport)
+        return Communicator(self.transport)
 
 
 class Ranks:

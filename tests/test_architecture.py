@@ -267,3 +267,21 @@ def test_recipes_and_app_use_public_names(folder: str, allowed: set[str]) -> Non
 def test_recipes_are_short() -> None:
     for path in sorted((REPOSITORY / "pipelines").glob("*.py")):
         assert len(path.read_text().splitlines()) <= 60, path.name
+
+
+def classes_in_several_modules(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """Names of classes, wherever they stand in a file, with the modules that define one of that name."""
+    places: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, set()).add(module)
+    return {name: sorted(found) for name, found in places.items() if len(found) > 1}
+
+
+def test_no_class_name_in_two_modules() -> None:
+    """A name in a docstring or a traceback says which class is meant, without its module."""
+    sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in FILES}
+    assert not classes_in_several_modules(sources)
+    again = sources | {"plan/second.py": "def f():\n    class Mesh: ..."}
+    assert classes_in_several_modules(again) == {"Mesh": ["plan/mesh.py", "plan/second.py"]}

@@ -17,8 +17,8 @@ from patchpar import (
     FifoConfig,
     FifoOptions,
     FifoStreamingPipeline,
+    ImageStreamingPipeline,
     ParallelPipeline,
-    PictureStreamingPipeline,
     Plan,
     PlanError,
     StreamingPipeline,
@@ -134,7 +134,7 @@ def names(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(
         patchpar, "FifoStreamingPipeline", streaming(folders["face"], FifoStreamingPipeline, config=fifo)
     )
-    monkeypatch.setattr(patchpar, "PictureStreamingPipeline", streaming(folders["pictures"], PictureStreamingPipeline))
+    monkeypatch.setattr(patchpar, "ImageStreamingPipeline", streaming(folders["pictures"], ImageStreamingPipeline))
     monkeypatch.setattr(type(control.controlnet), "from_pretrained", lambda *_, **__: control.controlnet)
     monkeypatch.setattr(type(control), "from_pretrained", lambda *_, **__: control)
     frames = [Image.new("RGB", (64, 64), (shade, 90, 40)) for shade in (60, 180)]

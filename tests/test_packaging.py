@@ -17,7 +17,7 @@ PACKAGE = REPOSITORY / "patchpar"
 OF_EXTRAS = {
     "stream/web/http_page.py": {"fastapi", "starlette"},
     "stream/web/server.py": {"uvicorn"},
-}  # each asks for its extra before it imports; see Page in stream/web/viewer.py
+}  # each asks for its extra before it imports; see WebPage in stream/web/viewer.py
 MODULE_OF = {"pillow": "PIL", "huggingface-hub": "huggingface_hub"}
 
 

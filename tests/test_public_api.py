@@ -15,7 +15,7 @@ PUBLIC = {
     "ExactPatch",
     "PartiallyConditioned",
     "StreamingPipeline",
-    "PictureStreamingPipeline",
+    "ImageStreamingPipeline",
     "FifoConfig",
     "FifoOptions",
     "FifoStreamingPipeline",

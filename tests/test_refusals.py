@@ -18,12 +18,12 @@ import pytest
 from typer.testing import CliRunner
 
 import patchpar
-from app.drawing import Artist
+from app.drawing import ImageJobRunner
 from app.image_tab import ImageTab
-from app.jobs import Desk
+from app.jobs import JobQueue
 from app.live import Feeds
-from app.studio import Studio
-from app.visits import Visits
+from app.studio import AppState
+from app.visits import PageSessions
 from patchpar import PlanError, UnsupportedModel, WorkerDied, WorkerError, WorkerHung
 from patchpar.cli import app as command
 from patchpar.models.files import embedded_model
@@ -172,12 +172,12 @@ def typed(model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 @pytest.fixture
 def shown(model: Any) -> Iterator[Any]:
     """Press the button of a page with these fields: what it says as an alert."""
-    desk = Desk()
+    desk = JobQueue()
     pipe = Shown(model)
 
     def press(wrong: Wrong, error: Exception | None = None) -> str:
         workers: Any = FakeWorkers(pipe, wrong.ranks)
-        studio = Studio(workers, Artist(workers), desk, Visits(desk), Feeds())
+        studio = AppState(workers, ImageJobRunner(workers), desk, PageSessions(desk), Feeds())
         pipe.error = error
         filled = {**FIELDS, "width": wrong.side, "height": wrong.side, **wrong.filled}
         label = studio.workers.ways[0].label

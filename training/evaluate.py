@@ -60,7 +60,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class Scores:
     """Shares in 0..1. scene: both sides right in kind and colour, and nothing where nothing was asked for."""
 
     captions: int
@@ -91,7 +91,7 @@ def generate(pipe: DiffusionPipeline, captions: Sequence[str], settings: Setting
     return torch.cat(made)
 
 
-def score(verdicts: Sequence[Verdict], scenes: Sequence[Scene]) -> Figures:
+def score(verdicts: Sequence[Verdict], scenes: Sequence[Scene]) -> Scores:
     """Compare what is seen with what was asked for."""
     judged = list(zip(verdicts, scenes, strict=True))
     sides = [[(verdict.on(side), look_of(scene.on(side))) for side in SIDES] for verdict, scene in judged]
@@ -99,7 +99,7 @@ def score(verdicts: Sequence[Verdict], scenes: Sequence[Scene]) -> Figures:
     objects = [(seen, asked) for seen, asked in pairs if asked is not None]
     colored = [(seen, asked) for seen, asked in objects if asked[0] not in COLORLESS]
     empty = [seen for seen, asked in pairs if asked is None]
-    return Figures(
+    return Scores(
         captions=len(scenes),
         scene=_share([all(seen == asked for seen, asked in both) for both in sides]),
         kind=_share([_kind(seen) == asked[0] for seen, asked in objects]),

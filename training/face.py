@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from patchpar.stream.audio.conditioner import AudioConditioner
-from patchpar.stream.causal.rope import Grid, Positions, Rotary
+from patchpar.stream.causal.rope import PatchGrid, Rotary, RotaryPositions
 from patchpar.stream.causal_options import CausalOptions
 from training.attention import attend
 from training.face_data import AUDIO, PROMPTS, WIDTH, Batch
@@ -134,14 +134,14 @@ class _Course:
         self.sinks: dict[int, tuple[Tensor, Tensor]] = {}
         self.own: Rotary
         self.sink: list[Rotary]
-        self._positions: Positions
+        self._positions: RotaryPositions
 
     def begin_sink(self, latents_BCFHW: Tensor) -> None:
         """A frame by itself."""
         head, side = TRANSFORMER_CONFIG["attention_head_dim"], latents_BCFHW.shape[-1] // PATCH
         space = 2 * (head // 6)
-        grid = Grid(rows=side, columns=side)
-        self._positions = Positions((head - 2 * space, space, space), grid, latents_BCFHW.device)
+        grid = PatchGrid(rows=side, columns=side)
+        self._positions = RotaryPositions((head - 2 * space, space, space), grid, latents_BCFHW.device)
         self.blocks, self.own = 0, self._at([0])
         self.sinks.clear()
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from training.render import Picture
+from training.render import RenderedImage
 
 CELL = 4
 """Pixels per latent cell and side."""
@@ -31,7 +31,7 @@ def to_latent(picture_BCHW: Tensor) -> Tensor:
     return torch.cat([2 * functional.avg_pool2d(picture_BCHW, CELL), detail], 1)
 
 
-def object_mask(shown: Picture) -> Tensor:
+def object_mask(shown: RenderedImage) -> Tensor:
     """Which cells (1, H/4, W/4) show an object or its reflection, with a cell of margin: 1 inside, 0 outside."""
     height, width = (side // CELL for side in shown.pixels.shape[:2])
     mask = torch.zeros(1, height, width)

@@ -40,7 +40,7 @@ _GROUND: dict[str, tuple[Color, Color, float]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class RenderedImage:
     """A rendered scene: pixels (H, W, 3) uint8, and one box (left, top, right, bottom) in pixels per object image."""
 
     pixels: np.ndarray
@@ -65,7 +65,7 @@ class _Canvas:
         return _LIGHT[self.scene.time]
 
 
-def picture(seed: int | str, *, height: int, width: int, held_out: bool = False) -> Picture:
+def picture(seed: int | str, *, height: int, width: int, held_out: bool = False) -> RenderedImage:
     """The picture of that seed: a random scene, rendered. height and width in pixels."""
     rng = random.Random(f"scene {seed}")
     scene = draw_scene(rng, held_out=held_out)
@@ -73,7 +73,7 @@ def picture(seed: int | str, *, height: int, width: int, held_out: bool = False)
     return render(scene, rng, height=height, width=width, words=words)
 
 
-def render(scene: Scene, rng: random.Random, *, height: int, width: int, words: str = "") -> Picture:
+def render(scene: Scene, rng: random.Random, *, height: int, width: int, words: str = "") -> RenderedImage:
     """Draw a scene; the generator decides all that the caption leaves open (places, sizes, slopes)."""
     tall, wide = height * _SUPERSAMPLE, width * _SUPERSAMPLE
     horizon = int(tall * rng.uniform(0.50, 0.60))
@@ -90,7 +90,7 @@ def render(scene: Scene, rng: random.Random, *, height: int, width: int, words: 
         boxes += [(left, 2 * shore - bottom, right, 2 * shore - top) for left, top, right, bottom in boxes]
     scaled_boxes = tuple(tuple(side / _SUPERSAMPLE for side in box) for box in boxes)
     pixels = np.asarray(image.reduce(_SUPERSAMPLE))
-    return Picture(pixels=pixels, boxes=scaled_boxes, scene=scene, caption=words or caption(scene))  # type: ignore[arg-type]
+    return RenderedImage(pixels=pixels, boxes=scaled_boxes, scene=scene, caption=words or caption(scene))  # type: ignore[arg-type]
 
 
 def _sky(time: str, tall: int, wide: int, horizon: int) -> Image.Image:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.drawings.canvas import MARGIN, Rect, arrow, box, page, place, text
-from patchpar.plan.kv_selection import Across, BandAndPooled, Everything, NearBand, Selection
+from patchpar.plan.kv_selection import AllRows, KVSelection, NearRows, NearRowsAndPooled, TokensAcross
 from patchpar.plan.step_clock import StepClock
 
 STEPS, WARM_UP, RANKS = 5, 1, 2
@@ -74,10 +74,10 @@ def _lanes(sent: tuple[str, str]) -> Iterator[tuple[float, bool, str]]:
 
 def context() -> str:
     """What rank 1 of four sees of the others' tokens when they are a step old."""
-    ways: tuple[tuple[str, str, Selection], ...] = (
-        ("context=all", "displaced, fresh-edges", Everything()),
-        ("pcpp", "the nearest 0.3 of the neighbours", NearBand(0.3)),
-        ("context=pooled", "near rows, averages of the rest", BandAndPooled(0.2, 4)),
+    ways: tuple[tuple[str, str, KVSelection], ...] = (
+        ("context=all", "displaced, fresh-edges", AllRows()),
+        ("pcpp", "the nearest 0.3 of the neighbours", NearRows(0.3)),
+        ("context=pooled", "near rows, averages of the rest", NearRowsAndPooled(0.2, 4)),
     )
     parts = [
         text(MARGIN, 36, "What rank 1 of four attends to", size=17),
@@ -88,8 +88,8 @@ def context() -> str:
     return page((820, 504), "What a rank sees of the others' keys and values", parts)
 
 
-def _panel(left: float, name: str, how: str, selection: Selection) -> list[str]:
-    rows, across, cell, top, me = 8, Across(16), 10, 122, 1
+def _panel(left: float, name: str, how: str, selection: KVSelection) -> list[str]:
+    rows, across, cell, top, me = 8, TokensAcross(16), 10, 122, 1
     parts, seen = [text(left, 84, name, size=14), text(left, 104, how, look="soft", size=12)], 0
     for sender in range(4):
         y = top + sender * (rows * cell + 6)

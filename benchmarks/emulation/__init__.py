@@ -11,6 +11,6 @@ this step and the others' rows as that place has them. Shares no code with the s
 """
 
 from benchmarks.emulation.oracle import Emulation
-from benchmarks.emulation.treatment import Treatment
+from benchmarks.emulation.treatment import EmulatedPolicy
 
-__all__ = ["Emulation", "Treatment"]
+__all__ = ["EmulatedPolicy", "Emulation"]

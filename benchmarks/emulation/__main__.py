@@ -25,15 +25,15 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from benchmarks.emulation import Emulation, Treatment
+from benchmarks.emulation import EmulatedPolicy, Emulation
 from benchmarks.sensitivity import CAPTIONS
 from patchpar import ParallelPipeline, Plan
 from patchpar.strategies import parse_strategy
 from training.scenes import held_out_captions
 
-EDGES = Treatment()  # fresh halo and moments
-LATE = Treatment(halo="stale", moments="corrected", context="all")
-ROWS: dict[str, Treatment] = {
+EDGES = EmulatedPolicy()  # fresh halo and moments
+LATE = EmulatedPolicy(halo="stale", moments="corrected", context="all")
+ROWS: dict[str, EmulatedPolicy] = {
     "all fresh": EDGES,
     "displaced, corrected moments": LATE,
     "displaced, as published": replace(LATE, published=True),
@@ -60,7 +60,7 @@ ROWS: dict[str, Treatment] = {
     "fresh edges, partials 1/8": replace(EDGES, context="partials", refresh=8),
     "fresh edges, no keys": replace(EDGES, context="none"),
     "displaced, frozen": replace(LATE, frozen=True),
-    "naive": Treatment(halo="none", moments="separate", context="none", warmup_steps=0),
+    "naive": EmulatedPolicy(halo="none", moments="separate", context="none", warmup_steps=0),
 }
 
 AS_THEY_WERE = "extrapolated=false,correction=none"

@@ -30,9 +30,9 @@ from benchmarks.emulation.sight import (
     narrow,
     normalise,
 )
-from benchmarks.emulation.treatment import Treatment
+from benchmarks.emulation.treatment import EmulatedPolicy
 from patchpar.plan.bands import split_bands
-from patchpar.shard.unet.discover import Sites, discover
+from patchpar.shard.unet.discover import ExchangeSites, discover
 from patchpar.shard.unet.spatial_arguments import picture_of
 
 DIMS = {"rows": -2, "columns": -1}
@@ -85,7 +85,7 @@ class Emulation:
         self,
         unet: nn.Module,
         places: int,
-        treatment: Treatment,
+        treatment: EmulatedPolicy,
         *,
         total_stride: int | None = None,
         split: str = "rows",
@@ -103,7 +103,7 @@ class Emulation:
         self._total_stride, self._dim = total_stride, DIMS[split]
         self._cut: Cut | None = None
         self._shape: torch.Size | None = None
-        self._sites: Sites | None = None
+        self._sites: ExchangeSites | None = None
         self._replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = []
 
     def __enter__(self) -> Emulation:
@@ -158,7 +158,7 @@ class Emulation:
         self.evaluation += 1
         return output
 
-    def _install(self, sites: Sites) -> None:
+    def _install(self, sites: ExchangeSites) -> None:
         modules: dict[str, Any] = dict(self.unet.named_modules())
         for norm in sites.norms:
             self._replace(modules[norm.path], functools.partial(self._norm, norm.path, modules[norm.path]))

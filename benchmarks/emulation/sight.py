@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.emulation.treatment import Treatment
+from benchmarks.emulation.treatment import EmulatedPolicy
 from patchpar.plan.bands import Bands
 
 Span = tuple[int, int]
@@ -205,7 +205,9 @@ def _window_sums(x: Tensor, side: int) -> Tensor:
     return torch.cat([window.sum(-1, keepdim=True) for window in rows.split(side, -1)], -1)
 
 
-def context_of(place: int, shown: KeyValues, spans: Sequence[Span], dim: int, treatment: Treatment) -> Iterator[Tokens]:
+def context_of(
+    place: int, shown: KeyValues, spans: Sequence[Span], dim: int, treatment: EmulatedPolicy
+) -> Iterator[Tokens]:
     """What `place` attends to beside its own tokens."""
     for other, (start, stop) in enumerate(spans):
         if other == place or treatment.context == "none":

@@ -11,7 +11,7 @@ CONTEXTS = ("fresh", "all", "band", "pooled", "partials", "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Treatment:
+class EmulatedPolicy:
     """A kind of exchange for each kind of layer; the first `warmup_steps` evaluations are synchronous and exact.
 
     halo      the neighbours' rows that a convolution reads: this step's, the last step's, or zeros

@@ -113,7 +113,7 @@ def _cells(looks: Sequence[Look]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawing:
+class ImageSet:
     """Pictures that are asked for: see --draw. Native ones are always drawn."""
 
     scale: int = 2
@@ -122,7 +122,7 @@ class Drawing:
     methods: tuple[str, ...] = tuple(METHODS)
 
 
-def asked(text: str) -> Drawing:
+def asked(text: str) -> ImageSet:
     """Of "2x4x16" or "4x1x8:direct+flow". Raises ArgumentTypeError."""
     form, _, names = text.partition(":")
     try:
@@ -134,7 +134,7 @@ def asked(text: str) -> Drawing:
     if unknown:
         raise argparse.ArgumentTypeError(f"no method {unknown[0]!r}: there are {' + '.join(METHODS)}")
     methods = tuple(name for name in METHODS if name == "native" or name in chosen)
-    return Drawing(scale=scale, captions=captions, steps=steps, methods=methods)
+    return ImageSet(scale=scale, captions=captions, steps=steps, methods=methods)
 
 
 def parse() -> argparse.Namespace:
@@ -219,7 +219,7 @@ def _ranks(_: argparse.Namespace) -> Iterator[str]:
 def _pictures(options: argparse.Namespace) -> Iterator[str]:
     right = accuracy(100)
     yield from ("## Pictures", "")
-    for each in options.draw or [Drawing()]:
+    for each in options.draw or [ImageSet()]:
         facts = {"size": each.scale * NATIVE, "native": NATIVE, "right": right, "steps": each.steps}
         yield from (SHOWN.format(**facts, captions=_first(each.captions)), "")
         kept = Kept(scale=each.scale, steps=each.steps, folder=options.kept)

@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.strategies.structure.attention_map import AttentionMap
-from patchpar.strategies.structure.content_tokens import Content
-from patchpar.strategies.structure.evaluate import Asked
+from patchpar.strategies.structure.content_tokens import ContentTokens
+from patchpar.strategies.structure.evaluate import DenoiserCall
 from patchpar.strategies.structure.initial_noise import alike
 from patchpar.strategies.structure.interlace import Interlace
-from patchpar.strategies.structure.interlaced_stage import StructureStage
+from patchpar.strategies.structure.interlaced_stage import InterlacedStage
 from patchpar.strategies.structure.method import Method
 from patchpar.strategies.structure.noise_level import level_of
-from patchpar.strategies.structure.patch_inputs import Layout
-from patchpar.strategies.structure.prediction_merge import Meeting
+from patchpar.strategies.structure.patch_inputs import PatchInputs
+from patchpar.strategies.structure.prediction_merge import PredictionMerge
 
 SLOPE, STEPS = 2.5, 50
 FINE = 0.27  # cycles per latent: beyond what a patch of a 2 x 2 interlace can hold, the signal is next to nothing
@@ -85,16 +85,16 @@ def calibrate(method: Method, *, side: int = 64, scale: int = 2, pictures: int =
     interlace = Interlace((scale * side, scale * side), (scale, scale))
     clock = StepClock()
     mesh: tuple[Any, Axis] = (None, Axis("patch"))
-    stage = StructureStage(method, mesh, clock, AttentionMap(nn.Module()), Content(SimpleNamespace()))
+    stage = InterlacedStage(method, mesh, clock, AttentionMap(nn.Module()), ContentTokens(SimpleNamespace()))
     x = torch.randn(pictures, 1, *interlace.size, generator=torch.Generator().manual_seed(seed))
     x = alike(x, interlace, method.shared_noise)
     forward = FieldDenoiser(scheduler, side)
     times = [time for time in scheduler.timesteps if time / 1000 > method.switch]
     for time in times:
-        layout = Layout.of(((x, time), {}), pixels=8)
-        asked = Asked(forward=forward, layout=layout, branches=1)
+        layout = PatchInputs.of(((x, time), {}), pixels=8)
+        asked = DenoiserCall(forward=forward, layout=layout, branches=1)
         portion, _ = stage.predict(asked, level_of(scheduler, time), interlace)
-        prediction = portion.finish(Meeting(mesh, f"step {clock.evaluation}").at_once(portion))
+        prediction = portion.finish(PredictionMerge(mesh, f"step {clock.evaluation}").at_once(portion))
         x = scheduler.step(prediction, time, x).prev_sample
         clock.tick()
     after = scheduler.timesteps[len(times)]

@@ -21,8 +21,8 @@ from PIL import Image
 
 from benchmarks.highres.stand_in import StandIn
 from patchpar import StructureGuidance
-from patchpar.comm.collectives import Door
-from patchpar.plan.exchange_policy import Treatment
+from patchpar.comm.collectives import Communicator
+from patchpar.plan.exchange_policy import ExchangePolicy
 from patchpar.plan.mesh import Axis
 from patchpar.shard.unet.denoiser import PatchedDenoiser
 from patchpar.strategies.structure.sizing import units_of
@@ -93,7 +93,7 @@ def _as_a_rank(transport: Any, model: StandIn, unets: list[Any], branches: int) 
     torch.set_num_threads(1)  # of this thread
     unet, call = unets[transport.rank], model.call(branches)
     axis = Axis("patch", transport.rank, len(unets), tuple(range(len(unets))))
-    team = PatchedDenoiser(unet, (Door(transport), axis), Treatment(name="exact"))
+    team = PatchedDenoiser(unet, (Communicator(transport), axis), ExchangePolicy(name="exact"))
     with torch.no_grad():
         return _median(lambda: team.denoise(unet.forward, **call))
 

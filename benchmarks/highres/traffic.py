@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from patchpar import StructureGuidance
-from patchpar.strategies.structure.blending import Blend
+from patchpar.strategies.structure.blending import BlendPlan
 from patchpar.strategies.structure.interlace import Interlace
-from patchpar.strategies.structure.needed_regions import Course, Regions
+from patchpar.strategies.structure.needed_regions import NeededRegions, WindowPlan
 from patchpar.strategies.structure.windows import Tiling, Windows
 from patchpar.strategies.structure.work_schedule import merged, scheduled, share_out
 
@@ -44,7 +44,7 @@ def forecast(scale: int, ranks: int, *, native: int = NATIVE, patches: int, bran
     side = scale * native
     stacked = tuple((number * native, 0) for number in range(patches))
     windows = Windows((patches * native, native), (native, native), stacked)
-    blend = Blend.of(windows, merged(share_out(patches, branches, ranks)), 1)
+    blend = BlendPlan.of(windows, merged(share_out(patches, branches, ranks)), 1)
     return [
         Sent(
             pieces=_pieces(blend, place, ranks) / side**2,
@@ -64,11 +64,11 @@ def with_windows(
     size = (scale * native, scale * native)
     windows = Tiling(moved=bool(key)).lay(size, (native, native), key=key)
     schedule = scheduled(len(windows) + guide, 2, ranks)
-    blend = Blend.of(windows, merged(schedule.shares), 1)
+    blend = BlendPlan.of(windows, merged(schedule.shares), 1)
     has_guide = [any(unit.patch == len(windows) for unit in units) for units in schedule.shares]
     zones = Tiling().zones(size, (native, native))
-    course = Course(zones=zones, schedule=schedule, interlace=Interlace.of(size, (native, native)))
-    regions = None if to == "all" else Regions.of(course, last=to == "last")
+    course = WindowPlan(zones=zones, schedule=schedule, interlace=Interlace.of(size, (native, native)))
+    regions = None if to == "all" else NeededRegions.of(course, last=to == "last")
     needed = _everything(ranks, blend, native) if regions is None else _needed(regions, ranks)
     latent = size[0] * size[1]
     return [
@@ -81,7 +81,7 @@ def with_windows(
     ]
 
 
-def _needed(regions: Regions, ranks: int) -> list[tuple[int, int]]:
+def _needed(regions: NeededRegions, ranks: int) -> list[tuple[int, int]]:
     """By place: what the others need of its band, and of the guide were it there."""
     others = [[other for other in range(ranks) if other != place] for place in range(ranks)]
     return [
@@ -90,12 +90,12 @@ def _needed(regions: Regions, ranks: int) -> list[tuple[int, int]]:
     ]
 
 
-def _everything(ranks: int, blend: Blend, native: int) -> list[tuple[int, int]]:
+def _everything(ranks: int, blend: BlendPlan, native: int) -> list[tuple[int, int]]:
     width = blend.windows.size[1]
     return [((ranks - 1) * blend.bands.size(place) * width, (ranks - 1) * native**2) for place in range(ranks)]
 
 
-def _pieces(blend: Blend, place: int, ranks: int) -> int:
+def _pieces(blend: BlendPlan, place: int, ranks: int) -> int:
     pieces = [piece for owner in range(ranks) if owner != place for piece in blend.pieces(place, owner)]
     return sum((p.rows.stop - p.rows.start) * (p.columns.stop - p.columns.start) for p in pieces)
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from benchmarks.volumes.formula import KINDS, Volumes, cycle_of
 from benchmarks.volumes.shapes import shapes_of
 from patchpar.plan.bands import split_bands
-from patchpar.plan.exchange_policy import Treatment
+from patchpar.plan.exchange_policy import ExchangePolicy
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.unet.discover import discover
 from patchpar.strategies import parse_strategy
@@ -53,12 +53,12 @@ def counted(
     return found
 
 
-def first_stale(treatment: Treatment) -> int:
+def first_stale(treatment: ExchangePolicy) -> int:
     """The first step after those that are exact: where drift decides, none is known before the second."""
     return 1 if treatment.resync is None else 2
 
 
-def num_steps(treatment: Treatment) -> int:
+def num_steps(treatment: ExchangePolicy) -> int:
     """How many are measured: one more than a cycle, for what is held of the exact step is gone after two."""
     return 1 + cycle_of(treatment)
 

@@ -38,8 +38,8 @@ from dataclasses import dataclass
 
 from benchmarks.volumes.shapes import Attended, Shapes
 from patchpar.plan.bands import Bands
-from patchpar.plan.exchange_policy import CachedPartials, Context, Treatment
-from patchpar.plan.kv_selection import BandAndPooled, NearBand, Selection
+from patchpar.plan.exchange_policy import CachedPartials, ExchangePolicy, StaleKV
+from patchpar.plan.kv_selection import KVSelection, NearRows, NearRowsAndPooled
 
 KINDS = ("kv", "halo", "moments", "prediction", "correction")
 SCALE_BYTES, FLOAT_BYTES, DRIFT_STRIDE = 2, 4, 16
@@ -51,7 +51,7 @@ class Volumes:
 
     shapes: Shapes
     bands: Bands
-    treatment: Treatment
+    treatment: ExchangePolicy
     itemsize: int
 
     def sent(self, place: int, evaluation: int = 0) -> Counter[str]:
@@ -107,7 +107,7 @@ class Volumes:
     def _correction(self, layer: Attended, sender: int) -> int:
         """Bytes of what a place says of its keys and values."""
         context = self.treatment.context
-        if not isinstance(context, Context) or context.correction == "none":
+        if not isinstance(context, StaleKV) or context.correction == "none":
             return 0
         matrices = self._tells_matrices(layer, math.prod(self._grid(layer, sender)))
         numbers = layer.width * ((layer.width if matrices else 1) + 1) + 1
@@ -115,7 +115,7 @@ class Volumes:
 
     def _tells_matrices(self, layer: Attended, tokens: int) -> bool:
         context = self.treatment.context
-        return isinstance(context, Context) and context.correction == "linear" and tokens >= 4 * (layer.width + 1)
+        return isinstance(context, StaleKV) and context.correction == "linear" and tokens >= 4 * (layer.width + 1)
 
     def _is_due(self, layer: int, evaluation: int) -> bool:
         """Whether the keys of a layer leave in this evaluation: with partials, for a refresh in the next."""
@@ -139,7 +139,7 @@ class Volumes:
     def _token_bytes(self, layer: Attended) -> int:
         """Bytes of the key and the value of one token of every sample, as they are sent."""
         context = self.treatment.context
-        bits = context.bits if isinstance(context, Context) else 16
+        bits = context.bits if isinstance(context, StaleKV) else 16
         head = self.itemsize * layer.width if bits == 16 else math.ceil(layer.width * bits / 8) + SCALE_BYTES
         return 2 * layer.batch * layer.heads * head
 
@@ -147,9 +147,9 @@ class Volumes:
         """Tokens of the sender that the receiver is sent."""
         rows, across = self._grid(layer, sender)
         selection, nearby = self._selection, abs(sender - receiver) == 1
-        if isinstance(selection, NearBand):
+        if isinstance(selection, NearRows):
             return self._near(rows) * across if nearby else 0
-        if isinstance(selection, BandAndPooled):
+        if isinstance(selection, NearRowsAndPooled):
             near = self._near(rows) if nearby else 0
             return near * across + math.ceil((rows - near) / selection.pool) * math.ceil(across / selection.pool)
         return rows * across
@@ -185,7 +185,7 @@ class Volumes:
     def _own_steps(self) -> int:
         """Of how many steps our own tokens are kept, to tell how they have changed."""
         context = self.treatment.context
-        if not isinstance(context, Context) or context.correction == "none":
+        if not isinstance(context, StaleKV) or context.correction == "none":
             return 0
         return 2 if context.extrapolated else 1
 
@@ -195,7 +195,7 @@ class Volumes:
         Where that is led on from the last two steps, and where differences are added up to what it is made of.
         """
         context = self.treatment.context
-        if not isinstance(context, Context):
+        if not isinstance(context, StaleKV):
             return 0
         of_differences = context.bits < 16 and (context.extrapolated or context.correction != "none")
         return context.extrapolated + of_differences
@@ -203,7 +203,7 @@ class Volumes:
     def _copied_tokens(self, layer: Attended, place: int) -> int:
         """Tokens of ours that others hold and differences are taken to, once for all that get the same."""
         context = self.treatment.context
-        if not isinstance(context, Context) or context.bits == 16:
+        if not isinstance(context, StaleKV) or context.bits == 16:
             return 0
         others = self._others(place)
         return sum({self._which(layer, place, to): self._tokens(layer, place, to) for to in others}.values())
@@ -211,7 +211,7 @@ class Volumes:
     def _which(self, layer: Attended, place: int, receiver: int) -> str:
         """Which rows of a place reach a receiver as they are."""
         selection = self._selection
-        if not isinstance(selection, (NearBand, BandAndPooled)):
+        if not isinstance(selection, (NearRows, NearRowsAndPooled)):
             return "all"
         if abs(place - receiver) != 1:
             return "none"
@@ -221,7 +221,7 @@ class Volumes:
 
     def _stand_for_several(self, layer: Attended, place: int) -> bool:
         """Whether any token that the place attends to is an average of several."""
-        if not isinstance(self._selection, BandAndPooled) or self._selection.pool == 1:
+        if not isinstance(self._selection, NearRowsAndPooled) or self._selection.pool == 1:
             return False
         for other in self._others(place):
             rows, across = self._grid(layer, other)
@@ -231,18 +231,18 @@ class Volumes:
         return False
 
     @property
-    def _selection(self) -> Selection | None:
+    def _selection(self) -> KVSelection | None:
         context = self.treatment.context
-        return context.selection if isinstance(context, Context) else None
+        return context.selection if isinstance(context, StaleKV) else None
 
     def _near(self, rows: int) -> int:
         """How many of a neighbour's rows are near."""
         selection = self._selection
-        share = selection.fraction if isinstance(selection, NearBand) else getattr(selection, "band", 1.0)
+        share = selection.fraction if isinstance(selection, NearRows) else getattr(selection, "band", 1.0)
         return min(rows, max(1, round(share * rows)))
 
 
-def cycle_of(treatment: Treatment) -> int:
+def cycle_of(treatment: ExchangePolicy) -> int:
     """After how many steps the bytes repeat."""
     return treatment.context.refresh if isinstance(treatment.context, CachedPartials) else 1
 

@@ -7,16 +7,16 @@ from typing import Annotated
 
 import typer
 
-from patchpar.cli.app import App, serve_app
-from patchpar.cli.compare import Compare, compare
-from patchpar.cli.doctor import Doctor, doctor
+from patchpar.cli.app import AppFlags, serve_app
+from patchpar.cli.compare import CompareFlags, compare
+from patchpar.cli.doctor import DoctorFlags, doctor
 from patchpar.cli.flags import takes
-from patchpar.cli.generate import Generate, generate
+from patchpar.cli.generate import GenerateFlags, generate
 from patchpar.cli.stream.command import stream as run_stream
-from patchpar.cli.stream.flags import Stream
-from patchpar.cli.stream.replay import Replay, replay
-from patchpar.cli.upscale import Upscale, enlarge
-from patchpar.cli.video import Video, video
+from patchpar.cli.stream.flags import StreamFlags
+from patchpar.cli.stream.replay import ReplayFlags, replay
+from patchpar.cli.upscale import UpscaleFlags, enlarge
+from patchpar.cli.video import VideoFlags, video
 
 app = typer.Typer(
     name="patchpar",
@@ -27,14 +27,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its boxes make the help of a verb twice as long as a screen
 )
-app.command(epilog='Try: patchpar generate "a red house at night" --devices 2 -o house.png')(takes(Generate, generate))
-app.command("upscale", epilog="Try: patchpar upscale house.png --scale 2 --devices 2")(takes(Upscale, enlarge))
-app.command(epilog='Try: patchpar video "a fox runs" --model ./wan --devices 4 -o fox.mp4')(takes(Video, video))
-app.command(epilog="Try: patchpar stream happy --audio speech.wav --output talk.mp4")(takes(Stream, run_stream))
-app.command(epilog="Try: patchpar replay session.jsonl --devices 2 --output again.mp4")(takes(Replay, replay))
-app.command(epilog='Try: patchpar compare "a red house" --devices 2 --plan patch=2')(takes(Compare, compare))
-app.command("app", epilog="Try: patchpar app --model ./sdxl --dtype float16 --devices 4")(takes(App, serve_app))
-app.command(epilog="Try: patchpar doctor --devices 4 --model ./sdxl")(takes(Doctor, doctor))
+app.command(epilog='Try: patchpar generate "a red house at night" --devices 2 -o house.png')(
+    takes(GenerateFlags, generate)
+)
+app.command("upscale", epilog="Try: patchpar upscale house.png --scale 2 --devices 2")(takes(UpscaleFlags, enlarge))
+app.command(epilog='Try: patchpar video "a fox runs" --model ./wan --devices 4 -o fox.mp4')(takes(VideoFlags, video))
+app.command(epilog="Try: patchpar stream happy --audio speech.wav --output talk.mp4")(takes(StreamFlags, run_stream))
+app.command(epilog="Try: patchpar replay session.jsonl --devices 2 --output again.mp4")(takes(ReplayFlags, replay))
+app.command(epilog='Try: patchpar compare "a red house" --devices 2 --plan patch=2')(takes(CompareFlags, compare))
+app.command("app", epilog="Try: patchpar app --model ./sdxl --dtype float16 --devices 4")(takes(AppFlags, serve_app))
+app.command(epilog="Try: patchpar doctor --devices 4 --model ./sdxl")(takes(DoctorFlags, doctor))
 
 
 def _show_version(wanted: bool) -> None:

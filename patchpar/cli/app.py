@@ -15,15 +15,15 @@ import typer
 from patchpar.cli.console import friendly_errors
 from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Format, Model, check_deadline, given
 from patchpar.errors import PlanError
-from patchpar.models.task_check import Errand
+from patchpar.models.task_check import RequestedTask
 
-ERRAND = Errand(verb="app")
+ERRAND = RequestedTask(verb="app")
 NAME = "patchpar_app"
 """Under this name the package of the demo is imported, wherever it lies: `app` itself could be anybody's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class App:
+class AppFlags:
     """The flags of `app`."""
 
     model: Model = "embedded"
@@ -41,7 +41,7 @@ class App:
     debug: Debug = False
 
 
-def serve_app(request: App) -> None:
+def serve_app(request: AppFlags) -> None:
     """Start the demo: a page to try, see and measure all of this. Ctrl-C ends it."""
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
@@ -53,7 +53,7 @@ def serve_app(request: App) -> None:
             host=request.host, port=request.port, users=server.read_users(request.auth), is_open=request.open
         )
         devices, options = workers.devices_of(request.devices), _loading(request)
-        setup = workers.Setup(
+        setup = workers.AppConfig(
             model=request.model, devices=devices, face=_face(request), options=options, deadline=request.deadline
         )
         server.serve(setup, address, _tell, lambda: typer.echo("Ending the page and its workers.", err=True))
@@ -63,11 +63,11 @@ def _tell(url: str) -> None:
     typer.echo(f"Open {url} in a browser. Its workers are starting meanwhile; ctrl-C ends it.")
 
 
-def _loading(request: App) -> dict[str, Any]:
+def _loading(request: AppFlags) -> dict[str, Any]:
     return given(torch_dtype=None if request.dtype is None else request.dtype.value, variant=request.variant)
 
 
-def _face(request: App) -> str:
+def _face(request: AppFlags) -> str:
     if request.face != FACE and not Path(request.face).is_dir():
         raise PlanError(f"--face {request.face}: there is no such folder")
     return request.face

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from patchpar.cli.console import friendly_errors, print_json, progress, stdout_kept_clean
-from patchpar.cli.flags import Request, plan_of
+from patchpar.cli.flags import ImageFlags, plan_of
 from patchpar.cli.generate import images_of
 from patchpar.cli.image_files import check_writable, names_for, save
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.errors import PlanError
 from patchpar.models.task import purpose_of
-from patchpar.models.task_check import Errand
+from patchpar.models.task_check import RequestedTask
 
 if TYPE_CHECKING:
     from patchpar import Plan
@@ -25,7 +25,7 @@ WARM_UP_STEPS = 2  # first steps allocate and choose kernels; they are not what 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compare(Request):
+class CompareFlags(ImageFlags):
     """The flags of `compare`."""
 
     output: Annotated[Path, typer.Option("--output", "-o", help="Stem of three: -plan, -single, -difference.")] = Path(
@@ -33,14 +33,14 @@ class Compare(Request):
     )
 
 
-class Outcome(NamedTuple):
+class ComparedRun(NamedTuple):
     """One side of the comparison: what the run says of itself, and float pictures (H, W, C) in 0..1."""
 
     run: Any
     pictures: list[Any]
 
 
-def compare(request: Compare) -> None:
+def compare(request: CompareFlags) -> None:
     """Draw under a plan and on one process: how far apart, how much faster, how many bytes."""
     with friendly_errors(request.debug):
         request.check()
@@ -51,7 +51,7 @@ def compare(request: Compare) -> None:
         every = list(chain.from_iterable(paths.values()))
         for path in every:
             check_writable(path)
-        errand = Errand(verb="compare", per_prompt=request.num_images)
+        errand = RequestedTask(verb="compare", per_prompt=request.num_images)
         errand.check_model(request.model, request.for_loading())
         with stdout_kept_clean(request.json):
             planned, single = _both(request, errand)
@@ -63,7 +63,7 @@ def compare(request: Compare) -> None:
         _report({**planned.run.as_dict(), **found}, planned, single, as_json=request.json)
 
 
-def _both(request: Compare, errand: Errand) -> tuple[Outcome, Outcome]:
+def _both(request: CompareFlags, errand: RequestedTask) -> tuple[ComparedRun, ComparedRun]:
     from patchpar.launch.devices import resolve_devices
     from patchpar.launch.torchrun import torchrun_world
 
@@ -83,7 +83,7 @@ def of_one(plan: Plan) -> Plan:
     return Plan(strategy=plan.strategy) if plan.strategy.for_one_rank else Plan()
 
 
-def _draw(request: Compare, errand: Errand, where: dict[str, Any], title: str) -> tuple[Outcome, Plan]:
+def _draw(request: CompareFlags, errand: RequestedTask, where: dict[str, Any], title: str) -> tuple[ComparedRun, Plan]:
     from patchpar import ParallelPipeline, Plan
     from patchpar.models.quiet_libraries import hush
 
@@ -96,10 +96,10 @@ def _draw(request: Compare, errand: Errand, where: dict[str, Any], title: str) -
         pipe(**request.for_drawing() | exact | {"num_inference_steps": WARM_UP_STEPS})
         pipe.on_step, pipe.tracing = step, request.trace is not None
         output = pipe(**request.for_drawing() | exact)
-        return Outcome(pipe.last_run, images_of(output) or []), pipe.plan or Plan()
+        return ComparedRun(pipe.last_run, images_of(output) or []), pipe.plan or Plan()
 
 
-def measure_pair(planned: Outcome, single: Outcome) -> dict[str, float]:
+def measure_pair(planned: ComparedRun, single: ComparedRun) -> dict[str, float]:
     """The figures of `compare`: the worst picture counts. max_abs_diff is on the 0..1 scale."""
     from patchpar.pipeline.image_metrics import max_abs_diff, psnr, ssim
 
@@ -112,7 +112,7 @@ def measure_pair(planned: Outcome, single: Outcome) -> dict[str, float]:
     }
 
 
-def _save_all(planned: Outcome, single: Outcome, paths: dict[str, list[Path]]) -> None:
+def _save_all(planned: ComparedRun, single: ComparedRun, paths: dict[str, list[Path]]) -> None:
     from patchpar.pipeline.image_metrics import as_picture, difference_map
 
     for number, (a, b) in enumerate(zip(planned.pictures, single.pictures, strict=True)):
@@ -121,7 +121,7 @@ def _save_all(planned: Outcome, single: Outcome, paths: dict[str, list[Path]]) -
         save(difference_map(a, b).picture, paths["difference"][number])
 
 
-def _report(figures: dict[str, Any], planned: Outcome, single: Outcome, *, as_json: bool) -> None:
+def _report(figures: dict[str, Any], planned: ComparedRun, single: ComparedRun, *, as_json: bool) -> None:
     if as_json:
         print_json(figures)
         return

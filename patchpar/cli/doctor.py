@@ -20,15 +20,15 @@ from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Json, Model, 
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.errors import PatchparError
 from patchpar.models.task import purpose_of
-from patchpar.models.task_check import Errand
+from patchpar.models.task_check import RequestedTask
 
 PACKAGES = ("patchpar", "torch", "diffusers", "transformers", "accelerate", "safetensors", "pillow", "av")
-ERRAND = Errand(verb="doctor")
+ERRAND = RequestedTask(verb="doctor")
 """Of its model: a picture is drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doctor:
+class DoctorFlags:
     """The flags of `doctor`."""
 
     devices: Devices = "auto"
@@ -38,7 +38,7 @@ class Doctor:
     debug: Debug = False
 
 
-def doctor(request: Doctor) -> None:
+def doctor(request: DoctorFlags) -> None:
     """Say what is here, whether it works together, and what would be chosen."""
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
@@ -53,7 +53,7 @@ def doctor(request: Doctor) -> None:
             raise typer.Exit(FAILURE)
 
 
-def examine(request: Doctor) -> dict[str, Any]:
+def examine(request: DoctorFlags) -> dict[str, Any]:
     """Everything doctor has to say, as JSON has it."""
     from patchpar.launch.devices import resolve_devices
     from patchpar.models.files import resolve_model
@@ -131,7 +131,7 @@ def collective_test(devices: Sequence[str]) -> dict[str, Any]:
     return {**found, "seconds": time.perf_counter() - began}
 
 
-def choice(request: Doctor) -> dict[str, Any]:
+def choice(request: DoctorFlags) -> dict[str, Any]:
     """The plan that is chosen for one step of a picture of the model's own size, and why; that step is drawn."""
     from patchpar import ParallelPipeline
     from patchpar.models.quiet_libraries import hush

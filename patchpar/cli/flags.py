@@ -42,7 +42,7 @@ FACE = "embedded-face"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class ModelFlags:
     """With what to draw, on which devices, in which way."""
 
     model: Model = "embedded"
@@ -87,7 +87,7 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked(Opened):
+class SizedFlags(ModelFlags):
     """The same, at a size."""
 
     height: Annotated[int | None, typer.Option(help="Pixels; by default the model's own size.")] = None
@@ -95,15 +95,15 @@ class Asked(Opened):
 
     def check_counts(self, *names: str) -> None:
         """As of all, and of the size."""
-        Opened.check_counts(self, "height", "width", *names)
+        ModelFlags.check_counts(self, "height", "width", *names)
 
     def for_sampling(self) -> dict[str, Any]:
         """Size, steps and guidance, as diffusers names them."""
-        return {**given(height=self.height, width=self.width), **Opened.for_sampling(self)}
+        return {**given(height=self.height, width=self.width), **ModelFlags.for_sampling(self)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request(Asked):
+class ImageFlags(SizedFlags):
     """What pictures to draw."""
 
     prompt: Annotated[list[str], typer.Argument(help="What to draw. Several prompts make several pictures.")]

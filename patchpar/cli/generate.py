@@ -9,21 +9,21 @@ from typing import Annotated, Any
 import typer
 
 from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
-from patchpar.cli.flags import Request
+from patchpar.cli.flags import ImageFlags
 from patchpar.cli.image_files import check_writable, names_for, save
 from patchpar.cli.run_pipeline import draw
 from patchpar.errors import PlanError
-from patchpar.models.task_check import Errand
+from patchpar.models.task_check import RequestedTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generate(Request):
+class GenerateFlags(ImageFlags):
     """The flags of `generate`."""
 
     output: Annotated[Path, typer.Option("--output", "-o", help="Where the picture goes.")] = Path("picture.png")
 
 
-def generate(request: Generate) -> None:
+def generate(request: GenerateFlags) -> None:
     """Draw pictures from a prompt, on several devices, and save them."""
     with friendly_errors(request.debug):
         request.check()
@@ -31,7 +31,7 @@ def generate(request: Generate) -> None:
         for path in paths:
             check_writable(path)
         with stdout_kept_clean(request.json):
-            errand = Errand(verb="generate", per_prompt=request.num_images)
+            errand = RequestedTask(verb="generate", per_prompt=request.num_images)
             run, saved = draw(request, errand, request.for_drawing, lambda output: _saved(output, paths))
         if not saved:
             return  # under torchrun, a rank that has no result: rank 0 saves and reports
@@ -61,7 +61,7 @@ def images_of(output: Any) -> list[Any] | None:
     return None if output.images is None else list(output.images)
 
 
-def _report(run: Any, paths: list[Path], request: Generate) -> None:
+def _report(run: Any, paths: list[Path], request: GenerateFlags) -> None:
     if request.json:
         print_json({**run.as_dict(), "outputs": [str(path) for path in paths], **request.traced()})
         return

@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from patchpar.cli.console import progress
-from patchpar.cli.flags import Asked, Opened, plan_of
+from patchpar.cli.flags import ModelFlags, SizedFlags, plan_of
 from patchpar.cli.shutdown import ended_at_once
 from patchpar.models.task import purpose_of
-from patchpar.models.task_check import Errand
+from patchpar.models.task_check import RequestedTask
 
 Keep = Callable[[Any], Any]
 
@@ -22,14 +22,14 @@ def itself(output: Any) -> Any:
 
 
 def draw(
-    request: Asked, errand: Errand, arguments: Callable[[], dict[str, Any]], keep: Keep = itself
+    request: SizedFlags, errand: RequestedTask, arguments: Callable[[], dict[str, Any]], keep: Keep = itself
 ) -> tuple[Any, Any]:
     """(figures of the call, what `keep` made of its output). `arguments` may be slow: workers start meanwhile."""
     return drawn_by(request, errand, lambda pipe: pipe(**arguments()), keep)
 
 
 def drawn_by(
-    request: Opened, errand: Errand, call: Callable[[Any], Any], keep: Keep = itself, **options: Any
+    request: ModelFlags, errand: RequestedTask, call: Callable[[Any], Any], keep: Keep = itself, **options: Any
 ) -> tuple[Any, Any]:
     """(figures of the call, what `keep` made of its result). `options` are of how the pipeline is loaded.
 

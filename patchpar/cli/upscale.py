@@ -10,16 +10,16 @@ from typing import Annotated, Any
 import typer
 
 from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
-from patchpar.cli.flags import Opened, given
+from patchpar.cli.flags import ModelFlags, given
 from patchpar.cli.image_files import check_writable, save
 from patchpar.cli.run_pipeline import drawn_by
 from patchpar.errors import PlanError
 from patchpar.models.image_file import read_picture
-from patchpar.models.task_check import Errand
+from patchpar.models.task_check import RequestedTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Upscale(Opened):
+class UpscaleFlags(ModelFlags):
     """The flags of `upscale`."""
 
     picture: Annotated[Path, typer.Argument(help="The picture to make larger.")]
@@ -52,14 +52,14 @@ class Upscale(Opened):
         )
 
 
-def enlarge(request: Upscale) -> None:
+def enlarge(request: UpscaleFlags) -> None:
     """Draw a picture again, larger, on several devices, and save it."""
     with friendly_errors(request.debug):
         request.check()
         picture = read_picture(request.picture, str(request.picture))
         with stdout_kept_clean(request.json):
             keep = partial(_saved, request.output)
-            errand = Errand(verb="upscale", has_picture=None)
+            errand = RequestedTask(verb="upscale", has_picture=None)
             work = partial(_upscaled, picture=picture, request=request)
             run, size = drawn_by(request, errand, work, keep, task="image-to-image")
         if size is None:
@@ -69,7 +69,7 @@ def enlarge(request: Upscale) -> None:
         _report(run, size, request)
 
 
-def _upscaled(pipe: Any, picture: Any, request: Upscale) -> Any:
+def _upscaled(pipe: Any, picture: Any, request: UpscaleFlags) -> Any:
     from patchpar import upscale
 
     return upscale(pipe, picture, **request.for_drawing())
@@ -83,7 +83,7 @@ def _saved(path: Path, larger: Any) -> tuple[int, int] | None:
     return larger.width, larger.height
 
 
-def _report(run: Any, size: tuple[int, int], request: Upscale) -> None:
+def _report(run: Any, size: tuple[int, int], request: UpscaleFlags) -> None:
     if request.json:
         print_json({**run.as_dict(), "size": list(size), "outputs": [str(request.output)], **request.traced()})
         return

@@ -9,16 +9,16 @@ from typing import Annotated, Any
 import typer
 
 from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
-from patchpar.cli.flags import Asked, given
+from patchpar.cli.flags import SizedFlags, given
 from patchpar.cli.run_pipeline import draw
 from patchpar.cli.video_file import check_film, check_folder, frames_of, save_film, save_frames
 from patchpar.errors import PlanError
 from patchpar.models.image_file import read_picture
-from patchpar.models.task_check import Errand
+from patchpar.models.task_check import RequestedTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Video(Asked):
+class VideoFlags(SizedFlags):
     """The flags of `video`."""
 
     prompt: Annotated[str | None, typer.Argument(help="What to show; some models want an --image instead.")] = None
@@ -61,13 +61,13 @@ class Video(Asked):
         return None if self.image is None else read_picture(self.image, f"--image {self.image}")
 
 
-def video(request: Video) -> None:
+def video(request: VideoFlags) -> None:
     """Draw a video on several devices, and save it."""
     with friendly_errors(request.debug):
         request.check()
         picture = request.picture()
         with stdout_kept_clean(request.json):
-            errand = Errand(verb="video", product="video", has_picture=picture is not None)
+            errand = RequestedTask(verb="video", product="video", has_picture=picture is not None)
             run, output = draw(request, errand, lambda: request.for_drawing(picture))
         frames = frames_of(output)
         if frames is None:
@@ -79,7 +79,7 @@ def video(request: Video) -> None:
         _report(run, paths, len(frames), request)
 
 
-def _report(run: Any, paths: list[Path], count: int, request: Video) -> None:
+def _report(run: Any, paths: list[Path], count: int, request: VideoFlags) -> None:
     if request.json:
         figures = {"frames": count, "fps": request.fps, "outputs": [str(path) for path in paths]}
         print_json({**run.as_dict(), **figures, **request.traced()})

@@ -1,6 +1,6 @@
 """A tensor whose values are still on their way: an ordinary tensor to whoever holds it, waited for at its first use.
 
-p = Delivery(specs, device, fetch).tensors[0]
+p = AsyncMessage(specs, device, fetch).tensors[0]
 p.shape, p.dtype           known: no wait
 p[:, :64], p.float()       a part or a copy in another dtype: promised as well, no wait
 p - q                      fetches, then computes on plain tensors
@@ -23,7 +23,7 @@ _PARTS |= {"detach", "contiguous"}
 _COPIES = {"float", "half", "bfloat16", "double", "to", "type", "clone"}
 
 
-class Delivery:
+class AsyncMessage:
     """Tensors of one message. `fetch` blocks until it is here and returns their values.
 
     `own_shares`: what this rank has already of each, where the tensors are whole batches; see `Batch.share`.
@@ -46,7 +46,7 @@ class Delivery:
     @property
     def tensors(self) -> list[Tensor]:
         """The promises. Not kept here: who drops them frees their memory."""
-        return [Promise.on(buffer, self, index) for index, buffer in enumerate(self._buffers)]
+        return [AsyncTensor.on(buffer, self, index) for index, buffer in enumerate(self._buffers)]
 
     @property
     def pending(self) -> bool:
@@ -76,7 +76,7 @@ class Delivery:
         """A promise of what `copy` makes of the values once they are here."""
         result = copy()
         self._later.append(lambda: result.copy_(copy()))
-        return Promise.on(result, self)
+        return AsyncTensor.on(result, self)
 
 
 def _void(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -84,14 +84,14 @@ def _void(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     return torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 
-class Promise(Tensor):
-    """See the head of this file. Made by `Delivery` only."""
+class AsyncTensor(Tensor):
+    """See the head of this file. Made by `AsyncMessage` only."""
 
-    _delivery: Delivery
+    _delivery: AsyncMessage
     _index: int | None
 
     @classmethod
-    def on(cls, buffer: Tensor, delivery: Delivery, index: int | None = None) -> "Promise":
+    def on(cls, buffer: Tensor, delivery: AsyncMessage, index: int | None = None) -> "AsyncTensor":
         """The promise that `delivery` will fill `buffer`, which is its tensor `index` or a part or copy of one."""
         promise = buffer.as_subclass(cls)
         promise._delivery, promise._index = delivery, index
@@ -99,17 +99,17 @@ class Promise(Tensor):
 
     @property
     def own_share(self) -> Tensor | None:
-        """See `Delivery.own_share`."""
+        """See `AsyncMessage.own_share`."""
         return self._delivery.own_share(self._index)
 
     @property
     def share_shapes(self) -> Sequence[tuple[int, ...]] | None:
-        """See `Delivery.share_shapes`."""
+        """See `AsyncMessage.share_shapes`."""
         return self._delivery.share_shapes(self._index)
 
     def with_values(self, values: Tensor) -> Tensor:
         """A promise like this one that is kept already, with values of the same shape."""
-        return Promise.on(values, self._delivery, self._index)
+        return AsyncTensor.on(values, self._delivery, self._index)
 
     @classmethod
     def __torch_function__(
@@ -117,7 +117,7 @@ class Promise(Tensor):
     ) -> Any:
         """Called by torch in place of every operation that has a promise among its arguments."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        first = args[0] if args and isinstance(args[0], Promise) else None
+        first = args[0] if args and isinstance(args[0], AsyncTensor) else None
         plain_args, plain_kwargs = map_leaves(_plain, args), map_leaves(_plain, kwargs)
 
         def run() -> Any:
@@ -129,7 +129,9 @@ class Promise(Tensor):
             if name in _PARTS or name in _COPIES:
                 result = run()
                 if _are_parts(result, plain_args[0]):
-                    return map_leaves(lambda x: Promise.on(x, first._delivery) if isinstance(x, Tensor) else x, result)
+                    return map_leaves(
+                        lambda x: AsyncTensor.on(x, first._delivery) if isinstance(x, Tensor) else x, result
+                    )
                 if name in _COPIES and isinstance(result, Tensor):
                     return first._delivery.copied(run)
         for promise in _promises_in((args, kwargs)):
@@ -137,12 +139,12 @@ class Promise(Tensor):
         return run()
 
 
-def _promises_in(tree: Any) -> list[Promise]:
-    return [leaf for leaf in leaves(tree) if isinstance(leaf, Promise)]
+def _promises_in(tree: Any) -> list[AsyncTensor]:
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, AsyncTensor)]
 
 
 def _plain(x: Any) -> Any:
-    if not isinstance(x, Promise):
+    if not isinstance(x, AsyncTensor):
         return x
     with torch._C.DisableTorchFunctionSubclass():
         return x.as_subclass(Tensor)

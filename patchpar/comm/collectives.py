@@ -1,4 +1,4 @@
-"""What travels between ranks, as the strategies see it. All of it goes through one `Door`, which counts.
+"""What travels between ranks, as the strategies see it. All of it goes through one `Communicator`, which counts.
 
     gather      every place's share, in order            K,V; the prediction
     Round       moments to everyone, edge rows to neighbours, in one message each
@@ -15,18 +15,18 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from patchpar.comm.traffic import Traffic
-from patchpar.comm.transport import Incoming, Outgoing, Pending, Spec, Transport
+from patchpar.comm.traffic import CommStats
+from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, Transport, Work
 from patchpar.plan.mesh import Axis
 
 T = TypeVar("T")
 Tensors = tuple[Tensor, ...]
 
 
-class Arriving:
-    """A `Pending` that books how long it was waited for."""
+class TimedWork:
+    """A `Work` that books how long it was waited for."""
 
-    def __init__(self, pending: Pending, traffic: Traffic, kind: str, where: str) -> None:
+    def __init__(self, pending: Work, traffic: CommStats, kind: str, where: str) -> None:
         self._pending, self._traffic, self._kind, self._where = pending, traffic, kind, where
 
     def is_here(self, index: int) -> bool:
@@ -51,7 +51,7 @@ class Arriving:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ExchangePart:
     """Values of one kind in an exchange; peers are global ranks.
 
     `outgoing`: tensors and who gets them. `incoming`: specs by sender. `into`: where a sender's values are to be put.
@@ -59,7 +59,7 @@ class Part:
 
     kind: str
     outgoing: Sequence[tuple[tuple[int, ...], Tensors]]
-    incoming: Mapping[int, tuple[Spec, ...]]
+    incoming: Mapping[int, tuple[TensorSpec, ...]]
     into: Mapping[int, Tensors] = field(default_factory=dict)
 
     @property
@@ -73,51 +73,51 @@ class Part:
         return sum(spec.num_bytes for specs in self.incoming.values() for spec in specs)
 
 
-class Door:
+class Communicator:
     """The one way out of this rank."""
 
     def __init__(self, transport: Transport, mark: Callable[[str], object] | None = None) -> None:
-        self.transport, self.traffic = transport, Traffic()
+        self.transport, self.traffic = transport, CommStats()
         self._mark = mark
 
-    def swap(self, kind: str, where: str, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> Arriving:
+    def swap(self, kind: str, where: str, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> TimedWork:
         """Start one exchange of `kind` at the seam `where`."""
         self.traffic.bytes_sent[kind] += sum(message.num_bytes for message in outgoing)
         self.traffic.bytes_received[kind] += sum(message.num_bytes for message in incoming)
         return self._start(kind, where, outgoing, incoming)
 
-    def exchange(self, where: str, parts: Sequence[Part], label: str = "") -> "Exchange":
+    def exchange(self, where: str, parts: Sequence[ExchangePart], label: str = "") -> "ExchangeWork":
         """Start an exchange of several kinds: one message to each rank, whatever the number of parts."""
         outgoing, incoming = _outgoing(parts), _incoming(parts)
         for part in parts:
             self.traffic.bytes_sent[part.kind] += part.bytes_sent
             self.traffic.bytes_received[part.kind] += part.bytes_received
         label = label or "+".join(part.kind for part in parts)
-        return Exchange(self._start(label, where, outgoing, incoming), tuple(parts), incoming)
+        return ExchangeWork(self._start(label, where, outgoing, incoming), tuple(parts), incoming)
 
-    def _start(self, kind: str, where: str, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> Arriving:
+    def _start(self, kind: str, where: str, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> TimedWork:
         self.mark(where)
         self.traffic.rounds[kind] += 1
         start = time.perf_counter()
         pending = self.transport.swap(outgoing, incoming, where)
         self.traffic.note("send", kind, where, start)
-        return Arriving(pending, self.traffic, kind, where)
+        return TimedWork(pending, self.traffic, kind, where)
 
     def mark(self, where: str) -> None:
         """Show that this rank has come to `where`, without an exchange."""
         if self._mark is not None:
             self._mark(where)
 
-    def send(self, kind: str, where: str, peers: Sequence[int], tensors: Sequence[Tensor]) -> Arriving:
+    def send(self, kind: str, where: str, peers: Sequence[int], tensors: Sequence[Tensor]) -> TimedWork:
         """Start sending `tensors` to each of `peers` (global ranks). Hold the result until it has been waited for."""
         return self.swap(kind, where, [Outgoing(tuple(peers), tuple(tensors))], [])
 
-    def receive(self, kind: str, where: str, peer: int, specs: Sequence[Spec]) -> Arriving:
+    def receive(self, kind: str, where: str, peer: int, specs: Sequence[TensorSpec]) -> TimedWork:
         """Expect one message from `peer` (a global rank)."""
         return self.swap(kind, where, [], [Incoming(peer, tuple(specs))])
 
 
-def _outgoing(parts: Sequence[Part]) -> list[Outgoing]:
+def _outgoing(parts: Sequence[ExchangePart]) -> list[Outgoing]:
     """One message for each peer; peers that get the very same tensors share one."""
     by_peer: dict[int, list[Tensor]] = {}
     for part in parts:
@@ -130,8 +130,8 @@ def _outgoing(parts: Sequence[Part]) -> list[Outgoing]:
     return [Outgoing(tuple(peers), tensors) for peers, tensors in same.values()]
 
 
-def _incoming(parts: Sequence[Part]) -> list[Incoming]:
-    specs: dict[int, list[Spec]] = {}
+def _incoming(parts: Sequence[ExchangePart]) -> list[Incoming]:
+    specs: dict[int, list[TensorSpec]] = {}
     into: dict[int, list[Tensor | None]] = {}
     for part in parts:
         for peer, expected in part.incoming.items():
@@ -140,10 +140,10 @@ def _incoming(parts: Sequence[Part]) -> list[Incoming]:
     return [Incoming(peer, tuple(expected), tuple(into[peer])) for peer, expected in specs.items()]
 
 
-class Exchange:
+class ExchangeWork:
     """An exchange of several parts under way."""
 
-    def __init__(self, arriving: Arriving, parts: tuple[Part, ...], incoming: list[Incoming]) -> None:
+    def __init__(self, arriving: TimedWork, parts: tuple[ExchangePart, ...], incoming: list[Incoming]) -> None:
         self._arriving, self._parts, self._incoming = arriving, parts, incoming
         self._received: list[dict[int, list[Tensor]]] | None = None
 
@@ -158,24 +158,24 @@ class Exchange:
         return self._received
 
 
-class Gather:
+class AllGather:
     """Every place's tensors on one axis; shares may differ in size."""
 
-    def __init__(self, door: Door, axis: Axis, kind: str, where: str) -> None:
+    def __init__(self, door: Communicator, axis: Axis, kind: str, where: str) -> None:
         self.door, self.axis, self.kind, self.where = door, axis, kind, where
 
-    def start(self, own: Sequence[Tensor], specs: Callable[[int], Sequence[Spec]]) -> "Gathering":
+    def start(self, own: Sequence[Tensor], specs: Callable[[int], Sequence[TensorSpec]]) -> "AllGatherWork":
         """Send `own` to everyone; `specs(place)` tells what comes from each other place."""
         axis = self.axis
         outgoing = [Outgoing(tuple(axis.ranks[place] for place in axis.others), tuple(own))]
         incoming = [Incoming(axis.ranks[place], tuple(specs(place))) for place in axis.others]
-        return Gathering(self.door.swap(self.kind, self.where, outgoing, incoming), axis, list(own))
+        return AllGatherWork(self.door.swap(self.kind, self.where, outgoing, incoming), axis, list(own))
 
     def same(self, own: Tensor) -> list[Tensor]:
         """Tensors of one shape from every place, in order, now."""
         if self.axis.size == 1:
             return [own]
-        spec = Spec.of(own)
+        spec = TensorSpec.of(own)
         return [tensors[0] for tensors in self.start([own], lambda _: [spec]).wait()]
 
     def shares(self, own: Tensor, dim: int, sizes: Sequence[int]) -> list[Tensor]:
@@ -185,16 +185,16 @@ class Gather:
         dim %= own.ndim
         before, after = own.shape[:dim], own.shape[dim + 1 :]
 
-        def specs(place: int) -> list[Spec]:
-            return [Spec((*before, sizes[place], *after), own.dtype)]
+        def specs(place: int) -> list[TensorSpec]:
+            return [TensorSpec((*before, sizes[place], *after), own.dtype)]
 
         return [tensors[0] for tensors in self.start([own], specs).wait()]
 
 
-class Gathering:
+class AllGatherWork:
     """A gather under way."""
 
-    def __init__(self, arriving: Arriving, axis: Axis, own: list[Tensor]) -> None:
+    def __init__(self, arriving: TimedWork, axis: Axis, own: list[Tensor]) -> None:
         self._arriving, self._axis, self._own = arriving, axis, own
 
     def others(self) -> Iterator[tuple[int, list[Tensor]]]:
@@ -208,27 +208,27 @@ class Gathering:
         return [received[place] for place in range(self._axis.size)]
 
 
-class Round:
+class GatherWithEdges:
     """One message to each other place: small values for all, edge rows for the two neighbours as well."""
 
-    def __init__(self, door: Door, axis: Axis, where: str) -> None:
+    def __init__(self, door: Communicator, axis: Axis, where: str) -> None:
         self.door, self.axis, self.where = door, axis, where
 
-    def start(self, shared: Sequence[Tensor], edges: "Edges | None") -> "Rounding":
+    def start(self, shared: Sequence[Tensor], edges: "Edges | None") -> "GatherWithEdgesWork":
         """Send `shared` to everyone, and our edge rows to the neighbours."""
         parts = []
         if shared:
             parts.append(moments_part(self.axis, shared))
         if edges is not None:
             parts.append(edges.part(self.axis))
-        return Rounding(self.door.exchange(self.where, parts), self.axis, bool(shared), edges)
+        return GatherWithEdgesWork(self.door.exchange(self.where, parts), self.axis, bool(shared), edges)
 
 
-def moments_part(axis: Axis, shared: Sequence[Tensor]) -> Part:
+def moments_part(axis: Axis, shared: Sequence[Tensor]) -> ExchangePart:
     """Small values of one shape, to and from everyone."""
     peers = tuple(axis.ranks[place] for place in axis.others)
-    specs = tuple(Spec.of(x) for x in shared)
-    return Part("moments", [(peers, tuple(shared))], dict.fromkeys(peers, specs))
+    specs = tuple(TensorSpec.of(x) for x in shared)
+    return ExchangePart("moments", [(peers, tuple(shared))], dict.fromkeys(peers, specs))
 
 
 class Halo(NamedTuple):
@@ -247,15 +247,15 @@ class Edges:
 
     first: Tensor | None = None
     last: Tensor | None = None
-    before: Spec | None = None
-    after: Spec | None = None
+    before: TensorSpec | None = None
+    after: TensorSpec | None = None
 
-    def part(self, axis: Axis) -> Part:
+    def part(self, axis: Axis) -> ExchangePart:
         """As part of an exchange."""
         ranks = {-1: axis.ranks[axis.rank - 1], 1: axis.ranks[(axis.rank + 1) % axis.size]}
         outgoing = [((ranks[side],), (x,)) for side, x in ((-1, self.first), (1, self.last)) if x is not None]
         incoming = {ranks[side]: (s,) for side, s in ((-1, self.before), (1, self.after)) if s is not None}
-        return Part("halo", outgoing, incoming)
+        return ExchangePart("halo", outgoing, incoming)
 
     def kept(self) -> "Edges":
         """The same with rows of their own, to be sent later, whatever becomes of the map they are of."""
@@ -269,10 +269,10 @@ class Edges:
         return before, after
 
 
-class Rounding:
+class GatherWithEdgesWork:
     """A round under way."""
 
-    def __init__(self, exchange: Exchange, axis: Axis, shared: bool, edges: "Edges | None") -> None:
+    def __init__(self, exchange: ExchangeWork, axis: Axis, shared: bool, edges: "Edges | None") -> None:
         self._exchange, self._axis, self._shared, self._edges = exchange, axis, shared, edges
 
     def wait(self) -> tuple[dict[int, list[Tensor]], Tensor | None, Tensor | None]:

@@ -19,7 +19,7 @@ STEPS = ("step", "call", "vae")  # a step of the scheduler, a call of the denois
 SEAMS = ("send", "wait", "check")  # inside or between them; check: the comparison with the plain denoiser at first use
 
 
-class Event(NamedTuple):
+class TraceEvent(NamedTuple):
     """Something a rank did: `what` is one of STEPS or SEAMS; `start` on the rank's monotonic clock; seconds."""
 
     what: str
@@ -36,7 +36,7 @@ class RankTrace:
     rank: int
     device: str
     epoch: float
-    events: tuple[Event, ...]
+    events: tuple[TraceEvent, ...]
 
 
 def write_trace(path: Path, ranks: Sequence[RankTrace]) -> None:
@@ -71,14 +71,14 @@ def _name(rank: int, what: str, name: str, thread: int = 0) -> dict[str, Any]:
     return {"ph": "M", "pid": rank, "tid": thread, "name": what, "args": {"name": name}}
 
 
-def _computing(events: Sequence[Event]) -> Iterator[Event]:
+def _computing(events: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
     """The time inside calls of denoiser and VAE that no seam took: computation up to the seam that follows it."""
     seams = sorted((event for event in events if event.what in SEAMS), key=lambda event: event.start)
     for call in (event for event in events if event.what in ("call", "vae")):
         now, end = call.start, call.start + call.seconds
         for seam in (seam for seam in seams if call.start <= seam.start <= end):
             if seam.start > now:
-                yield Event("compute", "", seam.where, now, seam.start - now)
+                yield TraceEvent("compute", "", seam.where, now, seam.start - now)
             now = max(now, seam.start + seam.seconds)
         if end > now:
-            yield Event("compute", "", call.where, now, end - now)
+            yield TraceEvent("compute", "", call.where, now, end - now)

@@ -4,12 +4,12 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from patchpar.comm.trace import Event
+from patchpar.comm.trace import TraceEvent
 from patchpar.comm.transport import Stall
 
 
 @dataclass(slots=True)
-class Traffic:
+class CommStats:
     """What one rank has sent, received and waited for since the last `clear`, by kind of exchange.
 
     `events` are kept for a trace only where somebody has put a list there. `stalls`: waits of a GPU's stream, by kind,
@@ -21,7 +21,7 @@ class Traffic:
     rounds: Counter[str] = field(default_factory=Counter)
     seconds_waited: dict[str, float] = field(default_factory=dict)
     stalls: list[tuple[str, Stall]] = field(default_factory=list)
-    events: list[Event] | None = None
+    events: list[TraceEvent] | None = None
 
     def clear(self) -> None:
         """Start counting again."""
@@ -54,4 +54,4 @@ class Traffic:
     def note(self, what: str, kind: str, where: str, start: float) -> None:
         """Something that began at `start` (time.perf_counter) has just ended."""
         if self.events is not None:
-            self.events.append(Event(what, kind, where, start, time.perf_counter() - start))
+            self.events.append(TraceEvent(what, kind, where, start, time.perf_counter() - start))

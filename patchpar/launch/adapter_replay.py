@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class NamedAdapters:
     """What a call does to parts by name. `without`: its arguments without some of the names, if it selects.
 
     What is added becomes active, alone; what is selected is active from then on, with the weights that the call says,
@@ -23,13 +23,13 @@ class Parts:
     names: frozenset[str]
     without: Callable[[frozenset[str]], tuple[Any, ...]] | None = None
 
-    def left(self, gone: frozenset[str]) -> Parts | None:
+    def left(self, gone: frozenset[str]) -> NamedAdapters | None:
         """The same for the other names; None where nothing is left."""
         names = self.names - gone
         return replace(self, names=names) if names else None
 
 
-def settled(calls: Sequence[Parts]) -> list[Parts | None]:
+def settled(calls: Sequence[NamedAdapters]) -> list[NamedAdapters | None]:
     """What is left of each call, the last of which is new, so that the same parts are there and active."""
     *before, latest = calls
     present = _present(calls)
@@ -42,7 +42,7 @@ def settled(calls: Sequence[Parts]) -> list[Parts | None]:
     return list(calls)
 
 
-def _present(calls: Sequence[Parts]) -> frozenset[str]:
+def _present(calls: Sequence[NamedAdapters]) -> frozenset[str]:
     """Parts that are there in the end."""
     names: frozenset[str] = frozenset()
     for each in calls:
@@ -50,9 +50,9 @@ def _present(calls: Sequence[Parts]) -> frozenset[str]:
     return names
 
 
-def _lasting(calls: Sequence[Parts]) -> list[Parts | None]:
+def _lasting(calls: Sequence[NamedAdapters]) -> list[NamedAdapters | None]:
     """Calls that add and select without what has been deleted after them, and none that deletes."""
-    left: list[Parts | None] = []
+    left: list[NamedAdapters | None] = []
     deleted: frozenset[str] = frozenset()
     for each in reversed(calls):
         if each.does == "deletes":
@@ -61,7 +61,7 @@ def _lasting(calls: Sequence[Parts]) -> list[Parts | None]:
     return left[::-1]
 
 
-def _is_known_what_is_active(before: Sequence[Parts], deleted: frozenset[str]) -> bool:
+def _is_known_what_is_active(before: Sequence[NamedAdapters], deleted: frozenset[str]) -> bool:
     """Whether others than these have been selected, and what came after that has nothing to do with these."""
     for each in reversed(before):
         if each.does == "selects":

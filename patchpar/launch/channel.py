@@ -14,16 +14,16 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from patchpar.launch.messages import Message
-from patchpar.launch.shared_blocks import Block
+from patchpar.launch.messages import EncodedMessage
+from patchpar.launch.shared_blocks import SharedBlock
 
 HEAD = struct.Struct("<BBIIQQ")
 SPAN = struct.Struct("<QQ")
 CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere only a later exec would inherit
-EMPTY = Message(stream=b"")
+EMPTY = EncodedMessage(stream=b"")
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """What a frame is. The first line goes to a worker, the second comes from it."""
 
     HELLO, FORM, CALL, REPLY, PING, STOP, TELL = range(7)
@@ -31,15 +31,15 @@ class Kind(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class ChannelFrame:
     """One message with its kind, and the number of the request that it belongs to."""
 
-    kind: Kind
+    kind: FrameKind
     request: int
-    message: Message = EMPTY
+    message: EncodedMessage = EMPTY
 
 
-class Closed(Exception):
+class ChannelClosed(Exception):
     """The other end has gone."""
 
 
@@ -57,10 +57,10 @@ class Channel:
         """For select."""
         return self._sock.fileno()
 
-    def send(self, frame: Frame) -> None:
+    def send(self, frame: ChannelFrame) -> None:
         """Send a frame; may be called from several threads.
 
-        Raises Closed if the other end has gone, TimeoutError if it has not read for `send_timeout` seconds.
+        Raises ChannelClosed if the other end has gone, TimeoutError if it has not read for `send_timeout` seconds.
         """
         message, block = frame.message, frame.message.block
         size = block.size if block is not None else 0
@@ -74,18 +74,18 @@ class Channel:
             except TimeoutError:
                 raise
             except OSError as error:
-                raise Closed(str(error)) from error
+                raise ChannelClosed(str(error)) from error
 
-    def receive(self) -> Frame:
-        """Wait for the next frame. Raises Closed."""
+    def receive(self) -> ChannelFrame:
+        """Wait for the next frame. Raises ChannelClosed."""
         while True:
             frame = self._take()
             if frame is not None:
                 return frame
             self._read()
 
-    def receive_ready(self) -> Iterator[Frame]:
-        """Read once and give what is complete by then. To be used after select. Raises Closed."""
+    def receive_ready(self) -> Iterator[ChannelFrame]:
+        """Read once and give what is complete by then. To be used after select. Raises ChannelClosed."""
         self._read()
         while (frame := self._take()) is not None:
             yield frame
@@ -94,13 +94,13 @@ class Channel:
         try:
             data, descriptors, _, _ = socket.recv_fds(self._sock, 1 << 18, 64, CLOSE_ON_EXEC)
         except OSError as error:
-            raise Closed(str(error)) from error
+            raise ChannelClosed(str(error)) from error
         self._descriptors += descriptors
         if not data:
-            raise Closed("end of file")
+            raise ChannelClosed("end of file")
         self._bytes += data
 
-    def _take(self) -> Frame | None:
+    def _take(self) -> ChannelFrame | None:
         if len(self._bytes) < HEAD.size:
             return None
         kind, has_block, request, num_spans, stream_length, block_size = HEAD.unpack_from(self._bytes)
@@ -110,8 +110,8 @@ class Channel:
         spans = tuple(SPAN.iter_unpack(bytes(self._bytes[HEAD.size : start])))
         stream = bytes(self._bytes[start : start + stream_length])
         del self._bytes[: start + stream_length]
-        block = Block(self._descriptors.pop(0), block_size) if has_block else None
-        return Frame(Kind(kind), request, Message(stream=stream, spans=spans, block=block))
+        block = SharedBlock(self._descriptors.pop(0), block_size) if has_block else None
+        return ChannelFrame(FrameKind(kind), request, EncodedMessage(stream=stream, spans=spans, block=block))
 
     def close(self) -> None:
         """Close this end."""

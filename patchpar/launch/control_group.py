@@ -50,7 +50,7 @@ class Control(Protocol):
         """Let go of it. Harmless when done twice."""
 
 
-class Frame(NamedTuple):
+class ControlFrame(NamedTuple):
     """One message of a link."""
 
     kind: int
@@ -65,7 +65,7 @@ class _Link:
         self.rank, self.sock = rank, sock
         self._bytes = bytearray()
 
-    def send(self, frame: Frame) -> None:
+    def send(self, frame: ControlFrame) -> None:
         """Raises WorkerDied if the other end has gone."""
         self.sock.settimeout(REPLY_SECONDS)
         try:
@@ -73,7 +73,7 @@ class _Link:
         except OSError as error:
             raise gone(self.rank) from error
 
-    def take(self) -> Frame | None:
+    def take(self) -> ControlFrame | None:
         """A frame that has come whole."""
         if len(self._bytes) < HEAD.size:
             return None
@@ -82,7 +82,7 @@ class _Link:
             return None
         data = bytes(self._bytes[HEAD.size : HEAD.size + length])
         del self._bytes[: HEAD.size + length]
-        return Frame(kind, number, data)
+        return ControlFrame(kind, number, data)
 
     def read(self, seconds: float) -> None:
         """Take in what comes next. Raises TimeoutError if nothing does, WorkerDied if the other end has gone."""
@@ -110,7 +110,7 @@ class LinkControl:
         self._rank, self._world = rank, world_size
         self._links = {peer: _Link(peer, sock) for peer, sock in links.items()}
         self._gathers = 0
-        self._early: deque[Frame] = deque()  # of rank 0, for the gathering that we have not got to
+        self._early: deque[ControlFrame] = deque()  # of rank 0, for the gathering that we have not got to
         self._is_left = False
 
     def broadcast(self, data: bytes) -> bytes:
@@ -118,7 +118,7 @@ class LinkControl:
         self._check()
         if self._rank == 0:
             for link in self._links.values():
-                link.send(Frame(REPLY, self._gathers, data))
+                link.send(ControlFrame(REPLY, self._gathers, data))
             return data
         try:
             frame = self._heard(time.monotonic() + REPLY_SECONDS)
@@ -142,7 +142,7 @@ class LinkControl:
             for link in self._links.values():
                 selector.register(link.sock, selectors.EVENT_READ, link)
                 with contextlib.suppress(WorkerDied):  # read out what it said before
-                    link.send(Frame(HERE, self._gathers, struct.pack("<d", patience)))
+                    link.send(ControlFrame(HERE, self._gathers, struct.pack("<d", patience)))
                 self._listen(link, words)
             while len(words) < self._world and not dead and (rest := give_up - time.monotonic()) > 0:
                 for key, _ in selector.select(rest):
@@ -156,7 +156,7 @@ class LinkControl:
         found = pickle.dumps((sorted(dead), late, patience, [words.get(rank, b"") for rank in range(self._world)]))
         for link in self._links.values():
             with contextlib.suppress(WorkerDied):  # who has given its word may leave
-                link.send(Frame(ALL, self._gathers, found))
+                link.send(ControlFrame(ALL, self._gathers, found))
         return _judged(found)
 
     def _listen(self, link: _Link, words: dict[int, bytes]) -> None:
@@ -166,7 +166,7 @@ class LinkControl:
 
     def _contribute(self, data: bytes, patience: float) -> list[bytes]:
         with contextlib.suppress(WorkerDied):  # it may have judged already, and left
-            self._links[0].send(Frame(WORD, self._gathers, data))
+            self._links[0].send(ControlFrame(WORD, self._gathers, data))
         give_up = time.monotonic() + patience
         while True:
             try:
@@ -181,7 +181,7 @@ class LinkControl:
             if frame.kind == ALL:
                 return _judged(frame.data)
 
-    def _heard(self, give_up: float) -> Frame:
+    def _heard(self, give_up: float) -> ControlFrame:
         link = self._links[0]
         while (frame := link.take()) is None:
             if time.monotonic() > give_up:

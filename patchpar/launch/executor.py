@@ -1,6 +1,6 @@
 """The two protocols of launching: what an engine sees of its rank, and what a caller sees of the ranks.
 
-    caller --- Executor.call("draw", ...) ---> Engine.draw(...) on every rank
+    caller --- Executor.call("draw", ...) ---> PipelineRunner.draw(...) on every rank
     on_event(rank, event)  <--- context.emit(event)          any rank, fire and forget
     on_ask(question)       <--- context.ask(question)        all ranks together; all get the one reply
     tell(rank, value)      ---> context.hear(timeout)        at any time during a call, to one rank
@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar
 
 from patchpar.errors import LaunchError, PatchparError
-from patchpar.launch.replay import Change
+from patchpar.launch.replay import CallEffects
 from patchpar.plan.scalars import plain
 
 OnEvent = Callable[[int, Any], object]
@@ -79,7 +79,7 @@ class RankContext(Protocol):
         """Say that this rank has reached the seam `where`. Costs about 0.2 microseconds."""
 
 
-class ListeningContext(RankContext, Protocol):
+class InteractiveRankContext(RankContext, Protocol):
     """What an engine knows of a rank that its caller can talk to during a call: all but those of torchrun."""
 
     def hear(self, timeout: float) -> Any:
@@ -110,7 +110,7 @@ class Executor(Protocol):
         *args: Any,
         on_event: OnEvent | None = None,
         on_ask: OnAsk | None = None,
-        replay: bool | str | Change = False,
+        replay: bool | str | CallEffects = False,
         expected: float = 0.0,
         **kwargs: Any,
     ) -> list[Any]:
@@ -163,7 +163,7 @@ class Callbacks:
 
 
 @dataclass(frozen=True, slots=True)
-class Bystander:
+class IdleRank:
     """What a method returns on a rank that takes no part in a call, so that what the others raise counts as alike."""
 
 

@@ -22,7 +22,7 @@ TORCHRUN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class WorkerConfig:
     """What a worker is told first."""
 
     rank: int

@@ -20,7 +20,7 @@ MORE_TIME = "a longer deadline= (--deadline on the command line)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class HangLimits:
     """Seconds that a rank may go without any progress, and that it may work without a mark; who sets them."""
 
     patience: float
@@ -28,17 +28,17 @@ class Limits:
     way_out: str = MORE_TIME
 
     @classmethod
-    def of_call(cls, deadline: float, expected: float) -> Limits:
+    def of_call(cls, deadline: float, expected: float) -> HangLimits:
         """For a call during which a rank may be busy for `expected` seconds beyond the deadline."""
         return cls(patience=deadline + expected, longest_work=WORK_TIMES * deadline + expected)
 
     @classmethod
-    def of_start(cls, seconds: float) -> Limits:
+    def of_start(cls, seconds: float) -> HangLimits:
         """For a start, which has to be done in that time, work or no work."""
         return cls(patience=seconds, longest_work=seconds, way_out="a longer start_timeout=")
 
 
-class Sign(NamedTuple):
+class RankActivity(NamedTuple):
     """What a rank shows: marks made, seconds of processor time used, whether it waits for another rank."""
 
     marks: int
@@ -46,10 +46,10 @@ class Sign(NamedTuple):
     waits: bool
 
 
-class Progress:
+class RequestProgress:
     """Of all ranks, during one request. `signs`: what they show at its beginning."""
 
-    def __init__(self, limits: Limits, signs: Sequence[Sign]) -> None:
+    def __init__(self, limits: HangLimits, signs: Sequence[RankActivity]) -> None:
         self.limits = limits
         self.quiet = 0.0  # s since anyone made a mark or said a word
         self.idle = 0.0  # s since anyone made progress of any kind
@@ -62,7 +62,7 @@ class Progress:
         """It has said a word to the caller."""
         self.quiet = self.idle = self._idle[rank] = self._markless[rank] = 0.0
 
-    def pass_time(self, seconds: float, signs: Sequence[Sign]) -> None:
+    def pass_time(self, seconds: float, signs: Sequence[RankActivity]) -> None:
         """So much later they show this."""
         self.quiet += seconds
         self.idle += seconds

@@ -15,7 +15,7 @@ import os
 import struct
 from types import TracebackType
 
-from patchpar.launch.hang_detection import Sign
+from patchpar.launch.hang_detection import RankActivity
 
 PAGE_BYTES = 256 * 1024  # only the part in use takes memory
 HEAD = struct.Struct("<QQQQ")
@@ -24,13 +24,13 @@ LENGTH = struct.Struct("<H")
 MAX_TEXT = 200
 
 
-class Beacon:
+class Heartbeat:
     """The writer's end."""
 
     def __init__(self, fd: int) -> None:
         self._page = mmap.mmap(fd, PAGE_BYTES)
         self._head = memoryview(self._page)[: HEAD.size].cast("Q")
-        self.waiting = Waiting(self._head)
+        self.waiting = WaitingMark(self._head)
         self._places: dict[str, int] = {}
         self._end = HEAD.size
         self._count = 0
@@ -61,7 +61,7 @@ class Beacon:
         return place
 
 
-class Waiting:
+class WaitingMark:
     """While this is entered, once or several times over, the rank waits for another: what it burns is no work."""
 
     def __init__(self, head: memoryview) -> None:
@@ -76,7 +76,7 @@ class Waiting:
         self._head[WAITS] -= 1
 
 
-class BeaconReader:
+class HeartbeatReader:
     """The other end. Reading never waits."""
 
     def __init__(self, fd: int) -> None:
@@ -84,10 +84,10 @@ class BeaconReader:
         self._page = mmap.mmap(fd, PAGE_BYTES)
 
     @property
-    def sign(self) -> Sign:
+    def sign(self) -> RankActivity:
         """What the rank shows of itself."""
         count, _, waits, work = HEAD.unpack_from(self._page, 0)
-        return Sign(marks=count, work=work / 1000, waits=waits > 0)
+        return RankActivity(marks=count, work=work / 1000, waits=waits > 0)
 
     @property
     def where(self) -> str:

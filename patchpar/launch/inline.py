@@ -41,7 +41,7 @@ class InlineContext:
         return self.callbacks.answer(question)
 
     def hear(self, timeout: float) -> Any:
-        """See ListeningContext."""
+        """See InteractiveRankContext."""
         try:
             return self.told.get(timeout=timeout)
         except queue.Empty:

@@ -17,9 +17,9 @@ from typing import Any, Literal
 from patchpar.errors import LaunchError, WorkerError
 from patchpar.launch.executor import Callbacks, OnAsk, OnEvent, OnStart, check_deadline
 from patchpar.launch.fork_guard import change_in_children, check_owner
-from patchpar.launch.messages import Message, encode_call
-from patchpar.launch.pool import Pool, PoolSpec
-from patchpar.launch.replay import Change, Replay, Replays
+from patchpar.launch.messages import EncodedMessage, encode_call
+from patchpar.launch.pool import WorkerPool, WorkerPoolSpec
+from patchpar.launch.replay import CallEffects, ReplayedCall, ReplayLog
 
 MAX_FAILED_STARTS = 3
 log = logging.getLogger(__name__)
@@ -48,18 +48,18 @@ class LocalExecutor:
             raise LaunchError("worker processes need Linux or macOS; on Windows use one device")
         if not devices:
             raise LaunchError("at least one device is needed")
-        self._spec = PoolSpec(
+        self._spec = WorkerPoolSpec(
             devices=tuple(devices),
             engine=engine,
             deadline=check_deadline("deadline", deadline),
             start_timeout=check_deadline("start_timeout", start_timeout),
             preload=tuple(preload),
         )
-        self._pool: Pool | None = None
+        self._pool: WorkerPool | None = None
         self._is_ready = False
         self._is_closed = False
         self._failed_starts: list[str] = []
-        self._journal = Replays()
+        self._journal = ReplayLog()
         self._lock = threading.RLock()
         self._is_busy = False
         self._owner = os.getpid()
@@ -92,7 +92,7 @@ class LocalExecutor:
             if self._is_closed:
                 raise LaunchError("this executor is closed; make a new one")
             if self._pool is None:
-                self._pool = Pool(self._spec)
+                self._pool = WorkerPool(self._spec)
                 self._is_ready = False
 
     def call(
@@ -102,7 +102,7 @@ class LocalExecutor:
         on_event: OnEvent | None = None,
         on_ask: OnAsk | None = None,
         on_start: OnStart | None = None,
-        replay: bool | str | Change = False,
+        replay: bool | str | CallEffects = False,
         expected: float = 0.0,
         **kwargs: Any,
     ) -> list[Any]:
@@ -126,7 +126,7 @@ class LocalExecutor:
             message.close()
 
     def remember(
-        self, method: str, *args: Any, replay: bool | str | Change = True, expected: float = 0.0, **kwargs: Any
+        self, method: str, *args: Any, replay: bool | str | CallEffects = True, expected: float = 0.0, **kwargs: Any
     ) -> None:
         """Have workers that are started later do this call too, which those there have done in another way."""
         with self._lock:
@@ -138,20 +138,24 @@ class LocalExecutor:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        replay: bool | str | Change,
+        replay: bool | str | CallEffects,
         expected: float,
-        sent: Message | None,
+        sent: EncodedMessage | None,
     ) -> None:
         """Have new workers do a call too."""
-        change = replay if isinstance(replay, Change) else Change(sets=None if replay is True else str(replay))
-        self._journal.add(Replay(method=method, args=args, kwargs=kwargs, expected=expected, sent=sent, change=change))
+        change = (
+            replay if isinstance(replay, CallEffects) else CallEffects(sets=None if replay is True else str(replay))
+        )
+        self._journal.add(
+            ReplayedCall(method=method, args=args, kwargs=kwargs, expected=expected, sent=sent, change=change)
+        )
 
     def _enter(self) -> None:
         if self._is_busy:
             raise LaunchError("a call cannot be made from within on_event or on_ask of another")
         self._is_busy = True
 
-    def _run(self, message: Message, callbacks: Callbacks, expected: float) -> list[Any]:
+    def _run(self, message: EncodedMessage, callbacks: Callbacks, expected: float) -> list[Any]:
         pool = self._pool
         if pool is None:
             raise LaunchError("this executor was closed during the call")

@@ -14,11 +14,11 @@ from typing import Any
 
 from patchpar.errors import PlanError
 from patchpar.launch.pickling import INLINE_BYTES, BlockPickler
-from patchpar.launch.shared_blocks import Block, BlockWriter
+from patchpar.launch.shared_blocks import SharedBlock, SharedBlockWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class EncodedMessage:
     """An object on its way. `spans` are the places (offset, length) of its buffers in `block`.
 
     A stream longer than INLINE_BYTES is in the block too, as the last span, and `stream` is empty.
@@ -26,7 +26,7 @@ class Message:
 
     stream: bytes
     spans: tuple[tuple[int, int], ...] = ()
-    block: Block | None = None
+    block: SharedBlock | None = None
 
     def close(self) -> None:
         """Give up this process's hold of the block; who has received or mapped it keeps it."""
@@ -34,12 +34,12 @@ class Message:
             self.block.close()
 
 
-def encode(value: object) -> Message:
+def encode(value: object) -> EncodedMessage:
     """Make a message of any picklable object. The same message can be sent to many receivers.
 
     Raises pickle.PicklingError (or what the object's own pickling raises), and MemoryError without room for it.
     """
-    writer = BlockWriter()
+    writer = SharedBlockWriter()
     sink = io.BytesIO()
     try:
         pickler = BlockPickler(sink, writer)
@@ -51,16 +51,16 @@ def encode(value: object) -> Message:
     except BaseException:
         writer.discard()
         raise
-    return Message(stream=stream, spans=tuple(pickler.spans), block=writer.finish())
+    return EncodedMessage(stream=stream, spans=tuple(pickler.spans), block=writer.finish())
 
 
-def decode(message: Message) -> Any:
+def decode(message: EncodedMessage) -> Any:
     """The object again, its large parts mapped, not copied. Raises what unpickling raises."""
     memory = message.block.map() if message.block is not None else memoryview(b"")
     return _loads(message.stream, [memory[start : start + length] for start, length in message.spans])
 
 
-def pack(message: Message) -> bytes:
+def pack(message: EncodedMessage) -> bytes:
     """A message as plain bytes, for a way that can carry no descriptor. Closes the message."""
     memory = b"" if message.block is None else bytes(message.block.map())
     message.close()
@@ -78,7 +78,7 @@ def _loads(stream: bytes, buffers: list[memoryview]) -> Any:
     return pickle.loads(stream or buffers.pop(), buffers=buffers)
 
 
-def encode_call(method: str, args: Sequence[object], kwargs: dict[str, object], expected: float) -> Message:
+def encode_call(method: str, args: Sequence[object], kwargs: dict[str, object], expected: float) -> EncodedMessage:
     """Make a message of a call. Raises PlanError that names the argument which cannot be sent."""
     try:
         return encode((method, tuple(args), kwargs, expected))

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from types import CellType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from patchpar.launch.shared_blocks import ALIGNMENT, BlockWriter
+from patchpar.launch.shared_blocks import ALIGNMENT, SharedBlockWriter
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ INLINE_BYTES = 64 * 1024  # what is smaller travels in the stream itself
 class BlockPickler(pickle.Pickler):
     """Pickles by protocol 5; buffers of more than INLINE_BYTES go to the block."""
 
-    def __init__(self, sink: io.BytesIO, writer: BlockWriter) -> None:
+    def __init__(self, sink: io.BytesIO, writer: SharedBlockWriter) -> None:
         super().__init__(sink, protocol=5, buffer_callback=self._take)
         self.spans: list[tuple[int, int]] = []
         self._writer = writer

@@ -12,26 +12,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from patchpar.errors import LaunchError
-from patchpar.launch.channel import EMPTY, Frame, Kind
+from patchpar.launch.channel import EMPTY, ChannelFrame, FrameKind
 from patchpar.launch.devices import available_cores
 from patchpar.launch.executor import Callbacks, longest_wait
 from patchpar.launch.fork_guard import change_in_children, no_fork
 from patchpar.launch.handshake import (
     PACKAGE_ROOT,
-    Hello,
     NcclStore,
+    WorkerConfig,
     needs_nccl,
     share_of_cores,
     versions,
     worker_environment,
 )
-from patchpar.launch.hang_detection import Limits
-from patchpar.launch.messages import Message, decode, encode
+from patchpar.launch.hang_detection import HangLimits
+from patchpar.launch.messages import EncodedMessage, decode, encode
 from patchpar.launch.process import WorkerProcess
 from patchpar.launch.request_failure import is_reusable, verdict
-from patchpar.launch.request_loop import Dialogue, Outcome
-from patchpar.launch.socket_pairs import Links
-from patchpar.launch.worker_output import FirstSpeaker
+from patchpar.launch.request_loop import RequestLoop, RequestOutcome
+from patchpar.launch.socket_pairs import SocketPairs
+from patchpar.launch.worker_output import FirstPrinter
 
 STOP_SECONDS = 2.0  # for a worker to leave when asked
 TERM_SECONDS = 1.0  # and when told
@@ -39,7 +39,7 @@ KILL_SECONDS = 5.0  # only a process stuck in the kernel takes longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSpec:
+class WorkerPoolSpec:
     """What a pool is to be. Times in seconds."""
 
     devices: tuple[str, ...]
@@ -49,10 +49,10 @@ class PoolSpec:
     preload: tuple[str, ...]
 
 
-class Pool:
+class WorkerPool:
     """Workers of one generation. Made starting: the processes run, `wait_until_ready` has to follow."""
 
-    def __init__(self, spec: PoolSpec) -> None:
+    def __init__(self, spec: WorkerPoolSpec) -> None:
         self.spec = spec
         self._workers: list[WorkerProcess] = []
         self._store = NcclStore() if needs_nccl(spec.devices) else None
@@ -63,7 +63,7 @@ class Pool:
         self.is_usable = True
         with no_fork():
             change_in_children(self)
-            links = Links(len(spec.devices))
+            links = SocketPairs(len(spec.devices))
             try:
                 self._spawn(links)
             except BaseException:
@@ -72,10 +72,10 @@ class Pool:
             finally:
                 links.close()
 
-    def _spawn(self, links: Links) -> None:
+    def _spawn(self, links: SocketPairs) -> None:
         spec, store, world = self.spec, self._store, len(self.spec.devices)
         threads = share_of_cores(available_cores(), world)
-        environment, speakers = worker_environment(threads), FirstSpeaker()
+        environment, speakers = worker_environment(threads), FirstPrinter()
         path = tuple(sys.path) if PACKAGE_ROOT in sys.path else (*sys.path, PACKAGE_ROOT)
         for rank, device in enumerate(spec.devices):
             ends = links.of(rank)
@@ -83,7 +83,7 @@ class Pool:
             worker = WorkerProcess(rank, device, environment=environment, speakers=speakers, inherit=inherit)
             self._workers.append(worker)
             links.release(rank)
-            hello = Hello(
+            hello = WorkerConfig(
                 rank=rank,
                 world_size=world,
                 device=device,
@@ -121,24 +121,26 @@ class Pool:
             expected = {**facts[0], **versions()}
             if found != expected:
                 raise LaunchError(f"rank {rank} differs: it has {found}, where {expected} was expected")
-        self._start_up(Kind.FORM)
+        self._start_up(FrameKind.FORM)
 
-    def _start_up(self, kind: Kind | None) -> list[Any]:
+    def _start_up(self, kind: FrameKind | None) -> list[Any]:
         try:
-            return self._request_all(kind, EMPTY, Callbacks(), Limits.of_start(self.spec.start_timeout))
+            return self._request_all(kind, EMPTY, Callbacks(), HangLimits.of_start(self.spec.start_timeout))
         except LaunchError:
             raise
         except Exception as error:
             raise LaunchError(f"the workers could not be started: {error}") from error
 
-    def call(self, message: Message, callbacks: Callbacks, expected: float) -> list[Any]:
+    def call(self, message: EncodedMessage, callbacks: Callbacks, expected: float) -> list[Any]:
         """Run one encoded call on all ranks. Raises what `Executor.call` raises; look at `is_usable` afterwards."""
-        return self._request_all(Kind.CALL, message, callbacks, Limits.of_call(self.spec.deadline, expected))
+        return self._request_all(FrameKind.CALL, message, callbacks, HangLimits.of_call(self.spec.deadline, expected))
 
-    def _request_all(self, kind: Kind | None, message: Message, callbacks: Callbacks, limits: Limits) -> list[Any]:
+    def _request_all(
+        self, kind: FrameKind | None, message: EncodedMessage, callbacks: Callbacks, limits: HangLimits
+    ) -> list[Any]:
         self.is_usable = False  # until it has ended well: also if an interrupt ends it anywhere
-        dialogue = Dialogue(self._workers, self._request, callbacks, limits=limits)
-        opening = None if kind is None else Frame(kind, self._request, message)
+        dialogue = RequestLoop(self._workers, self._request, callbacks, limits=limits)
+        opening = None if kind is None else ChannelFrame(kind, self._request, message)
         self._request += 1
         outcome = dialogue.run(opening)
         error = verdict(outcome, self._workers, limits)
@@ -178,14 +180,14 @@ class Pool:
         self.kill()
 
 
-def _open(message: Message) -> Any:
+def _open(message: EncodedMessage) -> Any:
     try:
         return decode(message)
     finally:
         message.close()
 
 
-def _drop(outcome: Outcome) -> None:
+def _drop(outcome: RequestOutcome) -> None:
     for message in outcome.results.values():
         message.close()
 

@@ -13,11 +13,11 @@ from io import FileIO
 
 from patchpar.errors import LaunchError
 from patchpar.launch.anonymous_file import anonymous_file
-from patchpar.launch.channel import Channel, Closed, Frame, Kind
+from patchpar.launch.channel import Channel, ChannelClosed, ChannelFrame, FrameKind
 from patchpar.launch.handshake import PACKAGE_ROOT
-from patchpar.launch.heartbeat import BeaconReader
-from patchpar.launch.messages import Message
-from patchpar.launch.worker_output import FirstSpeaker, Output
+from patchpar.launch.heartbeat import HeartbeatReader
+from patchpar.launch.messages import EncodedMessage
+from patchpar.launch.worker_output import FirstPrinter, WorkerOutput
 
 # Not "-m": that would put the working directory first on the path, and a folder called torch there would be imported.
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from patchpar.launch.worker import main; main(int(sys.argv[2]))"
@@ -30,7 +30,7 @@ class WorkerProcess:
     """A worker, its channel, its output and its beacon. Made running."""
 
     def __init__(
-        self, rank: int, device: str, *, environment: dict[str, str], speakers: FirstSpeaker, inherit: tuple[int, ...]
+        self, rank: int, device: str, *, environment: dict[str, str], speakers: FirstPrinter, inherit: tuple[int, ...]
     ) -> None:
         self.rank, self.device = rank, device
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as undo:
@@ -43,7 +43,7 @@ class WorkerProcess:
                 undo.enter_context(file)
             # The numbers they have in the worker.
             self.beacon_fd, self.lifeline_fd = beacon.fileno(), read_life.fileno()
-            self.beacon = BeaconReader(self.beacon_fd)
+            self.beacon = HeartbeatReader(self.beacon_fd)
             undo.callback(self.beacon.close)
             self.channel = Channel(ours, send_timeout=SEND_TIMEOUT)
             try:
@@ -58,13 +58,13 @@ class WorkerProcess:
                 )
             except OSError as error:
                 raise LaunchError(f"cannot start a worker with {sys.executable!r}: {error}") from error
-            self._output = Output(rank, read_output, speakers)
+            self._output = WorkerOutput(rank, read_output, speakers)
             undo.pop_all()
 
-    def greet(self, hello: Message) -> None:
+    def greet(self, hello: EncodedMessage) -> None:
         """Say the hello, which is request 0. If it has died already, the dialogue will find out."""
-        with contextlib.suppress(Closed, TimeoutError):
-            self.channel.send(Frame(Kind.HELLO, 0, hello))
+        with contextlib.suppress(ChannelClosed, TimeoutError):
+            self.channel.send(ChannelFrame(FrameKind.HELLO, 0, hello))
 
     @property
     def pid(self) -> int:
@@ -109,8 +109,8 @@ class WorkerProcess:
 
     def ask_to_stop(self) -> None:
         """Ask politely."""
-        with contextlib.suppress(Closed, TimeoutError):
-            self.channel.send(Frame(Kind.STOP, 0))
+        with contextlib.suppress(ChannelClosed, TimeoutError):
+            self.channel.send(ChannelFrame(FrameKind.STOP, 0))
 
     def terminate(self) -> None:
         """Ask firmly."""

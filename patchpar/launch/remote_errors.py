@@ -18,7 +18,7 @@ TOO_GENERAL = (Exception, RuntimeError)  # a WorkerError is one of these already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class RemoteError:
     """An exception of one rank, in a form that always travels."""
 
     type_name: str
@@ -39,10 +39,10 @@ class Failure:
         return WorkerError(f"{who} raised {self.headline()}\n\n{self.trace}", rank=rank)
 
 
-def take_down(error: BaseException) -> Failure:
+def take_down(error: BaseException) -> RemoteError:
     """Make a failure of an exception that has been caught."""
     kind = type(error)
-    return Failure(
+    return RemoteError(
         type_name=kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
         text=str(error),
         trace="".join(traceback.format_exception(kind, error, _engine_part(error.__traceback__))).rstrip(),

@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from patchpar.launch.adapter_replay import Parts, settled
-from patchpar.launch.messages import Message, encode_call
+from patchpar.launch.adapter_replay import NamedAdapters, settled
+from patchpar.launch.messages import EncodedMessage, encode_call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class CallEffects:
     """What a call changes, as far as later calls can take its place or take it back.
 
     `sets`: the dotted name of what it sets, whatever that was before. `kind`: what it belongs to, if that can be taken
@@ -25,7 +25,7 @@ class Change:
     kind: str | None = None
     undoes: str | None = None
     unless: tuple[str, ...] = ()
-    parts: Parts | None = None
+    parts: NamedAdapters | None = None
 
     def concerns(self, name: str) -> bool:
         """Whether this may have to do with what has that name."""
@@ -34,21 +34,21 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
+class ReplayedCall:
     """A call to be repeated, and what it changes."""
 
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     expected: float
-    sent: Message | None  # as it was, if it is small; large arguments are not kept twice
-    change: Change
+    sent: EncodedMessage | None  # as it was, if it is small; large arguments are not kept twice
+    change: CallEffects
 
-    def message(self) -> Message:
+    def message(self) -> EncodedMessage:
         """The call, to be sent again."""
         return self.sent or encode_call(self.method, self.args, self.kwargs, self.expected)
 
-    def about(self, parts: Parts) -> Replay:
+    def about(self, parts: NamedAdapters) -> ReplayedCall:
         """The call for some of its parts."""
         before = self.change.parts
         if before is None or parts == before or parts.without is None:
@@ -57,19 +57,19 @@ class Replay:
         return replace(self, args=args, sent=None, change=replace(self.change, parts=parts))
 
 
-class Replays:
+class ReplayLog:
     """Calls in the order in which they were made, without those that have been replaced or taken back."""
 
     def __init__(self) -> None:
-        self._entries: list[Replay] = []
+        self._entries: list[ReplayedCall] = []
 
-    def __iter__(self) -> Iterator[Replay]:
+    def __iter__(self) -> Iterator[ReplayedCall]:
         return iter(self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, entry: Replay) -> None:
+    def add(self, entry: ReplayedCall) -> None:
         """Keep a call, unless all that it does is to take back others, and forget what it replaces or takes back."""
         change = entry.change
         if change.parts is not None and self._settle(entry, change):
@@ -80,14 +80,14 @@ class Replays:
             self._replace(change.sets, change.given)
         self._entries.append(entry)
 
-    def _settle(self, entry: Replay, change: Change) -> bool:
+    def _settle(self, entry: ReplayedCall, change: CallEffects) -> bool:
         """Keep a call about parts, and of those before it what still holds; whether that could be done."""
         places = [place for place, each in enumerate(self._entries) if each.change.kind == change.kind]
         known = [each.change.parts for each in (*(self._entries[place] for place in places), entry)]
         parts = [each for each in known if each is not None]
         if len(parts) < len(known) or any(each.change.kind in change.unless for each in self._entries):
             return False
-        calls: dict[int, Replay] = dict(enumerate((*self._entries, entry)))
+        calls: dict[int, ReplayedCall] = dict(enumerate((*self._entries, entry)))
         for place, left in zip((*places, len(self._entries)), settled(parts), strict=True):
             call = calls.pop(place)
             if left is not None:

@@ -6,15 +6,15 @@ import time
 from collections.abc import Sequence
 
 from patchpar.errors import WorkerDied, WorkerHung
-from patchpar.launch.hang_detection import Limits
+from patchpar.launch.hang_detection import HangLimits
 from patchpar.launch.process import SEND_TIMEOUT, WorkerProcess
-from patchpar.launch.remote_errors import Failure
-from patchpar.launch.request_loop import Outcome
+from patchpar.launch.remote_errors import RemoteError
+from patchpar.launch.request_loop import RequestOutcome
 
 STACK_SECONDS = 0.3  # for a hung worker to print where it is
 
 
-def verdict(outcome: Outcome, workers: Sequence[WorkerProcess], limits: Limits) -> Exception | None:
+def verdict(outcome: RequestOutcome, workers: Sequence[WorkerProcess], limits: HangLimits) -> Exception | None:
     """The exception for the caller; None if every rank has returned a result.
 
     The cause comes first: a dead worker before what its death did to others; what the caller's own function raised;
@@ -37,7 +37,7 @@ def verdict(outcome: Outcome, workers: Sequence[WorkerProcess], limits: Limits) 
     return _raised(outcome.failures, outcome, workers) if outcome.failures else None
 
 
-def is_reusable(outcome: Outcome, workers: Sequence[WorkerProcess]) -> bool:
+def is_reusable(outcome: RequestOutcome, workers: Sequence[WorkerProcess]) -> bool:
     """Whether the workers can take another call: all have answered, and none left a message for another halfway.
 
     The last is seen from the marks: ranks that failed alike have passed equally many seams.
@@ -51,13 +51,13 @@ def is_reusable(outcome: Outcome, workers: Sequence[WorkerProcess]) -> bool:
     return in_step and not any(failure.transport for failure in outcome.failures.values())
 
 
-def _died(outcome: Outcome, workers: Sequence[WorkerProcess]) -> WorkerDied:
+def _died(outcome: RequestOutcome, workers: Sequence[WorkerProcess]) -> WorkerDied:
     worker = workers[outcome.died[0]]
     end = worker.how_it_ended()
     return WorkerDied(f"{worker} {end}; {worker.last_seam()}.{worker.last_output()}", rank=worker.rank)
 
 
-def _raised(failures: dict[int, Failure], outcome: Outcome, workers: Sequence[WorkerProcess]) -> Exception:
+def _raised(failures: dict[int, RemoteError], outcome: RequestOutcome, workers: Sequence[WorkerProcess]) -> Exception:
     """All who take part alike: the exception itself, as a plain pipeline would raise it. Otherwise a WorkerError."""
     rank, first = next(iter(failures.items()))
     error = first.as_worker_error(str(workers[rank]), rank)
@@ -71,7 +71,7 @@ def _raised(failures: dict[int, Failure], outcome: Outcome, workers: Sequence[Wo
 
 
 def _hung(
-    outcome: Outcome, left: Sequence[WorkerProcess], workers: Sequence[WorkerProcess], limits: Limits
+    outcome: RequestOutcome, left: Sequence[WorkerProcess], workers: Sequence[WorkerProcess], limits: HangLimits
 ) -> WorkerHung:
     """Of the ranks that are `left`, those that do not answer come before those that are stuck or wait for nobody."""
     silent = [worker for worker in left if worker.rank in outcome.silent]
@@ -88,7 +88,7 @@ def _hung(
     return WorkerHung(f"{text}{guilty.last_output()}", rank=guilty.rank)
 
 
-def _why(outcome: Outcome, guilty: WorkerProcess, limits: Limits) -> str:
+def _why(outcome: RequestOutcome, guilty: WorkerProcess, limits: HangLimits) -> str:
     if outcome.failures:
         rank, failure = list(outcome.failures.items())[-1]
         return f"rank {rank} has given up on it: {failure.headline()}"

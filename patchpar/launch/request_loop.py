@@ -22,12 +22,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from patchpar.launch.channel import Closed, Frame, Kind
-from patchpar.launch.executor import Bystander, Callbacks
-from patchpar.launch.hang_detection import Limits, Progress, Sign
-from patchpar.launch.messages import Message, decode, encode
+from patchpar.launch.channel import ChannelClosed, ChannelFrame, FrameKind
+from patchpar.launch.executor import Callbacks, IdleRank
+from patchpar.launch.hang_detection import HangLimits, RankActivity, RequestProgress
+from patchpar.launch.messages import EncodedMessage, decode, encode
 from patchpar.launch.process import WorkerProcess
-from patchpar.launch.remote_errors import Failure
+from patchpar.launch.remote_errors import RemoteError
 
 TICK = 0.2  # s between looks at the beacons; what comes through a channel is heard at once
 PING_EVERY = 1.0  # s, or a fifth of the patience if that is less
@@ -37,11 +37,11 @@ LONGEST_STEP = 1.0  # s; more than this between two looks was not the workers' f
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
+class RequestOutcome:
     """How a dialogue ended. Of the ranks that neither answered nor died, `stuck` are those that are to blame."""
 
-    results: dict[int, Message] = field(default_factory=dict)
-    failures: dict[int, Failure] = field(default_factory=dict)  # in order of arrival
+    results: dict[int, EncodedMessage] = field(default_factory=dict)
+    failures: dict[int, RemoteError] = field(default_factory=dict)  # in order of arrival
     died: list[int] = field(default_factory=list)
     deaf: list[int] = field(default_factory=list)  # have stopped reading, so nothing can be said to them any more
     silent: list[int] = field(default_factory=list)  # have not answered the last pings
@@ -62,19 +62,21 @@ class Outcome:
         return bool(self.failures or self.died or self.aborted)
 
 
-class Dialogue:
+class RequestLoop:
     """One request. Made, then run, once."""
 
-    def __init__(self, workers: Sequence[WorkerProcess], request: int, callbacks: Callbacks, *, limits: Limits) -> None:
+    def __init__(
+        self, workers: Sequence[WorkerProcess], request: int, callbacks: Callbacks, *, limits: HangLimits
+    ) -> None:
         self._workers, self._request, self._callbacks = workers, request, callbacks
-        self._outcome = Outcome()
+        self._outcome = RequestOutcome()
         self._unanswered = [0.0] * len(workers)  # seconds since the last answer to a ping
         self._first = self._signs()
-        self._progress = Progress(limits, self._first)
+        self._progress = RequestProgress(limits, self._first)
         self._ping_every = self._until_ping = min(PING_EVERY, limits.patience / 5)
         self._ended: set[int] = set()
 
-    def run(self, opening: Frame | None) -> Outcome:
+    def run(self, opening: ChannelFrame | None) -> RequestOutcome:
         """Send the opening, if there is one, and listen until all is said or nothing more can be expected.
 
         Raises what the caller's `on_event` raises, at once; the ranks are then in the middle of something.
@@ -104,7 +106,7 @@ class Dialogue:
         signs = zip(self._signs(), self._first, strict=True)
         outcome.marks = {rank: sign.marks - first.marks for rank, (sign, first) in enumerate(signs)}
 
-    def _signs(self) -> list[Sign]:
+    def _signs(self) -> list[RankActivity]:
         return [worker.beacon.sign for worker in self._workers]
 
     def _active(self) -> list[int]:
@@ -122,29 +124,29 @@ class Dialogue:
         try:
             for frame in worker.channel.receive_ready():
                 self._hear(worker, frame)
-        except Closed:
+        except ChannelClosed:
             selector.unregister(worker.channel)
             self._died(worker)
 
-    def _hear(self, worker: WorkerProcess, frame: Frame) -> None:
-        if frame.kind is Kind.PONG:
+    def _hear(self, worker: WorkerProcess, frame: ChannelFrame) -> None:
+        if frame.kind is FrameKind.PONG:
             self._unanswered[worker.rank] = 0.0
-        if frame.request != self._request or frame.kind is Kind.PONG:
+        if frame.request != self._request or frame.kind is FrameKind.PONG:
             frame.message.close()  # of a request that was given up
             return
         self._progress.heard(worker.rank)
-        if frame.kind is Kind.RESULT:
+        if frame.kind is FrameKind.RESULT:
             self._outcome.results[worker.rank] = frame.message
-            if frame.message.block is None and isinstance(decode(frame.message), Bystander):
+            if frame.message.block is None and isinstance(decode(frame.message), IdleRank):
                 self._outcome.bystanders.append(worker.rank)
             return
         value = decode(frame.message)
         frame.message.close()
-        if frame.kind is Kind.FAILED:
+        if frame.kind is FrameKind.FAILED:
             self._outcome.failures[worker.rank] = value
-        elif frame.kind is Kind.EVENT and not self._outcome.has_failed:
+        elif frame.kind is FrameKind.EVENT and not self._outcome.has_failed:
             self._callbacks.event(worker.rank, value)
-        elif frame.kind is Kind.ASK and worker.rank == 0:
+        elif frame.kind is FrameKind.ASK and worker.rank == 0:
             self._reply(value)
 
     def _reply(self, question: object) -> None:
@@ -154,14 +156,14 @@ class Dialogue:
             self._outcome.aborted = error
             reply = encode((False, f"{type(error).__name__} in the caller's on_ask: {error}"))
         for worker in self._workers:
-            self._send(worker, Frame(Kind.REPLY, self._request, reply))
+            self._send(worker, ChannelFrame(FrameKind.REPLY, self._request, reply))
         reply.close()
 
     def _tell(self, rank: int, value: object) -> None:
         """May be called from any thread. A rank that has gone hears nothing; its end is noticed elsewhere."""
         message = encode(value)
-        with contextlib.suppress(Closed, TimeoutError):
-            self._workers[rank].channel.send(Frame(Kind.TELL, self._request, message))
+        with contextlib.suppress(ChannelClosed, TimeoutError):
+            self._workers[rank].channel.send(ChannelFrame(FrameKind.TELL, self._request, message))
         message.close()
 
     def _pass_time(self, seconds: float) -> None:
@@ -173,7 +175,7 @@ class Dialogue:
             self._until_ping = self._ping_every
             for worker in self._workers:
                 if not self._outcome.is_over(worker.rank):
-                    self._send(worker, Frame(Kind.PING, self._request))
+                    self._send(worker, ChannelFrame(FrameKind.PING, self._request))
 
     def _notice_the_dead(self) -> None:
         """A channel normally closes with its process, but stays open if a worker had children of its own."""
@@ -187,10 +189,10 @@ class Dialogue:
         if worker.rank not in self._outcome.died:
             self._outcome.died.append(worker.rank)
 
-    def _send(self, worker: WorkerProcess, frame: Frame) -> None:
+    def _send(self, worker: WorkerProcess, frame: ChannelFrame) -> None:
         try:
             worker.channel.send(frame)
-        except Closed:
+        except ChannelClosed:
             self._died(worker)
         except TimeoutError:
             self._outcome.deaf.append(worker.rank)

@@ -17,7 +17,7 @@ from patchpar.launch.anonymous_file import anonymous_file
 ALIGNMENT = 64  # bytes: what vector instructions and every dtype are content with
 
 
-class BlockWriter:
+class SharedBlockWriter:
     """Collects buffers one after another in one block. The block is made when the first buffer comes."""
 
     def __init__(self) -> None:
@@ -42,11 +42,11 @@ class BlockWriter:
         self.size = start + view.nbytes
         return start, view.nbytes
 
-    def finish(self) -> Block | None:
+    def finish(self) -> SharedBlock | None:
         """The block, now the caller's to close; None if nothing was written."""
         if self._fd is None:
             return None
-        block, self._fd = Block(self._fd, self.size), None
+        block, self._fd = SharedBlock(self._fd, self.size), None
         return block
 
     def discard(self) -> None:
@@ -56,7 +56,7 @@ class BlockWriter:
             block.close()
 
 
-class Block:
+class SharedBlock:
     """A finished block: a descriptor and a length in bytes. Whoever holds it closes it."""
 
     def __init__(self, fd: int, size: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 
 
-class Links:
+class SocketPairs:
     """The ends of all pairs in the process that starts the ranks. Each is closed there once its rank has it."""
 
     def __init__(self, world_size: int) -> None:

@@ -29,7 +29,7 @@ from patchpar.launch.fork_guard import change_in_children, check_owner
 from patchpar.launch.handshake import versions
 from patchpar.launch.hang_detection import MORE_TIME
 from patchpar.launch.messages import encode, pack, unpack
-from patchpar.launch.remote_errors import Failure, is_transport_error, take_down
+from patchpar.launch.remote_errors import RemoteError, is_transport_error, take_down
 from patchpar.launch.rendezvous import meet, name_of_job, this_host
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -196,7 +196,7 @@ class TorchrunExecutor:
         where = self._context.where
         return f"rank {self.rank} was at {where!r}" if where else f"rank {self.rank} was before its first seam"
 
-    def _exchange_failures(self, own: Failure | None, patience: float) -> list[Failure | None]:
+    def _exchange_failures(self, own: RemoteError | None, patience: float) -> list[RemoteError | None]:
         """How the call went on each rank. Raises WorkerHung or WorkerDied if one of them does not say."""
         found = self._control.gather(b"" if own is None else pickle.dumps(own), patience)
         return [pickle.loads(data) if data else None for data in found]
@@ -247,7 +247,7 @@ def _met(
     return LinkControl(rank, world_size, control), meet(f"{job}-links", rank, world_size, deadline)
 
 
-def _is_cause(failure: Failure | None) -> bool:
+def _is_cause(failure: RemoteError | None) -> bool:
     """Whether an exception arose by itself, and did not follow from another rank's."""
     return failure is not None and not failure.transport and not failure.type_name.endswith(CallAborted.__name__)
 

@@ -25,11 +25,11 @@ from datetime import timedelta
 from typing import Any
 
 from patchpar.errors import LaunchError
-from patchpar.launch.channel import Channel, Closed, Frame, Kind
+from patchpar.launch.channel import Channel, ChannelClosed, ChannelFrame, FrameKind
 from patchpar.launch.executor import CallAborted, engine_method, load_engine, longest_wait
-from patchpar.launch.handshake import Hello, versions
-from patchpar.launch.heartbeat import Beacon
-from patchpar.launch.messages import Message, decode, encode
+from patchpar.launch.handshake import WorkerConfig, versions
+from patchpar.launch.heartbeat import Heartbeat
+from patchpar.launch.messages import EncodedMessage, decode, encode
 from patchpar.launch.remote_errors import take_down
 from patchpar.launch.socket_pairs import inherited
 
@@ -43,9 +43,9 @@ def main(fd: int) -> None:
     os.set_inheritable(fd, False)
     try:
         first = channel.receive()
-    except Closed:
+    except ChannelClosed:
         return
-    hello: Hello = decode(first.message)
+    hello: WorkerConfig = decode(first.message)
     _die_with_parent(hello.lifeline)
     sys.path[:] = hello.path
     Worker(channel, hello).run(first.request)
@@ -68,16 +68,16 @@ def _die_with_parent(lifeline: int) -> None:
 class WorkerContext:
     """The RankContext of a worker."""
 
-    def __init__(self, hello: Hello, channel: Channel) -> None:
+    def __init__(self, hello: WorkerConfig, channel: Channel) -> None:
         self.rank, self.world_size, self.device = hello.rank, hello.world_size, hello.device
         self.deadline = hello.deadline
         self.links: Mapping[int, socket.socket] | None = inherited(hello.links)
-        self.beacon = Beacon(hello.beacon)
+        self.beacon = Heartbeat(hello.beacon)
         self.mark: Callable[[str], None] = self.beacon.mark
         self.waiting = self.beacon.waiting
         self.request = 0
-        self.replies: queue.SimpleQueue[Frame] = queue.SimpleQueue()
-        self.told: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self.replies: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
+        self.told: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
         self._channel = channel
 
     @property
@@ -87,11 +87,11 @@ class WorkerContext:
 
     def emit(self, event: object) -> None:
         """See RankContext."""
-        self._send(Kind.EVENT, event)
+        self._send(FrameKind.EVENT, event)
 
     def ask(self, question: object) -> Any:
         """See RankContext."""
-        self._send(Kind.ASK, question if self.rank == 0 else None)
+        self._send(FrameKind.ASK, question if self.rank == 0 else None)
         with self.waiting:  # without end: the caller may think as long as it likes, and its end is ours
             reply = self.replies.get()
             while reply.request != self.request:
@@ -102,7 +102,7 @@ class WorkerContext:
         return value
 
     def hear(self, timeout: float) -> Any:
-        """See ListeningContext."""
+        """See InteractiveRankContext."""
         give_up = time.monotonic() + timeout
         while True:
             try:
@@ -115,13 +115,13 @@ class WorkerContext:
             if frame.request == self.request:
                 return value
 
-    def _send(self, kind: Kind, value: object) -> None:
-        message = _encode("an event" if kind is Kind.EVENT else "a question", value)
-        self._channel.send(Frame(kind, self.request, message))
+    def _send(self, kind: FrameKind, value: object) -> None:
+        message = _encode("an event" if kind is FrameKind.EVENT else "a question", value)
+        self._channel.send(ChannelFrame(kind, self.request, message))
         message.close()
 
 
-def _encode(what: str, value: object) -> Message:
+def _encode(what: str, value: object) -> EncodedMessage:
     """A message for the caller. Raises TypeError that says what cannot be sent."""
     try:
         return encode(value)
@@ -134,10 +134,10 @@ def _encode(what: str, value: object) -> Message:
 class Worker:
     """One rank."""
 
-    def __init__(self, channel: Channel, hello: Hello) -> None:
+    def __init__(self, channel: Channel, hello: WorkerConfig) -> None:
         self._channel, self._hello = channel, hello
         self._context = WorkerContext(hello, channel)
-        self._calls: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
         self._engine: Any = None
 
     def run(self, first_request: int) -> None:
@@ -146,7 +146,7 @@ class Worker:
         self._answer(first_request, self._prepare)
         while True:
             frame = self._calls.get()
-            work = self._form if frame.kind is Kind.FORM else lambda frame=frame: self._call(frame)
+            work = self._form if frame.kind is FrameKind.FORM else lambda frame=frame: self._call(frame)
             self._answer(frame.request, work)
             del frame, work  # or the arguments of a call would stay in memory until the next
 
@@ -154,14 +154,14 @@ class Worker:
         try:
             while True:
                 frame = self._channel.receive()
-                if frame.kind is Kind.PING:
+                if frame.kind is FrameKind.PING:
                     self._context.beacon.show_work()
-                    self._channel.send(Frame(Kind.PONG, frame.request))
-                elif frame.kind is Kind.REPLY:
+                    self._channel.send(ChannelFrame(FrameKind.PONG, frame.request))
+                elif frame.kind is FrameKind.REPLY:
                     self._context.replies.put(frame)
-                elif frame.kind is Kind.TELL:
+                elif frame.kind is FrameKind.TELL:
                     self._context.told.put(frame)
-                elif frame.kind is Kind.STOP:
+                elif frame.kind is FrameKind.STOP:
                     break
                 else:
                     self._calls.put(frame)
@@ -174,10 +174,10 @@ class Worker:
     def _answer(self, request: int, work: Callable[[], object]) -> None:
         self._context.request = request
         try:
-            kind, message = Kind.RESULT, _encode("what it returned", work())
+            kind, message = FrameKind.RESULT, _encode("what it returned", work())
         except BaseException as error:  # noqa: BLE001  also SystemExit: whatever it is, the caller must hear of it
-            kind, message = Kind.FAILED, encode(take_down(error))
-        self._channel.send(Frame(kind, request, message))
+            kind, message = FrameKind.FAILED, encode(take_down(error))
+        self._channel.send(ChannelFrame(kind, request, message))
         message.close()
 
     def _prepare(self) -> dict[str, str]:
@@ -206,14 +206,14 @@ class Worker:
             _join_nccl(self._hello, self._hello.nccl_store)
         self._engine = load_engine(self._hello.engine)(self._context)
 
-    def _call(self, frame: Frame) -> object:
+    def _call(self, frame: ChannelFrame) -> object:
         method, args, kwargs, expected = decode(frame.message)
         frame.message.close()
         self._context.deadline = self._hello.deadline + expected
         return engine_method(self._engine, method)(*args, **kwargs)
 
 
-def _join_nccl(hello: Hello, path: str) -> None:
+def _join_nccl(hello: WorkerConfig, path: str) -> None:
     import torch.distributed as dist
 
     store = dist.FileStore(path, hello.world_size)  # type: ignore[attr-defined]  # it is documented

@@ -22,7 +22,7 @@ LONGEST_LINE = 8192  # characters; what comes after them in the same line is cou
 LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)")
 
 
-class FirstSpeaker:
+class FirstPrinter:
     """Remembers which rank was the first to print a line."""
 
     def __init__(self) -> None:
@@ -40,10 +40,10 @@ class FirstSpeaker:
         return first == rank
 
 
-class Output:
+class WorkerOutput:
     """Reads one worker's pipe in a thread, to its end."""
 
-    def __init__(self, rank: int, pipe: FileIO, speakers: FirstSpeaker) -> None:
+    def __init__(self, rank: int, pipe: FileIO, speakers: FirstPrinter) -> None:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._thread = threading.Thread(
             target=_pump, args=(pipe, rank, speakers, self._tail), name=f"patchpar-output-{rank}", daemon=True
@@ -59,7 +59,7 @@ class Output:
         self._thread.join(seconds)
 
 
-class Lines:
+class LineSplitter:
     """Lines out of pieces of text, each with its end, cut where they are longer than LONGEST_LINE."""
 
     def __init__(self) -> None:
@@ -101,8 +101,8 @@ def whole_lines(text: str) -> tuple[list[str], str]:
     return LINE.findall(text[:end]), text[end:]  # where no end is to come the pattern would try from every character
 
 
-def _pump(pipe: FileIO, rank: int, speakers: FirstSpeaker, tail: deque[str]) -> None:
-    decoder, lines = codecs.getincrementaldecoder("utf-8")(errors="replace"), Lines()
+def _pump(pipe: FileIO, rank: int, speakers: FirstPrinter, tail: deque[str]) -> None:
+    decoder, lines = codecs.getincrementaldecoder("utf-8")(errors="replace"), LineSplitter()
 
     def pass_on(found: list[str]) -> None:
         tail.extend(found)

@@ -28,7 +28,7 @@ IMAGES_EACH = ("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
+class NetworkInfo:
     """A network of a pipeline: its class, and the names of its methods."""
 
     kind: str
@@ -36,7 +36,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Description:
+class PipelineInfo:
     """A pipeline in names and numbers. `parameters` are those of its call, with defaults (None where there is none).
 
     `splits_into_tokens`: its denoisers are made of blocks, and nothing is known against splitting their tokens; whether
@@ -60,7 +60,7 @@ class Description:
     distilled: bool
     default_size: tuple[int, int] | None
     methods: frozenset[str]
-    networks: Mapping[str, Network]
+    networks: Mapping[str, NetworkInfo]
     kept_whole: str = ""
     kept_native: str | None = None
     kept_together: str = ""
@@ -104,7 +104,7 @@ class Description:
         return height or self.default_size[0], width or self.default_size[1]
 
 
-def describe(pipe: Any) -> Description:
+def describe(pipe: Any) -> PipelineInfo:
     """Describe a loaded pipeline."""
     from patchpar.shard.unet.discover import splits_into_bands
 
@@ -114,7 +114,7 @@ def describe(pipe: Any) -> Description:
     levels = config.get("block_out_channels") or (0,)
     scale = _vae_scale(pipe)
     bands = bool(denoisers) and all(splits_into_bands(module) for module in denoisers.values())
-    return Description(
+    return PipelineInfo(
         pipeline=type(pipe).__name__,
         module=type(pipe).__module__,
         denoisers=tuple(f"{name} ({type(module).__name__})" for name, module in denoisers.items()),
@@ -132,7 +132,7 @@ def describe(pipe: Any) -> Description:
         decoded_bytes=_decoded_bytes(pipe),
         guided_by_its_scale=hasattr(type(pipe), "do_classifier_free_guidance"),
         networks={
-            name: Network(kind=type(each).__name__, methods=_methods_of(each))
+            name: NetworkInfo(kind=type(each).__name__, methods=_methods_of(each))
             for name, each in pipe.components.items()
             if hasattr(each, "named_modules")
         },

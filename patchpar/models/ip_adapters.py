@@ -34,7 +34,7 @@ Given = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
+class IPAdapter:
     """One that a call names. `source`: weights in memory, or where the `file` is, in its folder `subfolder`."""
 
     source: Any
@@ -43,7 +43,7 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Encoder:
+class ImageEncoderSource:
     """Where an image encoder is looked for: a folder here or a repository of the hub, and the folder in it.
 
     `is_beside`: the method joins this folder to where the adapter comes from.
@@ -82,32 +82,36 @@ def looked_at(
     return bound.args, bound.kwargs
 
 
-def _adapters(given: Given) -> list[Adapter]:
+def _adapters(given: Given) -> list[IPAdapter]:
     """As diffusers puts them together: what is named once is that of all."""
     sources, folders, files = (several(given[name]) for name in (SOURCE, "subfolder", "weight_name"))
     return [
-        Adapter(source=entry(sources, number), subfolder=entry(folders, number), file=entry(files, number))
+        IPAdapter(source=entry(sources, number), subfolder=entry(folders, number), file=entry(files, number))
         for number in range(max(len(sources), len(files)))
     ]
 
 
-def _encoder(owner: Any, given: Given, first: Adapter) -> Encoder | None:
+def _encoder(owner: Any, given: Given, first: IPAdapter) -> ImageEncoderSource | None:
     """The encoder that the method would load; None where the pipeline has one, takes none, or is told to take none."""
     if getattr(owner, "image_encoder", owner) is not None:
         return None
     if OWN_SOURCE in given:  # as FLUX has it
         source = given[OWN_SOURCE]
-        return None if source is None else Encoder(source=str(source), inside=given["image_encoder_subfolder"] or "")
+        return (
+            None
+            if source is None
+            else ImageEncoderSource(source=str(source), inside=given["image_encoder_subfolder"] or "")
+        )
     folder = given.get("image_encoder_folder")
     if folder is None or isinstance(first.source, Mapping):
         return None
     inside = folder if "/" in folder else Path(first.subfolder or "", folder).as_posix()
     if any(base.__name__ == OF_SD3 for base in type(owner).__mro__):  # importing it is slow, and warns
-        return Encoder(source=inside, inside="")
-    return Encoder(source=str(first.source), inside=inside, is_beside=True)
+        return ImageEncoderSource(source=inside, inside="")
+    return ImageEncoderSource(source=str(first.source), inside=inside, is_beside=True)
 
 
-def _folder_of(encoder: Encoder, options: Mapping[str, Any]) -> Path:
+def _folder_of(encoder: ImageEncoderSource, options: Mapping[str, Any]) -> Path:
     """A folder here with the encoder, which may be loaded."""
     here = Path(encoder.source).expanduser().absolute()
     if not here.is_dir() and (here.exists() or not HUB_NAME.fullmatch(encoder.source)):
@@ -124,13 +128,13 @@ def _folder_of(encoder: Encoder, options: Mapping[str, Any]) -> Path:
     return folder
 
 
-def _refuse(encoder: Encoder, pickles: Sequence[str]) -> None:
+def _refuse(encoder: ImageEncoderSource, pickles: Sequence[str]) -> None:
     if pickles:
         raise PlanError(f"{METHOD}: the image encoder {encoder} has only {pickles[0]}, a pickle, {CONVERT}, {WITHOUT}")
     raise PlanError(f"{METHOD}: {encoder} has no {WEIGHTS[0]}, and so no image encoder, {WITHOUT}")
 
 
-def _listed(encoder: Encoder, options: Mapping[str, Any]) -> list[str]:
+def _listed(encoder: ImageEncoderSource, options: Mapping[str, Any]) -> list[str]:
     """Pickles that a repository has where the encoder should be, to name them; none where the hub cannot be asked."""
     if options.get("local_files_only") or Path(encoder.source).expanduser().is_dir():
         return []
@@ -145,7 +149,7 @@ def _listed(encoder: Encoder, options: Mapping[str, Any]) -> list[str]:
     )
 
 
-def _hand_over(given: Given, encoder: Encoder, folder: Path, adapters: Sequence[Adapter]) -> None:
+def _hand_over(given: Given, encoder: ImageEncoderSource, folder: Path, adapters: Sequence[IPAdapter]) -> None:
     """Have the method take the encoder from this folder, whatever the hub has by then."""
     if OWN_SOURCE in given:
         given.update({OWN_SOURCE: str(folder), "image_encoder_subfolder": ""})
@@ -155,7 +159,7 @@ def _hand_over(given: Given, encoder: Encoder, folder: Path, adapters: Sequence[
         given[SOURCE] = [_here(adapter, given["kwargs"]) for adapter in adapters]
 
 
-def _here(adapter: Adapter, options: Mapping[str, Any]) -> Any:
+def _here(adapter: IPAdapter, options: Mapping[str, Any]) -> Any:
     """An adapter's source as a folder here that has its file."""
     if isinstance(adapter.source, Mapping) or Path(adapter.source).is_dir():
         return adapter.source

@@ -11,7 +11,7 @@ INDEX = "model_index.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ComponentEntry:
     """A component that is loaded: the class `kind` of `library`, from the folder `name`."""
 
     name: str
@@ -28,7 +28,7 @@ class ModelIndex:
 
     file: Path
     pipeline: str | tuple[str, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[ComponentEntry, ...]
     absent: tuple[str, ...]
 
     @classmethod
@@ -61,7 +61,7 @@ def _is_number_list(entry: list[Any]) -> bool:
     return bool(entry) and all(isinstance(each, (int, float)) for each in entry)
 
 
-def _part(file: Path, name: str, entry: list[Any]) -> Part | None:
+def _part(file: Path, name: str, entry: list[Any]) -> ComponentEntry | None:
     """None for a part that is left out. A name is that of an attribute, and of a folder inside the model's."""
     if not name.isidentifier():
         raise PlanError(f"{file}: {name!r:.80} can be no part of a pipeline: parts are named as attributes are")
@@ -69,4 +69,4 @@ def _part(file: Path, name: str, entry: list[Any]) -> Part | None:
         return None
     if len(entry) != 2 or not all(isinstance(each, str) for each in entry):
         raise PlanError(f"{file}: {name} is {entry!r:.80}, but of a part the index says [library, class]")
-    return Part(name=name, library=entry[0], kind=entry[1])
+    return ComponentEntry(name=name, library=entry[0], kind=entry[1])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
-from patchpar.models.model_index import INDEX, ModelIndex, Part
+from patchpar.models.model_index import INDEX, ComponentEntry, ModelIndex
 from patchpar.plan.json_files import read_object
 
 LIBRARIES = ("diffusers", "transformers")
@@ -64,7 +64,7 @@ def refuse_code_of_network(folder: Path) -> None:
     _refuse_what_is_in(folder, "", is_looked_up=False)
 
 
-def _refuse_part(file: Path, folder: Path, part: Part) -> None:
+def _refuse_part(file: Path, folder: Path, part: ComponentEntry) -> None:
     named = f"{file} names {part.library}.{part.kind} for {part.name}"
     if (folder / f"{part.library}.py").exists():
         raise PlanError(f"{named}, and {part.name} has a {part.library}.py: {TRUST}")

@@ -25,7 +25,7 @@ NEEDS_ONE = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Purpose:
+class PipelineTask:
     """A pipeline's class, as its call is declared. `product`: "" where nothing tells.
 
     `parameters`: names of its call's arguments, with their defaults (None where there is none). `begins_with`: the
@@ -38,7 +38,7 @@ class Purpose:
     begins_with: str = ""
 
 
-def purpose_of_model(model: str | Path, options: Mapping[str, Any]) -> Purpose | None:
+def purpose_of_model(model: str | Path, options: Mapping[str, Any]) -> PipelineTask | None:
     """Of a model in a folder or in the package, to be loaded with `options`; None where nothing tells before loading.
 
     Raises PlanError for what is no model.
@@ -47,7 +47,7 @@ def purpose_of_model(model: str | Path, options: Mapping[str, Any]) -> Purpose |
     return None if folder is None else purpose_of(folder.pipeline)
 
 
-def purpose_of(pipeline: str) -> Purpose | None:
+def purpose_of(pipeline: str) -> PipelineTask | None:
     """Of a pipeline class of diffusers, by its name; None where diffusers has none of this name."""
     found = _declared(pipeline)
     if found is None:
@@ -55,12 +55,12 @@ def purpose_of(pipeline: str) -> Purpose | None:
     file, module, kind = found
     call = next((each for each in kind.body if isinstance(each, ast.FunctionDef) and each.name == "__call__"), None)
     if call is None:
-        return Purpose(pipeline=pipeline, product=_product_of(module, file))
+        return PipelineTask(pipeline=pipeline, product=_product_of(module, file))
     parameters, required = _parameters_of(call)
     begins_with = [
         name for name in BEGINS_WITH if name in required or (name in parameters and NEEDS_ONE.search(pipeline))
     ]
-    return Purpose(
+    return PipelineTask(
         pipeline=pipeline,
         product=_product_of(module, file),
         parameters=parameters,

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
-from patchpar.models.task import Product, Purpose, purpose_of_model
+from patchpar.models.task import PipelineTask, Product, purpose_of_model
 
 VERBS: Mapping[str, str] = {"pictures": "generate", "video": "video"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Errand:
+class RequestedTask:
     """What is asked of a model: `verb` of the command line, and what it makes.
 
     `has_picture`: whether there is a picture to begin with; None where the verb sees to that itself. `per_prompt`: how
@@ -28,7 +28,7 @@ class Errand:
         """Raise PlanError if the model, loaded with `options`, cannot do it, as far as its folder tells."""
         self.check(purpose_of_model(model, options))
 
-    def check(self, purpose: Purpose | None) -> None:
+    def check(self, purpose: PipelineTask | None) -> None:
         """Raise PlanError if a pipeline of this purpose cannot do it. None: nothing is known, so nothing is refused."""
         if purpose is None:
             return
@@ -44,7 +44,7 @@ class Errand:
                 "prompt: give the prompt several times"
             )
 
-    def _way_to_begin(self, purpose: Purpose) -> str:
+    def _way_to_begin(self, purpose: PipelineTask) -> str:
         if purpose.begins_with == "video":
             return "video, and no verb has one to give: call it in Python, pipe(prompt, video=frames)"
         if self.verb == "video":
@@ -55,6 +55,6 @@ class Errand:
         )
 
 
-def _way_of(purpose: Purpose) -> str:
+def _way_of(purpose: PipelineTask) -> str:
     verb = VERBS.get(purpose.product)
     return f"use `patchpar {verb}`" if verb else "no verb does; call it in Python, through ParallelPipeline"

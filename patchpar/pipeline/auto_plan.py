@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.models.info import Description
-from patchpar.plan.mesh_shape import Work
+from patchpar.models.info import PipelineInfo
+from patchpar.plan.mesh_shape import Workload
 from patchpar.plan.plan import Plan
 from patchpar.strategies.data.split import PICTURES, split_call
-from patchpar.strategies.structure.memory_estimate import Footprint
+from patchpar.strategies.structure.memory_estimate import MemoryEstimate
 from patchpar.strategies.structure.options import StructureGuidance
 from patchpar.strategies.structure.sizing import is_large, units_of
 
@@ -28,14 +28,14 @@ UNITS_PER_BAND = 2  # below that, halos and waiting cost more than a further ran
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class PlanChoice:
     """A plan and why."""
 
     plan: Plan
     reason: str
 
 
-def choose(model: Description, devices: int, kwargs: Mapping[str, Any]) -> Choice:
+def choose(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any]) -> PlanChoice:
     """The plan for a call with `kwargs` on `devices` devices."""
     size, native = model.size(kwargs), model.default_size
     if model.kept_native is None or size is None or native is None or not is_large(size, native):
@@ -46,23 +46,23 @@ def choose(model: Description, devices: int, kwargs: Mapping[str, Any]) -> Choic
     why_not = f"{addressed[0]} has places in the whole picture" if addressed else model.kept_native
     if why_not:
         plain = _exact(model, devices, kwargs)
-        return Choice(plain.plan, f"{plain.reason}; {large}, but no structure guidance: {why_not}")
+        return PlanChoice(plain.plan, f"{plain.reason}; {large}, but no structure guidance: {why_not}")
     strategy = StructureGuidance()
     branches = 2 if model.guided(kwargs) else 1
     most = branches * max(units_of(size, native, model.size_unit, overlap=strategy.overlap, margin=strategy.margin))
     patch = min(devices, most)
     idle = f"; {devices - patch} of {devices} devices idle: no more windows" if patch < devices else ""
-    takes = Footprint.of(model, size, branches)
-    return Choice(Plan(patch=patch, strategy=strategy), f"{large}: structure guidance{idle}; about {takes}")
+    takes = MemoryEstimate.of(model, size, branches)
+    return PlanChoice(Plan(patch=patch, strategy=strategy), f"{large}: structure guidance{idle}; about {takes}")
 
 
-def _exact(model: Description, devices: int, kwargs: Mapping[str, Any]) -> Choice:
+def _exact(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any]) -> PlanChoice:
     """The plan that draws what plain diffusers draws."""
     if devices == 1:
-        return Choice(Plan(), "one device: the plain pipeline")
+        return PlanChoice(Plan(), "one device: the plain pipeline")
     branches, prompts = model.branches(kwargs), _prompts(kwargs)
     together = _why_together(model, kwargs) if prompts > 1 else ""
-    work = Work(
+    work = Workload(
         prompts=1 if together else prompts,
         branches=branches,
         most_bands=_most_bands(model, devices, model.size(kwargs)),
@@ -84,10 +84,10 @@ def _exact(model: Description, devices: int, kwargs: Mapping[str, Any]) -> Choic
     if plan.world_size < devices:
         idle = f"{devices - plan.world_size} of {devices} devices idle"
         reasons.append(f"{idle}: {_why_no_more(model, work, plan, devices)}")
-    return Choice(plan, "; ".join(reasons))
+    return PlanChoice(plan, "; ".join(reasons))
 
 
-def without(model: Description, plan: Plan, error: Exception) -> Description | None:
+def without(model: PipelineInfo, plan: Plan, error: Exception) -> PipelineInfo | None:
     """The model less what an automatic plan tried and could not do; None where that is not what failed."""
     if isinstance(plan.strategy, StructureGuidance):
         return replace(model, kept_native=str(error))
@@ -103,7 +103,7 @@ def _prompts(kwargs: Mapping[str, Any]) -> int:
     return len(prompts) if isinstance(prompts, list) and alone else 1
 
 
-def _why_together(model: Description, kwargs: Mapping[str, Any]) -> str:
+def _why_together(model: PipelineInfo, kwargs: Mapping[str, Any]) -> str:
     """Why the prompts cannot be spread over ranks; empty where they can."""
     if kwargs.get("callback_on_step_end") is not None:
         return "callback_on_step_end looks at the latents of all"
@@ -114,7 +114,7 @@ def _why_together(model: Description, kwargs: Mapping[str, Any]) -> str:
     return model.kept_together
 
 
-def _why_no_more(model: Description, work: Work, plan: Plan, devices: int) -> str:
+def _why_no_more(model: PipelineInfo, work: Workload, plan: Plan, devices: int) -> str:
     if plan.patch < work.most_bands:
         return "no way to share the work among more of them is faster"
     if model.splits_into_bands:
@@ -132,14 +132,14 @@ def _why_whole(branches: int, devices: int) -> str:
     return f"its {branches} branches do not go evenly on {devices} devices, and fewer have more to do"
 
 
-def _most_bands(model: Description, devices: int, size: tuple[int, int] | None) -> int:
+def _most_bands(model: PipelineInfo, devices: int, size: tuple[int, int] | None) -> int:
     if not (model.splits_into_bands or model.splits_into_tokens):
         return 1
     units = _units(model, size)
     return devices if units is None else max(1, min(devices, units // UNITS_PER_BAND))
 
 
-def _units(model: Description, size: tuple[int, int] | None) -> int | None:
+def _units(model: PipelineInfo, size: tuple[int, int] | None) -> int | None:
     """How many units of rows, or rows of tokens, the longer side has."""
     unit = model.vae_scale * model.total_stride if model.splits_into_bands else model.size_unit
     return None if size is None else max(size) // unit

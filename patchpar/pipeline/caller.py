@@ -10,7 +10,15 @@ from typing import Any
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.adapters import from_safetensors
-from patchpar.pipeline.messages import Drawn, DrawOptions, RandomState, Returned, StepAnswer, StepChange, StepEnd
+from patchpar.pipeline.messages import (
+    CallbackChange,
+    CallbackResult,
+    CallOptions,
+    CallResult,
+    MethodResult,
+    RandomState,
+    StepEnd,
+)
 from patchpar.pipeline.report import Run
 from patchpar.pipeline.state_changes import change_of, with_whole_paths
 from patchpar.plan.plan import Plan
@@ -23,7 +31,7 @@ DATA_CALLBACKS = (
 )  # of diffusers: they say which tensors they take
 
 
-class Caller:
+class CallController:
     """One call as its caller sees it: takes the callback out, shows progress, answers the ranks.
 
     `owner` is what the callback gets for the pipeline. `kind`: where the ranks live, see `Executor`.
@@ -39,7 +47,7 @@ class Caller:
         self._thread: int | None = None
         self._import: threading.Thread | None = None
         self._facts: dict[str, Any] = {}
-        self.changes: list[StepChange] = []  # what its callback has done to the pipeline so far
+        self.changes: list[CallbackChange] = []  # what its callback has done to the pipeline so far
 
     def _take_callback(self) -> Callable[..., Any] | None:
         callback = self.kwargs.get("callback_on_step_end")
@@ -52,9 +60,9 @@ class Caller:
         del self.kwargs["callback_on_step_end"]
         return callback
 
-    def options(self, plan: Plan, verify: bool | Path, *, vae: str, tracing: bool) -> DrawOptions:
+    def options(self, plan: Plan, verify: bool | Path, *, vae: str, tracing: bool) -> CallOptions:
         """What the ranks must know beside the arguments."""
-        return DrawOptions(
+        return CallOptions(
             plan=plan,
             verify=verify,
             vae=vae,
@@ -68,7 +76,7 @@ class Caller:
     @contextmanager
     def listening(
         self, on_step: Callable[[int, int], object] | None, progress: Mapping[str, Any]
-    ) -> Iterator["Caller"]:
+    ) -> Iterator["CallController"]:
         """Report steps to `on_step`, or show a progress bar with the options `progress`, as diffusers would."""
         self._on_step, self._progress = on_step, progress
         try:
@@ -105,7 +113,7 @@ class Caller:
         """The end of a step: the callback's answer. Anything else ranks only want to hear from rank 0."""
         return self._call_back(question) if isinstance(question, StepEnd) else question
 
-    def _call_back(self, end: StepEnd) -> StepAnswer:
+    def _call_back(self, end: StepEnd) -> CallbackResult:
         assert self._callback is not None
         versions = {name: getattr(value, "_version", 0) for name, value in end.tensors.items()}
         before = dict(end.tensors)
@@ -120,7 +128,7 @@ class Caller:
             for name, value in answer.items()
             if value is not before.get(name) or getattr(value, "_version", 0) != versions.get(name)
         }
-        return StepAnswer(tensors=tensors, changes=tuple(self.changes[first:]))
+        return CallbackResult(tensors=tensors, changes=tuple(self.changes[first:]))
 
     @property
     def in_callback(self) -> bool:
@@ -140,9 +148,9 @@ class Caller:
     def set_attribute(self, name: str, value: Any) -> None:
         """The callback sets an attribute of the pipeline: all ranks do so when it has returned."""
         self._facts[name] = value
-        self.changes.append(StepChange(name, (value,)))
+        self.changes.append(CallbackChange(name, (value,)))
 
-    def apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
+    def apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MethodResult:
         """The callback calls a method of the pipeline or of a network: all ranks do so when it has returned.
 
         Raises UnsupportedModel for one that changes nothing, and so is called for what it returns, and PlanError for
@@ -154,8 +162,8 @@ class Caller:
                 "changes the pipeline can (set_..., enable_..., disable_...), and all ranks do it when it has returned"
             )
         whole, named = with_whole_paths(path, args, from_safetensors(path, args, kwargs))
-        self.changes.append(StepChange(path, whole, named))
-        return Returned(None)
+        self.changes.append(CallbackChange(path, whole, named))
+        return MethodResult(None)
 
     def ask(self, method: str, path: str, *values: Any, **_: Any) -> None:
         """The callback sets an attribute of a network, or would like to have one. Raises AttributeError for that."""
@@ -163,7 +171,7 @@ class Caller:
             raise AttributeError(
                 f"pipe.{path} cannot be had inside callback_on_step_end, because the ranks are busy; it can be set"
             )
-        self.changes.append(StepChange(path, values))
+        self.changes.append(CallbackChange(path, values))
 
 
 def _is_importable(callback: Any) -> bool:
@@ -192,7 +200,7 @@ def _random_state() -> RandomState:
     return RandomState(cpu=torch.get_rng_state(), cuda=cuda)
 
 
-def move_generators_on(kwargs: Mapping[str, Any], drawn: Sequence[Drawn]) -> None:
+def move_generators_on(kwargs: Mapping[str, Any], drawn: Sequence[CallResult]) -> None:
     """Leave the caller's generators and torch's own as if the call had been made in this process."""
     states = [state for result in drawn if result.output is not None for state in result.generators]
     for generator, state in zip(generators_of(kwargs), states, strict=False):
@@ -206,12 +214,12 @@ def move_generators_on(kwargs: Mapping[str, Any], drawn: Sequence[Drawn]) -> Non
         torch.cuda.set_rng_state(after.cuda)
 
 
-def output_of(drawn: Sequence[Drawn]) -> Any:
+def output_of(drawn: Sequence[CallResult]) -> Any:
     """One output from those of the ranks that gave one."""
     outputs = [result.output for result in drawn if result.output is not None]
     return merge_outputs(outputs) if len(outputs) > 1 else next(iter(outputs), None)
 
 
-def run_of(plan: Plan, drawn: Sequence[Drawn], seconds: float) -> Run:
+def run_of(plan: Plan, drawn: Sequence[CallResult], seconds: float) -> Run:
     """The figures of a call."""
     return Run(plan=plan, seconds=seconds, ranks=tuple(figures for result in drawn for figures in result.figures))

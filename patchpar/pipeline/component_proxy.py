@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from patchpar.errors import UnsupportedModel
-from patchpar.models.info import Network
+from patchpar.models.info import NetworkInfo
 from patchpar.pipeline.attributes import refuse_network_method
-from patchpar.pipeline.messages import Returned
+from patchpar.pipeline.messages import MethodResult
 
 Ask = Callable[..., Any]
 
@@ -20,17 +20,17 @@ def on_all_ranks(owner: Any, path: str, apply: Ask) -> Callable[..., Any]:
     """The method of that path, as its caller holds it: `apply` has all ranks do it. It returns `owner` for itself."""
 
     def broadcast(*args: Any, **kwargs: Any) -> Any:
-        returned: Returned = apply(path, args, kwargs)
+        returned: MethodResult = apply(path, args, kwargs)
         return owner if returned.itself else returned.value
 
     broadcast.__name__ = path.rpartition(".")[2]
     return broadcast
 
 
-class Component:
+class ComponentProxy:
     """Stands for the network `name`. Methods act on all ranks; attributes come from the first, and are set on all."""
 
-    def __init__(self, name: str, network: Network, ask: Ask, apply: Ask) -> None:
+    def __init__(self, name: str, network: NetworkInfo, ask: Ask, apply: Ask) -> None:
         for attribute, value in (("_name", name), ("_network", network), ("_ask", ask), ("_apply", apply)):
             object.__setattr__(self, attribute, value)
 

@@ -11,7 +11,7 @@ from torch import nn
 from patchpar.comm.pytree import with_own_lists
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
-from patchpar.shard.batch_arguments import Carriers
+from patchpar.shard.batch_arguments import BatchArguments
 from patchpar.shard.denoiser import SharedDenoiser
 from patchpar.shard.step_caches import CacheVote
 from patchpar.shard.unsupported_model import (
@@ -113,7 +113,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 class ConditionerHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """Lets each guidance rank run its share of a network that the denoiser listens to."""
 
-    def __init__(self, guidance: GuidanceSplit, carriers: Carriers | None) -> None:
+    def __init__(self, guidance: GuidanceSplit, carriers: BatchArguments | None) -> None:
         super().__init__()
         self.guidance, self.carriers = guidance, carriers
 

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from patchpar.shard.compiled import is_compiled
 
 
-class Pulse:
+class HeartbeatHooks:
     """Marks on all blocks of all networks of a pipeline, until `stop`."""
 
     def __init__(self, pipe: Any, mark: Callable[[str], object]) -> None:

@@ -8,47 +8,53 @@ from typing import Any
 from diffusers.hooks import ModelHook
 from torch import nn
 
-from patchpar.comm.collectives import Door
-from patchpar.comm.traffic import Traffic
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.traffic import CommStats
 from patchpar.models.info import denoisers_of, refuse_compiled
 from patchpar.pipeline.denoiser_hook import ConditionerHook, DenoiserHook
-from patchpar.pipeline.stats_recorder import Ledger
+from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.pipeline.validate import refuse_without_denoiser
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch_arguments import carriers_of
 from patchpar.shard.guidance_branches import layers_by_branch
-from patchpar.shard.hooks import Hooked
+from patchpar.shard.hooks import InstalledHook
 from patchpar.shard.step_caches import CacheVote
 from patchpar.shard.transformer.denoiser import TokenDenoiser
 from patchpar.shard.unet.denoiser import PatchedDenoiser
 from patchpar.shard.vae.parallel import ParallelVaes
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.cfg.split import GuidanceSplit
 from patchpar.strategies.cfg.verify import GuidanceCheck
-from patchpar.strategies.structure.denoiser import LargePicture
+from patchpar.strategies.structure.denoiser import HighResDenoiser
 from patchpar.strategies.structure.options import StructureGuidance
 
 HOOK = "patchpar_denoiser"
 
 
-class Installed:
+class InstalledPlan:
     """What a plan has put into a pipeline, until `restore`. At first nothing: one rank does it all."""
 
     def __init__(self, pipe: Any = None) -> None:
         self.pipe = pipe
         self.mesh: Mesh | None = None
-        self.door: Door | None = None
-        self.patched: list[PatchedDenoiser | TokenDenoiser | LargePicture] = []
+        self.door: Communicator | None = None
+        self.patched: list[PatchedDenoiser | TokenDenoiser | HighResDenoiser] = []
         self.guidance: GuidanceSplit | None = None
         self.vaes: ParallelVaes | None = None
-        self._hooked: list[Hooked] = []
+        self._hooked: list[InstalledHook] = []
 
     # --- in and out ---------------------------------------------------------------------------------------------
 
     def put_in(
-        self, plan: Plan, mesh: Mesh, door: Door, clock: StepClock, guided: Callable[[], bool | None], verdicts: Any
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        door: Communicator,
+        clock: StepClock,
+        guided: Callable[[], bool | None],
+        verdicts: Any,
     ) -> None:
         """Make the denoisers parallel. `guided`: whether the call under way uses guidance. Raises UnsupportedModel."""
         refuse_without_denoiser(type(self.pipe).__name__, self._denoisers(), plan)
@@ -74,7 +80,7 @@ class Installed:
             votes = CacheVote(module, door, (mesh["patch"], mesh["cfg"]), clock)
             self._register(module, DenoiserHook(clock, layers, guided, votes, check, plan=plan))
 
-    def put_in_vaes(self, way: str, door: Door, verdicts: Verdicts | None) -> None:
+    def put_in_vaes(self, way: str, door: Communicator, verdicts: VerificationCache | None) -> None:
         """Let all ranks of one picture encode and decode it together. Their traffic is counted apart, by `door`."""
         assert self.mesh is not None
         axis = self.mesh.of_one_picture()
@@ -82,7 +88,7 @@ class Installed:
             self.vaes = ParallelVaes(self.pipe.components, self._denoisers(), way, (door, axis), verdicts)
 
     def _register(self, module: nn.Module, hook: ModelHook) -> None:
-        self._hooked.append(Hooked(module, hook, HOOK))
+        self._hooked.append(InstalledHook(module, hook, HOOK))
 
     def _conditioners(self) -> list[nn.Module]:
         """A ControlNet that sees the same batch as the denoiser. Several in one run whole on every rank."""
@@ -115,7 +121,7 @@ class Installed:
     def open_up(self) -> None:
         """Take the seams out of the denoisers amid a picture: somebody changes them. The next call looks at them."""
         for patched in self.patched:
-            shared = patched.team if isinstance(patched, LargePicture) else patched
+            shared = patched.team if isinstance(patched, HighResDenoiser) else patched
             if shared is not None:
                 shared.restore()
                 shared.unsure = True
@@ -125,9 +131,9 @@ class Installed:
     @property
     def is_for_large_pictures(self) -> bool:
         """Whether pictures are put together of patches, which may be of some of the branches of guidance."""
-        return any(isinstance(patched, LargePicture) for patched in self.patched)
+        return any(isinstance(patched, HighResDenoiser) for patched in self.patched)
 
-    def begin(self, *, tracing: bool, watched: bool = False) -> Ledger:
+    def begin(self, *, tracing: bool, watched: bool = False) -> StatsRecorder:
         """Begin a picture: nothing of the last one is used, and the books are empty. Raises UnsupportedModel.
 
         `watched`: somebody looks at its latents between the steps.
@@ -138,19 +144,19 @@ class Installed:
                 hooked.hook.begin(watched=watched)
             if not hooked.is_reached:  # somebody has put another forward before it
                 hooked.take_out()
-                self._hooked[number] = Hooked(hooked.module, hooked.hook, HOOK)
+                self._hooked[number] = InstalledHook(hooked.module, hooked.hook, HOOK)
         if self.guidance is not None:
             self.guidance.reset()
         for patched in self.patched:
-            if isinstance(patched, LargePicture):
+            if isinstance(patched, HighResDenoiser):
                 patched.watched = watched
             patched.reset()
-        traffic = Traffic() if self.door is None else self.door.traffic
-        of_vaes = Traffic() if self.vaes is None else self.vaes.door.traffic
+        traffic = CommStats() if self.door is None else self.door.traffic
+        of_vaes = CommStats() if self.vaes is None else self.vaes.door.traffic
         traffic.clear()
         of_vaes.clear()
         histories = [patched.history for patched in self.patched if patched.history is not None]
-        return Ledger(traffic, histories, tracing=tracing, of_vaes=of_vaes)
+        return StatsRecorder(traffic, histories, tracing=tracing, of_vaes=of_vaes)
 
     def running(self) -> AbstractContextManager[None]:
         """The call of the pipeline."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from patchpar.pipeline.rank_stats import RankFigures
+from patchpar.pipeline.rank_stats import RankStats
 from patchpar.plan.plan import Plan
 
 ANY_RANK = {"per rank": True}  # of a field that may be another on each rank under torchrun, see launch.arguments
@@ -24,7 +24,7 @@ class RandomState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrawOptions:
+class CallOptions:
     """What a call needs beside the pipeline's own arguments.
 
     `plan` and `verify`: how the call is shared between the ranks, and whether a split denoiser is checked first, with
@@ -45,7 +45,7 @@ class DrawOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class CallResult:
     """What one rank reports of one call: its output where it is the one to give it, and figures.
 
     `figures` are its own, or under torchrun those of every rank that took part, in order.
@@ -56,7 +56,7 @@ class Drawn:
     output: Any
     generators: tuple[Any, ...]
     random: RandomState | None = None
-    figures: tuple[RankFigures, ...] = ()
+    figures: tuple[RankStats, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class StepEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class StepChange:
+class CallbackChange:
     """What a callback does to the pipeline: calls the method `path` with `args` and `kwargs`, or sets an attribute.
 
     `path` may lead through a network, as in "unet.set_attn_processor". Without `kwargs` the attribute of that path
@@ -88,15 +88,15 @@ class StepChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepAnswer:
+class CallbackResult:
     """What a callback changed: tensors by name, and what it did to the pipeline, in order."""
 
     tensors: dict[str, Any]
-    changes: tuple[StepChange, ...]
+    changes: tuple[CallbackChange, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class MethodResult:
     """What a method of the pipeline or of a network of it returned; `itself` if that was whose method it is."""
 
     value: Any = None
@@ -104,7 +104,7 @@ class Returned:
 
 
 @dataclass(frozen=True, slots=True)
-class LastWord:
+class FinalState:
     """Ends a call under torchrun: what ranks other than 0 return, and where all generators stand then."""
 
     output: Any

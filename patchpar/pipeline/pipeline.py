@@ -18,15 +18,15 @@ from typing import Any
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.executor import Executor
 from patchpar.models.files import check_memory, needed_bytes, resolve_model
-from patchpar.models.info import Description, refuse_to_send_compiled
+from patchpar.models.info import PipelineInfo, refuse_to_send_compiled
 from patchpar.pipeline.attributes import QUESTIONS, refuse_method
 from patchpar.pipeline.auto_plan import choose, without
-from patchpar.pipeline.caller import Caller, move_generators_on, output_of, refuse_old_callback, run_of
-from patchpar.pipeline.component_proxy import Component, on_all_ranks
-from patchpar.pipeline.messages import Drawn
+from patchpar.pipeline.caller import CallController, move_generators_on, output_of, refuse_old_callback, run_of
+from patchpar.pipeline.component_proxy import ComponentProxy, on_all_ranks
+from patchpar.pipeline.messages import CallResult
 from patchpar.pipeline.report import Run
-from patchpar.pipeline.startup import Request, check_options, check_request, plan_of, way_and_network
-from patchpar.pipeline.state import State
+from patchpar.pipeline.startup import PipelineOptions, check_options, check_request, plan_of, way_and_network
+from patchpar.pipeline.state import PipelineState
 from patchpar.pipeline.state_changes import LOAD_SECONDS
 from patchpar.pipeline.validate import bind, check_call, check_plan, check_plan_for
 from patchpar.plan.plan import Plan
@@ -93,9 +93,9 @@ class ParallelPipeline:
         self._begin(request, "load", source, options, need)
         return self
 
-    def _begin(self, request: Request, method: str, *args: Any) -> None:
+    def _begin(self, request: PipelineOptions, method: str, *args: Any) -> None:
         """Start the ranks, have each take its pipeline, and learn what it is."""
-        object.__setattr__(self, "_state", State(request))
+        object.__setattr__(self, "_state", PipelineState(request))
         state = self._state
         state.is_fresh = method == "load" and not any(map(callable, args[1].values()))  # no network among its options
         state.executor = request.executor()
@@ -122,7 +122,7 @@ class ParallelPipeline:
         check_call(self.description, bound)
         if executor.kind != "inline":
             refuse_old_callback(bound)
-        caller = Caller(self, bound, kind=executor.kind, output_module=self.description.module)
+        caller = CallController(self, bound, kind=executor.kind, output_module=self.description.module)
         with state.lock, caller.listening(state.on_step, state.progress):
             state.caller, start = caller, time.perf_counter()
             try:
@@ -136,7 +136,7 @@ class ParallelPipeline:
             state.plan, state.last_run = plan, run_of(plan, drawn, time.perf_counter() - start)
         return output
 
-    def _drawn(self, executor: Executor, caller: Caller) -> tuple[Plan, list[Drawn]]:
+    def _drawn(self, executor: Executor, caller: CallController) -> tuple[Plan, list[CallResult]]:
         """The plan and what its ranks return. The first call tells an automatic plan what cannot be done."""
         plan = self._plan_for(caller.kwargs)
         try:
@@ -148,11 +148,11 @@ class ParallelPipeline:
             state.model = learnt
             return self._drawn(executor, caller)
 
-    def _draw(self, executor: Executor, caller: Caller, plan: Plan) -> list[Drawn]:
+    def _draw(self, executor: Executor, caller: CallController, plan: Plan) -> list[CallResult]:
         request = self._state.request
         options = caller.options(plan, request.verify, vae=request.vae, tracing=self._state.tracing)
         results = executor.call("draw", caller.kwargs, options, on_event=caller.on_event, on_ask=caller.on_ask)
-        return [result for result in results if isinstance(result, Drawn)]
+        return [result for result in results if isinstance(result, CallResult)]
 
     def _plan_for(self, kwargs: Mapping[str, Any]) -> Plan:
         state = self._state
@@ -166,7 +166,7 @@ class ParallelPipeline:
     # --- what the user may look at and set -----------------------------------------------------------------------
 
     @property
-    def description(self) -> Description:
+    def description(self) -> PipelineInfo:
         """The pipeline in names and numbers: its class, the arguments of its call, the scale of its latents."""
         return self._state.described
 
@@ -238,7 +238,7 @@ class ParallelPipeline:
             refuse_method(name, world_size=self._executor.world_size)
             return on_all_ranks(self, name, does.apply)
         if name in self.description.networks and (called_back or self._executor.kind == "local"):
-            return Component(name, self.description.networks[name], does.ask, does.apply)
+            return ComponentProxy(name, self.description.networks[name], does.ask, does.apply)
         return does.attribute(name) if called_back else does.ask("get", name)
 
     def __setattr__(self, name: str, value: Any) -> None:

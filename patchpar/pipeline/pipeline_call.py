@@ -3,7 +3,7 @@
 caller                       rank
   | <-- ("step", 3, 30) ------ |     scheduler.step has returned
   | <-- StepEnd -------------- |     the caller has a callback_on_step_end
-  | --- StepAnswer ----------> |     every rank takes it
+  | --- CallbackResult ----------> |     every rank takes it
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,18 +17,18 @@ from torch import Tensor
 from patchpar.errors import UnsupportedModel
 from patchpar.launch.executor import RankContext
 from patchpar.models.ip_adapters import looked_at
-from patchpar.pipeline.heartbeat_hooks import Pulse
-from patchpar.pipeline.messages import DrawOptions, RandomState, StepAnswer, StepChange, StepEnd
-from patchpar.pipeline.stats_recorder import Ledger
+from patchpar.pipeline.heartbeat_hooks import HeartbeatHooks
+from patchpar.pipeline.messages import CallbackChange, CallbackResult, CallOptions, RandomState, StepEnd
+from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.generators import generators_of
-from patchpar.strategies.scheduler_step import InPlaceOfStep, Step
+from patchpar.strategies.scheduler_step import SchedulerStepOverride, Step
 
 PLAIN = (bool, int, float, str, type(None))
 BAR = "_progress_bar_config"  # as diffusers keeps it
 
 
-class Drawing:
+class PipelineCall:
     """One call. `steps` counts those of the scheduler; the `ledger` hears of each.
 
     `apart` is entered while the caller is asked; `changing` is called before its callback changes networks.
@@ -39,8 +39,8 @@ class Drawing:
         pipe: Any,
         context: RankContext,
         clock: StepClock,
-        options: DrawOptions,
-        ledger: Ledger,
+        options: CallOptions,
+        ledger: StatsRecorder,
         apart: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.pipe, self.context, self.clock, self.options = pipe, context, clock, options
@@ -56,7 +56,7 @@ class Drawing:
         with ExitStack() as stack:
             stack.enter_context(self._stepping())
             if self.context.world_size > 1:  # somebody watches
-                stack.callback(Pulse(self.pipe, self.context.mark).stop)
+                stack.callback(HeartbeatHooks(self.pipe, self.context.mark).stop)
             if self.options.quiet or self.context.rank > 0:
                 stack.enter_context(_no_progress_bar(self.pipe))
             return self.pipe(**arguments)
@@ -66,7 +66,7 @@ class Drawing:
         first = self.context.rank == 0
         question = StepEnd(step=step, timestep=timestep, tensors=tensors, facts=facts_of(pipe)) if first else None
         with self.apart():
-            answer: StepAnswer = self.context.ask(question)
+            answer: CallbackResult = self.context.ask(question)
         if any(change.is_of_networks for change in answer.changes):
             self.changing()
         for change in answer.changes:
@@ -95,7 +95,7 @@ class Drawing:
                 self._stepped(scheduler)
             return result
 
-        scheduler.step = InPlaceOfStep(scheduler, stepped, copy_stepped)
+        scheduler.step = SchedulerStepOverride(scheduler, stepped, copy_stepped)
         try:
             yield
         finally:
@@ -110,7 +110,7 @@ class Drawing:
             self.context.emit(("step", self.steps, _total_steps(self.pipe, scheduler)))
 
 
-def carry_out(pipe: Any, change: StepChange) -> None:
+def carry_out(pipe: Any, change: CallbackChange) -> None:
     """Do to the pipeline what the caller's callback did. Raises UnsupportedModel, and what the pipeline raises."""
     if change.path == "scheduler":
         raise UnsupportedModel(
@@ -196,7 +196,7 @@ def random_state(device: torch.device) -> RandomState:
     return RandomState(cpu=torch.get_rng_state(), cuda=cuda)
 
 
-class Randomness:
+class GeneratorStates:
     """Where the generators among a call's arguments stand, and the default one, so that it can be made again."""
 
     def __init__(self, kwargs: Mapping[str, Any], device: torch.device) -> None:

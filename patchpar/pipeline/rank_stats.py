@@ -15,7 +15,7 @@ Seconds = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepFigures:
+class StepStats:
     """One step: from the end of the one before it to the return of scheduler.step, by kind of exchange.
 
     `exact_calls` and `stale_calls` count denoiser calls that used this step's values only, and those that used some of
@@ -40,7 +40,7 @@ class StepFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankFigures:
+class RankStats:
     """One rank in a whole call. What follows the last step, such as messages that come too late, is in the sums only.
 
     So is the kind "vae": what encoding and decoding exchange belongs to no step.
@@ -54,7 +54,7 @@ class RankFigures:
     bytes_received: Bytes
     seconds_waited: Seconds
     stale_bytes: int = 0
-    steps: tuple[StepFigures, ...] = ()
+    steps: tuple[StepStats, ...] = ()
     trace: RankTrace | None = None
 
     @property

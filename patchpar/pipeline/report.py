@@ -7,7 +7,7 @@ from typing import Any
 
 from patchpar.comm.trace import write_trace
 from patchpar.errors import PlanError
-from patchpar.pipeline.rank_stats import VAE, RankFigures
+from patchpar.pipeline.rank_stats import VAE, RankStats
 from patchpar.plan.plan import Plan
 
 
@@ -20,7 +20,7 @@ class Run:
 
     plan: Plan
     seconds: float
-    ranks: tuple[RankFigures, ...]
+    ranks: tuple[RankStats, ...]
 
     @property
     def steps(self) -> int:

@@ -20,14 +20,14 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.comm.pytree import leaves
 from patchpar.comm.transport import Transport, alone, connect, watched
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.launch.executor import Bystander, RankContext
+from patchpar.launch.executor import IdleRank, RankContext
 from patchpar.models.dtype import with_dtype
 from patchpar.models.info import (
-    Description,
+    PipelineInfo,
     describe,
     is_name_of_denoiser,
     refuse_compiled,
@@ -38,23 +38,23 @@ from patchpar.models.ip_adapters import looked_at
 from patchpar.models.loading import load_pipeline
 from patchpar.models.prepare import for_task, settle_in
 from patchpar.models.quiet_libraries import hush
-from patchpar.pipeline.installed_plan import Installed
-from patchpar.pipeline.messages import Drawn, DrawOptions, Returned
-from patchpar.pipeline.pipeline_call import Drawing, Randomness, random_state, take_random_state
-from patchpar.pipeline.rank_stats import RankFigures
-from patchpar.pipeline.torchrun_sync import Together
+from patchpar.pipeline.installed_plan import InstalledPlan
+from patchpar.pipeline.messages import CallOptions, CallResult, MethodResult
+from patchpar.pipeline.pipeline_call import GeneratorStates, PipelineCall, random_state, take_random_state
+from patchpar.pipeline.rank_stats import RankStats
+from patchpar.pipeline.torchrun_sync import TorchrunSync
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.generators import generators_of
-from patchpar.shard.vae.call_state import StillNeeded
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.vae.call_state import OutputNeeded
+from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.cfg.split import guidance_of, refuse_perturbed
 from patchpar.strategies.data.split import as_one_call, why_kept_together
 from patchpar.strategies.structure.supported_pipelines import why_kept_native
 
 
-class Engine:
+class PipelineRunner:
     """One rank's pipeline."""
 
     def __init__(self, context: RankContext) -> None:
@@ -62,7 +62,7 @@ class Engine:
         self.device = torch.device(context.device)
         self.clock = StepClock()
         self.pipe: Any = None
-        self._installed = Installed()
+        self._installed = InstalledPlan()
         self._installed_for: tuple[Plan, bool | Path, str] = (Plan(), True, "auto")
         self._transport: Transport | None = None
         self._arguments: dict[str, Any] = {}
@@ -71,7 +71,7 @@ class Engine:
 
     # --- the pipeline -------------------------------------------------------------------------------------------
 
-    def load(self, model: str, options: Mapping[str, Any], weight_bytes: int = 0) -> Description:
+    def load(self, model: str, options: Mapping[str, Any], weight_bytes: int = 0) -> PipelineInfo:
         """Load with diffusers, from safetensors only, onto this rank's device.
 
         Raises PlanError, before loading, if the device has less memory free than the weights take.
@@ -91,7 +91,7 @@ class Engine:
                 "free: load them in a smaller dtype (torch_dtype=torch.float16), or free some of it"
             )
 
-    def adopt(self, pipe: Any) -> Description:
+    def adopt(self, pipe: Any) -> PipelineInfo:
         """Take a pipeline that is in memory."""
         if getattr(pipe, "hf_device_map", None):
             raise UnsupportedModel("the pipeline is spread over devices by device_map: load it without device_map")
@@ -106,7 +106,9 @@ class Engine:
         self.pipe = pipe if offloaded or pipe.device == self.device else pipe.to(self.device)
         return replace(describe(self.pipe), **_told_by_attributes(self.pipe))
 
-    def apply(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, everywhere: bool = False) -> Returned:
+    def apply(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, everywhere: bool = False
+    ) -> MethodResult:
         """Call a method of the pipeline, or "vae.method" of a network, with the seams out: it may exchange modules.
 
         What it returned comes from rank 0, or from `everywhere`, where every rank has its own caller.
@@ -116,8 +118,8 @@ class Engine:
         args, kwargs = looked_at(method, args, kwargs)
         result = method(*args, **kwargs)
         if result is getattr(method, "__self__", self.pipe):
-            return Returned(itself=True)
-        return Returned(result if everywhere else self._sent(f"what {name}() returned", result))
+            return MethodResult(itself=True)
+        return MethodResult(result if everywhere else self._sent(f"what {name}() returned", result))
 
     def set(self, name: str, value: Any, *, everywhere: bool = False) -> dict[str, Any]:
         """Set an attribute of the pipeline, or "vae.attribute" of a network; what its description then has anew."""
@@ -159,9 +161,12 @@ class Engine:
                 self._transport = watched(join(self.context), self.context)
         if self.context.rank < plan.world_size and works:
             assert self._transport is not None
-            mesh, verdicts = Mesh(self.context.rank, range(plan.world_size), **plan.degrees()), Verdicts.of(verify)
-            doors = [Door(self._transport, self.context.mark) for _ in ("denoisers", "VAEs")]
-            self._installed = Installed(self.pipe)
+            mesh, verdicts = (
+                Mesh(self.context.rank, range(plan.world_size), **plan.degrees()),
+                VerificationCache.of(verify),
+            )
+            doors = [Communicator(self._transport, self.context.mark) for _ in ("denoisers", "VAEs")]
+            self._installed = InstalledPlan(self.pipe)
             self._installed.put_in(plan, mesh, doors[0], self.clock, self._guided, verdicts)
             self._installed.put_in_vaes(vae, doors[1], verdicts)
         self._installed_for = (plan, verify, vae)
@@ -182,7 +187,7 @@ class Engine:
 
     # --- a call -------------------------------------------------------------------------------------------------
 
-    def draw(self, kwargs: Mapping[str, Any], options: DrawOptions) -> Drawn | Bystander:
+    def draw(self, kwargs: Mapping[str, Any], options: CallOptions) -> CallResult | IdleRank:
         """One call of the pipeline, under `options.plan`. Ranks that the plan leaves idle stand by."""
         if self._installed_for != (options.plan, options.verify, options.vae):
             self.install(options.plan, verify=options.verify, vae=options.vae)
@@ -191,16 +196,16 @@ class Engine:
         if options.random is not None:
             take_random_state(options.random, self.device)
         if self.context.rank >= options.plan.world_size:
-            return Bystander()
+            return IdleRank()
         output, figures = self._run(kwargs, options)
         mesh = self._installed.mesh
         if mesh is not None and (mesh["cfg"].rank or mesh["patch"].rank):
             output = None  # the same as another rank's
         return self._report(output, (figures,), options)
 
-    def _draw_together(self, kwargs: Mapping[str, Any], options: DrawOptions) -> Drawn:
+    def _draw_together(self, kwargs: Mapping[str, Any], options: CallOptions) -> CallResult:
         """Where every process has a caller of its own."""
-        together = Together(self.context, self.device, kwargs)
+        together = TorchrunSync(self.context, self.device, kwargs)
         together.begin()
         if self.context.rank >= options.plan.world_size:
             return together.stand_by()
@@ -215,23 +220,23 @@ class Engine:
         output = together.end(output, mesh["data"] if mesh else None, door)
         return self._report(output, figures, options)
 
-    def _run(self, kwargs: Mapping[str, Any], options: DrawOptions) -> tuple[Any, RankFigures]:
+    def _run(self, kwargs: Mapping[str, Any], options: CallOptions) -> tuple[Any, RankStats]:
         """This rank's output and figures."""
-        installed, random = self._installed, Randomness(kwargs, self.device)
+        installed, random = self._installed, GeneratorStates(kwargs, self.device)
         try:
             return self._drawn(kwargs, options)
-        except StillNeeded:  # once for a pipeline: it needs on all ranks what it has decoded
+        except OutputNeeded:  # once for a pipeline: it needs on all ranks what it has decoded
             assert installed.vaes is not None
             installed.vaes.course.everywhere = True
             random.restore()
             return self._drawn(kwargs, options)
 
-    def _drawn(self, kwargs: Mapping[str, Any], options: DrawOptions) -> tuple[Any, RankFigures]:
+    def _drawn(self, kwargs: Mapping[str, Any], options: CallOptions) -> tuple[Any, RankStats]:
         installed = self._installed
         self.clock.reset(order=getattr(getattr(self.pipe, "scheduler", None), "order", 1))
         watched = options.has_callback or kwargs.get("callback_on_step_end") is not None
         ledger = installed.begin(tracing=options.tracing, watched=watched)
-        drawing = Drawing(self.pipe, self.context, self.clock, options, ledger, installed.interrupted)
+        drawing = PipelineCall(self.pipe, self.context, self.clock, options, ledger, installed.interrupted)
         drawing.changing = installed.open_up
         with self._own_share(dict(kwargs)) as self._arguments, installed.running():
             output = drawing.run(self._arguments)
@@ -246,9 +251,9 @@ class Engine:
             return nullcontext(kwargs)
         return as_one_call(self.pipe, kwargs, mesh["data"].rank, mesh["data"].size)
 
-    def _report(self, output: Any, figures: tuple[RankFigures, ...], options: DrawOptions) -> Drawn:
+    def _report(self, output: Any, figures: tuple[RankStats, ...], options: CallOptions) -> CallResult:
         follows = options.random is not None and options.random.cpu is not None
-        return Drawn(
+        return CallResult(
             output=output,
             generators=tuple(generator.get_state() for generator in generators_of(self._arguments)),
             random=random_state(self.device) if follows else None,

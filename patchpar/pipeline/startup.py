@@ -14,7 +14,7 @@ from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
 from patchpar.plan.plan import Plan
 from patchpar.shard.vae.modes import check_way
 
-ENGINE = "patchpar.pipeline.runner:Engine"
+ENGINE = "patchpar.pipeline.runner:PipelineRunner"
 PRELOAD = ("patchpar.pipeline.runner",)
 TASKS = (None, "image-to-image")
 REFUSED_OPTIONS = {
@@ -24,7 +24,7 @@ REFUSED_OPTIONS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PipelineOptions:
     """What a user asks for, checked. `plan` is None for "auto"; times in seconds."""
 
     plan: Plan | None
@@ -60,14 +60,14 @@ class Request:
 
 def check_request(
     devices: object, plan: object, *, deadline: object, start_timeout: object, verify: object, vae: object
-) -> Request:
+) -> PipelineOptions:
     """Raise PlanError for a plan, devices, limits or a way of the VAE that cannot be."""
     wanted = plan_of(plan)
     if isinstance(verify, (str, Path)):
         verify = Path(verify).expanduser().absolute()  # ranks may be started somewhere else
     if not isinstance(verify, (bool, Path)):
         raise PlanError(f"verify={verify!r}: True, False, or a folder that keeps the verdicts")
-    return Request(
+    return PipelineOptions(
         plan=wanted,
         devices=_devices_of(devices, wanted),
         deadline=_seconds("deadline", deadline),

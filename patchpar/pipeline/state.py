@@ -9,22 +9,22 @@ from patchpar.launch.executor import Executor
 from patchpar.launch.fork_guard import change_in_children
 from patchpar.launch.local import LocalExecutor
 from patchpar.models.adapters import from_safetensors
-from patchpar.models.info import Description
-from patchpar.pipeline.caller import Caller
-from patchpar.pipeline.messages import Returned, StepChange
+from patchpar.models.info import PipelineInfo
+from patchpar.pipeline.caller import CallController
+from patchpar.pipeline.messages import CallbackChange, MethodResult
 from patchpar.pipeline.report import Run
-from patchpar.pipeline.startup import Request
+from patchpar.pipeline.startup import PipelineOptions
 from patchpar.pipeline.state_changes import asked
 from patchpar.plan.plan import Plan
 
 
-class State:
+class PipelineState:
     """What was asked for, the ranks and their model, and the latest call."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: PipelineOptions) -> None:
         self.request, self.wanted = request, request.plan
         self.executor: Executor | None = None
-        self.model: Description | None = None
+        self.model: PipelineInfo | None = None
         self.plan: Plan | None = None
         self.reason = ""
         self.last_run: Run | None = None
@@ -32,7 +32,7 @@ class State:
         self.progress: dict[str, Any] = {}
         self.tracing = False
         self.is_fresh = False  # began as its files have it
-        self.caller: Caller | None = None
+        self.caller: CallController | None = None
         self.lock = threading.RLock()
         change_in_children(self)
 
@@ -54,13 +54,13 @@ class State:
         results = ranks.call(method, *args, everywhere=everywhere, **options)
         return results[getattr(ranks, "rank", 0)]
 
-    def apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
+    def apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MethodResult:
         """Call a method of the pipeline, or of one of its networks, on every rank. Raises PlanError for pickles."""
         words, options = asked(path, args, from_safetensors(path, args, kwargs), is_fresh=self.is_fresh)
-        returned: Returned = self.ask(*words, **options)
+        returned: MethodResult = self.ask(*words, **options)
         return returned
 
-    def keep(self, changes: Iterable[StepChange]) -> None:
+    def keep(self, changes: Iterable[CallbackChange]) -> None:
         """Have workers that start later do to networks what a callback has done during the call."""
         if not isinstance(self.ranks, LocalExecutor):
             return  # nothing is started anew
@@ -72,7 +72,7 @@ class State:
                 self.ranks.remember("set", change.path, *change.args, replay=change.path)
 
     @property
-    def described(self) -> Description:
+    def described(self) -> PipelineInfo:
         """The model, of a pipeline that has been loaded."""
         assert self.model is not None, "a pipeline is described as soon as it is loaded"
         return self.model

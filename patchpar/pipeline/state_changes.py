@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from patchpar.launch.adapter_replay import Parts
-from patchpar.launch.replay import Change
+from patchpar.launch.adapter_replay import NamedAdapters
+from patchpar.launch.replay import CallEffects
 
 LOAD_SECONDS = 3600.0  # a large model from a slow disk; workers that die are noticed at once all the same
 COMPUTES = frozenset(
@@ -42,10 +42,10 @@ KINDS = {
     "load_textual_inversion": "inversion",
 }
 UNDOES = {
-    "unload_lora_weights": Change(undoes="lora", unless=("fused",)),
-    "unfuse_lora": Change(undoes="fused"),
-    "unload_ip_adapter": Change(undoes="image prompt"),
-    "unload_textual_inversion": Change(undoes="inversion"),
+    "unload_lora_weights": CallEffects(undoes="lora", unless=("fused",)),
+    "unfuse_lora": CallEffects(undoes="fused"),
+    "unload_ip_adapter": CallEffects(undoes="image prompt"),
+    "unload_textual_inversion": CallEffects(undoes="inversion"),
 }
 """Of the pipeline, and without arguments, which would say that a part is meant."""
 
@@ -59,7 +59,9 @@ ADDS_OR_HIDES = ("fused", "image prompt")
 """Kinds of calls after which it is not known which adapters are there: IP-Adapters may bring some of their own."""
 
 
-def change_of(path: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_fresh: bool = True) -> Change | None:
+def change_of(
+    path: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_fresh: bool = True
+) -> CallEffects | None:
     """What a call of the method `path` ("set_adapters", "vae.enable_tiling") changes; None if it only computes.
 
     `is_fresh`: the pipeline began as its files have it; one that was handed over may have had adapters before.
@@ -72,7 +74,7 @@ def change_of(path: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_f
     if path in UNDOES and not args and not kwargs:
         undo = UNDOES[path]
         return undo if is_fresh else replace(undo, kind=undo.undoes)
-    change = Change(kind=KINDS.get(name), parts=parts, unless=ADDS_OR_HIDES if parts else ())
+    change = CallEffects(kind=KINDS.get(name), parts=parts, unless=ADDS_OR_HIDES if parts else ())
     if word not in SETS:
         return change
     what = name if word == "set" else rest
@@ -80,7 +82,7 @@ def change_of(path: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_f
     return replace(change, sets=f"{owner}.{what}".lstrip("."), given=given)
 
 
-def _adapters_of(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Parts | None:
+def _adapters_of(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NamedAdapters | None:
     """The adapters that a call of the pipeline adds, selects or deletes; None where it does not name them."""
     if path not in NAMES_ADAPTERS:
         return None
@@ -90,7 +92,7 @@ def _adapters_of(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> P
     if not isinstance(names, (list, tuple)) or not names or not all(isinstance(each, str) for each in names):
         return None
     without = partial(_selecting, path, list(names), args[1:], kwargs) if does == "selects" else None
-    return Parts(does=does, names=frozenset(names), without=without)
+    return NamedAdapters(does=does, names=frozenset(names), without=without)
 
 
 def _selecting(

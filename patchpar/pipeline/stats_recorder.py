@@ -4,15 +4,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-from patchpar.comm.trace import Event, RankTrace
-from patchpar.comm.traffic import Traffic
-from patchpar.pipeline.rank_stats import VAE, RankFigures, StepFigures
-from patchpar.shard.stale.state import History
+from patchpar.comm.trace import RankTrace, TraceEvent
+from patchpar.comm.traffic import CommStats
+from patchpar.pipeline.rank_stats import VAE, RankStats, StepStats
+from patchpar.shard.stale.state import StaleState
 
 N = TypeVar("N", int, float)
 
 
-class Ledger:
+class StatsRecorder:
     """Opened when a call begins, with `traffic` at zero. `histories`: of those of its denoisers that have one.
 
     `tracing`: also keep every event, for a trace. `of_vaes`: what encoding and decoding exchange, which belongs to no
@@ -20,15 +20,15 @@ class Ledger:
     """
 
     def __init__(
-        self, traffic: Traffic, histories: Sequence[History], *, tracing: bool, of_vaes: Traffic | None = None
+        self, traffic: CommStats, histories: Sequence[StaleState], *, tracing: bool, of_vaes: CommStats | None = None
     ) -> None:
-        of_vaes = of_vaes or Traffic()
+        of_vaes = of_vaes or CommStats()
         traffic.events = of_vaes.events = [] if tracing else None
         self._traffic, self._histories, self._of_vaes = traffic, tuple(histories), of_vaes
         self._epoch = time.time() - time.perf_counter()
         self._step_began = time.perf_counter()
         self._before = self._counted()
-        self._steps: list[StepFigures] = []
+        self._steps: list[StepStats] = []
         self._stale_bytes = 0
 
     def end_step(self) -> None:
@@ -36,7 +36,7 @@ class Ledger:
         self._traffic.book_stalls(block=False)
         now, before = self._counted(), self._before
         self._steps.append(
-            StepFigures(
+            StepStats(
                 bytes_sent=_more(now.bytes_sent, before.bytes_sent),
                 bytes_received=_more(now.bytes_received, before.bytes_received),
                 seconds_waited=_more(now.seconds_waited, before.seconds_waited),
@@ -51,12 +51,12 @@ class Ledger:
         """The pipeline has returned. Belongs before what the seams hold is given up."""
         self._stale_bytes = sum(history.memory.num_bytes() for history in self._histories)
 
-    def figures(self, rank: int, device: str) -> RankFigures:
+    def figures(self, rank: int, device: str) -> RankStats:
         """Everything, for the caller."""
         traffic, of_vaes = self._traffic, self._of_vaes
         for each in (traffic, of_vaes):
             each.book_stalls(block=True)
-        return RankFigures(
+        return RankStats(
             rank=rank,
             device=device,
             bytes_sent=_with_vaes(traffic.bytes_sent, of_vaes.bytes_sent),
@@ -67,9 +67,9 @@ class Ledger:
             trace=None if traffic.events is None else RankTrace(rank, device, self._epoch, tuple(traffic.events)),
         )
 
-    def _counted(self) -> StepFigures:
+    def _counted(self) -> StepStats:
         """The sums as they stand."""
-        return StepFigures(
+        return StepStats(
             bytes_sent=dict(self._traffic.bytes_sent),
             bytes_received=dict(self._traffic.bytes_received),
             seconds_waited=dict(self._traffic.seconds_waited),
@@ -84,7 +84,7 @@ class Ledger:
             calls = [event.start for event in events if event.what == "call" and event.start >= self._step_began]
             start = min(calls, default=self._step_began)
             self._step_began = time.perf_counter()
-            events.append(Event("step", "", f"step {len(self._steps) - 1}", start, self._step_began - start))
+            events.append(TraceEvent("step", "", f"step {len(self._steps) - 1}", start, self._step_began - start))
 
 
 def _with_vaes(steps: Mapping[str, N], vaes: Mapping[str, N]) -> dict[str, N]:

@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.launch.executor import CallAborted, RankContext
 from patchpar.launch.messages import encode, pack, unpack
-from patchpar.pipeline.messages import Drawn, LastWord
+from patchpar.pipeline.messages import CallResult, FinalState
 from patchpar.pipeline.pipeline_call import random_state, take_random_state
-from patchpar.pipeline.rank_stats import RankFigures
+from patchpar.pipeline.rank_stats import RankStats
 from patchpar.plan.mesh import Axis, Mesh
 from patchpar.shard.generators import generators_of
 from patchpar.strategies.data.split import merge_outputs
 
 
-class Together:
+class TorchrunSync:
     """One call with the arguments `kwargs`, seen from one rank."""
 
     def __init__(self, context: RankContext, device: torch.device, kwargs: Mapping[str, Any]) -> None:
@@ -36,34 +36,34 @@ class Together:
         self._set_states(states)
         take_random_state(default, self._device)
 
-    def end(self, output: Any, data: Axis | None, door: Door | None) -> Any:
+    def end(self, output: Any, data: Axis | None, door: Communicator | None) -> Any:
         """The whole output on rank 0, on the others one of the same class that holds nothing."""
         states = self._states()
         if data is not None and door is not None and data.size > 1:
             output, states = self._of_all(output, data, door)
-        empty = self._hear(LastWord(emptied(output), states, random_state(self._device)))
+        empty = self._hear(FinalState(emptied(output), states, random_state(self._device)))
         return output if self._context.rank == 0 else empty
 
-    def figures(self, own: RankFigures, mesh: Mesh | None, door: Door | None) -> tuple[RankFigures, ...]:
+    def figures(self, own: RankStats, mesh: Mesh | None, door: Communicator | None) -> tuple[RankStats, ...]:
         """Those of every rank that takes part, in order."""
         if mesh is None or door is None:
             return (own,)
         everyone = Axis("all", mesh.ranks.index(self._context.rank), len(mesh.ranks), mesh.ranks)
         return tuple(gather_objects(door, everyone, own))
 
-    def stand_by(self) -> Drawn:
+    def stand_by(self) -> CallResult:
         """Take part in every question, also where there is nothing to do."""
         answer = None
-        while not isinstance(answer, LastWord):
+        while not isinstance(answer, FinalState):
             with contextlib.suppress(CallAborted):  # the callback raised: the last word follows all the same
                 answer = self._context.ask(None)
-        return Drawn(output=self._obey(answer), generators=())
+        return CallResult(output=self._obey(answer), generators=())
 
     def release(self) -> None:
         """Let ranks that stand by go, because this call ends in an exception, on all who take part."""
-        self._context.ask(LastWord(None, self._states(), random_state(self._device)))
+        self._context.ask(FinalState(None, self._states(), random_state(self._device)))
 
-    def _of_all(self, output: Any, data: Axis, door: Door) -> tuple[Any, list[Any]]:
+    def _of_all(self, output: Any, data: Axis, door: Communicator) -> tuple[Any, list[Any]]:
         """The outputs of all data ranks in one; of each generator in a list the state at the rank that drew from it."""
         found = gather_objects(door, data, (output, self._states()))
         before = self._states_at_begin
@@ -73,10 +73,10 @@ class Together:
         ]
         return merge_outputs([output for output, _ in found]), states
 
-    def _hear(self, word: LastWord) -> Any:
+    def _hear(self, word: FinalState) -> Any:
         return self._obey(self._context.ask(word))
 
-    def _obey(self, word: LastWord) -> Any:
+    def _obey(self, word: FinalState) -> Any:
         self._set_states(word.generators)
         take_random_state(word.random, self._device)
         return word.output
@@ -99,10 +99,10 @@ def emptied(output: Any) -> Any:
     return None
 
 
-def gather_objects(door: Door, axis: Axis, own: Any) -> list[Any]:
+def gather_objects(door: Communicator, axis: Axis, own: Any) -> list[Any]:
     """Any picklable object from every place of `axis`, in order."""
     data = pack(encode(own))
     packed = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(door.transport.device)
-    gather = Gather(door, axis, "output", "output")
+    gather = AllGather(door, axis, "output", "output")
     sizes = [int(size) for size in gather.same(torch.tensor([len(packed)], device=packed.device))]
     return [unpack(part.cpu().numpy().tobytes()) for part in gather.shares(packed, 0, sizes)]

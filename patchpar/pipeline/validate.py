@@ -6,10 +6,10 @@ from typing import Any
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.files import free_memory
-from patchpar.models.info import DENOISERS, Description
+from patchpar.models.info import DENOISERS, PipelineInfo
 from patchpar.plan.plan import Plan
 from patchpar.plan.scalars import plain
-from patchpar.strategies.data.split import Share
+from patchpar.strategies.data.split import PromptSlice
 from patchpar.strategies.structure.memory_estimate import check_room
 from patchpar.strategies.structure.options import StructureGuidance
 from patchpar.strategies.structure.sizing import refusal_of, units_of
@@ -20,7 +20,7 @@ SIDES = ("height", "width")
 PROMPTS = ("prompt", "prompt_2", "prompt_3", "negative_prompt", "negative_prompt_2", "negative_prompt_3")
 
 
-def bind(model: Description, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind(model: PipelineInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments by name, numbers as Python's own. Raises TypeError as a call with wrong arguments does."""
     names = list(model.parameters)
     if len(args) > len(names):
@@ -39,13 +39,13 @@ def bind(model: Description, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return {name: _plain(model, name, value) for name, value in {**bound, **kwargs}.items()}
 
 
-def _plain(model: Description, name: str, value: Any) -> Any:
+def _plain(model: PipelineInfo, name: str, value: Any) -> Any:
     """Python's own number where one of numpy's or a tensor is given for a size, a count, or what is one by default."""
     is_number = name in (*SIDES, *COUNTS) or type(model.parameters.get(name)) in (int, float)
     return plain(value) if is_number else value
 
 
-def check_call(model: Description, kwargs: Mapping[str, Any]) -> None:
+def check_call(model: PipelineInfo, kwargs: Mapping[str, Any]) -> None:
     """Raise PlanError for values that no plan can work with."""
     for name in PROMPTS:
         if name in kwargs:
@@ -80,7 +80,7 @@ def _check_side(name: str, value: Any, unit: int) -> None:
         raise PlanError(f"{name}={value} is no multiple of {unit}, the model's grid: use {nearest}")
 
 
-def check_plan(model: Description, plan: Plan) -> None:
+def check_plan(model: PipelineInfo, plan: Plan) -> None:
     """Raise UnsupportedModel when a plan can do no call of this model at all."""
     if isinstance(plan.strategy, StructureGuidance):
         if plan.cfg > 1:
@@ -98,7 +98,7 @@ def check_plan(model: Description, plan: Plan) -> None:
         )
 
 
-def check_plan_for(model: Description, plan: Plan, kwargs: Mapping[str, Any], devices: Sequence[str] = ()) -> None:
+def check_plan_for(model: PipelineInfo, plan: Plan, kwargs: Mapping[str, Any], devices: Sequence[str] = ()) -> None:
     """Raise PlanError when this plan cannot do this call, or the CPU ranks among `devices` have no room for it."""
     check_plan(model, plan)
     size = model.size(kwargs)
@@ -115,10 +115,10 @@ def check_plan_for(model: Description, plan: Plan, kwargs: Mapping[str, Any], de
             "negative prompt where the pipeline wants one), or use cfg=1"
         )
     if plan.data > 1:
-        Share.of(kwargs, 0, plan.data)
+        PromptSlice.of(kwargs, 0, plan.data)
 
 
-def _check_large(model: Description, plan: Plan, strategy: StructureGuidance, kwargs: Mapping[str, Any]) -> None:
+def _check_large(model: PipelineInfo, plan: Plan, strategy: StructureGuidance, kwargs: Mapping[str, Any]) -> None:
     """Raise PlanError for a picture that is not large, or that more ranks than it has windows would share."""
     native, size = (strategy.native,) * 2 if strategy.native is not None else model.default_size, model.size(kwargs)
     if size is None or native is None:
@@ -135,7 +135,7 @@ def _check_large(model: Description, plan: Plan, strategy: StructureGuidance, kw
         )
 
 
-def _check_bands(model: Description, plan: Plan, size: tuple[int, int]) -> None:
+def _check_bands(model: PipelineInfo, plan: Plan, size: tuple[int, int]) -> None:
     side = {"rows": size[0], "columns": size[1], "auto": max(size)}[plan.split]
     name = "width" if plan.split == "columns" or (plan.split == "auto" and size[1] > size[0]) else "height"
     rows, unit = side // model.vae_scale, model.total_stride

@@ -14,7 +14,7 @@ WAYS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyExchange:
+class AttentionMode:
     """One of `WAYS`, between groups of `ulysses` places that exchange tokens for heads. Raises PlanError."""
 
     way: str = "gather"

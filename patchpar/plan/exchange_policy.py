@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from patchpar.errors import PlanError
-from patchpar.plan.attention_mode import KeyExchange
-from patchpar.plan.kv_selection import Everything, Selection
+from patchpar.plan.attention_mode import AttentionMode
+from patchpar.plan.kv_selection import AllRows, KVSelection
 from patchpar.plan.resync import Resync
 
 Moments = Literal["fresh", "corrected", "guarded", "stale", "separate"]
@@ -33,7 +33,7 @@ is barely positive blows a whole group up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Context:
+class StaleKV:
     """Which keys and values of the last step are attended to, and how they travel.
 
     `bits` below 16: the difference to what the receiver holds is sent, quantised. `narrow_to`: after it has come, only
@@ -41,9 +41,9 @@ class Context:
     `correction`: what its owner says of it in this step, see `patchpar.shard.stale.correction`.
     """
 
-    selection: Selection = field(default_factory=Everything)
+    selection: KVSelection = field(default_factory=AllRows)
     bits: int = 16
-    narrow_to: Selection | None = None
+    narrow_to: KVSelection | None = None
     extrapolated: bool = False
     correction: Correction = "none"
 
@@ -56,7 +56,7 @@ class CachedPartials:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Treatment:
+class ExchangePolicy:
     """A strategy, as the seams see it. `name` is what it was verified under and what reports call it.
 
     The first `warmup_steps` denoising steps are exact; None: all. `published`: halos and moments go to everyone, keys
@@ -68,8 +68,8 @@ class Treatment:
     warmup_steps: int | None = None
     halo: Literal["fresh", "stale"] = "fresh"
     moments: Moments = "fresh"
-    context: Context | CachedPartials | None = None
-    keys: KeyExchange = field(default_factory=KeyExchange)
+    context: StaleKV | CachedPartials | None = None
+    keys: AttentionMode = field(default_factory=AttentionMode)
     published: bool = False
     bucket: int = 16
     resync: Resync | None = None
@@ -79,7 +79,7 @@ class Treatment:
         """Whether anything of the last step is ever used."""
         return self.warmup_steps is not None
 
-    def frozen(self) -> "Treatment":
+    def frozen(self) -> "ExchangePolicy":
         """The same without anything of this step, so that after the exact steps nothing needs to be sent."""
         moments: Moments = "stale" if self.moments == "fresh" else self.moments
         return replace(self, halo="stale", moments=moments)

@@ -17,7 +17,7 @@ from itertools import product
 from typing import NamedTuple, Protocol
 
 
-class Across(NamedTuple):
+class TokensAcross(NamedTuple):
     """What lies across the split: rows of `columns` tokens, the same ones in each of `planes`.
 
     With `rows` what is split is the planes, of `rows` x `columns` tokens each. No window reaches from plane to plane.
@@ -37,23 +37,23 @@ class Across(NamedTuple):
         return (self.planes, rows, self.columns) if self.rows is None else (rows, self.rows, self.columns)
 
 
-class Piece(NamedTuple):
+class PooledRows(NamedTuple):
     """Rows `start` to `stop` of a place's grid, averaged in windows of `pool` x `pool` tokens; 1 leaves them."""
 
     start: int
     stop: int
     pool: int = 1
 
-    def windows(self, across: Across) -> tuple[int, int, int]:
+    def windows(self, across: TokensAcross) -> tuple[int, int, int]:
         """How many planes, and windows along the rows and columns of each."""
         planes, rows, columns = across.volume(self.stop - self.start)
         return planes, -(-rows // self.pool), -(-columns // self.pool)
 
-    def num_tokens(self, across: Across) -> int:
+    def num_tokens(self, across: TokensAcross) -> int:
         """How many tokens it makes."""
         return math.prod(self.windows(across))
 
-    def weights(self, across: Across) -> Iterator[int]:
+    def weights(self, across: TokensAcross) -> Iterator[int]:
         """How many tokens each of its tokens stands for; windows at the end may be smaller."""
         planes, rows, columns = across.volume(self.stop - self.start)
         heights, widths = ([min(self.pool, size - at) for at in range(0, size, self.pool)] for size in (rows, columns))
@@ -61,29 +61,29 @@ class Piece(NamedTuple):
             yield height * width
 
 
-class Selection(Protocol):
+class KVSelection(Protocol):
     """What goes from one place to another."""
 
-    def pieces(self, sender: int, receiver: int, rows: int) -> tuple[Piece, ...]:
+    def pieces(self, sender: int, receiver: int, rows: int) -> tuple[PooledRows, ...]:
         """Pieces of the sender's `rows` rows that the receiver is sent."""
 
 
 @dataclass(frozen=True, slots=True)
-class Everything:
+class AllRows:
     """All rows of every place."""
 
-    def pieces(self, sender: int, receiver: int, rows: int) -> tuple[Piece, ...]:
+    def pieces(self, sender: int, receiver: int, rows: int) -> tuple[PooledRows, ...]:
         """All rows."""
-        return (Piece(0, rows),)
+        return (PooledRows(0, rows),)
 
 
 @dataclass(frozen=True, slots=True)
-class NearBand:
+class NearRows:
     """A share of the rows of each neighbour."""
 
     fraction: float
 
-    def pieces(self, sender: int, receiver: int, rows: int) -> tuple[Piece, ...]:
+    def pieces(self, sender: int, receiver: int, rows: int) -> tuple[PooledRows, ...]:
         """The rows next to the receiver, at least one."""
         if abs(sender - receiver) != 1:
             return ()
@@ -91,21 +91,21 @@ class NearBand:
 
 
 @dataclass(frozen=True, slots=True)
-class BandAndPooled:
+class NearRowsAndPooled:
     """A share of the rows of each neighbour as they are, and all other rows of everybody averaged."""
 
     band: float
     pool: int
 
-    def pieces(self, sender: int, receiver: int, rows: int) -> tuple[Piece, ...]:
+    def pieces(self, sender: int, receiver: int, rows: int) -> tuple[PooledRows, ...]:
         """The rows next to the receiver first, then the averaged rest."""
         if abs(sender - receiver) != 1:
-            return (Piece(0, rows, self.pool),)
+            return (PooledRows(0, rows, self.pool),)
         near = _nearest(sender, receiver, rows, self.band)
-        rest = Piece(near.stop, rows, self.pool) if near.start == 0 else Piece(0, near.start, self.pool)
+        rest = PooledRows(near.stop, rows, self.pool) if near.start == 0 else PooledRows(0, near.start, self.pool)
         return (near, rest) if rest.stop > rest.start else (near,)
 
 
-def _nearest(sender: int, receiver: int, rows: int, fraction: float) -> Piece:
+def _nearest(sender: int, receiver: int, rows: int, fraction: float) -> PooledRows:
     count = min(rows, max(1, round(fraction * rows)))
-    return Piece(rows - count, rows) if sender < receiver else Piece(0, count)
+    return PooledRows(rows - count, rows) if sender < receiver else PooledRows(0, count)

@@ -33,7 +33,7 @@ SETTLED = 8  # steps after which the length is taken, as the mean of the second 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class LinkModel:
     """One rank's way out: `latency` in seconds, `rate` in bytes per second; infinity is no limit.
 
     Messages of at most `overtake` bytes do not queue behind larger ones; 0 is one queue. Raises PlanError.
@@ -59,7 +59,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class TimedMessage:
     """Sent after `sent` and needed after `needed` seconds of computing, in the step that is `age` steps later."""
 
     sent: float
@@ -68,12 +68,12 @@ class Message:
     age: int = 0
 
 
-def link_seconds(messages: Sequence[Message], link: Link) -> float:
+def link_seconds(messages: Sequence[TimedMessage], link: LinkModel) -> float:
     """What the messages of a step would cost if each was waited for as soon as it is sent."""
     return link.seconds(len(messages), sum(message.num_bytes for message in messages))
 
 
-def step_seconds(compute: float, messages: Sequence[Message], link: Link) -> float:
+def step_seconds(compute: float, messages: Sequence[TimedMessage], link: LinkModel) -> float:
     """Length of one of many steps that compute for `compute` seconds and exchange `messages` over `link`."""
     waited = free = lane = 0.0
     there: dict[tuple[int, int], float] = {}
@@ -96,7 +96,7 @@ def step_seconds(compute: float, messages: Sequence[Message], link: Link) -> flo
 _SEND, _NEED, _END = range(3)  # in this order where they are at the same time
 
 
-class _Event(NamedTuple):
+class _LinkEvent(NamedTuple):
     step: int
     at: float
     what: int
@@ -104,13 +104,13 @@ class _Event(NamedTuple):
     sent_in: int
 
 
-def _events(compute: float, messages: Sequence[Message]) -> Iterator[_Event]:
+def _events(compute: float, messages: Sequence[TimedMessage]) -> Iterator[_LinkEvent]:
     for step in range(SETTLED):
-        yield _Event(step, compute, _END, 0, step)
+        yield _LinkEvent(step, compute, _END, 0, step)
         for number, message in enumerate(messages):
-            yield _Event(step, message.sent, _SEND, number, step)
+            yield _LinkEvent(step, message.sent, _SEND, number, step)
             if step >= message.age:
-                yield _Event(step, message.needed, _NEED, number, step - message.age)
+                yield _LinkEvent(step, message.needed, _NEED, number, step - message.age)
 
 
 class EdgeChoice(NamedTuple):
@@ -121,7 +121,7 @@ class EdgeChoice(NamedTuple):
 
 
 def edges_for(
-    link: Link,
+    link: LinkModel,
     *,
     rounds: int,
     edge_bytes: float,

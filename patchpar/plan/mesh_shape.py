@@ -19,7 +19,7 @@ the latencies of synchronous patches that DistriFusion gives (Li et al., arXiv:2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Workload:
     """What can be shared out: prompts that may be apart, branches of guidance, and into how many bands a picture goes.
 
     `units`: of rows that stay together, where bands are made of such; None where every share is possible.

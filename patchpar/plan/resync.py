@@ -42,7 +42,7 @@ def check_resync(name: str, quality: object, budget: object) -> None:
 
 
 @dataclass(slots=True)
-class Decider:
+class ResyncDecider:
     """Takes the decisions of one picture, for one guidance call."""
 
     rules: Resync

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.comm.pytree import floats_in, paths_of, tensors_in, with_tensors
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.plan.mesh import Axis
@@ -37,7 +37,7 @@ from patchpar.shard.verification import (
     relative_error,
     with_noise_for_zeros,
 )
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.verification_cache import VerificationCache
 
 Plain = Callable[..., Any]
 Found = Mapping[str, int | None]  # paths of arguments that shapes would take for something else, and the dim
@@ -46,11 +46,16 @@ Agreement = Callable[[str, bool], bool]  # a key, and whether this rank knows wh
 Layers = Callable[[], Sequence[nn.Module]]  # those of the network that tell branches apart, see `guidance_branches`
 
 
-class Carriers:
+class BatchArguments:
     """Those of one network, whose batch the ranks of an axis share; `known_to_all` of first_use says what all know."""
 
     def __init__(
-        self, network: nn.Module, ranks: int, verdicts: Verdicts, known_to_all: Agreement, by_branch: Layers = tuple
+        self,
+        network: nn.Module,
+        ranks: int,
+        verdicts: VerificationCache,
+        known_to_all: Agreement,
+        by_branch: Layers = tuple,
     ) -> None:
         self.network, self.ranks, self.verdicts, self.known_to_all = network, ranks, verdicts, known_to_all
         self.by_branch = by_branch
@@ -144,10 +149,12 @@ def _whole(plain: Plain, call: Call) -> Any:
     return without_given(output, call)
 
 
-def carriers_of(network: nn.Module, mesh: tuple[Door, Axis], verdicts: Verdicts, by_branch: Layers = tuple) -> Carriers:
+def carriers_of(
+    network: nn.Module, mesh: tuple[Communicator, Axis], verdicts: VerificationCache, by_branch: Layers = tuple
+) -> BatchArguments:
     """Those of a network whose batch the ranks of `mesh` share."""
     agreed = partial(known_to_all, mesh, type(network).__name__)
-    return Carriers(network, mesh[1].size, verdicts, agreed, by_branch)
+    return BatchArguments(network, mesh[1].size, verdicts, agreed, by_branch)
 
 
 def carriers_in(plain: Plain, call: Call, parts: int) -> tuple[Found, Found]:

@@ -5,15 +5,15 @@ from typing import Any
 
 from torch import nn
 
-from patchpar.comm.collectives import Door
-from patchpar.plan.exchange_policy import Treatment
+from patchpar.comm.collectives import Communicator
+from patchpar.plan.exchange_policy import ExchangePolicy
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
-from patchpar.shard.fingerprint import Watched
-from patchpar.shard.local_patch import Share
+from patchpar.shard.fingerprint import WatchedNetwork
+from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.stale.extrapolation import timestep_of
-from patchpar.shard.stale.state import History
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.stale.state import StaleState
+from patchpar.shard.verification_cache import VerificationCache
 
 
 class SharedDenoiser:
@@ -28,18 +28,18 @@ class SharedDenoiser:
     def __init__(
         self,
         denoiser: nn.Module,
-        mesh: tuple[Door, Axis],
-        treatment: Treatment,
+        mesh: tuple[Communicator, Axis],
+        treatment: ExchangePolicy,
         clock: StepClock | None,
-        verdicts: Verdicts | None,
+        verdicts: VerificationCache | None,
     ) -> None:
         door, axis = mesh
         self.denoiser, self.verdicts = denoiser, verdicts
-        self.share = Share(door, axis, treatment)
+        self.share = LocalPatch(door, axis, treatment)
         self.error: float | None = None
         self.exchange = "on"
-        self.history = History(door, treatment, clock) if treatment.remembers else None
-        self.watched, self.unsure = Watched(denoiser), False
+        self.history = StaleState(door, treatment, clock) if treatment.remembers else None
+        self.watched, self.unsure = WatchedNetwork(denoiser), False
         self._parameters = tuple(inspect.signature(type(denoiser).forward).parameters)[1:]
 
     def reset(self) -> None:
@@ -78,7 +78,7 @@ class SharedDenoiser:
     def _unlearn(self) -> None:
         raise NotImplementedError
 
-    def _look_back(self, history: History, form: Any, call: tuple[Any, Any]) -> None:
+    def _look_back(self, history: StaleState, form: Any, call: tuple[Any, Any]) -> None:
         """What this call may use of the last step; `form` is what must not change from one to the next."""
         share = self.share
         share.fresh = history.begin((form, history.clock.branches))  # a share of two branches is another one

@@ -91,7 +91,7 @@ def fingerprint(network: nn.Module) -> Fingerprint:
     return _Reader().read(network)
 
 
-class Watched:
+class WatchedNetwork:
     """Tells whether a network is still the one that was `known`.
 
     What moves by itself while it is checked, such as a counter of calls in a processor, is no change.

@@ -15,7 +15,7 @@ OURS = "patchpar"
 MISSING = object()
 
 
-class Hooked:
+class InstalledHook:
     """`hook` on `module`, under `name`, until `take_out`."""
 
     def __init__(self, module: nn.Module, hook: ModelHook, name: str) -> None:

@@ -5,21 +5,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Door, Edges, Gather, Halo
-from patchpar.comm.transport import Spec
+from patchpar.comm.collectives import AllGather, Communicator, Edges, Halo
+from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.bands import Bands
-from patchpar.plan.exchange_policy import Treatment
-from patchpar.plan.kv_selection import Across
+from patchpar.plan.exchange_policy import ExchangePolicy
+from patchpar.plan.kv_selection import TokensAcross
 from patchpar.plan.mesh import Axis
-from patchpar.shard.stale.cache import Memory, Slot
-from patchpar.shard.stale.token_grid import Grid
+from patchpar.shard.stale.cache import StaleCache, StaleEntry
+from patchpar.shard.stale.token_grid import LevelGrid
 
 THIS_STEP = ("fresh", "separate", None)  # timings that use nothing of the last step
 
 
 @dataclass(slots=True)
-class Share:
+class LocalPatch:
     """This rank's share of the denoiser call under way. `door`, `axis` and `treatment` stay, the rest changes with it.
 
     `dim` is -2 for bands of rows, -1 for bands of columns. While `active` is off every hook is the plain layer. In a
@@ -27,9 +27,9 @@ class Share:
     used on and on and nothing is sent, a negative control. `ahead`: how far this step goes, in units of the last.
     """
 
-    door: Door
+    door: Communicator
     axis: Axis
-    treatment: Treatment = field(default_factory=Treatment)
+    treatment: ExchangePolicy = field(default_factory=ExchangePolicy)
     bands: Bands = field(default_factory=lambda: Bands((0,)))
     dim: int = -2
     whole: Tensor | None = None
@@ -37,7 +37,7 @@ class Share:
     fresh: bool = True
     frozen: bool = False
     ahead: Tensor | float = 1.0
-    memory: Memory | None = None
+    memory: StaleCache | None = None
     halos: dict[str, Halo] = field(default_factory=dict)  # left by a norm for the convolution it feeds
 
     @property
@@ -50,7 +50,7 @@ class Share:
         """Whether a norm's round also carries the edge rows of the convolution it feeds."""
         return self.fresh or (self.treatment.halo == "fresh" and self.treatment.moments == "fresh")
 
-    def slot(self, where: str, timing: object) -> Slot | None:
+    def slot(self, where: str, timing: object) -> StaleEntry | None:
         """What the seam `where` remembers; None for one that uses values of this step only."""
         return None if self.memory is None or timing in THIS_STEP else self.memory.slot(where)
 
@@ -68,7 +68,7 @@ class Share:
         """
         bands = self.level(own.shape[self.dim])
         sizes = [bands.size(place) for place in range(self.axis.size)]
-        shares = Gather(self.door, self.axis, kind, where).shares(own.contiguous(), self.dim, sizes)
+        shares = AllGather(self.door, self.axis, kind, where).shares(own.contiguous(), self.dim, sizes)
         return torch.cat(shares, self.dim)
 
     def edges(self, x: Tensor, before: int, after: int) -> Edges:
@@ -78,9 +78,9 @@ class Share:
         if reach > 1:  # every band has a row
             self._refuse_thin(size, reach)
 
-        def spec(rows: int) -> Spec | None:
+        def spec(rows: int) -> TensorSpec | None:
             shape[self.dim] = rows
-            return Spec(tuple(shape), x.dtype) if rows else None
+            return TensorSpec(tuple(shape), x.dtype) if rows else None
 
         up, down = self.place > 0, self.place + 1 < len(self.bands)
         first = x.narrow(self.dim, 0, after) if up and after else None
@@ -97,7 +97,7 @@ class Share:
                 f"than {len(bands)} ranks on axis 'patch', or a larger picture"
             )
 
-    def grid(self, own_tokens: int) -> Grid:
+    def grid(self, own_tokens: int) -> LevelGrid:
         """The tokens of all places on the level where we have `own_tokens`. Raises UnsupportedModel."""
         assert self.whole is not None
         own, across = self.bands.size(self.place), self.whole.shape[-1 if self.dim == -2 else -2]
@@ -105,7 +105,7 @@ class Share:
         while stride <= max(own, across):
             rows, columns = -(-own // stride), -(-across // stride)
             if own_tokens == rows * columns:
-                return Grid(self.level(rows), Across(columns), self.dim)
+                return LevelGrid(self.level(rows), TokensAcross(columns), self.dim)
             stride *= 2
         raise UnsupportedModel(
             f"{own_tokens} tokens of this rank fit no level of a band of {own} rows, {across} across: this attention "

@@ -14,7 +14,7 @@ import torch
 from diffusers.hooks.first_block_cache import FBCHeadBlockHook
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.comm.pytree import leaves
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
@@ -73,7 +73,7 @@ class CacheVote:
     decides the same.
     """
 
-    def __init__(self, denoiser: nn.Module, door: Door, axes: tuple[Axis, Axis], clock: StepClock) -> None:
+    def __init__(self, denoiser: nn.Module, door: Communicator, axes: tuple[Axis, Axis], clock: StepClock) -> None:
         self.denoiser, self.door, self.clock = denoiser, door, clock
         self.patch, self.cfg = axes
 
@@ -99,7 +99,7 @@ class CacheVote:
     def _everybodys(self, own: Sequence[Tensor]) -> list[float]:
         told = torch.stack([x.float() for x in own])
         for axis in (self.patch, *([self.cfg] if self.clock.branches > 1 else [])):
-            told = torch.stack(Gather(self.door, axis, "cache", "vote on a cached step").same(told)).sum(0)
+            told = torch.stack(AllGather(self.door, axis, "cache", "vote on a cached step").same(told)).sum(0)
         return [float(x) for x in told]
 
 

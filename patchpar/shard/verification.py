@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from patchpar.comm.async_tensor import Promise
-from patchpar.comm.collectives import Door, Gather
-from patchpar.comm.traffic import Traffic
+from patchpar.comm.async_tensor import AsyncTensor
+from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.traffic import CommStats
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.shard.fingerprint import fingerprint
 from patchpar.shard.precision import wide
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.verification_cache import VerificationCache
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float64: 1e-9}
@@ -28,7 +28,7 @@ TIME = "timestep"  # may be a plain number, and is another one in every step; or
 
 
 def check_once(
-    verdicts: Verdicts, facts: Mapping[str, Any], mesh: tuple[Door, Axis], measure: Callable[[], float]
+    verdicts: VerificationCache, facts: Mapping[str, Any], mesh: tuple[Communicator, Axis], measure: Callable[[], float]
 ) -> float:
     """The error known for these facts, or what `measure` finds now. All ranks of the axis call it together.
 
@@ -46,7 +46,7 @@ def check_once(
     return known
 
 
-def known_to_all(mesh: tuple[Door, Axis], network: str, key: str, known: bool) -> bool:
+def known_to_all(mesh: tuple[Communicator, Axis], network: str, key: str, known: bool) -> bool:
     """Whether every rank of the axis knows what stands under `key`: decided together, or somebody would wait.
 
     Raises UnsupportedModel where they do not have the same key for a network of that class.
@@ -54,7 +54,7 @@ def known_to_all(mesh: tuple[Door, Axis], network: str, key: str, known: bool) -
     door, axis = mesh
     with _uncounted(door):
         own = torch.tensor([known, int(key[:12], 16)], device=door.transport.device)
-        told = [(bool(each[0]), int(each[1])) for each in Gather(door, axis, "verify", "verdicts").same(own)]
+        told = [(bool(each[0]), int(each[1])) for each in AllGather(door, axis, "verify", "verdicts").same(own)]
     if len({name for _, name in told}) > 1:  # all ranks see it
         raise UnsupportedModel(
             f"the ranks hold different networks, or call them differently (here a {network}): what is "
@@ -71,8 +71,8 @@ def _error(value: Any) -> float:
 
 
 @contextmanager
-def _uncounted(door: Door) -> Iterator[None]:
-    counted, door.traffic = door.traffic, Traffic()
+def _uncounted(door: Communicator) -> Iterator[None]:
+    counted, door.traffic = door.traffic, CommStats()
     try:
         yield
     finally:
@@ -132,7 +132,7 @@ def with_noise_for_zeros(call: Call) -> Call | None:
         generator = torch.Generator().manual_seed(number)
         asleep_one = leaves[number]
         noise = torch.randn(asleep_one.shape, generator=generator).to(asleep_one)
-        leaves[number] = asleep_one.with_values(noise) if isinstance(asleep_one, Promise) else noise
+        leaves[number] = asleep_one.with_values(noise) if isinstance(asleep_one, AsyncTensor) else noise
     return tree_unflatten(leaves, spec) if asleep else None
 
 

@@ -23,13 +23,13 @@ NOWHERE = Path(os.devnull)  # no file can be made below it
 
 
 @dataclass(frozen=True, slots=True)
-class Verdicts:
+class VerificationCache:
     """Verdicts kept in `folder`."""
 
     folder: Path
 
     @classmethod
-    def in_home(cls) -> "Verdicts":
+    def in_home(cls) -> "VerificationCache":
         """The ones of this user. One without a home, as in a container with a user id of its own, keeps none."""
         try:
             home = Path.home()
@@ -38,7 +38,7 @@ class Verdicts:
         return cls(home / ".cache" / "patchpar" / "verified")
 
     @classmethod
-    def of(cls, verify: bool | Path) -> "Verdicts | None":
+    def of(cls, verify: bool | Path) -> "VerificationCache | None":
         """What `verify` means: the ones of a folder, of this user, or none."""
         if isinstance(verify, Path):
             return cls(verify)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from patchpar.plan.exchange_policy import GROUP_NORMS, Context, GroupNorm, Treatment, check_choice, check_warmup
+from patchpar.plan.exchange_policy import GROUP_NORMS, ExchangePolicy, GroupNorm, StaleKV, check_choice, check_warmup
 from patchpar.plan.scalars import make_plain
 from patchpar.strategies.strategy import PatchStrategy
 
@@ -45,13 +45,13 @@ class DisplacedPatch(PatchStrategy):
         check_choice(self.name, "preset", self.preset, (None, "paper"))
 
     @property
-    def treatment(self) -> Treatment:
+    def treatment(self) -> ExchangePolicy:
         """Everything of the last step."""
-        found = Treatment(
+        found = ExchangePolicy(
             name=self.name,
             warmup_steps=self.warmup_steps,
             halo="stale",
             moments=GROUP_NORMS[self.group_norm],
-            context=Context(),
+            context=StaleKV(),
         )
         return replace(found, published=True, bucket=PAPER_BUCKET) if self.preset else found

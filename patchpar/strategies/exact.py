@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from patchpar.plan.attention_mode import KeyExchange
-from patchpar.plan.exchange_policy import Treatment
+from patchpar.plan.attention_mode import AttentionMode
+from patchpar.plan.exchange_policy import ExchangePolicy
 from patchpar.plan.scalars import make_plain
 from patchpar.strategies.strategy import PatchStrategy
 
@@ -43,6 +43,6 @@ class ExactPatch(PatchStrategy):
         self.treatment.keys.check_places(places)
 
     @property
-    def treatment(self) -> Treatment:
+    def treatment(self) -> ExchangePolicy:
         """Everything of this step."""
-        return Treatment(name=str(self), keys=KeyExchange(way=self.attention, ulysses=self.ulysses))
+        return ExchangePolicy(name=str(self), keys=AttentionMode(way=self.attention, ulysses=self.ulysses))

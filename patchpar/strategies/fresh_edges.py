@@ -20,15 +20,15 @@ from patchpar.plan.exchange_policy import (
     BITS,
     CORRECTIONS,
     CachedPartials,
-    Context,
     Correction,
-    Treatment,
+    ExchangePolicy,
+    StaleKV,
     check_choice,
     check_count,
     check_share,
     check_warmup,
 )
-from patchpar.plan.kv_selection import BandAndPooled, Everything
+from patchpar.plan.kv_selection import AllRows, NearRowsAndPooled
 from patchpar.plan.resync import Resync, check_resync
 from patchpar.plan.scalars import make_plain
 from patchpar.strategies.strategy import PatchStrategy
@@ -77,16 +77,16 @@ class FreshEdges(PatchStrategy):
         check_resync(self.name, self.quality, self.budget)
 
     @property
-    def treatment(self) -> Treatment:
+    def treatment(self) -> ExchangePolicy:
         """Edges of this step, keys of the last."""
-        selection = BandAndPooled(self.band, self.pool) if self.context == "pooled" else Everything()
-        context = Context(
+        selection = NearRowsAndPooled(self.band, self.pool) if self.context == "pooled" else AllRows()
+        context = StaleKV(
             selection=selection, bits=self.bits, extrapolated=self.extrapolated, correction=self.correction
         )
         budget = None if self.budget is None else self.budget * MIB
         told = "none" if self.context == "partials" else self.correction
         rules = Resync(quality=self.quality, budget=budget, correction=told)
-        return Treatment(
+        return ExchangePolicy(
             name=self.name,
             warmup_steps=self.warmup_steps,
             context=CachedPartials(refresh=self.refresh) if self.context == "partials" else context,

@@ -15,14 +15,14 @@ from typing import ClassVar, Literal
 
 from patchpar.plan.exchange_policy import (
     GROUP_NORMS,
-    Context,
+    ExchangePolicy,
     GroupNorm,
-    Treatment,
+    StaleKV,
     check_choice,
     check_share,
     check_warmup,
 )
-from patchpar.plan.kv_selection import NearBand
+from patchpar.plan.kv_selection import NearRows
 from patchpar.plan.scalars import make_plain
 from patchpar.strategies.strategy import PatchStrategy
 
@@ -49,9 +49,11 @@ class PartiallyConditioned(PatchStrategy):
         check_choice(self.name, "group_norm", self.group_norm, tuple(GROUP_NORMS))
 
     @property
-    def treatment(self) -> Treatment:
+    def treatment(self) -> ExchangePolicy:
         """Everything of the last step, keys of a band only."""
-        band = NearBand(self.fraction)
-        sent = Context(selection=band) if self.context == "band" else Context(selection=NearBand(1.0), narrow_to=band)
+        band = NearRows(self.fraction)
+        sent = StaleKV(selection=band) if self.context == "band" else StaleKV(selection=NearRows(1.0), narrow_to=band)
         moments = GROUP_NORMS[self.group_norm]
-        return Treatment(name=self.name, warmup_steps=self.warmup_steps, halo="stale", moments=moments, context=sent)
+        return ExchangePolicy(
+            name=self.name, warmup_steps=self.warmup_steps, halo="stale", moments=moments, context=sent
+        )

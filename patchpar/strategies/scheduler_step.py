@@ -12,7 +12,7 @@ from typing import Any
 Step = Callable[..., Any]
 
 
-class InPlaceOfStep:
+class SchedulerStepOverride:
     """Runs `run(step, ...)` where `scheduler.step(...)` is called, `step` being what was there before.
 
     A copy of the scheduler steps itself, through `in_copies` where that is given.
@@ -33,4 +33,6 @@ class InPlaceOfStep:
         before: Step = copy.deepcopy(self._before, memo)
         if self._in_copies is None:
             return before
-        return InPlaceOfStep(copy.deepcopy(self._scheduler, memo), self._in_copies, self._in_copies, before=before)
+        return SchedulerStepOverride(
+            copy.deepcopy(self._scheduler, memo), self._in_copies, self._in_copies, before=before
+        )

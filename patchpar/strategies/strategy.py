@@ -8,17 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from patchpar.plan.exchange_policy import Treatment
+from patchpar.plan.exchange_policy import ExchangePolicy
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from patchpar.comm.collectives import Door
+    from patchpar.comm.collectives import Communicator
     from patchpar.plan.mesh import Axis
     from patchpar.plan.step_clock import StepClock
     from patchpar.shard.transformer.denoiser import TokenDenoiser
     from patchpar.shard.unet.denoiser import PatchedDenoiser
-    from patchpar.shard.verification_cache import Verdicts
+    from patchpar.shard.verification_cache import VerificationCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class PatchStrategy:
     """Whether it does anything where there is one rank only."""
 
     @property
-    def treatment(self) -> Treatment:
+    def treatment(self) -> ExchangePolicy:
         """What its seams do."""
         raise NotImplementedError
 
@@ -40,12 +40,12 @@ class PatchStrategy:
     def install(
         self,
         denoiser: nn.Module,
-        door: Door,
+        door: Communicator,
         axis: Axis,
         *,
         clock: StepClock | None = None,
         split: str = "auto",
-        verdicts: Verdicts | None = None,
+        verdicts: VerificationCache | None = None,
     ) -> PatchedDenoiser | TokenDenoiser:
         """Make `denoiser` parallel over `axis`, from its first call on. Without `verdicts` it is not verified.
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from patchpar.comm.transport import Spec
+from patchpar.comm.transport import TensorSpec
 from patchpar.stream.events import Change
 
 Payload = tuple[Tensor, ...]
@@ -29,7 +29,7 @@ class CausalModel(Protocol):
     def inner(self) -> int:
         """Ranks that share each step. They make the same calls of `new_state`, `apply` and `step`, in one order."""
 
-    def payload(self) -> tuple[Spec, ...]:
+    def payload(self) -> tuple[TensorSpec, ...]:
         """What travels from one step to the next, the same for every block of a stream."""
 
     def new_state(self, step: int) -> Any:

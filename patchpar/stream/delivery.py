@@ -11,7 +11,7 @@ from patchpar.errors import PlanError
 from patchpar.stream.audio.track import first_picture
 from patchpar.stream.output_queue import Output, check_output
 
-Pace = Literal["fast", "realtime"]
+Pacing = Literal["fast", "realtime"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class StreamDelivery:
     """
 
     output: Output = "block"
-    pace: Pace = "fast"
+    pace: Pacing = "fast"
     lead: int = 2
     restarts: int = 1
     hold: float | None = None
@@ -91,7 +91,7 @@ class StreamDelivery:
 
     def __post_init__(self) -> None:
         check_output(self.output)
-        if self.pace not in get_args(Pace):
+        if self.pace not in get_args(Pacing):
             raise PlanError(f"pace={self.pace!r}: use 'fast' or 'realtime'")
         if self.lead < 1 or self.restarts < 0:
             raise PlanError(f"lead={self.lead}, restarts={self.restarts}: at least 1 and 0")

@@ -1,6 +1,6 @@
 """The side of a stream that talks to the ranks: gives orders, keeps what is under way, begins anew when a rank dies.
 
-    Ready(b) from the first rank --> sound of b here? credit? not paused? --> Begin(b) with the wishes that hold from b
+    BlockReady(b) from the first rank --> sound of b here? credit? not paused? --> BeginBlock(b) with the wishes from b
 
 An interrupted stream goes on at the first block that has not come out, in a new epoch: seed, block numbers, sound and
 conditions are those of before, and the sink is the one it had; what the window held is lost.
@@ -17,16 +17,26 @@ from torch import Tensor
 from patchpar.errors import PlanError, WorkerError
 from patchpar.launch.executor import Tell
 from patchpar.stream.events import Reference
-from patchpar.stream.flow_control import Credits
-from patchpar.stream.messages import Begin, Cancel, Course, Produced, Ready, Said, Shown, Stop, Wish
-from patchpar.stream.stage import StageFigures
+from patchpar.stream.flow_control import BlockCredits
+from patchpar.stream.messages import (
+    BeginBlock,
+    BlockReady,
+    CancelStream,
+    EndStream,
+    ProducedBlock,
+    PromptUpdate,
+    ReferenceUpdate,
+    StreamRun,
+    Update,
+)
+from patchpar.stream.stage import StageStats
 
 Status = Literal["running", "paused", "degraded", "finished", "cancelled", "failed"]
 Run = Callable[..., list[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class StreamLimits:
     """`credit`: blocks between their beginning and the watcher. `blocks`: of the whole stream, or None for no end.
 
     `restarts`: how often a stream is taken up again after a worker has died.
@@ -37,7 +47,7 @@ class Limits:
     restarts: int = 1
 
 
-class Source(Protocol):
+class AudioSource(Protocol):
     """Where the sound of a stream comes from."""
 
     def is_here(self, block: int) -> bool:
@@ -51,36 +61,36 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Came:
+class OutputBlock:
     """A block that has come out: what was produced, of which order, its sound, in which course."""
 
-    produced: Produced
-    begun: Begin
+    produced: ProducedBlock
+    begun: BeginBlock
     samples: Tensor | None
-    course: Course
+    course: StreamRun
     epoch: int
 
 
 @dataclass(slots=True, kw_only=True)
-class Standing:
+class ResumeState:
     """What an interrupted stream is taken up with: conditions that hold, by kind, and the block to go on at."""
 
-    wishes: dict[str, Wish] = field(default_factory=dict)
+    wishes: dict[str, Update] = field(default_factory=dict)
     next_out: int = 0
     epoch: int = 0
     has_sink: bool = False
 
-    def note(self, produced: Produced, begun: Begin) -> None:
+    def note(self, produced: ProducedBlock, begun: BeginBlock) -> None:
         """A block has come out: its wishes hold until others of their kind do."""
         self.next_out = produced.block + 1
         for wish in begun.wishes:
-            kind = "reference" if isinstance(wish, (Shown, Reference)) else getattr(wish, "name", "prompt")
-            self.wishes[kind] = replace(wish, transition="switch", over=0) if isinstance(wish, Said) else wish
+            kind = "reference" if isinstance(wish, (ReferenceUpdate, Reference)) else getattr(wish, "name", "prompt")
+            self.wishes[kind] = replace(wish, transition="switch", over=0) if isinstance(wish, PromptUpdate) else wish
         if produced.sink is not None:
             self.wishes["reference"], self.has_sink = Reference(latents=produced.sink), True
 
 
-class Driver:
+class StreamDriver:
     """One stream on the ranks, in a thread of its own. All its methods are for several threads.
 
     `run(course, on_event, on_start)` runs the stages, `courses` one after another: each ends where the next begins.
@@ -90,26 +100,26 @@ class Driver:
     def __init__(
         self,
         run: Run,
-        courses: Sequence[Course],
-        limits: Limits,
-        track: Source | None,
-        deliver: Callable[[Came], object],
+        courses: Sequence[StreamRun],
+        limits: StreamLimits,
+        track: AudioSource | None,
+        deliver: Callable[[OutputBlock], object],
         changed: threading.Condition,
     ) -> None:
         self._course, *later = courses
         self._run, self._later, self._limits, self._track = run, deque(later), limits, track
         self._deliver, self._changed = deliver, changed
-        self._credits = Credits(limits.credit)
-        self._wishes: dict[int, list[Wish]] = {}
-        self._sent: dict[int, tuple[Begin, Tensor | None]] = {}  # until they come out
-        self._standing = Standing()
+        self._credits = BlockCredits(limits.credit)
+        self._wishes: dict[int, list[Update]] = {}
+        self._sent: dict[int, tuple[BeginBlock, Tensor | None]] = {}  # until they come out
+        self._standing = ResumeState()
         self._tell: Tell | None = None
         self._ready: int | None = None
         self._next = 0
         self._is_paused = self._is_stopping = False
         self.status: Status = "running"
         self.error: Exception | None = None
-        self.figures: tuple[StageFigures, ...] = ()
+        self.figures: tuple[StageStats, ...] = ()
         self._thread = threading.Thread(target=self._drive, name="patchpar-stream", daemon=True)
 
     def start(self) -> None:
@@ -133,7 +143,7 @@ class Driver:
 
     # --- what the watcher does --------------------------------------------------------------------------------------
 
-    def wish(self, wish: Wish, at: int | None) -> int:
+    def wish(self, wish: Update, at: int | None) -> int:
         """A change from block `at` on, or as soon as can be; the block. Raises PlanError if that block has begun."""
         with self._changed:
             block = self._next if at is None else at
@@ -179,7 +189,7 @@ class Driver:
     # --- what the ranks do ------------------------------------------------------------------------------------------
 
     def _drive(self) -> None:
-        course: Course | None = self._course
+        course: StreamRun | None = self._course
         while course is not None:
             try:
                 found = self._run(course, on_event=self._hear, on_start=self._begun)
@@ -189,11 +199,11 @@ class Driver:
                     self._changed.notify_all()
                 continue
             with self._changed:
-                self.figures = tuple(figures for figures in found if isinstance(figures, StageFigures))
+                self.figures = tuple(figures for figures in found if isinstance(figures, StageStats))
                 course = self._next_course()
                 self._changed.notify_all()
 
-    def _next_course(self) -> Course | None:
+    def _next_course(self) -> StreamRun | None:
         """After one has come to its end. Called under the lock."""
         self._tell = self._ready = None
         if self.status == "cancelled":
@@ -214,20 +224,20 @@ class Driver:
     def _tell_all(self) -> None:
         for rank in range(self._course.ranks):
             if self._tell is not None:
-                self._tell(rank, Cancel())
+                self._tell(rank, CancelStream())
 
     def _hear(self, rank: int, event: Any) -> None:
         with self._changed:
-            if isinstance(event, Ready):
+            if isinstance(event, BlockReady):
                 self._ready = event.block
                 self._order()
-            elif isinstance(event, Produced) and self.status != "cancelled":
+            elif isinstance(event, ProducedBlock) and self.status != "cancelled":
                 begun, samples = self._sent.pop(event.block)
                 self._standing.note(event, begun)
                 if self.status == "degraded":
                     self.status = "paused" if self._is_paused else "running"
                 epoch = self._standing.epoch
-                came = Came(produced=event, begun=begun, samples=samples, course=self._course, epoch=epoch)
+                came = OutputBlock(produced=event, begun=begun, samples=samples, course=self._course, epoch=epoch)
                 self._deliver(came)
             self._changed.notify_all()
 
@@ -239,7 +249,7 @@ class Driver:
         if block not in self._sent:
             if self._has_ended(block):
                 self._ready = None
-                self._tell(0, Stop())
+                self._tell(0, EndStream())
                 return
             if not (self._track is None or self._track.is_here(block)) or not self._credits.take():
                 return
@@ -247,11 +257,11 @@ class Driver:
         self._ready = None
         self._tell(0, self._sent[block][0])
 
-    def _next_order(self, block: int) -> tuple[Begin, Tensor | None]:
+    def _next_order(self, block: int) -> tuple[BeginBlock, Tensor | None]:
         tokens, samples = (None, None) if self._track is None else self._track.take(block)
         self._next = block + 1
         wishes = tuple(self._wishes.pop(block, ()))
-        return Begin(inputs=() if tokens is None else (tokens,), wishes=wishes), samples
+        return BeginBlock(inputs=() if tokens is None else (tokens,), wishes=wishes), samples
 
     def _has_ended(self, block: int) -> bool:
         if self._is_stopping or block == self._limits.blocks:
@@ -260,7 +270,7 @@ class Driver:
             return True
         return self._track is not None and self._track.is_over(block)
 
-    def _interrupted(self, error: Exception) -> Course | None:
+    def _interrupted(self, error: Exception) -> StreamRun | None:
         """What to go on with; None if the stream ends here. Called under the lock."""
         standing = self._standing
         self._tell = self._ready = None

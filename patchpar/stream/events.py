@@ -74,14 +74,14 @@ _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Prompt, Referen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class StreamEvent:
     """A change that holds from `block` on."""
 
     block: int
     change: Change
 
 
-def pack(events: tuple[Event, ...]) -> Tensor:
+def pack(events: tuple[StreamEvent, ...]) -> Tensor:
     """Events as bytes, to travel in one message: a line of JSON, then the values of its tensors."""
     heads, blobs = [], []
     for event in events:
@@ -98,7 +98,7 @@ def pack(events: tuple[Event, ...]) -> Tensor:
     return torch.cat([torch.frombuffer(bytearray(line), dtype=torch.uint8), *blobs])
 
 
-def unpack(data: Tensor) -> tuple[Event, ...]:
+def unpack(data: Tensor) -> tuple[StreamEvent, ...]:
     """What was packed. Tensors are on the CPU."""
     raw = bytes(data.cpu().numpy().tobytes())
     end = raw.index(b"\n") + 1
@@ -116,5 +116,5 @@ def unpack(data: Tensor) -> tuple[Event, ...]:
                 end += count * dtype.itemsize
             else:
                 values[name] = value
-        found.append(Event(block=block, change=kind(**values)))
+        found.append(StreamEvent(block=block, change=kind(**values)))
     return tuple(found)

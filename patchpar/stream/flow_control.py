@@ -5,7 +5,7 @@ import threading
 from patchpar.errors import PlanError
 
 
-class Credits:
+class BlockCredits:
     """At most `limit` blocks between their beginning and the hands of whoever watches. For several threads."""
 
     def __init__(self, limit: int) -> None:

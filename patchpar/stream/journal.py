@@ -1,7 +1,7 @@
 """A stream taken down, so that it can be made again bit for bit: one line of JSON per block, after one that opens it.
 
     {"format": 1, "model": ..., "config": {...}, "options": {...}, "seed": ..., ...}           how it was begun
-    {"block": 0, "epoch": 0, "frames": "9f...", "wishes": [{"kind": "Said", ...}], ...}        what came out
+    {"block": 0, "epoch": 0, "frames": "9f...", "wishes": [{"kind": "PromptUpdate", ...}], ...}        what came out
 
 It is data: of how the model was loaded it keeps the dtype and the variant and nothing else, and nothing else is taken
 from it. A token or a path that were options of from_pretrained are in no journal. Only its owner can read the file.
@@ -33,10 +33,10 @@ from torch import Tensor
 from patchpar.errors import PlanError
 from patchpar.stream.causal_options import MOST_FRAMES
 from patchpar.stream.config import LONGEST_PROMPT, StreamConfig
-from patchpar.stream.driver import Came
+from patchpar.stream.driver import OutputBlock
 from patchpar.stream.events import Parameter, Prompt, Reference
 from patchpar.stream.json_fields import number, text, whole
-from patchpar.stream.messages import Said, Shown, Wish
+from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, Update
 
 FORMAT = 1
 LIMIT = 2 * 2**30
@@ -45,12 +45,14 @@ VARIANT = re.compile(r"\w[\w.-]{0,63}")
 MOST_DIMS = 8
 MOST_BYTES = 2**28
 """Of one tensor: a hundred times the largest reference that streams take."""
-WISHES: dict[str, type[Any]] = {kind.__name__: kind for kind in (Said, Shown, Parameter, Prompt, Reference)}
+WISHES: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (PromptUpdate, ReferenceUpdate, Parameter, Prompt, Reference)
+}
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class JournalHeader:
     """How a stream was begun. `options`: see `kept_options`. `size`: rows and columns of latents."""
 
     model: str
@@ -74,10 +76,10 @@ def kept_options(options: Mapping[str, Any]) -> dict[str, str]:
     return kept
 
 
-class Journal:
+class StreamJournal:
     """Takes down one stream in the file `path`. Raises PlanError if that cannot be."""
 
-    def __init__(self, path: Path, origin: Origin, *, limit: int = LIMIT) -> None:
+    def __init__(self, path: Path, origin: JournalHeader, *, limit: int = LIMIT) -> None:
         self._path, self._limit, self._epoch = path, limit, -1
         self.blocks = self._size = 0
         try:
@@ -93,7 +95,7 @@ class Journal:
         if left:
             log.warning("%s does not keep %s: give what matters again where it is replayed", path, ", ".join(left))
 
-    def note(self, came: Came, frames: Tensor) -> None:
+    def note(self, came: OutputBlock, frames: Tensor) -> None:
         """Take down a block and what it was made of. Ends the recording, with a warning, where that is impossible."""
         if self._file is None:
             return
@@ -108,7 +110,7 @@ class Journal:
         if file is not None:
             file.close()
 
-    def _line(self, came: Came, frames: Tensor) -> dict[str, Any]:
+    def _line(self, came: OutputBlock, frames: Tensor) -> dict[str, Any]:
         line: dict[str, Any] = {"block": came.produced.block, "epoch": came.epoch, "frames": digest(frames)}
         if came.epoch != self._epoch:
             self._epoch, line["adapt_sink"] = came.epoch, came.course.adapt_sink
@@ -149,21 +151,21 @@ def _private(path: Path) -> IO[str]:
     return os.fdopen(file, "w", encoding="utf-8")
 
 
-def as_words(wish: Wish) -> dict[str, Any]:
+def as_words(wish: Update) -> dict[str, Any]:
     """A change as JSON has it."""
     values = {field.name: getattr(wish, field.name) for field in fields(wish)}
     words = {name: _packed(x) if isinstance(x, Tensor) else x for name, x in values.items()}
     return {"kind": type(wish).__name__, **words}
 
 
-def as_wish(words: Any) -> Wish:
+def as_wish(words: Any) -> Update:
     """The change that `as_words` was given. Raises PlanError, KeyError, TypeError, ValueError for something else."""
     kind = WISHES[words["kind"]]
     given = {name: value for name, value in words.items() if name != "kind"}
     values = {name: unpacked(value) if isinstance(value, Mapping) else value for name, value in given.items()}
     for name, value in values.items():
         _KINDS[name](name, value)
-    wish: Wish = kind(**values)
+    wish: Update = kind(**values)
     return wish
 
 

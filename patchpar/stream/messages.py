@@ -1,9 +1,9 @@
 """What a session and the ranks say to one another while a stream runs.
 
-first rank --- Ready(block) ------> session        what is to be done?
-session ------ Begin, Stop -------> first rank     when there is sound, credit, and nobody has paused
-session ------ Cancel ------------> every rank     from now on nothing is computed
-last rank ---- Produced ----------> session
+first rank --- BlockReady(block) -----> session        what is to be done?
+session ------ BeginBlock, EndStream -> first rank     when there is sound, credit, and nobody has paused
+session ------ CancelStream ----------> every rank     from now on nothing is computed
+last rank ---- ProducedBlock ---------> session
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from patchpar.stream.events import Change, Transition, check_transition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class PromptUpdate:
     """Another prompt, as text. The first rank makes a Prompt of it."""
 
     text: str
@@ -27,42 +27,42 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class ReferenceUpdate:
     """Another reference, as a picture (height, width, 3) in uint8. The first rank makes a Reference of it."""
 
     picture: Tensor
 
 
-Wish = Change | Said | Shown
+Update = Change | PromptUpdate | ReferenceUpdate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
+class BlockReady:
     """The first rank can begin this block."""
 
     block: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begin:
+class BeginBlock:
     """Begin the block that was announced. `inputs`: audio tokens (1, F, n, C), if the model hears."""
 
     inputs: tuple[Tensor, ...]
-    wishes: tuple[Wish, ...]
+    wishes: tuple[Update, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class EndStream:
     """There is no further block."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class CancelStream:
     """Nobody wants what is under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Produced:
+class ProducedBlock:
     """Frames (frames, height, width, 3) in uint8 of one block. `seconds`: since its first step began.
 
     `sink`: the latents of the first frame, with the first block of a stream only.
@@ -75,7 +75,7 @@ class Produced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class StreamRun:
     """One run of the stages on `ranks` ranks, with latents of `rows` x `columns`.
 
     `first_block`: where an interrupted stream goes on.
@@ -90,7 +90,7 @@ class Course:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class ModelFacts:
     """What a session must know of a model. `audio` is the model's AudioConfig, or None if it hears nothing.
 
     `draws_from_pictures`: it cannot begin without a reference. `late`: latent frames that have to come, at most, before

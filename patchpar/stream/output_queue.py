@@ -16,7 +16,7 @@ def check_output(output: str) -> None:
         raise PlanError(f"output={output!r}: use one of {', '.join(get_args(Output))}")
 
 
-class Outlet(Generic[T]):
+class OutputQueue(Generic[T]):
     """Used under a lock of its owner's, who is told by `lost` of everything that nobody will take.
 
     `output`: "block" keeps all; "drop_oldest" keeps the newest `room`; "skip_to_live" gives the newest only.

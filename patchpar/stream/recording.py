@@ -12,9 +12,9 @@ from patchpar.errors import PlanError
 from patchpar.plan.json_files import object_of
 from patchpar.stream.config import LIMITS, MOST_FPS, StreamConfig
 from patchpar.stream.delivery import Chunk
-from patchpar.stream.journal import FORMAT, LIMIT, Origin, as_wish, digest, kept_options, unpacked
+from patchpar.stream.journal import FORMAT, LIMIT, JournalHeader, as_wish, digest, kept_options, unpacked
 from patchpar.stream.json_fields import flag, number, text, whole
-from patchpar.stream.messages import Course, Shown, Wish
+from patchpar.stream.messages import ReferenceUpdate, StreamRun, Update
 
 LONGEST_PATH = 2**12
 VERSION = re.compile(r"[\w.+-]{1,64}")
@@ -28,20 +28,20 @@ class RecordedBlock:
     epoch: int
     frames: str
     adapt_sink: bool | None = None
-    wishes: tuple[Wish, ...] = ()
+    wishes: tuple[Update, ...] = ()
     heard: tuple[Tensor, ...] = ()
     sound: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class StreamRecording:
     """A stream that was taken down."""
 
-    origin: Origin
+    origin: JournalHeader
     blocks: tuple[RecordedBlock, ...]
 
     @classmethod
-    def read(cls, path: str | Path) -> "Recording":
+    def read(cls, path: str | Path) -> "StreamRecording":
         """Read a journal; a last line that is not whole is left out. Raises PlanError."""
         path = Path(path)
         head, *lines = _lines(path)
@@ -53,11 +53,11 @@ class Recording:
             raise PlanError(f"{path} has no block: nothing had come out of this stream")
         return cls(origin=origin, blocks=blocks)
 
-    def courses(self, ranks: int) -> tuple[Course, ...]:
+    def courses(self, ranks: int) -> tuple[StreamRun, ...]:
         """One for each epoch."""
         rows, columns = self.origin.size
         return tuple(
-            Course(
+            StreamRun(
                 ranks=ranks,
                 seed=self.origin.seed,
                 rows=rows,
@@ -79,7 +79,7 @@ class Recording:
             if heard is not None and (block.sound is None or block.sound.dim() != 1):
                 raise PlanError(f"block {block.block} has no sound that could be played")
             for wish in block.wishes:
-                if isinstance(wish, Shown) and tuple(wish.picture.shape) != self._picture:
+                if isinstance(wish, ReferenceUpdate) and tuple(wish.picture.shape) != self._picture:
                     raise PlanError(f"block {block.block} shows a picture of {tuple(wish.picture.shape)}")
 
     @property
@@ -90,13 +90,13 @@ class Recording:
         """Whether these are the very frames that were taken down."""
         return self.blocks[chunk.block].frames == digest(chunk.frames)
 
-    def wishes(self) -> Iterator[tuple[int, Wish]]:
+    def wishes(self) -> Iterator[tuple[int, Update]]:
         """Every change with the block from which it holds."""
         return ((block.block, wish) for block in self.blocks for wish in block.wishes)
 
 
-class RecordedSound:
-    """The sound of a recording, see driver.Source."""
+class RecordedAudio:
+    """The sound of a recording, see driver.AudioSource."""
 
     def __init__(self, blocks: Sequence[RecordedBlock]) -> None:
         self._blocks = blocks
@@ -106,11 +106,11 @@ class RecordedSound:
         return True
 
     def is_over(self, block: int) -> bool:
-        """See Source."""
+        """See AudioSource."""
         return block >= len(self._blocks)
 
     def take(self, block: int) -> tuple[Tensor, Tensor]:
-        """See Source."""
+        """See AudioSource."""
         (heard,), sound = self._blocks[block].heard, self._blocks[block].sound
         assert sound is not None, "who hears is heard"
         return heard, sound.float() / 32767
@@ -128,7 +128,7 @@ def _lines(path: Path) -> list[str]:
         raise PlanError(f"{path} cannot be read as the journal of a stream: {error}") from error
 
 
-def _origin(path: Path, line: str) -> Origin:
+def _origin(path: Path, line: str) -> JournalHeader:
     where = f"{path}, line 1"
     try:
         facts = object_of(line, where)
@@ -140,13 +140,13 @@ def _origin(path: Path, line: str) -> Origin:
             f"{path} is of format {version!r:.20}, and this patchpar reads format {FORMAT}: use another version"
         )
     try:
-        return Origin(**{**facts, **_checked_origin(facts)})
+        return JournalHeader(**{**facts, **_checked_origin(facts)})
     except (TypeError, KeyError, ValueError) as error:
         raise PlanError(f"{where}: it does not say how a stream was begun: {error}") from error
 
 
 def _checked_origin(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an Origin. Raises PlanError, KeyError, TypeError, ValueError."""
+    """The fields of a JournalHeader. Raises PlanError, KeyError, TypeError, ValueError."""
     rows, columns = facts["size"]
     return {
         "model": text("model", facts["model"], LONGEST_PATH),

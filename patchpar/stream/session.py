@@ -22,14 +22,14 @@ from patchpar.errors import PlanError
 from patchpar.launch.fork_guard import check_owner
 from patchpar.stream.audio.track import AudioTrack
 from patchpar.stream.delivery import Chunk, Effect, StreamDelivery, StreamFormat
-from patchpar.stream.driver import Came, Driver, Limits, Run, Source, Status
+from patchpar.stream.driver import AudioSource, OutputBlock, Run, Status, StreamDriver, StreamLimits
 from patchpar.stream.events import Parameter, Transition
-from patchpar.stream.journal import Journal
-from patchpar.stream.messages import Course, Said, Shown, Wish
-from patchpar.stream.output_queue import Outlet
+from patchpar.stream.journal import StreamJournal
+from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, StreamRun, Update
+from patchpar.stream.output_queue import OutputQueue
 from patchpar.stream.reference_image import reference_picture
 from patchpar.stream.resources import Closing
-from patchpar.stream.stage import StageFigures
+from patchpar.stream.stage import StageStats
 
 CLOSE_SECONDS = 60.0
 
@@ -40,23 +40,23 @@ class StreamSession(Closing):
     def __init__(
         self,
         run: Run,
-        courses: Sequence[Course],
-        limits: Limits,
+        courses: Sequence[StreamRun],
+        limits: StreamLimits,
         form: StreamFormat,
         delivery: StreamDelivery,
-        source: Source | None,
+        source: AudioSource | None,
     ) -> None:
         self._format, self._delivery, self._source = form, delivery, source
         self._owner = os.getpid()
         self._changed = threading.Condition(threading.RLock())
-        self._driver = Driver(run, courses, limits, source, self._take_in, self._changed)
-        self._outlet: Outlet[Chunk] = Outlet(delivery.output, delivery.lead, self._driver.give_back)
-        self._journal: Journal | None = None
+        self._driver = StreamDriver(run, courses, limits, source, self._take_in, self._changed)
+        self._outlet: OutputQueue[Chunk] = OutputQueue(delivery.output, delivery.lead, self._driver.give_back)
+        self._journal: StreamJournal | None = None
         self._last: Chunk | None = None
         self._clock: float | None = None
 
     def begin(
-        self, *wishes: Wish, changes: Iterable[tuple[int, Wish]] = (), journal: Journal | None = None
+        self, *wishes: Update, changes: Iterable[tuple[int, Update]] = (), journal: StreamJournal | None = None
     ) -> "StreamSession":
         """Set off with these conditions, and `changes` at their blocks. `journal` takes down what comes out."""
         self._journal = journal
@@ -93,7 +93,7 @@ class StreamSession(Closing):
         while (chunk := await asyncio.to_thread(next, self, None)) is not None:
             yield chunk
 
-    def _take_in(self, came: Came) -> None:
+    def _take_in(self, came: OutputBlock) -> None:
         """What came out, under the lock."""
         produced, first = came.produced, self._format.first_frame(came.produced.block)
         missing = self._format.first_frame(produced.block + 1) - first - len(produced.frames)
@@ -144,7 +144,7 @@ class StreamSession(Closing):
         self, text: str, *, at: int | None = None, transition: Transition = "switch", over: int = 0
     ) -> Effect:
         """Another prompt from block `at` on, or as soon as can be. See events.Prompt for the transitions."""
-        return self._wished(Said(text=text, transition=transition, over=over), at)
+        return self._wished(PromptUpdate(text=text, transition=transition, over=over), at)
 
     def set_param(self, name: str, value: float, *, at: int | None = None) -> Effect:
         """Another value of a parameter, see events.PARAMETERS. Raises PlanError."""
@@ -153,7 +153,7 @@ class StreamSession(Closing):
     def set_reference(self, reference: Any, *, at: int | None = None) -> Effect:
         """Another face: a file, a PIL picture, or (height, width, 3) in uint8 of the stream's size."""
         picture = reference_picture(reference, self._format.height, self._format.width)
-        return self._wished(Shown(picture=picture), at)
+        return self._wished(ReferenceUpdate(picture=picture), at)
 
     def pause(self) -> Effect:
         """Begin no further block until `resume`; what is under way comes out."""
@@ -203,7 +203,7 @@ class StreamSession(Closing):
         if self.is_over:
             raise PlanError(f"this stream is {self.status}: begin another one")
 
-    def _wished(self, wish: Wish, at: int | None) -> Effect:
+    def _wished(self, wish: Update, at: int | None) -> Effect:
         self._check_running()
         return self._effect(self._driver.wish(wish, at))
 
@@ -233,6 +233,6 @@ class StreamSession(Closing):
         return self._driver.in_flight
 
     @property
-    def figures(self) -> tuple[StageFigures, ...]:
+    def figures(self) -> tuple[StageStats, ...]:
         """What each stage did, when the stream has ended."""
         return self._driver.figures

@@ -45,7 +45,7 @@ class StreamCosts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class StreamForecast:
     """What to expect. Seconds; `gaps` are those between blocks in the steady state: median, 95th and 99th percentile.
 
     `busy`: share of its time that each stage works. `in_flight`: most blocks under way at once.
@@ -146,7 +146,7 @@ def simulate(
     lead: int = 1,
     seed: int = 0,
     drain_at: int | None = None,
-) -> Forecast:
+) -> StreamForecast:
     """Run `blocks` blocks through the plan, with credit for `lead` blocks more than there are stages.
 
     `drain_at`: a block that starts only when the one before has come out, as a collective in mid-stream would have it.
@@ -179,7 +179,7 @@ def simulate(
 
 def _forecast(
     starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]], costs: StreamCosts, *, warm: int
-) -> Forecast:
+) -> StreamForecast:
     out = ends[-1]
     every = [b - a for a, b in pairwise(out)]
     gaps = sorted(every[warm:])
@@ -189,7 +189,7 @@ def _forecast(
         for begun, done in zip(starts, ends, strict=True)
     ]
     under_way = max(block + 1 - bisect_right(out, begun) for block, begun in enumerate(starts[0]))
-    return Forecast(
+    return StreamForecast(
         fps=costs.frames * len(gaps) / span,
         first_frame=out[0] - costs.source,
         gaps=tuple(gaps[min(len(gaps) - 1, int(share * len(gaps)))] for share in (0.5, 0.95, 0.99)),  # type: ignore[arg-type]

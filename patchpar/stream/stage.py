@@ -19,26 +19,26 @@ from typing import Protocol
 
 from torch import Tensor
 
-from patchpar.comm.collectives import Arriving, Door
+from patchpar.comm.collectives import Communicator, TimedWork
 from patchpar.errors import PlanError
 from patchpar.stream.causal_model import CausalModel, Payload
-from patchpar.stream.events import Change, Event, Reference
+from patchpar.stream.events import Change, Reference, StreamEvent
 from patchpar.stream.plan import StageSteps, StreamPlan
-from patchpar.stream.stage_link import Downstream, Envelope, Sign, Upstream
+from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, Downstream, Upstream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class StageOrder:
     """What the first stage is to do: begin a block with `inputs` under `changes`, rest, or end the stream."""
 
-    sign: Sign
+    sign: BlockSignal
     inputs: Payload = ()
     changes: tuple[Change, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """Frames (frames, height, width, 3) in uint8 of one block, and the block itself. `born` as in Envelope."""
+class FinishedBlock:
+    """Frames (frames, height, width, 3) in uint8 of one block, and the block itself. `born` as in BlockEnvelope."""
 
     block: int
     frames: Tensor
@@ -47,20 +47,20 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class StageIO:
     """What a stage meets outside of the pipeline. `order` is asked on the first stage, `put` on the one that decodes.
 
     `order(block, patience)`: what to do next; to rest after `patience` seconds. `is_cancelled`: from then on blocks
     pass without being computed.
     """
 
-    order: Callable[[int, float], Order]
-    put: Callable[[Finished], object]
+    order: Callable[[int, float], StageOrder]
+    put: Callable[[FinishedBlock], object]
     is_cancelled: Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageFigures:
+class StageStats:
     """What a stage did: blocks, and seconds that it worked on them and waited for them, the first one excepted."""
 
     rank: int
@@ -69,24 +69,24 @@ class StageFigures:
     waited: float
 
 
-class Inlet(Protocol):
+class StageInlet(Protocol):
     """Where a stage's blocks come from."""
 
-    def take(self) -> Envelope:
+    def take(self) -> BlockEnvelope:
         """The next one."""
 
 
-class Beginning:
+class OrderInlet:
     """Where blocks come from on the first stage: from orders."""
 
-    def __init__(self, model: CausalModel, around: Surroundings, patience: float, first_block: int) -> None:
+    def __init__(self, model: CausalModel, around: StageIO, patience: float, first_block: int) -> None:
         self._model, self._around, self._patience = model, around, patience
         self._block = self._first_block = first_block
-        self._back: Arriving | None = None
+        self._back: TimedWork | None = None
         self._first: Payload | None = None
         self._has_reference = False
 
-    def expect_first(self, back: Arriving) -> None:
+    def expect_first(self, back: TimedWork) -> None:
         """The first finished block comes from another stage."""
         self._back = back
 
@@ -94,21 +94,21 @@ class Beginning:
         """The first finished block, where it is finished on this very stage."""
         self._first = payload
 
-    def take(self) -> Envelope:
-        """See Inlet."""
+    def take(self) -> BlockEnvelope:
+        """See StageInlet."""
         cancelled = self._around.is_cancelled()
-        order = Order(sign=Sign.END) if cancelled else self._around.order(self._block, self._patience)
-        if order.sign is not Sign.BLOCK:
-            if order.sign is Sign.END and self._block > self._first_block:
+        order = StageOrder(sign=BlockSignal.END) if cancelled else self._around.order(self._block, self._patience)
+        if order.sign is not BlockSignal.BLOCK:
+            if order.sign is BlockSignal.END and self._block > self._first_block:
                 self._fetch_first()
-            return Envelope(sign=order.sign)
+            return BlockEnvelope(sign=order.sign)
         block, born = self._block, time.time_ns()
         changes = (*self._adaptive_sink(block), *order.changes)
         self._has_reference |= block > self._first_block and any(isinstance(change, Reference) for change in changes)
         self._block += 1
-        events = tuple(Event(block=block, change=change) for change in changes)
+        events = tuple(StreamEvent(block=block, change=change) for change in changes)
         payload = self._model.begin(block, order.inputs)
-        return Envelope(sign=Sign.BLOCK, block=block, born=born, events=events, payload=payload)
+        return BlockEnvelope(sign=BlockSignal.BLOCK, block=block, born=born, events=events, payload=payload)
 
     def _adaptive_sink(self, block: int) -> tuple[Change, ...]:
         """The rule does not depend on the number of ranks. A reference that was given meanwhile is not overruled."""
@@ -131,8 +131,8 @@ class StageLoop:
         model: CausalModel,
         plan: StreamPlan,
         rank: int,
-        door: Door | None,
-        around: Surroundings,
+        door: Communicator | None,
+        around: StageIO,
         first_block: int = 0,
     ) -> None:
         stages = plan.stages
@@ -147,23 +147,23 @@ class StageLoop:
         self._states = [model.new_state(step) for step in stage.steps]
         self._decodes = leads and stage.decodes
         self._decoder = model.new_decoder() if self._decodes else None
-        self._beginning: Beginning | None = None
+        self._beginning: OrderInlet | None = None
         self._mates = Downstream(_there(door), mates, specs) if leads and mates else None
         self._out: Downstream | None = None
         if rank == 0:
             patience = 1.0 if door is None else door.transport.deadline / 4
-            self._beginning = Beginning(model, around, patience, first_block)
+            self._beginning = OrderInlet(model, around, patience, first_block)
             if model.adapts_sink and not self._makes_first:
                 back = _there(door).receive("first", "stream", stages[len(plan.sizes) - 1].ranks[0], specs)
                 self._beginning.expect_first(back)
         before = stages[number - 1].ranks[0] if leads else leader
-        self._in: Inlet = self._beginning or Upstream(_there(door), before, specs, ahead=leads)
+        self._in: StageInlet = self._beginning or Upstream(_there(door), before, specs, ahead=leads)
         if leads and number + 1 < len(stages):
             self._out = Downstream(_there(door), [stages[number + 1].ranks[0]], specs)
         self._leads = leads
-        self._first_sent: Arriving | None = None
+        self._first_sent: TimedWork | None = None
 
-    def run(self) -> StageFigures:
+    def run(self) -> StageStats:
         """Until the stream ends. Raises ExchangeError if another stage is late or gone."""
         blocks, busy, waited = 0, 0.0, 0.0
         while True:
@@ -177,23 +177,23 @@ class StageLoop:
             if self._out is not None:
                 self._out.send(envelope)
             busy += time.perf_counter() - arrived if envelope.sign.is_block else 0.0
-            if envelope.sign is Sign.END:
+            if envelope.sign is BlockSignal.END:
                 break
         self._settle()
-        return StageFigures(rank=self._rank, blocks=blocks, busy=busy, waited=waited)
+        return StageStats(rank=self._rank, blocks=blocks, busy=busy, waited=waited)
 
-    def _taken(self) -> Envelope:
+    def _taken(self) -> BlockEnvelope:
         """The next message, which all ranks of the stage have: whether its block is wanted is told by the first."""
         envelope = self._in.take()
-        if self._leads and envelope.sign is Sign.BLOCK and self._around.is_cancelled():
-            envelope = replace(envelope, sign=Sign.VOID)
+        if self._leads and envelope.sign is BlockSignal.BLOCK and self._around.is_cancelled():
+            envelope = replace(envelope, sign=BlockSignal.VOID)
         if self._mates is not None:
             self._mates.send(envelope)
         return envelope
 
-    def _work(self, envelope: Envelope) -> Envelope:
+    def _work(self, envelope: BlockEnvelope) -> BlockEnvelope:
         payload = envelope.payload
-        is_wanted = envelope.sign is Sign.BLOCK
+        is_wanted = envelope.sign is BlockSignal.BLOCK
         if is_wanted:
             for state in self._states:
                 for event in envelope.events:
@@ -203,7 +203,7 @@ class StageLoop:
             self._send_first(payload)
         if self._decodes and is_wanted:
             frames = self._model.decode(self._decoder, payload)
-            self._around.put(Finished(block=envelope.block, frames=frames, latents=payload, born=envelope.born))
+            self._around.put(FinishedBlock(block=envelope.block, frames=frames, latents=payload, born=envelope.born))
         return replace(envelope, payload=payload)
 
     def _send_first(self, payload: Payload) -> None:
@@ -220,12 +220,12 @@ class StageLoop:
                 way.settle()
 
 
-def _there(door: Door | None) -> Door:
+def _there(door: Communicator | None) -> Communicator:
     assert door is not None, "stages on several ranks have a door"
     return door
 
 
-def _check(model: CausalModel, plan: StreamPlan, stage: StageSteps, door: Door | None) -> None:
+def _check(model: CausalModel, plan: StreamPlan, stage: StageSteps, door: Communicator | None) -> None:
     if plan.steps != model.steps:
         raise PlanError(f"the plan has {plan.steps} steps, but the model has {model.steps}")
     if stage.steps and plan.inner != model.inner:

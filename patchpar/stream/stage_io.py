@@ -6,54 +6,54 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from patchpar.launch.executor import ListeningContext
+from patchpar.launch.executor import InteractiveRankContext
 from patchpar.stream.events import Change
-from patchpar.stream.messages import Begin, Cancel, Course, Produced, Ready, Stop, Wish
-from patchpar.stream.stage import Finished, Order, Surroundings
-from patchpar.stream.stage_link import Sign
+from patchpar.stream.messages import BeginBlock, BlockReady, CancelStream, EndStream, ProducedBlock, StreamRun, Update
+from patchpar.stream.stage import FinishedBlock, StageIO, StageOrder
+from patchpar.stream.stage_link import BlockSignal
 
 REST_SECONDS = 5.0
 """How often a first rank that waits for orders shows that it is there."""
 
 
-class RankLine:
+class RankStageIO:
     """One stream's talk. `resolve`: text and pictures as what the stages take."""
 
-    def __init__(self, context: ListeningContext, course: Course, resolve: Callable[[Wish], Change]) -> None:
+    def __init__(self, context: InteractiveRankContext, course: StreamRun, resolve: Callable[[Update], Change]) -> None:
         self._context, self._course, self._resolve = context, course, resolve
         self._device = torch.device(context.device)
         self._cancelled, self._asked = False, False
         self._announced = -1
 
-    def surroundings(self) -> Surroundings:
+    def surroundings(self) -> StageIO:
         """What the stage meets."""
-        return Surroundings(order=self._order, put=self._put, is_cancelled=self._is_cancelled)
+        return StageIO(order=self._order, put=self._put, is_cancelled=self._is_cancelled)
 
-    def _order(self, block: int, patience: float) -> Order:
+    def _order(self, block: int, patience: float) -> StageOrder:
         """Ask the session, on the first rank."""
         if self._announced != block:
-            self._context.emit(Ready(block=block))
+            self._context.emit(BlockReady(block=block))
             self._announced = block
         self._context.mark("stream")
         heard = self._context.hear(min(patience, REST_SECONDS, self._context.deadline / 4))
         self._asked = heard is None
-        if isinstance(heard, Cancel):
+        if isinstance(heard, CancelStream):
             self._cancelled = True
-        if isinstance(heard, (Stop, Cancel)):
-            return Order(sign=Sign.END)
-        if not isinstance(heard, Begin):
-            return Order(sign=Sign.REST)
+        if isinstance(heard, (EndStream, CancelStream)):
+            return StageOrder(sign=BlockSignal.END)
+        if not isinstance(heard, BeginBlock):
+            return StageOrder(sign=BlockSignal.REST)
         inputs = tuple(x.to(self._device) for x in heard.inputs)
-        return Order(sign=Sign.BLOCK, inputs=inputs, changes=tuple(map(self._resolve, heard.wishes)))
+        return StageOrder(sign=BlockSignal.BLOCK, inputs=inputs, changes=tuple(map(self._resolve, heard.wishes)))
 
     def _is_cancelled(self) -> bool:
         """Between two orders a session says nothing else; what answers a question is left for the next `order`."""
         if not self._cancelled and not self._asked:
-            self._cancelled = isinstance(self._context.hear(0.0), Cancel)
+            self._cancelled = isinstance(self._context.hear(0.0), CancelStream)
         return self._cancelled
 
-    def _put(self, finished: Finished) -> None:
+    def _put(self, finished: FinishedBlock) -> None:
         is_first = finished.block == self._course.first_block and self._course.adapt_sink
         sink: Tensor | None = finished.latents[0][:, :, :1].cpu() if is_first else None
         seconds = (time.time_ns() - finished.born) / 1e9
-        self._context.emit(Produced(block=finished.block, frames=finished.frames, seconds=seconds, sink=sink))
+        self._context.emit(ProducedBlock(block=finished.block, frames=finished.frames, seconds=seconds, sink=sink))

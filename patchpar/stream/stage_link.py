@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 import torch
 
-from patchpar.comm.collectives import Arriving, Door
-from patchpar.comm.transport import Spec
+from patchpar.comm.collectives import Communicator, TimedWork
+from patchpar.comm.transport import TensorSpec
 from patchpar.stream.causal_model import Payload
-from patchpar.stream.events import Event, pack, unpack
+from patchpar.stream.events import StreamEvent, pack, unpack
 
-HEADER = Spec((4,), torch.int64)
+HEADER = TensorSpec((4,), torch.int64)
 HELD = 2
 """Messages that may be on their way before the oldest is waited for."""
 
 
-class Sign(enum.IntEnum):
+class BlockSignal(enum.IntEnum):
     """What a message, or an order to begin, stands for. VOID: a block that nobody wants, which is not computed."""
 
     BLOCK, REST, END, VOID = range(4)
@@ -30,27 +30,27 @@ class Sign(enum.IntEnum):
     @property
     def is_block(self) -> bool:
         """Whether a block comes with it."""
-        return self in (Sign.BLOCK, Sign.VOID)
+        return self in (BlockSignal.BLOCK, BlockSignal.VOID)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Envelope:
+class BlockEnvelope:
     """A block under way. `born`: when its first step began, in ns of time.time_ns. `events`: they hold from it on."""
 
-    sign: Sign
+    sign: BlockSignal
     block: int = -1
     born: int = 0
-    events: tuple[Event, ...] = ()
+    events: tuple[StreamEvent, ...] = ()
     payload: Payload = ()
 
 
-class Leaving:
+class OutgoingMessages:
     """Messages of our own, held until they have left; at most HELD of them are on their way."""
 
     def __init__(self) -> None:
-        self._held: deque[Arriving] = deque()
+        self._held: deque[TimedWork] = deque()
 
-    def add(self, message: Arriving) -> None:
+    def add(self, message: TimedWork) -> None:
         """One more; waits for the oldest if there are too many. Raises ExchangeError."""
         self._held.append(message)
         while len(self._held) > HELD:
@@ -65,12 +65,12 @@ class Leaving:
 class Downstream:
     """The way to the next stage, or to all that share this one, on global ranks `peers`."""
 
-    def __init__(self, door: Door, peers: Sequence[int], specs: Sequence[Spec]) -> None:
+    def __init__(self, door: Communicator, peers: Sequence[int], specs: Sequence[TensorSpec]) -> None:
         self._door, self._peers = door, tuple(peers)
         self._nothing = tuple(torch.zeros(s.shape, dtype=s.dtype, device=door.transport.device) for s in specs)
-        self._leaving = Leaving()
+        self._leaving = OutgoingMessages()
 
-    def send(self, envelope: Envelope) -> None:
+    def send(self, envelope: BlockEnvelope) -> None:
         """Start sending; waits only if the stage behind is more than HELD messages late. Raises ExchangeError."""
         packed = pack(envelope.events) if envelope.events else torch.empty(0, dtype=torch.uint8)
         device = self._door.transport.device
@@ -93,27 +93,27 @@ class Upstream:
     It cannot be where other messages of that rank come in between.
     """
 
-    def __init__(self, door: Door, peer: int, specs: Sequence[Spec], *, ahead: bool = True) -> None:
+    def __init__(self, door: Communicator, peer: int, specs: Sequence[TensorSpec], *, ahead: bool = True) -> None:
         self._door, self._peer, self._specs, self._ahead = door, peer, (HEADER, *specs), ahead
         self._next = self._expect() if ahead else None
 
-    def _expect(self) -> Arriving:
+    def _expect(self) -> TimedWork:
         return self._door.receive("block", "stream", self._peer, self._specs)
 
-    def take(self) -> Envelope:
+    def take(self) -> BlockEnvelope:
         """The next message. Raises ExchangeError after the deadline."""
         header, *payload = (self._next or self._expect()).wait_for(0)
         sign, block, born, num_bytes = header.tolist()
-        events: tuple[Event, ...] = ()
+        events: tuple[StreamEvent, ...] = ()
         if num_bytes:
-            spec = Spec((num_bytes,), torch.uint8)
+            spec = TensorSpec((num_bytes,), torch.uint8)
             events = unpack(self._door.receive("event", "stream", self._peer, [spec]).wait_for(0)[0])
-        if sign != Sign.END and self._ahead:
+        if sign != BlockSignal.END and self._ahead:
             self._next = self._expect()
-        return Envelope(
-            sign=Sign(sign),
+        return BlockEnvelope(
+            sign=BlockSignal(sign),
             block=block,
             born=born,
             events=events,
-            payload=tuple(payload) if Sign(sign).is_block else (),
+            payload=tuple(payload) if BlockSignal(sign).is_block else (),
         )

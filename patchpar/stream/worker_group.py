@@ -11,11 +11,11 @@ from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.fifo.config import FifoConfig
-from patchpar.stream.messages import Course, Facts, Produced
+from patchpar.stream.messages import ModelFacts, ProducedBlock, StreamRun
 from patchpar.stream.plan import StreamPlan
 
 Ranks = LocalExecutor | InlineExecutor
-ENGINE = "patchpar.stream.causal.runner:StreamEngine"
+ENGINE = "patchpar.stream.causal.runner:StreamRunner"
 LOAD_SECONDS = 600.0
 PATIENCE = 2
 """Deaths without a block between them, after which the device at fault is done without."""
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loading:
+class ModelLoading:
     """What ranks load, by which of the classes that run there, and on which devices they may."""
 
     folder: str
@@ -33,7 +33,7 @@ class Loading:
     deadline: float
     engine: str = ENGINE
 
-    def start(self, plan: StreamPlan, devices: Sequence[str]) -> tuple[Ranks, Facts]:
+    def start(self, plan: StreamPlan, devices: Sequence[str]) -> tuple[Ranks, ModelFacts]:
         """Ranks on the first of `devices` that have loaded their part of `plan`.
 
         Raises LaunchError, PlanError, UnsupportedModel.
@@ -42,7 +42,7 @@ class Loading:
         return start_ranks(devices[: plan.ranks], self.engine, self.deadline, asked)
 
 
-def start_ranks(names: Sequence[str], engine: str, deadline: float, asked: Sequence[Any]) -> tuple[Ranks, Facts]:
+def start_ranks(names: Sequence[str], engine: str, deadline: float, asked: Sequence[Any]) -> tuple[Ranks, ModelFacts]:
     """Ranks on these devices that have loaded what is `asked`, and what the first one says of it.
 
     Raises LaunchError, PlanError, UnsupportedModel.
@@ -57,21 +57,21 @@ def start_ranks(names: Sequence[str], engine: str, deadline: float, asked: Seque
         raise
 
 
-class Starting(Protocol):
+class WorkerStarter(Protocol):
     """How ranks are had: those that one pipeline's model needs."""
 
     @property
     def devices(self) -> tuple[str, ...]:
         """On which they may be; there may be more than a plan has ranks."""
 
-    def start(self, plan: StreamPlan, devices: Sequence[str]) -> tuple[Ranks, Facts]:
+    def start(self, plan: StreamPlan, devices: Sequence[str]) -> tuple[Ranks, ModelFacts]:
         """Ranks on the first of `devices`. Raises LaunchError."""
 
 
-class Crew:
+class WorkerGroup:
     """Ranks that follow `plan`. `starting`: how to have others; without it there are none."""
 
-    def __init__(self, ranks: Ranks, plan: StreamPlan, starting: Starting | None = None) -> None:
+    def __init__(self, ranks: Ranks, plan: StreamPlan, starting: WorkerStarter | None = None) -> None:
         self._ranks, self.plan, self._starting = ranks, plan, starting
         self._devices = () if starting is None else starting.devices
         self._deaths = 0
@@ -83,7 +83,7 @@ class Crew:
         """Process ids of the workers, by rank; none where the only rank is this process."""
         return getattr(self._ranks, "pids", ())
 
-    def run(self, course: Course, on_event: OnEvent, on_start: OnStart) -> list[Any]:
+    def run(self, course: StreamRun, on_event: OnEvent, on_start: OnStart) -> list[Any]:
         """One course, on all ranks. Raises WorkerError when a rank dies: the next course finds others there."""
         while True:
             if self._deaths >= PATIENCE:
@@ -101,7 +101,7 @@ class Crew:
 
     def _hearing(self, on_event: OnEvent) -> OnEvent:
         def hear(rank: int, event: Any) -> None:
-            if isinstance(event, Produced):
+            if isinstance(event, ProducedBlock):
                 self._deaths = 0
             on_event(rank, event)
 

@@ -10,8 +10,8 @@ import pytest
 from fastapi.testclient import TestClient
 from playwright.sync_api import Page, expect
 
-from app.jobs import Desk
-from app.studio import Studio
+from app.jobs import JobQueue
+from app.studio import AppState
 
 from .browser import installed, served, started
 from .hands import PATIENCE
@@ -19,20 +19,20 @@ from .studios import client_of, studio_of
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    found = Desk()
+def desk() -> Iterator[JobQueue]:
+    found = JobQueue()
     yield found
     found.close()
 
 
 @pytest.fixture
-def studio() -> Iterator[Studio]:
+def studio() -> Iterator[AppState]:
     with closing(studio_of()) as found:
         yield found
 
 
 @pytest.fixture
-def client(studio: Studio) -> Iterator[TestClient]:
+def client(studio: AppState) -> Iterator[TestClient]:
     with client_of(studio) as found:
         yield found
 

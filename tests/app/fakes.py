@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from app.ways import Way, ways_for
-from app.workers import Setup, set_way
+from app.ways import Preset, ways_for
+from app.workers import AppConfig, set_way
 from patchpar import Plan
-from patchpar.pipeline.rank_stats import RankFigures
+from patchpar.pipeline.rank_stats import RankStats
 from patchpar.pipeline.report import Run
 
 PARAMETERS = ("prompt", "negative_prompt", "height", "width", "guidance_scale", "callback_on_step_end")
@@ -72,7 +72,7 @@ class FakePipeline:
         if self.plan == "restored":
             values = np.clip(values + 0.01, 0, 1)
         figures: dict[str, Any] = {"bytes_sent": {}, "bytes_received": {}, "seconds_waited": {}}
-        self.last_run = Run(plan=Plan(), seconds=0.5, ranks=(RankFigures(rank=0, device="cpu", **figures),))
+        self.last_run = Run(plan=Plan(), seconds=0.5, ranks=(RankStats(rank=0, device="cpu", **figures),))
         if arguments.get("output_type") == "np":
             return SimpleNamespace(images=[values])
         from patchpar.pipeline.image_metrics import as_picture
@@ -81,18 +81,18 @@ class FakePipeline:
 
 
 class FakeWorkers:
-    """Stands for Workers."""
+    """Stands for AppWorkers."""
 
     def __init__(self, pipe: FakePipeline, count: int = 2) -> None:
-        self.pipe, self.count, self.setup = pipe, count, Setup()
+        self.pipe, self.count, self.setup = pipe, count, AppConfig()
         self.streamed: list[dict[str, Any]] = []
         self.closed = False
 
     @property
-    def ways(self) -> tuple[Way, ...]:
+    def ways(self) -> tuple[Preset, ...]:
         return ways_for(self.count)
 
-    def pictures(self, way: Way | None = None) -> Any:
+    def pictures(self, way: Preset | None = None) -> Any:
         if way is not None:
             set_way(self.pipe, way, self.count)  # type: ignore[arg-type]
         return self.pipe
@@ -115,7 +115,7 @@ class FakeWorkers:
 
 
 class FakeStreams:
-    """Stands for PictureStreamingPipeline: every picture is grey, as bright as its number."""
+    """Stands for ImageStreamingPipeline: every picture is grey, as bright as its number."""
 
     def __init__(self, workers: FakeWorkers, takes_image: bool) -> None:
         self._workers, self._takes_image = workers, takes_image
@@ -126,7 +126,7 @@ class FakeStreams:
 
 
 class FakeSession:
-    """Stands for PictureSession."""
+    """Stands for ImageSession."""
 
     def __init__(self, workers: FakeWorkers, arguments: dict[str, Any]) -> None:
         self._workers, self._arguments = workers, arguments

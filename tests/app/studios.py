@@ -6,22 +6,22 @@ from typing import Any
 
 from fastapi.testclient import TestClient
 
-from app.drawing import Artist
-from app.jobs import Desk
+from app.drawing import ImageJobRunner
+from app.jobs import JobQueue
 from app.live import Feeds
 from app.server import Address, application
-from app.studio import Studio
-from app.visits import Visits
+from app.studio import AppState
+from app.visits import PageSessions
 
 from .fakes import FakePipeline, FakeWorkers
 
 
-def studio_of(workers: Any = None) -> Studio:
+def studio_of(workers: Any = None) -> AppState:
     """On these workers, or on two that draw at once. Whoever asks closes it."""
-    workers, desk = workers or FakeWorkers(FakePipeline()), Desk()
-    return Studio(workers, Artist(workers), desk, Visits(desk), Feeds())
+    workers, desk = workers or FakeWorkers(FakePipeline()), JobQueue()
+    return AppState(workers, ImageJobRunner(workers), desk, PageSessions(desk), Feeds())
 
 
-def client_of(studio: Studio, address: Address | None = None) -> TestClient:
+def client_of(studio: AppState, address: Address | None = None) -> TestClient:
     """Asks for the page by the name that this machine has for itself."""
     return TestClient(application(studio, address or Address()), base_url="http://127.0.0.1:7860")

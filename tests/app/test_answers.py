@@ -20,8 +20,8 @@ from app.answers import answered
 from app.large_tab import LargeTab
 from app.page import build
 from app.stream_tab import StreamTab
-from app.studio import Studio
-from app.workers import Setup
+from app.studio import AppState
+from app.workers import AppConfig
 from patchpar import PlanError
 from patchpar.models.files import embedded_model
 from tests.unit.test_picture_file import huge_png
@@ -33,16 +33,16 @@ from .test_bad_input import OWNER, fields, said
 
 
 @pytest.fixture
-def studio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Studio]:
+def studio(monkeypatch: pytest.MonkeyPatch) -> Iterator[AppState]:
     workers = FakeWorkers(FakePipeline())
-    workers.setup = Setup(face="embedded-face")
+    workers.setup = AppConfig(face="embedded-face")
     with closing(studio_of(workers)) as found:
         monkeypatch.setenv("GRADIO_TEMP_DIR", str(found.uploads))
         yield found
 
 
 @pytest.fixture
-def page(studio: Studio) -> gr.Blocks:
+def page(studio: AppState) -> gr.Blocks:
     return build(studio)
 
 
@@ -81,7 +81,7 @@ def test_an_error_that_nobody_foresaw_is_a_sentence_and_in_the_log(caplog: pytes
     assert [record.exc_info is not None for record in caplog.records] == [True, True]
 
 
-def test_a_file_that_has_been_deleted_is_to_be_chosen_again(studio: Studio, tmp_path: Path) -> None:
+def test_a_file_that_has_been_deleted_is_to_be_chosen_again(studio: AppState, tmp_path: Path) -> None:
     """Uploads go after an hour, also while a page still shows their names."""
     stream, large = StreamTab(studio), LargeTab(studio)
     gone = str(tmp_path / "gone")
@@ -95,7 +95,7 @@ def test_a_file_that_has_been_deleted_is_to_be_chosen_again(studio: Studio, tmp_
         assert said(shown) == "this file is no longer here: choose it again"
 
 
-def test_a_film_that_is_deleted_while_it_waits_its_turn(studio: Studio, tmp_path: Path) -> None:
+def test_a_film_that_is_deleted_while_it_waits_its_turn(studio: AppState, tmp_path: Path) -> None:
     film = grey_film(tmp_path / "a.mp4", frames=4, fps=4)
     studio.workers.pictures().go.clear()  # type: ignore[attr-defined]
     first = studio.desk.submit("b" * 32, "image", lambda job: studio.artist.prepare(job))
@@ -114,7 +114,7 @@ async def anext_of(shown: Any) -> Any:
     return found
 
 
-def test_a_stream_that_cannot_begin_leaves_the_one_under_way_in_hand(studio: Studio) -> None:
+def test_a_stream_that_cannot_begin_leaves_the_one_under_way_in_hand(studio: AppState) -> None:
     go = threading.Event()
     studio.desk.submit(OWNER, "stream", lambda job: go.wait(30))
     studio.desk.keep(OWNER, "controls", "those of the first")
@@ -123,7 +123,7 @@ def test_a_stream_that_cannot_begin_leaves_the_one_under_way_in_hand(studio: Stu
     go.set()
 
 
-def test_the_shipped_example_outlives_the_sweep_of_uploads(page: gr.Blocks, studio: Studio) -> None:
+def test_the_shipped_example_outlives_the_sweep_of_uploads(page: gr.Blocks, studio: AppState) -> None:
     """Everything that Gradio has copied is deleted an hour later; what the example says is not among it."""
     shown = [each for each in page.blocks.values() if isinstance(each, gr.Dataset) and len(each.samples[0]) == 2]
     assert [row[1] for row in shown[0].samples] == ["speech.wav"] * 3
@@ -140,7 +140,7 @@ def test_gradio_decodes_no_picture_before_a_handler_does(tmp_path: Path, page: g
         assert each.preprocess(ImageData(path=str(huge), orig_name="huge.png")) == str(huge)
 
 
-def test_a_picture_within_a_request_is_not_decoded_either(tmp_path: Path, page: gr.Blocks, studio: Studio) -> None:
+def test_a_picture_within_a_request_is_not_decoded_either(tmp_path: Path, page: gr.Blocks, studio: AppState) -> None:
     """As some browsers send the camera's."""
     (see,) = (each for each in page.fns.values() if getattr(each.fn, "__name__", "") == "see")
     huge = huge_png(tmp_path / "huge.png").read_bytes()
@@ -162,7 +162,7 @@ def test_a_picture_within_a_request_is_not_decoded_either(tmp_path: Path, page: 
     ],
 )
 def test_what_goes_wrong_before_a_handler_is_said_too(
-    studio: Studio, page: gr.Blocks, name: str, sentence: str
+    studio: AppState, page: gr.Blocks, name: str, sentence: str
 ) -> None:
     """Gradio opens a picture's file to see what it is."""
     (enlarge,) = (each for each in page.fns.values() if getattr(each.fn, "__name__", "") == "enlarge")

@@ -18,8 +18,8 @@ from app.image_tab import ImageTab
 from app.large_tab import LargeTab
 from app.plan_tab import PlanTab
 from app.stream_tab import StreamTab
-from app.studio import Studio
-from app.workers import Setup, devices_of
+from app.studio import AppState
+from app.workers import AppConfig, devices_of
 from patchpar import ParallelPipeline, PlanError, UnsupportedModel, WorkerDied
 from patchpar.models.info import describe
 from patchpar.pipeline.validate import bind, check_call, check_plan_for
@@ -61,7 +61,7 @@ def model() -> Any:
 
 
 @pytest.fixture
-def studio(model: Any) -> Iterator[Studio]:
+def studio(model: Any) -> Iterator[AppState]:
     with closing(studio_of(FakeWorkers(CheckedPipeline(model)))) as found:
         yield found
 
@@ -110,7 +110,7 @@ def fields(**changes: Any) -> list[Any]:
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_a_picture(studio: Studio, wish: dict[str, Any], words: list[str]) -> None:
+def test_a_picture(studio: AppState, wish: dict[str, Any], words: list[str]) -> None:
     way = [wish.pop(name, default) for name, default in (("label", AUTOMATIC), ("degrees", ""), ("strategy", ""))]
     wish = dict(wish)
     sentence = said(ImageTab(studio).draw(OWNER, *way, True, *fields(**wish)))
@@ -135,13 +135,13 @@ def test_more_ranks_than_bands(model: Any) -> None:
         (PlanError("2 CPU ranks need about 9 GiB, but only 1 GiB are free: use a smaller dtype"), ["smaller dtype"]),
     ],
 )
-def test_what_shows_only_while_it_runs(studio: Studio, error: Exception, words: list[str]) -> None:
+def test_what_shows_only_while_it_runs(studio: AppState, error: Exception, words: list[str]) -> None:
     studio.workers.pictures().error = error  # type: ignore[attr-defined]
     sentence = said(ImageTab(studio).draw(OWNER, AUTOMATIC, "", "", True, *fields()))
     assert all(word in sentence for word in words), sentence
 
 
-def test_the_other_tabs(studio: Studio, tmp_path: Path) -> None:
+def test_the_other_tabs(studio: AppState, tmp_path: Path) -> None:
     picture, broken = tmp_path / "a.png", tmp_path / "b.png"
     Image.new("RGB", (64, 64)).save(picture)
     broken.write_bytes(picture.read_bytes()[:60])
@@ -173,15 +173,15 @@ def test_models_and_memory_are_looked_at_before_the_page_is_there(
 ) -> None:
     devices = devices_of("cpu:2")
     with pytest.raises(PlanError, match="'nowhere' is no model"):
-        Setup(model="nowhere", devices=devices).check()
+        AppConfig(model="nowhere", devices=devices).check()
     with pytest.raises(PlanError, match=r"has no model_index\.json"):
-        Setup(model=str(tmp_path), devices=devices).check()
+        AppConfig(model=str(tmp_path), devices=devices).check()
     monkeypatch.setattr("patchpar.models.files.free_memory", lambda: 10 * 2**20)
     with pytest.raises(PlanError, match=r"2 CPU ranks need about .* GiB are free: use a smaller dtype"):
-        Setup(devices=devices).check()
+        AppConfig(devices=devices).check()
 
 
-def test_a_folder_of_a_face_that_is_none_is_a_sentence(studio: Studio, tmp_path: Path) -> None:
+def test_a_folder_of_a_face_that_is_none_is_a_sentence(studio: AppState, tmp_path: Path) -> None:
     def no_face() -> Any:
         raise PlanError(f"{tmp_path} has no model_index.json, so it is no diffusers model folder")
 

@@ -13,15 +13,15 @@ import pytest
 from app.defaults import Defaults, defaults_before, defaults_of
 from app.fields import Forms, picture_fields
 from app.image_tab import ImageTab
-from app.jobs import View
+from app.jobs import JobView
 from app.page import build
 from app.plan_tab import PlanTab
 from app.stream_tab import show
-from app.streaming import Streamed
-from app.studio import Studio
+from app.streaming import StreamSummary
+from app.studio import AppState
 from app.ways import OWN, OWN_MEANS
-from app.workers import Setup
-from patchpar.models.info import Description, describe
+from app.workers import AppConfig
+from patchpar.models.info import PipelineInfo, describe
 from tests import tiny
 
 from .fakes import FakePipeline, FakeWorkers
@@ -32,9 +32,9 @@ from .test_bad_input import AUTOMATIC, OWNER, fields, said
 class LoadedWorkers(FakeWorkers):
     """A model of the hub, which has been loaded, or not yet."""
 
-    def __init__(self, model: str, description: Description | None) -> None:
+    def __init__(self, model: str, description: PipelineInfo | None) -> None:
         super().__init__(FakePipeline())
-        self.setup, self.loaded = Setup(model=model), description
+        self.setup, self.loaded = AppConfig(model=model), description
 
     @property
     def model(self) -> Any:
@@ -43,9 +43,9 @@ class LoadedWorkers(FakeWorkers):
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    studios: list[Studio] = []
+    studios: list[AppState] = []
 
-    def open_studio(model: str, description: Description | None = None) -> Studio:
+    def open_studio(model: str, description: PipelineInfo | None = None) -> AppState:
         studios.append(studio_of(LoadedWorkers(model, description)))
         monkeypatch.setenv("GRADIO_TEMP_DIR", str(studios[-1].uploads))
         return studios[-1]
@@ -128,13 +128,13 @@ async def _to_the_end(shown: Any) -> None:
 
 
 def test_a_stream_that_is_stopped_before_its_first_picture_has_made_nothing() -> None:
-    none, one = (Streamed(pictures=count, seconds=1.0, latency=0.0, devices="2") for count in (0, 1))
-    status, facts, save, *_ = show(View(state="done", result=none))
+    none, one = (StreamSummary(pictures=count, seconds=1.0, latency=0.0, devices="2") for count in (0, 1))
+    status, facts, save, *_ = show(JobView(state="done", result=none))
     assert "Stopped before the first picture" in status
     assert "Done" not in status
     assert facts == ""
     assert save["visible"] is False
-    status, facts, *_ = show(View(state="done", result=one))
+    status, facts, *_ = show(JobView(state="done", result=one))
     assert "Done" in status
     assert "1 in 1.0 s" in facts
 

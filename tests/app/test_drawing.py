@@ -9,32 +9,32 @@ import pytest
 from PIL import Image
 
 from app.comparison import compare
-from app.drawing import Artist, Manner, Picture, picture_of
-from app.jobs import Cancelled, Desk
-from app.large import EnlargeOrder, draw_again, draw_large, large_way
-from app.orders import Order
+from app.drawing import ImageJobRunner, JobImage, RunOptions, picture_of
+from app.jobs import Cancelled, JobQueue
+from app.large import UpscaleRequest, draw_again, draw_large, large_way
+from app.orders import GenerateRequest
 from app.ways import way_named, ways_for
 from patchpar import Plan, PlanError, StructureGuidance
 
 from .fakes import FakePipeline, FakeWorkers
 from .waiting import over, until
 
-ORDER = Order(prompt="a fox", steps=3, seed=5)
+ORDER = GenerateRequest(prompt="a fox", steps=3, seed=5)
 WAYS = {way.label: way for way in ways_for(2)}
 
 
-def artist(**options: Any) -> Artist:
-    return Artist(FakeWorkers(FakePipeline(**options)))  # type: ignore[arg-type]
+def artist(**options: Any) -> ImageJobRunner:
+    return ImageJobRunner(FakeWorkers(FakePipeline(**options)))  # type: ignore[arg-type]
 
 
-def test_a_picture_comes_with_its_run_and_its_steps(desk: Desk) -> None:
+def test_a_picture_comes_with_its_run_and_its_steps(desk: JobQueue) -> None:
     drawer = artist()
     seen = []
     job = desk.submit("A", "image", lambda job: drawer.draw(job, ORDER, ways_for(2)[0]))
     view = over(job)
     seen.append(view)
     assert (view.state, view.step, view.steps, view.note) == ("done", 3, 3, "drawing")
-    found: Picture = view.result
+    found: JobImage = view.result
     assert found.image.size == (64, 64)
     assert found.run.seconds == 0.5
     assert found.values is None
@@ -54,7 +54,7 @@ def test_a_picture_comes_with_its_run_and_its_steps(desk: Desk) -> None:
         ("2 bands, exact", None),
     ],
 )
-def test_the_way_is_the_plan(desk: Desk, label: str, plan: Any) -> None:
+def test_the_way_is_the_plan(desk: JobQueue, label: str, plan: Any) -> None:
     drawer = artist()
     over(desk.submit("A", "image", lambda job: drawer.draw(job, ORDER, way_named(label, 2))))
     pipe: Any = drawer.workers.pictures()
@@ -65,7 +65,7 @@ def test_the_way_is_the_plan(desk: Desk, label: str, plan: Any) -> None:
         assert str(set_to) == str(plan) or set_to.cfg == plan.cfg
 
 
-def test_previews_come_as_soon_as_one_picture_has_been_drawn(desk: Desk) -> None:
+def test_previews_come_as_soon_as_one_picture_has_been_drawn(desk: JobQueue) -> None:
     drawer = artist()
     over(desk.submit("", "prepare", drawer.prepare))
     pipe: Any = drawer.workers.pictures()
@@ -80,7 +80,7 @@ def test_previews_come_as_soon_as_one_picture_has_been_drawn(desk: Desk) -> None
 
 
 @pytest.mark.parametrize("has_callback", [True, False])
-def test_cancelling_ends_it_between_two_steps(desk: Desk, has_callback: bool) -> None:
+def test_cancelling_ends_it_between_two_steps(desk: JobQueue, has_callback: bool) -> None:
     drawer = artist(has_callback=has_callback)
     pipe: Any = drawer.workers.pictures()
     pipe.go.clear()
@@ -121,7 +121,7 @@ def test_a_pipeline_with_callbacks_is_never_left_in_the_middle() -> None:
     assert raised == []
 
 
-def test_two_ways_are_compared_on_exact_values(desk: Desk) -> None:
+def test_two_ways_are_compared_on_exact_values(desk: JobQueue) -> None:
     drawer = artist()
     ways = (WAYS["2 bands, exact"], WAYS["One device"])
     found = over(desk.submit("A", "compare", lambda job: compare(drawer, job, ORDER, ways))).result
@@ -135,7 +135,7 @@ def test_two_ways_are_compared_on_exact_values(desk: Desk) -> None:
     assert same.verdict == "The pictures are equal, to the last bit."
 
 
-def test_large_pictures_are_led_by_structure_guidance(desk: Desk) -> None:
+def test_large_pictures_are_led_by_structure_guidance(desk: JobQueue) -> None:
     drawer, way = artist(), large_way(2, "overlap=0.25")
     found = over(desk.submit("A", "large", lambda job: draw_large(drawer, job, ORDER, way, beside=True))).result
     assert found.beside is not None
@@ -148,9 +148,9 @@ def test_large_pictures_are_led_by_structure_guidance(desk: Desk) -> None:
         large_way(2, "overlp=0.25")
 
 
-def test_an_uploaded_picture_is_drawn_again_larger(desk: Desk) -> None:
+def test_an_uploaded_picture_is_drawn_again_larger(desk: JobQueue) -> None:
     drawer = artist(more=("image", "strength"))
-    wanted = EnlargeOrder(picture=Image.new("RGB", (50, 30)), order=replace(ORDER, steps=8), scale=2.0, strength=0.5)
+    wanted = UpscaleRequest(picture=Image.new("RGB", (50, 30)), order=replace(ORDER, steps=8), scale=2.0, strength=0.5)
     view = over(desk.submit("A", "large", lambda job: draw_again(drawer, job, wanted)))
     assert view.state == "done", view.error
     assert view.result.drawn.image.size == view.result.beside.size == (100, 60)
@@ -163,11 +163,11 @@ def test_an_uploaded_picture_is_drawn_again_larger(desk: Desk) -> None:
     assert (pipe.tracing, pipe.on_step) == (False, None)
 
 
-def test_drawing_it_again_is_cancelled_between_two_steps(desk: Desk) -> None:
+def test_drawing_it_again_is_cancelled_between_two_steps(desk: JobQueue) -> None:
     drawer = artist(more=("image", "strength"))
     pipe: Any = drawer.workers.enlarging()
     pipe.go.clear()
-    wanted = EnlargeOrder(picture=Image.new("RGB", (50, 30)), order=ORDER)
+    wanted = UpscaleRequest(picture=Image.new("RGB", (50, 30)), order=ORDER)
     job = desk.submit("A", "large", lambda job: draw_again(drawer, job, wanted))
     until(lambda: pipe.calls, "the call")
     desk.cancel("A")
@@ -188,7 +188,7 @@ def test_drawing_it_again_is_cancelled_between_two_steps(desk: Desk) -> None:
 )
 def test_what_cannot_be_drawn_larger_is_told_at_once(wanted: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        EnlargeOrder(**{"picture": Image.new("RGB", (50, 30)), "order": ORDER, **wanted})
+        UpscaleRequest(**{"picture": Image.new("RGB", (50, 30)), "order": ORDER, **wanted})
 
 
 def test_a_model_that_draws_no_pictures_is_a_sentence() -> None:
@@ -196,9 +196,9 @@ def test_a_model_that_draws_no_pictures_is_a_sentence() -> None:
         picture_of({})
 
 
-def test_exact_values_are_kept_beside_the_picture(desk: Desk) -> None:
+def test_exact_values_are_kept_beside_the_picture(desk: JobQueue) -> None:
     drawer = artist()
-    job = desk.submit("A", "image", lambda job: drawer.draw(job, ORDER, ways_for(2)[0], Manner(exact=True)))
+    job = desk.submit("A", "image", lambda job: drawer.draw(job, ORDER, ways_for(2)[0], RunOptions(exact=True)))
     found = over(job).result
     assert found.values.shape == (64, 64, 3)
     assert found.image.size == (64, 64)

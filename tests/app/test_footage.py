@@ -11,19 +11,19 @@ import pytest
 from PIL import Image
 
 from app import footage, limits
-from app.footage import Footage
+from app.footage import VideoFile
 from patchpar import PlanError
 
 from .films import BRIGHTER, grey_film
 
 
-def shades(film: Footage, rate: float) -> list[int]:
+def shades(film: VideoFile, rate: float) -> list[int]:
     return [round(float(np.asarray(frame).mean()) / BRIGHTER) for frame in film.frames(rate)]
 
 
 @pytest.mark.parametrize("suffix", [".mp4", ".webm", ".mkv"])
 def test_so_many_frames_are_taken_from_a_second(tmp_path: Path, suffix: str) -> None:
-    film = Footage.of(grey_film(tmp_path / f"film{suffix}", frames=20, fps=10))
+    film = VideoFile.of(grey_film(tmp_path / f"film{suffix}", frames=20, fps=10))
     assert film.seconds == pytest.approx(2, abs=0.1)
     assert shades(film, 10) == list(range(20))
     assert shades(film, 5) == list(range(0, 20, 2))
@@ -47,7 +47,7 @@ def test_frames_are_upright(tmp_path: Path) -> None:
     matrix = data.index(b"tkhd") + 4 + 40  # ISO 14496-12, 8.3.2: a quarter turn, clockwise
     data[matrix : matrix + 36] = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)
     path.write_bytes(data)
-    frame = next(Footage.of(path).frames(10))
+    frame = next(VideoFile.of(path).frames(10))
     assert frame.size == (64, 96)
     top, bottom = (np.asarray(frame)[rows].mean() for rows in (slice(0, 40), slice(56, 96)))
     assert (round(top / 255), round(bottom / 255)) == (1, 0)
@@ -55,7 +55,7 @@ def test_frames_are_upright(tmp_path: Path) -> None:
 
 def test_the_end_is_the_longest_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file may say that it is short, and go on."""
-    film = Footage.of(grey_film(tmp_path / "a.mp4", frames=20, fps=10))
+    film = VideoFile.of(grey_film(tmp_path / "a.mp4", frames=20, fps=10))
     monkeypatch.setattr(footage, "LONGEST", 1.0)
     assert shades(film, 10) == list(range(10))
 
@@ -67,10 +67,10 @@ def test_what_is_no_film_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     playlist.write_text("#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n")
     for bad in (text, picture, playlist):
         with pytest.raises(PlanError, match=r"no film that can be read: use \.mp4") as refused:
-            Footage.of(bad)
+            VideoFile.of(bad)
         assert str(tmp_path) not in str(refused.value)
     with pytest.raises(PlanError, match="there is no film: choose one"):
-        Footage.of(None)
+        VideoFile.of(None)
     good = grey_film(tmp_path / "d.mp4", frames=20, fps=10)
     for name, most, said in (
         ("LONGEST", 1.0, "the film has 2 s: at most 1 s are taken, so cut it"),
@@ -79,7 +79,7 @@ def test_what_is_no_film_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with monkeypatch.context() as patch:
             patch.setattr(footage, name, most)
             with pytest.raises(PlanError, match=said):
-                Footage.of(good)
+                VideoFile.of(good)
     monkeypatch.setattr(limits, "MOST_BYTES", 10)
     with pytest.raises(PlanError, match="the file has"):
-        Footage.of(good)
+        VideoFile.of(good)

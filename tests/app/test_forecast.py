@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from app.forecast import Call, Offer, drawing, forecast, link_verdict, places, plans
+from app.forecast import PlannedCall, PlanOffer, drawing, forecast, link_verdict, places, plans
 from patchpar import Plan, PlanError, StructureGuidance
-from patchpar.comm.trace import Event, RankTrace
-from patchpar.models.info import Description
+from patchpar.comm.trace import RankTrace, TraceEvent
+from patchpar.models.info import PipelineInfo
 from patchpar.pipeline.auto_plan import choose
-from patchpar.pipeline.rank_stats import RankFigures, StepFigures
+from patchpar.pipeline.rank_stats import RankStats, StepStats
 from patchpar.pipeline.report import Run
-from patchpar.plan.link_model import Link
+from patchpar.plan.link_model import LinkModel
 
-MODEL = Description(
+MODEL = PipelineInfo(
     pipeline="StableDiffusionXLPipeline",
     module="diffusers",
     denoisers=("unet (UNet2DConditionModel)",),
@@ -32,7 +32,7 @@ MODEL = Description(
     methods=frozenset(),
     networks={},
 )
-CALL = Call(devices=8, height=1024, width=1024, guided=True)
+CALL = PlannedCall(devices=8, height=1024, width=1024, guided=True)
 
 
 def test_what_is_chosen_is_what_auto_chooses() -> None:
@@ -66,7 +66,7 @@ def test_guidance_that_goes_by_another_name() -> None:
 
 def test_large_pictures_are_said_to_be_drawn_in_windows() -> None:
     plan = Plan(patch=4, strategy=StructureGuidance())
-    assert "windows of native size" in Offer(plan=plan).work
+    assert "windows of native size" in PlanOffer(plan=plan).work
     assert drawing(plan, MODEL, (2048, 2048)) == ""
 
 
@@ -91,9 +91,9 @@ def test_a_call_that_cannot_be(changes: dict[str, Any], said: str) -> None:
 
 def test_a_link_is_weighed_by_the_last_run() -> None:
     """Two steps of a second; in each a rank sends a megabyte and waits three times."""
-    step = StepFigures(bytes_sent={"kv": 10**6}, bytes_received={}, seconds_waited={})
-    events = [Event("wait", "kv", "x", 0.0, 0.1)] * 6 + [Event("step", "", "s", 0.0, 1.0)] * 2
-    rank = RankFigures(
+    step = StepStats(bytes_sent={"kv": 10**6}, bytes_received={}, seconds_waited={})
+    events = [TraceEvent("wait", "kv", "x", 0.0, 0.1)] * 6 + [TraceEvent("step", "", "s", 0.0, 1.0)] * 2
+    rank = RankStats(
         rank=0,
         device="cpu",
         bytes_sent={"kv": 2 * 10**6},
@@ -103,8 +103,8 @@ def test_a_link_is_weighed_by_the_last_run() -> None:
         trace=RankTrace(0, "cpu", 0.0, tuple(events)),
     )
     run = Run(plan=Plan(patch=2), seconds=2.0, ranks=(rank, replace(rank, rank=1)))
-    said = link_verdict(run, Link(latency=0.01, rate=1e8))
+    said = link_verdict(run, LinkModel(latency=0.01, rate=1e8))
     assert "waited 3 times" in said
     assert "these take 0.040 s" in said
     assert "4% of such a step" in said
-    assert "Draw a picture on several devices first" in link_verdict(None, Link())
+    assert "Draw a picture on several devices first" in link_verdict(None, LinkModel())

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from app import jobs
-from app.jobs import Desk, Job, View
-from app.visits import Visits
+from app.jobs import Job, JobQueue, JobView
+from app.visits import PageSessions
 from app.watching import looked_at
 from patchpar import PlanError, WorkerDied
 
@@ -19,8 +19,8 @@ from .waiting import over, until
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    found = Desk(most_waiting=2, grace=0.2)
+def desk() -> Iterator[JobQueue]:
+    found = JobQueue(most_waiting=2, grace=0.2)
     yield found
     found.close()
 
@@ -38,7 +38,7 @@ class Slow:
         return self.result
 
 
-def test_jobs_run_one_after_another_and_know_how_many_are_ahead(desk: Desk) -> None:
+def test_jobs_run_one_after_another_and_know_how_many_are_ahead(desk: JobQueue) -> None:
     first, second = Slow("a"), Slow("b")
     one, two = desk.submit("A", "image", first), desk.submit("B", "image", second)
     assert first.started.wait(10)
@@ -50,7 +50,7 @@ def test_jobs_run_one_after_another_and_know_how_many_are_ahead(desk: Desk) -> N
     assert (over(one).result, over(two).result) == ("a", "b")
 
 
-def test_a_page_sees_its_own_results_only(desk: Desk) -> None:
+def test_a_page_sees_its_own_results_only(desk: JobQueue) -> None:
     for owner in "AB":
         over(desk.submit(owner, "image", lambda job, owner=owner: f"of {owner}"))
         desk.keep(owner, "run", owner)
@@ -60,14 +60,14 @@ def test_a_page_sees_its_own_results_only(desk: Desk) -> None:
     assert desk.job_of("C", "image") is None
 
 
-def test_a_page_has_one_job_at_a_time(desk: Desk) -> None:
+def test_a_page_has_one_job_at_a_time(desk: JobQueue) -> None:
     work = Slow()
     desk.submit("A", "image", work)
     with pytest.raises(PlanError, match="a job under way: wait for it, or cancel it"):
         desk.submit("A", "compare", Slow())
 
 
-def test_a_full_line_is_told_at_once(desk: Desk) -> None:
+def test_a_full_line_is_told_at_once(desk: JobQueue) -> None:
     running = Slow()
     desk.submit("A", "image", running)
     assert running.started.wait(10)
@@ -79,7 +79,7 @@ def test_a_full_line_is_told_at_once(desk: Desk) -> None:
     desk.submit("D", "image", Slow())
 
 
-def test_cancelling_ends_one_job_and_frees_the_workers(desk: Desk) -> None:
+def test_cancelling_ends_one_job_and_frees_the_workers(desk: JobQueue) -> None:
     work = Slow()
     job = desk.submit("A", "image", work)
     assert work.started.wait(10)
@@ -88,7 +88,7 @@ def test_cancelling_ends_one_job_and_frees_the_workers(desk: Desk) -> None:
     assert over(desk.submit("A", "image", lambda job: "next")).result == "next"
 
 
-def test_a_job_that_waits_is_cancelled_without_being_begun(desk: Desk) -> None:
+def test_a_job_that_waits_is_cancelled_without_being_begun(desk: JobQueue) -> None:
     running, waiting = Slow(), Slow()
     desk.submit("A", "image", running)
     job = desk.submit("B", "image", waiting)
@@ -110,7 +110,7 @@ def test_a_job_that_waits_is_cancelled_without_being_begun(desk: Desk) -> None:
         ),
     ],
 )
-def test_an_error_is_a_sentence_and_the_desk_goes_on(desk: Desk, error: Exception, said: str) -> None:
+def test_an_error_is_a_sentence_and_the_desk_goes_on(desk: JobQueue, error: Exception, said: str) -> None:
     def work(job: Job) -> None:
         raise error
 
@@ -119,8 +119,8 @@ def test_an_error_is_a_sentence_and_the_desk_goes_on(desk: Desk, error: Exceptio
     assert over(desk.submit("A", "image", lambda job: 2)).result == 2
 
 
-def test_a_page_that_does_not_come_back_leaves_no_job(desk: Desk) -> None:
-    visits, work = Visits(desk), Slow()
+def test_a_page_that_does_not_come_back_leaves_no_job(desk: JobQueue) -> None:
+    visits, work = PageSessions(desk), Slow()
     owner = visits.arrive("session 1", "a" * 32)
     job = desk.submit(owner, "image", work)
     assert work.started.wait(10)
@@ -129,9 +129,9 @@ def test_a_page_that_does_not_come_back_leaves_no_job(desk: Desk) -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["left, then back", "back, then left"])
-def test_a_page_that_is_reloaded_finds_its_job(desk: Desk, is_late: bool) -> None:
+def test_a_page_that_is_reloaded_finds_its_job(desk: JobQueue, is_late: bool) -> None:
     """The old connection may end before or after the new one begins."""
-    visits, work = Visits(desk), Slow("kept")
+    visits, work = PageSessions(desk), Slow("kept")
     owner = visits.arrive("session 1", "b" * 32)
     job = desk.submit(owner, "image", work)
     steps: list[Callable[[], Any]] = [lambda: visits.leave("session 1"), lambda: visits.arrive("session 2", owner)]
@@ -144,8 +144,8 @@ def test_a_page_that_is_reloaded_finds_its_job(desk: Desk, is_late: bool) -> Non
     assert desk.job_of(owner, "image") is job
 
 
-def test_it_can_leave_more_than_once(desk: Desk) -> None:
-    visits = Visits(desk)
+def test_it_can_leave_more_than_once(desk: JobQueue) -> None:
+    visits = PageSessions(desk)
     for session in "12":
         owner, work = visits.arrive(session, "c" * 32), Slow()
         job = desk.submit(owner, "image", work)
@@ -154,14 +154,14 @@ def test_it_can_leave_more_than_once(desk: Desk) -> None:
         assert over(job).state == "cancelled"
 
 
-def test_a_name_that_is_none_is_replaced(desk: Desk) -> None:
-    visits = Visits(desk)
+def test_a_name_that_is_none_is_replaced(desk: JobQueue) -> None:
+    visits = PageSessions(desk)
     names = {visits.arrive(str(number), bad) for number, bad in enumerate(["", "x", "../..", "A" * 32])}
     assert len(names) == 4
     assert all(len(name) == 32 for name in names)
 
 
-def test_what_is_remembered_is_bounded(desk: Desk) -> None:
+def test_what_is_remembered_is_bounded(desk: JobQueue) -> None:
     for number in range(3 * jobs.KEPT):
         over(desk.submit(str(number), "image", lambda job, number=number: number))
     assert len(desk._pages) <= jobs.KEPT + 1
@@ -170,7 +170,7 @@ def test_what_is_remembered_is_bounded(desk: Desk) -> None:
 
 
 def test_closing_ends_what_runs_and_what_waits() -> None:
-    desk, work = Desk(), Slow()
+    desk, work = JobQueue(), Slow()
     running, waiting = desk.submit("A", "image", work), desk.submit("B", "image", Slow())
     assert work.started.wait(10)
     desk.close()
@@ -180,14 +180,14 @@ def test_closing_ends_what_runs_and_what_waits() -> None:
     desk.close()
 
 
-def test_a_page_is_shown_every_change_until_the_end(desk: Desk) -> None:
+def test_a_page_is_shown_every_change_until_the_end(desk: JobQueue) -> None:
     def work(job: Job) -> str:
         for step in (1, 2):
             job.show(step=step, steps=2)
             until(lambda step=step: any(view.step == step for view in seen), "the page to look")
         return "done"
 
-    seen: list[View] = []
+    seen: list[JobView] = []
 
     async def look() -> None:
         async for view in looked_at(desk.submit("A", "image", work), lambda view: view):

@@ -20,7 +20,7 @@ from PIL import Image
 
 from app.limits import MOST_PICTURE_PIXELS, bytes_of, picture_from
 from app.page import build
-from app.studio import Studio
+from app.studio import AppState
 from patchpar import PlanError
 from tests.unit.test_picture_file import huge_png
 
@@ -84,13 +84,13 @@ KINDS = (png, png_below_pillow_s_own_limit, jpeg, bmp, webp)
 
 
 @pytest.fixture(scope="module")
-def studio() -> Iterator[Studio]:
+def studio() -> Iterator[AppState]:
     with closing(studio_of()) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def inputs(studio: Studio) -> list[gr.Image]:
+def inputs(studio: AppState) -> list[gr.Image]:
     """Everything on the page that takes an image."""
     return [
         each for each in build(studio).blocks.values() if isinstance(each, gr.Image) and each.interactive is not False
@@ -98,7 +98,7 @@ def inputs(studio: Studio) -> list[gr.Image]:
 
 
 @pytest.fixture(scope="module")
-def client(studio: Studio) -> Iterator[TestClient]:
+def client(studio: AppState) -> Iterator[TestClient]:
     with client_of(studio) as found:
         yield found
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from app import limits
 from app.limits import picture_from, sound_from
-from app.orders import LONGEST_PROMPT, Order
+from app.orders import LONGEST_PROMPT, GenerateRequest
 from app.ways import own_way, way_named, ways_for
 from patchpar import Plan, PlanError
 
@@ -22,7 +22,7 @@ GOOD: dict[str, Any] = {
 
 
 def test_an_order_becomes_the_pipeline_s_arguments() -> None:
-    order = Order.of(**GOOD)
+    order = GenerateRequest.of(**GOOD)
     arguments = order.arguments(["prompt", "negative_prompt", "height", "width", "guidance_scale"])
     generator = arguments.pop("generator")
     assert arguments == {
@@ -36,11 +36,11 @@ def test_an_order_becomes_the_pipeline_s_arguments() -> None:
 
 
 def test_no_negative_prompt_is_an_empty_one() -> None:
-    assert Order.of(**GOOD | {"negative": None}).negative == ""
+    assert GenerateRequest.of(**GOOD | {"negative": None}).negative == ""
 
 
 def test_a_pipeline_is_given_only_what_it_takes() -> None:
-    assert set(Order.of(**GOOD).arguments(["prompt"])) == {"prompt", "num_inference_steps", "generator"}
+    assert set(GenerateRequest.of(**GOOD).arguments(["prompt"])) == {"prompt", "num_inference_steps", "generator"}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_pipeline_is_given_only_what_it_takes() -> None:
 )
 def test_a_bad_order_is_a_sentence(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        Order.of(**GOOD | changes)
+        GenerateRequest.of(**GOOD | changes)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])

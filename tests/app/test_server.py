@@ -18,15 +18,15 @@ import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
-from app.live import FilmFeed
+from app.live import VideoFeed
 from app.server import Address, read_users
-from app.studio import Studio
-from app.workers import Setup, devices_of
+from app.studio import AppState
+from app.workers import AppConfig, devices_of
 from patchpar import PlanError
 from patchpar.cli import app as command
 from patchpar.models.files import embedded_model
-from patchpar.stream.web.mp4_fragments import Fragment, Head
-from patchpar.stream.web.server import Port
+from patchpar.stream.web.mp4_fragments import Mp4Fragment, Mp4Header
+from patchpar.stream.web.server import WebServer
 from patchpar.stream.web.shutdown import signals_unwind
 
 from .browser import REPOSITORY
@@ -54,9 +54,9 @@ def test_files_of_this_machine_are_not_served(client: TestClient, path: str) -> 
     assert "root:" not in answer.text
 
 
-def test_a_stream_is_found_by_its_name_only(client: TestClient, studio: Studio) -> None:
-    feed = studio.feeds.add(FilmFeed())
-    feed.put(Head(mime="video/mp4", data=b"fi"), [Fragment(data=b"lm", is_key=True)])
+def test_a_stream_is_found_by_its_name_only(client: TestClient, studio: AppState) -> None:
+    feed = studio.feeds.add(VideoFeed())
+    feed.put(Mp4Header(mime="video/mp4", data=b"fi"), [Mp4Fragment(data=b"lm", is_key=True)])
     feed.close()
     answer = client.get(feed.address)
     assert (answer.content, answer.headers["content-type"]) == (b"film", "video/mp4")
@@ -85,7 +85,7 @@ OWN = (
 
 
 @pytest.mark.parametrize("path", ["/gradio_api/upload", "/gradio_api/queue/join", "/gradio_api/run/predict", "/login"])
-def test_what_another_page_has_a_browser_do_is_refused(client: TestClient, path: str, studio: Studio) -> None:
+def test_what_another_page_has_a_browser_do_is_refused(client: TestClient, path: str, studio: AppState) -> None:
     """A form needs no permission to send a file here: browsers ask for none."""
     for headers in FOREIGN:
         answer = client.post(path, files={"files": ("a.png", b"x", "image/png")}, headers=headers)
@@ -101,7 +101,7 @@ def test_another_page_may_link_here(client: TestClient) -> None:
     assert client.get("/", headers={"sec-fetch-site": "cross-site"}).status_code == 200
 
 
-def test_what_people_upload_is_for_nobody_else(client: TestClient, studio: Studio) -> None:
+def test_what_people_upload_is_for_nobody_else(client: TestClient, studio: AppState) -> None:
     """In a folder of this server, which goes with it, and not in one that every user of the machine shares."""
     (path,) = client.post("/gradio_api/upload", files={"files": ("a.png", b"x", "image/png")}).json()
     assert Path(path).is_relative_to(studio.uploads)
@@ -111,15 +111,15 @@ def test_what_people_upload_is_for_nobody_else(client: TestClient, studio: Studi
     assert not Path(path).exists()
 
 
-def test_the_shipped_sound_is_served_from_where_it_is(studio: Studio) -> None:
-    studio.workers.setup = Setup(face="embedded-face")
+def test_the_shipped_sound_is_served_from_where_it_is(studio: AppState) -> None:
+    studio.workers.setup = AppConfig(face="embedded-face")
     speech = (embedded_model("embedded-face") / "speech.wav").resolve()
     with client_of(studio) as client:
         assert client.get(f"/gradio_api/file={speech}").content == speech.read_bytes()
         assert client.get(f"/gradio_api/file={speech.with_name('model_index.json')}").status_code in (403, 404)
 
 
-def test_who_has_to_log_in_sees_nothing_before(studio: Studio) -> None:
+def test_who_has_to_log_in_sees_nothing_before(studio: AppState) -> None:
     address = Address(users=(("ann", "secret"),))
     with client_of(studio, address) as client:
         assert client.get("/config").status_code == 401
@@ -158,7 +158,7 @@ def test_a_busy_port_is_a_sentence() -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(PlanError, match=f"127.0.0.1:{port} cannot be had: .*; choose another with --port"):
-            Port("127.0.0.1", port, "--port")
+            WebServer("127.0.0.1", port, "--port")
 
 
 def test_without_a_gpu_there_are_two_cpu_workers() -> None:
@@ -185,7 +185,7 @@ def test_what_cannot_work_is_told_before_anything_is_started(words: list[str], s
 
 def test_a_model_that_is_none_is_refused_early() -> None:
     with pytest.raises(PlanError, match="no model"):
-        Setup(model="nowhere").check()
+        AppConfig(model="nowhere").check()
 
 
 @contextmanager

@@ -13,13 +13,13 @@ import torch
 from PIL import Image
 
 from app import streaming
-from app.face import FaceOrder, FaceStream
-from app.footage import Footage
-from app.jobs import Desk, Job
-from app.keeping import Kept
-from app.live import FilmFeed, PictureFeed
-from app.orders import Order
-from app.streaming import Controls, PictureStream, StreamOrder
+from app.face import TalkingFaceJob, TalkingFaceRequest
+from app.footage import VideoFile
+from app.jobs import Job, JobQueue
+from app.keeping import SavedVideo
+from app.live import ImageFeed, VideoFeed
+from app.orders import GenerateRequest
+from app.streaming import ImageStreamJob, StreamControls, StreamRequest
 from app.walk import PICTURES_PER_ROUND, NoiseWalk
 from patchpar import PlanError
 from tests.unit.test_picture_file import huge_png
@@ -28,7 +28,7 @@ from .fakes import FakePipeline, FakeWorkers
 from .films import grey_film
 from .waiting import over, until
 
-ORDER = Order(prompt="a fox", width=64, height=64, steps=4, guidance=1.5)
+ORDER = GenerateRequest(prompt="a fox", width=64, height=64, steps=4, guidance=1.5)
 
 
 @pytest.fixture
@@ -39,14 +39,14 @@ def kept(tmp_path: Path) -> Path:
 class Streaming:
     """A stream on workers that draw at once."""
 
-    def __init__(self, desk: Desk, kept: Path, **wanted: Any) -> None:
+    def __init__(self, desk: JobQueue, kept: Path, **wanted: Any) -> None:
         workers: Any = FakeWorkers(FakePipeline())
-        self.workers, self.controls, self.feed = workers, Controls(), PictureFeed()
-        work = PictureStream(workers, StreamOrder(order=ORDER, **wanted), self.controls, self.feed, Kept(kept))
+        self.workers, self.controls, self.feed = workers, StreamControls(), ImageFeed()
+        work = ImageStreamJob(workers, StreamRequest(order=ORDER, **wanted), self.controls, self.feed, SavedVideo(kept))
         self.job = desk.submit("A", "stream", work.run)
 
 
-def test_a_prompt_becomes_pictures_until_it_is_stopped(desk: Desk, kept: Path) -> None:
+def test_a_prompt_becomes_pictures_until_it_is_stopped(desk: JobQueue, kept: Path) -> None:
     stream = Streaming(desk, kept)
     until(lambda: stream.feed.count >= 5, "five pictures")
     stream.controls.is_stopped = True
@@ -60,7 +60,7 @@ def test_a_prompt_becomes_pictures_until_it_is_stopped(desk: Desk, kept: Path) -
     assert not stream.workers.streamed[0]["takes_image"]
 
 
-def test_a_prompt_can_be_changed_while_it_runs(desk: Desk, kept: Path) -> None:
+def test_a_prompt_can_be_changed_while_it_runs(desk: JobQueue, kept: Path) -> None:
     stream = Streaming(desk, kept)
     until(lambda: stream.feed.count >= 2, "two pictures")
     stream.controls.say("a pine")
@@ -73,7 +73,7 @@ def test_a_prompt_can_be_changed_while_it_runs(desk: Desk, kept: Path) -> None:
         stream.controls.say(" ")
 
 
-def test_a_picture_is_drawn_anew_again_and_again(desk: Desk, kept: Path) -> None:
+def test_a_picture_is_drawn_anew_again_and_again(desk: JobQueue, kept: Path) -> None:
     stream = Streaming(desk, kept, source="picture", picture=Image.new("RGB", (200, 100)), strength=0.5)
     until(lambda: stream.feed.count >= 2, "two pictures")
     stream.controls.is_stopped = True
@@ -83,8 +83,8 @@ def test_a_picture_is_drawn_anew_again_and_again(desk: Desk, kept: Path) -> None
     assert "height" not in request
 
 
-def test_every_frame_of_a_film_is_drawn_anew_and_then_it_ends(desk: Desk, kept: Path, tmp_path: Path) -> None:
-    film = Footage.of(grey_film(tmp_path / "a.mp4", frames=20, fps=10))
+def test_every_frame_of_a_film_is_drawn_anew_and_then_it_ends(desk: JobQueue, kept: Path, tmp_path: Path) -> None:
+    film = VideoFile.of(grey_film(tmp_path / "a.mp4", frames=20, fps=10))
     stream = Streaming(desk, kept, source="film", film=film, rate=5, strength=0.5)
     view = over(stream.job)
     assert view.state == "done", view.error
@@ -95,9 +95,9 @@ def test_every_frame_of_a_film_is_drawn_anew_and_then_it_ends(desk: Desk, kept: 
     assert {request["image"].size for request in stream.workers.streamed} == {(64, 64)}
 
 
-def test_what_was_streamed_is_kept_as_a_film(desk: Desk, kept: Path, tmp_path: Path) -> None:
+def test_what_was_streamed_is_kept_as_a_film(desk: JobQueue, kept: Path, tmp_path: Path) -> None:
     """Every picture once, in order, as fast as the film it was drawn from."""
-    film = Footage.of(grey_film(tmp_path / "a.mp4", frames=20, fps=10))
+    film = VideoFile.of(grey_film(tmp_path / "a.mp4", frames=20, fps=10))
     for rate, pictures, fps in ((5, 10, 5), (30, 20, 10)):
         view = over(Streaming(desk, kept, source="film", film=film, rate=rate, strength=0.5).job)
         assert view.result.film == kept
@@ -109,22 +109,22 @@ def test_what_was_streamed_is_kept_as_a_film(desk: Desk, kept: Path, tmp_path: P
 
 
 def test_a_stream_without_pictures_leaves_no_film(kept: Path) -> None:
-    nothing = Kept(kept)
+    nothing = SavedVideo(kept)
     nothing.close()
     assert nothing.film is None
     assert not kept.exists()
 
 
-def test_a_film_that_breaks_off_is_a_sentence(desk: Desk, kept: Path, tmp_path: Path) -> None:
+def test_a_film_that_breaks_off_is_a_sentence(desk: JobQueue, kept: Path, tmp_path: Path) -> None:
     path = grey_film(tmp_path / "a.mp4", frames=20, fps=10)
-    film = Footage.of(path)
+    film = VideoFile.of(path)
     path.write_bytes(path.read_bytes()[:60])
     view = over(Streaming(desk, kept, source="film", film=film).job)
     assert view.state == "failed"
     assert view.error.startswith("the film breaks off after 0 frames: ")
 
 
-def test_the_camera_s_newest_picture_is_taken(desk: Desk, kept: Path, tmp_path: Path) -> None:
+def test_the_camera_s_newest_picture_is_taken(desk: JobQueue, kept: Path, tmp_path: Path) -> None:
     """One that is too large ends the stream undecoded."""
     stream = Streaming(desk, kept, source="camera")
     for shade in (10, 200):
@@ -140,13 +140,13 @@ def _shade(stream: Streaming) -> int:
     return int(stream.workers.streamed[-1]["image"].getpixel((0, 0))[0])
 
 
-def test_a_camera_that_sends_nothing_is_a_sentence(desk: Desk, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_camera_that_sends_nothing_is_a_sentence(desk: JobQueue, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "CAMERA_SECONDS", 0.1)
     view = over(Streaming(desk, kept, source="camera").job)
     assert (view.state, view.error) == ("failed", "no picture from the camera for 0.1 s: allow the page to use it")
 
 
-def test_a_stream_is_cancelled_like_any_job(desk: Desk, kept: Path) -> None:
+def test_a_stream_is_cancelled_like_any_job(desk: JobQueue, kept: Path) -> None:
     stream = Streaming(desk, kept)
     until(lambda: stream.feed.count >= 1, "a picture")
     desk.cancel("A")
@@ -154,7 +154,7 @@ def test_a_stream_is_cancelled_like_any_job(desk: Desk, kept: Path) -> None:
     assert stream.feed.is_over
 
 
-def test_a_stream_that_nobody_stops_ends(desk: Desk, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_nobody_stops_ends(desk: JobQueue, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streaming, "MOST_SECONDS", 0.1)
     assert over(Streaming(desk, kept).job).state == "done"
 
@@ -170,7 +170,7 @@ def test_a_stream_that_nobody_stops_ends(desk: Desk, kept: Path, monkeypatch: py
 )
 def test_a_bad_wish_is_a_sentence(wanted: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=said):
-        StreamOrder(order=ORDER, **wanted)
+        StreamRequest(order=ORDER, **wanted)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_bad_wish_is_a_sentence(wanted: dict[str, Any], said: str) -> None:
     ],
 )
 def test_there_is_a_step_for_every_device(wanted: dict[str, Any], devices: int, said: str | None) -> None:
-    order = StreamOrder(order=ORDER, **{"source": "camera", **wanted})
+    order = StreamRequest(order=ORDER, **{"source": "camera", **wanted})
     if said is None:
         order.check_devices(devices)
     else:
@@ -235,16 +235,16 @@ class FakeFace:
         self.is_stopped = True
 
 
-def test_a_face_talks_until_it_is_stopped(desk: Desk, kept: Path) -> None:
-    face, controls, feed = FakeFace(), Controls(), FilmFeed()
+def test_a_face_talks_until_it_is_stopped(desk: JobQueue, kept: Path) -> None:
+    face, controls, feed = FakeFace(), StreamControls(), VideoFeed()
     workers: Any = SimpleNamespace(face_stream=lambda: face, setup=FakeWorkers(FakePipeline()).setup)
-    wanted = FaceOrder(prompt="smile", sound=([0.0] * 16000, 16000), seed=3)
+    wanted = TalkingFaceRequest(prompt="smile", sound=([0.0] * 16000, 16000), seed=3)
     seen = []
 
     def work(job: Job) -> Any:
         controls.say("frown")
         controls.is_stopped = True
-        return FaceStream(workers, wanted, controls, feed, Kept(kept)).run(job)
+        return TalkingFaceJob(workers, wanted, controls, feed, SavedVideo(kept)).run(job)
 
     view = over(desk.submit("A", "stream", work))
     seen.append(view)
@@ -264,4 +264,4 @@ def test_a_face_talks_until_it_is_stopped(desk: Desk, kept: Path) -> None:
 
 def test_a_film_has_an_end() -> None:
     with pytest.raises(PlanError, match="500 seconds: a film has more than 0 and at most 120"):
-        FaceOrder(seconds=500)
+        TalkingFaceRequest(seconds=500)

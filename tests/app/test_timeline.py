@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from app import timeline
-from app.timeline import Window, draw, longest_waits, shares, traces_of, window_of
+from app.timeline import TimeWindow, draw, longest_waits, shares, traces_of, window_of
 from app.timeline_tab import TimelineTab
-from patchpar.comm.trace import Event, RankTrace
-from patchpar.pipeline.rank_stats import RankFigures
+from patchpar.comm.trace import RankTrace, TraceEvent
+from patchpar.pipeline.rank_stats import RankStats
 from patchpar.pipeline.report import Run
 from patchpar.plan.plan import Plan
 
@@ -25,13 +25,13 @@ def trace(rank: int) -> RankTrace:
     """Two steps of one second: half computed, rank 0 waits, rank 1 sends."""
     what = "wait" if rank == 0 else "send"
     events = [
-        Event("call", "", "step 0, call 0 (exact)", 0.0, 1.0),
-        Event(what, "kv", "up.<0>", 0.25, 0.5),
-        Event("step", "", "step 0", 0.0, 1.0),
-        Event("call", "", "step 1, call 0 (exact)", 1.0, 1.0),
-        Event(what, "kv", "up.<0>", 1.5, 0.5),
-        Event("step", "", "step 1", 1.0, 1.0),
-        Event("vae", "", "decode", 2.5, 0.5),
+        TraceEvent("call", "", "step 0, call 0 (exact)", 0.0, 1.0),
+        TraceEvent(what, "kv", "up.<0>", 0.25, 0.5),
+        TraceEvent("step", "", "step 0", 0.0, 1.0),
+        TraceEvent("call", "", "step 1, call 0 (exact)", 1.0, 1.0),
+        TraceEvent(what, "kv", "up.<0>", 1.5, 0.5),
+        TraceEvent("step", "", "step 1", 1.0, 1.0),
+        TraceEvent("vae", "", "decode", 2.5, 0.5),
     ]
     return RankTrace(rank, f"cpu & {rank}", 1000.0, tuple(events))
 
@@ -44,7 +44,7 @@ TRACES = [trace(0), trace(1)]
     [(0, 1, (1000.0, 1003.0)), (0, 0, (1000.0, 1001.0)), (1, 1, (1001.0, 1003.0)), (0, 99, (1000.0, 1003.0))],
 )
 def test_a_window_goes_from_step_to_step(first: int, last: int, window: tuple[float, float]) -> None:
-    assert window_of(TRACES, first, last) == Window(*window)
+    assert window_of(TRACES, first, last) == TimeWindow(*window)
 
 
 def test_shares_add_up_to_the_time_spent() -> None:
@@ -58,8 +58,10 @@ def test_shares_add_up_to_the_time_spent() -> None:
 def test_no_column_holds_more_than_all_of_its_time() -> None:
     rng = np.random.default_rng(0)
     starts = np.sort(rng.uniform(0, 1, 300))
-    events = [Event("wait", "kv", "a", float(s), float(e - s)) for s, e in zip(starts[::2], starts[1::2], strict=True)]
-    found = shares(RankTrace(0, "cpu", 0.0, (Event("call", "", "x", 0.0, 1.0), *events)), Window(0.0, 1.0))
+    events = [
+        TraceEvent("wait", "kv", "a", float(s), float(e - s)) for s, e in zip(starts[::2], starts[1::2], strict=True)
+    ]
+    found = shares(RankTrace(0, "cpu", 0.0, (TraceEvent("call", "", "x", 0.0, 1.0), *events)), TimeWindow(0.0, 1.0))
     total = sum(found.values())
     assert np.all(total <= 1 + 1e-9)
     assert float(found["wait"].mean()) == pytest.approx(sum(event.seconds for event in events))
@@ -82,7 +84,7 @@ def test_the_longest_waits_come_first_and_belong_to_the_window() -> None:
 
 def test_a_run_without_a_trace_has_nothing_to_show() -> None:
     empty: dict[str, Any] = {"bytes_sent": {}, "bytes_received": {}, "seconds_waited": {}}
-    run = Run(plan=Plan(), seconds=1.0, ranks=(RankFigures(rank=0, device="cpu", **empty),))
+    run = Run(plan=Plan(), seconds=1.0, ranks=(RankStats(rank=0, device="cpu", **empty),))
     assert traces_of(run) == traces_of(None) == []
     assert "<svg" in draw([], 0, 0)
 
@@ -90,7 +92,7 @@ def test_a_run_without_a_trace_has_nothing_to_show() -> None:
 def test_a_page_is_shown_its_own_last_run_and_given_the_trace() -> None:
     with closing(studio_of()) as studio:
         figures: dict[str, Any] = {"device": "cpu", "bytes_sent": {}, "bytes_received": {}, "seconds_waited": {}}
-        ranks = tuple(RankFigures(rank=rank, trace=trace(rank), **figures) for rank in range(2))
+        ranks = tuple(RankStats(rank=rank, trace=trace(rank), **figures) for rank in range(2))
         studio.desk.keep("a" * 32, "run", Run(plan=Plan(patch=2), seconds=3.0, ranks=ranks))
         tab = TimelineTab(studio)
         drawing, tables, _, last, save = tab.refresh("a" * 32)

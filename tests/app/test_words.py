@@ -7,7 +7,7 @@ from html import escape
 import pytest
 
 from app import words
-from app.jobs import View
+from app.jobs import JobView
 
 EVIL = '<img src=x onerror="alert(1)"> & <b>'
 
@@ -20,9 +20,9 @@ EVIL = '<img src=x onerror="alert(1)"> & <b>'
         words.caption(EVIL),
         words.pairs([(EVIL, EVIL)]),
         words.table([EVIL], [[EVIL]]),
-        words.status(View(state="running", note=EVIL)),
-        words.status(View(state="running", note=EVIL, step=1, steps=2)),
-        words.status(View(state="failed", error=EVIL)),
+        words.status(JobView(state="running", note=EVIL)),
+        words.status(JobView(state="running", note=EVIL, step=1, steps=2)),
+        words.status(JobView(state="failed", error=EVIL)),
     ],
 )
 def test_it_is_escaped(shown: str) -> None:
@@ -34,18 +34,18 @@ def test_it_is_escaped(shown: str) -> None:
 @pytest.mark.parametrize(
     ("view", "said"),
     [
-        (View(ahead=1), "Waiting: one job is before it."),
-        (View(ahead=3), "Waiting: 3 jobs are before it."),
-        (View(state="running", step=3, steps=12, note="drawing"), "drawing: step 3 of 12"),
-        (View(state="cancelled"), "Cancelled. The workers are free."),
+        (JobView(ahead=1), "Waiting: one job is before it."),
+        (JobView(ahead=3), "Waiting: 3 jobs are before it."),
+        (JobView(state="running", step=3, steps=12, note="drawing"), "drawing: step 3 of 12"),
+        (JobView(state="cancelled"), "Cancelled. The workers are free."),
     ],
 )
-def test_a_job_says_how_it_stands(view: View | None, said: str) -> None:
+def test_a_job_says_how_it_stands(view: JobView | None, said: str) -> None:
     assert said in words.status(view)
 
 
 def test_an_error_is_announced_and_the_chosen_row_marked() -> None:
-    assert 'role="alert"' in words.status(View(state="failed", error="no"))
+    assert 'role="alert"' in words.status(JobView(state="failed", error="no"))
     assert words.table(["a"], [["1"], ["2"]], marked=1).count('class="marked"') == 1
 
 

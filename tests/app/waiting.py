@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from app.jobs import Job, View
+from app.jobs import Job, JobView
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
@@ -15,6 +15,6 @@ def until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> 
         time.sleep(0.01)
 
 
-def over(job: Job, seconds: float = 30.0) -> View:
+def over(job: Job, seconds: float = 30.0) -> JobView:
     until(lambda: job.view.is_over, f"the job to end, which is {job.view.state}", seconds)
     return job.view

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from patchpar.plan.link_model import Link, Message, link_seconds, step_seconds
+from patchpar.plan.link_model import LinkModel, TimedMessage, link_seconds, step_seconds
 from tests.breadth import first_of
 
 ON_RANKS = "tests.benchmarks.overlap_on_ranks"
@@ -16,8 +16,8 @@ ON_RANKS = "tests.benchmarks.overlap_on_ranks"
 def measured(ranks: Any, strategy: str, latency: float, load: float) -> dict[str, float]:
     """Waited by both ranks on average, what the link needs, what the model says is waited, and rounds of this step."""
     found = ranks.run(f"{ON_RANKS}:waited", 2, strategy, latency, load)
-    messages = [Message(*rest) for _, *rest in found[0]["messages"]]
-    link = Link(latency=latency, rate=found[0]["rate"])
+    messages = [TimedMessage(*rest) for _, *rest in found[0]["messages"]]
+    link = LinkModel(latency=latency, rate=found[0]["rate"])
     return {
         "waited": mean(each["seams"] for each in found),
         "link": link_seconds(messages, link),

@@ -23,7 +23,7 @@ from benchmarks.quality_table import rows_of, table
 from patchpar import Plan, Run
 from patchpar.errors import PlanError, WorkerDied
 from patchpar.models.files import embedded_model
-from patchpar.pipeline.rank_stats import RankFigures, StepFigures
+from patchpar.pipeline.rank_stats import RankStats, StepStats
 from training.classifier import load_classifier
 from training.latents import to_tensor
 from training.render import picture
@@ -35,10 +35,10 @@ STALE, FRESH = Named.parse("displaced"), Named.parse("fresh-edges:context=pooled
 PLAN = Plan(patch=2, strategy="displaced")
 
 
-def rank_of(number: int, sent: Sequence[int], waited: float) -> RankFigures:
+def rank_of(number: int, sent: Sequence[int], waited: float) -> RankStats:
     """Two exact steps and two stale ones; so many bytes in each."""
     steps = [
-        StepFigures(
+        StepStats(
             bytes_sent={"halo": 1, "keys": count - 1},
             bytes_received={},
             seconds_waited={},
@@ -47,7 +47,7 @@ def rank_of(number: int, sent: Sequence[int], waited: float) -> RankFigures:
         )
         for index, count in enumerate(sent)
     ]
-    return RankFigures(
+    return RankStats(
         rank=number,
         device="cpu",
         bytes_sent={"halo": len(sent), "keys": sum(sent) - len(sent)},

@@ -12,7 +12,7 @@ from benchmarks.tokens import row
 from benchmarks.tokens_model import subject
 from benchmarks.tokens_ranks import installed
 from benchmarks.tokens_volumes import FORMULAS, RANKS, counted_per_layer, volumes
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.plan.mesh import Axis
 from tests.unit.threads import on_threads
 
@@ -42,7 +42,7 @@ def test_models_are_split_exactly(name: str) -> None:
 
     def split(transport: object) -> object:
         axis = Axis("patch", transport.rank, RANKS[0], tuple(range(RANKS[0])))
-        return installed(whole, "exact", Door(transport), axis)(whole.call)[0]
+        return installed(whole, "exact", Communicator(transport), axis)(whole.call)[0]
 
     for got in on_threads(RANKS[0], split):
         assert (got - want).norm() <= 1e-5 * want.norm()

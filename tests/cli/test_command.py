@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from patchpar.cli.compare import Compare
-from patchpar.cli.doctor import Doctor
-from patchpar.cli.generate import Generate
+from patchpar.cli.compare import CompareFlags
+from patchpar.cli.doctor import DoctorFlags
+from patchpar.cli.generate import GenerateFlags
 
 SHARED = {
     "prompt", "model", "devices", "plan", "strategy", "height", "width", "steps", "guidance_scale",
@@ -24,7 +24,7 @@ SHARED = {
 
 @pytest.mark.parametrize(
     ("flags", "names"),
-    [(Generate, SHARED), (Compare, SHARED), (Doctor, {"deadline", "devices", "model", "json", "debug"})],
+    [(GenerateFlags, SHARED), (CompareFlags, SHARED), (DoctorFlags, {"deadline", "devices", "model", "json", "debug"})],
 )
 def test_flags_are_pinned(flags: type, names: set[str]) -> None:
     """A flag once released stays: take one away only with a line in the changelog."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from patchpar.cli.compare import Outcome, measure_pair
+from patchpar.cli.compare import ComparedRun, measure_pair
 
 KEYS = {"plan", "seconds", "steps", "bytes_per_step", "outputs", "psnr_db", "ssim", "max_abs_diff", "speedup"}
 
@@ -49,10 +49,10 @@ def test_text(fake: Any, run: Any, tmp_path: Path) -> None:
 
 def test_the_worst_picture_counts() -> None:
     run, picture = SimpleNamespace(seconds=1.0), np.full((16, 16, 3), 0.5)
-    figures = measure_pair(Outcome(run, [picture, picture]), Outcome(run, [picture, picture + 0.1]))
+    figures = measure_pair(ComparedRun(run, [picture, picture]), ComparedRun(run, [picture, picture + 0.1]))
     assert figures["psnr_db"] == pytest.approx(20.0)
     assert figures["max_abs_diff"] == pytest.approx(0.1)
-    assert measure_pair(Outcome(run, [picture]), Outcome(run, [picture]))["psnr_db"] == math.inf
+    assert measure_pair(ComparedRun(run, [picture]), ComparedRun(run, [picture]))["psnr_db"] == math.inf
 
 
 def test_equal_pictures_are_null_in_json(fake: Any, run: Any, tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from patchpar.cli.app import App, demo_package, serve_app
-from patchpar.cli.flags import Request
-from patchpar.cli.stream.flags import Stream
+from patchpar.cli.app import AppFlags, demo_package, serve_app
+from patchpar.cli.flags import ImageFlags
+from patchpar.cli.stream.flags import StreamFlags
 
 VERBS = {
     "generate": ["a red house"],
@@ -32,13 +32,13 @@ def test_one_that_cannot_be_is_refused_before_anything_starts(run: Any, verb: st
 
 
 def test_it_reaches_pipelines_and_streams() -> None:
-    assert Request(prompt=["a"], deadline=7.0).for_loading()["deadline"] == 7.0
-    assert Stream(deadline=7.0).for_loading()["deadline"] == 7.0
+    assert ImageFlags(prompt=["a"], deadline=7.0).for_loading()["deadline"] == 7.0
+    assert StreamFlags(deadline=7.0).for_loading()["deadline"] == 7.0
 
 
 def test_it_reaches_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     server = import_module(f"{demo_package().__name__}.server")
     served: list[Any] = []
     monkeypatch.setattr(server, "serve", lambda setup, *_: served.append(setup))
-    serve_app(App(deadline=7.0, devices="cpu:2"))
+    serve_app(AppFlags(deadline=7.0, devices="cpu:2"))
     assert served[0].opening == {"devices": ["cpu", "cpu"], "deadline": 7.0}

@@ -12,12 +12,12 @@ from diffusers import DiffusionPipeline, FluxImg2ImgPipeline, StableDiffusionXLP
 from PIL import Image
 from typer.testing import CliRunner
 
-from app.workers import Setup, devices_of
+from app.workers import AppConfig, devices_of
 from patchpar.cli import app
 from patchpar.errors import PlanError
 from patchpar.models.info import describe
-from patchpar.models.task import Purpose, purpose_of
-from patchpar.models.task_check import Errand
+from patchpar.models.task import PipelineTask, purpose_of
+from patchpar.models.task_check import RequestedTask
 from tests.tiny import build
 
 VIDEO = "use `patchpar video`"
@@ -84,20 +84,20 @@ def test_a_model_of_the_hub_is_looked_at_when_it_is_loaded(
 def test_the_page_looks_before_it_serves(tmp_path: Path) -> None:
     model = str(folder_of("WanPipeline", tmp_path / "model"))
     with pytest.raises(PlanError, match=VIDEO):
-        Setup(model=model, devices=devices_of("cpu:2")).check()
+        AppConfig(model=model, devices=devices_of("cpu:2")).check()
 
 
 def test_what_suits_is_not_refused() -> None:
     flux, wan, svd = (purpose_of(f"{name}Pipeline") for name in ("Flux", "Wan", "StableVideoDiffusion"))
-    Errand(verb="generate").check(flux)
-    Errand(verb="generate", per_prompt=4).check(flux)
-    Errand(verb="video", product="video").check(wan)
-    Errand(verb="video", product="video", has_picture=True).check(svd)
-    Errand(verb="upscale", has_picture=None).check(purpose_of("StableDiffusionXLImg2ImgPipeline"))
-    for nothing_known in (None, Purpose(pipeline="Mine"), purpose_of("Mine"), purpose_of("Wan.Pipeline")):
-        Errand(verb="generate", per_prompt=2).check(nothing_known)
+    RequestedTask(verb="generate").check(flux)
+    RequestedTask(verb="generate", per_prompt=4).check(flux)
+    RequestedTask(verb="video", product="video").check(wan)
+    RequestedTask(verb="video", product="video", has_picture=True).check(svd)
+    RequestedTask(verb="upscale", has_picture=None).check(purpose_of("StableDiffusionXLImg2ImgPipeline"))
+    for nothing_known in (None, PipelineTask(pipeline="Mine"), purpose_of("Mine"), purpose_of("Wan.Pipeline")):
+        RequestedTask(verb="generate", per_prompt=2).check(nothing_known)
     with pytest.raises(PlanError, match="--num-images 2: this model is a DiTPipeline, which draws one picture"):
-        Errand(verb="generate", per_prompt=2).check(purpose_of("DiTPipeline"))
+        RequestedTask(verb="generate", per_prompt=2).check(purpose_of("DiTPipeline"))
 
 
 @pytest.mark.parametrize("kind", [StableDiffusionXLPipeline, WanPipeline, FluxImg2ImgPipeline])

@@ -26,14 +26,14 @@ from websockets.sync.client import connect
 
 from patchpar.cli import app
 from patchpar.cli.stream import video_file as stream_film
-from patchpar.cli.stream.flags import Stream
+from patchpar.cli.stream.flags import StreamFlags
 from patchpar.cli.stream.forecast import parse_costs
-from patchpar.cli.stream.progress_line import Meter
-from patchpar.cli.stream.run import Part, paced, show_all
+from patchpar.cli.stream.progress_line import ProgressMeter
+from patchpar.cli.stream.run import TimedFrames, paced, show_all
 from patchpar.errors import PlanError
 from patchpar.models.files import embedded_model
 from patchpar.stream.causal.pipeline import StreamingPipeline
-from patchpar.stream.journal import Journal
+from patchpar.stream.journal import StreamJournal
 from tests.breadth import first_of
 from tests.cli.test_real import assert_libraries_are_silent, patchpar
 from tests.live.test_pages import jpegs
@@ -244,7 +244,7 @@ def test_a_stream_that_was_taken_down_is_made_again(folder: Path, tmp_path: Path
     assert "3 blocks, every frame as it was" in result.stdout
     assert np.array_equal(film(tmp_path / "a.mp4")[0], film(tmp_path / "b.mp4")[0])
     head, *lines = journal.read_text().splitlines()
-    lines[1] = json.dumps({**json.loads(lines[1]), "wishes": [{"kind": "Said", "text": "a hen"}]})
+    lines[1] = json.dumps({**json.loads(lines[1]), "wishes": [{"kind": "PromptUpdate", "text": "a hen"}]})
     journal.write_text("\n".join([head, *lines]) + "\n")
     result = again("--json")
     assert result.exit_code == 1
@@ -254,7 +254,7 @@ def test_a_stream_that_was_taken_down_is_made_again(folder: Path, tmp_path: Path
 
 def one_block(path: Path, model: str) -> Path:
     """A journal of that model, with a block."""
-    journal = Journal(path, replace(origin(), model=model))
+    journal = StreamJournal(path, replace(origin(), model=model))
     journal.note(*came(0))
     journal.close()
     return path
@@ -316,7 +316,7 @@ def test_costs_that_are_none(text: str) -> None:
 
 def test_the_meter() -> None:
     now = [10.0]
-    meter = Meter(lambda: now[0])
+    meter = ProgressMeter(lambda: now[0])
     assert (meter.fps, meter.first_frame, str(meter)) == (None, None, "no frame came out")
     for gap in (0.5, 1.0, 1.0, 1.0, 1.0, 0.5):
         now[0] += gap
@@ -335,10 +335,10 @@ def test_live_parts_come_by_the_clock() -> None:
     now, came = [100.0], []
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda gap: now.__setitem__(0, now[0] + gap))
 
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[TimedFrames]:
         for number, cost in enumerate((0.0, 0.01, 0.01, 1.0, 0.01)):
             now[0] += cost
-            yield Part(frames=None, pts=number / 4, audio=None, status="running")
+            yield TimedFrames(frames=None, pts=number / 4, audio=None, status="running")
 
     for _ in paced(parts(), clock):
         came.append(now[0] - 100)
@@ -355,16 +355,16 @@ class Screen:
 
 @pytest.mark.parametrize("fault", [KeyboardInterrupt(), SystemExit(143), RuntimeError("a rank is gone")])
 def test_what_has_come_out_is_kept_whatever_ends_a_stream(fault: BaseException) -> None:
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[TimedFrames]:
         frames = torch.zeros(4, 2, 2, 3)
-        yield Part(frames=frames, pts=0.0, audio=None, status="running")
-        yield Part(frames=None, pts=0.15, audio=None, status="degraded")
-        yield Part(frames=frames, pts=0.2, audio=None, status="running")
+        yield TimedFrames(frames=frames, pts=0.0, audio=None, status="running")
+        yield TimedFrames(frames=None, pts=0.15, audio=None, status="degraded")
+        yield TimedFrames(frames=frames, pts=0.2, audio=None, status="running")
         raise fault
 
     screen, said = Screen(), []
     session = SimpleNamespace(in_flight=2, dropped=0)
-    ending = show_all(parts(), session, [screen], Meter(), said.append, 20)
+    ending = show_all(parts(), session, [screen], ProgressMeter(), said.append, 20)
     assert screen.shown == [0.0, 0.2]
     assert ending.seconds == 0.4
     assert ending.code == {KeyboardInterrupt: 130, SystemExit: 143, RuntimeError: 0}[type(fault)]
@@ -373,12 +373,12 @@ def test_what_has_come_out_is_kept_whatever_ends_a_stream(fault: BaseException) 
 
 
 def test_an_error_before_the_first_frame_leaves_no_film(tmp_path: Path) -> None:
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[TimedFrames]:
         raise RuntimeError("out of memory")
         yield
 
     with pytest.raises(RuntimeError), stream_film.film_at(tmp_path / "a.mp4", 20, None) as film:
-        show_all(parts(), SimpleNamespace(in_flight=0, dropped=0), [film], Meter(), print, 20)
+        show_all(parts(), SimpleNamespace(in_flight=0, dropped=0), [film], ProgressMeter(), print, 20)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -386,4 +386,4 @@ def test_an_error_before_the_first_frame_leaves_no_film(tmp_path: Path) -> None:
     ("words", "model"), [({}, "embedded-face"), ({"input": Path("frames")}, "embedded"), ({"model": "mine"}, "mine")]
 )
 def test_what_streams_where_no_model_is_named(words: dict[str, Any], model: str) -> None:
-    assert Stream(**words).weights == model
+    assert StreamFlags(**words).weights == model

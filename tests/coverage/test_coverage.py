@@ -170,5 +170,5 @@ def test_distance() -> None:
 def test_lines_that_know_a_class() -> None:
     source = '"""Docs of AModel."""\nimport AModel\nx = b.AModel if "AModelPipeline" else AModel  # AModel'
     assert [line for line, word in words_of(source) if "AModel" in word] == [2, 3, 3, 3]
-    assert lines_naming(["TokenShard", "NoSuchModel"])["NoSuchModel"] == []
-    assert lines_naming(["TokenShard"])["TokenShard"]
+    assert lines_naming(["TransformerSharder", "NoSuchModel"])["NoSuchModel"] == []
+    assert lines_naming(["TransformerSharder"])["TransformerSharder"]

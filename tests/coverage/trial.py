@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.transformer.denoiser import TokenDenoiser
 from patchpar.shard.transformer.token_plan import TokenPlan
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies import parse_strategy
 from tests.tiny.transformers_entry import noise
 from tests.tokens.ranks import predictions
@@ -125,10 +125,12 @@ class Trial:
                 return False
         return True
 
-    def _on_ranks(self, ranks: int, use: Callable[[Door], Any]) -> list[Any]:
-        return on_threads(ranks, lambda transport: use(Door(transport)), deadline=DEADLINE)
+    def _on_ranks(self, ranks: int, use: Callable[[Communicator], Any]) -> list[Any]:
+        return on_threads(ranks, lambda transport: use(Communicator(transport)), deadline=DEADLINE)
 
-    def _use(self, mode: Mode, door: Door, ranks: int, *, known: Any = None, verdicts: Path | None = None) -> Any:
+    def _use(
+        self, mode: Mode, door: Communicator, ranks: int, *, known: Any = None, verdicts: Path | None = None
+    ) -> Any:
         """Predictions of one picture on this rank, and what is known of the denoiser then."""
         rank, clock = door.transport.rank, StepClock()
         model = self.models[rank]
@@ -137,7 +139,7 @@ class Trial:
             door,
             Axis("patch", rank, ranks, tuple(range(ranks))),
             clock=clock,
-            verdicts=None if verdicts is None else Verdicts(verdicts / str(rank)),
+            verdicts=None if verdicts is None else VerificationCache(verdicts / str(rank)),
         )
         known_as = "plan" if isinstance(layer, TokenDenoiser) else "sites"
         setattr(layer, known_as, known)
@@ -152,7 +154,7 @@ class Trial:
             self._look_at(door)
         return found, getattr(layer, known_as)
 
-    def _look_at(self, door: Door) -> None:
+    def _look_at(self, door: Communicator) -> None:
         """Tell attention calls whose keys went round from those whose keys came at once."""
         events = door.traffic.events or []
         self.by_mode |= {event.where for event in events if event.kind == "kv"}

@@ -14,26 +14,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from benchmarks.emulation import Emulation, Treatment
+from benchmarks.emulation import EmulatedPolicy, Emulation
 from tests.breadth import first_of
 from tests.exact import denoisers
 
 SAME, DIFFERS = 1e-10, 1e-4
 EVEN, UNEVEN, WIDE = (16, 8), (19, 9), (9, 19)
 STALE = (
-    Treatment(halo="stale"),
-    Treatment(moments="stale"),
-    Treatment(moments="corrected"),
-    Treatment(context="all"),
-    Treatment(context="band"),
-    Treatment(context="pooled"),
-    Treatment(context="partials"),
-    Treatment(halo="stale", moments="corrected", context="all"),
+    EmulatedPolicy(halo="stale"),
+    EmulatedPolicy(moments="stale"),
+    EmulatedPolicy(moments="corrected"),
+    EmulatedPolicy(context="all"),
+    EmulatedPolicy(context="band"),
+    EmulatedPolicy(context="pooled"),
+    EmulatedPolicy(context="partials"),
+    EmulatedPolicy(halo="stale", moments="corrected", context="all"),
 )
-EVERYTHING = Treatment(halo="stale", moments="corrected", context="all")
+EVERYTHING = EmulatedPolicy(halo="stale", moments="corrected", context="all")
 
 
-def title(treatment: Treatment) -> str:
+def title(treatment: EmulatedPolicy) -> str:
     return f"{treatment.halo}-{treatment.moments}-{treatment.context}{'-frozen' * treatment.frozen}"
 
 
@@ -62,7 +62,7 @@ def plain(name: str, size: tuple[int, int], steps: Sequence[int]) -> list[Tensor
 
 
 def emulated(
-    treatment: Treatment, name: str, size: tuple[int, int], steps: Sequence[int], *, places: int = 3
+    treatment: EmulatedPolicy, name: str, size: tuple[int, int], steps: Sequence[int], *, places: int = 3
 ) -> list[Tensor]:
     denoiser = build(name)
     with Emulation(denoiser, places, treatment, split="rows" if size[0] >= size[1] else "columns"):
@@ -74,7 +74,7 @@ def emulated(
 def test_all_fresh_is_the_plain_unet(name: str, size: tuple[int, int], places: int) -> None:
     if not denoisers.KINDS[name].odd:
         size = (size[0] // 4 * 4, size[1] // 4 * 4)
-    got = emulated(Treatment(warmup_steps=0), name, size, (0, 1), places=places)
+    got = emulated(EmulatedPolicy(warmup_steps=0), name, size, (0, 1), places=places)
     assert max(map(error, got, plain(name, size, (0, 1)))) <= SAME
 
 
@@ -83,14 +83,14 @@ def test_all_fresh_is_the_plain_unet(name: str, size: tuple[int, int], places: i
     "treatment",
     [
         *STALE,
-        Treatment(halo="none"),
-        Treatment(moments="separate"),
-        Treatment(context="none"),
-        Treatment(frozen=True),
+        EmulatedPolicy(halo="none"),
+        EmulatedPolicy(moments="separate"),
+        EmulatedPolicy(context="none"),
+        EmulatedPolicy(frozen=True),
     ],
     ids=title,
 )
-def test_exact_in_the_warm_up_and_not_after(treatment: Treatment, size: tuple[int, int]) -> None:
+def test_exact_in_the_warm_up_and_not_after(treatment: EmulatedPolicy, size: tuple[int, int]) -> None:
     want = plain("sdxl", size, (0, 1, 2))
     got = emulated(replace(treatment, warmup_steps=2), "sdxl", size, (0, 1, 2))
     assert torch.equal(got[0], want[0])
@@ -108,7 +108,7 @@ def test_stale_matters_in_every_kind(name: str) -> None:
 
 
 @pytest.mark.parametrize("treatment", first_of(STALE, STALE[0], EVERYTHING), ids=title)
-def test_frozen_is_stale_at_first_and_older_then(treatment: Treatment) -> None:
+def test_frozen_is_stale_at_first_and_older_then(treatment: EmulatedPolicy) -> None:
     """What a treatment has fresh is not sent either, so that only where everything is stale the first step is alike."""
     stale = emulated(treatment, "sd", UNEVEN, (0, 1, 2))
     frozen = emulated(replace(treatment, frozen=True), "sd", UNEVEN, (0, 1, 2))
@@ -122,38 +122,38 @@ def test_frozen_is_stale_at_first_and_older_then(treatment: Treatment) -> None:
 @pytest.mark.parametrize(
     ("treatment", "places"),
     [
-        (Treatment(context="band", fraction=1), 2),
-        (Treatment(context="pooled", pool=1), 3),
-        (Treatment(context="partials", refresh=1), 3),
+        (EmulatedPolicy(context="band", fraction=1), 2),
+        (EmulatedPolicy(context="pooled", pool=1), 3),
+        (EmulatedPolicy(context="partials", refresh=1), 3),
     ],
     ids=["band of whole neighbours", "windows of one token", "refreshed at every step"],
 )
 @pytest.mark.parametrize("size", [UNEVEN, pytest.param(WIDE, marks=pytest.mark.breadth)])
-def test_contexts_that_leave_nothing_out(treatment: Treatment, places: int, size: tuple[int, int]) -> None:
+def test_contexts_that_leave_nothing_out(treatment: EmulatedPolicy, places: int, size: tuple[int, int]) -> None:
     got = emulated(treatment, "sdxl", size, (0, 1, 2), places=places)
-    want = emulated(Treatment(context="all"), "sdxl", size, (0, 1, 2), places=places)
+    want = emulated(EmulatedPolicy(context="all"), "sdxl", size, (0, 1, 2), places=places)
     assert max(map(error, got, want)) <= SAME
 
 
 @pytest.mark.parametrize(
     "treatment",
     [
-        Treatment(context="band", fraction=1),
-        Treatment(context="pooled", pool=2),
-        Treatment(context="partials", refresh=2),
+        EmulatedPolicy(context="band", fraction=1),
+        EmulatedPolicy(context="pooled", pool=2),
+        EmulatedPolicy(context="partials", refresh=2),
     ],
     ids=title,
 )
-def test_contexts_that_leave_something_out(treatment: Treatment) -> None:
+def test_contexts_that_leave_something_out(treatment: EmulatedPolicy) -> None:
     got = emulated(treatment, "sdxl", UNEVEN, (0, 1, 2))
-    want = emulated(Treatment(context="all"), "sdxl", UNEVEN, (0, 1, 2))
+    want = emulated(EmulatedPolicy(context="all"), "sdxl", UNEVEN, (0, 1, 2))
     assert error(got[2], want[2]) >= DIFFERS
 
 
 def test_layers_take_turns_at_refreshing() -> None:
     """Layer k at evaluations with (evaluation + k) % refresh == 0, so at each evaluation other layers."""
     denoiser, renewed = build("sdxl"), []
-    with Emulation(denoiser, 2, Treatment(context="partials", refresh=3)) as emulation:
+    with Emulation(denoiser, 2, EmulatedPolicy(context="partials", refresh=3)) as emulation:
         before: dict[str, Any] = {}
         for step in range(4):
             predictions(denoiser, "sdxl", EVEN, (step,))
@@ -167,7 +167,7 @@ def test_layers_take_turns_at_refreshing() -> None:
 
 
 @pytest.mark.parametrize("treatment", [t for t in STALE if t.context in ("fresh", "all", "partials")], ids=title)
-def test_where_nothing_changes_stale_is_fresh(treatment: Treatment) -> None:
+def test_where_nothing_changes_stale_is_fresh(treatment: EmulatedPolicy) -> None:
     got = emulated(treatment, "sdxl", UNEVEN, (1, 1, 1))
     assert error(got[2], plain("sdxl", UNEVEN, (1,))[0]) <= SAME
 
@@ -191,7 +191,7 @@ def test_leaves_the_unet_as_it_was() -> None:
     denoiser = build("unconditional")
     attributes = {path: sorted(vars(module)) for path, module in denoiser.named_modules()}
     before = predictions(denoiser, "unconditional", EVEN, (0,))
-    emulation = Emulation(denoiser, 2, Treatment(halo="stale", context="partials"))
+    emulation = Emulation(denoiser, 2, EmulatedPolicy(halo="stale", context="partials"))
     with emulation:
         predictions(denoiser, "unconditional", EVEN, (0, 1))
         assert emulation.memory
@@ -218,9 +218,9 @@ def test_leaves_the_unet_as_it_was() -> None:
 )
 def test_refuses_what_is_no_treatment(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong)) if "warmup_steps" not in wrong else "warmup_steps"):
-        Treatment(**wrong)
+        EmulatedPolicy(**wrong)
 
 
 def test_refuses_too_few_places() -> None:
     with pytest.raises(ValueError, match="at least 2"):
-        Emulation(build("sd"), 1, Treatment())
+        Emulation(build("sd"), 1, EmulatedPolicy())

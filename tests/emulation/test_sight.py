@@ -23,7 +23,7 @@ from benchmarks.emulation.sight import (
     moments_of,
     pooled_tokens,
 )
-from benchmarks.emulation.treatment import Treatment
+from benchmarks.emulation.treatment import EmulatedPolicy
 from patchpar.plan.bands import split_bands
 
 
@@ -102,7 +102,7 @@ def test_merged_partials_are_attention_over_all() -> None:
 BANDS = [(0, 8), (8, 16), (16, 24), (24, 28)]  # rows of four places
 
 
-def rows_seen(place: int, treatment: Treatment) -> list[tuple[list[float], list[float]]]:
+def rows_seen(place: int, treatment: EmulatedPolicy) -> list[tuple[list[float], list[float]]]:
     """Keys that say which row they are of, and how many tokens each stands for: by piece."""
     keys = torch.arange(28.0, dtype=torch.float64).view(1, 1, 1, 28, 1)
     pieces = context_of(place, KeyValues(keys, keys), BANDS, -2, treatment)
@@ -110,18 +110,18 @@ def rows_seen(place: int, treatment: Treatment) -> list[tuple[list[float], list[
 
 
 def test_band_is_the_nearest_rows_of_the_two_neighbours() -> None:
-    treatment = Treatment(context="band", fraction=0.3)
+    treatment = EmulatedPolicy(context="band", fraction=0.3)
     assert rows_seen(1, treatment) == [([6, 7], [1, 1]), ([16, 17], [1, 1])]
     assert rows_seen(2, treatment) == [([14, 15], [1, 1]), ([24], [1])]
     assert rows_seen(3, treatment) == [([22, 23], [1, 1])]
 
 
 def test_a_band_has_at_least_one_row() -> None:
-    assert rows_seen(0, Treatment(context="band", fraction=0.01)) == [([8], [1])]
+    assert rows_seen(0, EmulatedPolicy(context="band", fraction=0.01)) == [([8], [1])]
 
 
 def test_pooled_is_a_band_of_the_neighbours_and_averages_of_the_rest() -> None:
-    treatment = Treatment(context="pooled", band=0.1, pool=4)
+    treatment = EmulatedPolicy(context="pooled", band=0.1, pool=4)
     assert rows_seen(2, treatment) == [
         ([1.5, 5.5], [4, 4]),  # place 0, far
         ([15], [1]),
@@ -132,9 +132,9 @@ def test_pooled_is_a_band_of_the_neighbours_and_averages_of_the_rest() -> None:
 
 
 def test_all_and_none() -> None:
-    keys = [row for keys, _ in rows_seen(1, Treatment(context="all")) for row in keys]
+    keys = [row for keys, _ in rows_seen(1, EmulatedPolicy(context="all")) for row in keys]
     assert keys == [*range(8), *range(16, 28)]
-    assert rows_seen(1, Treatment(context="none")) == []
+    assert rows_seen(1, EmulatedPolicy(context="none")) == []
 
 
 @pytest.mark.parametrize(

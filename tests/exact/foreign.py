@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from patchpar.errors import PatchparError
 from patchpar.shard.unsupported_model import refused_in_words
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.verification_cache import VerificationCache
 from tests.exact import denoisers
 from tests.exact.on_ranks import first, patched
 from tests.ranks import Place
@@ -165,7 +165,7 @@ def found(place: Place, kind: str, when: str, folder: str) -> dict[str, Any]:
     """What is said of a denoiser with something put into it before or after a first verified call, or its error."""
     unet, call = denoisers.build("sd"), denoisers.call("sd", *LARGE)
     plain = first(unet(**call))
-    verdicts = Verdicts(Path(folder) / str(place.rank))
+    verdicts = VerificationCache(Path(folder) / str(place.rank))
     bands = patched(place, denoisers.build("sd") if when == "before" else unet, verdicts=verdicts)
     bands.reset()
     untouched = relative(first(bands.denoise(bands.denoiser.forward, **call)), plain)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from patchpar.models.files import embedded_model
-from patchpar.pipeline.messages import DrawOptions, RandomState
-from patchpar.pipeline.runner import Engine
+from patchpar.pipeline.messages import CallOptions, RandomState
+from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
 from tests import tiny
 from tests.ranks import Place
@@ -56,13 +56,13 @@ class Compared:
 def compared(place: Place, name: str, cases: Sequence[Case], verdicts: str) -> list[Compared | None]:
     """Each case on as many of the ranks as its plan takes. Rank 0 knows; it also runs the plain pipeline."""
     pipe, arguments = _pipeline(name)
-    engine = Engine(place.context)
+    engine = PipelineRunner(place.context)
     engine.adopt(pipe)
     original = pipe.scheduler
     found = []
     for case in cases:
         plan, random = Plan.parse(case.plan), RandomState(seed=SEED)
-        options = DrawOptions(plan=plan, verify=Path(verdicts), random=random, quiet=True)
+        options = CallOptions(plan=plan, verify=Path(verdicts), random=random, quiet=True)
         kwargs = arguments | _changes(name, case)
         engine.restore()
         pipe.scheduler = SCHEDULERS[case.scheduler].from_config(original.config)
@@ -100,13 +100,13 @@ def halved(place: Place, name: str, dtype: torch.dtype, cases: Sequence[Case], v
     """Each case in half precision, on as many of the ranks as its plan takes. Rank 0 knows."""
     pipe, arguments = _pipeline(name)
     pipe.to(dtype)
-    engine, original, found = Engine(place.context), pipe.scheduler, []
+    engine, original, found = PipelineRunner(place.context), pipe.scheduler, []
     for case in cases:
         kwargs = arguments | _changes(name, case) | {"latents": _noise(pipe, case.size, dtype)}
         pipe.scheduler = SCHEDULERS[case.scheduler].from_config(original.config)
         plain = _plain_ways(pipe, kwargs, dtype) if place.rank == 0 else None
         engine.adopt(pipe)
-        options = DrawOptions(
+        options = CallOptions(
             plan=Plan.parse(case.plan), verify=Path(verdicts), random=RandomState(seed=SEED), quiet=True
         )
         drawn = engine.draw(_seeded(kwargs), options)

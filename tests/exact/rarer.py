@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.pipeline.messages import DrawOptions, RandomState
-from patchpar.pipeline.runner import Engine
+from patchpar.pipeline.messages import CallOptions, RandomState
+from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
 from tests import tiny
 from tests.exact.pipelines import SEED
@@ -25,12 +25,12 @@ def errors(place: Place, name: str, plans: Sequence[str], verdicts: str) -> list
     built = tiny.build(name)
     call = {"output_type": "latent", "num_inference_steps": STEPS} | built.call_kwargs
     plain = _drawn(built.pipe(**_seeded(call))) if place.rank == 0 else None
-    engine = Engine(place.context)
+    engine = PipelineRunner(place.context)
     engine.adopt(built.pipe)
     random = RandomState(seed=SEED)
     drawn = []
     for plan in plans:
-        options = DrawOptions(plan=Plan.parse(plan), verify=Path(verdicts), random=random, quiet=True)
+        options = CallOptions(plan=Plan.parse(plan), verify=Path(verdicts), random=random, quiet=True)
         drawn.append(engine.draw(_seeded(call), options))
         if plan == plans[0]:
             engine.control(exchange="off")

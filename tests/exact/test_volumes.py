@@ -11,7 +11,7 @@ from benchmarks.volumes.__main__ import EMBEDDED, PUBLISHED, STRATEGIES, inner, 
 from benchmarks.volumes.formula import Volumes
 from benchmarks.volumes.shapes import Shapes, embedded_shapes, rounds_of, sdxl, sdxl_shapes
 from patchpar.plan.bands import split_bands
-from patchpar.plan.exchange_policy import Treatment
+from patchpar.plan.exchange_policy import ExchangePolicy
 from tests.breadth import first_of
 
 COUNTED = "benchmarks.volumes.counted:counted"
@@ -74,7 +74,7 @@ def test_volumes_of_the_real_sdxl_at_1024(shapes: dict[int, Shapes]) -> None:
     """210 M elements of keys and values and 4.1 M of edge rows to each side, as the layers' sizes give them."""
     layers = shapes[1024]
     assert (len(layers.attentions), len(layers.convolutions), len(layers.norms)) == (70, 39, 46)
-    sent = Volumes(shapes=layers, bands=split_bands(128, 8, 4), treatment=Treatment(), itemsize=2).sent(3)
+    sent = Volumes(shapes=layers, bands=split_bands(128, 8, 4), treatment=ExchangePolicy(), itemsize=2).sent(3)
     assert sent["kv"] == 7 * 209_715_200 * 2 // 8
     assert sent["moments"] == 7 * 46 * (1 + 2 * 32) * 4
     assert sent["halo"] == pytest.approx(2 * 4.096e6, rel=0.03)  # down-sampling reads one side only

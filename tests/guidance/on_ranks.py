@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionOutput
 
-from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.comm.transport import Incoming, Outgoing
 from patchpar.errors import PatchparError
 from patchpar.plan.mesh import Mesh
@@ -68,7 +68,7 @@ class Ran:
 class Splitter:
     """Does for a test what the engine does for a user: clock, hooks on the denoisers, reset and finish."""
 
-    def __init__(self, pipe: Any, door: Door, mesh: Mesh) -> None:
+    def __init__(self, pipe: Any, door: Communicator, mesh: Mesh) -> None:
         self.pipe, self.door, self.mesh = pipe, door, mesh
         self.clock = StepClock()
         self.split = GuidanceSplit(door, mesh["cfg"], self.clock)
@@ -144,7 +144,7 @@ class Splitter:
 def runs(place: Place, name: str, calls: Sequence[dict[str, Any]], exchanging: bool = True) -> list[Ran]:
     """One pipeline, guidance spread over all ranks, called once for each of `calls`."""
     pipe = tiny.build(name)
-    door = place.door() if exchanging else Door(Deaf(place))
+    door = place.door() if exchanging else Communicator(Deaf(place))
     splitter = Splitter(pipe.pipe, door, place.mesh(cfg=place.world))
     if not exchanging:
         splitter.split._post.check = lambda *_: None  # or it would notice
@@ -202,7 +202,7 @@ def beside_patches(place: Place, name: str) -> Ran:
     def collective(*args: Any, **kwargs: Any) -> Any:
         output = plain(*args, **kwargs)
         first = output[0]
-        both = Gather(door, mesh["patch"], "test", "inside").same(first)
+        both = AllGather(door, mesh["patch"], "test", "inside").same(first)
         assert torch.equal(both[0], both[1])
         return output
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.step_caches import are_as_before, held_by
@@ -76,7 +76,7 @@ def test_branches_with_a_cache_each() -> None:
     def rank(transport: Any) -> tuple[list[float], list[str]]:
         clock, model = StepClock(), Model()
         axis = Axis("cfg", transport.rank, 2, (0, 1))
-        return pictures(GuidanceSplit(Door(transport), axis, clock), clock, model, steps), model.calls
+        return pictures(GuidanceSplit(Communicator(transport), axis, clock), clock, model, steps), model.calls
 
     for number, (got, calls) in enumerate(on_threads(2, rank)):
         assert got == want

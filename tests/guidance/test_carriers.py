@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from patchpar.errors import VerificationError
 from patchpar.shard.batch import Batch
-from patchpar.shard.batch_arguments import NOT_SHARED, Carriers, carriers_in
+from patchpar.shard.batch_arguments import NOT_SHARED, BatchArguments, carriers_in
 from patchpar.shard.returned_caches import gives_back, with_given, without_given
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.verification_cache import VerificationCache
 from tests.breadth import first_of
 from tests.tensors import relative
 from tests.tokens.piped import plain, shared
@@ -54,8 +54,8 @@ def call_of(batch: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (sample,), more
 
 
-def carriers(folder: Path) -> Carriers:
-    return Carriers(Network(), 2, Verdicts(folder), lambda key, known: known)
+def carriers(folder: Path) -> BatchArguments:
+    return BatchArguments(Network(), 2, VerificationCache(folder), lambda key, known: known)
 
 
 @pytest.mark.parametrize("batch", [2, 4])
@@ -74,7 +74,7 @@ def test_what_another_rank_does_not_know_is_found_again(tmp_path: Path) -> None:
     """It uses what may have to be fetched from that rank, which would wait for nobody otherwise."""
     call, first = call_of(4), carriers(tmp_path)
     found = first.of(first.network.forward, call)
-    second = Carriers(Network(), 2, Verdicts(tmp_path), lambda key, known: False)
+    second = BatchArguments(Network(), 2, VerificationCache(tmp_path), lambda key, known: False)
     assert second.of(second.network.forward, call) == found
     assert second.network.calls > 0
 
@@ -129,10 +129,13 @@ class Cached(nn.Module):
 
 def test_a_call_that_fills_a_cache_is_not_shared(tmp_path: Path) -> None:
     network, (sample,) = Cached(), call_of(2)[0]
-    subject, cache = Carriers(network, 2, Verdicts(tmp_path), lambda key, known: known), torch.zeros(2, 2, 6)
+    subject, cache = (
+        BatchArguments(network, 2, VerificationCache(tmp_path), lambda key, known: known),
+        torch.zeros(2, 2, 6),
+    )
     assert subject.of(network.forward, ((sample, cache, True), {})) == NOT_SHARED
     assert subject.of(network.forward, ((sample, cache, False), {})) == {"[0][1]": 1}
-    again = Carriers(network, 2, Verdicts(tmp_path), lambda key, known: known)
+    again = BatchArguments(network, 2, VerificationCache(tmp_path), lambda key, known: known)
     assert again.of(network.forward, ((sample, cache, True), {})) == NOT_SHARED
 
 

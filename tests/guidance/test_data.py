@@ -10,8 +10,8 @@ import torch
 from diffusers.pipelines.stable_diffusion.pipeline_output import StableDiffusionPipelineOutput
 
 from patchpar.errors import PlanError
-from patchpar.strategies.data.split import Share, as_one_call, merge_outputs, split_call
-from patchpar.strategies.data.text_encoding import Texts
+from patchpar.strategies.data.split import PromptSlice, as_one_call, merge_outputs, split_call
+from patchpar.strategies.data.text_encoding import TextArguments
 from tests import tiny
 from tests.tiny import pictures
 
@@ -115,11 +115,11 @@ def test_texts_that_are_padded_to_the_longest_of_the_call() -> None:
     assert error(by_itself, expected[:1]) >= 1e-3
 
 
-def texts(rank: int) -> Texts:
+def texts(rank: int) -> TextArguments:
     """One of two prompts."""
     whole = {"prompt": ["a house", "two tall pines"], "image": ["first", "second"]}
     own = {name: value[rank : rank + 1] for name, value in whole.items()}
-    return Texts(
+    return TextArguments(
         whole_call=whole,
         own_call=own,
         own=1,
@@ -183,7 +183,7 @@ def test_afterwards_diffusers_draws_as_before() -> None:
 def test_shares_are_even_and_in_order() -> None:
     for total in range(1, 9):
         for size in range(1, total + 1):
-            shares = [Share.of({"prompt": ["p"] * total}, rank, size) for rank in range(size)]
+            shares = [PromptSlice.of({"prompt": ["p"] * total}, rank, size) for rank in range(size)]
             assert [share.start for share in shares[1:]] == [share.stop for share in shares[:-1]]
             assert shares[0].start == 0
             assert shares[-1].stop == total

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.comm.async_tensor import Delivery
+from patchpar.comm.async_tensor import AsyncMessage
 from patchpar.errors import VerificationError
 from patchpar.shard.batch import Batch
 from patchpar.shard.verification import with_noise_for_zeros
@@ -55,7 +55,7 @@ def test_a_controlnet_with_texts_of_their_own_lengths(
 
 
 def test_a_share_with_the_lengths_of_the_whole_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patchpar.comm.async_tensor.Promise.share_shapes", None)
+    monkeypatch.setattr("patchpar.comm.async_tensor.AsyncTensor.share_shapes", None)
     with pytest.raises(VerificationError, match="ZImageTransformer2DModel with its batch shared between 2 ranks"):
         shared(NAME, "cfg=2", tmp_path, build=of_zoo)
 
@@ -77,7 +77,7 @@ def test_a_promised_whole_is_cut_to_the_shapes_of_its_shares() -> None:
     whole, shapes = torch.zeros(2, 5, 3), ((1, 3, 3), (1, 5, 3))
 
     def promise() -> Tensor:
-        return Delivery(
+        return AsyncMessage(
             [((2, 5, 3), torch.float32)], torch.device("cpu"), lambda: [whole], [whole[:1, :3]], [shapes]
         ).tensors[0]
 

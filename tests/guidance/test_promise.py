@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.comm.async_tensor import Delivery
+from patchpar.comm.async_tensor import AsyncMessage
 from patchpar.shard.batch import Batch
 
 Tensor = torch.Tensor
@@ -25,7 +25,7 @@ class Source:
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.fetched = 0
-        self.delivery = Delivery([((2, 3, 4), dtype)], torch.device("cpu"), self.fetch)
+        self.delivery = AsyncMessage([((2, 3, 4), dtype)], torch.device("cpu"), self.fetch)
         self.promise = self.delivery.tensors[0]
 
     def fetch(self) -> list[Tensor]:
@@ -133,7 +133,7 @@ def test_a_change_in_place_is_seen_by_all_who_hold_it() -> None:
 
 
 def test_a_share_at_hand_is_good_until_the_rest_is_needed() -> None:
-    delivery = Delivery([((2, 3, 4), torch.float32)], torch.device("cpu"), lambda: [VALUES], [VALUES[:1]])
+    delivery = AsyncMessage([((2, 3, 4), torch.float32)], torch.device("cpu"), lambda: [VALUES], [VALUES[:1]])
     whole = delivery.tensors[0]
     assert torch.equal(Batch(2).share([whole], 0, 2)[0], VALUES[:1])
     assert delivery.pending
@@ -153,7 +153,7 @@ def test_a_failure_is_raised_at_every_use() -> None:
     def fail() -> Any:
         raise RuntimeError("rank 1 is gone")
 
-    delivery = Delivery([((2,), torch.float32)], torch.device("cpu"), fail)
+    delivery = AsyncMessage([((2,), torch.float32)], torch.device("cpu"), fail)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="rank 1 is gone"):
             delivery.tensors[0] + 1
@@ -162,7 +162,7 @@ def test_a_failure_is_raised_at_every_use() -> None:
 def test_memory_goes_with_the_last_who_holds_it() -> None:
     gc.disable()
     try:
-        delivery = Delivery([((2, 3, 4), torch.float32)], torch.device("cpu"), lambda: [VALUES])
+        delivery = AsyncMessage([((2, 3, 4), torch.float32)], torch.device("cpu"), lambda: [VALUES])
         memory, part = weakref.ref(delivery), delivery.tensors[0][0]
         del delivery
         assert memory() is not None

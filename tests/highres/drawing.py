@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.errors import ExchangeError
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
-from patchpar.shard.verification_cache import Verdicts
-from patchpar.strategies.structure.denoiser import LargePicture
+from patchpar.shard.verification_cache import VerificationCache
+from patchpar.strategies.structure.denoiser import HighResDenoiser
 from patchpar.strategies.structure.options import StructureGuidance
 from patchpar.strategies.structure.step_output import sample_in
 from tests.tiny import Tiny, build, latents
@@ -42,7 +42,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class HighResOutput:
     """Final latents, and what this rank sent, by kind: in all, and up to the end of every step.
 
     `missing`: the share of latents that are no number after every step.
@@ -67,10 +67,10 @@ def large(
     axis: Axis,
     by_step: list[dict[str, int]] | None = None,
     missing: list[float] | None = None,
-    verdicts: Verdicts | None = None,
+    verdicts: VerificationCache | None = None,
     *,
     watched: bool = False,
-) -> Iterator[LargePicture]:
+) -> Iterator[HighResDenoiser]:
     """The pipeline's denoiser answers out of patches while open, and its clock is that of its scheduler.
 
     `by_step` takes down what has been sent by the end of every step, `missing` the share of latents that are no number.
@@ -118,16 +118,16 @@ def prepared(case: Case) -> Tiny:
     return tiny
 
 
-def draw(transport: Any, case: Case, tinies: list[Tiny]) -> Drawn:
+def draw(transport: Any, case: Case, tinies: list[Tiny]) -> HighResOutput:
     """On one rank; `transport` is None for a rank that is alone."""
     rank, by_step, missing = 0 if transport is None else transport.rank, list[dict[str, int]](), list[float]()
-    door = None if transport is None else Door(transport)
+    door = None if transport is None else Communicator(transport)
     axis = Axis("patch", rank, len(tinies), tuple(range(len(tinies))))
     with large(tinies[rank], case.strategy, door, axis, by_step, missing, watched=case.watched) as found:
         found.exchange = case.exchange
         drawn = latents(tinies[rank], steps=case.steps, **case.arguments)
     sent = {} if door is None else dict(door.traffic.bytes_sent)
-    return Drawn(latents=drawn, bytes_sent=sent, by_step=by_step, missing=missing)
+    return HighResOutput(latents=drawn, bytes_sent=sent, by_step=by_step, missing=missing)
 
 
 def alone(case: Case) -> Tensor:
@@ -135,7 +135,7 @@ def alone(case: Case) -> Tensor:
     return draw(None, case, [prepared(case)]).latents
 
 
-def together(case: Case, world: int) -> list[Drawn]:
+def together(case: Case, world: int) -> list[HighResOutput]:
     """What each of `world` ranks drew."""
     tinies = [prepared(case) for _ in range(world)]
     found = on_threads(world, draw, case, tinies, deadline=60.0)

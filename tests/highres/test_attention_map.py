@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from patchpar.strategies.structure.attention_map import AttentionMap, Recording
-from patchpar.strategies.structure.content_tokens import Content
+from patchpar.strategies.structure.attention_map import AttentionMap, AttentionRecorder
+from patchpar.strategies.structure.content_tokens import ContentTokens
 from tests.tensors import noise
 from tests.tiny import Tiny, build
 
@@ -42,7 +42,7 @@ def test_one_column_of_values_sums_the_map(text_first: bool | None) -> None:
         text_q = noise(4, 3, 5, 8, seed=3)
         order = slice(None, None, 1 if text_first else -1)
         query, key = torch.cat([text_q, image_q][order], 2), torch.cat([text_k, image_k][order], 2)
-    recording = Recording(weights)
+    recording = AttentionRecorder(weights)
     with recording:
         recording.enter(text_first)()
         F.scaled_dot_product_attention(query, key, key)
@@ -67,13 +67,13 @@ def test_a_denoiser_tells_and_answers_as_before(pipeline: str) -> None:
         seen.append((args, kwargs))
 
     hook = tiny.denoiser.register_forward_pre_hook(record, with_kwargs=True)
-    content = Content(tiny.pipe)
+    content = ContentTokens(tiny.pipe)
     tiny.pipe(**tiny.call_kwargs, num_inference_steps=1, output_type="latent")
     hook.remove()
     args, kwargs = seen[0]
     with torch.no_grad():
         plain = tiny.denoiser(*args, **kwargs)[0]
-        recording = Recording(content.weights(1, kwargs["encoder_hidden_states"].shape[1]))
+        recording = AttentionRecorder(content.weights(1, kwargs["encoder_hidden_states"].shape[1]))
         with attention.listening(recording):
             assert torch.equal(tiny.denoiser(*args, **kwargs)[0], plain)
     mask = recording.mask((16, 16))
@@ -87,7 +87,7 @@ def test_a_denoiser_tells_and_answers_as_before(pipeline: str) -> None:
 
 def test_words_are_content(sd: Tiny) -> None:
     """Not the marks of beginning and end, not padding, not words without a thing; the prompt's, not the negative's."""
-    content, tokenizer = Content(sd.pipe), sd.pipe.tokenizer
+    content, tokenizer = ContentTokens(sd.pipe), sd.pipe.tokenizer
     sd.pipe.encode_prompt("a small red house", "cpu", 1, True, negative_prompt="blue")
     ids = tokenizer("a small red house").input_ids
     count = tokenizer.model_max_length

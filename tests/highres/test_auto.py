@@ -14,11 +14,11 @@ from patchpar import ParallelPipeline, Plan, PlanError, StructureGuidance
 from patchpar.cli.compare import of_one
 from patchpar.cli.flags import plan_of
 from patchpar.errors import UnsupportedModel
-from patchpar.models.info import Description, describe
+from patchpar.models.info import PipelineInfo, describe
 from patchpar.pipeline.auto_plan import choose, without
 from patchpar.plan.mesh import Axis
 from patchpar.strategies.structure.free_memory import free_on
-from patchpar.strategies.structure.memory_estimate import COPIES, GIB, Footprint, check_room
+from patchpar.strategies.structure.memory_estimate import COPIES, GIB, MemoryEstimate, check_room
 from patchpar.strategies.structure.supported_pipelines import TESTED, why_kept_native
 from tests.breadth import first_of
 from tests.tensors import relative
@@ -32,7 +32,7 @@ LARGE = {"height": 256, "width": 192, "num_inference_steps": 2}
 
 
 @pytest.fixture(scope="module")
-def model() -> Description:
+def model() -> PipelineInfo:
     """Of a pipeline that was made for 128 x 128 pixels."""
     return replace(describe(build("sd").pipe), kept_native="")
 
@@ -49,7 +49,7 @@ def model() -> Description:
     ],
 )
 def test_from_half_as_large_again_on_both_sides(
-    model: Description, devices: int, size: tuple[int, int], plan: str
+    model: PipelineInfo, devices: int, size: tuple[int, int], plan: str
 ) -> None:
     choice = choose(model, devices, {"height": size[0], "width": size[1]})
     assert str(choice.plan) == plan
@@ -59,7 +59,7 @@ def test_from_half_as_large_again_on_both_sides(
     assert ("46 of 64 devices idle: no more windows" in choice.reason) == (devices == 64)
 
 
-def test_without_where_it_cannot_be(model: Description) -> None:
+def test_without_where_it_cannot_be(model: PipelineInfo) -> None:
     """Each time with the reason; a call that fails teaches an automatic plan."""
     refused = replace(model, kept_native="thresholding")
     assert choose(refused, 2, LARGE).plan == Plan(cfg=2)
@@ -107,9 +107,9 @@ def test_on_one_device() -> None:
         assert pipe.explain().endswith("one device: the plain pipeline")
 
 
-def test_memory_is_estimated_first(model: Description) -> None:
+def test_memory_is_estimated_first(model: PipelineInfo) -> None:
     """What the latents take, on all ranks that share memory; a rank's decoding is said, not refused."""
-    takes = Footprint.of(model, (4096, 4096), 2)
+    takes = MemoryEstimate.of(model, (4096, 4096), 2)
     assert takes.latents == 12 * 2 * 4 * 512 * 512 * 4
     check_room(model, (4096, 4096), 2, ranks=4, free=4 * takes.latents)
     check_room(model, (4096, 4096), 2, ranks=4, free=None)

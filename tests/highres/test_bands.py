@@ -10,12 +10,12 @@ import diffusers
 import pytest
 
 from benchmarks.highres.speed import Seconds, predicted
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.errors import PlanError
 from patchpar.pipeline.startup import plan_of
 from patchpar.plan.mesh import Axis
 from patchpar.plan.plan import Plan
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.structure.options import StructureGuidance
 from patchpar.strategies.structure.work_schedule import Unit, evaluations_of, scheduled
 from tests.breadth import first_of
@@ -99,8 +99,8 @@ def test_teams_are_verified(tmp_path: Path) -> None:
         tiny = tinies[transport.rank]
         before = {name: set(vars(module)) for name, module in tiny.denoiser.named_modules()}
         strategy = StructureGuidance(native=64, bands=2)
-        axis, door = Axis("patch", transport.rank, 4, tuple(range(4))), Door(transport)
-        with large(tiny, strategy, door, axis, verdicts=Verdicts(tmp_path / str(transport.rank))) as found:
+        axis, door = Axis("patch", transport.rank, 4, tuple(range(4))), Communicator(transport)
+        with large(tiny, strategy, door, axis, verdicts=VerificationCache(tmp_path / str(transport.rank))) as found:
             latents(tiny, steps=2, height=128, width=128)
             assert found.team is not None
             error = found.team.error

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.mesh import Axis
-from patchpar.strategies.structure.denoiser import LargePicture
+from patchpar.strategies.structure.denoiser import HighResDenoiser
 from patchpar.strategies.structure.noise_level import level_of
 from patchpar.strategies.structure.options import StructureGuidance
 from tests.tensors import noise
@@ -34,14 +34,14 @@ def text(batch: int) -> Tensor:
     return noise(batch, TEXT, 32, seed=1)
 
 
-def large(tiny: Tiny, **options: Any) -> LargePicture:
+def large(tiny: Tiny, **options: Any) -> HighResDenoiser:
     """Alone, for patches of 8 x 8 latents."""
     strategy = StructureGuidance(**{"native": 64, "switch": 0.5, "kept": 0.0} | options)
     return strategy.install(tiny.denoiser, None, Axis("patch"), pipe=tiny.pipe)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
-def both(tiny: Tiny, found: LargePicture, x: Tensor, time: Tensor) -> tuple[Tensor, Any]:
+def both(tiny: Tiny, found: HighResDenoiser, x: Tensor, time: Tensor) -> tuple[Tensor, Any]:
     """What is answered, and a function that asks the plain denoiser."""
     words = text(len(x))
     answer = found.denoise(tiny.denoiser.forward, x, time, encoder_hidden_states=words, return_dict=False)[0]

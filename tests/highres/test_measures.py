@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.highres.__main__ import Drawing, asked, with_section
+from benchmarks.highres.__main__ import ImageSet, asked, with_section
 from benchmarks.highres.counting import accuracy, miscounted, objects, subjects
 from benchmarks.highres.measures import agreement_db, repetition_index, seam_index
 from training.latents import to_tensor
@@ -64,8 +64,8 @@ def test_a_second_object_is_counted() -> None:
 
 def test_which_pictures_are_asked_for() -> None:
     """Native ones are drawn beside any, in the order of the table; what is none is told."""
-    assert asked("2x4x16") == Drawing()
-    assert asked("4x1x8:flow+calibrated, not kept") == Drawing(
+    assert asked("2x4x16") == ImageSet()
+    assert asked("4x1x8:flow+calibrated, not kept") == ImageSet(
         scale=4, captions=1, steps=8, methods=("native", "calibrated, not kept", "flow")
     )
     with pytest.raises(argparse.ArgumentTypeError, match="'2x4' is no SCALExCAPTIONSxSTEPS"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from patchpar.strategies.structure.sizing import fewest_of
-from patchpar.strategies.structure.window_neighbours import Neighbours
+from patchpar.strategies.structure.window_neighbours import WindowNeighbours
 from patchpar.strategies.structure.windows import Tiling, Windows
 
 SIZE, NATIVE = (24, 16), (8, 8)
@@ -21,7 +21,7 @@ TILINGS = {
 
 def seen_by(windows: Windows, receiver: int, reach: int, stride: int = 1) -> torch.Tensor:
     """How often each place of the whole is seen by a window beside its own."""
-    found = Neighbours(windows, (reach, reach))
+    found = WindowNeighbours(windows, (reach, reach))
     times = torch.zeros(tuple(side // stride for side in windows.size), dtype=torch.int64)
     columns = found.tokens(stride)[1]
     for sender in range(len(windows)):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from patchpar.errors import UnsupportedModel
 from patchpar.strategies.structure import needed_regions as regions
 from patchpar.strategies.structure.after_guidance import AfterGuidance
-from patchpar.strategies.structure.partial_prediction import Portion
+from patchpar.strategies.structure.partial_prediction import PartialPrediction
 from patchpar.strategies.structure.windows import Tiling
 from tests.breadth import first_of
 from tests.tensors import relative
@@ -145,7 +145,7 @@ def test_steps_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """A solver remembers what was no number: it is not asked to go on."""
     regions_of = AfterGuidance._regions
 
-    def early(self: AfterGuidance, portion: Portion) -> Any:
+    def early(self: AfterGuidance, portion: PartialPrediction) -> Any:
         self._pipe._num_timesteps = 3  # of four
         return regions_of(self, portion)
 

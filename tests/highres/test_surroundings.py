@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
-from patchpar.strategies.structure.window_context import Surroundings
+from patchpar.strategies.structure.window_context import WindowContext
 from patchpar.strategies.structure.windows import Tiling
 from patchpar.strategies.structure.work_schedule import Evaluation, share_out
 from tests.tensors import noise
@@ -53,7 +53,7 @@ def test_bands_of_the_last_step() -> None:
     denoiser, clock = Denoiser(), StepClock()
     windows = Tiling(margin=0.0, moved=False).lay(SIZE, NATIVE, key="")
     shares = share_out(len(windows), 1, 1)
-    found = Surroundings(denoiser, (None, Axis("patch")), clock, 0.25)  # type: ignore[arg-type]  # alone
+    found = WindowContext(denoiser, (None, Axis("patch")), clock, 0.25)  # type: ignore[arg-type]  # alone
     steps = [noise(2, 3, *SIZE, seed=seed) for seed in range(3)]
     for step, x in enumerate(steps):
         found.begin(windows, shares)
@@ -76,7 +76,7 @@ def test_what_is_longer_ago_is_forgotten() -> None:
     denoiser, clock = Denoiser(), StepClock()
     windows = Tiling(margin=0.0, moved=False).lay(SIZE, NATIVE, key="")
     shares, x = share_out(2, 1, 1), noise(1, 3, *SIZE)
-    found = Surroundings(denoiser, (None, Axis("patch")), clock, 0.25)  # type: ignore[arg-type]  # alone
+    found = WindowContext(denoiser, (None, Axis("patch")), clock, 0.25)  # type: ignore[arg-type]  # alone
 
     def first_window() -> Tensor:
         found.begin(windows, shares)

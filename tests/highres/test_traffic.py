@@ -15,10 +15,10 @@ from benchmarks.highres.traffic import forecast, mean, most, of_picture, stages,
 from patchpar.comm.transport import DelayedTransport
 from patchpar.errors import UnsupportedModel
 from patchpar.strategies.structure.after_guidance import AfterGuidance
-from patchpar.strategies.structure.blending import Blend
-from patchpar.strategies.structure.guidance_fit import Evidence, weighed
+from patchpar.strategies.structure.blending import BlendPlan
+from patchpar.strategies.structure.guidance_fit import GuidanceFit, weighed
 from patchpar.strategies.structure.interlace import Interlace
-from patchpar.strategies.structure.needed_regions import Course, Regions
+from patchpar.strategies.structure.needed_regions import NeededRegions, WindowPlan
 from patchpar.strategies.structure.options import StructureGuidance
 from patchpar.strategies.structure.structure import kept_in_place
 from patchpar.strategies.structure.windows import Tiling
@@ -100,10 +100,10 @@ def test_regions_are_what_answers_depend_on(size: tuple[int, int], ranks: int, g
     """With no number elsewhere what a rank needs is there; and by its gradient, little comes that it does not need."""
     tiling, native = Tiling(), (32, 32)
     zones, interlace = tiling.zones(size, native, unit=2), Interlace.of(size, native)
-    course = Course(zones=zones, schedule=scheduled(len(zones) + guide, 2, ranks), interlace=interlace)
+    course = WindowPlan(zones=zones, schedule=scheduled(len(zones) + guide, 2, ranks), interlace=interlace)
     whole, small = noise(1, 1, *size), noise(1, 1, *interlace.patch_size, seed=1)
     for last, place in product((False, True), range(ranks)):
-        regions, wanted = Regions.of(course, last=last), course.wanted(place, last=last)
+        regions, wanted = NeededRegions.of(course, last=last), course.wanted(place, last=last)
         cells, places = regions.cells[place], torch.cat(regions.parts[place])
         x, y = (only(*each).requires_grad_() for each in ((whole, places), (small, cells)))
         answer = kept_in_place(interlace, x, y - interlace.split(x)[0], 0.7) if guide else x
@@ -136,7 +136,7 @@ def test_nothing_is_sent_that_nobody_needs(scale: int, ranks: int, guide: bool) 
     native = 16
     side = scale * native
     windows = Tiling(moved=False).lay((side, side), (native, native), key="")
-    blend = Blend.of(windows, merged(share_out(len(windows) + guide, 2, ranks)), 1)
+    blend = BlendPlan.of(windows, merged(share_out(len(windows) + guide, 2, ranks)), 1)
     covered = torch.stack([blend.covered(place, torch.zeros(1)) for place in range(ranks)])
     beyond = covered.clone()
     for place in range(ranks):
@@ -194,18 +194,18 @@ def test_evidence_of_two_ranks_is_that_of_one() -> None:
     """Half of the places each; weights are found, and what is no mean is told apart."""
     branches, weights = noise(3, 2, 4, 8, 8), torch.tensor([[-2.0, 3.5, -0.5], [0.0, 1.0, 0.0]]).double()
     output = weighed(weights, branches)
-    halves = [Evidence.of(output[..., rows, :], branches[..., rows, :]) for rows in (slice(4), slice(4, 8))]
+    halves = [GuidanceFit.of(output[..., rows, :], branches[..., rows, :]) for rows in (slice(4), slice(4, 8))]
     both = halves[0] + halves[1]
-    assert torch.allclose(both.products, Evidence.of(output, branches).products)
+    assert torch.allclose(both.products, GuidanceFit.of(output, branches).products)
     assert torch.allclose(both.weights_BK, weights, atol=1e-5)
     assert both.is_mean
-    scaled = Evidence.of(0.9 * output, branches)
+    scaled = GuidanceFit.of(0.9 * output, branches)
     assert scaled.is_sum
     assert not scaled.is_mean
-    assert not Evidence.of(output * branches[0].sign(), branches).is_sum
-    nothing = Evidence.of(output * torch.nan, branches)
+    assert not GuidanceFit.of(output * branches[0].sign(), branches).is_sum
+    nothing = GuidanceFit.of(output * torch.nan, branches)
     assert not (halves[0] + nothing).is_mean
-    assert not (halves[0] + Evidence.of(1.3 * output[..., 4:, :], branches[..., 4:, :])).is_sum
+    assert not (halves[0] + GuidanceFit.of(1.3 * output[..., 4:, :], branches[..., 4:, :])).is_sum
 
 
 def test_a_guide_whose_branches_are_on_two_ranks() -> None:

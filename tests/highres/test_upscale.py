@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from patchpar import ParallelPipeline, PlanError, upscale
 from patchpar.cli import app
-from patchpar.cli.upscale import Upscale
-from patchpar.cli.video import Video
+from patchpar.cli.upscale import UpscaleFlags
+from patchpar.cli.video import VideoFlags
 from tests.tiny import build
 from tests.tiny.pictures import scene
 
@@ -103,6 +103,6 @@ def test_messages(folder: Path) -> None:
 
 def test_flags_are_pinned() -> None:
     """A flag once released stays; the size is the picture's, so that there is none."""
-    own, of_video = ({field.name for field in fields(flags)} for flags in (Upscale, Video))
+    own, of_video = ({field.name for field in fields(flags)} for flags in (UpscaleFlags, VideoFlags))
     assert own - of_video == {"picture", "scale", "strength"}
     assert of_video - own == {"height", "width", "image", "num_frames", "fps", "frames"}

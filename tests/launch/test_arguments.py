@@ -13,7 +13,7 @@ from diffusers import EulerDiscreteScheduler
 
 from patchpar.errors import ArgumentMismatch
 from patchpar.launch.argument_mismatch import compare, described
-from patchpar.pipeline.messages import DrawOptions
+from patchpar.pipeline.messages import CallOptions
 from patchpar.plan.plan import Plan
 
 
@@ -81,7 +81,7 @@ SAME = {
     "a device of one's own": (torch.device("cuda:0"), torch.device("cuda:1")),
     "the same file elsewhere": (Path("/a/model"), Path("/b/model")),
     "what may differ": (Options(quiet=True), Options(quiet=False)),
-    "of our own": (DrawOptions(plan=Plan(), tracing=True), DrawOptions(plan=Plan(), quiet=True)),
+    "of our own": (CallOptions(plan=Plan(), tracing=True), CallOptions(plan=Plan(), quiet=True)),
     "nobody knows what is in it": (object(), object()),
 }
 

@@ -17,7 +17,7 @@ from patchpar.errors import LaunchError, PlanError
 from patchpar.launch.anonymous_file import anonymous_file
 from patchpar.launch.devices import available_cores
 from patchpar.launch.handshake import needs_nccl, share_of_cores, worker_environment
-from patchpar.launch.heartbeat import Beacon, BeaconReader
+from patchpar.launch.heartbeat import Heartbeat, HeartbeatReader
 from patchpar.launch.local import LocalExecutor
 from tests.launch.conftest import PLAIN, TOY
 
@@ -228,8 +228,8 @@ def test_closing_twice_is_harmless_and_final():
 
 def test_a_mark_is_cheap_and_readable_from_outside():
     fd = anonymous_file("test")
-    reader = BeaconReader(fd)
-    beacon = Beacon(fd)
+    reader = HeartbeatReader(fd)
+    beacon = Heartbeat(fd)
     os.close(fd)
     assert (reader.sign.marks, reader.where) == (0, "")
     beacon.mark("down.0.conv")

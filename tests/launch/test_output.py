@@ -7,13 +7,13 @@ from io import FileIO
 
 import pytest
 
-from patchpar.launch.worker_output import LONGEST_LINE, FirstSpeaker, Output
+from patchpar.launch.worker_output import LONGEST_LINE, FirstPrinter, WorkerOutput
 
 
 def passed_on(write: Callable[[int], object], capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
     """(what came to stderr, the tail) when a worker writes so and ends."""
     read, end = os.pipe()
-    output = Output(0, FileIO(read), FirstSpeaker())
+    output = WorkerOutput(0, FileIO(read), FirstPrinter())
     try:
         write(end)
     finally:

@@ -4,49 +4,51 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from patchpar.launch.hang_detection import WORK_SHARE, WORK_TIMES, Limits, Progress, Sign
+from patchpar.launch.hang_detection import WORK_SHARE, WORK_TIMES, HangLimits, RankActivity, RequestProgress
 
 DEADLINE = 60.0
-Show = Callable[[float], Sign]
+Show = Callable[[float], RankActivity]
 
 
-def working(second: float) -> Sign:
+def working(second: float) -> RankActivity:
     """In one long kernel, on a core that it shares with eleven others."""
-    return Sign(marks=5, work=100 + second / 12, waits=False)
+    return RankActivity(marks=5, work=100 + second / 12, waits=False)
 
 
-def computing(second: float) -> Sign:
+def computing(second: float) -> RankActivity:
     """A layer every ten seconds."""
-    return Sign(marks=5 + int(second / 10), work=100 + second, waits=False)
+    return RankActivity(marks=5 + int(second / 10), work=100 + second, waits=False)
 
 
-def waiting(second: float) -> Sign:
+def waiting(second: float) -> RankActivity:
     """For another rank, asleep."""
-    return Sign(marks=5, work=100 + second / 10_000, waits=True)
+    return RankActivity(marks=5, work=100 + second / 10_000, waits=True)
 
 
-def spinning(second: float) -> Sign:
+def spinning(second: float) -> RankActivity:
     """For another rank, and the processor with it."""
-    return Sign(marks=5, work=100 + second, waits=True)
+    return RankActivity(marks=5, work=100 + second, waits=True)
 
 
-def asleep(second: float) -> Sign:
+def asleep(second: float) -> RankActivity:
     """Answering pings: a stopped process does not do even that."""
-    return Sign(marks=5, work=100 + second / 5_000, waits=False)
+    return RankActivity(marks=5, work=100 + second / 5_000, waits=False)
 
 
-def resting(second: float) -> Sign:
+def resting(second: float) -> RankActivity:
     """Waiting for the caller, and saying so every five seconds."""
-    return Sign(marks=5 + int(second / 5), work=100 + second / 10_000, waits=True)
+    return RankActivity(marks=5 + int(second / 5), work=100 + second / 10_000, waits=True)
 
 
 def until(change: float, before: Show, after: Show) -> Show:
     return lambda second: (before if second < change else after)(second)
 
 
-def first_stuck(shows: Sequence[Show], limits: Limits, seconds: float = 1e5, look: float = 0.5) -> tuple[float, list]:
+def first_stuck(
+    shows: Sequence[Show], limits: HangLimits, seconds: float = 1e5, look: float = 0.5
+) -> tuple[float, list]:
     """(when, who) is found to be stuck; (seconds, []) if nobody is in so long."""
-    progress = Progress(limits, [show(0.0) for show in shows])
+    progress = RequestProgress(limits, [show(0.0) for show in shows])
     for number in range(1, int(seconds / look)):
         progress.pass_time(look, [show(number * look) for show in shows])
         found = progress.stuck(range(len(shows)))
@@ -55,7 +57,7 @@ def first_stuck(shows: Sequence[Show], limits: Limits, seconds: float = 1e5, loo
     return seconds, []
 
 
-LIMITS = Limits.of_call(DEADLINE, 0.0)
+LIMITS = HangLimits.of_call(DEADLINE, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -113,26 +115,26 @@ def test_an_endless_loop_comes_to_an_end():
 
 
 def test_what_is_expected_of_a_call_is_added():
-    limits = Limits.of_call(DEADLINE, 3600.0)
+    limits = HangLimits.of_call(DEADLINE, 3600.0)
     assert first_stuck([asleep, waiting], limits)[0] == pytest.approx(3660, abs=2)
     assert first_stuck([working, waiting], limits)[0] == pytest.approx(3600 + WORK_TIMES * DEADLINE, abs=2)
 
 
 def test_a_start_has_its_time_and_no_more():
-    assert first_stuck([working, asleep], Limits.of_start(600.0)) == (pytest.approx(600, abs=1), [0, 1])
+    assert first_stuck([working, asleep], HangLimits.of_start(600.0)) == (pytest.approx(600, abs=1), [0, 1])
 
 
 @pytest.mark.parametrize(("share", "is_work"), [(0.5 * WORK_SHARE, False), (1.5 * WORK_SHARE, True)])
 def test_how_little_work_is_work(share, is_work):
-    def show(second: float) -> Sign:
-        return Sign(marks=0, work=second * share, waits=False)
+    def show(second: float) -> RankActivity:
+        return RankActivity(marks=0, work=second * share, waits=False)
 
     when, _ = first_stuck([show], LIMITS)
     assert (when > 10 * DEADLINE) is is_work
 
 
 def test_a_word_is_progress_and_so_is_that_of_a_rank_that_has_ended():
-    progress = Progress(LIMITS, [waiting(0.0), waiting(0.0)])
+    progress = RequestProgress(LIMITS, [waiting(0.0), waiting(0.0)])
     for second in range(1, 200):
         progress.pass_time(1.0, [waiting(second), waiting(second)])
         if second % 50 == 0:

@@ -2,14 +2,18 @@
 
 import pytest
 
-from patchpar.launch.replay import Change, Replay, Replays
+from patchpar.launch.replay import CallEffects, ReplayedCall, ReplayLog
 
 
 def told(*names: str | None) -> list[int]:
     """The numbers of the calls that are repeated, of calls that set these; None sets nothing that is known."""
-    replays = Replays()
+    replays = ReplayLog()
     for number, name in enumerate(names):
-        replays.add(Replay(method="set", args=(number,), kwargs={}, expected=0.0, sent=None, change=Change(sets=name)))
+        replays.add(
+            ReplayedCall(
+                method="set", args=(number,), kwargs={}, expected=0.0, sent=None, change=CallEffects(sets=name)
+            )
+        )
     return [entry.args[0] for entry in replays]
 
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from patchpar.errors import ExchangeError, WorkerDied, WorkerError, WorkerHung
-from patchpar.launch.hang_detection import Limits
+from patchpar.launch.hang_detection import HangLimits
 from patchpar.launch.remote_errors import take_down
 from patchpar.launch.request_failure import is_reusable, verdict
-from patchpar.launch.request_loop import Outcome
+from patchpar.launch.request_loop import RequestOutcome
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Worker:
         self.asked.append("stack")
 
 
-LIMITS = Limits.of_call(60.0, 0.0)
+LIMITS = HangLimits.of_call(60.0, 0.0)
 WORKERS = [Worker(0), Worker(1), Worker(2)]
 GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9")
 LATE = ExchangeError("rank 0 at up.1: rank 1 has not answered for 60 s")
@@ -44,7 +44,7 @@ ODD = ValueError("odd")
 def outcome(*, failed=None, returned=(), marks=(5, 5, 5), **rest):
     failures = {rank: take_down(error) for rank, error in (failed or {}).items()}
     results = dict.fromkeys(returned, None)
-    return Outcome(failures=failures, results=results, marks=dict(enumerate(marks)), **rest)
+    return RequestOutcome(failures=failures, results=results, marks=dict(enumerate(marks)), **rest)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from patchpar.comm.transport import Incoming, Outgoing, Spec, connect, watched
+from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, connect, watched
 from tests.launch.plain import PlainEngine
 
 
@@ -37,7 +37,7 @@ class ToyEngine(PlainEngine):
         total = torch.tensor([float(value + self.context.rank)])
         self.context.mark("all-reduce")
         others = tuple(rank for rank in range(self.context.world_size) if rank != self.context.rank)
-        incoming = [Incoming(rank, (Spec.of(total),)) for rank in others]
+        incoming = [Incoming(rank, (TensorSpec.of(total),)) for rank in others]
         received = self.transport.swap([Outgoing(others, (total,))], incoming, "all-reduce").wait()
         return total.item() + sum(x.item() for (x,) in received)
 
@@ -73,7 +73,9 @@ class ToyEngine(PlainEngine):
             if place == burner:
                 self.burn(seconds)
             sent = [Outgoing((1 - place,), (torch.tensor([float(place)]),))] if burner is not None else []
-            found = transport.swap(sent, [Incoming(1 - place, (Spec((1,), torch.float32),))], "an exchange").wait()
+            found = transport.swap(
+                sent, [Incoming(1 - place, (TensorSpec((1,), torch.float32),))], "an exchange"
+            ).wait()
             return found[0][0].item()
         finally:
             transport.close()

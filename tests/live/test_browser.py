@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from patchpar.stream.web.server import HOME
-from patchpar.stream.web.viewer import FilmScreen, PictureScreen
+from patchpar.stream.web.viewer import ImageScreen, VideoScreen
 from tests.app.browser import installed, started
 from tests.live.test_film import RATE, sound
 
@@ -52,7 +52,7 @@ def grey(level: int) -> Tensor:
 
 def test_a_film_plays_while_it_is_made_and_ends(page: Any) -> None:
     """It begins in the middle, with the time that the film has there."""
-    screen, stop = FilmScreen(HOME, 0, 20, RATE), threading.Event()
+    screen, stop = VideoScreen(HOME, 0, 20, RATE), threading.Event()
     screen.open()
     screen.page.status = "0:03.0, 20.0 frames/s"
 
@@ -83,7 +83,7 @@ def test_a_film_plays_while_it_is_made_and_ends(page: Any) -> None:
 
 
 def test_a_picture_is_shown_though_none_follows(page: Any) -> None:
-    screen = PictureScreen(HOME, 0, 20)
+    screen = ImageScreen(HOME, 0, 20)
     screen.open()
     try:
         screen.show(grey(200)[:1], 0.0, None)

@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 
 from patchpar.stream.web import feed as feed_module
-from patchpar.stream.web.feed import Feed, FilmFeed, PictureFeed
-from patchpar.stream.web.mp4_fragments import Fragment, Head
+from patchpar.stream.web.feed import ImageFeed, MediaFeed, VideoFeed
+from patchpar.stream.web.mp4_fragments import Mp4Fragment, Mp4Header
 
-HEAD = Head(mime="video/mp4", data=b"head ")
+HEAD = Mp4Header(mime="video/mp4", data=b"head ")
 T = TypeVar("T")
 
 
@@ -28,9 +28,9 @@ def shade(part: bytes) -> int:
     return round(pixel[0] / 50)
 
 
-def block(number: int, count: int = 3) -> list[Fragment]:
+def block(number: int, count: int = 3) -> list[Mp4Fragment]:
     """A key and what needs it."""
-    return [Fragment(data=f"{number}.{place} ".encode(), is_key=place == 0) for place in range(count)]
+    return [Mp4Fragment(data=f"{number}.{place} ".encode(), is_key=place == 0) for place in range(count)]
 
 
 def read(parts: AsyncIterator[T], during: Callable[[int], object] = lambda count: None) -> list[T]:
@@ -55,7 +55,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("patient")
 def test_pictures_are_seen_as_they_come() -> None:
     """The last one comes twice: a browser shows a picture when the next begins."""
-    feed = PictureFeed()
+    feed = ImageFeed()
     feed.put(picture(0))
 
     def go_on(count: int) -> None:
@@ -74,7 +74,7 @@ def test_pictures_are_seen_as_they_come() -> None:
 
 def test_a_picture_without_another_behind_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "AGAIN_SECONDS", 0.01)
-    feed = PictureFeed()
+    feed = ImageFeed()
     feed.put(picture(50))
     _, *parts, _ = read(feed.parts(), lambda count: feed.close() if count == 5 else None)
     assert [shade(part) for part in parts] == [1] * 5
@@ -82,7 +82,7 @@ def test_a_picture_without_another_behind_it_comes_again(monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("patient")
 def test_who_comes_late_gets_the_newest_picture_only() -> None:
-    feed = PictureFeed()
+    feed = ImageFeed()
     for value in range(0, 150, 50):
         feed.put(picture(value))
     feed.close()
@@ -91,24 +91,24 @@ def test_who_comes_late_gets_the_newest_picture_only() -> None:
 
 
 def test_a_film_that_is_held_whole_is_whole_for_everybody() -> None:
-    feed = FilmFeed()
+    feed = VideoFeed()
     for number in range(3):
         feed.put(HEAD, block(number, 2))
     feed.close()
     whole = b"".join(read(feed.parts()))
     assert whole == b"".join(read(feed.parts())) == b"head 0.0 0.1 1.0 1.1 2.0 2.1 "
-    assert read(FilmFeedThatIsOver().parts()) == []
+    assert read(VideoFeedThatIsOver().parts()) == []
 
 
-class FilmFeedThatIsOver(FilmFeed):
+class VideoFeedThatIsOver(VideoFeed):
     def __init__(self) -> None:
         super().__init__()
         self.close()
 
 
 def test_of_a_long_film_a_few_keys_and_what_needs_them_are_held() -> None:
-    feed, held = FilmFeed(kept=2), []
-    feed.put(HEAD, [Fragment(data=b"sound before any picture ", is_key=False)])
+    feed, held = VideoFeed(kept=2), []
+    feed.put(HEAD, [Mp4Fragment(data=b"sound before any picture ", is_key=False)])
     for number in range(50):
         feed.put(HEAD, block(number % 10))
         held.append(feed.held)
@@ -119,7 +119,7 @@ def test_of_a_long_film_a_few_keys_and_what_needs_them_are_held() -> None:
 
 def test_who_is_too_slow_misses_the_middle_and_goes_on_with_a_key() -> None:
     """While it has taken one fragment the others come: it finds the newest key, and nothing of what needs others."""
-    feed = FilmFeed(kept=2)
+    feed = VideoFeed(kept=2)
     feed.put(HEAD, block(0))
 
     def fall_behind(count: int) -> None:
@@ -133,7 +133,7 @@ def test_who_is_too_slow_misses_the_middle_and_goes_on_with_a_key() -> None:
 
 
 def test_who_keeps_up_misses_nothing_beside_a_slow_one() -> None:
-    feed = FilmFeed(kept=2)
+    feed = VideoFeed(kept=2)
     feed.put(HEAD, block(0))
 
     async def watch(every: int) -> tuple[list[bytes], list[bytes]]:
@@ -157,6 +157,6 @@ def test_who_keeps_up_misses_nothing_beside_a_slow_one() -> None:
 
 
 def test_names_cannot_be_guessed() -> None:
-    names = {Feed().name for _ in range(50)}
+    names = {MediaFeed().name for _ in range(50)}
     assert len(names) == 50
     assert all(len(name) == 22 for name in names)

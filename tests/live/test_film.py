@@ -13,7 +13,7 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.stream.web.mp4_fragments import QUICK
-from patchpar.stream.web.video_encoder import FilmFormat, FilmWriter
+from patchpar.stream.web.video_encoder import VideoFormat, VideoWriter
 
 RATE = 16000
 
@@ -39,8 +39,8 @@ def decoded(data: bytes) -> tuple[list[float], list[float], np.ndarray]:
 @pytest.mark.parametrize(("container", "sounds"), [("mp4", "aac"), ("matroska", "aac"), ("webm", "libopus")])
 def test_frames_and_sound_at_their_times(container: str, sounds: str, tmp_path: Path) -> None:
     video = "libvpx-vp9" if container == "webm" else "libx264"
-    form = FilmFormat(fps=20, height=32, width=48, rate=RATE, container=container, video=video, sound=sounds)
-    writer = FilmWriter(str(tmp_path / "film"), form)
+    form = VideoFormat(fps=20, height=32, width=48, rate=RATE, container=container, video=video, sound=sounds)
+    writer = VideoWriter(str(tmp_path / "film"), form)
     for block in range(5):
         writer.add(frames(50 * block), block * 0.2, sound(loudness=0.0 if block < 3 else 0.5))
     writer.close()
@@ -52,7 +52,7 @@ def test_frames_and_sound_at_their_times(container: str, sounds: str, tmp_path: 
 
 
 def test_lost_blocks_leave_a_gap_of_their_length(tmp_path: Path) -> None:
-    writer = FilmWriter(str(tmp_path / "film.mp4"), FilmFormat(fps=20, height=32, width=48, rate=RATE))
+    writer = VideoWriter(str(tmp_path / "film.mp4"), VideoFormat(fps=20, height=32, width=48, rate=RATE))
     writer.add(frames(0), 0.0, sound(loudness=0.0))
     writer.add(frames(200), 1.0, sound())
     writer.close()
@@ -63,15 +63,15 @@ def test_lost_blocks_leave_a_gap_of_their_length(tmp_path: Path) -> None:
 
 def test_odd_sides_are_refused() -> None:
     with pytest.raises(PlanError, match="7 x 8, and video formats want even sides"):
-        FilmFormat(fps=20, height=7, width=8)
+        VideoFormat(fps=20, height=7, width=8)
 
 
 def test_a_live_film_begins_anew_with_a_block_and_not_too_often() -> None:
     """Blocks of a frame each: one that can be begun with every 0.4 s. Without it: the first one only."""
     for is_live, wanted in ((True, [0.0, 0.4, 0.8]), (False, [0.0])):
         data = io.BytesIO()
-        form = FilmFormat(fps=20, height=32, width=48, options=QUICK, is_live=is_live)
-        writer = FilmWriter(data, form)
+        form = VideoFormat(fps=20, height=32, width=48, options=QUICK, is_live=is_live)
+        writer = VideoWriter(data, form)
         for number in range(20):
             writer.add(frames(100, count=1), number / 20)
         writer.close()

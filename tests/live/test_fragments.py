@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from patchpar.stream.web.mp4_boxes import with_lengths
-from patchpar.stream.web.mp4_fragments import Fragment, FragmentEncoder, Head
+from patchpar.stream.web.mp4_fragments import FragmentEncoder, Mp4Fragment, Mp4Header
 from tests.live.test_film import RATE, decoded, frames, sound
 
 
-def encoded(blocks: int, rate: int | None = RATE) -> tuple[Head, list[list[Fragment]]]:
+def encoded(blocks: int, rate: int | None = RATE) -> tuple[Mp4Header, list[list[Mp4Fragment]]]:
     """(head, what each block completed and what the end did). Blocks of 0.2 s, the sound loud from 0.6 s on."""
     encoder = FragmentEncoder(20, 32, 48, rate)
     made = [

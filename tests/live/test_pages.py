@@ -23,24 +23,24 @@ from websockets.sync.client import ClientConnection, connect
 
 from patchpar.errors import PlanError
 from patchpar.stream.web import viewer as screen_module
-from patchpar.stream.web.feed import BOUNDARY, FilmFeed
-from patchpar.stream.web.mp4_fragments import Fragment, Head
-from patchpar.stream.web.server import HOME, Port, names_of
-from patchpar.stream.web.viewer import KEPT, FilmScreen, PictureScreen, Player
+from patchpar.stream.web.feed import BOUNDARY, VideoFeed
+from patchpar.stream.web.mp4_fragments import Mp4Fragment, Mp4Header
+from patchpar.stream.web.server import HOME, WebServer, names_of
+from patchpar.stream.web.viewer import KEPT, FramePlayer, ImageScreen, VideoScreen
 from tests.live.test_film import RATE, frames, sound
 
 
 @pytest.fixture
-def pictures() -> Iterator[PictureScreen]:
-    screen = PictureScreen(HOME, 0, fps=50)
+def pictures() -> Iterator[ImageScreen]:
+    screen = ImageScreen(HOME, 0, fps=50)
     screen.open()
     yield screen
     screen.close()
 
 
 @pytest.fixture
-def film() -> Iterator[FilmScreen]:
-    screen = FilmScreen(HOME, 0, 20, RATE)
+def film() -> Iterator[VideoScreen]:
+    screen = VideoScreen(HOME, 0, 20, RATE)
     screen.open()
     yield screen
     screen.close()
@@ -60,7 +60,7 @@ def jpegs(answer: Any) -> Iterator[float]:
             assert answer.readline() == b"\r\n"  # behind the picture; then comes the boundary
 
 
-def watching(screen: FilmScreen, **options: Any) -> ClientConnection:
+def watching(screen: VideoScreen, **options: Any) -> ClientConnection:
     url = screen.page.url.replace("http", "ws") + "/film"
     return connect(url, open_timeout=20, close_timeout=0.5, max_size=None, **options)
 
@@ -72,7 +72,7 @@ def until(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.01)
 
 
-def test_pictures_follow_one_another(pictures: PictureScreen) -> None:
+def test_pictures_follow_one_another(pictures: ImageScreen) -> None:
     """The last one is there for whoever comes."""
     pictures.show(frames(10, 1), 0.0, None)
     until(lambda: pictures.page.feed.count == 1, "a picture")  # type: ignore[attr-defined]
@@ -87,7 +87,7 @@ def test_pictures_follow_one_another(pictures: PictureScreen) -> None:
         assert list(seen)[-1] == pytest.approx(200, abs=2)
 
 
-def test_two_see_the_same_film_with_its_sound(film: FilmScreen) -> None:
+def test_two_see_the_same_film_with_its_sound(film: VideoScreen) -> None:
     """What comes over the socket decodes to the frames that were shown, the last one included."""
 
     def receive(watcher: ClientConnection) -> tuple[str, bytes]:
@@ -119,7 +119,7 @@ def test_two_see_the_same_film_with_its_sound(film: FilmScreen) -> None:
             assert sum(frame.samples for frame in container.decode(audio=0)) >= 0.7 * 48000
 
 
-def test_who_comes_late_begins_with_a_frame_that_needs_no_other(film: FilmScreen) -> None:
+def test_who_comes_late_begins_with_a_frame_that_needs_no_other(film: VideoScreen) -> None:
     for block in range(10):
         film.show(frames(20 * block), block * 0.2, sound())
     with watching(film) as watcher:
@@ -131,15 +131,15 @@ def test_who_comes_late_begins_with_a_frame_that_needs_no_other(film: FilmScreen
     assert float(first.to_ndarray(format="rgb24").mean()) == pytest.approx(160, abs=12)
 
 
-def test_a_watcher_who_reads_nothing_costs_no_memory_and_no_time(film: FilmScreen) -> None:
+def test_a_watcher_who_reads_nothing_costs_no_memory_and_no_time(film: VideoScreen) -> None:
     """Far more than sockets hold. It misses the middle; one beside it, who reads, misses nothing."""
     feed, size = film.page.feed, 2**19
-    assert isinstance(feed, FilmFeed)
+    assert isinstance(feed, VideoFeed)
     received: list[bytes | str] = []
     with watching(film, max_queue=1) as slow, watching(film) as quick:
         until(lambda: feed.watchers == 2, "two watchers")
         for number in range(100):
-            feed.put(Head(mime="video/mp4", data=b"head"), [Fragment(data=bytes([number]) * size, is_key=True)])
+            feed.put(Mp4Header(mime="video/mp4", data=b"head"), [Mp4Fragment(data=bytes([number]) * size, is_key=True)])
             assert feed.held <= KEPT * size
             received += [quick.recv(20) for _ in range(1 if received else 3)]
         assert [part[0] for part in received[2:]] == list(range(100))
@@ -150,14 +150,14 @@ def test_a_watcher_who_reads_nothing_costs_no_memory_and_no_time(film: FilmScree
     assert len(seen) < 100
 
 
-def test_a_watcher_who_goes_is_forgotten_though_nothing_comes(film: FilmScreen) -> None:
+def test_a_watcher_who_goes_is_forgotten_though_nothing_comes(film: VideoScreen) -> None:
     with watching(film) as watcher:
         until(lambda: film.page.feed.watchers == 1, "a watcher")
         watcher.send("anything")
     until(lambda: film.page.feed.watchers == 0, "nobody")
 
 
-def test_the_page_and_what_it_says(pictures: PictureScreen, film: FilmScreen) -> None:
+def test_the_page_and_what_it_says(pictures: ImageScreen, film: VideoScreen) -> None:
     for screen, kind in ((pictures, "pictures"), (film, "film")):
         with fetch(screen.page.url) as answer:
             assert f'data-kind="{kind}"' in answer.read().decode()
@@ -166,7 +166,7 @@ def test_the_page_and_what_it_says(pictures: PictureScreen, film: FilmScreen) ->
             assert json.load(answer) == {"status": "degraded"}
 
 
-def test_only_this_machine_is_answered(pictures: PictureScreen, film: FilmScreen) -> None:
+def test_only_this_machine_is_answered(pictures: ImageScreen, film: VideoScreen) -> None:
     """A page of somebody else's, or a name of theirs that leads here, must not see what is shown."""
     assert pictures.page.url.startswith("http://127.0.0.1:")
     with pytest.raises(urllib.error.HTTPError, match="400"):
@@ -184,16 +184,16 @@ def test_a_port_that_is_taken_is_a_sentence() -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(PlanError, match=f"127.0.0.1:{port} cannot be had: Address already in use; .* --mjpeg 0"):
-            PictureScreen(HOME, port, 20)
-    Port(HOME, port, "--port").close()
+            ImageScreen(HOME, port, 20)
+    WebServer(HOME, port, "--port").close()
     with pytest.raises(PlanError, match="--ws 70000: it is a number from 1 to 65535"):
-        FilmScreen(HOME, 70000, 20, None)
+        VideoScreen(HOME, 70000, 20, None)
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screen_module, "find_spec", lambda name: None if name == "uvicorn" else name)
     with pytest.raises(PlanError, match=r"--ws needs uvicorn: pip install 'patchpar\[serve\]'"):
-        FilmScreen(HOME, 0, 20, None)
+        VideoScreen(HOME, 0, 20, None)
 
 
 def test_frames_are_played_in_their_order_one_by_one_and_the_oldest_go() -> None:
@@ -205,7 +205,7 @@ def test_frames_are_played_in_their_order_one_by_one_and_the_oldest_go() -> None
         first.set()
         assert go.wait(20)
 
-    player = Player(put, fps=10_000)
+    player = FramePlayer(put, fps=10_000)
     player.start()
     player.add(torch.arange(1))
     assert first.wait(20)
@@ -215,7 +215,7 @@ def test_frames_are_played_in_their_order_one_by_one_and_the_oldest_go() -> None
     player.close()
     assert played == [0, *range(1, 1500)]
     go.clear()
-    slow = Player(played.append, fps=10)
+    slow = FramePlayer(played.append, fps=10)
     for block in range(5):
         slow.add(torch.arange(4 * block, 4 * block + 4))
     assert [int(frame) for frame in slow._waiting] == list(range(10, 20))
@@ -224,7 +224,7 @@ def test_frames_are_played_in_their_order_one_by_one_and_the_oldest_go() -> None
 def test_frames_are_played_by_the_clock() -> None:
     """Whatever the burst. One that was late by less than a period is followed at its own time."""
     times = []
-    player = Player(lambda frame: times.append(time.monotonic()), fps=50)
+    player = FramePlayer(lambda frame: times.append(time.monotonic()), fps=50)
     player.start()
     player.add(torch.zeros(10))
     player.close()

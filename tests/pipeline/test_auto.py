@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 
-from patchpar.models.info import Description, describe
+from patchpar.models.info import PipelineInfo, describe
 from patchpar.pipeline.auto_plan import choose
 from patchpar.pipeline.validate import check_plan_for
-from patchpar.plan.mesh_shape import EXCHANGE, Work
+from patchpar.plan.mesh_shape import EXCHANGE, Workload
 from patchpar.plan.plan import Plan
 from tests.tiny import build
 
 
 @pytest.fixture(scope="module")
-def unet() -> Description:
+def unet() -> PipelineInfo:
     return describe(build("sdxl").pipe)
 
 
 @pytest.fixture(scope="module")
-def transformer() -> Description:
+def transformer() -> PipelineInfo:
     return describe(build("qwen").pipe)
 
 
@@ -62,7 +62,7 @@ ALONE = {**GUIDED, "guidance_scale": 1.0}
         ),
     ],
 )
-def test_unets(unet: Description, devices: int, call: dict[str, Any], plan: str, why: str) -> None:
+def test_unets(unet: PipelineInfo, devices: int, call: dict[str, Any], plan: str, why: str) -> None:
     choice = choose(unet, devices, call)
     assert str(choice.plan) == plan
     assert re.search(why, choice.reason)
@@ -79,7 +79,7 @@ def test_unets(unet: Description, devices: int, call: dict[str, Any], plan: str,
         (4, {"prompt": ["a", "b"]}, "data=2,patch=2,strategy=exact", "2 groups.*tokens split in 2"),
     ],
 )
-def test_transformers(transformer: Description, devices: int, call: dict[str, Any], plan: str, why: str) -> None:
+def test_transformers(transformer: PipelineInfo, devices: int, call: dict[str, Any], plan: str, why: str) -> None:
     choice = choose(transformer, devices, GUIDED | call)
     assert str(choice.plan) == plan
     assert re.search(why, choice.reason)
@@ -97,7 +97,7 @@ def test_transformers(transformer: Description, devices: int, call: dict[str, An
     ],
 )
 def test_tokens_that_cannot_be_split(
-    transformer: Description, devices: int, call: dict[str, Any], plan: str, why: str
+    transformer: PipelineInfo, devices: int, call: dict[str, Any], plan: str, why: str
 ) -> None:
     choice = choose(replace(transformer, splits_into_tokens=False, kept_whole="attention is linear"), devices, call)
     assert str(choice.plan) == plan
@@ -109,7 +109,7 @@ def test_tokens_that_cannot_be_split(
 @pytest.mark.parametrize("devices", range(1, 9))
 def test_no_shape_is_sooner_than_the_one_taken(prompts: int, branches: int, devices: int) -> None:
     """The rule, said again: the busiest rank's prompts, branches and rows, and what it fetches."""
-    work = Work(prompts=prompts, branches=branches, most_bands=8, units=16)
+    work = Workload(prompts=prompts, branches=branches, most_bands=8, units=16)
     taken = work.soonest(devices)
     assert taken.world_size <= devices
 
@@ -134,7 +134,7 @@ def test_no_shape_is_sooner_than_the_one_taken(prompts: int, branches: int, devi
     ],
 )
 def test_perturbed_attention_adds_a_branch(
-    unet: Description, devices: int, call: dict[str, Any], plan: str, why: str
+    unet: PipelineInfo, devices: int, call: dict[str, Any], plan: str, why: str
 ) -> None:
     model = replace(unet, parameters={**unet.parameters, "pag_scale": 3.0})
     choice = choose(model, devices, GUIDED | call)
@@ -151,14 +151,14 @@ def test_a_scale_for_the_image_adds_a_branch() -> None:
     ]
 
 
-def test_a_scheduler_with_noise_of_its_own_keeps_prompts_together(unet: Description) -> None:
+def test_a_scheduler_with_noise_of_its_own_keeps_prompts_together(unet: PipelineInfo) -> None:
     call = {**GUIDED, "prompt": ["a"] * 4}
     kept = choose(replace(unet, kept_together="its scheduler draws for all"), 4, call)
     assert str(kept.plan) == "cfg=2,patch=2,strategy=exact"
     assert "4 prompts stay together: its scheduler draws for all" in kept.reason
 
 
-def test_a_class_that_hands_its_arguments_on_has_those_of_its_parent(unet: Description) -> None:
+def test_a_class_that_hands_its_arguments_on_has_those_of_its_parent(unet: PipelineInfo) -> None:
     pipe = build("sdxl").pipe
 
     class Mine(type(pipe)):  # type: ignore[misc]
@@ -178,21 +178,21 @@ def test_a_class_that_hands_its_arguments_on_has_those_of_its_parent(unet: Descr
     assert str(choose(described, 2, ALONE).plan) == "patch=2,strategy=exact"
 
 
-def test_a_class_that_says_nothing_of_its_arguments_is_believed_what_it_is_given(unet: Description) -> None:
+def test_a_class_that_says_nothing_of_its_arguments_is_believed_what_it_is_given(unet: PipelineInfo) -> None:
     silent = replace(unet, parameters={}, takes_any=True)
     assert silent.guided({"guidance_scale": 5.0})
     assert not silent.guided({"guidance_scale": 1.0})
     assert not silent.guided({})
 
 
-def test_a_distilled_denoiser_has_one_branch(unet: Description) -> None:
+def test_a_distilled_denoiser_has_one_branch(unet: PipelineInfo) -> None:
     distilled = replace(unet, distilled=True)
     assert unet.guided(GUIDED)
     assert not distilled.guided(GUIDED)
     assert str(choose(distilled, 2, GUIDED).plan) == "patch=2,strategy=exact"
 
 
-def test_sizes(unet: Description, transformer: Description) -> None:
+def test_sizes(unet: PipelineInfo, transformer: PipelineInfo) -> None:
     assert (unet.size_unit, transformer.size_unit) == (8, 16)
     assert unet.size({}) == (128, 128)
     assert unet.size({"height": 256}) == (256, 128)

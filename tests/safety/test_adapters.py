@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from patchpar import ParallelPipeline, PlanError
 from patchpar.errors import UnsupportedModel
 from patchpar.models.adapters import READ_FILES, from_safetensors
-from patchpar.models.info import Network
-from patchpar.pipeline.caller import Caller
-from patchpar.pipeline.component_proxy import Component
-from patchpar.pipeline.state import State
+from patchpar.models.info import NetworkInfo
+from patchpar.pipeline.caller import CallController
+from patchpar.pipeline.component_proxy import ComponentProxy
+from patchpar.pipeline.state import PipelineState
 from tests import tiny
 
 
@@ -110,7 +110,9 @@ def test_networks_in_workers_read_safetensors_only(trap: Path) -> None:
     """And make no other network."""
     methods = frozenset({"load_lora_adapter", "from_pretrained", "from_single_file"})
     state: Any = SimpleNamespace(is_fresh=False, ask=lambda *_, **__: pytest.fail("it was asked"))
-    unet: Any = Component("unet", Network(kind="A", methods=methods), state.ask, partial(State.apply, state))
+    unet: Any = ComponentProxy(
+        "unet", NetworkInfo(kind="A", methods=methods), state.ask, partial(PipelineState.apply, state)
+    )
     with pytest.raises(PlanError, match="pickle"):
         unet.load_lora_adapter(trap / "other.pt")
     for method in ("from_pretrained", "from_single_file"):
@@ -148,7 +150,7 @@ def test_what_else_reads_weights_takes_safetensors(tmp_path: Path) -> None:
 
 
 def test_a_callback_reads_no_pickle_either(trap: Path) -> None:
-    caller = Caller(None, {}, kind="local", output_module="diffusers")
+    caller = CallController(None, {}, kind="local", output_module="diffusers")
     with pytest.raises(PlanError, match="pickle"):
         caller.apply("load_lora_weights", (trap,), {})
     caller.apply("load_lora_weights", ("org/lora",), {"weight_name": "a.safetensors"})

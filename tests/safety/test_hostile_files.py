@@ -18,13 +18,13 @@ from patchpar.plan.json_files import LIMIT, read_object
 from patchpar.shard.transformer.shipped_plans import FOLDER
 from patchpar.shard.transformer.token_plan_json import from_json, to_json
 from patchpar.shard.verification import _error
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.verification_cache import VerificationCache
 from patchpar.stream.audio.conditioner import AudioConditioner, AudioConfig
 from patchpar.stream.causal.model_folder import StreamFolder
 from patchpar.stream.config import StreamConfig
-from patchpar.stream.journal import Journal, as_words
-from patchpar.stream.messages import Said, Shown
-from patchpar.stream.recording import Recording
+from patchpar.stream.journal import StreamJournal, as_words
+from patchpar.stream.messages import PromptUpdate, ReferenceUpdate
+from patchpar.stream.recording import StreamRecording
 from tests.stream.test_journal import came, origin
 from tests.stream.tiny import STREAM, write_folder
 from tests.unit.test_model_folder import folder as image_folder
@@ -51,7 +51,7 @@ def face(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_journal(file: Path) -> None:
-    Recording.read(file)
+    StreamRecording.read(file)
 
 
 def read_shards(file: Path) -> None:
@@ -127,7 +127,7 @@ def test_verdicts_and_plans_that_are_broken_are_left_aside(
     what: str, read: Callable[[Any], Any], text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They only cost a look at the model, and a line that says so."""
-    verdicts = Verdicts(tmp_path)
+    verdicts = VerificationCache(tmp_path)
     (tmp_path / "key.json").write_bytes(TEXTS[text])
     with caplog.at_level(logging.WARNING):
         assert verdicts.find("key", what, read) is None
@@ -185,8 +185,8 @@ def test_any_value_of_a_token_plan_may_be_wrong() -> None:
 def journal(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path = tmp_path_factory.mktemp("journal") / "a.jsonl"
     picture = torch.zeros(8, 12, 3, dtype=torch.uint8)
-    taken = Journal(path, origin())
-    taken.note(*came(0, came_course(), 0, Said(text="a"), Shown(picture=picture)))
+    taken = StreamJournal(path, origin())
+    taken.note(*came(0, came_course(), 0, PromptUpdate(text="a"), ReferenceUpdate(picture=picture)))
     taken.close()
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -201,10 +201,10 @@ def came_course() -> Any:
 def test_any_value_of_a_journal_may_be_wrong(line: int, journal: list[dict[str, Any]], tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
 
-    def read(changed: Any) -> Recording:
+    def read(changed: Any) -> StreamRecording:
         lines = [changed if number == line else facts for number, facts in enumerate(journal)]
         path.write_text("".join(json.dumps(facts) + "\n" for facts in lines))
-        return Recording.read(path)
+        return StreamRecording.read(path)
 
     assert read(journal[line])
     taken, refused = outcomes(read, journal[line], PlanError)
@@ -214,11 +214,11 @@ def test_any_value_of_a_journal_may_be_wrong(line: int, journal: list[dict[str, 
 
 def test_a_small_line_may_not_become_a_large_tensor(journal: list[dict[str, Any]], tmp_path: Path) -> None:
     """A gibibyte of zeros is a mebibyte when it is packed."""
-    bomb = as_words(Shown(picture=torch.zeros(2**25, dtype=torch.uint8)))["picture"]
-    line = {**journal[1], "wishes": [{"kind": "Shown", "picture": {**bomb, "shape": [1, 1, 3]}}]}
+    bomb = as_words(ReferenceUpdate(picture=torch.zeros(2**25, dtype=torch.uint8)))["picture"]
+    line = {**journal[1], "wishes": [{"kind": "ReferenceUpdate", "picture": {**bomb, "shape": [1, 1, 3]}}]}
     (tmp_path / "a.jsonl").write_text(json.dumps(journal[0]) + "\n" + json.dumps(line) + "\n")
     with pytest.raises(PlanError, match="of which another number is there"):
-        Recording.read(tmp_path / "a.jsonl")
+        StreamRecording.read(tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from patchpar import ParallelPipeline, PlanError
 from patchpar.models.ip_adapters import looked_at
-from patchpar.pipeline.messages import StepChange
+from patchpar.pipeline.messages import CallbackChange
 from patchpar.pipeline.pipeline_call import carry_out
 from tests import tiny
 from tests.tiny.adapted_pipelines import picture_weights
@@ -158,7 +158,7 @@ def test_pickles_are_refused_by_the_pipeline_and_in_its_callbacks(pickled: Path)
     ):
         pipe.load_ip_adapter(pickled, **ADAPTER)
     with pytest.raises(PlanError, match=PICKLE):
-        carry_out(own, StepChange("load_ip_adapter", (pickled,), ADAPTER))
+        carry_out(own, CallbackChange("load_ip_adapter", (pickled,), ADAPTER))
     assert own.image_encoder is None
     assert "IPAdapter" not in str(own.unet.attn_processors), "nothing was loaded"
 

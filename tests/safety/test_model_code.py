@@ -12,7 +12,7 @@ from typing import Any
 import diffusers
 import pytest
 
-from patchpar import ParallelPipeline, PictureStreamingPipeline, PlanError
+from patchpar import ImageStreamingPipeline, ParallelPipeline, PlanError
 from patchpar.models.files import embedded_model, resolve_model
 from patchpar.models.loading import load_pipeline
 from patchpar.models.remote_code import refuse_code
@@ -123,7 +123,7 @@ def test_it_is_refused_before_anything_is_loaded(way: Callable[[Path], None], ho
     way(hostile)
     for load in (
         lambda: ParallelPipeline.from_pretrained(hostile, devices="cpu", variant="fp16"),
-        lambda: PictureStreamingPipeline.from_pretrained(hostile, devices="cpu", variant="fp16"),
+        lambda: ImageStreamingPipeline.from_pretrained(hostile, devices="cpu", variant="fp16"),
         lambda: load_pipeline(str(hostile), {"variant": "fp16"}),
     ):
         with pytest.raises(PlanError, match=r"code that comes with a model is not run|loaded from elsewhere"):

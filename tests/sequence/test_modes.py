@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.plan.attention_mode import WAYS, KeyExchange
+from patchpar.plan.attention_mode import WAYS, AttentionMode
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.dispatch import MODES, attend_together
-from patchpar.shard.attention.sharded_qkv import Shared
+from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from patchpar.shard.attention.ulysses import split_heads
 from tests.unit.threads import on_threads
 
@@ -34,18 +34,18 @@ def cut(x: Tensor, common: int, sizes: tuple[int, ...], place: int) -> Tensor:
     return torch.cat([x[:, :, :common], x[:, :, start : start + sizes[place]]], 2)
 
 
-def run(transport: Any, mode: KeyExchange, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> Any:
+def run(transport: Any, mode: AttentionMode, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> Any:
     sizes, common, place = options["sizes"], options.get("common", 0), transport.rank
-    door = Door(transport)
+    door = Communicator(transport)
     axis = Axis("patch", place, len(sizes), tuple(range(len(sizes))))
     asking = common if options.get("common_asks", True) else 0
     q, k, v = (cut(x, here, sizes, place) for x, here in zip(tensors, (asking, common, common), strict=True))
-    shared = Shared(q_BNlD=q, k_BMlD=k, v_BMlD=v, place=place, **options)
+    shared = ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, place=place, **options)
     found = attend_together(mode, door, axis, "layer", shared)
     return found, dict(door.traffic.bytes_sent), dict(door.traffic.rounds)
 
 
-def attended(mode: KeyExchange, tensors: tuple[Tensor, ...], **options: Any) -> list[Any]:
+def attended(mode: AttentionMode, tensors: tuple[Tensor, ...], **options: Any) -> list[Any]:
     found = on_threads(len(options["sizes"]), run, mode, tensors, options)
     for each in found:
         if isinstance(each, Exception):
@@ -59,7 +59,7 @@ def wanted(tensors: tuple[Tensor, ...], mask: Tensor | None, *, causal: bool, sc
     )
 
 
-def check(mode: KeyExchange, tensors: tuple[Tensor, ...], **options: Any) -> None:
+def check(mode: AttentionMode, tensors: tuple[Tensor, ...], **options: Any) -> None:
     common, sizes = options.get("common", 0), options["sizes"]
     want = wanted(tensors, options.get("mask"), causal=options.get("causal", False), scale=options.get("scale"))
     asking = common if options.get("common_asks", True) else 0
@@ -67,47 +67,47 @@ def check(mode: KeyExchange, tensors: tuple[Tensor, ...], **options: Any) -> Non
         assert (got - cut(want, asking, sizes, place)).abs().max() <= TOLERANCE
 
 
-ALL = [KeyExchange(way=name) for name in MODES]
-HYBRIDS = [KeyExchange(way=name, ulysses=2) for name in MODES]
+ALL = [AttentionMode(way=name) for name in MODES]
+HYBRIDS = [AttentionMode(way=name, ulysses=2) for name in MODES]
 
 
-def title(mode: KeyExchange) -> str:
+def title(mode: AttentionMode) -> str:
     return f"{mode.way}-{mode.ulysses}"
 
 
-@pytest.mark.parametrize("mode", [*ALL, KeyExchange(ulysses=3)], ids=title)
+@pytest.mark.parametrize("mode", [*ALL, AttentionMode(ulysses=3)], ids=title)
 @pytest.mark.parametrize("common", [0, 5])
 @pytest.mark.parametrize("sizes", [(7, 9, 4), (6, 6, 6)])
-def test_three_places(mode: KeyExchange, sizes: tuple[int, ...], common: int) -> None:
+def test_three_places(mode: AttentionMode, sizes: tuple[int, ...], common: int) -> None:
     tensors = whole(heads=4, key_heads=4, tokens=common + sum(sizes))
     check(mode, tensors, sizes=sizes, common=common)
 
 
-@pytest.mark.parametrize("mode", [*ALL, KeyExchange(ulysses=2)], ids=title)
+@pytest.mark.parametrize("mode", [*ALL, AttentionMode(ulysses=2)], ids=title)
 @pytest.mark.parametrize("scale", [None, 0.4])
-def test_two_places(mode: KeyExchange, scale: float | None) -> None:
+def test_two_places(mode: AttentionMode, scale: float | None) -> None:
     check(mode, whole(heads=3, key_heads=3, tokens=21), sizes=(11, 7), common=3, scale=scale)
 
 
-@pytest.mark.parametrize("mode", [*ALL, *HYBRIDS, KeyExchange(ulysses=4)], ids=title)
-def test_four_places_and_odd_heads(mode: KeyExchange) -> None:
+@pytest.mark.parametrize("mode", [*ALL, *HYBRIDS, AttentionMode(ulysses=4)], ids=title)
+def test_four_places_and_odd_heads(mode: AttentionMode) -> None:
     check(mode, whole(heads=5, key_heads=5, tokens=4 + 26), sizes=(7, 9, 4, 6), common=4)
 
 
-@pytest.mark.parametrize("mode", [*ALL, KeyExchange(ulysses=5)], ids=title)
-def test_five_places(mode: KeyExchange) -> None:
+@pytest.mark.parametrize("mode", [*ALL, AttentionMode(ulysses=5)], ids=title)
+def test_five_places(mode: AttentionMode) -> None:
     check(mode, whole(heads=6, key_heads=6, tokens=2 + 15), sizes=(3, 4, 1, 5, 2), common=2)
 
 
-@pytest.mark.parametrize("mode", [*ALL, *HYBRIDS, KeyExchange(ulysses=4)], ids=title)
+@pytest.mark.parametrize("mode", [*ALL, *HYBRIDS, AttentionMode(ulysses=4)], ids=title)
 @pytest.mark.parametrize(("heads", "key_heads"), [(6, 2), (8, 4), (6, 3), (4, 1)])
-def test_grouped_heads(mode: KeyExchange, heads: int, key_heads: int) -> None:
+def test_grouped_heads(mode: AttentionMode, heads: int, key_heads: int) -> None:
     check(mode, whole(heads=heads, key_heads=key_heads, tokens=3 + 17), sizes=(5, 4, 2, 6), common=3)
 
 
-@pytest.mark.parametrize("mode", [*ALL, *HYBRIDS, KeyExchange(ulysses=4)], ids=title)
+@pytest.mark.parametrize("mode", [*ALL, *HYBRIDS, AttentionMode(ulysses=4)], ids=title)
 @pytest.mark.parametrize("masked", [False, True])
-def test_common_tokens_that_do_not_ask(mode: KeyExchange, masked: bool) -> None:
+def test_common_tokens_that_do_not_ask(mode: AttentionMode, masked: bool) -> None:
     """Text that is seen, but sees nothing: PRX, and the picture of an IP-Adapter."""
     q, k, v = whole(heads=5, key_heads=5, tokens=3 + 17)
     mask = torch.rand(BATCH, 1, 17, 3 + 17, generator=torch.Generator().manual_seed(1)) < 0.6 if masked else None
@@ -115,7 +115,7 @@ def test_common_tokens_that_do_not_ask(mode: KeyExchange, masked: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", [*ALL, *HYBRIDS], ids=title)
-def test_causal(mode: KeyExchange) -> None:
+def test_causal(mode: AttentionMode) -> None:
     check(mode, whole(heads=4, key_heads=4, tokens=20), sizes=(5, 4, 2, 9), causal=True)
 
 
@@ -130,15 +130,15 @@ def masks(kind: str, heads: int, tokens: int) -> Tensor:
     return torch.randn(BATCH, heads, tokens, tokens, generator=generator)
 
 
-@pytest.mark.parametrize("mode", [*ALL, *HYBRIDS, KeyExchange(ulysses=4)], ids=title)
+@pytest.mark.parametrize("mode", [*ALL, *HYBRIDS, AttentionMode(ulysses=4)], ids=title)
 @pytest.mark.parametrize("kind", ["padding", "first-places-only", "pairs", "bias"])
-def test_masks(mode: KeyExchange, kind: str) -> None:
+def test_masks(mode: AttentionMode, kind: str) -> None:
     mask = masks(kind, 4, 3 + 17)
     check(mode, whole(heads=4, key_heads=4, tokens=3 + 17), sizes=(5, 4, 2, 6), common=3, mask=mask)
 
 
 @pytest.mark.parametrize("mode", [*ALL, *HYBRIDS], ids=title)
-def test_half_precision_is_no_worse_than_rounding(mode: KeyExchange) -> None:
+def test_half_precision_is_no_worse_than_rounding(mode: AttentionMode) -> None:
     tensors = whole(heads=4, key_heads=4, tokens=40, dtype=torch.bfloat16)
     sizes = (12, 10, 8, 10)
     exact = wanted(tuple(x.double() for x in tensors), None, causal=False, scale=None)
@@ -150,7 +150,7 @@ def test_half_precision_is_no_worse_than_rounding(mode: KeyExchange) -> None:
 
 
 @pytest.mark.parametrize("mode", [*ALL, *HYBRIDS], ids=title)
-def test_without_the_others_it_is_wrong(mode: KeyExchange) -> None:
+def test_without_the_others_it_is_wrong(mode: AttentionMode) -> None:
     """The negative control: what others have is another thing, and the result must show it."""
     sizes, tensors = (5, 4, 2, 6), whole(heads=4, key_heads=4, tokens=17)
     other = tuple(torch.cat([x[:, :, :5], x[:, :, 5:].flip(2) * 2], 2) for x in tensors)
@@ -169,25 +169,25 @@ def test_bytes(places: int) -> None:
     tensors = whole(heads=heads, key_heads=heads, tokens=tokens)
     ring = 2 * (places - 1) * tokens * unit // places
 
-    def sent(mode: KeyExchange) -> list[dict[str, int]]:
+    def sent(mode: AttentionMode) -> list[dict[str, int]]:
         return [counted for _, counted, _ in attended(mode, tensors, sizes=sizes)]
 
     for name in ("gather", "ring", "two-way-ring"):
-        assert sent(KeyExchange(way=name)) == [{"kv": ring}] * places
+        assert sent(AttentionMode(way=name)) == [{"kv": ring}] * places
     lse = (places - 1) * tokens // places * heads * BATCH * 4
-    for counted in sent(KeyExchange(way="token-ring")):
+    for counted in sent(AttentionMode(way="token-ring")):
         assert counted == {"q": ring // 2, "partials": ring // 2 + lse}
     ulysses = 4 * (places - 1) * tokens * unit // places**2
-    assert sent(KeyExchange(ulysses=places)) == [{"heads": ulysses}] * places
+    assert sent(AttentionMode(ulysses=places)) == [{"heads": ulysses}] * places
     if places == 4:
-        hybrid = sent(KeyExchange(way="ring", ulysses=2))
+        hybrid = sent(AttentionMode(way="ring", ulysses=2))
         # USP: (4 (U - 1) / U + 2 (R - 1)) / N of the sequence, of which the ring's part is for 1/U of the heads
         assert hybrid == [{"heads": 4 * tokens * unit // 2 // 4, "kv": 2 * tokens * unit // 4}] * places
 
 
 def test_rounds() -> None:
     tensors = whole(heads=4, key_heads=4, tokens=20)
-    rounds = {title(mode): attended(mode, tensors, sizes=(5,) * 4)[0][2] for mode in (*ALL, KeyExchange(ulysses=4))}
+    rounds = {title(mode): attended(mode, tensors, sizes=(5,) * 4)[0][2] for mode in (*ALL, AttentionMode(ulysses=4))}
     assert rounds == {
         "gather-1": {"kv": 1},
         "ring-1": {"kv": 3},
@@ -199,7 +199,7 @@ def test_rounds() -> None:
 
 def test_fewer_heads_than_ranks() -> None:
     with pytest.raises(UnsupportedModel, match="2 attention heads cannot be shared by 3 ranks: use ulysses=2 or less"):
-        attended(KeyExchange(ulysses=3), whole(heads=2, key_heads=2, tokens=9), sizes=(3, 3, 3))
+        attended(AttentionMode(ulysses=3), whole(heads=2, key_heads=2, tokens=9), sizes=(3, 3, 3))
 
 
 @pytest.mark.parametrize(
@@ -212,12 +212,12 @@ def test_fewer_heads_than_ranks() -> None:
 )
 def test_modes_that_are_none(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        KeyExchange(**options)
+        AttentionMode(**options)
 
 
 def test_a_degree_that_does_not_divide() -> None:
     with pytest.raises(PlanError, match="ulysses=4 does not divide 6 ranks into groups: use 1, 2, 3, 6"):
-        KeyExchange(ulysses=4).check_places(6)
+        AttentionMode(ulysses=4).check_places(6)
 
 
 @pytest.mark.parametrize(("heads", "key_heads", "places"), [(24, 24, 5), (7, 7, 3), (12, 4, 3), (12, 2, 4), (6, 2, 6)])
@@ -235,10 +235,10 @@ def test_heads_are_split_evenly(heads: int, key_heads: int, places: int) -> None
 def test_tokens_that_are_not_there() -> None:
     q, k, v = (x[:, :, :4] for x in whole(heads=2, key_heads=2, tokens=9))
     with pytest.raises(UnsupportedModel, match="place 0 has 0 common and 5 own tokens"):
-        Shared(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=(5, 4), place=0)
+        ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=(5, 4), place=0)
     q, k, v = whole(heads=3, key_heads=2, tokens=9)
     with pytest.raises(UnsupportedModel, match="3 query heads cannot share 2 key heads"):
-        Shared(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=(9,), place=0)
+        ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=(9,), place=0)
 
 
 def test_every_way_has_a_mode() -> None:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.emulation import Emulation
-from patchpar.pipeline.messages import DrawOptions, RandomState
-from patchpar.pipeline.runner import Engine
+from patchpar.pipeline.messages import CallOptions, RandomState
+from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
-from patchpar.shard.unet.discover import Sites, discover
+from patchpar.shard.unet.discover import ExchangeSites, discover
 from tests import tiny
 from tests.ranks import Place
 
@@ -58,7 +58,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class RankOutput:
     """Final latents, on rank 0, and how many denoiser calls were exact and how many were not."""
 
     latents: Tensor | None
@@ -69,24 +69,24 @@ class Drawn:
 class Studio:
     """One rank's engine with a tiny pipeline, fresh from the start, for pictures one after the other."""
 
-    def __init__(self, engine: Engine, case: Case) -> None:
+    def __init__(self, engine: PipelineRunner, case: Case) -> None:
         self.engine, self.case = engine, case
         self.engine.restore()
         sites = known_sites(case.pipeline)
         self.engine.adopt(pipeline(case))
-        self.options = DrawOptions(plan=Plan.parse(case.plan), verify=False, random=RandomState(seed=SEED), quiet=True)
+        self.options = CallOptions(plan=Plan.parse(case.plan), verify=False, random=RandomState(seed=SEED), quiet=True)
         self.engine.install(self.options.plan, verify=False)
         for patched in self.engine._installed.patched:
             patched.sites = sites
         self.engine.control(exchange=case.exchange)
 
-    def draw(self, picture: Picture) -> Drawn:
+    def draw(self, picture: Picture) -> RankOutput:
         """One picture."""
         torch.manual_seed(SEED)  # some schedulers draw without the caller's generator
         output = getattr(self.engine.draw(arguments(self.case, picture), self.options), "output", None)
         histories = [patched.history for patched in self.engine._installed.patched if patched.history is not None]
         exact, stale = (sum(getattr(h, name) for h in histories) for name in ("exact_calls", "stale_calls"))
-        return Drawn(latents=None if output is None else output.images, exact_calls=exact, stale_calls=stale)
+        return RankOutput(latents=None if output is None else output.images, exact_calls=exact, stale_calls=stale)
 
 
 @cache
@@ -104,7 +104,7 @@ def pipeline(case: Case) -> Any:
 
 
 @cache
-def known_sites(name: str) -> Sites:
+def known_sites(name: str) -> ExchangeSites:
     """Where its denoiser has seams. So does probing."""
     found, denoiser = built(name)[0], built(name)[0].denoiser
     seen: list[Any] = []
@@ -140,7 +140,7 @@ def arguments(case: Case, picture: Picture, at_change: Callable[[], None] = lamb
     }
 
 
-def drawn(place: Place, cases: Sequence[Case], pictures: Sequence[Picture]) -> list[list[Drawn]]:
+def drawn(place: Place, cases: Sequence[Case], pictures: Sequence[Picture]) -> list[list[RankOutput]]:
     """All pictures of each case, one after the other. Needs all ranks of the pool; a plan may leave some idle."""
     with studio_engine(place) as engine:
         studios = (Studio(engine, case) for case in cases)
@@ -148,9 +148,9 @@ def drawn(place: Place, cases: Sequence[Case], pictures: Sequence[Picture]) -> l
 
 
 @contextmanager
-def studio_engine(place: Place) -> Iterator[Engine]:
+def studio_engine(place: Place) -> Iterator[PipelineRunner]:
     """An engine that leaves the pipelines as they were."""
-    engine = Engine(place.context)
+    engine = PipelineRunner(place.context)
     try:
         yield engine
     finally:
@@ -187,7 +187,7 @@ class Change:
     method: str | None = None
     arguments: tuple[Any, ...] = ()
 
-    def happen(self, engine: Engine) -> None:
+    def happen(self, engine: PipelineRunner) -> None:
         """On this rank."""
         if self.scheduler is not None:
             engine.set("scheduler", SCHEDULERS[self.scheduler].from_config(engine.pipe.scheduler.config))
@@ -198,7 +198,7 @@ class Change:
 Happening = Picture | Change
 
 
-def row_and_alone(place: Place, case: Case, row: Sequence[Happening]) -> list[tuple[Drawn, Drawn]]:
+def row_and_alone(place: Place, case: Case, row: Sequence[Happening]) -> list[tuple[RankOutput, RankOutput]]:
     """Each picture of a row as drawn there, and as drawn by ranks that had never drawn another. One may fail."""
     with studio_engine(place) as engine:
         in_a_row = _all_of(Studio(engine, case), row)
@@ -210,7 +210,7 @@ def row_and_alone(place: Place, case: Case, row: Sequence[Happening]) -> list[tu
         return list(zip(in_a_row, alone, strict=True))
 
 
-def _all_of(studio: Studio, row: Sequence[Happening]) -> list[Drawn]:
+def _all_of(studio: Studio, row: Sequence[Happening]) -> list[RankOutput]:
     found = []
     for happening in row:
         if isinstance(happening, Change):

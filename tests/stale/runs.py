@@ -11,8 +11,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.emulation import Emulation, Treatment
-from patchpar.shard.unet.discover import Sites, discover
+from benchmarks.emulation import EmulatedPolicy, Emulation
+from patchpar.shard.unet.discover import ExchangeSites, discover
 from patchpar.strategies import parse_strategy
 from tests.exact import denoisers
 from tests.tensors import relative
@@ -70,29 +70,31 @@ def emulated(run: Run, places: int, evaluations: Sequence[int] = ()) -> list[Ten
 
 
 @cache
-def sites_of(name: str) -> Sites:
+def sites_of(name: str) -> ExchangeSites:
     """Probing a denoiser takes longer than a run, so that it is done once."""
     denoiser = denoisers.build(name)
     return discover(denoiser, denoiser.forward, (), arguments(Run(strategy="exact", denoiser=name, size=(16, 12)), 0))
 
 
-ALONE = Treatment(halo="none", moments="separate", context="none", warmup_steps=0)
+ALONE = EmulatedPolicy(halo="none", moments="separate", context="none", warmup_steps=0)
 CONTEXTS = {"displaced": "all", "pcpp": "band"}
 MOMENTS = {"sync": "fresh"}
 
 
-def treatment_of(run: Run) -> Treatment:
+def treatment_of(run: Run) -> EmulatedPolicy:
     """A strategy in the words of the emulation."""
     if run.exchange == "off":
         return ALONE
     strategy: Any = parse_strategy(run.strategy)
     if strategy.name == "fresh-edges":
-        found = Treatment(context=strategy.context, band=strategy.band, pool=strategy.pool, refresh=strategy.refresh)
+        found = EmulatedPolicy(
+            context=strategy.context, band=strategy.band, pool=strategy.pool, refresh=strategy.refresh
+        )
         if strategy.context != "partials":
             found = replace(found, extrapolated=strategy.extrapolated, correction=strategy.correction)
     else:
         moments = MOMENTS.get(strategy.group_norm, strategy.group_norm)
-        found = Treatment(halo="stale", moments=moments, context=CONTEXTS[strategy.name])
+        found = EmulatedPolicy(halo="stale", moments=moments, context=CONTEXTS[strategy.name])
         found = replace(found, published=getattr(strategy, "preset", None) == "paper")
         found = replace(found, fraction=getattr(strategy, "fraction", 1.0))
     return replace(found, warmup_steps=strategy.warmup_steps, frozen=run.exchange == "frozen")

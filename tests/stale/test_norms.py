@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.emulation.sight import corrected, merged, moments_of, normalise
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.plan.bands import Bands
 from patchpar.plan.exchange_policy import GROUP_NORMS, LEAST_VARIANCE
 from patchpar.plan.mesh import Mesh
-from patchpar.shard.local_patch import Share
-from patchpar.shard.stale.cache import Memory
+from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.stale.cache import StaleCache
 from patchpar.shard.unet.layer_hooks import NormHook
 from patchpar.strategies.displaced import DisplacedPatch
 from tests.unit.threads import on_threads
@@ -28,9 +28,9 @@ def normalised(
     transport: Any, group_norm: Any, norm: nn.GroupNorm, maps: Maps, preset: Any = None, rows: int = 6
 ) -> list[Tensor]:
     """Our rows of an exact evaluation and three stale ones."""
-    door, treatment = Door(transport), DisplacedPatch(group_norm=group_norm, preset=preset).treatment
-    memory, bands = Memory(door, treatment.bucket), Bands((0, rows, 8))
-    share = Share(door, Mesh(transport.rank, range(2), patch=2)["patch"], treatment, bands, memory=memory)
+    door, treatment = Communicator(transport), DisplacedPatch(group_norm=group_norm, preset=preset).treatment
+    memory, bands = StaleCache(door, treatment.bucket), Bands((0, rows, 8))
+    share = LocalPatch(door, Mesh(transport.rank, range(2), patch=2)["patch"], treatment, bands, memory=memory)
     hook, found = NormHook(share, "norm", None), []
     for evaluation in range(4):
         share.fresh = not memory.begin(0, evaluation, "form")

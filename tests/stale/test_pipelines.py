@@ -13,7 +13,7 @@ from tests.breadth import first_of
 from tests.conftest import POOL_SIZE
 from tests.tensors import relative
 
-from .pipelines import SCHEDULERS, WIDE, Case, Drawn, Picture, emulated, plain
+from .pipelines import SCHEDULERS, WIDE, Case, Picture, RankOutput, emulated, plain
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__")  # KDPM2 of diffusers, with NumPy 2
 ON_RANKS = "tests.stale.pipelines"
@@ -25,12 +25,12 @@ TOGETHER = ("displaced", "pcpp:fraction=0.5", "fresh-edges", "fresh-edges:contex
 EVALUATIONS = {"Heun": 7, "KDPM2": 7}  # of four steps; the last one of these needs one only
 
 
-def draw(ranks: Any, cases: Sequence[Case], *pictures: Picture) -> list[list[Drawn]]:
-    found: list[list[Drawn]] = ranks.run(f"{ON_RANKS}:drawn", POOL_SIZE, list(cases), list(pictures))[0]
+def draw(ranks: Any, cases: Sequence[Case], *pictures: Picture) -> list[list[RankOutput]]:
+    found: list[list[RankOutput]] = ranks.run(f"{ON_RANKS}:drawn", POOL_SIZE, list(cases), list(pictures))[0]
     return found
 
 
-def latents(drawn: Drawn) -> Tensor:
+def latents(drawn: RankOutput) -> Tensor:
     assert drawn.latents is not None
     return drawn.latents
 

@@ -11,7 +11,7 @@ import pytest
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.worker_group import ENGINE, Crew, Loading
+from patchpar.stream.worker_group import ENGINE, ModelLoading, WorkerGroup
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.tiny import write_folder
 
@@ -33,5 +33,5 @@ def three(face_folder: Path, ranks: Any) -> StreamingPipeline:
     config, plan = StreamConfig.load(face_folder), StreamPlan.even(2, 3)
     executor: Any = PoolExecutor(ranks, "stream", ENGINE)
     facts = executor.call("load", str(face_folder), config, plan, {})[0]
-    loading = Loading(folder=str(face_folder), config=config, options={}, devices=("cpu",) * 3, deadline=60)
-    return StreamingPipeline(Crew(executor, plan), config, facts, loading)
+    loading = ModelLoading(folder=str(face_folder), config=config, options={}, devices=("cpu",) * 3, deadline=60)
+    return StreamingPipeline(WorkerGroup(executor, plan), config, facts, loading)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport
 from patchpar.stream.causal_model import CausalModel, Payload
 from patchpar.stream.events import Change, Reference
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.stage import Finished, Order, StageFigures, StageLoop, Surroundings
-from patchpar.stream.stage_link import Sign
+from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop, StageOrder, StageStats
+from patchpar.stream.stage_link import BlockSignal
 from tests.stream.tiny import sound
 from tests.unit.threads import on_threads
 
@@ -55,14 +55,14 @@ class Script:
     hears: bool = True
     rests: dict[int, int] = field(default_factory=dict)
 
-    def order(self, block: int, patience: float) -> Order:
+    def order(self, block: int, patience: float) -> StageOrder:
         if self.rests.get(block, 0):
             self.rests[block] -= 1
-            return Order(sign=Sign.REST)
+            return StageOrder(sign=BlockSignal.REST)
         if block == self.blocks:
-            return Order(sign=Sign.END)
+            return StageOrder(sign=BlockSignal.END)
         inputs = (sound(block),) if self.hears else ()
-        return Order(sign=Sign.BLOCK, inputs=inputs, changes=self.changes.get(block, ()))
+        return StageOrder(sign=BlockSignal.BLOCK, inputs=inputs, changes=self.changes.get(block, ()))
 
 
 class Uneven:
@@ -81,25 +81,25 @@ class Uneven:
 
 def stage(
     transport: Transport, models: Mapping[int, CausalModel], plan: StreamPlan, script: Script, uneven: float = 0.0
-) -> tuple[Outcome, StageFigures]:
+) -> tuple[Outcome, StageStats]:
     """What one rank does; the one that decodes returns the frames."""
     outcome: Outcome = []
 
-    def put(finished: Finished) -> None:
+    def put(finished: FinishedBlock) -> None:
         assert finished.block == len(outcome), "blocks come out in order"
         outcome.append((finished.latents[0], finished.frames))
 
-    around = Surroundings(order=script.order, put=put, is_cancelled=lambda: False)
+    around = StageIO(order=script.order, put=put, is_cancelled=lambda: False)
     model: Any = models[transport.rank]
     if uneven:
         model = Uneven(model, uneven, transport.rank)
-    loop = StageLoop(model, plan, transport.rank, Door(transport), around)
+    loop = StageLoop(model, plan, transport.rank, Communicator(transport), around)
     return outcome, loop.run()
 
 
 def pipelined(
     make: Callable[[], CausalModel], plan: StreamPlan, script: Script, uneven: float = 0.0
-) -> tuple[Outcome, list[StageFigures]]:
+) -> tuple[Outcome, list[StageStats]]:
     """Ranks as threads, each with a model of its own, made here: weights are drawn from a generator of all threads."""
     models = {rank: make() for rank in range(plan.ranks)}
     found = on_threads(plan.ranks, stage, models, plan, script, uneven, deadline=60.0)

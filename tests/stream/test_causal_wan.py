@@ -11,8 +11,8 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.stream.causal.causal_wan import CausalWan, Heard
-from patchpar.stream.causal.rope import Grid, Positions
+from patchpar.stream.causal.causal_wan import BlockAudio, CausalWan
+from patchpar.stream.causal.rope import PatchGrid, RotaryPositions
 from patchpar.stream.causal_options import CausalOptions
 from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, sink, sound, text, transformer
 from tests.tensors import noise
@@ -30,7 +30,7 @@ def chunked(net: CausalWan, *, has_sink: bool, hears: bool = True, first: int = 
         net.remember_sink(memory, sink(0), text(0))
     return torch.cat(
         [
-            net.velocity(memory, x, timestep, text(0), block=first + i, heard=Heard(sound(i)) if hears else None)
+            net.velocity(memory, x, timestep, text(0), block=first + i, heard=BlockAudio(sound(i)) if hears else None)
             for i, x in enumerate(blocks())
         ],
         2,
@@ -90,7 +90,7 @@ def test_an_hour_later_is_the_same_picture() -> None:
 
 def test_positions_are_those_of_wan() -> None:
     rope = transformer().rope
-    mine = Positions((rope.t_dim, rope.h_dim, rope.w_dim), Grid(rows=2, columns=3), torch.device("cpu"))
+    mine = RotaryPositions((rope.t_dim, rope.h_dim, rope.w_dim), PatchGrid(rows=2, columns=3), torch.device("cpu"))
     wans = rope(torch.zeros(1, 16, 5, 4, 6))
     assert all(torch.equal(a, b) for a, b in zip(mine.at(range(5)), wans, strict=True))
 
@@ -134,7 +134,7 @@ def test_one_transformer_serves_several_memories() -> None:
     outs: list[list[Tensor]] = [[], []]
     for i, x in enumerate(blocks()):
         for memory, out, level in zip(memories, outs, (500.0, 100.0), strict=True):
-            out.append(net.velocity(memory, x, level, text(0), block=i, heard=Heard(sound(i))))
+            out.append(net.velocity(memory, x, level, text(0), block=i, heard=BlockAudio(sound(i))))
     assert torch.equal(torch.cat(outs[0], 2), alone)
     assert not torch.equal(torch.cat(outs[1], 2), alone)
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.launch.inline import InlineContext
-from patchpar.stream.causal.checkpoint import Needs, load_wan
-from patchpar.stream.causal.runner import StreamEngine
-from patchpar.stream.causal.wan import LowNoise, WanStream
+from patchpar.stream.causal.checkpoint import RequiredWeights, load_wan
+from patchpar.stream.causal.runner import StreamRunner
+from patchpar.stream.causal.wan import LowNoiseTransformer, WanStream
 from patchpar.stream.config import StreamConfig
-from patchpar.stream.messages import Course
+from patchpar.stream.messages import StreamRun
 from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, low_noise_below
 from patchpar.stream.plan import StreamPlan
 from tests.stream.running import Script, differing, pipelined, serial
@@ -66,7 +66,7 @@ def same(one: Any, other: Any) -> bool:
 def test_classes_of_others_are_the_weights_of_wan(causal_folder: Path, plain: Path) -> None:
     with pytest.raises(Exception, match=r"CausalWan|SelfForcing"):
         WanPipeline.from_pretrained(causal_folder)
-    pipe = load_wan(causal_folder, Needs(text=True, vae=True), {})
+    pipe = load_wan(causal_folder, RequiredWeights(text=True, vae=True), {})
     assert same(pipe.transformer, WanPipeline.from_pretrained(plain).transformer)
     assert type(pipe.transformer) is WanTransformer3DModel
 
@@ -85,7 +85,7 @@ def test_self_forcing_is_told_by_its_scheduler(causal_folder: Path) -> None:
 
 
 def test_a_rank_holds_what_it_needs(plain: Path) -> None:
-    pipe = load_wan(plain, Needs(text=False, vae=False, transformers=()), {"torch_dtype": torch.bfloat16})
+    pipe = load_wan(plain, RequiredWeights(text=False, vae=False, transformers=()), {"torch_dtype": torch.bfloat16})
     assert (pipe.text_encoder, pipe.tokenizer, pipe.vae) == (None, None, None)
     assert (pipe.transformer.device.type, pipe.transformer.dtype) == ("meta", torch.bfloat16)
 
@@ -102,7 +102,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(causal_folder: Path, what: 
     save_file(held, file, metadata={"format": "pt"})
     named = first if what == "missing" else "audio_injector.weight"
     with pytest.raises(UnsupportedModel, match=rf"{what} keys.*{named}"):
-        load_wan(causal_folder, Needs(text=False, vae=False), {})
+        load_wan(causal_folder, RequiredWeights(text=False, vae=False), {})
 
 
 # --- two transformers -------------------------------------------------------------------------------------------------
@@ -137,7 +137,9 @@ def stream_of_two(steps: int = 3, boundary: int = 1) -> WanStream:
     low = causal(hears=False)
     for parameter in low.transformer.parameters():
         parameter.mul_(0.9)
-    return WanStream(one._network, one._schedule, one._decoder, one._options, LowNoise(network=low, start=boundary))
+    return WanStream(
+        one._network, one._schedule, one._decoder, one._options, LowNoiseTransformer(network=low, start=boundary)
+    )
 
 
 def test_a_step_is_drawn_by_the_transformer_of_its_level() -> None:
@@ -154,20 +156,22 @@ def test_a_rank_loads_the_transformers_of_its_steps(of_two: Path) -> None:
     """Levels 1 and 0.6, and 0.7 between the two transformers: a rank with both steps needs both, others one."""
     config = StreamConfig.load(of_two)
     assert low_noise_below(of_two) == 0.7
-    engine = StreamEngine(InlineContext("cpu", 10.0))
+    engine = StreamRunner(InlineContext("cpu", 10.0))
     engine.load(str(of_two), config, StreamPlan.even(2, 1), {})
     found = [network.transformer for network in engine._networks]
     assert len(found) == 2
-    assert same(found[0], load_wan(of_two, Needs(text=False, vae=False), {}).transformer)
-    assert same(found[1], load_wan(of_two, Needs(text=False, vae=False, transformers=(LOW_NOISE,)), {}).transformer_2)
+    assert same(found[0], load_wan(of_two, RequiredWeights(text=False, vae=False), {}).transformer)
+    assert same(
+        found[1], load_wan(of_two, RequiredWeights(text=False, vae=False, transformers=(LOW_NOISE,)), {}).transformer_2
+    )
     assert not same(*found)
-    alone = load_wan(of_two, Needs(text=False, vae=False, transformers=(LOW_NOISE,)), {})
+    alone = load_wan(of_two, RequiredWeights(text=False, vae=False, transformers=(LOW_NOISE,)), {})
     assert alone.transformer is None
     assert engine._model(course()).steps == 2
 
 
-def course() -> Course:
-    return Course(ranks=1, seed=1, rows=ROWS, columns=COLUMNS, first_block=0, adapt_sink=False)
+def course() -> StreamRun:
+    return StreamRun(ranks=1, seed=1, rows=ROWS, columns=COLUMNS, first_block=0, adapt_sink=False)
 
 
 def test_two_transformers_need_a_boundary(of_two: Path, tmp_path: Path) -> None:
@@ -180,12 +184,12 @@ def test_two_transformers_need_a_boundary(of_two: Path, tmp_path: Path) -> None:
 
 def test_what_cannot_be_read(tmp_path: Path, plain: Path) -> None:
     with pytest.raises(PlanError, match="folder of a WanPipeline"):
-        load_wan(tmp_path, Needs(text=False, vae=False), {})
+        load_wan(tmp_path, RequiredWeights(text=False, vae=False), {})
     shutil.copytree(plain, tmp_path / "other")
     change(tmp_path / "other" / "model_index.json", vae=["diffusers", "AutoencoderKL"])
     with pytest.raises(UnsupportedModel, match="AutoencoderKL cannot decode block by block"):
-        load_wan(tmp_path / "other", Needs(text=False, vae=False), {})
+        load_wan(tmp_path / "other", RequiredWeights(text=False, vae=False), {})
     shutil.rmtree(tmp_path / "other" / HIGH_NOISE)
     change(tmp_path / "other" / "model_index.json", vae=["diffusers", "AutoencoderKLWan"])
     with pytest.raises(PlanError, match=r"no transformer/config\.json"):
-        load_wan(tmp_path / "other", Needs(text=False, vae=False), {})
+        load_wan(tmp_path / "other", RequiredWeights(text=False, vae=False), {})

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from patchpar.errors import LaunchError, WorkerDied, WorkerError
-from patchpar.stream.messages import Cancel, Course, Produced
+from patchpar.stream.messages import CancelStream, ProducedBlock, StreamRun
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.worker_group import Crew, within
+from patchpar.stream.worker_group import WorkerGroup, within
 
-COURSE = Course(ranks=3, seed=0, rows=4, columns=6, first_block=0, adapt_sink=True)
-PRODUCED = Produced(block=0, frames=torch.zeros(1), seconds=0.1, sink=None)
+COURSE = StreamRun(ranks=3, seed=0, rows=4, columns=6, first_block=0, adapt_sink=True)
+PRODUCED = ProducedBlock(block=0, frames=torch.zeros(1), seconds=0.1, sink=None)
 Act = Callable[[Any, Any], list[Any]]
 
 
@@ -25,7 +25,7 @@ class Ranks:
     def __init__(self, *acts: Act) -> None:
         self.acts, self.closed = list(acts), False
 
-    def call(self, method: str, course: Course, *, on_event: Any, on_start: Any) -> list[Any]:
+    def call(self, method: str, course: StreamRun, *, on_event: Any, on_start: Any) -> list[Any]:
         return self.acts.pop(0)(on_event, on_start)
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ def cannot_start_the_first(on_event: Any, on_start: Any) -> list[Any]:
     raise LaunchError("no memory") from WorkerError("rank 0 raised", rank=0)
 
 
-def run(crew: Crew) -> Any:
+def run(crew: WorkerGroup) -> Any:
     return crew.run(COURSE, lambda rank, event: None, lambda tell: None)
 
 
@@ -75,9 +75,9 @@ class Starting:
         return found, None
 
 
-def crew(first: Ranks, *others: Any, devices: str = "abc") -> tuple[Crew, Starting]:
+def crew(first: Ranks, *others: Any, devices: str = "abc") -> tuple[WorkerGroup, Starting]:
     starting = Starting(devices, *others)
-    return Crew(first, StreamPlan.even(2, 3), starting), starting  # type: ignore[arg-type]
+    return WorkerGroup(first, StreamPlan.even(2, 3), starting), starting  # type: ignore[arg-type]
 
 
 def test_the_same_ranks_while_they_get_on() -> None:
@@ -127,7 +127,7 @@ def test_the_end_of_the_way() -> None:
         run(one)
     assert asked.used == ["ab", "a"]
     with pytest.raises(LaunchError, match="no memory"):
-        run(Crew(Ranks(cannot_start), StreamPlan.even(2, 3)))  # type: ignore[arg-type]
+        run(WorkerGroup(Ranks(cannot_start), StreamPlan.even(2, 3)))  # type: ignore[arg-type]
 
 
 def test_after_the_pipeline_is_closed_nothing_starts() -> None:
@@ -149,7 +149,7 @@ def test_ranks_that_are_gone_are_not_spoken_to() -> None:
 
     def begun(tell: Any) -> None:
         for rank in range(COURSE.ranks):
-            tell(rank, Cancel())
+            tell(rank, CancelStream())
 
     one.run(COURSE, lambda rank, event: None, begun)
     assert told == [0, 1]

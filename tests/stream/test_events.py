@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from patchpar.errors import PlanError
-from patchpar.stream.events import Event, Parameter, Prompt, Reference, pack, unpack
-from patchpar.stream.flow_control import Credits
+from patchpar.stream.events import Parameter, Prompt, Reference, StreamEvent, pack, unpack
+from patchpar.stream.flow_control import BlockCredits
 from tests.tensors import noise
 
 
@@ -17,9 +17,9 @@ from tests.tensors import noise
 def test_packed_and_unpacked(dtype: torch.dtype) -> None:
     text, latents = noise(1, 5, 7).to(dtype), noise(1, 4, 1, 3, 3)
     sent = (
-        Event(block=3, change=Prompt(text=text, transition="blend", over=2)),
-        Event(block=3, change=Reference(latents=latents)),
-        Event(block=4, change=Parameter(name="audio_scale", value=0.1)),
+        StreamEvent(block=3, change=Prompt(text=text, transition="blend", over=2)),
+        StreamEvent(block=3, change=Reference(latents=latents)),
+        StreamEvent(block=4, change=Parameter(name="audio_scale", value=0.1)),
     )
     first, second, third = unpack(pack(sent))
     assert (first.block, second.block) == (3, 3)
@@ -33,7 +33,7 @@ def test_packed_and_unpacked(dtype: torch.dtype) -> None:
 
 def test_a_view_is_packed_as_it_looks() -> None:
     whole = noise(2, 5, 7)
-    (event,) = unpack(pack((Event(block=0, change=Reference(latents=whole.transpose(0, 2)[:, 1:3])),)))
+    (event,) = unpack(pack((StreamEvent(block=0, change=Reference(latents=whole.transpose(0, 2)[:, 1:3])),)))
     assert isinstance(event.change, Reference)
     assert torch.equal(event.change.latents, whole.transpose(0, 2)[:, 1:3])
 
@@ -45,13 +45,13 @@ def test_transitions_that_are_none(options: dict[str, Any]) -> None:
 
 
 def test_credit_is_bounded() -> None:
-    credit = Credits(2)
+    credit = BlockCredits(2)
     assert [credit.take() for _ in range(3)] == [True, True, False]
     credit.give_back()
     assert credit.in_flight == 1
     assert credit.take()
     with pytest.raises(PlanError, match="limit=0"):
-        Credits(0)
+        BlockCredits(0)
 
 
 def test_a_parameter_that_is_none() -> None:

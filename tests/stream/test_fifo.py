@@ -12,20 +12,20 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.causal.decoder import DecoderState, WanDecoder, as_pixels
 from patchpar.stream.events import Change, Parameter, Prompt
 from patchpar.stream.fifo.model import FifoModel, FifoStreamOptions
 from patchpar.stream.fifo.queue import FifoOptions, draw_first_film
-from patchpar.stream.fifo.stage import FifoStage, Neighbours, fifo_plan
+from patchpar.stream.fifo.stage import FifoStage, StageNeighbours, fifo_plan
 from patchpar.stream.fifo.wan import WanFrames
 from patchpar.stream.flow_schedule import FlowSchedule
 from patchpar.stream.keyed_noise import keyed_noise
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.stage import Finished, Order, Surroundings
-from patchpar.stream.stage_link import Sign
+from patchpar.stream.stage import FinishedBlock, StageIO, StageOrder
+from patchpar.stream.stage_link import BlockSignal
 from tests.stream.running import Outcome, Script, differing
 from tests.stream.tiny import COLUMNS, ROWS, text, transformer, vae
 from tests.tensors import noise
@@ -111,22 +111,22 @@ def plain(
 def on_rank(transport: Transport, plan: StreamPlan, script: Script, deaf: bool, given: Mapping[str, Any]) -> Outcome:
     outcome: Outcome = []
 
-    def put(finished: Finished) -> None:
+    def put(finished: FinishedBlock) -> None:
         assert finished.block == len(outcome), "frames come out in order"
         outcome.append((finished.latents[0], finished.frames))
 
-    around = Surroundings(order=script.order, put=put, is_cancelled=lambda: False)
-    stage = FifoStage(model(**given), plan, transport.rank, Door(transport), around)
+    around = StageIO(order=script.order, put=put, is_cancelled=lambda: False)
+    stage = FifoStage(model(**given), plan, transport.rank, Communicator(transport), around)
     if deaf:
         stage._neighbours = Deaf(stage._neighbours)
     stage.run()
     return outcome
 
 
-class Deaf(Neighbours):
+class Deaf(StageNeighbours):
     """The negative control: what a neighbour says is not heard."""
 
-    def __init__(self, other: Neighbours) -> None:
+    def __init__(self, other: StageNeighbours) -> None:
         for name, value in vars(other).items():
             setattr(self, name, value)
 
@@ -203,7 +203,7 @@ def test_an_interrupted_stream_begins_with_another_film() -> None:
     """From its first frame on it is a stream of its own, with the noise of its own frames."""
     outcome: Outcome = []
     orders = Script({2: (START,)}, blocks=4, hears=False)
-    around = Surroundings(
+    around = StageIO(
         order=orders.order,
         put=lambda finished: outcome.append((finished.latents[0], finished.frames)),
         is_cancelled=lambda: False,
@@ -230,12 +230,12 @@ def test_what_is_cancelled_leaves_nothing_behind(looks: int) -> None:
     watcher, decoded, endless = Impatient(looks), list[int](), script(blocks=1000)
 
     def twice(transport: Transport) -> Outcome:
-        around = Surroundings(
+        around = StageIO(
             order=endless.order,
             put=lambda finished: decoded.append(finished.block),
             is_cancelled=watcher.is_cancelled,
         )
-        FifoStage(model(), PLANS[2], transport.rank, Door(transport), around).run()
+        FifoStage(model(), PLANS[2], transport.rank, Communicator(transport), around).run()
         return on_rank(transport, PLANS[2], script(), False, {})
 
     *_, outcome = on_threads(3, twice, deadline=30.0)
@@ -247,8 +247,8 @@ def test_only_neighbours_talk_and_say_little() -> None:
     """In a tick: one frame to the cleaner side, half a window less one to the noisier, however long the queue is."""
 
     def sent(transport: Transport) -> dict[str, int]:
-        door = Door(transport)
-        around = Surroundings(order=orders.order, put=lambda finished: None, is_cancelled=lambda: False)
+        door = Communicator(transport)
+        around = StageIO(order=orders.order, put=lambda finished: None, is_cancelled=lambda: False)
         FifoStage(model(queue), plan, transport.rank, door, around).run()
         return dict(+door.traffic.bytes_sent)
 
@@ -290,7 +290,7 @@ def test_levels_differ_frame_by_frame() -> None:
 
 
 def test_what_cannot_be() -> None:
-    around = Surroundings(order=lambda *_: Order(sign=Sign.END), put=print, is_cancelled=lambda: False)
+    around = StageIO(order=lambda *_: StageOrder(sign=BlockSignal.END), put=print, is_cancelled=lambda: False)
     stream = model()
     with pytest.raises(PlanError, match="even number of latent frames"):
         FifoOptions(window=5)

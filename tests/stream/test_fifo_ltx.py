@@ -13,20 +13,20 @@ from diffusers import LTXPipeline
 from torch import Tensor
 
 from patchpar import FifoConfig, FifoOptions, FifoStreamingPipeline
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport
 from patchpar.errors import UnsupportedModel
 from patchpar.stream.causal.decoder import as_pixels
 from patchpar.stream.events import Prompt
-from patchpar.stream.fifo.ltx import Ltx, LtxFrames
+from patchpar.stream.fifo.ltx import LtxFamily, LtxFrames
 from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
 from patchpar.stream.fifo.model import FifoModel, FifoStreamOptions
-from patchpar.stream.fifo.network import Asked
+from patchpar.stream.fifo.network import PromptToEncode
 from patchpar.stream.fifo.pipeline import ENGINE
 from patchpar.stream.fifo.stage import FifoStage, fifo_plan
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.stage import Finished, Surroundings
-from patchpar.stream.worker_group import Crew
+from patchpar.stream.stage import FinishedBlock, StageIO
+from patchpar.stream.worker_group import WorkerGroup
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.running import Outcome, Script, differing
 from tests.stream.test_ltx_decoder import whole
@@ -71,9 +71,9 @@ def test_frames_of_one_level_are_what_the_pipeline_asks_for(pipe: LTXPipeline, f
         rope_interpolation_scale=(8 / FPS, 8, 8),
         return_dict=False,
     )[0]
-    family = Ltx()
+    family = LtxFamily()
     network = family.network(pipe.transformer, family.facts(folder), FPS)
-    cut, nothing = family.encode(pipe, Asked(text="a fox", negative=None, tokens=TOKENS), CPU)
+    cut, nothing = family.encode(pipe, PromptToEncode(text="a fox", negative=None, tokens=TOKENS), CPU)
     assert cut.shape[1] == int(mask.sum()) < text.shape[1]
     assert nothing is None
     found = network.predict(x, [0.6] * 4, cut)
@@ -83,7 +83,7 @@ def test_frames_of_one_level_are_what_the_pipeline_asks_for(pipe: LTXPipeline, f
 
 
 def test_what_the_folder_says(pipe: LTXPipeline, folder: Path) -> None:
-    facts = Ltx().facts(folder)
+    facts = LtxFamily().facts(folder)
     assert (facts.per_latent, facts.spatial, facts.late) == (8, 8, latents_late(pipe.vae))
     assert facts.late > 1
 
@@ -96,18 +96,18 @@ BUILDING = threading.Lock()
 def on_rank(transport: Transport, plan: StreamPlan, pipe: LTXPipeline, blocks: int) -> Outcome:
     outcome: Outcome = []
 
-    def put(finished: Finished) -> None:
+    def put(finished: FinishedBlock) -> None:
         assert finished.block == len(outcome), "frames come out in order"
         outcome.append((finished.latents[0], finished.frames))
 
     with BUILDING:
-        text, negative = Ltx().encode(pipe, Asked(text="a fox", negative="a hen", tokens=TOKENS), CPU)
+        text, negative = LtxFamily().encode(pipe, PromptToEncode(text="a fox", negative="a hen", tokens=TOKENS), CPU)
         options = FifoStreamOptions(height=SIDE, width=SIDE, seed=7, guidance_scale=3.0)
         network = LtxFrames(pipe.transformer, (8 / FPS, 8.0, 8.0))
         model = FifoModel(network, LtxDecoder(pipe.vae), QUEUE, options)
     script = Script({0: (Prompt(text=text, negative=negative),)}, blocks=blocks, hears=False)
-    around = Surroundings(order=script.order, put=put, is_cancelled=lambda: False)
-    FifoStage(model, plan, transport.rank, Door(transport), around).run()
+    around = StageIO(order=script.order, put=put, is_cancelled=lambda: False)
+    FifoStage(model, plan, transport.rank, Communicator(transport), around).run()
     return outcome
 
 
@@ -156,7 +156,7 @@ def test_workers_show_the_frames_of_one_process(alone: FifoStreamingPipeline, fo
     plan = StreamPlan(sizes=(2, 2), decode="own")  # the last rank has no transformer, the others no decoder
     executor: Any = PoolExecutor(ranks, "fifo-ltx", ENGINE)
     facts = executor.call("load", str(folder), CONFIG, plan, {})[0]
-    found = chunks(FifoStreamingPipeline(Crew(executor, plan), CONFIG, facts))
+    found = chunks(FifoStreamingPipeline(WorkerGroup(executor, plan), CONFIG, facts))
     assert [torch.equal(a, b) for a, b in zip(found, wanted, strict=True)] == [True] * len(wanted)
 
 

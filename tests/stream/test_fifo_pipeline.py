@@ -18,7 +18,7 @@ from patchpar.stream.fifo.config import FifoConfig
 from patchpar.stream.fifo.pipeline import ENGINE, FifoStreamingPipeline
 from patchpar.stream.fifo.queue import FifoOptions
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.worker_group import Crew
+from patchpar.stream.worker_group import WorkerGroup
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.tiny import COLUMNS, ROWS, TEXT
 
@@ -38,7 +38,7 @@ def spread(face_folder: Path, ranks: Any) -> FifoStreamingPipeline:
     plan = StreamPlan(sizes=(2, 2), decode="own")
     executor: Any = PoolExecutor(ranks, "fifo", ENGINE)
     facts = executor.call("load", str(face_folder), CONFIG, plan, {})[0]
-    return FifoStreamingPipeline(Crew(executor, plan), CONFIG, facts)
+    return FifoStreamingPipeline(WorkerGroup(executor, plan), CONFIG, facts)
 
 
 def frames(pipe: FifoStreamingPipeline, **arguments: Any) -> list[Tensor]:

@@ -8,7 +8,7 @@ import pytest
 
 from patchpar.errors import LaunchError, PlanError
 from patchpar.stream import resources as held
-from patchpar.stream.images.session import PictureManner, PictureSession
+from patchpar.stream.images.session import ImageSession, ImageStreamOptions
 from patchpar.stream.resources import HeldRanks
 
 
@@ -43,8 +43,8 @@ class Stubborn:
 def test_a_stream_in_the_middle_of_a_step_ends_with_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held, "SOON", 0.05)
     ranks = Ranks()
-    pipe = HeldRanks[Ranks, PictureSession](ranks)
-    pipe._session = PictureSession(ranks.run, PictureManner(ranks=1, seed=0), {})
+    pipe = HeldRanks[Ranks, ImageSession](ranks)
+    pipe._session = ImageSession(ranks.run, ImageStreamOptions(ranks=1, seed=0), {})
     pipe.close()
     assert ranks.ended.is_set()
     assert pipe._session.is_free_within(0)

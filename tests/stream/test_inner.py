@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError
 from patchpar.plan.mesh import Axis
-from patchpar.stream.causal.step_sharding import InnerShare, See, SharedFrames
+from patchpar.stream.causal.step_sharding import See, ShardedFrames, StepGroup
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.stage import Finished, StageLoop, Surroundings
+from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop
 from tests.stream.running import BLOCKS, Outcome, Script, serial, stage
 from tests.stream.test_stages import EVERYTHING
 from tests.stream.tiny import AUDIO, COLUMNS, FRAMES, ROWS, causal, stream, text
@@ -29,15 +29,15 @@ DRAWING = threading.Lock()
 """Weights are drawn from a generator of all threads."""
 
 
-class Deaf(InnerShare):
+class Deaf(StepGroup):
     """The negative control: in attention, keys and values of the others' tokens are zero."""
 
-    def of_frames(self, frames: int, tokens: int) -> SharedFrames:
+    def of_frames(self, frames: int, tokens: int) -> ShardedFrames:
         shared = super().of_frames(frames, tokens)
         return DeafFrames(door=shared.door, axis=shared.axis, frames=shared.frames, bands=shared.bands)
 
 
-class DeafFrames(SharedFrames):
+class DeafFrames(ShardedFrames):
     def attend(self, where: str, qkv_BlNd: tuple[Tensor, Tensor, Tensor], see: See) -> Tensor:
         start, size = self.bands.starts[self.axis.rank], self.bands.size(self.axis.rank)
 
@@ -46,23 +46,23 @@ class DeafFrames(SharedFrames):
             frames[:, :, start : start + size] = x.unflatten(1, (self.frames, -1))[:, :, start : start + size]
             return frames.flatten(1, 2)
 
-        return SharedFrames.attend(self, where, qkv_BlNd, lambda q, k, v: see(q, own(k), own(v)))
+        return ShardedFrames.attend(self, where, qkv_BlNd, lambda q, k, v: see(q, own(k), own(v)))
 
 
-def share(transport: Transport, ranks: Sequence[int], kind: type[InnerShare] = InnerShare) -> InnerShare | None:
+def share(transport: Transport, ranks: Sequence[int], kind: type[StepGroup] = StepGroup) -> StepGroup | None:
     if len(ranks) == 1:
         return None
-    return kind(Door(transport), Axis("inner", ranks.index(transport.rank), len(ranks), tuple(ranks)))
+    return kind(Communicator(transport), Axis("inner", ranks.index(transport.rank), len(ranks), tuple(ranks)))
 
 
-def on_rank(transport: Transport, plan: StreamPlan, script: Script, kind: type[InnerShare], options: Any) -> Outcome:
+def on_rank(transport: Transport, plan: StreamPlan, script: Script, kind: type[StepGroup], options: Any) -> Outcome:
     inner = share(transport, plan.stages[plan.stage_of(transport.rank)].ranks, kind)
     with DRAWING:
         model = stream(plan.steps, inner=inner, **options)
     return stage(transport, {transport.rank: model}, plan, script)[0]
 
 
-def shared(plan: StreamPlan, script: Script, kind: type[InnerShare] = InnerShare, **options: Any) -> Outcome:
+def shared(plan: StreamPlan, script: Script, kind: type[StepGroup] = StepGroup, **options: Any) -> Outcome:
     found = on_threads(plan.ranks, on_rank, plan, script, kind, options, deadline=60.0)
     errors = [error for error in found if isinstance(error, Exception)]
     if errors:
@@ -147,14 +147,14 @@ def test_whether_a_block_is_wanted_is_told_by_one_rank() -> None:
     def run(transport: Transport) -> Outcome:
         outcome: Outcome = []
 
-        def put(finished: Finished) -> None:
+        def put(finished: FinishedBlock) -> None:
             outcome.append((finished.latents[0], finished.frames))
 
-        around = Surroundings(order=script.order, put=put, is_cancelled=lambda: transport.rank in (1, 3))
+        around = StageIO(order=script.order, put=put, is_cancelled=lambda: transport.rank in (1, 3))
         inner = share(transport, plan.stages[plan.stage_of(transport.rank)].ranks)
         with DRAWING:
             model = stream(2, inner=inner)
-        StageLoop(model, plan, transport.rank, Door(transport), around).run()
+        StageLoop(model, plan, transport.rank, Communicator(transport), around).run()
         return outcome
 
     plan, script = StreamPlan(sizes=(1, 1), inner=2, decode="last"), Script({})
@@ -166,15 +166,15 @@ def test_a_stage_of_several_ranks_can_be_cancelled() -> None:
     cancelled = threading.Event()
 
     def run(transport: Transport) -> Any:
-        def put(finished: Finished) -> None:
+        def put(finished: FinishedBlock) -> None:
             decoded.append(finished.block)
             cancelled.set()
 
-        around = Surroundings(order=Script({}, blocks=1000).order, put=put, is_cancelled=cancelled.is_set)
+        around = StageIO(order=Script({}, blocks=1000).order, put=put, is_cancelled=cancelled.is_set)
         inner = share(transport, plan.stages[plan.stage_of(transport.rank)].ranks)
         with DRAWING:
             model = stream(2, inner=inner)
-        return StageLoop(model, plan, transport.rank, Door(transport), around).run()
+        return StageLoop(model, plan, transport.rank, Communicator(transport), around).run()
 
     plan, decoded = PLANS[0], list[int]()
     found = on_threads(plan.ranks, run, deadline=10.0)
@@ -185,14 +185,14 @@ def test_a_stage_of_several_ranks_can_be_cancelled() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (partial(InnerShare.heads, heads=2), "2: use at most inner=2"),
-        (partial(InnerShare.of_frames, frames=1, tokens=2), "a frame of 2 tokens cannot be shared by 3"),
+        (partial(StepGroup.heads, heads=2), "2: use at most inner=2"),
+        (partial(StepGroup.of_frames, frames=1, tokens=2), "a frame of 2 tokens cannot be shared by 3"),
     ],
 )
 def test_what_cannot_be_shared(make: Any, message: str) -> None:
     def refused(transport: Transport) -> str:
         with pytest.raises(PlanError, match=message) as caught:
-            make(InnerShare(Door(transport), Axis("inner", transport.rank, 3, (0, 1, 2))))
+            make(StepGroup(Communicator(transport), Axis("inner", transport.rank, 3, (0, 1, 2))))
         return str(caught.value)
 
     assert len(set(on_threads(3, refused))) == 1

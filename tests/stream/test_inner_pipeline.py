@@ -13,7 +13,7 @@ from patchpar.errors import PlanError
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.worker_group import ENGINE, Crew, Loading
+from patchpar.stream.worker_group import ENGINE, ModelLoading, WorkerGroup
 from tests.conftest import POOL_SIZE
 from tests.stream.on_pool import PoolExecutor
 
@@ -28,8 +28,10 @@ def test_a_pipeline_whose_steps_are_shared(face_folder: Path, one: StreamingPipe
     assert plan.ranks == POOL_SIZE
     executor: Any = PoolExecutor(ranks, "shared", ENGINE)
     facts = executor.call("load", str(face_folder), config, plan, {})[0]
-    loading = Loading(folder=str(face_folder), config=config, options={}, devices=("cpu",) * POOL_SIZE, deadline=60)
-    found, wanted = frames(StreamingPipeline(Crew(executor, plan), config, facts, loading)), frames(one)
+    loading = ModelLoading(
+        folder=str(face_folder), config=config, options={}, devices=("cpu",) * POOL_SIZE, deadline=60
+    )
+    found, wanted = frames(StreamingPipeline(WorkerGroup(executor, plan), config, facts, loading)), frames(one)
     assert len(found) == len(wanted) > 3
     assert max(int((a.int() - b.int()).abs().max()) for a, b in zip(found, wanted, strict=True)) <= 1
 

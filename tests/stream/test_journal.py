@@ -15,11 +15,11 @@ import torch
 from patchpar.errors import PlanError
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.delivery import Chunk, StreamDelivery
-from patchpar.stream.driver import Came
+from patchpar.stream.driver import OutputBlock
 from patchpar.stream.events import Parameter, Reference
-from patchpar.stream.journal import Journal, Origin, as_wish, as_words
-from patchpar.stream.messages import Begin, Course, Produced, Said, Shown
-from patchpar.stream.recording import Recording
+from patchpar.stream.journal import JournalHeader, StreamJournal, as_wish, as_words
+from patchpar.stream.messages import BeginBlock, ProducedBlock, PromptUpdate, ReferenceUpdate, StreamRun
+from patchpar.stream.recording import StreamRecording
 from tests.stream.test_session import COURSE, Ranks, session
 from tests.stream.test_streaming_pipeline import FACE, SOUND
 from tests.stream.tiny import STREAM, write_folder
@@ -46,7 +46,7 @@ def changed(path: Path, line: int, target: Path, **facts: Any) -> Path:
 
 
 def differing(pipe: StreamingPipeline, path: Path) -> list[int]:
-    recording = Recording.read(path)
+    recording = StreamRecording.read(path)
     with pipe.replay(recording) as stream:
         chunks = list(stream)
     assert [chunk.block for chunk in chunks] == list(range(len(recording.blocks)))
@@ -58,7 +58,7 @@ def test_the_same_bits_again(which: str, taken_down: Any, request: pytest.Fixtur
     pipe: StreamingPipeline = request.getfixturevalue(which)
     path, before = taken_down
     assert differing(pipe, path) == []
-    with pipe.replay(Recording.read(path)) as stream:
+    with pipe.replay(StreamRecording.read(path)) as stream:
         again = list(stream)
     assert all(torch.equal(a.frames, b.frames) for a, b in zip(before, again, strict=True))
     assert [chunk.pts for chunk in before] == [chunk.pts for chunk in again]
@@ -69,11 +69,11 @@ def test_the_same_bits_again(which: str, taken_down: Any, request: pytest.Fixtur
 def test_another_line_is_another_stream(one: StreamingPipeline, taken_down: Any, tmp_path: Path) -> None:
     """From its block on and not before, and the comparison sees it."""
     path, target = taken_down[0], tmp_path / "a.jsonl"
-    wish = {"kind": "Said", "text": "a cow", "transition": "blend", "over": 2}
+    wish = {"kind": "PromptUpdate", "text": "a cow", "transition": "blend", "over": 2}
     assert differing(one, changed(path, 4, target, wishes=[wish])) == [3, 4, 5]
     assert differing(one, changed(path, 5, target, wishes=[])) == [4, 5]
     assert differing(one, changed(path, 0, target, seed=4)) == list(range(6))
-    silent = Recording.read(path).blocks[5].heard[0] * 0
+    silent = StreamRecording.read(path).blocks[5].heard[0] * 0
     other = as_words(Reference(latents=silent))["latents"]
     assert differing(one, changed(path, 6, target, heard=[other])) == [5]
 
@@ -81,7 +81,7 @@ def test_another_line_is_another_stream(one: StreamingPipeline, taken_down: Any,
 def test_a_broken_end_is_left_out(one: StreamingPipeline, taken_down: Any, tmp_path: Path) -> None:
     """As it is when the process was killed in the middle of a line."""
     (tmp_path / "a.jsonl").write_text(taken_down[0].read_text()[:-40])
-    assert len(Recording.read(tmp_path / "a.jsonl").blocks) == 5
+    assert len(StreamRecording.read(tmp_path / "a.jsonl").blocks) == 5
     assert differing(one, tmp_path / "a.jsonl") == []
 
 
@@ -92,7 +92,7 @@ def test_a_stream_without_ears(tmp_path: Path, one: StreamingPipeline) -> None:
             assert len(list(stream)) == 2
         assert differing(pipe, path) == []
     with pytest.raises(PlanError, match=r"another (model|one)"):
-        one.replay(Recording.read(path))
+        one.replay(StreamRecording.read(path))
 
 
 # --- what is taken down --------------------------------------------------------------------------------------------
@@ -102,24 +102,26 @@ ORIGIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def origin() -> Origin:
+def origin() -> JournalHeader:
     from patchpar.stream.config import StreamConfig
 
-    return Origin(model="m", config=StreamConfig.of(STREAM), options={}, seed=0, fps=20, size=(4, 6), versions={})
+    return JournalHeader(
+        model="m", config=StreamConfig.of(STREAM), options={}, seed=0, fps=20, size=(4, 6), versions={}
+    )
 
 
-def came(block: int, course: Course = COURSE, epoch: int = 0, *wishes: Any) -> tuple[Came, Any]:
+def came(block: int, course: StreamRun = COURSE, epoch: int = 0, *wishes: Any) -> tuple[OutputBlock, Any]:
     frames = noise(4, 8, 12, 3, seed=block).to(torch.uint8)
-    begun = Begin(inputs=(noise(1, 2, 3, 4),), wishes=wishes)
-    produced = Produced(block=block, frames=frames, seconds=0.1, sink=None)
-    return Came(produced=produced, begun=begun, samples=torch.zeros(400), course=course, epoch=epoch), frames
+    begun = BeginBlock(inputs=(noise(1, 2, 3, 4),), wishes=wishes)
+    produced = ProducedBlock(block=block, frames=frames, seconds=0.1, sink=None)
+    return OutputBlock(produced=produced, begun=begun, samples=torch.zeros(400), course=course, epoch=epoch), frames
 
 
 @pytest.mark.parametrize(
     "wish",
     [
-        Said(text="a “fox”\n", transition="blend", over=3),
-        Shown(picture=FACE),
+        PromptUpdate(text="a “fox”\n", transition="blend", over=3),
+        ReferenceUpdate(picture=FACE),
         Parameter(name="audio_scale", value=0.1),
         Reference(latents=noise(1, 4, 1, 2, 2).to(torch.bfloat16)),
     ],
@@ -136,9 +138,11 @@ def test_every_change_survives(wish: Any) -> None:
 def test_epochs_are_made_again_as_they_were(tmp_path: Path) -> None:
     """A worker died before block 4: the recording has two courses, and the second begins with what held then."""
     path, ranks = tmp_path / "a.jsonl", Ranks((0, 4))
-    with session(ranks, blocks=7, credit=1).begin(Said(text="first"), journal=Journal(path, origin())) as stream:
+    with session(ranks, blocks=7, credit=1).begin(
+        PromptUpdate(text="first"), journal=StreamJournal(path, origin())
+    ) as stream:
         before = list(stream)
-    recording = Recording.read(path)
+    recording = StreamRecording.read(path)
     first, second = recording.courses(2)
     assert (first, second) == tuple(ranks.courses)
     again = Ranks()
@@ -148,25 +152,25 @@ def test_epochs_are_made_again_as_they_were(tmp_path: Path) -> None:
     assert again.courses == ranks.courses
     assert [(c.block, c.epoch) for c in before] == [(c.block, c.epoch) for c in after]
     wishes = [[(b, [type(w) for w in o.wishes]) for b, o in one.begun if o.wishes] for one in (ranks, again)]
-    assert wishes[1] == [(0, [Said]), (4, [Said, Reference])]
-    assert wishes[0] == [(0, [Said]), (4, [Said, Reference])]
+    assert wishes[1] == [(0, [PromptUpdate]), (4, [PromptUpdate, Reference])]
+    assert wishes[0] == [(0, [PromptUpdate]), (4, [PromptUpdate, Reference])]
 
 
 def test_silence_takes_next_to_nothing_and_a_limit_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "a.jsonl"
-    journal = Journal(path, origin(), limit=4000)
+    journal = StreamJournal(path, origin(), limit=4000)
     with caplog.at_level(logging.WARNING):
         for block in range(100):
             journal.note(*came(block))
     assert path.stat().st_size <= 4000
-    assert len(Recording.read(path).blocks) == journal.blocks > 5
+    assert len(StreamRecording.read(path).blocks) == journal.blocks > 5
     assert [record.message for record in caplog.records] == [
         f"{path} ends after {journal.blocks} blocks: it has reached its limit of 4000 bytes; the stream goes on"
     ]
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_stream(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    journal = Journal(tmp_path / "a.jsonl", origin())
+    journal = StreamJournal(tmp_path / "a.jsonl", origin())
 
     class Full:
         def write(self, line: str) -> None:
@@ -181,7 +185,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_stream(tmp_path: Path, caplo
     assert "no space left on device; the stream goes on" in caplog.text
 
 
-def with_options(**options: Any) -> Origin:
+def with_options(**options: Any) -> JournalHeader:
     return replace(origin(), options=options)
 
 
@@ -189,7 +193,7 @@ def test_a_journal_keeps_dtype_and_variant_and_nothing_else(tmp_path: Path, capl
     """A token is written nowhere; what is left out is named, without its value."""
     path, options = tmp_path / "a.jsonl", {"token": "hf_secret", "vae": object(), "trust_remote_code": True}
     with caplog.at_level(logging.WARNING):
-        Journal(path, with_options(torch_dtype=torch.bfloat16, variant="fp16", **options)).close()
+        StreamJournal(path, with_options(torch_dtype=torch.bfloat16, variant="fp16", **options)).close()
     assert json.loads(path.read_text())["options"] == {"torch_dtype": "bfloat16", "variant": "fp16"}
     assert "does not keep token, trust_remote_code, vae" in caplog.text
     assert "hf_secret" not in path.read_text() + caplog.text
@@ -198,7 +202,7 @@ def test_a_journal_keeps_dtype_and_variant_and_nothing_else(tmp_path: Path, capl
 @pytest.mark.parametrize("options", [{"torch_dtype": "load"}, {"torch_dtype": 3}, {"variant": "../x"}])
 def test_a_dtype_or_variant_that_is_none_is_written_nowhere(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(PlanError, match=next(iter(options))):
-        Journal(tmp_path / "a.jsonl", with_options(**options))
+        StreamJournal(tmp_path / "a.jsonl", with_options(**options))
     assert not (tmp_path / "a.jsonl").exists()
 
 
@@ -206,7 +210,7 @@ def test_only_its_owner_can_read_a_journal(tmp_path: Path) -> None:
     """Also where a file of that name was there before."""
     (tmp_path / "old.jsonl").touch(mode=0o644)
     for name in ("new.jsonl", "old.jsonl"):
-        Journal(tmp_path / name, origin()).close()
+        StreamJournal(tmp_path / name, origin()).close()
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
 
 
@@ -223,17 +227,17 @@ def test_only_its_owner_can_read_a_journal(tmp_path: Path) -> None:
 )
 def test_other_options_are_not_taken_from_a_journal(taken_down: Any, options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"line 1.*(not taken from a journal|torch_dtype=|variant=)"):
-        Recording.read(changed(taken_down[0], 0, tmp_path / "a.jsonl", options=options))
+        StreamRecording.read(changed(taken_down[0], 0, tmp_path / "a.jsonl", options=options))
 
 
 def test_a_recording_of_other_shapes_is_another_model(one: StreamingPipeline, taken_down: Any, tmp_path: Path) -> None:
     """Refused before any rank works, and not by a rank that runs out of memory."""
     path, target = taken_down[0], tmp_path / "a.jsonl"
     with pytest.raises(PlanError, match="made with latents"):
-        one.replay(Recording.read(changed(path, 0, target, size=[16384, 16384])))
+        one.replay(StreamRecording.read(changed(path, 0, target, size=[16384, 16384])))
     long = as_words(Reference(latents=noise(1, 4, 1, 2, 2)))["latents"]
     with pytest.raises(PlanError, match="hears what this model does not"):
-        one.replay(Recording.read(changed(path, 2, target, heard=[long])))
+        one.replay(StreamRecording.read(changed(path, 2, target, heard=[long])))
 
 
 @pytest.mark.parametrize(
@@ -253,6 +257,6 @@ def test_a_recording_of_other_shapes_is_another_model(one: StreamingPipeline, ta
 def test_what_is_no_journal(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(PlanError, match=message):
-        Recording.read(tmp_path / "a.jsonl")
+        StreamRecording.read(tmp_path / "a.jsonl")
     with pytest.raises(PlanError, match="cannot be read as the journal"):
-        Recording.read(tmp_path)
+        StreamRecording.read(tmp_path)

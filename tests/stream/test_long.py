@@ -11,7 +11,7 @@ import torch
 from patchpar.stream.delivery import StreamFormat
 from patchpar.stream.fifo.stage import FifoStage, fifo_plan
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.stage import Finished, StageLoop, Surroundings
+from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop
 from tests.breadth import first_of
 from tests.stream.running import Script
 from tests.stream.test_fifo import QUEUE, model, script
@@ -31,14 +31,14 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def watched(run: Callable[[Callable[[Finished], object]], object], *, hoards: bool) -> list[int]:
+def watched(run: Callable[[Callable[[FinishedBlock], object]], object], *, hoards: bool) -> list[int]:
     """Bytes held after every few blocks, the first ones left out, beyond those that are there without the stream.
 
     `hoards`: the watcher keeps what it gets.
     """
-    held, kept, before = list[int](), list[Finished](), live_bytes()
+    held, kept, before = list[int](), list[FinishedBlock](), live_bytes()
 
-    def put(finished: Finished) -> None:
+    def put(finished: FinishedBlock) -> None:
         if hoards:
             kept.append(finished)
         if finished.block >= WARM and finished.block % APART == 0:
@@ -48,18 +48,18 @@ def watched(run: Callable[[Callable[[Finished], object]], object], *, hoards: bo
     return held
 
 
-def talk(put: Callable[[Finished], object]) -> None:
-    around = Surroundings(order=Script({}, blocks=BLOCKS).order, put=put, is_cancelled=lambda: False)
+def talk(put: Callable[[FinishedBlock], object]) -> None:
+    around = StageIO(order=Script({}, blocks=BLOCKS).order, put=put, is_cancelled=lambda: False)
     StageLoop(stream(2), StreamPlan.even(2, 1), 0, None, around).run()
 
 
-def queue(put: Callable[[Finished], object]) -> None:
-    around = Surroundings(order=script(blocks=BLOCKS).order, put=put, is_cancelled=lambda: False)
+def queue(put: Callable[[FinishedBlock], object]) -> None:
+    around = StageIO(order=script(blocks=BLOCKS).order, put=put, is_cancelled=lambda: False)
     FifoStage(model(), fifo_plan(QUEUE.zones, 1), 0, None, around).run()
 
 
 @pytest.mark.parametrize("run", first_of([talk, queue], talk))
-def test_what_a_stream_holds_does_not_grow(run: Callable[[Callable[[Finished], object]], object]) -> None:
+def test_what_a_stream_holds_does_not_grow(run: Callable[[Callable[[FinishedBlock], object]], object]) -> None:
     held = watched(run, hoards=False)
     assert len(held) == (BLOCKS - WARM) // APART
     assert max(held) - min(held) < 0.02 * held[0]

@@ -16,10 +16,10 @@ from diffusers import DiffusionPipeline
 from patchpar.errors import PlanError
 from patchpar.stream.images import pipeline as pictures
 from patchpar.stream.images import session as picture_session
-from patchpar.stream.images.messages import Drawn, PictureOrder
-from patchpar.stream.images.pipeline import PictureStreamingPipeline
-from patchpar.stream.images.session import PictureManner, PictureSession
-from patchpar.stream.messages import Stop
+from patchpar.stream.images.messages import GeneratedImage, ImageRequest
+from patchpar.stream.images.pipeline import ImageStreamingPipeline
+from patchpar.stream.images.session import ImageSession, ImageStreamOptions
+from patchpar.stream.messages import EndStream
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.test_pictures import quiet, same
 from tests.stream.test_session import refused_to_a_child
@@ -34,29 +34,29 @@ class Ranks:
     def __init__(self) -> None:
         self.go = threading.Event()
         self.go.set()
-        self.orders: list[PictureOrder] = []
+        self.orders: list[ImageRequest] = []
         self.stops: list[int] = []
 
     def run(self, on_event: Callable[[int, Any], None], on_start: Callable[[Any], None]) -> list[Any]:
         heard: queue.Queue[Any] = queue.Queue()
 
         def tell(rank: int, word: Any) -> None:
-            if isinstance(word, Stop):
+            if isinstance(word, EndStream):
                 self.stops.append(rank)
             if rank == 0:
                 heard.put(word)
 
         on_start(tell)
-        while not isinstance(word := heard.get(timeout=10), Stop):
+        while not isinstance(word := heard.get(timeout=10), EndStream):
             self.orders.append(word)
             assert self.go.wait(10)
-            on_event(1, Drawn(number=word.number, picture=dict(word.arguments)))
+            on_event(1, GeneratedImage(number=word.number, picture=dict(word.arguments)))
         return []
 
 
-def session(ranks: Ranks, **manner: Any) -> PictureSession:
+def session(ranks: Ranks, **manner: Any) -> ImageSession:
     """Three pictures at most are under way."""
-    return PictureSession(ranks.run, PictureManner(ranks=2, seed=1, lead=1, **manner), {"prompt": "a"})
+    return ImageSession(ranks.run, ImageStreamOptions(ranks=2, seed=1, lead=1, **manner), {"prompt": "a"})
 
 
 def test_all_come_out_in_order() -> None:
@@ -79,12 +79,12 @@ def test_pictures_that_end_on_several_ranks_come_out_in_order() -> None:
     def run(on_event: Callable[[int, Any], None], on_start: Callable[[Any], None]) -> list[Any]:
         heard: queue.Queue[Any] = queue.Queue()
         on_start(lambda rank, word: heard.put(word) if rank == 0 else None)
-        while not isinstance(first := heard.get(timeout=10), Stop):
+        while not isinstance(first := heard.get(timeout=10), EndStream):
             for order in (heard.get(timeout=10), first):
-                on_event(order.number % 2, Drawn(number=order.number, picture=None))
+                on_event(order.number % 2, GeneratedImage(number=order.number, picture=None))
         return []
 
-    with PictureSession(run, PictureManner(ranks=2, seed=1), {}) as stream:
+    with ImageSession(run, ImageStreamOptions(ranks=2, seed=1), {}) as stream:
         assert [shot.number for shot in stream.map([{}] * 6)] == list(range(6))
 
 
@@ -178,7 +178,7 @@ def test_cancel_ends_at_once() -> None:
 def test_what_cannot_be() -> None:
     for wrong in ({"intake": "some"}, {"seed": -1}, {"output": "some"}, {"lead": 0}):
         with pytest.raises(PlanError):
-            PictureManner(**{"ranks": 1, "seed": 0} | wrong)
+            ImageStreamOptions(**{"ranks": 1, "seed": 0} | wrong)
 
 
 # --- real ranks ----------------------------------------------------------------------------------------------------
@@ -193,17 +193,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["one rank", "four ranks"])
-def pipe(request: pytest.FixtureRequest, folder: Path) -> Iterator[PictureStreamingPipeline]:
+def pipe(request: pytest.FixtureRequest, folder: Path) -> Iterator[ImageStreamingPipeline]:
     options = {"safety_checker": None, "feature_extractor": None}
     if request.param == "one rank":
-        with PictureStreamingPipeline.from_pretrained(folder, devices="cpu", **options) as made:
+        with ImageStreamingPipeline.from_pretrained(folder, devices="cpu", **options) as made:
             yield made
     else:
         executor = PoolExecutor(request.getfixturevalue("ranks"), "pictures", pictures.ENGINE)
-        yield PictureStreamingPipeline(executor, executor.call("load", str(folder), options)[0])
+        yield ImageStreamingPipeline(executor, executor.call("load", str(folder), options)[0])
 
 
-def test_frames_are_those_of_the_plain_pipeline(pipe: PictureStreamingPipeline, folder: Path) -> None:
+def test_frames_are_those_of_the_plain_pipeline(pipe: ImageStreamingPipeline, folder: Path) -> None:
     _, arguments = image_pipelines.sd_img2img()
     frames = [arguments["image"].rotate(90 * turn) for turn in range(3)]
     with pipe.stream(seed=5, prompt="a fox", **ARGUMENTS) as stream:
@@ -216,7 +216,7 @@ def test_frames_are_those_of_the_plain_pipeline(pipe: PictureStreamingPipeline, 
     assert not same(shots[0].picture, shots[1].picture)
 
 
-def test_a_mistake_is_told_and_the_next_stream_is_well(pipe: PictureStreamingPipeline) -> None:
+def test_a_mistake_is_told_and_the_next_stream_is_well(pipe: ImageStreamingPipeline) -> None:
     _, arguments = image_pipelines.sd_img2img()
     with pipe.stream(prompt=3, **ARGUMENTS) as stream, pytest.raises(ValueError, match="`prompt` has to be"):
         list(stream.map([{"image": arguments["image"]}]))

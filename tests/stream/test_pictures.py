@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.stream.images.messages import PictureOrder
-from patchpar.stream.images.stage import PictureStage, calls_of, finisher_of
+from patchpar.stream.images.messages import ImageRequest
+from patchpar.stream.images.stage import ImageStage, calls_of, finisher_of
 from patchpar.stream.images.step_rotation import shared_steps
-from patchpar.stream.messages import Stop
+from patchpar.stream.messages import EndStream
 from tests.tiny import image_pipelines, transformer_pipelines
 from tests.unit.threads import on_threads
 
@@ -23,10 +23,10 @@ PICTURES = 5
 """The first is drawn whole on every rank, and the ranks take turns at ending those that follow."""
 
 
-def orders(arguments: dict[str, Any]) -> list[PictureOrder]:
+def orders(arguments: dict[str, Any]) -> list[ImageRequest]:
     """Every picture has a seed and a text of its own."""
     return [
-        PictureOrder(number=n, arguments=arguments | {"prompt": f"picture {n}"}, seed=10 + n) for n in range(PICTURES)
+        ImageRequest(number=n, arguments=arguments | {"prompt": f"picture {n}"}, seed=10 + n) for n in range(PICTURES)
     ]
 
 
@@ -39,16 +39,16 @@ def quiet(pipe: Any) -> Any:
     return pipe
 
 
-def plain(pipe: Any, order: PictureOrder) -> Any:
+def plain(pipe: Any, order: ImageRequest) -> Any:
     return pipe(**order.arguments, generator=torch.Generator().manual_seed(order.seed)).images
 
 
-def on_rank(transport: Any, pipes: list[Any], todo: list[PictureOrder]) -> tuple[list[Any], int]:
+def on_rank(transport: Any, pipes: list[Any], todo: list[ImageRequest]) -> tuple[list[Any], int]:
     waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    for order in [*todo, Stop()]:
+    for order in [*todo, EndStream()]:
         waiting.put(order)
     found: list[Any] = []
-    stage = PictureStage(pipes[transport.rank], transport.rank, len(pipes), Door(transport), str)
+    stage = ImageStage(pipes[transport.rank], transport.rank, len(pipes), Communicator(transport), str)
     drawn = stage.run(lambda patience: waiting.get(), lambda number, result: found.append((number, result.images)))
     return found, drawn
 

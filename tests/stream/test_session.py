@@ -18,14 +18,23 @@ from patchpar.errors import LaunchError, PlanError, WorkerDied
 from patchpar.stream import session as session_module
 from patchpar.stream.audio.track import AudioTrack
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
-from patchpar.stream.driver import Limits
+from patchpar.stream.driver import StreamLimits
 from patchpar.stream.events import Parameter, Reference
-from patchpar.stream.messages import Begin, Cancel, Course, Produced, Ready, Said, Shown, Stop
+from patchpar.stream.messages import (
+    BeginBlock,
+    BlockReady,
+    CancelStream,
+    EndStream,
+    ProducedBlock,
+    PromptUpdate,
+    ReferenceUpdate,
+    StreamRun,
+)
 from patchpar.stream.session import StreamSession
 from tests.stream.tiny import AUDIO, FRAMES, sink
 from tests.tensors import noise
 
-COURSE = Course(ranks=2, seed=0, rows=4, columns=6, first_block=0, adapt_sink=True)
+COURSE = StreamRun(ranks=2, seed=0, rows=4, columns=6, first_block=0, adapt_sink=True)
 FORMAT = StreamFormat(fps=20, height=8, width=12, frames=FRAMES, per_latent=2)
 PICTURE = torch.zeros(8, 12, 3, dtype=torch.uint8)
 
@@ -38,12 +47,14 @@ class Ranks:
 
     def __init__(self, *dies: tuple[int, int]) -> None:
         self.dies = set(dies)
-        self.courses: list[Course] = []
-        self.begun: list[tuple[int, Begin]] = []
+        self.courses: list[StreamRun] = []
+        self.begun: list[tuple[int, BeginBlock]] = []
         self.told: list[tuple[int, Any]] = []
         self.idle = threading.Event()
 
-    def run(self, course: Course, on_event: Callable[[int, Any], None], on_start: Callable[[Any], None]) -> list[Any]:
+    def run(
+        self, course: StreamRun, on_event: Callable[[int, Any], None], on_start: Callable[[Any], None]
+    ) -> list[Any]:
         heard: queue.Queue[Any] = queue.Queue()
 
         def tell(rank: int, value: Any) -> None:
@@ -55,18 +66,18 @@ class Ranks:
         on_start(tell)
         block = course.first_block
         while True:
-            on_event(0, Ready(block=block))
+            on_event(0, BlockReady(block=block))
             self.idle.set()
             word = heard.get(timeout=10)
             self.idle.clear()
-            if isinstance(word, (Stop, Cancel)):
+            if isinstance(word, (EndStream, CancelStream)):
                 return []
             self.begun.append((block, word))
             if (len(self.courses) - 1, block) in self.dies:
                 raise WorkerDied("rank 1 was killed")
             first = block == 0 and course.adapt_sink
             frames = torch.full((3 if block == course.first_block else 4, 8, 12, 3), block, dtype=torch.uint8)
-            on_event(1, Produced(block=block, frames=frames, seconds=0.1, sink=sink(5) if first else None))
+            on_event(1, ProducedBlock(block=block, frames=frames, seconds=0.1, sink=sink(5) if first else None))
             block += 1
 
 
@@ -76,15 +87,15 @@ def session(
     blocks: int | None = 6,
     credit: int = 3,
     track: AudioTrack | None = None,
-    courses: tuple[Course, ...] = (COURSE,),
+    courses: tuple[StreamRun, ...] = (COURSE,),
     **delivery: Any,
 ) -> StreamSession:
-    limits = Limits(credit=credit, blocks=blocks, restarts=delivery.get("restarts", 1))
+    limits = StreamLimits(credit=credit, blocks=blocks, restarts=delivery.get("restarts", 1))
     return StreamSession(ranks.run, courses, limits, FORMAT, StreamDelivery(**delivery), track)
 
 
 def test_chunks_come_in_order_with_exact_times() -> None:
-    with session(Ranks()).begin(Said(text="a")) as stream:
+    with session(Ranks()).begin(PromptUpdate(text="a")) as stream:
         chunks = list(stream)
     assert [chunk.block for chunk in chunks] == list(range(6))
     ends = torch.tensor([len(chunk.frames) for chunk in chunks]).cumsum(0).tolist()
@@ -165,7 +176,7 @@ def test_a_pause_holds_the_next_block_and_changes_nothing() -> None:
 
 def test_a_wish_holds_from_the_block_that_it_names() -> None:
     ranks = Ranks()
-    with session(ranks, blocks=9, credit=1).begin(Said(text="first")) as stream:
+    with session(ranks, blocks=9, credit=1).begin(PromptUpdate(text="first")) as stream:
         next(stream)
         later = stream.set_prompt("later", at=5, transition="blend", over=2)
         soon = stream.set_param("audio_scale", 0.5)
@@ -177,12 +188,12 @@ def test_a_wish_holds_from_the_block_that_it_names() -> None:
         with pytest.raises(PlanError, match="is finished"):
             stream.set_prompt("over")
     wishes = {block: begin.wishes for block, begin in ranks.begun if begin.wishes}
-    assert wishes[0] == (Said(text="first"),)
-    assert wishes[5] == (Said(text="later", transition="blend", over=2),)
+    assert wishes[0] == (PromptUpdate(text="first"),)
+    assert wishes[5] == (PromptUpdate(text="later", transition="blend", over=2),)
     assert soon.block == shown.block
     param, picture = wishes[soon.block]
     assert param == Parameter(name="audio_scale", value=0.5)
-    assert isinstance(picture, Shown)
+    assert isinstance(picture, ReferenceUpdate)
 
 
 def test_wishes_that_cannot_be_are_refused_at_once() -> None:
@@ -209,7 +220,7 @@ def test_cancel_ends_at_once_and_every_rank_is_told() -> None:
         stream.cancel()
         assert list(stream) == []
     assert stream.status == "cancelled"
-    assert [rank for rank, word in ranks.told if isinstance(word, Cancel)] == [0, 1]
+    assert [rank for rank, word in ranks.told if isinstance(word, CancelStream)] == [0, 1]
 
 
 def test_a_control_after_the_end_says_that_it_is_too_late() -> None:
@@ -263,7 +274,9 @@ def test_flush_throws_away_what_is_ready() -> None:
 def test_a_dead_worker_begins_a_new_epoch() -> None:
     """The stream goes on where it was, under the conditions that held, with the sink it had made."""
     ranks = Ranks((0, 4))
-    with session(ranks, blocks=7, credit=1).begin(Said(text="first"), Shown(picture=PICTURE)) as stream:
+    with session(ranks, blocks=7, credit=1).begin(
+        PromptUpdate(text="first"), ReferenceUpdate(picture=PICTURE)
+    ) as stream:
         next(stream)
         stream.set_prompt("second", at=2, transition="recache")
         stream.set_param("audio_scale", 0.5, at=4)
@@ -271,9 +284,9 @@ def test_a_dead_worker_begins_a_new_epoch() -> None:
     assert [(chunk.block, chunk.epoch, len(chunk.frames)) for chunk in chunks] == [
         (1, 0, 4), (2, 0, 4), (3, 0, 4), (4, 1, 4), (5, 1, 4), (6, 1, 4),
     ]  # fmt: skip
-    assert ranks.courses[1] == Course(ranks=2, seed=0, rows=4, columns=6, first_block=4, adapt_sink=False)
+    assert ranks.courses[1] == StreamRun(ranks=2, seed=0, rows=4, columns=6, first_block=4, adapt_sink=False)
     said, shown, param = next(begin for block, begin in ranks.begun[5:] if block == 4).wishes
-    assert said == Said(text="second")
+    assert said == PromptUpdate(text="second")
     assert isinstance(shown, Reference)
     assert torch.equal(shown.latents, sink(5))
     assert param == Parameter(name="audio_scale", value=0.5)
@@ -284,7 +297,7 @@ def test_the_last_frame_is_held_while_the_stream_is_degraded() -> None:
     ranks, again = Ranks((0, 2)), threading.Event()
     run = ranks.run
 
-    def slow_to_come_back(course: Course, **talk: Any) -> list[Any]:
+    def slow_to_come_back(course: StreamRun, **talk: Any) -> list[Any]:
         assert course.first_block == 0 or again.wait(10)
         return run(course, **talk)
 
@@ -307,7 +320,7 @@ def test_a_pause_while_degraded_is_still_degraded() -> None:
     ranks, again = Ranks((0, 1)), threading.Event()
     run = ranks.run
 
-    def slow_to_come_back(course: Course, **talk: Any) -> list[Any]:
+    def slow_to_come_back(course: StreamRun, **talk: Any) -> list[Any]:
         assert course.first_block == 0 or again.wait(10)
         return run(course, **talk)
 
@@ -324,10 +337,10 @@ def test_a_pause_while_degraded_is_still_degraded() -> None:
 
 def test_before_its_first_block_a_stream_begins_as_it_was() -> None:
     ranks = Ranks((0, 0))
-    with session(ranks, blocks=2).begin(Said(text="first")) as stream:
+    with session(ranks, blocks=2).begin(PromptUpdate(text="first")) as stream:
         assert [chunk.epoch for chunk in stream] == [1, 1]
     assert ranks.courses[1] == ranks.courses[0]
-    assert [begin.wishes for block, begin in ranks.begun if block == 0] == [(Said(text="first"),)] * 2
+    assert [begin.wishes for block, begin in ranks.begun if block == 0] == [(PromptUpdate(text="first"),)] * 2
 
 
 def test_the_last_death_is_told_to_the_watcher() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from patchpar.errors import PlanError
 from patchpar.stream.plan import StreamPlan, plans
-from patchpar.stream.simulate import Forecast, StreamCosts, best_plan, law, onset, simulate, stage_seconds
+from patchpar.stream.simulate import StreamCosts, StreamForecast, best_plan, law, onset, simulate, stage_seconds
 
 LIVE_AVATAR = StreamCosts(step=12 / 45.2, decode=0.150, frames=12)
 """Live Avatar (arXiv:2512.04677v5), table 3: 45.2 frames/s in blocks of 12; decoding a block takes about 0.15 s."""
@@ -118,7 +118,9 @@ def test_the_best_plan() -> None:
 
 
 def test_it_can_be_read() -> None:
-    forecast = Forecast(fps=45.2, first_frame=1.21, gaps=(0.2, 0.3, 0.4), longest_gap=1, busy=(1.0, 0.5), in_flight=3)
+    forecast = StreamForecast(
+        fps=45.2, first_frame=1.21, gaps=(0.2, 0.3, 0.4), longest_gap=1, busy=(1.0, 0.5), in_flight=3
+    )
     assert str(forecast) == (
         "45.2 frames/s, first frame after 1.21 s; ms between blocks (p50, p95, p99): 200, 300, 400; "
         "stages busy: 100%, 50%; at most 3 blocks in flight"

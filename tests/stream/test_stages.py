@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.errors import ExchangeError, PlanError
 from patchpar.stream.events import Change, Parameter, Prompt, Reference
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.stage import Finished, Order, StageLoop, Surroundings
-from patchpar.stream.stage_link import Sign
+from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop, StageOrder
+from patchpar.stream.stage_link import BlockSignal
 from tests.stream.running import BLOCKS, Script, differing, pipelined, serial, stage
 from tests.stream.tiny import sink, sound, stream, text
 from tests.unit.threads import on_threads
@@ -121,17 +121,17 @@ def test_what_is_cancelled_passes_uncomputed_and_leaves_nothing_behind() -> None
     plan, cancelled, credit = StreamPlan.even(2, 3), threading.Event(), threading.Semaphore(6)
     models, decoded = {rank: stream(2) for rank in range(3)}, []
 
-    def order(block: int, patience: float) -> Order:
-        sign = Sign.BLOCK if credit.acquire(timeout=0.05) else Sign.REST
-        return Order(sign=sign, inputs=(sound(block),))
+    def order(block: int, patience: float) -> StageOrder:
+        sign = BlockSignal.BLOCK if credit.acquire(timeout=0.05) else BlockSignal.REST
+        return StageOrder(sign=sign, inputs=(sound(block),))
 
-    def put(finished: Finished) -> None:
+    def put(finished: FinishedBlock) -> None:
         decoded.append(finished.block)
         cancelled.set()
 
     def twice(transport: Any) -> Any:
-        around = Surroundings(order=order, put=put, is_cancelled=cancelled.is_set)
-        StageLoop(models[transport.rank], plan, transport.rank, Door(transport), around).run()
+        around = StageIO(order=order, put=put, is_cancelled=cancelled.is_set)
+        StageLoop(models[transport.rank], plan, transport.rank, Communicator(transport), around).run()
         return stage(transport, models, plan, Script(EVERYTHING))[0]
 
     *_, outcome = on_threads(3, twice, deadline=60.0)
@@ -166,7 +166,7 @@ def test_a_stage_that_is_late_is_noticed_within_the_deadline() -> None:
 
 
 def test_what_cannot_be_run() -> None:
-    around = Surroundings(order=lambda *_: Order(sign=Sign.END), put=print, is_cancelled=lambda: False)
+    around = StageIO(order=lambda *_: StageOrder(sign=BlockSignal.END), put=print, is_cancelled=lambda: False)
     model = stream(2)
     with pytest.raises(PlanError, match="3 steps, but the model has 2"):
         StageLoop(model, StreamPlan.even(3, 1), 0, None, around)

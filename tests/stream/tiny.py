@@ -13,7 +13,7 @@ from torch import Tensor
 from patchpar.stream.audio.conditioner import AudioConditioner, AudioConfig
 from patchpar.stream.causal.causal_wan import CausalWan
 from patchpar.stream.causal.decoder import WanDecoder
-from patchpar.stream.causal.step_sharding import InnerShare
+from patchpar.stream.causal.step_sharding import StepGroup
 from patchpar.stream.causal.wan import WanStream, WanStreamOptions
 from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.flow_schedule import FlowSchedule
@@ -82,7 +82,7 @@ def causal(
     dtype: torch.dtype = torch.float32,
     hears: bool = True,
     heads: int = 2,
-    inner: InnerShare | None = None,
+    inner: StepGroup | None = None,
     **options: Any,
 ) -> CausalWan:
     chosen = CausalOptions(**{"frames": FRAMES, "window": 3, "sink_distance": 5} | options)

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from patchpar.pipeline.messages import DrawOptions
-from patchpar.pipeline.runner import Engine
+from patchpar.pipeline.messages import CallOptions
+from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
 from tests import tiny
 from tests.ranks import Place
 
-from .on_ranks import Drawing, arguments, latents_of
+from .on_ranks import PipelineCase, arguments, latents_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class Change:
 
 
 def drawn_between(
-    place: Place, drawing: Drawing, changes: Sequence[Change], pipe: Any = None
+    place: Place, drawing: PipelineCase, changes: Sequence[Change], pipe: Any = None
 ) -> list[tuple[Tensor, Tensor]]:
     """Latents of a picture after each change, split and plain. `pipe`: one that has come from the test's process.
 
     Needs all ranks of the pool.
     """
-    alone, found, engine = tiny.build(drawing.name), tiny.build(drawing.name), Engine(place.context)
+    alone, found, engine = tiny.build(drawing.name), tiny.build(drawing.name), PipelineRunner(place.context)
     plan, pictures = Plan.parse(drawing.plan), []
     verify: Path | bool = drawing.verdicts / str(place.rank) if drawing.verdicts else False
     engine.adopt(found.pipe if pipe is None else pipe)
@@ -43,7 +43,7 @@ def drawn_between(
         for change in changes:
             engine.apply(change.method, change.args, change.kwargs)
             attrgetter(change.method)(alone.pipe)(*change.args, **change.kwargs)
-            options = DrawOptions(plan=plan, verify=verify, quiet=True)
+            options = CallOptions(plan=plan, verify=verify, quiet=True)
             output = getattr(engine.draw(arguments(drawing, found), options), "output", None)
             if output is not None:
                 pictures.append((latents_of(output), latents_of(alone.pipe(**arguments(drawing, alone)))))

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from patchpar.errors import PatchparError
-from patchpar.pipeline.messages import DrawOptions
-from patchpar.pipeline.runner import Engine
+from patchpar.pipeline.messages import CallOptions
+from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
 from patchpar.shard.step_caches import CacheVote
 from tests import tiny
@@ -23,7 +23,7 @@ from tests.ranks import Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawing:
+class PipelineCase:
     """A pipeline under a plan. `twice`: the second of two pictures, the first being of another seed."""
 
     name: str
@@ -36,7 +36,7 @@ class Drawing:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def arguments(drawing: Drawing, found: tiny.Tiny, seed: int = 0) -> dict[str, Any]:
+def arguments(drawing: PipelineCase, found: tiny.Tiny, seed: int = 0) -> dict[str, Any]:
     """What the pipeline is called with."""
     generator = torch.Generator().manual_seed(seed)
     steps = {"num_inference_steps": drawing.steps, "output_type": "latent"}
@@ -48,16 +48,16 @@ def latents_of(output: Any) -> Tensor:
     return torch.as_tensor(output[0] if isinstance(output, tuple) else next(iter(output.values())))
 
 
-def drawn(place: Place, drawings: Sequence[Drawing]) -> list[Tensor | str | None]:
+def drawn(place: Place, drawings: Sequence[PipelineCase]) -> list[Tensor | str | None]:
     """Final latents of each drawing on the first rank, or what it raised. Needs all ranks of the pool."""
-    engine = Engine(place.context)
+    engine = PipelineRunner(place.context)
     try:
         return [_drawn(engine, drawing) for drawing in drawings]
     finally:
         engine.restore()
 
 
-def _drawn(engine: Engine, drawing: Drawing) -> Tensor | str | None:
+def _drawn(engine: PipelineRunner, drawing: PipelineCase) -> Tensor | str | None:
     found = tiny.build(drawing.name)
     plan = Plan.parse(drawing.plan)
     engine.adopt(found.pipe)
@@ -65,7 +65,7 @@ def _drawn(engine: Engine, drawing: Drawing) -> Tensor | str | None:
         engine.apply("transformer.enable_cache", (drawing.cache,), {})
     engine.install(plan, verify=drawing.verdicts or False)
     engine.control(exchange=drawing.exchange)
-    options = DrawOptions(plan=plan, verify=drawing.verdicts or False, quiet=True)
+    options = CallOptions(plan=plan, verify=drawing.verdicts or False, quiet=True)
     try:
         for seed in (1, 0) if drawing.twice else (0,):
             output = getattr(engine.draw(arguments(drawing, found, seed), options), "output", None)
@@ -77,13 +77,13 @@ def _drawn(engine: Engine, drawing: Drawing) -> Tensor | str | None:
 def with_compiled_blocks(place: Place) -> tuple[Any, Tensor, int]:
     """Latents of a pipeline whose blocks were compiled through the engine, plain ones, and the number of graphs."""
     counter, found = CompileCounter(), tiny.build("flux")
-    drawing, engine = Drawing(name="flux", plan="patch=2"), Engine(place.context)
+    drawing, engine = PipelineCase(name="flux", plan="patch=2"), PipelineRunner(place.context)
     want = latents_of(found.pipe(**arguments(drawing, found)))
     plan = Plan.parse(drawing.plan)
     engine.adopt(found.pipe)
     try:
         engine.apply("transformer.compile_repeated_blocks", (), {"backend": counter, "fullgraph": True})
-        drawn = [engine.draw(arguments(drawing, found), DrawOptions(plan=plan, verify=False, quiet=True)) for _ in "ab"]
+        drawn = [engine.draw(arguments(drawing, found), CallOptions(plan=plan, verify=False, quiet=True)) for _ in "ab"]
         got = getattr(drawn[1], "output", None)
     finally:
         engine.restore()
@@ -92,12 +92,12 @@ def with_compiled_blocks(place: Place) -> tuple[Any, Tensor, int]:
 
 def refusal_of_compiled(place: Place, name: str, plan: str, compiled: str) -> str:
     """What is said of a call after the method `compiled` of a network."""
-    found, engine = tiny.build(name), Engine(place.context)
+    found, engine = tiny.build(name), PipelineRunner(place.context)
     engine.adopt(found.pipe)
     try:
         engine.apply(compiled, (), {"backend": "eager"})
-        options = DrawOptions(plan=Plan.parse(plan), verify=False, quiet=True)
-        engine.draw(arguments(Drawing(name=name, plan=plan), found), options)
+        options = CallOptions(plan=Plan.parse(plan), verify=False, quiet=True)
+        engine.draw(arguments(PipelineCase(name=name, plan=plan), found), options)
     except PatchparError as error:
         return str(error)
     finally:
@@ -115,13 +115,13 @@ def own_decisions(place: Place, cache: Any, steps: int) -> list[bool]:
         decided.append(alone(hook, residual))
         return voted(vote, hook, residual)
 
-    engine = Engine(place.context)
+    engine = PipelineRunner(place.context)
     engine.adopt(found.pipe)
     try:
         engine.apply("transformer.enable_cache", (cache,), {})
         with patch.object(CacheVote, "_decide", noted):
-            drawing = Drawing(name="flux", plan="patch=2", steps=steps)
-            engine.draw(arguments(drawing, found), DrawOptions(plan=plan, verify=False, quiet=True))
+            drawing = PipelineCase(name="flux", plan="patch=2", steps=steps)
+            engine.draw(arguments(drawing, found), CallOptions(plan=plan, verify=False, quiet=True))
     finally:
         engine.restore()
     return decided
@@ -129,8 +129,8 @@ def own_decisions(place: Place, cache: Any, steps: int) -> list[bool]:
 
 def with_adapters(place: Place, folder: Path) -> list[tuple[Tensor, Tensor]]:
     """Latents of pictures with adapters of `folder` put on and taken off between them, split and plain."""
-    found, alone, engine = tiny.build("flux"), tiny.build("flux"), Engine(place.context)
-    drawing, plan = Drawing(name="flux", plan="patch=3"), Plan.parse("patch=3")
+    found, alone, engine = tiny.build("flux"), tiny.build("flux"), PipelineRunner(place.context)
+    drawing, plan = PipelineCase(name="flux", plan="patch=3"), Plan.parse("patch=3")
     engine.adopt(found.pipe)
 
     def load(do: Any) -> None:
@@ -148,7 +148,7 @@ def with_adapters(place: Place, folder: Path) -> list[tuple[Tensor, Tensor]]:
         for change in changes:
             change(lambda name, *args, **kwargs: engine.apply(name, args, kwargs))
             change(lambda name, *args, **kwargs: getattr(alone.pipe, name)(*args, **kwargs))
-            drawn = engine.draw(arguments(drawing, found), DrawOptions(plan=plan, verify=False, quiet=True))
+            drawn = engine.draw(arguments(drawing, found), CallOptions(plan=plan, verify=False, quiet=True))
             got = getattr(drawn, "output", None)
             if got is not None:
                 pictures.append((latents_of(got), latents_of(alone.pipe(**arguments(drawing, alone)))))

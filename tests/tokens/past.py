@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from benchmarks.emulation.sight import corrected_tokens
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.transformer.probe.discover import discover_tokens
@@ -162,7 +162,7 @@ def on_ranks(case: Case) -> list[list[Tensor]]:
     def on_rank(transport: Any) -> list[Tensor]:
         axis = Axis("patch", transport.rank, case.ranks, tuple(range(case.ranks)))
         clock, model = StepClock(), models[transport.rank]
-        split = parse_strategy(case.strategy).install(model, Door(transport), axis, clock=clock)
+        split = parse_strategy(case.strategy).install(model, Communicator(transport), axis, clock=clock)
         split.plan, split.exchange = plan, case.exchange
         clock.reset()
         split.reset()

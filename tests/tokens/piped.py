@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Door
-from patchpar.pipeline.installed_plan import Installed
-from patchpar.pipeline.messages import DrawOptions
-from patchpar.pipeline.pipeline_call import Drawing
+from patchpar.comm.collectives import Communicator
+from patchpar.pipeline.installed_plan import InstalledPlan
+from patchpar.pipeline.messages import CallOptions
+from patchpar.pipeline.pipeline_call import PipelineCall
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.cfg.split import guidance_of
 from tests import tiny
 from tests.unit.threads import on_threads
@@ -46,13 +46,15 @@ def shared(
 
     def on_rank(transport: Any) -> Tensor:
         pipe, arguments = found[transport.rank].pipe, _arguments(found[transport.rank], options)
-        clock, installed = StepClock(), Installed(pipe)
+        clock, installed = StepClock(), InstalledPlan(pipe)
         mesh = Mesh(transport.rank, range(wanted.world_size), **wanted.degrees())
-        verdicts = Verdicts(folder / str(transport.rank))
-        installed.put_in(wanted, mesh, Door(transport), clock, lambda: guidance_of(pipe, arguments), verdicts)
+        verdicts = VerificationCache(folder / str(transport.rank))
+        installed.put_in(wanted, mesh, Communicator(transport), clock, lambda: guidance_of(pipe, arguments), verdicts)
         installed.control(exchange=exchange, vae="on")
         context: Any = SimpleNamespace(world_size=1, rank=0, mark=lambda where: None, emit=lambda event: None)
-        drawing = Drawing(pipe, context, clock, DrawOptions(plan=wanted, quiet=True), installed.begin(tracing=False))
+        drawing = PipelineCall(
+            pipe, context, clock, CallOptions(plan=wanted, quiet=True), installed.begin(tracing=False)
+        )
         try:
             with torch.no_grad():
                 output = drawing.run(arguments)
@@ -77,4 +79,4 @@ def _own(found: tiny.Tiny) -> tiny.Tiny:
 
 
 def _arguments(found: tiny.Tiny, options: dict[str, Any]) -> dict[str, Any]:
-    return on_ranks.arguments(on_ranks.Drawing(name=found.name, plan="", options=options), found)
+    return on_ranks.arguments(on_ranks.PipelineCase(name=found.name, plan="", options=options), found)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.all_gather import attend_gathered
-from patchpar.shard.transformer.attention import Mode, Split
-from patchpar.shard.transformer.install import TokenShard
+from patchpar.shard.transformer.attention import Mode, TokenSplit
+from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.probe.discover import discover_tokens
 from patchpar.shard.transformer.token_plan import TokenPlan
 from tests.tiny.transformers import TRANSFORMERS
@@ -53,7 +53,7 @@ def split(
     def on_rank(transport: Any) -> list[Tensor]:
         model = models[transport.rank]
         axis = Axis("patch", transport.rank, ranks, tuple(range(ranks)))
-        shard = TokenShard(model, plan, Split(Door(transport), axis, mode))
+        shard = TransformerSharder(model, plan, TokenSplit(Communicator(transport), axis, mode))
         with torch.no_grad():
             return predictions(shard.denoise(model.forward, **tiny.call(variant)))
 

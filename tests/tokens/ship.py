@@ -22,10 +22,10 @@ import diffusers
 import torch
 from torch import nn
 
-from patchpar.shard.transformer.probe.capture import Arguments
+from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.probe.discover import discover_tokens
-from patchpar.shard.transformer.shipped_plans import Found, Shipped, entry, kinds_of, patches_of
-from patchpar.shard.transformer.token_plan import BlockPlan, Rows, TokenPlan
+from patchpar.shard.transformer.shipped_plans import FoundPlan, ShippedPlans, entry, kinds_of, patches_of
+from patchpar.shard.transformer.token_plan import BlockPlan, TokenPlan, TokenRows
 from tests import tiny
 from tests.tiny.transformers import TRANSFORMERS, Tiny
 
@@ -102,16 +102,16 @@ def main() -> int:
     return int(failed > 0)
 
 
-def made(name: str) -> Shipped:
+def made(name: str) -> ShippedPlans:
     """What is to be shipped for a class. Raises ValueError where nothing can be."""
     watched = list(_watched(name))
     factors = _factors(watched)
-    found: list[Found] = []
+    found: list[FoundPlan] = []
     for each in watched:
         new = _pruned(each, found, factors)
         if new is not None:
             found.append(new)
-    return Shipped(denoiser=name, diffusers=diffusers.__version__, found=tuple(found))
+    return ShippedPlans(denoiser=name, diffusers=diffusers.__version__, found=tuple(found))
 
 
 def deeper(found: Tiny) -> Tiny:
@@ -133,7 +133,7 @@ def _watched_in(pipeline: str) -> Iterator[Watched]:
     found, calls = tiny.build(pipeline), {}
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        calls.setdefault(Arguments.of(module, args, kwargs).signature(), (args, dict(kwargs)))
+        calls.setdefault(CallArguments.of(module, args, kwargs).signature(), (args, dict(kwargs)))
 
     handle = found.denoiser.register_forward_pre_hook(note, with_kwargs=True)
     try:
@@ -144,7 +144,7 @@ def _watched_in(pipeline: str) -> Iterator[Watched]:
         yield Watched(found.denoiser, discover_tokens(found.denoiser, found.denoiser.forward, args, kwargs))
 
 
-def _pruned(watched: Watched, before: Sequence[Found], factors: Mapping[str, tuple[str, ...]]) -> Found | None:
+def _pruned(watched: Watched, before: Sequence[FoundPlan], factors: Mapping[str, tuple[str, ...]]) -> FoundPlan | None:
     """What this model adds to what others have told. Raises ValueError where they disagree."""
     plan, kinds = watched.plan, kinds_of(watched.model)
     if plan.whole:
@@ -157,7 +157,7 @@ def _pruned(watched: Watched, before: Sequence[Found], factors: Mapping[str, tup
         return None
     blocks = [replace(block, paths=block.paths[:1]) for block in blocks]
     paths = {block.paths[0] for block in blocks} | set(others.values())
-    return Found(
+    return FoundPlan(
         plan=replace(plan, blocks=tuple(blocks), others=frozenset((path, key[1]) for key, path in others.items())),
         kinds={path: kinds[path] for path in sorted(paths)},
         patches=patches_of(watched.model),
@@ -185,8 +185,8 @@ def same(one: BlockPlan, other: BlockPlan) -> bool:
 def _covers(one: BlockPlan, other: BlockPlan) -> bool:
     """Whether the other is what `one` says where there happens to be nothing beside the tokens, or no grid."""
 
-    def covered(rows: Rows | None, special: Rows | None) -> bool:
-        return rows == special or (rows is not None and special == Rows(rows.dim) and not rows.amid)
+    def covered(rows: TokenRows | None, special: TokenRows | None) -> bool:
+        return rows == special or (rows is not None and special == TokenRows(rows.dim) and not rows.amid)
 
     places = [(one.inputs[name], other.inputs.get(name)) for name in one.inputs]
     places += [(one.outputs[number], other.outputs.get(number)) for number in one.outputs]

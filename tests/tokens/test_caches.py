@@ -22,7 +22,7 @@ from tests.breadth import first_of
 from tests.conftest import POOL_SIZE
 from tests.tensors import relative
 
-from .on_ranks import Drawing, arguments, latents_of
+from .on_ranks import PipelineCase, arguments, latents_of
 from .test_pipelines import EXACT, draw
 
 STEPS = 6
@@ -53,7 +53,7 @@ def plain(name: str, cache: Any) -> tuple[Tensor, list[bool]]:
     if cache is not None:
         found.denoiser.enable_cache(cache)
     with patch.object(FBCHeadBlockHook, "_should_compute_remaining_blocks", noted):
-        return latents_of(found.pipe(**arguments(Drawing(name=name, plan="", steps=STEPS), found))), decided
+        return latents_of(found.pipe(**arguments(PipelineCase(name=name, plan="", steps=STEPS), found))), decided
 
 
 @pytest.mark.parametrize(("name", "cache"), first_of(CASES, CASES[0], CASES[3], CASES[4]), ids=TITLES)
@@ -65,7 +65,7 @@ def test_as_in_one_process(ranks: Any, name: str, cache: Any, tmp_path: Path) ->
     if isinstance(cache, FirstBlockCacheConfig):
         assert {True, False} <= set(decided)  # some steps are computed, some are not
     assert relative(without, want) > 10 * EXACT
-    drawings = [Drawing(name=name, plan=plan, steps=STEPS, cache=cache, verdicts=tmp_path) for plan in plans]
+    drawings = [PipelineCase(name=name, plan=plan, steps=STEPS, cache=cache, verdicts=tmp_path) for plan in plans]
     for drawing, got in zip(drawings, draw(ranks, *drawings), strict=True):
         assert not isinstance(got, str), got
         assert relative(got, want) <= EXACT, drawing.plan
@@ -85,7 +85,7 @@ def test_each_rank_alone_would_decide_otherwise(ranks: Any) -> None:
     ],
 )
 def test_refused(ranks: Any, cache: Any, plan: str, words: str) -> None:
-    (said,) = draw(ranks, Drawing(name="flux", plan=plan, cache=cache))
+    (said,) = draw(ranks, PipelineCase(name="flux", plan=plan, cache=cache))
     assert said.startswith("UnsupportedModel: ")
     assert words.split(".*")[0] in said
     assert words.split(".*")[-1] in said

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.compiled import is_compiled
@@ -59,7 +59,7 @@ def test_whole_graphs(name: str, strategy: str) -> None:
     def on_rank(transport: Any) -> list[Any]:
         model, clock = models[transport.rank], StepClock()
         axis = Axis("patch", transport.rank, 2, (0, 1))
-        split = parse_strategy(strategy).install(model, Door(transport), axis, clock=clock)
+        split = parse_strategy(strategy).install(model, Communicator(transport), axis, clock=clock)
         split.reset()
         found, graphs = [], []
         with torch.no_grad():

@@ -11,9 +11,9 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.plan.mesh import Axis
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.exact import ExactPatch
 from tests import tiny
 from tests.conftest import POOL_SIZE
@@ -33,7 +33,9 @@ def split(models: list[nn.Module], call: dict[str, Any], folder: Path, exchange:
     def on_rank(transport: Any) -> Tensor:
         model, ranks = models[transport.rank], len(models)
         axis = Axis("patch", transport.rank, ranks, tuple(range(ranks)))
-        denoiser = ExactPatch().install(model, Door(transport), axis, verdicts=Verdicts(folder / str(transport.rank)))
+        denoiser = ExactPatch().install(
+            model, Communicator(transport), axis, verdicts=VerificationCache(folder / str(transport.rank))
+        )
         denoiser.exchange = exchange
         try:
             with torch.no_grad():

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.plan.mesh import Axis
 from patchpar.shard.transformer import denoiser as token_denoiser
 from patchpar.shard.transformer.probe import discover as discovery
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.exact import ExactPatch
 from tests.breadth import first_of
 from tests.tensors import relative
@@ -39,8 +39,8 @@ def drawn(models: list[Any], calls: Calls, folder: Path | None = None, exchange:
     def on_rank(transport: Any) -> list[Tensor]:
         model, ranks = models[transport.rank], len(models)
         axis = Axis("patch", transport.rank, ranks, tuple(range(ranks)))
-        verdicts = None if folder is None else Verdicts(folder / str(transport.rank))
-        denoiser = ExactPatch().install(model, Door(transport), axis, verdicts=verdicts)
+        verdicts = None if folder is None else VerificationCache(folder / str(transport.rank))
+        denoiser = ExactPatch().install(model, Communicator(transport), axis, verdicts=verdicts)
         denoiser.exchange = exchange
         try:
             with torch.no_grad():

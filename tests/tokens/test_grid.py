@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import Door
-from patchpar.plan.attention_mode import KeyExchange
+from patchpar.comm.collectives import Communicator
+from patchpar.plan.attention_mode import AttentionMode
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.attention.dispatch import attend_together
-from patchpar.shard.transformer.attention import Asked, Split, attend_split, cut_for
-from patchpar.shard.transformer.install import TokenShard
+from patchpar.shard.transformer.attention import SdpaArguments, TokenSplit, attend_split, cut_for
+from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.probe.discover import discover_tokens
 from patchpar.shard.transformer.probe.grid import grid_of_table
-from patchpar.shard.transformer.token_plan import AttentionCall, Origin, Rows, TokenPlan
-from patchpar.shard.transformer.token_ranges import Cut, Shares, TokenGrid, spread
+from patchpar.shard.transformer.token_plan import AttentionCall, GridSource, TokenPlan, TokenRows
+from patchpar.shard.transformer.token_ranges import Cut, TokenGrid, TokenRanges, spread
 from patchpar.strategies import parse_strategy
 from tests.tiny.transformers_entry import IMAGE, VIDEO
 from tests.unit.threads import on_threads
@@ -47,14 +47,14 @@ def size_of(name: str, variant: int) -> TokenGrid:
     return TokenGrid(*VIDEO[variant]) if "Video" in name or "3D" in name else TokenGrid(1, *IMAGE[variant])
 
 
-def split(name: str, plan: TokenPlan, ranks: int, variant: int, way: Split | None = None, **options) -> list:
+def split(name: str, plan: TokenPlan, ranks: int, variant: int, way: TokenSplit | None = None, **options) -> list:
     """Predictions on every rank, and how the tokens were shared."""
     tiny = TRANSFORMERS[name]
     models = [tiny.build() for _ in range(ranks)]
 
     def on_rank(transport):
         axis = Axis("patch", transport.rank, ranks, tuple(range(ranks)))
-        shard = TokenShard(models[transport.rank], plan, Split(Door(transport), axis, **options))
+        shard = TransformerSharder(models[transport.rank], plan, TokenSplit(Communicator(transport), axis, **options))
         with torch.no_grad():
             return predictions(shard.denoise(models[transport.rank].forward, **tiny.call(variant))), shard.shares
 
@@ -129,12 +129,12 @@ def test_what_is_not_in_the_order_of_rows_is_a_row(order: str) -> None:
     model = Embedded(order)
     call = (torch.randn(2, 3, 8, 12, generator=torch.Generator().manual_seed(0)),)
     (block,) = discover_tokens(model, model.forward, call, {}).blocks
-    known = Origin(dims=(-2, -1), patches=(2, 2))
+    known = GridSource(dims=(-2, -1), patches=(2, 2))
     assert block.origin == (known if order == "rows first" else None)
 
 
 def test_no_grid_where_cells_would_be_cut() -> None:
-    origin = Origin(dims=(-3, -2, -1), patches=(1, 2, 2))
+    origin = GridSource(dims=(-3, -2, -1), patches=(1, 2, 2))
     assert origin.grid((16, 3, 8, 10)) == TokenGrid(3, 4, 5)
     assert origin.grid((16, 3, 8, 9)) is None
     assert origin.grid((64, 16)) is None
@@ -241,7 +241,7 @@ def test_bands_go_along_the_longer() -> None:
         (spread(7, 0, 2), "7 tokens; split in runs: 4, 3"),
     ],
 )
-def test_a_person_can_read_it(shares: Shares, text: str) -> None:
+def test_a_person_can_read_it(shares: TokenRanges, text: str) -> None:
     assert str(shares) == text
 
 
@@ -272,7 +272,7 @@ WAYS = ("gather", "ring", "two-way-ring", "token-ring")
 def test_rows_of_every_frame_are_exact(name: str, cut: Cut) -> None:
     """Tokens of a place that do not lie together; with masks, tables, modulation by token, and text beside them."""
     for ranks in (2, 3):
-        mode = partial(attend_together, KeyExchange())
+        mode = partial(attend_together, AttentionMode())
         found = split(name, plan_for(name), ranks, 1, mode=mode, cut=cut)
         assert {each.across.planes for _, shares in found for n, each in shares.items() if "refiner" not in n} == {2}
         assert error([got for got, _ in found], plain(name, 1)) <= LIMIT
@@ -280,9 +280,9 @@ def test_rows_of_every_frame_are_exact(name: str, cut: Cut) -> None:
     assert error([got for got, _ in alone], plain(name, 1)) > 10 * LIMIT
 
 
-@pytest.mark.parametrize("keys", [*(KeyExchange(way=way) for way in WAYS), KeyExchange(ulysses=3)], ids=str)
+@pytest.mark.parametrize("keys", [*(AttentionMode(way=way) for way in WAYS), AttentionMode(ulysses=3)], ids=str)
 @pytest.mark.parametrize("masked", ["", "columns", "rows and columns", "causal"])
-def test_every_way_of_exchanging_keys_of_rows_of_every_frame(keys: KeyExchange, masked: str) -> None:
+def test_every_way_of_exchanging_keys_of_rows_of_every_frame(keys: AttentionMode, masked: str) -> None:
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(2, 3, 5 + 48, 8, generator=generator)  # text first
     masks = {
@@ -291,14 +291,14 @@ def test_every_way_of_exchanging_keys_of_rows_of_every_frame(keys: KeyExchange, 
     }
     options = {"attn_mask": masks.get(masked), "is_causal": masked == "causal"}
     want = nn.functional.scaled_dot_product_attention(whole, whole, whole, **options)
-    rows = Rows(2, None, 0)
+    rows = TokenRows(2, None, 0)
 
     def attend(transport):
         axis = Axis("patch", transport.rank, 3, (0, 1, 2))
         shares = spread(48, transport.rank, 3, grid=TokenGrid(2, 4, 6), cut="rows")
         own = rows.cut(whole, shares)
-        split_ = Split(Door(transport), axis, partial(attend_together, keys))
-        asked = Asked(query=own, key=own, value=own, **options)
+        split_ = TokenSplit(Communicator(transport), axis, partial(attend_together, keys))
+        asked = SdpaArguments(query=own, key=own, value=own, **options)
         out = attend_split(split_, "here", AttentionCall(rows, rows), shares, asked)
         return (out - rows.cut(want, shares)).abs().max().item()
 
@@ -314,7 +314,9 @@ def test_as_many_tokens_in_another_grid() -> None:
     lying = upright | {"img_ids": ids[torch.argsort(10 * ids[:, 2] + ids[:, 1])][:, [0, 2, 1]]}
 
     def pictures(transport):
-        shard = TokenShard(model, plan, Split(Door(transport), Axis("patch", 0, 1, (0,)), None, cut="rows"))
+        shard = TransformerSharder(
+            model, plan, TokenSplit(Communicator(transport), Axis("patch", 0, 1, (0,)), None, cut="rows")
+        )
         grids = []
         for call in (upright, lying):
             shard.begin()
@@ -339,7 +341,7 @@ def test_the_first_call_says_whose_tokens_are(strategy: str, said: str, caplog: 
 
     def calls(transport):
         axis = Axis("patch", transport.rank, 2, (0, 1))
-        layer = parse_strategy(strategy).install(models[axis.rank], Door(transport), axis, clock=StepClock())
+        layer = parse_strategy(strategy).install(models[axis.rank], Communicator(transport), axis, clock=StepClock())
         layer.plan = plan_for("WanTransformer3DModel")
         with torch.no_grad():
             for _ in range(2):

@@ -10,7 +10,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from torch.nn import functional as F
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.shard.transformer.attention_backend import Choice, Kernel, needing_torch_attention
+from patchpar.shard.transformer.attention_backend import BackendChoice, BackendKernel, needing_torch_attention
 from tests.tensors import relative
 
 from .past import Case, on_ranks, plain, replicas
@@ -77,17 +77,17 @@ def test_ways_that_merge_parts_take_torchs_kernel(calls: list[Any]) -> None:
 
 def test_the_choice_is_left_as_it_was(calls: list[Any]) -> None:
     model = Set(name=FLUX, strategy="exact").build()
-    with Choice(model).set_aside() as kernel:
+    with BackendChoice(model).set_aside() as kernel:
         assert kernel is not None
         assert kernel.name is SAGE
         assert chosen(model) == {AttentionBackendName.NATIVE}
     assert chosen(model) == {SAGE}
     untouched = Case(name=FLUX, strategy="exact").build()
-    with attention_backend("sage"), Choice(untouched).set_aside() as kernel:
+    with attention_backend("sage"), BackendChoice(untouched).set_aside() as kernel:
         assert kernel is not None
         assert kernel.name is SAGE
     assert chosen(untouched) == {None}
-    with Choice(untouched).set_aside() as kernel:
+    with BackendChoice(untouched).set_aside() as kernel:
         assert kernel is None
 
 
@@ -98,16 +98,16 @@ def test_torchs_own_forms_need_nothing(name: str, monkeypatch: pytest.MonkeyPatc
     case = Case(name=FLUX, strategy="exact", evaluations=1)
     model: Any = case.build()
     model.set_attention_backend(name)
-    assert Choice(model).kernel is None
+    assert BackendChoice(model).kernel is None
     assert torch.is_tensor(plain(case)[0])
 
 
 def test_a_model_that_will_have_no_other_kernel_is_refused(calls: list[Any]) -> None:
     model = Case(name=FLUX, strategy="exact").build()
     told = r"FluxTransformer2DModel runs with sage attention only \(no sage\).*cfg=2"
-    with pytest.raises(UnsupportedModel, match=told), needing_torch_attention(model, Kernel(SAGE)):
+    with pytest.raises(UnsupportedModel, match=told), needing_torch_attention(model, BackendKernel(SAGE)):
         raise ValueError("no sage.")
     with pytest.raises(ValueError, match=r"^its own fault$"), needing_torch_attention(model, None):
         raise ValueError("its own fault")
-    with pytest.raises(PlanError, match=r"^ours$"), needing_torch_attention(model, Kernel(SAGE)):
+    with pytest.raises(PlanError, match=r"^ours$"), needing_torch_attention(model, BackendKernel(SAGE)):
         raise PlanError("ours")

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.attention.all_gather import attend_gathered
 from patchpar.shard.transformer import install as shard
-from patchpar.shard.transformer.attention import Split
+from patchpar.shard.transformer.attention import TokenSplit
 from patchpar.shard.transformer.probe.discover import discover_tokens
-from patchpar.shard.transformer.token_mixing import Mixing, MixingSevered, summed
+from patchpar.shard.transformer.token_mixing import MixingSevered, TokenMixing, summed
 from patchpar.shard.transformer.token_plan_json import from_json, to_json
 from patchpar.strategies import parse_strategy
 from tests import tiny
@@ -50,7 +50,7 @@ def on_ranks(
 
     def on_rank(transport: Any) -> list[Tensor]:
         model, axis = models[transport.rank], Axis("patch", transport.rank, ranks, tuple(range(ranks)))
-        layer: Any = parse_strategy(strategy).install(model, Door(transport), axis, clock=StepClock())
+        layer: Any = parse_strategy(strategy).install(model, Communicator(transport), axis, clock=StepClock())
         layer.exchange = exchange
         with torch.no_grad():
             return predictions(layer.denoise(model.forward, **call))
@@ -64,7 +64,7 @@ def on_ranks(
 
 def test_what_is_found() -> None:
     (block,) = plan_for(NAME).blocks
-    assert block.mixing == Mixing(sums=(0,), convolutions=(0,), row_counts=("height",))
+    assert block.mixing == TokenMixing(sums=(0,), convolutions=(0,), row_counts=("height",))
     assert from_json(to_json(plan_for(NAME))) == plan_for(NAME)
     (other,) = plan_for("PixArtTransformer2DModel").blocks
     assert other.mixing is None
@@ -74,7 +74,7 @@ def test_what_is_found() -> None:
 def test_what_is_found_of_a_video() -> None:
     """Frames, rows and columns are equally many here."""
     (block,) = plan_for(VIDEO).blocks
-    assert block.mixing == Mixing(
+    assert block.mixing == TokenMixing(
         sums=(0, 2),
         convolutions=(0,),
         row_counts=("height",),
@@ -156,9 +156,9 @@ NEEDED = [(left_out, *case) for left_out in ("sum_over_ranks", "convolve_rows") 
 )
 def test_either_exchange_is_needed(left_out: str, name: str, variant: int, monkeypatch: pytest.MonkeyPatch) -> None:
     exchanged = getattr(shard, left_out)
-    alone = Split(None, Axis("patch", 0, 2, (0, 1)), None)  # type: ignore[arg-type]
+    alone = TokenSplit(None, Axis("patch", 0, 2, (0, 1)), None)  # type: ignore[arg-type]
 
-    def without(way: Split, *args: Any) -> Tensor:
+    def without(way: TokenSplit, *args: Any) -> Tensor:
         return exchanged(alone, *args)
 
     monkeypatch.setattr(shard, left_out, without)
@@ -175,8 +175,8 @@ def test_compiled_blocks_are_refused() -> None:
     model = TRANSFORMERS[NAME].build()
     for block in model.transformer_blocks:
         block.compile(backend="eager")
-    one = Split(None, Axis("patch", 0, 1, (0,)), attend_gathered)  # type: ignore[arg-type]
-    split_model = shard.TokenShard(model, plan_for(NAME), one)
+    one = TokenSplit(None, Axis("patch", 0, 1, (0,)), attend_gathered)  # type: ignore[arg-type]
+    split_model = shard.TransformerSharder(model, plan_for(NAME), one)
     with pytest.raises(UnsupportedModel, match=r"transformer_blocks\.0 is compiled, and its tokens meet in sums"):
         split_model.denoise(model.forward, **of_size(*IMAGE[0]))
     split_model.restore()

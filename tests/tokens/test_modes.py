@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.comm.collectives import Door
-from patchpar.plan.attention_mode import KeyExchange
+from patchpar.comm.collectives import Communicator
+from patchpar.plan.attention_mode import AttentionMode
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.dispatch import attend_together
-from patchpar.shard.transformer.attention import Split
-from patchpar.shard.transformer.install import TokenShard
+from patchpar.shard.transformer.attention import TokenSplit
+from patchpar.shard.transformer.install import TransformerSharder
 from tests.unit.threads import on_threads
 
 from .ranks import LIMIT, TRANSFORMERS, error, plain, plan_of, predictions
@@ -28,12 +28,12 @@ def test_keys_go_round(name: str, goes: bool) -> None:
     models = [tiny.build() for _ in range(3)]
 
     def on_rank(transport: Any) -> Any:
-        door = Door(transport)
+        door = Communicator(transport)
         door.traffic.events = []
         axis = Axis("patch", transport.rank, 3, (0, 1, 2))
-        mode = partial(attend_together, KeyExchange(way="ring"))
+        mode = partial(attend_together, AttentionMode(way="ring"))
         model = models[transport.rank]
-        shard = TokenShard(model, plan, Split(door, axis, mode))
+        shard = TransformerSharder(model, plan, TokenSplit(door, axis, mode))
         with torch.no_grad():
             found = predictions(shard.denoise(model.forward, **tiny.call(0)))
         return found, {event.kind for event in door.traffic.events if " attention " in event.where}

@@ -16,14 +16,14 @@ from tests.breadth import first_of
 from tests.conftest import POOL_SIZE
 from tests.tensors import relative
 
-from .on_ranks import Drawing, arguments, latents_of
+from .on_ranks import PipelineCase, arguments, latents_of
 
 EXACT = 1e-5
 NAMES = tuple(tiny.TRANSFORMERS_PIPED)
 STALE = "strategy=displaced:warmup_steps=1"
 
 
-def draw(ranks: Any, *drawings: Drawing) -> list[Any]:
+def draw(ranks: Any, *drawings: PipelineCase) -> list[Any]:
     found: list[Any] = ranks.run("tests.tokens.on_ranks:drawn", POOL_SIZE, list(drawings))[0]
     return found
 
@@ -31,7 +31,7 @@ def draw(ranks: Any, *drawings: Drawing) -> list[Any]:
 @cache
 def plain(name: str, **options: Any) -> Tensor:
     found = tiny.build(name)
-    drawing = Drawing(name=name, plan="", options=dict(options))
+    drawing = PipelineCase(name=name, plan="", options=dict(options))
     return latents_of(found.pipe(**arguments(drawing, found)))
 
 
@@ -44,9 +44,11 @@ def test_the_same_latents(ranks: Any, name: str, tmp_path: Path) -> None:
     found = tiny.build(name)
     guided = describe(found.pipe).guided(found.call_kwargs)
     plans = ["patch=2", "patch=3", *(["cfg=2,patch=2"] if guided else [])]
-    exact = [Drawing(name=name, plan=plan, verdicts=tmp_path) for plan in plans]
-    off = Drawing(name=name, plan="patch=2", exchange="off", verdicts=tmp_path)
-    stale = [Drawing(name=name, plan=f"patch=2,{STALE}", twice=twice, verdicts=tmp_path) for twice in (False, True)]
+    exact = [PipelineCase(name=name, plan=plan, verdicts=tmp_path) for plan in plans]
+    off = PipelineCase(name=name, plan="patch=2", exchange="off", verdicts=tmp_path)
+    stale = [
+        PipelineCase(name=name, plan=f"patch=2,{STALE}", twice=twice, verdicts=tmp_path) for twice in (False, True)
+    ]
     *drawn, alone, once, again = draw(ranks, *exact, off, *stale)
     want = plain(name)
     assert not [each for each in (*drawn, alone, once) if isinstance(each, str)]
@@ -67,12 +69,12 @@ def test_as_many_tokens_of_text_as_of_picture(ranks: Any, name: str, text: int) 
 
     prompt = {} if name == "flux" else prompts_of(found, text)
     hook = found.denoiser.register_forward_pre_hook(note, with_kwargs=True)
-    found.pipe(**arguments(Drawing(name=name, plan="", options=prompt), found))
+    found.pipe(**arguments(PipelineCase(name=name, plan="", options=prompt), found))
     hook.remove()
     assert (64, text) in seen
-    (got,) = draw(ranks, Drawing(name=name, plan="patch=2", options=prompt))
+    (got,) = draw(ranks, PipelineCase(name=name, plan="patch=2", options=prompt))
     fresh = tiny.build(name)
-    want = latents_of(fresh.pipe(**arguments(Drawing(name=name, plan="", options=prompt), fresh)))
+    want = latents_of(fresh.pipe(**arguments(PipelineCase(name=name, plan="", options=prompt), fresh)))
     assert relative(got, want) <= EXACT
 
 
@@ -97,13 +99,13 @@ WAYS = ("ring", "two-way-ring", "token-ring", "gather:ulysses=2", "ring:ulysses=
 
 @pytest.mark.parametrize("way", first_of(WAYS, "token-ring", "ring:ulysses=2"))
 def test_every_way_of_exchanging_keys(ranks: Any, way: str) -> None:
-    drawings = [Drawing(name=name, plan=f"patch=4,strategy=exact:attention={way}") for name in ("flux", "pixart")]
+    drawings = [PipelineCase(name=name, plan=f"patch=4,strategy=exact:attention={way}") for name in ("flux", "pixart")]
     for drawing, got in zip(drawings, draw(ranks, *drawings), strict=True):
         assert relative(got, plain(drawing.name)) <= EXACT
 
 
 def test_a_model_is_verified_once(ranks: Any, tmp_path: Path) -> None:
-    drawing = Drawing(name="sd3", plan="patch=2", verdicts=tmp_path, steps=2)
+    drawing = PipelineCase(name="sd3", plan="patch=2", verdicts=tmp_path, steps=2)
     first = draw(ranks, drawing)[0]
     kept = sorted(tmp_path.glob("*.json"))
     texts = [file.read_text() for file in kept]
@@ -114,5 +116,5 @@ def test_a_model_is_verified_once(ranks: Any, tmp_path: Path) -> None:
 
 def test_more_ranks_than_tokens(ranks: Any) -> None:
     """48 x 16 pixels are three tokens."""
-    (got,) = draw(ranks, Drawing(name="pixart", plan="patch=4", options={"height": 48, "width": 16}))
+    (got,) = draw(ranks, PipelineCase(name="pixart", plan="patch=4", options={"height": 48, "width": 16}))
     assert got.startswith("PlanError: transformer_blocks.0 has 3 tokens, too few for 4 ranks: use a larger picture")

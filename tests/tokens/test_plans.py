@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.transformer.probe.capture import Arguments
+from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.probe.discover import discover_tokens
 from patchpar.shard.transformer.probe.latent import latent_size
-from patchpar.shard.transformer.token_plan import Rows
+from patchpar.shard.transformer.token_plan import TokenRows
 from patchpar.shard.transformer.token_plan_json import from_json, to_json
 from tests.breadth import first_of
 
@@ -151,7 +151,7 @@ def test_a_number_of_tokens_is_found_by_trying() -> None:
     model = Denoiser()
     plan = discover_tokens(model, model.forward, (torch.randn(2, 35, 8),), {"last": 35})
     assert plan.blocks[0].counts == ("last",)
-    assert plan.blocks[0].inputs == {"x": Rows(1)}
+    assert plan.blocks[0].inputs == {"x": TokenRows(1)}
     assert plan.blocks[0].bounds == ()
 
 
@@ -175,25 +175,25 @@ class Interleaved(Denoiser):
 def test_the_latent_of_one_sample() -> None:
     sample = torch.randn(4, 1, 6, 6)
     for latent in ([sample], [sample, sample], torch.stack([sample, sample])):
-        assert latent_size(Arguments(("x",), (latent,), {}), "x") == sample.numel()
+        assert latent_size(CallArguments(("x",), (latent,), {}), "x") == sample.numel()
     with pytest.raises(UnsupportedModel, match="the first argument, x, holds no tensor"):
-        latent_size(Arguments(("x",), ("a prompt",), {"xs": sample}), "x")
+        latent_size(CallArguments(("x",), ("a prompt",), {"xs": sample}), "x")
 
 
 def test_tokens_in_several_runs() -> None:
     """All that is in the sequence is split."""
     model = Interleaved()
     plan = discover_tokens(model, model.forward, (torch.randn(2, 35, 8),), {})
-    assert plan.blocks[0].inputs == {"x": Rows(1)}
+    assert plan.blocks[0].inputs == {"x": TokenRows(1)}
     assert plan.blocks[0].ratio == 40 / (35 * 8)
 
 
 def test_rows_beside_the_tokens() -> None:
-    assert Rows(0, None, 0).start(47, 35) == 12
-    assert Rows(0, 0, None).start(47, 35) == 0
-    assert Rows(0, 3, None).start(47, 35) == 3
-    assert Rows(0, None, 3).start(47, 35) == 9
+    assert TokenRows(0, None, 0).start(47, 35) == 12
+    assert TokenRows(0, 0, None).start(47, 35) == 0
+    assert TokenRows(0, 3, None).start(47, 35) == 3
+    assert TokenRows(0, None, 3).start(47, 35) == 9
     with pytest.raises(UnsupportedModel, match="47 rows do not hold 35 tokens"):
-        Rows(0).start(47, 35)
+        TokenRows(0).start(47, 35)
     with pytest.raises(UnsupportedModel, match="35 rows do not hold 47 tokens"):
-        Rows(0, 0, None).start(35, 47)
+        TokenRows(0, 0, None).start(35, 47)

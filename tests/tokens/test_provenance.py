@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.transformer.probe.capture import Arguments
+from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.probe.latent import name_of_latent
 from patchpar.shard.transformer.probe.row_trace import MIXED, UNMOVED, trace_rows
 
@@ -97,7 +97,7 @@ class _Denoiser(nn.Module):
 @pytest.mark.parametrize(("shape", "latent"), [((1, 4, 4), "input_ids"), ((1, 16), "encoder_hidden_states")])
 def test_ids_of_a_picture_are_denoised_and_those_of_text_are_not(shape: tuple[int, ...], latent: str) -> None:
     denoiser = _Denoiser()
-    arguments = Arguments.of(denoiser, (torch.zeros(shape, dtype=torch.long), torch.zeros(1, 8, 4)), {})
+    arguments = CallArguments.of(denoiser, (torch.zeros(shape, dtype=torch.long), torch.zeros(1, 8, 4)), {})
     assert name_of_latent(denoiser, arguments) == latent
 
 
@@ -108,6 +108,6 @@ class _Packed(nn.Module):
 
 def test_a_table_of_positions_is_not_denoised_where_there_is_a_video() -> None:
     denoiser, positions, text = _Packed(), torch.zeros(3, 20), torch.zeros(1, 8, 4)
-    packed = Arguments.of(denoiser, (positions, [torch.zeros(1, 4, 2, 6, 6)], text), {})
+    packed = CallArguments.of(denoiser, (positions, [torch.zeros(1, 4, 2, 6, 6)], text), {})
     assert name_of_latent(denoiser, packed) == "video"
-    assert name_of_latent(denoiser, Arguments.of(denoiser, (positions, [], text), {})) == "positions"
+    assert name_of_latent(denoiser, CallArguments.of(denoiser, (positions, [], text), {})) == "positions"

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.attention.all_gather import attend_gathered
-from patchpar.shard.transformer.attention import Asked, Split
-from patchpar.shard.transformer.install import TokenShard
+from patchpar.shard.transformer.attention import SdpaArguments, TokenSplit
+from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.probe.discover import discover_tokens
-from patchpar.shard.transformer.token_plan import Replicated, Rows
+from patchpar.shard.transformer.token_plan import Replicated, TokenRows
 from patchpar.shard.transformer.token_plan_json import from_json, to_json
 from patchpar.strategies import parse_strategy
 from tests.unit.threads import on_threads
@@ -88,7 +88,7 @@ def on_ranks(ranks: int, mode: Any = attend_gathered) -> list[list[Tensor]]:
 
     def on_rank(transport: Any) -> list[Tensor]:
         own, axis = models[transport.rank], Axis("patch", transport.rank, ranks, tuple(range(ranks)))
-        shard = TokenShard(own, plan, Split(Door(transport), axis, mode))
+        shard = TransformerSharder(own, plan, TokenSplit(Communicator(transport), axis, mode))
         with torch.no_grad():
             return predictions(shard.denoise(own.forward, latent()))
 
@@ -99,7 +99,7 @@ def test_what_is_found() -> None:
     model = Denoiser()
     plan = discover_tokens(model, model.forward, (latent(),), {})
     (block,) = plan.blocks
-    assert block.replicated == (Replicated("attn", {"x": Rows(1)}, {0: Rows(1)}),)
+    assert block.replicated == (Replicated("attn", {"x": TokenRows(1)}, {0: TokenRows(1)}),)
     assert block.attentions == ()  # that of the part is the part's
     assert "computed by every rank with all tokens of x along dim 1" in str(plan)
     assert from_json(to_json(plan)) == plan
@@ -115,20 +115,20 @@ def test_it_is_exact(ranks: int) -> None:
 
 def test_heads_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank computes the attention of its heads, and the other layers of its tokens only."""
-    heads, tokens, answer = [], [], Asked.answer
+    heads, tokens, answer = [], [], SdpaArguments.answer
 
-    def counted(asked: Asked, *args: Any, **kwargs: Any) -> Tensor:
+    def counted(asked: SdpaArguments, *args: Any, **kwargs: Any) -> Tensor:
         heads.append(asked.query.shape[1])
         return answer(asked, *args, **kwargs)
 
     models, call = [Denoiser(), Denoiser()], latent()
     plan = discover_tokens(models[0], models[0].forward, (call,), {})
-    monkeypatch.setattr(Asked, "answer", counted)
+    monkeypatch.setattr(SdpaArguments, "answer", counted)
 
     def on_rank(transport: Any) -> None:
         own, axis = models[transport.rank], Axis("patch", transport.rank, 2, (0, 1))
         own.blocks[0].ff[0].register_forward_hook(lambda module, args, output: tokens.append(args[0].shape[1]))
-        shard = TokenShard(own, plan, Split(Door(transport), axis, attend_gathered))
+        shard = TransformerSharder(own, plan, TokenSplit(Communicator(transport), axis, attend_gathered))
         with torch.no_grad():
             shard.denoise(own.forward, call)
 
@@ -148,7 +148,7 @@ def test_values_of_the_last_step_are_refused() -> None:
 
     def on_rank(transport: Any) -> Any:
         layer: Any = parse_strategy("displaced:warmup_steps=1").install(
-            model, Door(transport), Axis("patch", 0, 1, (0,)), clock=StepClock()
+            model, Communicator(transport), Axis("patch", 0, 1, (0,)), clock=StepClock()
         )
         layer.denoise(model.forward, latent())
 
@@ -162,7 +162,7 @@ def test_compiled_blocks_are_refused() -> None:
     plan = discover_tokens(model, model.forward, (latent(),), {})
     for block in model.blocks:
         block.compile(backend="eager")
-    shard = TokenShard(model, plan, Split(None, Axis("patch", 0, 1, (0,)), attend_gathered))  # type: ignore[arg-type]
+    shard = TransformerSharder(model, plan, TokenSplit(None, Axis("patch", 0, 1, (0,)), attend_gathered))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedModel, match=r"blocks\.0 is compiled, .* in parts that every rank computes"):
         shard.denoise(model.forward, latent())
     shard.restore()
@@ -205,7 +205,7 @@ def test_keys_of_a_reference_and_flex_attention() -> None:
     def on_rank(transport: Any, mode: Any) -> list[Tensor]:
         model, axis, got = models[transport.rank], Axis("patch", transport.rank, 2, (0, 1)), []
         for plan, call in zip(plans, calls(), strict=True):
-            shard = TokenShard(model, plan, Split(Door(transport), axis, mode))
+            shard = TransformerSharder(model, plan, TokenSplit(Communicator(transport), axis, mode))
             with torch.no_grad():
                 got = predictions(shard.denoise(model.forward, **call))
             shard.restore()

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.errors import PlanError, UnsupportedModel, VerificationError
-from patchpar.plan.attention_mode import KeyExchange
+from patchpar.plan.attention_mode import AttentionMode
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.all_gather import attend_gathered
 from patchpar.shard.attention.dispatch import attend_together
-from patchpar.shard.transformer.attention import Asked, Mode, Split, attend_split
-from patchpar.shard.transformer.install import TokenShard
-from patchpar.shard.transformer.token_plan import AttentionCall, Rows, TokenPlan
+from patchpar.shard.transformer.attention import Mode, SdpaArguments, TokenSplit, attend_split
+from patchpar.shard.transformer.install import TransformerSharder
+from patchpar.shard.transformer.token_plan import AttentionCall, TokenPlan, TokenRows
 from patchpar.shard.transformer.token_ranges import spread
 from patchpar.shard.transformer.verify import verify_tokens
 from tests.breadth import first_of
@@ -25,10 +25,10 @@ from tests.unit.threads import on_threads
 from .ranks import LIMIT, TRANSFORMERS, error, hooks_of, plain, plan_of, predictions, split
 
 MODES = {
-    "ring": KeyExchange(way="ring"),
-    "two-way-ring": KeyExchange(way="two-way-ring"),
-    "token-ring": KeyExchange(way="token-ring"),
-    "ulysses": KeyExchange(ulysses=3),
+    "ring": AttentionMode(way="ring"),
+    "two-way-ring": AttentionMode(way="two-way-ring"),
+    "token-ring": AttentionMode(way="token-ring"),
+    "ulysses": AttentionMode(ulysses=3),
 }
 KINDS = (
     "FluxTransformer2DModel",  # text first
@@ -53,7 +53,7 @@ def flux(plan: TokenPlan, ranks: int, use: Any, mode: Mode | None = attend_gathe
 
     def on_rank(transport: Any) -> Any:
         axis = Axis("patch", transport.rank, ranks, tuple(range(ranks)))
-        shard = TokenShard(models[transport.rank], plan, Split(Door(transport), axis, mode))
+        shard = TransformerSharder(models[transport.rank], plan, TokenSplit(Communicator(transport), axis, mode))
         with torch.no_grad():
             return use(shard, models[transport.rank])
 
@@ -71,7 +71,7 @@ def plan() -> TokenPlan:
 def test_bytes(plan: TokenPlan) -> None:
     """K and V of our image tokens to everyone in each block, text never; tokens are gathered once, at the end."""
 
-    def traffic(shard: TokenShard, model: Any) -> Any:
+    def traffic(shard: TransformerSharder, model: Any) -> Any:
         shard.denoise(model.forward, **CALL(0))
         counted = shard.split.door.traffic
         return dict(counted.bytes_sent), dict(counted.rounds)
@@ -88,7 +88,7 @@ def test_what_the_model_does_between_blocks(plan: TokenPlan) -> None:
     residuals = [torch.randn(2, 35, 36, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     call = CALL(0) | {"controlnet_block_samples": residuals}
 
-    def prediction(shard: TokenShard, model: Any) -> Any:
+    def prediction(shard: TransformerSharder, model: Any) -> Any:
         before = predictions(model(**call))
         return before, predictions(shard.denoise(model.forward, **call))
 
@@ -98,7 +98,7 @@ def test_what_the_model_does_between_blocks(plan: TokenPlan) -> None:
 
 
 def test_nothing_is_left(plan: TokenPlan) -> None:
-    def restored(shard: TokenShard, model: Any) -> Any:
+    def restored(shard: TransformerSharder, model: Any) -> Any:
         hooked = set(hooks_of(model))
         first = model(**CALL(0))[0]
         shard.denoise(model.forward, **CALL(0))
@@ -135,7 +135,7 @@ def test_called_otherwise_than_watched(plan: TokenPlan) -> None:
 
 
 def test_after_an_error_the_model_is_usable(plan: TokenPlan) -> None:
-    def twice(shard: TokenShard, model: Any) -> Any:
+    def twice(shard: TransformerSharder, model: Any) -> Any:
         with pytest.raises(RuntimeError):
             shard.denoise(model.forward, **CALL(0) | {"pooled_projections": torch.zeros(2, 31)})
         return predictions(shard.denoise(model.forward, **CALL(0)))
@@ -160,9 +160,9 @@ def test_dropout_and_foreign_masks() -> None:
     query = torch.randn(1, 2, 5, 8)
 
     def attend(transport: Any, **options: Any) -> Any:
-        split_ = Split(Door(transport), Axis("patch", transport.rank, 2, (0, 1)), attend_gathered)
-        call = AttentionCall(Rows(2), Rows(2))
-        asked = Asked(query=query, key=query, value=query, **options)
+        split_ = TokenSplit(Communicator(transport), Axis("patch", transport.rank, 2, (0, 1)), attend_gathered)
+        call = AttentionCall(TokenRows(2), TokenRows(2))
+        asked = SdpaArguments(query=query, key=query, value=query, **options)
         return attend_split(split_, "here", call, spread(10, transport.rank, 2), asked)
 
     for found in on_threads(2, partial(attend, dropout_p=0.1)):
@@ -179,10 +179,12 @@ def test_causality() -> None:
     want = torch.nn.functional.scaled_dot_product_attention(whole, whole, whole, is_causal=True)
 
     def attend(transport: Any) -> Any:
-        split_ = Split(Door(transport), Axis("patch", transport.rank, 2, (0, 1)), attend_gathered)
+        split_ = TokenSplit(Communicator(transport), Axis("patch", transport.rank, 2, (0, 1)), attend_gathered)
         own = whole[:, :, 5 * transport.rank : 5 * transport.rank + 5]
-        asked = Asked(query=own, key=own, value=own, is_causal=True)
-        return attend_split(split_, "here", AttentionCall(Rows(2), Rows(2)), spread(10, transport.rank, 2), asked)
+        asked = SdpaArguments(query=own, key=own, value=own, is_causal=True)
+        return attend_split(
+            split_, "here", AttentionCall(TokenRows(2), TokenRows(2)), spread(10, transport.rank, 2), asked
+        )
 
     torch.testing.assert_close(torch.cat(on_threads(2, attend), 2), want, atol=1e-5, rtol=1e-5)
 
@@ -205,11 +207,11 @@ def test_tokens_that_see_themselves_alone(mode: Mode | None, boolean: bool) -> N
 
     def attend(transport: Any) -> Any:
         shares = spread(11, transport.rank, 2)
-        split_ = Split(Door(transport), Axis("patch", transport.rank, 2, (0, 1)), mode)
+        split_ = TokenSplit(Communicator(transport), Axis("patch", transport.rank, 2, (0, 1)), mode)
         own = torch.cat([shares.own(image, 2), text], 2)
         mask = _blind_to_each_other(shares.count, 3, boolean=boolean)
-        asked = Asked(query=own, key=own, value=own, attn_mask=mask)
-        return attend_split(split_, "here", AttentionCall(Rows(2, 0, 3), Rows(2, 0, 3), 4), shares, asked)
+        asked = SdpaArguments(query=own, key=own, value=own, attn_mask=mask)
+        return attend_split(split_, "here", AttentionCall(TokenRows(2, 0, 3), TokenRows(2, 0, 3), 4), shares, asked)
 
     first, second = on_threads(2, attend)
     torch.testing.assert_close(torch.cat([first[:, :, :-3], second[:, :, :-3]], 2), want[:, :, :-3])

@@ -14,23 +14,23 @@ import torch
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import Door
-from patchpar.plan.exchange_policy import Treatment
+from patchpar.comm.collectives import Communicator
+from patchpar.plan.exchange_policy import ExchangePolicy
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.all_gather import attend_gathered
 from patchpar.shard.transformer import plan_lookup as search
-from patchpar.shard.transformer.attention import Split
+from patchpar.shard.transformer.attention import TokenSplit
 from patchpar.shard.transformer.denoiser import TokenDenoiser
-from patchpar.shard.transformer.install import TokenShard
-from patchpar.shard.transformer.shipped_plans import Shipped, read, shipped_for
-from patchpar.shard.transformer.token_plan import Rows, TokenPlan
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.transformer.install import TransformerSharder
+from patchpar.shard.transformer.shipped_plans import ShippedPlans, read, shipped_for
+from patchpar.shard.transformer.token_plan import TokenPlan, TokenRows
+from patchpar.shard.verification_cache import VerificationCache
 from tests.breadth import first_of
 from tests.tensors import relative
 from tests.tiny.transformers import TRANSFORMERS
 from tests.unit.threads import on_threads
 
-from .on_ranks import Drawing
+from .on_ranks import PipelineCase
 from .ranks import LIMIT, error, plan_of, predictions
 from .ship import CLASSES, FOLDER, PIPED, deeper, same
 from .test_pipelines import draw, plain
@@ -40,7 +40,7 @@ SOME = first_of(CLASSES, FLUX, SD3, "PixArtTransformer2DModel", "WanTransformer3
 
 
 @cache
-def shipped(name: str) -> Shipped:
+def shipped(name: str) -> ShippedPlans:
     return read((FOLDER / f"{name}.json").read_text())
 
 
@@ -86,7 +86,7 @@ def plan_of_shallow(name: str) -> TokenPlan:
 def split(models: list[nn.Module], plan: TokenPlan, call: dict[str, Any], mode: Any = attend_gathered) -> Any:
     def on_rank(transport: Any) -> list[Tensor]:
         model, axis = models[transport.rank], Axis("patch", transport.rank, 2, (0, 1))
-        shard = TokenShard(model, plan, Split(Door(transport), axis, mode))
+        shard = TransformerSharder(model, plan, TokenSplit(Communicator(transport), axis, mode))
         try:
             with torch.no_grad():
                 return predictions(shard.denoise(model.forward, **call))
@@ -101,8 +101,8 @@ def first_use(models: list[nn.Module], call: dict[str, Any], folder: Path) -> li
 
     def on_rank(transport: Any) -> tuple[Tensor, TokenDenoiser]:
         rank, model = transport.rank, models[transport.rank]
-        mesh = (Door(transport), Axis("patch", rank, len(models), tuple(range(len(models)))))
-        denoiser = TokenDenoiser(model, mesh, Treatment(), verdicts=Verdicts(folder / str(rank)))
+        mesh = (Communicator(transport), Axis("patch", rank, len(models), tuple(range(len(models)))))
+        denoiser = TokenDenoiser(model, mesh, ExchangePolicy(), verdicts=VerificationCache(folder / str(rank)))
         try:
             with torch.no_grad():
                 return predictions(denoiser.denoise(model.forward, **call))[0], denoiser
@@ -158,12 +158,12 @@ def test_with_an_adapter_on(searches: list[str], tmp_path: Path) -> None:
     assert not searches
 
 
-def wrong(name: str) -> Shipped:
+def wrong(name: str) -> ShippedPlans:
     """A plan that takes the text for the picture."""
     right = shipped(name)
     found = right.found[0]
     blocks = [
-        replace(block, attentions=tuple(replace(call, keys=Rows(2, 0, None)) for call in block.attentions))
+        replace(block, attentions=tuple(replace(call, keys=TokenRows(2, 0, None)) for call in block.attentions))
         for block in found.plan.blocks
     ]
     return replace(right, found=(replace(found, plan=replace(found.plan, blocks=tuple(blocks))),))
@@ -222,7 +222,7 @@ def test_without_verification_nothing_is_taken_for_granted(searches: list[str]) 
 
     def on_rank(transport: Any) -> Tensor:
         model, axis = models[transport.rank], Axis("patch", transport.rank, 2, (0, 1))
-        denoiser = TokenDenoiser(model, (Door(transport), axis), Treatment())
+        denoiser = TokenDenoiser(model, (Communicator(transport), axis), ExchangePolicy())
         with torch.no_grad():
             return predictions(denoiser.denoise(model.forward, **TRANSFORMERS[FLUX].call(0)))[0]
 
@@ -254,7 +254,7 @@ PIPELINES = sorted(name for names in PIPED.values() for name in names)
 @pytest.mark.parametrize("name", first_of(PIPELINES, "flux", "zimage"))
 def test_pipelines(ranks: Any, name: str, tmp_path: Path) -> None:
     """In all calls that they make: no plan is found and kept, only verdicts."""
-    (got,) = draw(ranks, Drawing(name=name, plan="patch=2", verdicts=tmp_path))
+    (got,) = draw(ranks, PipelineCase(name=name, plan="patch=2", verdicts=tmp_path))
     assert relative(got, plain(name)) <= LIMIT
     kept = [file.read_text() for file in tmp_path.glob("*.json")]
     assert any("relative_error" in text for text in kept)

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from patchpar.stream.audio.conditioner import sound_levels
-from patchpar.stream.causal.causal_wan import CausalWan, Heard
+from patchpar.stream.causal.causal_wan import BlockAudio, CausalWan
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.causal_options import CausalOptions
 from patchpar.stream.config import StreamConfig
@@ -165,7 +165,7 @@ def clip_and_stream(networks, stream_options):
     for block in range(4):
         part = slice(block * OPTIONS.frames, (block + 1) * OPTIONS.frames)
         timestep, words = 1000 * batch.level[0, block].item(), text[batch.moods[:, block]]
-        heard = Heard(batch.audio[:, part])
+        heard = BlockAudio(batch.audio[:, part])
         streamed.append(causal.velocity(memory, noisy[:, :, part], timestep, words, block=block, heard=heard))
     causal.restore()
     training = ClipTraining(networks)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.comm.transport import Incoming, Outgoing, Spec, Transport
+from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, Transport
 from tests.ranks import Place
 
 LARGE = 72 << 20
@@ -40,8 +40,8 @@ def tensors_of(rank: int) -> dict[str, Tensor]:
     }
 
 
-def specs_of(tensors: Any) -> tuple[Spec, ...]:
-    return tuple(Spec.of(x) for x in tensors)
+def specs_of(tensors: Any) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec.of(x) for x in tensors)
 
 
 def others(transport: Transport, world: int) -> list[int]:
@@ -73,7 +73,7 @@ def many_unread(place: Place, count: int, rows: int) -> bool:
     pending = []
     for number in range(count):
         x = torch.full((1 + number % rows, 256), float(number))
-        incoming = [Incoming(peer, (Spec.of(x),)) for peer in peers]
+        incoming = [Incoming(peer, (TensorSpec.of(x),)) for peer in peers]
         pending.append(place.transport.swap([Outgoing(tuple(peers), (x,))], incoming, f"message {number}"))
     found = [message.wait() for message in pending]
     return all(
@@ -87,7 +87,7 @@ def large(place: Place) -> bool:
     """A message larger than any segment so far, each way."""
     peer = 1 - place.rank
     x = torch.arange(LARGE // 4, dtype=torch.int32) + place.rank
-    ((got,),) = place.transport.swap([Outgoing((peer,), (x,))], [Incoming(peer, (Spec.of(x),))], "large").wait()
+    ((got,),) = place.transport.swap([Outgoing((peer,), (x,))], [Incoming(peer, (TensorSpec.of(x),))], "large").wait()
     return torch.equal(got, x - place.rank + peer)
 
 
@@ -98,7 +98,7 @@ def grown(place: Place, count: int) -> dict[str, int]:
     def exchange(times: int) -> None:
         for number in range(times):
             x = torch.zeros(1 + number % 7, 4096)
-            place.transport.swap([Outgoing((peer,), (x,))], [Incoming(peer, (Spec.of(x),))], "again").wait()
+            place.transport.swap([Outgoing((peer,), (x,))], [Incoming(peer, (TensorSpec.of(x),))], "again").wait()
 
     exchange(count // 4)
     before = _held()
@@ -118,7 +118,7 @@ def any_order(place: Place, order: list[int]) -> list[bool]:
     pending = []
     for number in range(len(order)):
         x = torch.full((2 + number, 3), 10.0 * place.rank + number)
-        incoming = [Incoming(peer, (Spec.of(x),)) for peer in peers]
+        incoming = [Incoming(peer, (TensorSpec.of(x),)) for peer in peers]
         pending.append(place.transport.swap([Outgoing(tuple(peers), (x,))], incoming, f"message {number}"))
     found = []
     for number in order:
@@ -129,7 +129,7 @@ def any_order(place: Place, order: list[int]) -> list[bool]:
 
 def seen_coming(place: Place) -> list[bool]:
     """Whether a message is said to be here: before it is sent, when it has come, and after it was fetched."""
-    transport, peer, spec = place.transport, 1 - place.rank, Spec((3,), torch.float32)
+    transport, peer, spec = place.transport, 1 - place.rank, TensorSpec((3,), torch.float32)
     word = Outgoing((peer,), (torch.ones(3),))
     if place.rank:
         transport.swap([], [Incoming(peer, (spec,))], "go on").wait()

@@ -9,8 +9,8 @@ import torch
 from diffusers.image_processor import IPAdapterMaskProcessor
 
 from patchpar.plan.bands import split_bands
-from patchpar.plan.kv_selection import Across
-from patchpar.shard.stale.token_grid import Grid
+from patchpar.plan.kv_selection import TokensAcross
+from patchpar.shard.stale.token_grid import LevelGrid
 from patchpar.shard.unet.ip_adapter_masks import own_masks
 
 
@@ -26,7 +26,7 @@ def scaled(mask: torch.Tensor, tokens: int) -> torch.Tensor:
 def test_a_band_of_a_mask(dim: int, size: tuple[int, int], shape: tuple[int, int]) -> None:
     """Bands of rows and of columns, not all of one size, under masks of other proportions as well."""
     mask = torch.rand(1, 2, *shape, generator=torch.Generator().manual_seed(0))
-    grid = Grid(split_bands(size[dim], 3, 1), Across(size[-3 - dim]), dim)
+    grid = LevelGrid(split_bands(size[dim], 3, 1), TokensAcross(size[-3 - dim]), dim)
     for place in range(3):
         with warnings.catch_warnings(action="ignore"):
             (own, nothing) = own_masks([mask, None], grid, place)

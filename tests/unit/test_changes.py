@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 
-from patchpar.launch.replay import Change, Replay, Replays
-from patchpar.pipeline.caller import Caller
+from patchpar.launch.replay import CallEffects, ReplayedCall, ReplayLog
+from patchpar.pipeline.caller import CallController
 from patchpar.pipeline.state_changes import asked, with_whole_paths
 from tests import tiny
 from tests.breadth import first_of
@@ -21,22 +21,24 @@ Step = tuple[str, tuple[Any, ...]]
 
 def kept(*calls: str | Call, is_fresh: bool = True) -> list[str | Call]:
     """Those of a pipeline's calls that are repeated."""
-    replays = Replays()
+    replays = ReplayLog()
     for call in calls:
         path, kwargs = (call, {}) if isinstance(call, str) else call
         keep(replays, path, (), kwargs, is_fresh=is_fresh)
     return [(path, kwargs) if kwargs else path for path, _, kwargs in told(replays)]
 
 
-def keep(replays: Replays, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_fresh: bool = True) -> None:
+def keep(
+    replays: ReplayLog, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_fresh: bool = True
+) -> None:
     """As an executor does when a call has been made."""
     (method, *words), options = asked(path, args, kwargs, is_fresh=is_fresh)
     change = options["replay"]
     if change:
-        replays.add(Replay(method=method, args=tuple(words), kwargs={}, expected=0.0, sent=None, change=change))
+        replays.add(ReplayedCall(method=method, args=tuple(words), kwargs={}, expected=0.0, sent=None, change=change))
 
 
-def told(replays: Replays) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+def told(replays: ReplayLog) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     """Path, arguments and named arguments of the calls that are repeated."""
     return [(entry.args[0], entry.args[1], entry.args[2]) for entry in replays]
 
@@ -118,7 +120,7 @@ FREEU: Step = ("enable_freeu", (1.0,))
     ],
 )
 def test_what_concerns_deleted_adapters_is_not_repeated(steps: list[Step], repeated: list[Step]) -> None:
-    replays = Replays()
+    replays = ReplayLog()
     for path, args in steps:
         keep(replays, path, args, {})
     assert [(path, args) for path, args, _ in told(replays)] == repeated
@@ -126,7 +128,7 @@ def test_what_concerns_deleted_adapters_is_not_repeated(steps: list[Step], repea
 
 def test_adapters_that_were_there_before_count(tmp_path: Path) -> None:
     """Nobody knows which of them is active when one of ours is deleted."""
-    replays = Replays()
+    replays = ReplayLog()
     for path, args in ROUND:
         keep(replays, path, args, {}, is_fresh=False)
     assert len(replays) == len(ROUND)
@@ -167,7 +169,7 @@ def a_step(chance: random.Random, there: set[str]) -> Step:
 @pytest.mark.parametrize("seed", first_of(range(6), 0))
 def test_new_workers_have_the_same_adapters(seed: int, weights: dict[str, dict[str, torch.Tensor]]) -> None:
     """Whatever was loaded, selected and deleted, in whatever order, each by itself at one scale or another."""
-    chance, pipe, replays, there = random.Random(seed), tiny.build("sdxl").pipe, Replays(), set[str]()
+    chance, pipe, replays, there = random.Random(seed), tiny.build("sdxl").pipe, ReplayLog(), set[str]()
 
     def does(pipe: Any, path: str, args: tuple[Any, ...]) -> None:
         getattr(pipe, path)(*((dict(weights[args[1]]), *args[1:]) if path == "load_lora_weights" else args))
@@ -195,7 +197,7 @@ def test_what_was_there_before_is_taken_back_again() -> None:
 def test_only_changes_may_take_an_hour_without_work() -> None:
     assert asked("vae.decode", (), {}, is_fresh=True)[1] == {"replay": False, "expected": 0.0}
     options = asked("load_lora_weights", (), {}, is_fresh=True)[1]
-    assert isinstance(options["replay"], Change)
+    assert isinstance(options["replay"], CallEffects)
     assert options["expected"] > 0
 
 
@@ -220,6 +222,6 @@ def test_files_that_a_callback_names_are_too(tmp_path: Path, monkeypatch: pytest
     """Ranks may have been started somewhere else."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lora.safetensors").touch()
-    caller = Caller(None, {}, kind="local", output_module="diffusers")
+    caller = CallController(None, {}, kind="local", output_module="diffusers")
     caller.apply("load_lora_weights", ("lora.safetensors",), {})
     assert caller.changes[0].args == (str(tmp_path / "lora.safetensors"),)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.comm.transport import Incoming, Outgoing, Spec, Transport, connect
+from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, Transport, connect
 from patchpar.errors import ExchangeError
-from patchpar.launch.socket_pairs import Links, inherited
+from patchpar.launch.socket_pairs import SocketPairs, inherited
 
 
 @dataclass
@@ -31,7 +31,7 @@ class OnThread:
 
 
 def made(world: int) -> list[OnThread]:
-    links = Links(world)
+    links = SocketPairs(world)
     ends = [
         {peer: socket.fromfd(end, socket.AF_UNIX, socket.SOCK_STREAM) for peer, end in links.of(rank).items()}
         for rank in range(world)
@@ -57,7 +57,7 @@ def told(transport: Transport, world: int) -> list[float]:
     """What every other rank sends to this one."""
     others = tuple(rank for rank in range(world) if rank != transport.rank)
     own = torch.tensor([float(transport.rank)])
-    incoming = [Incoming(rank, (Spec.of(own),)) for rank in others]
+    incoming = [Incoming(rank, (TensorSpec.of(own),)) for rank in others]
     return [x.item() for (x,) in transport.swap([Outgoing(others, (own,))], incoming, "here").wait()]
 
 
@@ -128,7 +128,7 @@ def test_shared_memory_is_for_one_host() -> None:
 
 
 def test_what_is_inherited_goes_no_further() -> None:
-    links = Links(2)
+    links = SocketPairs(2)
     own = inherited(links.of(1))
     assert not any(link.get_inheritable() for link in own.values())
     for link in own.values():

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.emulation.sight import corrected_tokens
-from patchpar.comm.transport import Spec
+from patchpar.comm.transport import TensorSpec
 from patchpar.plan.plan import PlanError
-from patchpar.shard.stale.correction import Fit, OwnPast, Seen, correct, kind_for, on_the_line, specs_of
+from patchpar.shard.stale.correction import CorrectionFit, FitSamples, OwnPast, correct, kind_for, on_the_line, specs_of
 from patchpar.shard.stale.correction import fitted as fitted_to
 from patchpar.strategies.fresh_edges import FreshEdges
 
@@ -20,9 +20,9 @@ def noise(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape or SHAPE, generator=torch.Generator().manual_seed(seed))
 
 
-def fitted(kind: str, *tokens: Tensor) -> Fit:
+def fitted(kind: str, *tokens: Tensor) -> CorrectionFit:
     """Of tokens as they are now, as others hold them, and as they were."""
-    return fitted_to(kind, *(Seen.of(x, kind) for x in tokens))
+    return fitted_to(kind, *(FitSamples.of(x, kind) for x in tokens))
 
 
 def off(kind: str, now: Tensor, old: Tensor) -> float:
@@ -108,8 +108,8 @@ def test_a_factor_comes_from_some_tokens_and_a_mean_from_all() -> None:
     correct(held, old, fitted("affine", now, old, old))
     assert (now - held).mean(1).abs().max() < 1e-5
     assert off("affine", now * 0 + old * 1.3, old) < 2e-3
-    assert Seen.of(old, "affine").tokens.shape[1] == 241
-    assert Seen.of(old, "linear").tokens.shape[1] == 4096
+    assert FitSamples.of(old, "affine").tokens.shape[1] == 241
+    assert FitSamples.of(old, "linear").tokens.shape[1] == 4096
 
 
 @pytest.mark.parametrize("kind", ["affine", "linear"])
@@ -132,7 +132,7 @@ def test_matrices_only_where_tokens_outweigh_them() -> None:
 @pytest.mark.parametrize("kind", ["affine", "linear"])
 def test_what_is_told_is_of_the_shapes_that_are_expected(kind: str) -> None:
     fit = fitted(kind, noise(1), noise(0), noise(0))
-    assert [Spec.of(x) for x in fit] == specs_of(kind, SHAPE, torch.float32)
+    assert [TensorSpec.of(x) for x in fit] == specs_of(kind, SHAPE, torch.float32)
 
 
 @pytest.mark.parametrize("led_on", [True, False])
@@ -145,7 +145,7 @@ def test_the_owner_knows_what_others_make_of_its_past(led_on: bool) -> None:
         if led_on and number > 1:
             held = on_the_line(steps[number - 2], held, 0.7)
         want = fitted("linear", steps[number], held, steps[number - 1])
-        got = Fit(*past.fits([steps[number]], 0.7))
+        got = CorrectionFit(*past.fits([steps[number]], 0.7))
         assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(got, want, strict=True))
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.comm.collectives import Door, Gather
-from patchpar.comm.transport import DelayedTransport, Incoming, Outgoing, Spec, Transport
+from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.transport import DelayedTransport, Incoming, Outgoing, TensorSpec, Transport
 from patchpar.errors import ExchangeError, PlanError
 from patchpar.plan.mesh import Mesh
 from tests.unit.threads import on_threads
@@ -41,7 +41,7 @@ def outgoing(line: DelayedTransport, num_bytes: Sequence[int]) -> list[Outgoing]
 
 
 def incoming(line: DelayedTransport, num_bytes: Sequence[int]) -> list[Incoming]:
-    return [Incoming(1 - line.rank, (Spec((size,), torch.uint8),)) for size in num_bytes]
+    return [Incoming(1 - line.rank, (TensorSpec((size,), torch.uint8),)) for size in num_bytes]
 
 
 def arrivals(latency: float, rate: float, num_bytes: Sequence[int], **options: Any) -> list[list[float]]:
@@ -64,7 +64,7 @@ def test_values_and_order_are_untouched() -> None:
     def run(line: DelayedTransport) -> Any:
         peer = 1 - line.rank
         messages = [Outgoing((peer,), (torch.full((2, 3), x).T, torch.tensor(x).half())) for x in NUMBERS]
-        specs = (Spec((3, 2), torch.float32), Spec((), torch.float16))
+        specs = (TensorSpec((3, 2), torch.float32), TensorSpec((), torch.float16))
         pending = line.swap(messages, [Incoming(peer, specs)] * 3, "here")
         last = pending.wait_for(2)  # awaited first
         received = pending.wait()
@@ -77,7 +77,7 @@ def test_values_and_order_are_untouched() -> None:
 def test_values_come_where_they_are_wanted() -> None:
     def run(line: DelayedTransport) -> bool:
         peer, wanted = 1 - line.rank, torch.zeros(4)
-        message = Incoming(peer, (Spec.of(wanted),), (wanted,))
+        message = Incoming(peer, (TensorSpec.of(wanted),), (wanted,))
         ((got,),) = line.swap([Outgoing((peer,), (torch.ones(4),))], [message], "here").wait()
         return bool(got is wanted and (wanted == 1).all())
 
@@ -104,7 +104,7 @@ def test_two_messages_share_the_link_but_not_the_latency() -> None:
 
 def test_a_message_to_two_ranks_leaves_twice() -> None:
     def run(line: DelayedTransport) -> float:
-        spec = Spec((50_000,), torch.uint8)
+        spec = TensorSpec((50_000,), torch.uint8)
         start = time.monotonic()
         if line.rank:
             line.swap([], [Incoming(0, (spec,))], "here").wait()
@@ -220,9 +220,9 @@ def behind_one(latency: float, rate: float) -> None:
 
 def test_stamps_are_not_counted() -> None:
     def run(line: DelayedTransport) -> int:
-        door = Door(line)
+        door = Communicator(line)
         axis = Mesh(line.rank, range(2), patch=2)["patch"]
-        Gather(door, axis, "kv", "here").same(torch.zeros(5))
+        AllGather(door, axis, "kv", "here").same(torch.zeros(5))
         return door.traffic.total_bytes
 
     assert behind(0.0, math.inf, run) == [20, 20]

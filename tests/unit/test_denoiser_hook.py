@@ -9,7 +9,7 @@ import torch
 from diffusers.hooks import HookRegistry
 from torch import nn
 
-from patchpar.comm.traffic import Traffic
+from patchpar.comm.traffic import CommStats
 from patchpar.pipeline.denoiser_hook import DenoiserHook
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
@@ -38,7 +38,7 @@ class Late:
         self.hooks = [self._hook(layer, module) for layer, module in zip(self.layers, self.denoisers, strict=True)]
 
     def _hook(self, layer: Noting, module: nn.Module) -> DenoiserHook:
-        door = SimpleNamespace(transport=SimpleNamespace(deadline=1.0), traffic=Traffic())
+        door = SimpleNamespace(transport=SimpleNamespace(deadline=1.0), traffic=CommStats())
         note = lambda: self.renewed.append(self.clock.evaluation)  # noqa: E731
         votes: Any = SimpleNamespace(door=door, renew=note, restore=lambda: None)
         hook = DenoiserHook(self.clock, [layer], lambda: None, votes, plan=Plan())
@@ -76,7 +76,7 @@ def test_a_model_that_empties_its_lists_can_be_asked_again() -> None:
         def __call__(self, plain: Any, call: Any, result: Any) -> None:
             asked.extend(float(plain(*call[0], **call[1])) for _ in range(2))
 
-    module, door = Emptying(), SimpleNamespace(transport=SimpleNamespace(deadline=1.0), traffic=Traffic())
+    module, door = Emptying(), SimpleNamespace(transport=SimpleNamespace(deadline=1.0), traffic=CommStats())
     votes: Any = SimpleNamespace(door=door, renew=lambda: None, restore=lambda: None)
     check: Any = Check()
     hook = DenoiserHook(StepClock(), [], lambda: None, votes, check, plan=Plan())

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.unet.discover import Sites, discover, splits_into_bands
-from patchpar.shard.unet.spatial_arguments import Level, level_of, picture_of, with_sample_size
+from patchpar.shard.unet.discover import ExchangeSites, discover, splits_into_bands
+from patchpar.shard.unet.spatial_arguments import MapScale, level_of, picture_of, with_sample_size
 from tests.exact import denoisers
 
 Key = torch.utils._pytree.MappingKey
 
 
-def sites_of(name: str) -> tuple[nn.Module, Sites]:
+def sites_of(name: str) -> tuple[nn.Module, ExchangeSites]:
     denoiser = denoisers.build(name)
     return denoiser, discover(denoiser, denoiser.forward, (), denoisers.call(name, 16, 8))
 
@@ -122,13 +122,13 @@ def test_residuals_are_cut_at_their_own_level(height: int, width: int, stride: i
     sample = torch.zeros(1, 4, height, width)
     residual = torch.zeros(1, 4, -(-height // stride), -(-width // stride))
     level = level_of((Key("mid_block_additional_residual"),), residual, sample)
-    assert level == Level(stride=stride)
+    assert level == MapScale(stride=stride)
     assert (level.of(height), level.of(width)) == residual.shape[-2:]
 
 
 def test_what_is_no_picture_stays_whole() -> None:
     sample = torch.zeros(1, 4, 32, 32)
-    assert level_of((Key("sample"),), sample, sample) == Level()
+    assert level_of((Key("sample"),), sample, sample) == MapScale()
     assert level_of((Key("encoder_hidden_states"),), torch.zeros(1, 32, 32), sample) is None
     assert level_of((Key("image_embeds"),), torch.zeros(1, 4, 32, 32), sample) is None  # as large by chance
     assert level_of((Key("timestep"),), 3, sample) is None

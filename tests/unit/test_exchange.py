@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Door, Edges, Gather, Round
-from patchpar.comm.transport import Spec
+from patchpar.comm.collectives import AllGather, Communicator, Edges, GatherWithEdges
+from patchpar.comm.transport import TensorSpec
 from patchpar.plan.mesh import Axis, Mesh
 from tests.unit.threads import on_threads
 
 SIZES = (3, 1, 4, 2)
 
 
-def along(world: int, function: Callable[[Door, Axis], Any]) -> list[Any]:
+def along(world: int, function: Callable[[Communicator, Axis], Any]) -> list[Any]:
     """What `function(door, axis)` returns on each rank of one axis."""
 
     def run(transport: Any) -> Any:
-        return function(Door(transport), Mesh(transport.rank, range(world), patch=world)["patch"])
+        return function(Communicator(transport), Mesh(transport.rank, range(world), patch=world)["patch"])
 
     found = on_threads(world, run)
     for each in found:
@@ -36,8 +36,8 @@ def share(place: int, rows: int = 2) -> Tensor:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_gather_gives_every_share_in_order(world: int) -> None:
-    def run(door: Door, axis: Axis) -> tuple[list[Tensor], int]:
-        return Gather(door, axis, "kv", "here").same(share(axis.rank)), door.traffic.total_bytes
+    def run(door: Communicator, axis: Axis) -> tuple[list[Tensor], int]:
+        return AllGather(door, axis, "kv", "here").same(share(axis.rank)), door.traffic.total_bytes
 
     for received, num_bytes in along(world, run):
         assert [torch.equal(x, share(place)) for place, x in enumerate(received)] == [True] * world
@@ -46,17 +46,17 @@ def test_gather_gives_every_share_in_order(world: int) -> None:
 
 @pytest.mark.parametrize("dim", [1, -2])
 def test_shares_of_different_size(dim: int) -> None:
-    def run(door: Door, axis: Axis) -> list[Tensor]:
-        return Gather(door, axis, "prediction", "here").shares(share(axis.rank, SIZES[axis.rank]), dim, SIZES)
+    def run(door: Communicator, axis: Axis) -> list[Tensor]:
+        return AllGather(door, axis, "prediction", "here").shares(share(axis.rank, SIZES[axis.rank]), dim, SIZES)
 
     for received in along(4, run):
         assert all(torch.equal(x, share(place, SIZES[place])) for place, x in enumerate(received))
 
 
 def test_the_nearest_share_comes_first() -> None:
-    def run(door: Door, axis: Axis) -> list[int]:
+    def run(door: Communicator, axis: Axis) -> list[int]:
         own = [share(axis.rank), share(axis.rank)]
-        gathering = Gather(door, axis, "kv", "here").start(own, lambda _: [Spec.of(x) for x in own])
+        gathering = AllGather(door, axis, "kv", "here").start(own, lambda _: [TensorSpec.of(x) for x in own])
         return [place for place, tensors in gathering.others() if all(torch.equal(x, share(place)) for x in tensors)]
 
     assert along(4, run) == [[1, 2, 3], [0, 2, 3], [1, 3, 0], [2, 1, 0]]
@@ -65,13 +65,13 @@ def test_the_nearest_share_comes_first() -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1), (1, 0), (0, 1), (0, 0)])
 def test_a_round_brings_moments_of_all_and_rows_of_neighbours(world: int, before: int, after: int) -> None:
-    def run(door: Door, axis: Axis) -> tuple[Any, int]:
+    def run(door: Communicator, axis: Axis) -> tuple[Any, int]:
         x, moments = share(axis.rank, 4), torch.full((3,), float(axis.rank))
         first = x[:, :after] if axis.rank > 0 and after else None
         last = x[:, 4 - before :] if axis.rank + 1 < world and before else None
-        above = Spec((1, before, 5), x.dtype) if axis.rank > 0 and before else None
-        below = Spec((1, after, 5), x.dtype) if axis.rank + 1 < world and after else None
-        pending = Round(door, axis, "norm1").start([moments], Edges(first, last, above, below))
+        above = TensorSpec((1, before, 5), x.dtype) if axis.rank > 0 and before else None
+        below = TensorSpec((1, after, 5), x.dtype) if axis.rank + 1 < world and after else None
+        pending = GatherWithEdges(door, axis, "norm1").start([moments], Edges(first, last, above, below))
         return pending.wait(), door.traffic.total_bytes
 
     for place, ((shared, above, below), num_bytes) in enumerate(along(world, run)):
@@ -89,12 +89,12 @@ def test_a_round_brings_moments_of_all_and_rows_of_neighbours(world: int, before
 
 
 def test_a_round_of_rows_alone_leaves_the_others_in_peace() -> None:
-    def run(door: Door, axis: Axis) -> tuple[Any, int]:
+    def run(door: Communicator, axis: Axis) -> tuple[Any, int]:
         x = share(axis.rank)
-        spec = Spec((1, 1, 5), x.dtype)
+        spec = TensorSpec((1, 1, 5), x.dtype)
         first, above = (x[:, :1], spec) if axis.rank > 0 else (None, None)
         last, below = (x[:, 1:], spec) if axis.rank < 3 else (None, None)
-        pending = Round(door, axis, "conv").start([], Edges(first, last, above, below))
+        pending = GatherWithEdges(door, axis, "conv").start([], Edges(first, last, above, below))
         return pending.wait()[1:], door.traffic.total_bytes
 
     for place, ((above, below), num_bytes) in enumerate(along(4, run)):
@@ -104,12 +104,12 @@ def test_a_round_of_rows_alone_leaves_the_others_in_peace() -> None:
 
 
 def test_one_rank_to_another_and_what_the_door_counts() -> None:
-    def run(door: Door, axis: Axis) -> Any:
+    def run(door: Communicator, axis: Axis) -> Any:
         x = share(0)
         if axis.rank == 0:
             door.send("branch", "guidance", [1, 2], [x]).wait()
         else:
-            (received,) = door.receive("branch", "guidance", 0, [Spec.of(x)]).wait()
+            (received,) = door.receive("branch", "guidance", 0, [TensorSpec.of(x)]).wait()
             assert torch.equal(received[0], x)
         counted = dict(door.traffic.bytes_sent), dict(door.traffic.rounds), set(door.traffic.seconds_waited)
         door.traffic.clear()
@@ -125,7 +125,7 @@ def test_the_door_says_where_it_is() -> None:
     def run(transport: Any) -> list[str]:
         seen: list[str] = []
         axis = Mesh(transport.rank, range(2), patch=2)["patch"]
-        Gather(Door(transport, seen.append), axis, "kv", "mid_block.attn1").same(share(0))
+        AllGather(Communicator(transport, seen.append), axis, "kv", "mid_block.attn1").same(share(0))
         return seen
 
     assert on_threads(2, run) == [["mid_block.attn1"]] * 2

@@ -14,10 +14,10 @@ from diffusers import AutoencoderKL
 from patchpar.models.dtype import NAME, with_dtype
 from patchpar.models.files import embedded_model
 from patchpar.models.quiet_libraries import hush
-from patchpar.pipeline.runner import Engine
-from patchpar.stream.causal.runner import StreamEngine
-from patchpar.stream.fifo.runner import FifoEngine
-from patchpar.stream.images.runner import PictureEngine
+from patchpar.pipeline.runner import PipelineRunner
+from patchpar.stream.causal.runner import StreamRunner
+from patchpar.stream.fifo.runner import FifoRunner
+from patchpar.stream.images.runner import ImageRunner
 
 NOISE = (
     (
@@ -45,7 +45,7 @@ def test_only_news_is_said(name: str, text: str) -> None:
     assert is_said == ((name, text) in NEWS)
 
 
-@pytest.mark.parametrize("engine", [Engine, StreamEngine, FifoEngine, PictureEngine])
+@pytest.mark.parametrize("engine", [PipelineRunner, StreamRunner, FifoRunner, ImageRunner])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_rank_among_others_is_silent_before_a_model_arrives(
     engine: Any, ranks: int, monkeypatch: pytest.MonkeyPatch

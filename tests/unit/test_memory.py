@@ -10,23 +10,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Door, Part
-from patchpar.comm.transport import Spec
+from patchpar.comm.collectives import Communicator, ExchangePart
+from patchpar.comm.transport import TensorSpec
 from patchpar.errors import ExchangeError, UnsupportedModel
-from patchpar.shard.stale.cache import MOST_CALLS, Memory, Slot
+from patchpar.shard.stale.cache import MOST_CALLS, StaleCache, StaleEntry
 from tests.unit.threads import on_threads
 
 FORM = ("some", "shape")
 
 
-def part(transport: Any, value: float, size: int = 3) -> Part:
+def part(transport: Any, value: float, size: int = 3) -> ExchangePart:
     """One small tensor to and from the only other rank."""
     peer = 1 - transport.rank
-    return Part("moments", [((peer,), (torch.full((size,), value),))], {peer: (Spec((size,), torch.float32),)})
+    return ExchangePart(
+        "moments", [((peer,), (torch.full((size,), value),))], {peer: (TensorSpec((size,), torch.float32),)}
+    )
 
 
-def memory_of(transport: Any, bucket: int = 2) -> Memory:
-    return Memory(Door(transport), bucket)
+def memory_of(transport: Any, bucket: int = 2) -> StaleCache:
+    return StaleCache(Communicator(transport), bucket)
 
 
 def values(received: Any) -> list[float]:
@@ -90,7 +92,7 @@ def test_a_late_value_names_the_seam_that_waits_and_the_shapes() -> None:
     )
 
 
-def alone(**options: Any) -> Memory:
+def alone(**options: Any) -> StaleCache:
     return on_threads(1, memory_of, **options)[0]
 
 
@@ -162,7 +164,7 @@ def test_every_byte_is_counted_once() -> None:
 
 
 def test_taking_leaves_nothing_and_keeping_takes_in_what_was_coming() -> None:
-    slot = Slot(coming=lambda: {1: [torch.ones(1)]})
+    slot = StaleEntry(coming=lambda: {1: [torch.ones(1)]})
     assert values(slot.take()) == [1.0]
     assert (dict(slot.received), slot.coming) == ({}, None)
     asked: list[int] = []

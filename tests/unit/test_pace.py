@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.shard.stale.extrapolation import Pace, timestep_of
+from patchpar.shard.stale.extrapolation import StepExtrapolator, timestep_of
 
 
 def paces(times: list[Any]) -> list[float]:
-    pace = Pace()
+    pace = StepExtrapolator()
     return [float(pace.ahead(evaluation, time)) for evaluation, time in enumerate(times)]
 
 
@@ -34,7 +34,7 @@ def test_unknown_times_are_taken_as_even() -> None:
 
 
 def test_a_gap_and_a_new_picture_begin_anew() -> None:
-    pace = Pace()
+    pace = StepExtrapolator()
     for evaluation in range(3):
         pace.ahead(evaluation, 1000.0 - 100 * evaluation)
     assert float(pace.ahead(4, 600.0)) == 0.0
@@ -46,7 +46,7 @@ def test_a_gap_and_a_new_picture_begin_anew() -> None:
 
 
 def test_within_an_evaluation_every_call_has_the_same() -> None:
-    pace = Pace()
+    pace = StepExtrapolator()
     for evaluation, time in enumerate((1000.0, 900.0, 850.0)):
         assert float(pace.ahead(evaluation, time)) == float(pace.ahead(evaluation, time))
     assert float(pace.ahead(2, 850.0)) == 0.5

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from patchpar.cli.stream.images import Frames
-from patchpar.cli.upscale import Upscale, enlarge
-from patchpar.cli.video import Video
+from patchpar.cli.stream.images import ImageFrames
+from patchpar.cli.upscale import UpscaleFlags, enlarge
+from patchpar.cli.video import VideoFlags
 from patchpar.errors import PlanError
 from patchpar.models.image_file import MOST_PIXELS, read_picture
 from patchpar.stream.reference_image import reference_picture
@@ -47,12 +47,12 @@ def never_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_small_file_of_a_huge_picture_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
     path = huge_png(tmp_path / "huge.png")
     assert path.stat().st_size < 20_000
-    request = Video(model="m", image=path)
+    request = VideoFlags(model="m", image=path)
     for read in (
         lambda: read_picture(path, "it"),
         lambda: read_picture(io.BytesIO(path.read_bytes()), "it"),
         lambda: request.picture(),
-        lambda: list(Frames.of(tmp_path, None)),
+        lambda: list(ImageFrames.of(tmp_path, None)),
         lambda: reference_picture(path, 96, 96),
     ):
         with pytest.raises(PlanError, match=f"has {SIDE} x {SIDE} pixels: at most 80 million are taken"):
@@ -71,7 +71,7 @@ def test_upscale_says_so_too(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     import typer
 
     with pytest.raises(typer.Exit) as ended:
-        enlarge(Upscale(picture=huge_png(tmp_path / "huge.png"), output=tmp_path / "x.png"))
+        enlarge(UpscaleFlags(picture=huge_png(tmp_path / "huge.png"), output=tmp_path / "x.png"))
     assert ended.value.exit_code == 2
     assert "at most 80 million are taken" in capsys.readouterr().err
 
@@ -83,11 +83,11 @@ def test_frames_of_a_film_are_as_well(tmp_path: Path, monkeypatch: pytest.Monkey
         stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
         container.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="rgb24")))
         container.mux(stream.encode())
-    assert Frames.of(path, 8).fps == 8
+    assert ImageFrames.of(path, 8).fps == 8
     monkeypatch.setattr("patchpar.models.image_file.check_pixels.__defaults__", (64 * 48 - 1,))
     for fps in (None, 8):  # before any worker is started
         with pytest.raises(PlanError, match=r"a frame of --input .* has 64 x 48 pixels"):
-            Frames.of(path, fps)
+            ImageFrames.of(path, fps)
 
 
 @pytest.mark.parametrize("keep", [0, 20, 40, 200])
@@ -104,5 +104,5 @@ def test_frames_of_a_folder_are_upright(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # a telephone held upright
     Image.new("RGB", (30, 20)).save(tmp_path / "a.jpg", exif=exif)
-    (frame,) = Frames.of(tmp_path, None)
+    (frame,) = ImageFrames.of(tmp_path, None)
     assert frame.size == (20, 30)

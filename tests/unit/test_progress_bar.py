@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from patchpar.comm.traffic import Traffic
-from patchpar.pipeline.messages import DrawOptions
-from patchpar.pipeline.pipeline_call import Drawing
-from patchpar.pipeline.stats_recorder import Ledger
+from patchpar.comm.traffic import CommStats
+from patchpar.pipeline.messages import CallOptions
+from patchpar.pipeline.pipeline_call import PipelineCall
+from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
 
@@ -38,8 +38,8 @@ class Combined(Part):
 def test_they_are_off_meanwhile_and_as_they_were_after() -> None:
     pipe = Combined()
     context: Any = SimpleNamespace(world_size=1, rank=0, mark=lambda where: None, emit=lambda event: None)
-    options = DrawOptions(plan=Plan(), quiet=True)
-    seen = Drawing(pipe, context, StepClock(), options, Ledger(Traffic(), (), tracing=False)).run({})
+    options = CallOptions(plan=Plan(), quiet=True)
+    seen = PipelineCall(pipe, context, StepClock(), options, StatsRecorder(CommStats(), (), tracing=False)).run({})
     assert seen == [{"disable": True}, {"desc": "decoding", "disable": True}]
     assert pipe() == [{}, {"desc": "decoding"}]
     assert "_progress_bar_config" not in vars(pipe)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from patchpar.pipeline.heartbeat_hooks import Pulse
+from patchpar.pipeline.heartbeat_hooks import HeartbeatHooks
 
 
 class Network(nn.Module):
@@ -21,7 +21,7 @@ class Network(nn.Module):
 
 def test_every_block_is_a_mark_until_stopped():
     network, marks = Network(), []
-    pulse = Pulse(SimpleNamespace(components={"unet": network, "tokenizer": object()}), marks.append)
+    pulse = HeartbeatHooks(SimpleNamespace(components={"unet": network, "tokenizer": object()}), marks.append)
     network(torch.zeros(1, 2))
     assert marks == ["unet.blocks.0", "unet.blocks.1"]
     pulse.stop()

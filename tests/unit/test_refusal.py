@@ -11,7 +11,7 @@ import torch
 from diffusers.hooks import HookRegistry
 from torch import Tensor, nn
 
-from patchpar.comm.traffic import Traffic
+from patchpar.comm.traffic import CommStats
 from patchpar.errors import ExchangeError, UnsupportedModel
 from patchpar.pipeline.denoiser_hook import DenoiserHook
 from patchpar.plan.plan import Plan
@@ -43,7 +43,7 @@ def run(error: Exception, x: Tensor, **plan: int) -> Any:
 
 def called(layers: list[Any], x: Tensor, denoiser: nn.Module | None = None, **plan: int) -> Any:
     denoiser = denoiser or Denoiser()
-    door = SimpleNamespace(transport=SimpleNamespace(deadline=1.0), traffic=Traffic())
+    door = SimpleNamespace(transport=SimpleNamespace(deadline=1.0), traffic=CommStats())
     votes: Any = SimpleNamespace(door=door, renew=lambda: None, restore=lambda: None)
     hook = DenoiserHook(StepClock(), layers, lambda: None, votes, plan=Plan(**plan))
     HookRegistry.check_if_exists_or_initialize(denoiser).register_hook(hook, "denoiser")

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from patchpar.errors import PlanError
-from patchpar.plan.resync import DB_AT_FULL_DRIFT, Decider, Resync, check_resync
+from patchpar.plan.resync import DB_AT_FULL_DRIFT, Resync, ResyncDecider, check_resync
 
 
 def test_six_decibels_are_half_the_drift() -> None:
@@ -19,14 +19,14 @@ def test_six_decibels_are_half_the_drift() -> None:
 
 
 def test_a_quality_asks_for_a_fresh_step_above_its_drift() -> None:
-    decider = Decider(Resync(quality=DB_AT_FULL_DRIFT["none"] + 20))
+    decider = ResyncDecider(Resync(quality=DB_AT_FULL_DRIFT["none"] + 20))
     drifts = [0.05, 0.2, 0.09, 0.11]
     assert [decider.next_is_fresh(drift, 10.0, fresh=False) for drift in drifts] == [False, True, False, True]
 
 
 def spend(budget: float, drifts: list[float], *, full: float = 100.0, stale: float = 10.0) -> tuple[list[bool], float]:
     """Which of the steps are fresh, and bytes per step: a fresh step sends `full`, another `stale`."""
-    decider, fresh, steps, spent = Decider(Resync(budget=budget)), True, [], 0.0
+    decider, fresh, steps, spent = ResyncDecider(Resync(budget=budget)), True, [], 0.0
     for drift in drifts:
         steps.append(fresh)
         sent = full if fresh else stale

@@ -11,7 +11,7 @@ import torch
 from patchpar.errors import PlanError
 from patchpar.launch.devices import resolve_devices
 from patchpar.launch.executor import check_deadline
-from patchpar.models.info import Description, describe
+from patchpar.models.info import PipelineInfo, describe
 from patchpar.pipeline.auto_plan import choose
 from patchpar.pipeline.validate import bind, check_call, check_plan_for
 from patchpar.plan.plan import Plan
@@ -27,12 +27,12 @@ KINDS = (int, np.int64, np.int32, np.uint8, np.array, torch.tensor)
 
 
 @pytest.fixture(scope="module")
-def model() -> Description:
+def model() -> PipelineInfo:
     return describe(build("sdxl").pipe)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_sizes_and_counts_of_a_call(model: Description, kind: Any) -> None:
+def test_sizes_and_counts_of_a_call(model: PipelineInfo, kind: Any) -> None:
     """What is bound is what the same call in Python's own numbers binds: same checks, same plan, same arguments."""
     own = {"height": 128, "width": 192, "num_inference_steps": 2, "num_images_per_prompt": 1}
     bound = bind(model, ("a house",), {name: kind(value) for name, value in own.items()})
@@ -45,21 +45,21 @@ def test_sizes_and_counts_of_a_call(model: Description, kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [float, np.float32, np.float64, torch.tensor])
 @pytest.mark.parametrize(("scale", "guided"), [(5.0, True), (1.0, False)])
-def test_scales_of_a_call(model: Description, kind: Any, scale: float, guided: bool) -> None:
+def test_scales_of_a_call(model: PipelineInfo, kind: Any, scale: float, guided: bool) -> None:
     bound = bind(model, ("a house",), {"guidance_scale": kind(scale)})
     assert type(bound["guidance_scale"]) is float
     assert model.guided(bound) is guided
     assert model.guided({"guidance_scale": kind(scale)}) is guided
 
 
-def test_what_is_no_number_by_default_stays_a_tensor(model: Description) -> None:
+def test_what_is_no_number_by_default_stays_a_tensor(model: PipelineInfo) -> None:
     """An argument that may be a tensor is handed on as it is."""
     latents = torch.tensor(3)
     assert bind(model, (), {"latents": latents})["latents"] is latents
 
 
 @pytest.mark.parametrize("wrong", [np.int64(-8), np.float64(128.5), np.array([128, 128]), np.bool_(True)])
-def test_what_is_no_size_is_refused_as_before(model: Description, wrong: Any) -> None:
+def test_what_is_no_size_is_refused_as_before(model: PipelineInfo, wrong: Any) -> None:
     with pytest.raises(PlanError, match="height="):
         check_call(model, bind(model, (), {"height": wrong}))
 

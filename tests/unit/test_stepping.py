@@ -11,13 +11,13 @@ import diffusers
 import pytest
 import torch
 
-from patchpar.comm.traffic import Traffic
-from patchpar.pipeline.messages import DrawOptions
-from patchpar.pipeline.pipeline_call import Drawing
-from patchpar.pipeline.stats_recorder import Ledger
+from patchpar.comm.traffic import CommStats
+from patchpar.pipeline.messages import CallOptions
+from patchpar.pipeline.pipeline_call import PipelineCall
+from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
-from patchpar.strategies.scheduler_step import InPlaceOfStep
+from patchpar.strategies.scheduler_step import SchedulerStepOverride
 
 SCHEDULERS = (diffusers.FlowMatchEulerDiscreteScheduler, diffusers.UniPCMultistepScheduler)
 
@@ -40,8 +40,8 @@ def scheduler_of(kind: Any) -> Any:
 
 def run(pipe: Pipe, clock: StepClock) -> Any:
     context = SimpleNamespace(world_size=1, rank=0, mark=lambda where: None, emit=lambda event: None)
-    options = DrawOptions(plan=Plan())
-    return Drawing(pipe, context, clock, options, Ledger(Traffic(), (), tracing=False)).run({})  # type: ignore[arg-type]
+    options = CallOptions(plan=Plan())
+    return PipelineCall(pipe, context, clock, options, StatsRecorder(CommStats(), (), tracing=False)).run({})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
@@ -89,7 +89,7 @@ def test_a_scheduler_for_every_frame(kind: Any) -> None:
 def test_it_looks_like_the_step_and_leaves_no_trace() -> None:
     scheduler = scheduler_of(SCHEDULERS[0])
     signature = inspect.signature(scheduler.step)
-    scheduler.step = InPlaceOfStep(scheduler, lambda step, *args, **kwargs: step(*args, **kwargs))
+    scheduler.step = SchedulerStepOverride(scheduler, lambda step, *args, **kwargs: step(*args, **kwargs))
     assert inspect.signature(scheduler.step) == signature
     other = copy.deepcopy(scheduler)
     assert other.step.__self__ is other
@@ -110,7 +110,7 @@ def test_one_in_the_place_of_another_runs_both() -> None:
         return run
 
     for name in ("inner", "outer"):
-        scheduler.step = InPlaceOfStep(scheduler, noting(name))
+        scheduler.step = SchedulerStepOverride(scheduler, noting(name))
     x = torch.ones(1, 4)
     stepped = scheduler.step(0.1 * x, scheduler.timesteps[0], x, return_dict=False)[0]
     assert ran == ["outer", "inner"]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.comm.collectives import Door
-from patchpar.comm.transport import Incoming, Outgoing, Spec
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import ExchangeError
 
@@ -94,7 +94,7 @@ def transport(deadline: float = 60.0) -> TorchTransport:
     return TorchTransport(torch.device("cpu"), deadline)
 
 
-SPEC = Spec((2,), torch.float32)
+SPEC = TensorSpec((2,), torch.float32)
 
 
 def test_all_ranks_meet_before_the_first_exchange(gpu: Gpu) -> None:
@@ -116,7 +116,7 @@ def test_the_process_goes_on_while_the_stream_waits(gpu: Gpu) -> None:
 
 
 def test_what_the_stream_waits_for_is_booked_once_it_is_known(gpu: Gpu) -> None:
-    door = Door(transport())
+    door = Communicator(transport())
     arriving = door.receive("halo", "conv_in", 0, [SPEC])
     gpu.stuck = True
     arriving.wait()

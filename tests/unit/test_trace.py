@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.comm.collectives import Door, Gather
-from patchpar.comm.trace import Event, RankTrace, write_trace
-from patchpar.pipeline.rank_stats import RankFigures
-from patchpar.pipeline.stats_recorder import Ledger
+from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.trace import RankTrace, TraceEvent, write_trace
+from patchpar.pipeline.rank_stats import RankStats
+from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.plan.mesh import Mesh
 from tests.unit.threads import on_threads
 
@@ -21,11 +21,11 @@ LATE = 0.2
 """Seconds that one rank comes late in these tests."""
 
 EVENTS = (
-    Event("send", "halo", "conv", 11.0, 0.5),
-    Event("wait", "halo", "conv", 12.0, 2.0),
-    Event("call", "", "step 0, call 0 (exact)", 10.0, 5.0),
-    Event("step", "", "step 0", 10.0, 5.5),
-    Event("wait", "guidance", "guidance, step 0, call 0", 15.2, 0.1),  # outside the call
+    TraceEvent("send", "halo", "conv", 11.0, 0.5),
+    TraceEvent("wait", "halo", "conv", 12.0, 2.0),
+    TraceEvent("call", "", "step 0, call 0 (exact)", 10.0, 5.0),
+    TraceEvent("step", "", "step 0", 10.0, 5.5),
+    TraceEvent("wait", "guidance", "guidance, step 0, call 0", 15.2, 0.1),  # outside the call
 )
 
 
@@ -54,7 +54,7 @@ def test_what_no_seam_takes_of_a_call_is_computing(tmp_path: Path) -> None:
 
 def test_clocks_of_ranks_are_brought_together(tmp_path: Path) -> None:
     """Each rank's own clock began when it liked."""
-    call = Event("call", "", "step 0, call 0 (exact)", 5.0, 1.0)
+    call = TraceEvent("call", "", "step 0, call 0 (exact)", 5.0, 1.0)
     entries = written(tmp_path, RankTrace(0, "cpu", 1000.0, (call,)), RankTrace(1, "cpu", 1004.0, (call,)))
     assert {entry["pid"]: entry["ts"] for entry in entries if entry["cat"] == "call"} == {0: 0.0, 1: 4e6}
 
@@ -63,19 +63,19 @@ def test_a_trace_of_nothing_is_a_file_all_the_same(tmp_path: Path) -> None:
     assert written(tmp_path, RankTrace(0, "cpu", 0.0, ())) == []
 
 
-def two_steps(transport: Any, tracing: bool = True) -> RankFigures:
+def two_steps(transport: Any, tracing: bool = True) -> RankStats:
     """Two steps of one gather each; in the second one rank 1 comes late."""
-    door, axis = Door(transport), Mesh(transport.rank, range(2), patch=2)["patch"]
+    door, axis = Communicator(transport), Mesh(transport.rank, range(2), patch=2)["patch"]
     own = torch.zeros(8)
-    Gather(door, axis, "kv", "before").same(own)  # the ranks are there
+    AllGather(door, axis, "kv", "before").same(own)  # the ranks are there
     door.traffic.clear()
-    ledger = Ledger(door.traffic, [], tracing=tracing)
+    ledger = StatsRecorder(door.traffic, [], tracing=tracing)
     for step, kind in enumerate(("kv", "prediction")):
         if step == 1 and transport.rank == 1:
             time.sleep(LATE)
-        Gather(door, axis, kind, f"seam {step}").same(own)
+        AllGather(door, axis, kind, f"seam {step}").same(own)
         ledger.end_step()
-    Gather(door, axis, "output", "output").same(own)
+    AllGather(door, axis, "output", "output").same(own)
     ledger.end_picture()
     return ledger.figures(transport.rank, "cpu")
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.comm.transport import Incoming, Outgoing, Spec
+from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
 from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.errors import ExchangeError
 from tests.unit.threads import connected, on_threads
@@ -57,7 +57,7 @@ def test_the_word_of_a_peer_that_is_gone_is_not_awaited() -> None:
     def run(transport: SharedMemoryTransport) -> Any:
         if transport.rank:
             return transport.close()
-        pending = transport.swap([], [Incoming(1, (Spec((3,), torch.float32),))], "conv_in")
+        pending = transport.swap([], [Incoming(1, (TensorSpec((3,), torch.float32),))], "conv_in")
         while not pending.is_here(0):
             time.sleep(0.001)
         return pending.wait_for(0)
@@ -83,7 +83,7 @@ def test_two_thousand_messages_leave_nothing_behind(ranks: Any, through: str) ->
 
 def swap(transport: SharedMemoryTransport, rows: int, expected: int) -> Any:
     peer = 1 - transport.rank
-    spec = Spec((expected, 3), torch.float32)
+    spec = TensorSpec((expected, 3), torch.float32)
     message = Outgoing((peer,), (torch.zeros(rows, 3),))
     return transport.swap([message], [Incoming(peer, (spec,))], "conv_in").wait()
 
@@ -133,7 +133,7 @@ def test_a_killed_peer_is_named_at_once() -> None:
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     with theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as peer:
         theirs.close()
-        pending = transport.swap([], [Incoming(1, (Spec((4, 3), torch.float32),))], "conv_in")
+        pending = transport.swap([], [Incoming(1, (TensorSpec((4, 3), torch.float32),))], "conv_in")
         peer.kill()
         start = time.monotonic()
         with pytest.raises(ExchangeError, match=r"rank 0 at conv_in: rank 1 is gone.*\(4, 3\)"):
@@ -151,7 +151,7 @@ def test_what_a_peer_sent_before_it_left_still_arrives() -> None:
             transport.close()
             return None
         time.sleep(0.2)
-        return transport.swap([], [Incoming(1, (Spec((4, 3), torch.float32),))], "conv_in").wait()
+        return transport.swap([], [Incoming(1, (TensorSpec((4, 3), torch.float32),))], "conv_in").wait()
 
     ((received,),), _ = on_threads(2, run)
     assert torch.equal(received, torch.ones(4, 3))
@@ -159,7 +159,7 @@ def test_what_a_peer_sent_before_it_left_still_arrives() -> None:
 
 def test_messages_of_one_peer_come_in_order_even_if_the_later_is_awaited_first() -> None:
     def run(transport: SharedMemoryTransport) -> Any:
-        peer, spec = 1 - transport.rank, Spec((1,), torch.float32)
+        peer, spec = 1 - transport.rank, TensorSpec((1,), torch.float32)
         messages = [Outgoing((peer,), (torch.full((1,), float(i)),)) for i in range(3)]
         pending = transport.swap(messages, [Incoming(peer, (spec,))] * 3, "here")
         return [pending.wait_for(index)[0].item() for index in (2, 0, 1)]
@@ -169,7 +169,7 @@ def test_messages_of_one_peer_come_in_order_even_if_the_later_is_awaited_first()
 
 def test_what_is_received_is_not_overwritten_by_what_comes_later() -> None:
     def run(transport: SharedMemoryTransport) -> Any:
-        peer, spec = 1 - transport.rank, Spec((1000,), torch.float32)
+        peer, spec = 1 - transport.rank, TensorSpec((1000,), torch.float32)
         kept = []
         for number in range(20):
             message = Outgoing((peer,), (torch.full((1000,), float(number)),))

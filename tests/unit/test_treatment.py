@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from patchpar.errors import PlanError
-from patchpar.plan.exchange_policy import CachedPartials, Context, Treatment
-from patchpar.plan.kv_selection import BandAndPooled, Everything, NearBand
+from patchpar.plan.exchange_policy import CachedPartials, ExchangePolicy, StaleKV
+from patchpar.plan.kv_selection import AllRows, NearRows, NearRowsAndPooled
 from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
-from patchpar.shard.stale.state import History
+from patchpar.shard.stale.state import StaleState
 from patchpar.strategies import known, parse_strategy, resolve_strategy
 from patchpar.strategies.displaced import DisplacedPatch
 from patchpar.strategies.exact import ExactPatch
@@ -96,7 +96,7 @@ def test_every_name_is_known() -> None:
     assert set(known()) - {"asg"} == {strategy.name for strategy in STRATEGIES}  # asg has no seams to treat
 
 
-@pytest.mark.parametrize("wrong", [None, 3, Treatment(), "nothing"])
+@pytest.mark.parametrize("wrong", [None, 3, ExchangePolicy(), "nothing"])
 def test_what_is_no_strategy(wrong: Any) -> None:
     with pytest.raises(PlanError, match="exact, fresh-edges, displaced, pcpp"):
         resolve_strategy(wrong)
@@ -136,14 +136,14 @@ def test_contexts() -> None:
         FreshEdges(context="partials"),
     ]
     assert [strategy.treatment.context for strategy in found] == [
-        Context(selection=Everything(), bits=8, extrapolated=True, correction="affine"),
-        Context(selection=BandAndPooled(0.2, 3), extrapolated=True, correction="affine"),
-        Context(selection=Everything()),
+        StaleKV(selection=AllRows(), bits=8, extrapolated=True, correction="affine"),
+        StaleKV(selection=NearRowsAndPooled(0.2, 3), extrapolated=True, correction="affine"),
+        StaleKV(selection=AllRows()),
         CachedPartials(refresh=4),
     ]
     paper, ours = (PartiallyConditioned(context=context).treatment.context for context in ("paper", "band"))
-    assert ours == Context(selection=NearBand(0.3))
-    assert paper == Context(selection=NearBand(1.0), narrow_to=NearBand(0.3))
+    assert ours == StaleKV(selection=NearRows(0.3))
+    assert paper == StaleKV(selection=NearRows(1.0), narrow_to=NearRows(0.3))
 
 
 def test_a_budget_is_in_mebibytes() -> None:
@@ -163,6 +163,6 @@ def test_frozen_uses_nothing_of_this_step() -> None:
 def test_without_a_clock_nobody_knows_what_the_last_step_is() -> None:
     door: Any = None  # it is not looked at
     with pytest.raises(PlanError, match="'pcpp' uses values of the last step, so it needs the step clock"):
-        History(door, PartiallyConditioned().treatment, None)
+        StaleState(door, PartiallyConditioned().treatment, None)
     assert ExactPatch().treatment.remembers is False
     assert StepClock().step == 0

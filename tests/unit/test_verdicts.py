@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from patchpar.shard import verification_cache as module
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.verification_cache import VerificationCache
 
 FACTS = {"denoiser": "UNet2DConditionModel", "config": {"layers": 1}, "bands": 2, "dtype": "torch.float32"}
 
 
 def test_a_verdict_is_found_again(tmp_path: Path) -> None:
-    verdicts = Verdicts(tmp_path / "not" / "yet")
+    verdicts = VerificationCache(tmp_path / "not" / "yet")
     key = verdicts.key(FACTS)
     assert verdicts.find(key, "relative_error", float) is None
     verdicts.remember(key, FACTS, relative_error=1.5e-6)
@@ -25,20 +25,20 @@ def test_a_verdict_is_found_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", [{"bands": 3}, {"config": {"layers": 2}}, {"dtype": "torch.float16"}, {"dim": -1}])
 def test_other_facts_are_another_verdict(tmp_path: Path, change: dict[str, object]) -> None:
-    verdicts = Verdicts(tmp_path)
+    verdicts = VerificationCache(tmp_path)
     assert verdicts.key(FACTS | change) != verdicts.key(FACTS)
     assert verdicts.key(dict(reversed(FACTS.items()))) == verdicts.key(FACTS)
 
 
 def test_other_versions_are_another_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = Verdicts(tmp_path).key(FACTS)
+    before = VerificationCache(tmp_path).key(FACTS)
     monkeypatch.setattr(module.importlib.metadata, "version", lambda package: "99")
-    assert Verdicts(tmp_path).key(FACTS) != before
+    assert VerificationCache(tmp_path).key(FACTS) != before
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"relative_error": "much"}', '{"relative_error": null}'])
 def test_a_broken_file_means_checking_again(tmp_path: Path, text: str) -> None:
-    verdicts = Verdicts(tmp_path)
+    verdicts = VerificationCache(tmp_path)
     key = verdicts.key(FACTS)
     (tmp_path / f"{key}.json").write_text(text)
     assert verdicts.find(key, "relative_error", float) is None
@@ -48,7 +48,7 @@ def test_a_broken_file_means_checking_again(tmp_path: Path, text: str) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    verdicts = Verdicts(tmp_path / "file" / "folder")
+    verdicts = VerificationCache(tmp_path / "file" / "folder")
     verdicts.remember(verdicts.key(FACTS), FACTS, relative_error=1e-6)
     assert verdicts.find(verdicts.key(FACTS), "relative_error", float) is None
 
@@ -58,7 +58,7 @@ def test_a_user_without_a_home_keeps_no_verdicts(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", homeless)
-    verdicts = Verdicts.of(verify=True)
+    verdicts = VerificationCache.of(verify=True)
     assert verdicts is not None, "checks go on"
     key = verdicts.key(FACTS)
     verdicts.remember(key, FACTS, relative_error=1.5e-6)

@@ -17,11 +17,11 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport
 from patchpar.plan.mesh import Axis
 from patchpar.shard.vae.outputs import tensors_of
-from patchpar.shard.vae.split import Call, SplitMethod
+from patchpar.shard.vae.split import SplitMethod, VaeCall
 from tests.tiny import autoencoders
 from tests.tiny.weights import enliven, seeded
 from tests.unit.threads import on_threads
@@ -152,10 +152,10 @@ def of_bands(
     """The same of any input."""
 
     def run(transport: Transport) -> Result:
-        vae, door = build(name), Door(transport)
+        vae, door = build(name), Communicator(transport)
         split = SplitMethod(vae, method, (door, axis_of(transport, world)), None)
         split.exchanging = exchanging
-        call = Call(getattr(vae, method), x, (), kwargs)
+        call = VaeCall(getattr(vae, method), x, (), kwargs)
         with torch.no_grad():
             assert split.takes(call)
             door.traffic.clear()

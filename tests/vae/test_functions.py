@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.bands import split_bands
-from patchpar.shard.local_patch import Share
+from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.vae import attention
-from patchpar.shard.vae.band import Band
-from patchpar.shard.vae.functions import Functions
-from patchpar.shard.vae.split import Call, SplitMethod
+from patchpar.shard.vae.band import VaeBand
+from patchpar.shard.vae.functions import BandFunctions
+from patchpar.shard.vae.split import SplitMethod, VaeCall
 from tests.unit.threads import on_threads
 
 from .autoencoders import axis_of, build, given, raised, structured
@@ -27,19 +27,19 @@ ROWS, WORLD = 11, 3
 RELATIVE = 1e-6
 
 
-def on_bands(function: Callable[[Band], Any], *, rows: int = ROWS, world: int = WORLD) -> list[Any]:
+def on_bands(function: Callable[[VaeBand], Any], *, rows: int = ROWS, world: int = WORLD) -> list[Any]:
     """What `function(band)` gives on each rank, with torch's functions replaced."""
 
     def run(transport: Transport) -> Any:
-        share = Share(Door(transport), axis_of(transport, world), bands=split_bands(rows, world, 1))
-        band = Band(share)
-        with torch.no_grad(), Functions(band):
+        share = LocalPatch(Communicator(transport), axis_of(transport, world), bands=split_bands(rows, world, 1))
+        band = VaeBand(share)
+        with torch.no_grad(), BandFunctions(band):
             return function(band)
 
     return raised(on_threads(world, run))
 
 
-def rows_of(band: Band, x: Tensor, scale: int = 1) -> Tensor:
+def rows_of(band: VaeBand, x: Tensor, scale: int = 1) -> Tensor:
     bands, place = band.share.bands, band.share.place
     return x.narrow(-2, scale * bands.starts[place], scale * bands.size(place)).contiguous()
 
@@ -113,7 +113,7 @@ def test_noise_is_that_of_the_whole_picture() -> None:
 
 
 def test_the_activation_after_a_norm_takes_no_memory() -> None:
-    def addresses(band: Band) -> tuple[bool, bool]:
+    def addresses(band: VaeBand) -> tuple[bool, bool]:
         x = rows_of(band, structured(1, 4, ROWS, 5))
         y = F.group_norm(x, 2)
         return F.silu(y).data_ptr() == y.data_ptr(), F.silu(x).data_ptr() == x.data_ptr()
@@ -122,7 +122,7 @@ def test_the_activation_after_a_norm_takes_no_memory() -> None:
 
 
 def test_division_by_one_is_none() -> None:
-    def same(band: Band) -> tuple[bool, bool, bool]:
+    def same(band: VaeBand) -> tuple[bool, bool, bool]:
         x = rows_of(band, structured(1, 4, ROWS, 5))
         return x / 1.0 is x, x / 2.0 is x, torch.equal(x / 2.0, x * 0.5)
 
@@ -143,7 +143,7 @@ def test_attention_in_chunks_is_the_same(most: int, chunks: int, monkeypatch: py
     marks: dict[int, list[str]] = {place: [] for place in range(WORLD)}
     q, k, v = (structured(2, 2, ROWS, 8, seed=seed) for seed in range(3))
 
-    def attended(band: Band) -> Tensor:
+    def attended(band: VaeBand) -> Tensor:
         band.where, band.share.door._mark = "mid_block", marks[band.share.place].append
         return F.scaled_dot_product_attention(*(rows_of(band, x) for x in (q, k, v)))
 
@@ -159,7 +159,7 @@ def test_attention_that_does_not_grow_with_the_rows_is_refused() -> None:
 
 
 def test_a_mask_that_is_not_of_frames_is_refused() -> None:
-    def masked(band: Band) -> Tensor:
+    def masked(band: VaeBand) -> Tensor:
         x = rows_of(band, structured(1, 1, ROWS, 8))
         mask = torch.ones(x.shape[2], x.shape[2]).tril().bool()
         mask[0] = False
@@ -174,13 +174,13 @@ def test_edge_rows_of_a_norm_travel_only_where_they_are_of_use() -> None:
     x, kwargs = given("AutoencoderKLCogVideoX", "decode", 5, 4)
 
     def sent(transport: Transport) -> list[int]:
-        vae, door = build("AutoencoderKLCogVideoX"), Door(transport)
+        vae, door = build("AutoencoderKLCogVideoX"), Communicator(transport)
         split = SplitMethod(vae, "decode", (door, axis_of(transport, 2)), None)
         found = []
         for _ in range(2):
             door.traffic.clear()
             with torch.no_grad():
-                split(Call(vae.decode, x, (), kwargs), everywhere=True)
+                split(VaeCall(vae.decode, x, (), kwargs), everywhere=True)
             found.append(door.traffic.bytes_sent["halo"])
         return found
 
@@ -193,9 +193,9 @@ def test_modules_are_named_where_something_is_wrong() -> None:
     vae.decoder.conv_in = nn.Sequential(nn.ZeroPad2d(1), vae.decoder.conv_in)
 
     def run(transport: Transport) -> Any:
-        split = SplitMethod(vae, "decode", (Door(transport), axis_of(transport, 1)), None)
+        split = SplitMethod(vae, "decode", (Communicator(transport), axis_of(transport, 1)), None)
         with torch.no_grad():
-            return split(Call(vae.decode, structured(1, 4, 4, 4), (), {}), everywhere=True)
+            return split(VaeCall(vae.decode, structured(1, 4, 4, 4), (), {}), everywhere=True)
 
     with pytest.raises(UnsupportedModel, match=r"decoder\.conv_in\.1: rows are padded twice"):
         raised(on_threads(1, run))

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from patchpar.comm.collectives import Door
-from patchpar.comm.transport import Incoming, Outgoing, Pending, Stall, Transport
-from patchpar.shard.vae.split import Call, SplitMethod
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport import Incoming, Outgoing, Stall, Transport, Work
+from patchpar.shard.vae.split import SplitMethod, VaeCall
 from tests.breadth import first_of
 from tests.unit.threads import on_threads
 
@@ -45,7 +45,7 @@ def narrow(dtype: torch.dtype) -> Any:
     return sdxl_like(16, 32, 64, 64, groups=16).to(dtype)
 
 
-def peak(vae: Any, call: Call, split: SplitMethod | None = None) -> int:
+def peak(vae: Any, call: VaeCall, split: SplitMethod | None = None) -> int:
     with torch.no_grad():
         if split is not None:
             split.takes(call)  # the corner that tells the scale is no part of it
@@ -72,10 +72,10 @@ def test_an_nth_of_the_peak(method: str, world: int, dtype: torch.dtype) -> None
 
     def of_rank(transport: Transport) -> int:
         vae = copy.deepcopy(narrow(dtype))
-        split = SplitMethod(vae, method, (Door(transport), axis_of(transport, world)), None)
-        return peak(vae, Call(getattr(vae, method), x, (), {}), split)
+        split = SplitMethod(vae, method, (Communicator(transport), axis_of(transport, world)), None)
+        return peak(vae, VaeCall(getattr(vae, method), x, (), {}), split)
 
-    whole = peak(narrow(dtype), Call(getattr(narrow(dtype), method), x, (), {}))
+    whole = peak(narrow(dtype), VaeCall(getattr(narrow(dtype), method), x, (), {}))
     gathered = 2 * ROWS * COLUMNS * 64 * dtype.itemsize  # keys and values of all
     for own in raised(on_threads(world, of_rank, deadline=60.0)):
         assert own <= SLACK / world * whole + gathered
@@ -97,7 +97,7 @@ class Nowhere:
     def __init__(self, rank: int) -> None:
         self.rank, self.device, self.deadline = rank, torch.device("meta"), 1.0
 
-    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Pending:
+    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Work:
         return Arrived(
             [[torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in m.specs] for m in incoming]
         )
@@ -125,8 +125,8 @@ def operations(world: int, place: int, method: str) -> dict[str, int]:
     """Multiplications and additions of one rank at 4096 x 4096 pixels, by part of SDXL's own VAE, on no device."""
     vae = sdxl_like(128, 256, 512, 512, groups=32, device="meta")
     x = torch.empty((1, 4, 512, 512) if method == "decode" else (1, 3, 4096, 4096), device="meta")
-    split = SplitMethod(vae, method, (Door(Nowhere(place)), axis_of(Nowhere(place), world)), None)
-    call = Call(getattr(vae, method), x, (), {})
+    split = SplitMethod(vae, method, (Communicator(Nowhere(place)), axis_of(Nowhere(place), world)), None)
+    call = VaeCall(getattr(vae, method), x, (), {})
     with torch.no_grad():
         split.takes(call)
         with FlopCounterMode(display=False) as counter:

@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from patchpar.cli import app
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport
 from patchpar.errors import PlanError, UnsupportedModel, VerificationError
 from patchpar.pipeline.startup import way_and_network
 from patchpar.plan.mesh import Mesh
-from patchpar.shard.vae.call_state import StillNeeded
+from patchpar.shard.vae.call_state import OutputNeeded
 from patchpar.shard.vae.modes import WAYS, check_way
 from patchpar.shard.vae.parallel import ParallelVaes
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.verification_cache import VerificationCache
 from tests.tensors import psnr_db
 from tests.unit.threads import on_threads
 
@@ -42,8 +42,8 @@ def on_ranks(
     def run(transport: Transport) -> Any:
         own = vae()
         denoiser = nn.Identity()
-        verdicts = None if folder is None else Verdicts(folder / str(transport.rank))
-        mesh = (Door(transport), axis_of(transport, WORLD))
+        verdicts = None if folder is None else VerificationCache(folder / str(transport.rank))
+        mesh = (Communicator(transport), axis_of(transport, WORLD))
         vaes = ParallelVaes({"vae": own, "unet": denoiser, "tokenizer": None}, [denoiser], way, mesh, verdicts)
         with torch.no_grad(), vaes.course.open():
             return function(vaes, own)
@@ -110,7 +110,9 @@ def test_tiles_on_one_rank() -> None:
     def tiled(transport: Transport) -> tuple[Tensor, Tensor]:
         vae, denoiser = build(NAME), nn.Identity()
         vae.tile_sample_min_size, vae.tile_latent_min_size = 32, 4
-        vaes = ParallelVaes({"vae": vae, "vqvae": vae}, [denoiser], "tiled", (Door(transport), axis_of(transport, 1)))
+        vaes = ParallelVaes(
+            {"vae": vae, "vqvae": vae}, [denoiser], "tiled", (Communicator(transport), axis_of(transport, 1))
+        )
         with torch.no_grad(), vaes.course.open():
             got = decode(vaes, vae)
             denoiser(torch.ones(1))  # this rank has what it has decoded
@@ -161,7 +163,7 @@ def test_a_pipeline_that_goes_on_gets_the_picture_on_all_ranks(way: str) -> None
         decode(vaes, vae)  # one picture after the other is no sign of it
         try:
             encode(vaes, vae)
-        except StillNeeded:
+        except OutputNeeded:
             vaes.course.everywhere = True
         with vaes.course.open():
             found = decode(vaes, vae)
@@ -180,7 +182,7 @@ def test_the_denoiser_is_watched() -> None:
         with watching.course.open():
             denoiser(torch.ones(1))
             watching.course.dropped = True
-            with pytest.raises(StillNeeded):
+            with pytest.raises(OutputNeeded):
                 denoiser(torch.ones(1))
         denoiser(torch.ones(1))  # the next picture
         watching.restore()

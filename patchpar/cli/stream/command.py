@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from patchpar.cli.console import friendly_errors
-from patchpar.cli.stream.flags import Stream
+from patchpar.cli.stream.flags import StreamFlags
 
 
-def stream(request: Stream) -> None:
+def stream(request: StreamFlags) -> None:
     """Show a video while it is made; save it with its sound."""
     with friendly_errors(request.debug):
         request.check()

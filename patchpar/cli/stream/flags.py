@@ -19,7 +19,7 @@ OF_PICTURES = ("steps", "strength", "guidance_scale", "negative_prompt", "height
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
+class StreamFlags:
     """The flags of `stream`."""
 
     prompt: Annotated[str, typer.Argument(help="What to show, where the model reads text.")] = ""

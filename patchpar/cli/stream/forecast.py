@@ -11,14 +11,14 @@ from patchpar.cli.console import print_json
 from patchpar.errors import PlanError
 
 if TYPE_CHECKING:
-    from patchpar.cli.stream.flags import Stream
+    from patchpar.cli.stream.flags import StreamFlags
     from patchpar.stream.causal.model_folder import StreamFolder
     from patchpar.stream.plan import StreamPlan
 
 COSTS = ("step", "decode", "link")
 
 
-def forecast(request: Stream) -> None:
+def forecast(request: StreamFlags) -> None:
     """Print it. Raises PlanError."""
     from patchpar.stream.causal.model_folder import StreamFolder
     from patchpar.stream.plan import StreamPlan

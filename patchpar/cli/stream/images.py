@@ -12,31 +12,31 @@ from typing import TYPE_CHECKING, Any
 from patchpar.cli.console import stdout_kept_clean
 from patchpar.cli.flags import given
 from patchpar.cli.image_files import SUFFIXES
-from patchpar.cli.stream.outputs import Screens
-from patchpar.cli.stream.progress_line import Meter, living_line
-from patchpar.cli.stream.run import Part, Report, paced, show_all
+from patchpar.cli.stream.outputs import FrameOutputs
+from patchpar.cli.stream.progress_line import ProgressMeter, living_line
+from patchpar.cli.stream.run import StreamReport, TimedFrames, paced, show_all
 from patchpar.errors import PlanError
 from patchpar.models.image_file import check_pixels, read_picture
-from patchpar.models.task_check import Errand
+from patchpar.models.task_check import RequestedTask
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from patchpar.cli.stream.flags import Stream
+    from patchpar.cli.stream.flags import StreamFlags
 
 FPS = 16.0
 """Of a folder of pictures, where --fps does not say otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frames:
+class ImageFrames:
     """Pictures of `source` one after another, at `fps` frames per second."""
 
     source: Path
     fps: float
 
     @classmethod
-    def of(cls, source: Path, fps: float | None) -> Frames:
+    def of(cls, source: Path, fps: float | None) -> ImageFrames:
         """Look whether there are any. Raises PlanError."""
         if source.is_dir():
             if not _pictures_in(source):
@@ -65,26 +65,26 @@ class Frames:
             raise PlanError(f"--input {self.source} is broken: {error}") from error
 
 
-def stream_pictures(request: Stream) -> None:
+def stream_pictures(request: StreamFlags) -> None:
     """Run it and report. Raises PlanError and what the ranks raise."""
     assert request.input is not None
-    frames = Frames.of(request.input, request.fps)
-    Errand(verb="stream", has_picture=None).check_model(request.weights, request.for_loading())
+    frames = ImageFrames.of(request.input, request.fps)
+    RequestedTask(verb="stream", has_picture=None).check_model(request.weights, request.for_loading())
     with stdout_kept_clean(request.json), ExitStack() as ranks, ExitStack() as stack:  # films are closed before ranks
         report = _run(request, frames, stack, ranks)
     report.tell(request.json)
     report.finish(is_endless=False)
 
 
-def _run(request: Stream, frames: Frames, stack: ExitStack, ranks: ExitStack) -> Report:
-    from patchpar import PictureStreamingPipeline
+def _run(request: StreamFlags, frames: ImageFrames, stack: ExitStack, ranks: ExitStack) -> StreamReport:
+    from patchpar import ImageStreamingPipeline
     from patchpar.models.quiet_libraries import hush
 
     hush()
-    screens = Screens.opened(request, frames.fps, None, stack)
+    screens = FrameOutputs.opened(request, frames.fps, None, stack)
     say = screens.heard_by(stack.enter_context(living_line("starting")))
     opened = {"takes_image": True, **request.for_loading()}
-    pipe = ranks.enter_context(PictureStreamingPipeline.from_pretrained(request.weights, **opened))
+    pipe = ranks.enter_context(ImageStreamingPipeline.from_pretrained(request.weights, **opened))
     arguments = given(
         prompt=request.prompt,
         negative_prompt=request.negative_prompt,
@@ -92,16 +92,16 @@ def _run(request: Stream, frames: Frames, stack: ExitStack, ranks: ExitStack) ->
         strength=request.strength,
         guidance_scale=request.guidance_scale,
     )
-    meter = Meter()
+    meter = ProgressMeter()
     session = pipe.stream(seed=request.seed, **arguments)
     shots = session.map({"image": _sized(frame, request)} for frame in frames)
     parts = _parts(shots, frames.fps)
     ending = show_all(paced(parts) if request.is_live else parts, session, screens.all, meter, say, frames.fps)
     written = [] if request.output is None else [request.output]
-    return Report(plan=repr(pipe), meter=meter, ending=ending, dropped=session.dropped, outputs=written)
+    return StreamReport(plan=repr(pipe), meter=meter, ending=ending, dropped=session.dropped, outputs=written)
 
 
-def _sized(frame: Image, request: Stream) -> Image:
+def _sized(frame: Image, request: StreamFlags) -> Image:
     if request.height is None or request.width is None:
         return frame
     from PIL import ImageOps
@@ -109,13 +109,13 @@ def _sized(frame: Image, request: Stream) -> Image:
     return ImageOps.fit(frame, (request.width, request.height))
 
 
-def _parts(shots: Iterator[Any], fps: float) -> Iterator[Part]:
+def _parts(shots: Iterator[Any], fps: float) -> Iterator[TimedFrames]:
     import numpy as np
     import torch
 
     for shot in shots:
         picture = torch.from_numpy(np.array(shot.picture.convert("RGB")))
-        yield Part(frames=picture[None], pts=shot.number / fps, audio=None, status="running")
+        yield TimedFrames(frames=picture[None], pts=shot.number / fps, audio=None, status="running")
 
 
 def _pictures_in(folder: Path) -> list[Path]:

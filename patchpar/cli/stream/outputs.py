@@ -9,31 +9,31 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from patchpar.cli.stream.video_file import StreamFilm, film_at
+from patchpar.cli.stream.video_file import StreamVideoFile, film_at
 from patchpar.stream.web.server import HOME, is_local
 
 if TYPE_CHECKING:
-    from patchpar.cli.stream.flags import Stream
-    from patchpar.cli.stream.run import Screen
-    from patchpar.stream.web.viewer import FilmScreen, PictureScreen
+    from patchpar.cli.stream.flags import StreamFlags
+    from patchpar.cli.stream.run import FrameOutput
+    from patchpar.stream.web.viewer import ImageScreen, VideoScreen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Screens:
+class FrameOutputs:
     """Live pages, which are served from the beginning, and a file, which is whole at the end."""
 
-    live: tuple[PictureScreen | FilmScreen, ...]
-    films: tuple[StreamFilm, ...]
+    live: tuple[ImageScreen | VideoScreen, ...]
+    films: tuple[StreamVideoFile, ...]
 
     @classmethod
-    def opened(cls, request: Stream, fps: float, rate: int | None, stack: ExitStack) -> Screens:
+    def opened(cls, request: StreamFlags, fps: float, rate: int | None, stack: ExitStack) -> FrameOutputs:
         """Those that were asked for, until `stack` is left. Raises PlanError for a port that is not free."""
         live = _live(request, fps, rate, stack) if request.is_live else ()
         films = () if request.output is None else (stack.enter_context(film_at(request.output, fps, rate)),)
         return cls(live=live, films=films)
 
     @property
-    def all(self) -> list[Screen]:
+    def all(self) -> list[FrameOutput]:
         """Each is shown every frame."""
         return [*self.live, *self.films]
 
@@ -48,15 +48,17 @@ class Screens:
         return tell
 
 
-def _live(request: Stream, fps: float, rate: int | None, stack: ExitStack) -> tuple[PictureScreen | FilmScreen, ...]:
-    from patchpar.stream.web.viewer import FilmScreen, PictureScreen
+def _live(
+    request: StreamFlags, fps: float, rate: int | None, stack: ExitStack
+) -> tuple[ImageScreen | VideoScreen, ...]:
+    from patchpar.stream.web.viewer import ImageScreen, VideoScreen
 
     host = request.host or HOME
-    screens: list[PictureScreen | FilmScreen] = []
+    screens: list[ImageScreen | VideoScreen] = []
     if request.mjpeg is not None:
-        screens.append(stack.enter_context(closing(PictureScreen(host, request.mjpeg, fps))))
+        screens.append(stack.enter_context(closing(ImageScreen(host, request.mjpeg, fps))))
     if request.ws is not None:
-        screens.append(stack.enter_context(closing(FilmScreen(host, request.ws, fps, rate))))
+        screens.append(stack.enter_context(closing(VideoScreen(host, request.ws, fps, rate))))
     for screen in screens:
         screen.open()
         typer.echo(f"watch at {screen.page.url}", err=True)

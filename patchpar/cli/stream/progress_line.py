@@ -14,7 +14,7 @@ WINDOW = 3.0
 """Seconds over which the rate on the line is taken."""
 
 
-class Meter:
+class ProgressMeter:
     """Counts frames as they come out. It begins when it is made."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

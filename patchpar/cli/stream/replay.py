@@ -13,19 +13,19 @@ import typer
 
 from patchpar.cli.console import friendly_errors, stdout_kept_clean
 from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Json, check_deadline
-from patchpar.cli.stream.progress_line import Meter, living_line
-from patchpar.cli.stream.run import Report, show_all
+from patchpar.cli.stream.progress_line import ProgressMeter, living_line
+from patchpar.cli.stream.run import StreamReport, show_all
 from patchpar.cli.stream.video import parts_of
 from patchpar.cli.stream.video_file import film_at
 from patchpar.cli.video_file import check_film
 from patchpar.errors import PatchparError, PlanError
 
 if TYPE_CHECKING:
-    from patchpar.stream.recording import Recording
+    from patchpar.stream.recording import StreamRecording
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
+class ReplayFlags:
     """The flags of `replay`."""
 
     session: Annotated[Path, typer.Argument(help="What `patchpar stream --record` has written.")]
@@ -37,15 +37,15 @@ class Replay:
     debug: Debug = False
 
 
-def replay(request: Replay) -> None:
+def replay(request: ReplayFlags) -> None:
     """Make a stream again, on any devices, and compare its frames with those that were."""
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
         if request.output is not None:
             check_film(request.output)
-        from patchpar.stream.recording import Recording
+        from patchpar.stream.recording import StreamRecording
 
-        recording, differing = Recording.read(request.session), list[int]()
+        recording, differing = StreamRecording.read(request.session), list[int]()
         model = _model(request, recording.origin.model)
         with stdout_kept_clean(request.json), ExitStack() as stack:
             report = _run(request, model, recording, differing, stack)
@@ -60,7 +60,7 @@ def replay(request: Replay) -> None:
             typer.echo(f"{len(recording.blocks)} blocks, every frame as it was")
 
 
-def _model(request: Replay, recorded: str) -> str:
+def _model(request: ReplayFlags, recorded: str) -> str:
     """What is loaded: a journal may be a stranger's, and does not choose. Raises PlanError."""
     from patchpar.models.files import shipped_name
 
@@ -77,28 +77,30 @@ def _can_be_asked() -> bool:
     return sys.stdin.isatty()
 
 
-def _run(request: Replay, model: str, recording: Recording, differing: list[int], stack: ExitStack) -> Report:
+def _run(
+    request: ReplayFlags, model: str, recording: StreamRecording, differing: list[int], stack: ExitStack
+) -> StreamReport:
     from patchpar import StreamingPipeline
 
     origin = recording.origin
     say = stack.enter_context(living_line("starting"))
     opened = {"devices": request.devices, "deadline": request.deadline, "config": origin.config, **origin.options}
     pipe = stack.enter_context(StreamingPipeline.from_pretrained(model, **opened))
-    meter, plan = Meter(), str(pipe.plan)
+    meter, plan = ProgressMeter(), str(pipe.plan)
     session = pipe.replay(recording)
     screens = [] if request.output is None else [stack.enter_context(film_at(request.output, origin.fps, pipe.rate))]
     parts = parts_of(_compared(session, recording, differing), session)
     ending = show_all(parts, session, screens, meter, say, origin.fps)
     written = [] if request.output is None else [request.output]
-    return Report(plan=plan, meter=meter, ending=ending, dropped=0, outputs=written)
+    return StreamReport(plan=plan, meter=meter, ending=ending, dropped=0, outputs=written)
 
 
-def _compared(session: Any, recording: Recording, differing: list[int]) -> Iterator[Any]:
+def _compared(session: Any, recording: StreamRecording, differing: list[int]) -> Iterator[Any]:
     for chunk in session:
         if not recording.is_as_it_was(chunk):
             differing.append(chunk.block)
         yield chunk
 
 
-def _made_with(recording: Recording) -> str:
+def _made_with(recording: StreamRecording) -> str:
     return ", ".join(f"it was made with {name} {number}" for name, number in recording.origin.versions.items())

@@ -11,7 +11,7 @@ import typer
 
 from patchpar.cli.console import print_json
 from patchpar.cli.shutdown import INTERRUPTED
-from patchpar.cli.stream.progress_line import Meter
+from patchpar.cli.stream.progress_line import ProgressMeter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Screen(Protocol):
+class FrameOutput(Protocol):
     """Where frames are shown."""
 
     def show(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
         """Frames in uint8, due at `pts` seconds from the beginning, and their sound."""
 
 
-class Session(Protocol):
+class ReportedSession(Protocol):
     """What the line says of a stream."""
 
     @property
@@ -39,7 +39,7 @@ class Session(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class TimedFrames:
     """Some frames of a stream, due at `pts` seconds. `frames` is None where the last one is held."""
 
     frames: Tensor | None
@@ -49,7 +49,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class StreamEnding:
     """How a stream ended: by itself, by ctrl-C, by a signal that asked for it, or by an error.
 
     `seconds`: of video that have come out. `code`: the exit code after a signal, 0 without one.
@@ -61,13 +61,13 @@ class Ending:
 
 
 def show_all(
-    parts: Iterable[Part],
-    session: Session,
-    screens: Sequence[Screen],
-    meter: Meter,
+    parts: Iterable[TimedFrames],
+    session: ReportedSession,
+    screens: Sequence[FrameOutput],
+    meter: ProgressMeter,
     say: Callable[[str], None],
     fps: float,
-) -> Ending:
+) -> StreamEnding:
     """Until the stream ends. What has come out by then is shown whole, whatever ends it."""
     seconds = 0.0
     try:
@@ -79,17 +79,17 @@ def show_all(
                 meter.add(len(part.frames), session.in_flight)
             say(meter.line(part.status, session.in_flight, seconds))
     except KeyboardInterrupt:
-        return Ending(seconds=seconds, code=INTERRUPTED)
+        return StreamEnding(seconds=seconds, code=INTERRUPTED)
     except SystemExit as ending:
-        return Ending(seconds=seconds, code=int(ending.code or 0))
+        return StreamEnding(seconds=seconds, code=int(ending.code or 0))
     except Exception as error:
         if not meter.frames:
             raise
-        return Ending(seconds=seconds, error=error)
-    return Ending(seconds=seconds)
+        return StreamEnding(seconds=seconds, error=error)
+    return StreamEnding(seconds=seconds)
 
 
-def paced(parts: Iterable[Part], clock: Any = time) -> Iterator[Part]:
+def paced(parts: Iterable[TimedFrames], clock: Any = time) -> Iterator[TimedFrames]:
     """Each when it is due. After one that was late the others keep their distance from it."""
     began: float | None = None
     for part in parts:
@@ -101,12 +101,12 @@ def paced(parts: Iterable[Part], clock: Any = time) -> Iterator[Part]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class StreamReport:
     """What is said of a stream at its end. `plan`: who did what, in words."""
 
     plan: str
-    meter: Meter
-    ending: Ending
+    meter: ProgressMeter
+    ending: StreamEnding
     dropped: int
     outputs: Sequence[Path]
 

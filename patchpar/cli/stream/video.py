@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from patchpar.cli.console import stdout_kept_clean
-from patchpar.cli.stream.outputs import Screens
-from patchpar.cli.stream.progress_line import Meter, living_line
-from patchpar.cli.stream.run import Part, Report, show_all
+from patchpar.cli.stream.outputs import FrameOutputs
+from patchpar.cli.stream.progress_line import ProgressMeter, living_line
+from patchpar.cli.stream.run import StreamReport, TimedFrames, show_all
 from patchpar.errors import PlanError
 
 if TYPE_CHECKING:
-    from patchpar.cli.stream.flags import Stream
+    from patchpar.cli.stream.flags import StreamFlags
     from patchpar.stream.causal.model_folder import StreamFolder
-    from patchpar.stream.delivery import Pace
+    from patchpar.stream.delivery import Pacing
 
 HOLD = 0.5
 """Seconds after which the line says that a stream is being taken up again."""
 
 
-def stream_video(request: Stream) -> None:
+def stream_video(request: StreamFlags) -> None:
     """Run it and report. Raises PlanError and what the ranks raise."""
     from patchpar.stream.causal.model_folder import StreamFolder
     from patchpar.stream.reference_image import reference_picture
@@ -39,7 +39,7 @@ def stream_video(request: Stream) -> None:
     report.finish(is_endless=request.audio is None and request.seconds is None)
 
 
-def _sound(request: Stream, folder: StreamFolder) -> Any:
+def _sound(request: StreamFlags, folder: StreamFolder) -> Any:
     """Read before the ranks are started: a file that is broken is refused at once."""
     if request.audio is None:
         return None
@@ -52,27 +52,29 @@ def _sound(request: Stream, folder: StreamFolder) -> Any:
     return sound.samples, sound.rate
 
 
-def _run(request: Stream, folder: StreamFolder, given: dict[str, Any], stack: ExitStack, ranks: ExitStack) -> Report:
+def _run(
+    request: StreamFlags, folder: StreamFolder, given: dict[str, Any], stack: ExitStack, ranks: ExitStack
+) -> StreamReport:
     from patchpar import StreamDelivery, StreamingPipeline
     from patchpar.models.quiet_libraries import hush
 
     hush()
     fps = request.fps or folder.config.fps
-    screens = Screens.opened(request, fps, folder.rate, stack)
+    screens = FrameOutputs.opened(request, fps, folder.rate, stack)
     say = screens.heard_by(stack.enter_context(living_line("starting")))
     pipe = ranks.enter_context(StreamingPipeline.from_pretrained(request.weights, **request.for_loading()))
-    pace: Pace = "realtime" if request.is_live else "fast"
+    pace: Pacing = "realtime" if request.is_live else "fast"
     delivery = StreamDelivery(hold=HOLD, fps=fps, record=request.record, pace=pace)
-    meter, plan = Meter(), str(pipe.plan)
+    meter, plan = ProgressMeter(), str(pipe.plan)
     arguments = {"seed": request.seed, "seconds": request.seconds, "delivery": delivery, **given}
     session = pipe.stream(request.prompt, **arguments)
     ending = show_all(parts_of(session, session), session, screens.all, meter, say, fps)
     written = [path for path in (request.output, request.record) if path is not None]
-    return Report(plan=plan, meter=meter, ending=ending, dropped=session.dropped, outputs=written)
+    return StreamReport(plan=plan, meter=meter, ending=ending, dropped=session.dropped, outputs=written)
 
 
-def parts_of(chunks: Iterable[Any], session: Any) -> Iterator[Part]:
+def parts_of(chunks: Iterable[Any], session: Any) -> Iterator[TimedFrames]:
     """What comes out of a session, as it is shown."""
     for chunk in chunks:
         frames = None if chunk.is_held else chunk.frames
-        yield Part(frames=frames, pts=chunk.pts, audio=chunk.audio, status=session.status)
+        yield TimedFrames(frames=frames, pts=chunk.pts, audio=chunk.audio, status=session.status)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 CONTAINERS = {".mp4": ("mp4", "aac"), ".mkv": ("matroska", "aac"), ".webm": ("webm", "libopus")}
 
 
-class StreamFilm:
+class StreamVideoFile:
     """One film. Its size is that of the first frames."""
 
     def __init__(self, path: Path, suffix: str, fps: float, rate: int | None) -> None:
@@ -37,11 +37,11 @@ class StreamFilm:
         self._writer.close()
 
     def _opened(self, height: int, width: int) -> Any:
-        from patchpar.stream.web.video_encoder import FilmFormat, FilmWriter
+        from patchpar.stream.web.video_encoder import VideoFormat, VideoWriter
 
         container, sound = CONTAINERS[self._suffix]
         codec = CODECS[self._suffix]
-        form = FilmFormat(
+        form = VideoFormat(
             fps=self._fps,
             height=height,
             width=width,
@@ -51,13 +51,13 @@ class StreamFilm:
             sound=sound,
             options=GOOD[codec],
         )
-        return FilmWriter(str(self._path), form)
+        return VideoWriter(str(self._path), form)
 
 
 @contextmanager
-def film_at(path: Path, fps: float, rate: int | None) -> Iterator[StreamFilm]:
+def film_at(path: Path, fps: float, rate: int | None) -> Iterator[StreamVideoFile]:
     """A film that lies at `path` when all has gone well."""
     with written_whole(path) as beside:
-        film = StreamFilm(beside, path.suffix.lower(), fps, rate)
+        film = StreamVideoFile(beside, path.suffix.lower(), fps, rate)
         yield film
         film.close()

@@ -11,17 +11,17 @@ so messages need no tags.
 
 from patchpar.comm.transport.connect import alone, connect
 from patchpar.comm.transport.delayed import DelayedTransport
-from patchpar.comm.transport.message import Incoming, Outgoing, Pending, Spec, Stall, Transport
+from patchpar.comm.transport.message import Incoming, Outgoing, Stall, TensorSpec, Transport, Work
 from patchpar.comm.transport.monitored import watched
 
 __all__ = [
     "DelayedTransport",
     "Incoming",
     "Outgoing",
-    "Pending",
-    "Spec",
     "Stall",
+    "TensorSpec",
     "Transport",
+    "Work",
     "alone",
     "connect",
     "watched",

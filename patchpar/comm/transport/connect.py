@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from patchpar.comm.transport.message import Transport
-from patchpar.comm.transport.monitored import Watched
+from patchpar.comm.transport.monitored import MonitoredRank
 from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import ExchangeError
@@ -24,7 +24,7 @@ CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere 
 RETRY_SECONDS = 0.01
 
 
-class Place(Watched, Protocol):
+class ConnectingRank(MonitoredRank, Protocol):
     """What has to be known of a rank: `launch.context.RankContext` says what each means."""
 
     @property
@@ -40,7 +40,7 @@ class Place(Watched, Protocol):
     def links(self) -> Mapping[int, socket.socket] | None: ...
 
 
-def connect(place: Place, *, through: str = "auto") -> Transport:
+def connect(place: ConnectingRank, *, through: str = "auto") -> Transport:
     """Connect this rank with all others. Its limit bounds every wait, here and of the transport.
 
     `through` is "auto", "shared_memory" or "torch" (the default group of torch.distributed, which has to be there).
@@ -58,7 +58,7 @@ def connect(place: Place, *, through: str = "auto") -> Transport:
     return SharedMemoryTransport(place.rank, lines, device, place.wait_limit)
 
 
-def alone(place: Place) -> Transport:
+def alone(place: ConnectingRank) -> Transport:
     """For a rank that has no others."""
     return SharedMemoryTransport(0, {}, torch.device(place.device), place.wait_limit)
 
@@ -67,7 +67,7 @@ def _over_nccl(device: torch.device) -> bool:
     return device.type != "cpu" and dist.is_initialized() and dist.get_backend() != "gloo"
 
 
-def _handed_out(place: Place, links: Mapping[int, socket.socket]) -> dict[int, socket.socket]:
+def _handed_out(place: ConnectingRank, links: Mapping[int, socket.socket]) -> dict[int, socket.socket]:
     """On rank 0: make a socket pair for every two ranks, and give both their ends. Returns our own."""
     own: dict[int, socket.socket] = {}
     give_up = time.monotonic() + place.wait_limit
@@ -104,7 +104,7 @@ def _send(link: socket.socket, rank: int, end: socket.socket, peer: int, give_up
             time.sleep(RETRY_SECONDS)
 
 
-def _taken(place: Place, link: socket.socket) -> dict[int, socket.socket]:
+def _taken(place: ConnectingRank, link: socket.socket) -> dict[int, socket.socket]:
     """On the other ranks: one socket to each peer, as rank 0 hands them out."""
     lines: dict[int, socket.socket] = {}
     link.settimeout(place.wait_limit)
@@ -122,7 +122,7 @@ def _taken(place: Place, link: socket.socket) -> dict[int, socket.socket]:
     return lines
 
 
-def _greet(place: Place, lines: Mapping[int, socket.socket]) -> None:
+def _greet(place: ConnectingRank, lines: Mapping[int, socket.socket]) -> None:
     """Wait until every rank has connected. Raises ExchangeError, with all lines closed."""
     give_up = time.monotonic() + place.wait_limit
     for line in lines.values():
@@ -137,7 +137,7 @@ def _greet(place: Place, lines: Mapping[int, socket.socket]) -> None:
             raise _missed(place, peer, lines, error) from error
 
 
-def _missed(place: Place, peer: int, lines: Mapping[int, socket.socket], error: OSError) -> ExchangeError:
+def _missed(place: ConnectingRank, peer: int, lines: Mapping[int, socket.socket], error: OSError) -> ExchangeError:
     """What to say of a rank that does not connect. Closes all lines."""
     for line in lines.values():
         line.close()

@@ -19,10 +19,10 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from patchpar.comm.transport.message import Incoming, Outgoing, Pending, Spec, Stall, Transport
+from patchpar.comm.transport.message import Incoming, Outgoing, Stall, TensorSpec, Transport, Work
 from patchpar.errors import ExchangeError, PlanError
 
-STAMP = Spec((1,), torch.int64)  # nanoseconds of the monotonic clock; not counted as bytes of the message
+STAMP = TensorSpec((1,), torch.int64)  # nanoseconds of the monotonic clock; not counted as bytes of the message
 NANO = 1_000_000_000
 
 
@@ -59,7 +59,7 @@ class DelayedTransport:
     def waiting(self, shown: AbstractContextManager[None]) -> None:
         self.inner.waiting = shown
 
-    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "DelayedPending":
+    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "DelayedWork":
         """Start sending and receiving; `where` names the seam in errors. Returns at once."""
         stamped = [
             Outgoing((peer,), (self._stamp(message), *message.tensors))
@@ -67,7 +67,7 @@ class DelayedTransport:
             for peer in message.peers
         ]
         expected = [_with_stamp(message) for message in incoming]
-        return DelayedPending(self, self.inner.swap(stamped, expected, where), incoming, where)
+        return DelayedWork(self, self.inner.swap(stamped, expected, where), incoming, where)
 
     def _stamp(self, message: Outgoing) -> Tensor:
         """When one copy of `message` is there; the link is taken until it has left."""
@@ -83,10 +83,10 @@ class DelayedTransport:
         self.inner.close()
 
 
-class DelayedPending:
+class DelayedWork:
     """Messages that are handed out when their link would have brought them."""
 
-    def __init__(self, transport: DelayedTransport, pending: Pending, incoming: Sequence[Incoming], where: str) -> None:
+    def __init__(self, transport: DelayedTransport, pending: Work, incoming: Sequence[Incoming], where: str) -> None:
         self._transport, self._pending, self._incoming, self._where = transport, pending, incoming, where
 
     def is_here(self, index: int) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-class Spec(NamedTuple):
+class TensorSpec(NamedTuple):
     """Shape and dtype of a tensor on its way here: known beforehand, because all ranks share one plan."""
 
     shape: tuple[int, ...]
@@ -22,7 +22,7 @@ class Spec(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     @classmethod
-    def of(cls, x: Tensor) -> "Spec":
+    def of(cls, x: Tensor) -> "TensorSpec":
         """The spec of an existing tensor."""
         return cls(tuple(x.shape), x.dtype)
 
@@ -48,7 +48,7 @@ class Incoming:
     """
 
     peer: int
-    specs: tuple[Spec, ...]
+    specs: tuple[TensorSpec, ...]
     into: tuple[Tensor | None, ...] | None = None
 
     @property
@@ -64,7 +64,7 @@ class Stall(Protocol):
         """How long it took; None while it lasts, unless to `block` until that is known."""
 
 
-class Pending(Protocol):
+class Work(Protocol):
     """Messages on their way. Somebody holds it until `wait` has returned: dropping it may cancel the transfer."""
 
     def is_here(self, index: int) -> bool:
@@ -91,7 +91,7 @@ class Transport(Protocol):
     deadline: float  # seconds that one wait may take; the engine raises it for slow models
     waiting: AbstractContextManager[None]  # entered while the process does nothing but wait for another rank
 
-    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Pending:
+    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Work:
         """Start sending and receiving; `where` names the seam in errors. Returns at once."""
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from patchpar.comm.transport.message import Transport
 T = TypeVar("T", bound=Transport)
 
 
-class Watched(Protocol):
+class MonitoredRank(Protocol):
     """What has to be known of a rank: `launch.context.RankContext` says what each means."""
 
     @property
@@ -20,7 +20,7 @@ class Watched(Protocol):
         """To be entered while it does."""
 
 
-def watched(transport: T, rank: Watched) -> T:
+def watched(transport: T, rank: MonitoredRank) -> T:
     """The same transport, with the limit of `rank` for every wait, showing on it that it waits."""
     transport.deadline, transport.waiting = rank.wait_limit, rank.waiting
     return transport

@@ -2,14 +2,14 @@
 
 import torch
 
-from patchpar.comm.transport.connect import Place, connect
-from patchpar.comm.transport.message import Incoming, Outgoing, Spec
+from patchpar.comm.transport.connect import ConnectingRank, connect
+from patchpar.comm.transport.message import Incoming, Outgoing, TensorSpec
 
 
 class Probe:
     """Adds up one number from each rank."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: ConnectingRank) -> None:
         self._place = place
 
     def sum_of_ranks(self) -> int:
@@ -20,7 +20,7 @@ class Probe:
             return int(number)
         transport = connect(self._place)
         try:
-            incoming = [Incoming(rank, (Spec.of(number),)) for rank in others]
+            incoming = [Incoming(rank, (TensorSpec.of(number),)) for rank in others]
             received = transport.swap([Outgoing(others, (number,))], incoming, "probe").wait()
             return int(number) + sum(int(value) for (value,) in received)
         finally:

@@ -29,7 +29,7 @@ RING, RING_NEW, DONE = 1, 2, 3  # RING_NEW comes with the descriptor of a segmen
 SPIN_SECONDS = 2e-4  # waking a sleeping process costs more than a short wait
 
 
-class _Line:
+class _PeerSocket:
     """The socket to one peer, and what came through it."""
 
     def __init__(self, peer: int, link: socket.socket) -> None:
@@ -83,16 +83,16 @@ class SharedMemoryTransport:
     def __init__(self, rank: int, links: Mapping[int, socket.socket], device: torch.device, deadline: float) -> None:
         self.rank, self.device, self.deadline = rank, device, deadline
         self.waiting: AbstractContextManager[None] = contextlib.nullcontext()
-        self._lines = {peer: _Line(peer, link) for peer, link in links.items()}
+        self._lines = {peer: _PeerSocket(peer, link) for peer, link in links.items()}
         self._arena = Arena()
         self._spin = SPIN_SECONDS if len(links) < _own_cores() else 0.0
 
-    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "SharedMemoryPending":
+    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "SharedMemoryWork":
         """Copy outgoing tensors into shared memory and ring; what is expected is fetched when waited for."""
         for message in outgoing:
             self._send(message, where)
         numbered = [(message, self._lines[message.peer].number()) for message in incoming]
-        return SharedMemoryPending(self, numbered, where)
+        return SharedMemoryWork(self, numbered, where)
 
     def _send(self, message: Outgoing, where: str) -> None:
         room = sum(aligned(x.numel() * x.element_size()) for x in message.tensors)
@@ -113,7 +113,7 @@ class SharedMemoryTransport:
                 line.known.add(segment.number)
                 self._ring(line, FRAME.pack(RING_NEW, segment.number, offset, total), where, segment.descriptor)
 
-    def _ring(self, line: _Line, frame: bytes, where: str, descriptor: int | None = None) -> None:
+    def _ring(self, line: _PeerSocket, frame: bytes, where: str, descriptor: int | None = None) -> None:
         give_up = time.monotonic() + self.deadline
         while True:
             try:
@@ -156,7 +156,7 @@ class SharedMemoryTransport:
             pass
         return number in line.rings or line.closed
 
-    def _ring_of(self, line: _Line, number: int, where: str) -> tuple[int, int, int]:
+    def _ring_of(self, line: _PeerSocket, number: int, where: str) -> tuple[int, int, int]:
         start = time.monotonic()
         while number not in line.rings:
             if line.read(self._arena):
@@ -169,7 +169,7 @@ class SharedMemoryTransport:
                 self._sleep(start + self.deadline, where, line)
         return line.rings.pop(number)
 
-    def _sleep(self, give_up: float, where: str, line: _Line, *, writing: bool = False) -> None:
+    def _sleep(self, give_up: float, where: str, line: _PeerSocket, *, writing: bool = False) -> None:
         """Until anything comes from anyone (or `line` can be written); reads it, so that nobody's doorbell jams."""
         poll = select.poll()
         for other in self._lines.values():
@@ -197,7 +197,7 @@ class SharedMemoryTransport:
         self._lines.clear()
 
 
-class SharedMemoryPending:
+class SharedMemoryWork:
     """Messages that are fetched when they are waited for; what we sent has already left."""
 
     def __init__(self, transport: SharedMemoryTransport, incoming: Sequence[tuple[Incoming, int]], where: str) -> None:

@@ -29,7 +29,7 @@ class TorchTransport:
         if self.waits is not None:  # its first exchange must have all ranks of the group, and ours need not
             dist.barrier(device_ids=[torch.cuda.current_device() if device.index is None else device.index])
 
-    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "TorchPending":
+    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "TorchWork":
         """Start all messages of one exchange together, receives first. Raises ExchangeError for an earlier one."""
         if self.waits is not None:
             self.waits.look_back()
@@ -47,13 +47,13 @@ class TorchTransport:
             for x in tensors
         ]
         works = dist.batch_isend_irecv(ops) if ops else []
-        return TorchPending(self, works, received, (sent, incoming, where))
+        return TorchWork(self, works, received, (sent, incoming, where))
 
     def close(self) -> None:
         """Nothing of our own to close: the group belongs to whoever made it."""
 
 
-class TorchPending:
+class TorchWork:
     """Works in flight, with their tensors: dropping the handle of a gloo send would hang the receiver."""
 
     def __init__(

@@ -9,17 +9,17 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.blockwise import attend_others, attend_own
 from patchpar.shard.attention.partial import Partial, merge_partials
-from patchpar.shard.attention.sharded_qkv import Shared
+from patchpar.shard.attention.sharded_qkv import ShardedQKV
 
 
-def attend_gathered(door: Door, axis: Axis, where: str, shared: Shared) -> Tensor:
+def attend_gathered(door: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
     """Output [B, N, c + l, D] of this place. Raises ExchangeError."""
     own = [x.contiguous() for x in shared.own_keys]
-    pending = Gather(door, axis, "kv", where).start(own, shared.key_specs)
+    pending = AllGather(door, axis, "kv", where).start(own, shared.key_specs)
 
     def partials() -> Iterator[Partial]:
         yield attend_own(shared)

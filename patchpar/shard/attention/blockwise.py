@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchpar.shard.attention.partial import Partial, attend
-from patchpar.shard.attention.sharded_qkv import Shared, Span
+from patchpar.shard.attention.sharded_qkv import ShardedQKV, TokenSpan
 from patchpar.shard.precision import wide
 
 ALIGNED = 16  # elements: what the kernel wants of a row of its bias
@@ -56,13 +56,13 @@ def expand_heads(x_BMkD: Tensor, heads: int) -> Tensor:
     return x_BMkD if group == 1 else x_BMkD.repeat_interleave(group, dim=1)
 
 
-def attend_own(shared: Shared) -> Partial:
+def attend_own(shared: ShardedQKV) -> Partial:
     """All queries of this place against the common keys and its own."""
     bias = shared.bias(shared.own_rows, [shared.common_span, shared.span(shared.place)])
     return attend_locally(shared.q_BNlD, shared.k_BMlD, shared.v_BMlD, bias=bias, scale=shared.scale)
 
 
-def attend_others(shared: Shared, place: int, k_BMkD: Tensor, v_BMkD: Tensor) -> Iterator[Partial]:
+def attend_others(shared: ShardedQKV, place: int, k_BMkD: Tensor, v_BMkD: Tensor) -> Iterator[Partial]:
     """All queries of this place against another's keys; nothing where causality hides all of them."""
     if shared.causal and place > shared.place:
         return
@@ -70,7 +70,7 @@ def attend_others(shared: Shared, place: int, k_BMkD: Tensor, v_BMkD: Tensor) ->
     yield attend_locally(shared.q_BNlD, k_BMkD, v_BMkD, bias=bias, scale=shared.scale)
 
 
-def attend_span(shared: Shared, q_BNlD: Tensor, span: Span, k_BMkD: Tensor, v_BMkD: Tensor) -> Partial:
+def attend_span(shared: ShardedQKV, q_BNlD: Tensor, span: TokenSpan, k_BMkD: Tensor, v_BMkD: Tensor) -> Partial:
     """Queries of some tokens, ours or not, against the keys of this place alone."""
     bias = shared.bias([span], [shared.span(shared.place)])
     return attend_locally(q_BNlD, k_BMkD, v_BMkD, bias=bias, scale=shared.scale)

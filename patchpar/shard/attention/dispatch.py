@@ -4,12 +4,12 @@ from functools import partial
 
 from torch import Tensor
 
-from patchpar.comm.collectives import Door
-from patchpar.plan.attention_mode import KeyExchange
+from patchpar.comm.collectives import Communicator
+from patchpar.plan.attention_mode import AttentionMode
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.all_gather import attend_gathered
 from patchpar.shard.attention.ring import attend_both_ways, attend_in_ring
-from patchpar.shard.attention.sharded_qkv import Shared
+from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from patchpar.shard.attention.token_ring import attend_in_token_ring
 from patchpar.shard.attention.ulysses import Mode, attend_by_heads
 
@@ -21,7 +21,7 @@ MODES: dict[str, Mode] = {
 }
 
 
-def attend_together(keys: KeyExchange, door: Door, axis: Axis, where: str, shared: Shared) -> Tensor:
+def attend_together(keys: AttentionMode, door: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
     """Output [B, N, c + l, D] of this place. Raises ExchangeError, PlanError, UnsupportedModel."""
     mode = MODES[keys.way]
     if keys.ulysses > 1:

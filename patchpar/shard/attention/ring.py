@@ -13,33 +13,33 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from patchpar.comm.collectives import Arriving, Door
+from patchpar.comm.collectives import Communicator, TimedWork
 from patchpar.comm.transport import Incoming, Outgoing
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.blockwise import attend_others, attend_own
 from patchpar.shard.attention.partial import Partial, merge_partials
-from patchpar.shard.attention.sharded_qkv import Shared
+from patchpar.shard.attention.sharded_qkv import ShardedQKV
 
 
-class Stream(NamedTuple):
+class RingShift(NamedTuple):
     """Shares that go `hops` places on, each time to the place `direction` away."""
 
     direction: int
     hops: int
 
 
-def attend_in_ring(door: Door, axis: Axis, where: str, shared: Shared) -> Tensor:
+def attend_in_ring(door: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
     """Output [B, N, c + l, D] of this place. Raises ExchangeError."""
-    return _attend(door, axis, where, shared, [Stream(1, axis.size - 1)])
+    return _attend(door, axis, where, shared, [RingShift(1, axis.size - 1)])
 
 
-def attend_both_ways(door: Door, axis: Axis, where: str, shared: Shared) -> Tensor:
+def attend_both_ways(door: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
     """Output [B, N, c + l, D] of this place. Raises ExchangeError."""
-    streams = [Stream(1, axis.size // 2), Stream(-1, (axis.size - 1) // 2)]
+    streams = [RingShift(1, axis.size // 2), RingShift(-1, (axis.size - 1) // 2)]
     return _attend(door, axis, where, shared, streams)
 
 
-def _attend(door: Door, axis: Axis, where: str, shared: Shared, streams: Sequence[Stream]) -> Tensor:
+def _attend(door: Communicator, axis: Axis, where: str, shared: ShardedQKV, streams: Sequence[RingShift]) -> Tensor:
     def partials() -> Iterator[Partial]:
         held = {stream: [x.contiguous() for x in shared.own_keys] for stream in streams}
         rounds = max(stream.hops for stream in streams)
@@ -57,14 +57,14 @@ def _attend(door: Door, axis: Axis, where: str, shared: Shared, streams: Sequenc
     return merge_partials(partials()).out_BNlD
 
 
-def _owner(axis: Axis, stream: Stream, step: int) -> int:
+def _owner(axis: Axis, stream: RingShift, step: int) -> int:
     """Whose share we get in this round."""
     return (axis.rank - stream.direction * step) % axis.size
 
 
 def _pass_on(
-    door: Door, axis: Axis, where: str, shared: Shared, held: dict[Stream, list[Tensor]], step: int
-) -> Arriving:
+    door: Communicator, axis: Axis, where: str, shared: ShardedQKV, held: dict[RingShift, list[Tensor]], step: int
+) -> TimedWork:
     """Start the round `step`."""
     outgoing, incoming = [], []
     for stream, tensors in held.items():

@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from patchpar.comm.transport import Spec
+from patchpar.comm.transport import TensorSpec
 from patchpar.errors import UnsupportedModel
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Tokens `start` to `stop` of the whole sequence."""
 
     start: int
@@ -30,7 +30,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
+class ShardedQKV:
     """Queries, keys and values of this place: `common` tokens first, then its own.
 
     `sizes`: how many tokens each place has of its own. `common_asks`: whether the common tokens are among the queries;
@@ -79,31 +79,31 @@ class Shared:
         return self.asking, self.common, self.common
 
     @property
-    def own_rows(self) -> list[Span]:
+    def own_rows(self) -> list[TokenSpan]:
         """Where our queries are in the whole."""
         return [*([self.common_span] if self.asking else []), self.span(self.place)]
 
     @property
-    def common_span(self) -> Span:
+    def common_span(self) -> TokenSpan:
         """Where the common tokens are in the whole."""
-        return Span(0, self.common)
+        return TokenSpan(0, self.common)
 
-    def span(self, place: int) -> Span:
+    def span(self, place: int) -> TokenSpan:
         """Where a place's own tokens are in the whole."""
         start = self.common + sum(self.sizes[:place])
-        return Span(start, start + self.sizes[place])
+        return TokenSpan(start, start + self.sizes[place])
 
     @property
     def own_keys(self) -> tuple[Tensor, Tensor]:
         """Keys and values of this place alone, as they travel."""
         return self.k_BMlD[:, :, self.common :], self.v_BMlD[:, :, self.common :]
 
-    def key_specs(self, place: int) -> tuple[Spec, Spec]:
+    def key_specs(self, place: int) -> tuple[TensorSpec, TensorSpec]:
         """What a place's own keys and values look like."""
-        found = [Spec((*x.shape[:2], self.sizes[place], x.shape[3]), x.dtype) for x in (self.k_BMlD, self.v_BMlD)]
+        found = [TensorSpec((*x.shape[:2], self.sizes[place], x.shape[3]), x.dtype) for x in (self.k_BMlD, self.v_BMlD)]
         return found[0], found[1]
 
-    def bias(self, rows: Sequence[Span], columns: Sequence[Span]) -> Tensor | None:
+    def bias(self, rows: Sequence[TokenSpan], columns: Sequence[TokenSpan]) -> Tensor | None:
         """What is added to the logits of these queries and keys; None where nothing is.
 
         [B or 1, N or 1, tokens of the rows, tokens of the columns] in the dtype of the queries.
@@ -111,7 +111,7 @@ class Shared:
         found = None
         if self.mask is not None:
             silent = self.common - self.asking  # the mask has no rows for them
-            asked = [Span(row.start - silent, row.stop - silent) for row in rows]
+            asked = [TokenSpan(row.start - silent, row.stop - silent) for row in rows]
             found = _of(_of(self.mask, asked, -2), columns, -1)
             found = as_bias(found, self.q_BNlD.dtype)
         if self.causal:
@@ -121,7 +121,7 @@ class Shared:
             found = ahead[None, None] if found is None else found + ahead
         return found
 
-    def with_heads(self, start: int, stop: int) -> "Shared":
+    def with_heads(self, start: int, stop: int) -> "ShardedQKV":
         """The same with some of the query heads in the mask."""
         mask = self.mask
         if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
@@ -136,16 +136,16 @@ def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
 
 
-def spans_of(sizes: Sequence[int]) -> list[Span]:
+def spans_of(sizes: Sequence[int]) -> list[TokenSpan]:
     """Consecutive spans of these lengths."""
-    return [Span(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+    return [TokenSpan(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
-def _of(x: Tensor, spans: Sequence[Span], dim: int) -> Tensor:
+def _of(x: Tensor, spans: Sequence[TokenSpan], dim: int) -> Tensor:
     if x.shape[dim] == 1:
         return x
     return torch.cat([x.narrow(dim, span.start, len(span)) for span in spans], dim)
 
 
-def _numbers(spans: Sequence[Span], device: torch.device) -> Tensor:
+def _numbers(spans: Sequence[TokenSpan], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(*span, device=device) for span in spans])

@@ -13,20 +13,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Gather, Gathering
-from patchpar.comm.transport import Spec
-from patchpar.plan.exchange_policy import CachedPartials, Context
+from patchpar.comm.collectives import AllGather, AllGatherWork
+from patchpar.comm.transport import TensorSpec
+from patchpar.plan.exchange_policy import CachedPartials, StaleKV
 from patchpar.shard.attention.blockwise import attend_locally
 from patchpar.shard.attention.partial import Partial, merge_partials
 from patchpar.shard.attention.stale_kv import KeysValues, RemotePartials, RemoteTokens
-from patchpar.shard.local_patch import Share
-from patchpar.shard.stale.cache import Slot
-from patchpar.shard.stale.token_grid import Grid
+from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.stale.cache import StaleEntry
+from patchpar.shard.stale.token_grid import LevelGrid
 
 DRIFT_STRIDE = 16  # tokens
 
 
-class Asked(NamedTuple):
+class StaleAttentionCall(NamedTuple):
     """One attention call: queries [B, N, q, D], the keys and values that are here, and the factor on logits.
 
     `here`: `common` tokens that everybody has, then ours. `bias`: what is added to the logits, or None, with a column
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
         k_BlND, v_BlND = (x[:, self.common :] for x in self.here)
         return KeysValues(k_BlND, v_BlND)
 
-    def bias_of(self, grid: Grid, place: int, *, here: bool) -> Tensor | None:
+    def bias_of(self, grid: LevelGrid, place: int, *, here: bool) -> Tensor | None:
         """Columns of one place, and with `here` of the common tokens too."""
         if self.bias is None or self.bias.shape[-1] == 1:
             return self.bias
@@ -57,7 +57,9 @@ class Asked(NamedTuple):
         return torch.cat([self.bias[..., : self.common], columns], dim=-1) if here and self.common else columns
 
 
-def attend_with_past(share: Share, where: str, grid: Grid, asked: Asked, slot: Slot) -> Tensor:
+def attend_with_past(
+    share: LocalPatch, where: str, grid: LevelGrid, asked: StaleAttentionCall, slot: StaleEntry
+) -> Tensor:
     """Output [B, N, q, D] of our queries. Raises ExchangeError."""
     if share.treatment.resync is not None:
         _note_drift(share, slot, asked.own.k_BlND)
@@ -66,7 +68,9 @@ def attend_with_past(share: Share, where: str, grid: Grid, asked: Asked, slot: S
     return _attend_beside_tokens(share, where, grid, asked, slot)
 
 
-def _attend_now(share: Share, where: str, grid: Grid, asked: Asked, others: dict[int, KeysValues]) -> Tensor:
+def _attend_now(
+    share: LocalPatch, where: str, grid: LevelGrid, asked: StaleAttentionCall, others: dict[int, KeysValues]
+) -> Tensor:
     """With everybody's keys of this step, which are left in `others` for the next."""
     pending = _gather(share, where, grid, asked.own)
 
@@ -79,28 +83,30 @@ def _attend_now(share: Share, where: str, grid: Grid, asked: Asked, others: dict
     return merge_partials(partials()).out_BNlD
 
 
-def _gather(share: Share, where: str, grid: Grid, own: KeysValues) -> Gathering:
+def _gather(share: LocalPatch, where: str, grid: LevelGrid, own: KeysValues) -> AllGatherWork:
     batch, _, heads, _ = own.k_BlND.shape
 
-    def specs(place: int) -> list[Spec]:
-        return [Spec((batch, grid.num_tokens(place), heads, x.shape[-1]), x.dtype) for x in own]
+    def specs(place: int) -> list[TensorSpec]:
+        return [TensorSpec((batch, grid.num_tokens(place), heads, x.shape[-1]), x.dtype) for x in own]
 
-    return Gather(share.door, share.axis, "kv", where).start(own, specs)
+    return AllGather(share.door, share.axis, "kv", where).start(own, specs)
 
 
-def _attend_here(grid: Grid, asked: Asked, place: int) -> Partial:
+def _attend_here(grid: LevelGrid, asked: StaleAttentionCall, place: int) -> Partial:
     return _attend_to(asked, asked.here, asked.bias_of(grid, place, here=True))
 
 
-def _attend_to(asked: Asked, tokens: KeysValues, bias: Tensor | None) -> Partial:
+def _attend_to(asked: StaleAttentionCall, tokens: KeysValues, bias: Tensor | None) -> Partial:
     k_BNkD, v_BNkD = (x.transpose(1, 2) for x in tokens)
     return attend_locally(asked.query, k_BNkD, v_BNkD, bias=bias, scale=asked.scale)
 
 
-def _attend_beside_tokens(share: Share, where: str, grid: Grid, asked: Asked, slot: Slot) -> Tensor:
+def _attend_beside_tokens(
+    share: LocalPatch, where: str, grid: LevelGrid, asked: StaleAttentionCall, slot: StaleEntry
+) -> Tensor:
     """With a selection of everybody's tokens of the last step; ours leave for the next."""
     options, memory = share.treatment.context, share.memory
-    assert isinstance(options, Context)
+    assert isinstance(options, StaleKV)
     assert memory is not None
     if slot.state is None:
         slot.state = RemoteTokens(options, share.axis, grid, asked.here, joined_anew=share.treatment.published)
@@ -121,15 +127,17 @@ def _attend_beside_tokens(share: Share, where: str, grid: Grid, asked: Asked, sl
     return state.attend(asked.query, asked.here, asked.scale, asked.bias, asked.kernel)
 
 
-def _tell(share: Share, where: str, own: KeysValues, state: RemoteTokens) -> Gathering | None:
+def _tell(share: LocalPatch, where: str, own: KeysValues, state: RemoteTokens) -> AllGatherWork | None:
     """How everybody's tokens have changed since the last step, if the treatment wants to know."""
     if not state.corrects:
         return None
-    gather = Gather(share.door, share.axis, "correction", where)
+    gather = AllGather(share.door, share.axis, "correction", where)
     return gather.start(state.told(own, share.ahead), state.specs_of_told)
 
 
-def _attend_beside_partials(share: Share, where: str, grid: Grid, asked: Asked, slot: Slot) -> Tensor:
+def _attend_beside_partials(
+    share: LocalPatch, where: str, grid: LevelGrid, asked: StaleAttentionCall, slot: StaleEntry
+) -> Tensor:
     """With what is kept of the attention to others' tokens; this layer's turn to renew it comes now and then."""
     options, memory = share.treatment.context, share.memory
     assert isinstance(options, CachedPartials)
@@ -161,7 +169,7 @@ def _attend_beside_partials(share: Share, where: str, grid: Grid, asked: Asked, 
     return merge_partials([_attend_here(grid, asked, share.place), state.remote]).out_BNlD
 
 
-def _note_drift(share: Share, slot: Slot, key_BlND: Tensor) -> None:
+def _note_drift(share: LocalPatch, slot: StaleEntry, key_BlND: Tensor) -> None:
     """How far our keys have moved since the last step, from every sixteenth token."""
     assert share.memory is not None
     sample = key_BlND[:, ::DRIFT_STRIDE].to(torch.float32, copy=True)  # a view would keep all of it

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchpar.comm.collectives import Part
-from patchpar.comm.transport import Spec
-from patchpar.plan.exchange_policy import Context
-from patchpar.plan.kv_selection import Everything, Piece
+from patchpar.comm.collectives import ExchangePart
+from patchpar.comm.transport import TensorSpec
+from patchpar.plan.exchange_policy import StaleKV
+from patchpar.plan.kv_selection import AllRows, PooledRows
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.partial import Partial
-from patchpar.shard.stale.correction import Fit, OwnPast, correct, on_the_line
-from patchpar.shard.stale.quantized_delta import Residual
-from patchpar.shard.stale.token_grid import Grid, log_weights, take, take_bias
+from patchpar.shard.stale.correction import CorrectionFit, OwnPast, correct, on_the_line
+from patchpar.shard.stale.quantized_delta import QuantizedDelta
+from patchpar.shard.stale.token_grid import LevelGrid, log_weights, take, take_bias
 
 
 class KeysValues(NamedTuple):
@@ -37,7 +37,7 @@ class RemoteTokens:
     `joined_anew`: copy keys and values together for each attention, as DistriFusion's code does.
     """
 
-    def __init__(self, options: Context, axis: Axis, grid: Grid, here: KeysValues, *, joined_anew: bool) -> None:
+    def __init__(self, options: StaleKV, axis: Axis, grid: LevelGrid, here: KeysValues, *, joined_anew: bool) -> None:
         self.options, self.axis, self.grid, self.joined_anew = options, axis, grid, joined_anew
         sizes = [self._num_tokens(place, axis.rank) for place in range(axis.size)]
         sizes[axis.rank] = here.k_BlND.shape[1]
@@ -47,15 +47,17 @@ class RemoteTokens:
         self._buffers = tuple(x.new_empty(batch, sum(sizes), heads, x.shape[-1]) for x in here)
         ends = torch.tensor([sizes[place] for place in order]).cumsum(0).tolist()
         self._range = {place: (end - sizes[place], sizes[place]) for place, end in zip(order, ends, strict=True)}
-        self._residuals: dict[tuple[Piece, ...], list[Residual]] = {}  # what others hold of ours, by what they get
-        self._copies: dict[int, list[Residual]] = {}  # what we hold of others
+        self._residuals: dict[
+            tuple[PooledRows, ...], list[QuantizedDelta]
+        ] = {}  # what others hold of ours, by what they get
+        self._copies: dict[int, list[QuantizedDelta]] = {}  # what we hold of others
         self._bias = self._make_bias(order)
         self._ended = {p: tuple(x.clone() for x in self._held(p)) for p in axis.others if options.extrapolated}
         self._past = OwnPast(options.correction, led_on=options.extrapolated)
         self._two_known = False  # whether `_ended` is of the evaluation before the one that is held
         self._held_is_newest = False  # and not led on
 
-    def _pieces(self, sender: int, receiver: int) -> tuple[Piece, ...]:
+    def _pieces(self, sender: int, receiver: int) -> tuple[PooledRows, ...]:
         return self.options.selection.pieces(sender, receiver, self.grid.rows(sender))
 
     def _num_tokens(self, sender: int, receiver: int) -> int:
@@ -64,7 +66,7 @@ class RemoteTokens:
     def _make_bias(self, order: Sequence[int]) -> Tensor | None:
         """The logit bias of every token in the buffer; None where all count once."""
         mine = self.axis.rank
-        pieces = [(Piece(0, self.grid.rows(mine)),) if p == mine else self._pieces(p, mine) for p in order]
+        pieces = [(PooledRows(0, self.grid.rows(mine)),) if p == mine else self._pieces(p, mine) for p in order]
         bias = torch.cat([log_weights(each, self.grid.across) for each in pieces])
         bias = torch.cat([bias.new_zeros(self._common), bias])
         buffer = self._buffers[0]
@@ -90,8 +92,12 @@ class RemoteTokens:
                 held.copy_(take(x, self._pieces(place, self.axis.rank), self.grid))
         if self.options.bits < 16:
             for pieces in self._receivers():
-                self._residuals[pieces] = [Residual(take(x, pieces, self.grid).clone(), self.options.bits) for x in own]
-            self._copies = {place: [Residual(x, self.options.bits) for x in self._received(place)] for place in others}
+                self._residuals[pieces] = [
+                    QuantizedDelta(take(x, pieces, self.grid).clone(), self.options.bits) for x in own
+                ]
+            self._copies = {
+                place: [QuantizedDelta(x, self.options.bits) for x in self._received(place)] for place in others
+            }
 
     def _received(self, place: int) -> list[Tensor]:
         """Where differences are added up: where the tokens lie, or beside it if what lies there is made of them."""
@@ -102,29 +108,31 @@ class RemoteTokens:
         """Whether what is attended to is not what came."""
         return bool(self._ended) or self.options.correction != "none"
 
-    def _receivers(self) -> dict[tuple[Piece, ...], tuple[int, ...]]:
+    def _receivers(self) -> dict[tuple[PooledRows, ...], tuple[int, ...]]:
         """Who gets the same pieces of ours: global ranks by pieces."""
-        found: dict[tuple[Piece, ...], tuple[int, ...]] = {}
+        found: dict[tuple[PooledRows, ...], tuple[int, ...]] = {}
         for place in self.axis.others:
             pieces = self._pieces(self.axis.rank, place)
             if pieces:
                 found[pieces] = (*found.get(pieces, ()), self.axis.ranks[place])
         return found
 
-    def part(self, own: KeysValues) -> Part:
+    def part(self, own: KeysValues) -> ExchangePart:
         """What leaves and comes for the next step."""
         senders = [place for place in self.axis.others if self._range[place][1]]
         if self.options.bits < 16:
             outgoing = [(peers, self._encoded(own, pieces)) for pieces, peers in self._receivers().items()]
             specs = {self.axis.ranks[p]: tuple(s for r in self._copies[p] for s in r.specs()) for p in senders}
-            return Part("kv", outgoing, specs)
+            return ExchangePart("kv", outgoing, specs)
         outgoing = [
             (peers, tuple(take(x, pieces, self.grid) for x in own)) for pieces, peers in self._receivers().items()
         ]
         into = {self.axis.ranks[place]: tuple(self._held(place)) for place in senders}
-        return Part("kv", outgoing, {rank: tuple(Spec.of(x) for x in held) for rank, held in into.items()}, into)
+        return ExchangePart(
+            "kv", outgoing, {rank: tuple(TensorSpec.of(x) for x in held) for rank, held in into.items()}, into
+        )
 
-    def _encoded(self, own: KeysValues, pieces: tuple[Piece, ...]) -> tuple[Tensor, ...]:
+    def _encoded(self, own: KeysValues, pieces: tuple[PooledRows, ...]) -> tuple[Tensor, ...]:
         tokens = [take(x, pieces, self.grid) for x in own]
         return tuple(t for x, r in zip(tokens, self._residuals[pieces], strict=True) for t in r.encode(x))
 
@@ -161,7 +169,7 @@ class RemoteTokens:
         """What we say of our tokens of this step, before anything is led on. Once for each step."""
         return self._past.fits(own, ahead)
 
-    def specs_of_told(self, place: int) -> list[Spec]:
+    def specs_of_told(self, place: int) -> list[TensorSpec]:
         """What a place says of its own."""
         count = self.grid.num_tokens(place)
         return self._past.specs([(x.shape[0], count, *x.shape[2:]) for x in self._buffers])
@@ -169,7 +177,7 @@ class RemoteTokens:
     def correct(self, place: int, told: Sequence[Tensor]) -> None:
         """Bring what is held of a place, led on or not, to this step."""
         held = self._held(place)
-        fits = (Fit(*told[:3]), Fit(*told[3:]))
+        fits = (CorrectionFit(*told[:3]), CorrectionFit(*told[3:]))
         for x, last, fit in zip(held, self._ended.get(place, held), fits, strict=True):
             correct(x, last, fit)
 
@@ -183,7 +191,7 @@ class RemoteTokens:
     ) -> Tensor:
         """Queries [B, N, q, D] against all that is in the buffer, and what is here of this step.
 
-        `bias` and `kernel` are those of `stale_attention.Asked`.
+        `bias` and `kernel` are those of `stale.StaleAttentionCall`.
         """
         if self.options.narrow_to is not None or self.joined_anew:
             keys, values = self._joined(here)
@@ -222,7 +230,7 @@ class RemoteTokens:
 
     def _joined(self, own: KeysValues) -> tuple[Tensor, ...]:
         """Keys and values of all places, of those only the selection that is attended to."""
-        narrow = self.options.narrow_to or Everything()
+        narrow = self.options.narrow_to or AllRows()
         mine, joined = self.axis.rank, []
         for index, x in enumerate(own):
             found = [x]
@@ -256,7 +264,7 @@ class RemotePartials:
     part may be several steps old. DiTFastAttn (NeurIPS 2024) keeps what a window leaves out like this, on one GPU.
     """
 
-    def __init__(self, refresh: int, axis: Axis, grid: Grid) -> None:
+    def __init__(self, refresh: int, axis: Axis, grid: LevelGrid) -> None:
         self.refresh, self.axis, self.grid = refresh, axis, grid
         self.kept: Partial | None = None
 
@@ -270,16 +278,16 @@ class RemotePartials:
         assert self.kept is not None, "a layer is refreshed in the first, synchronous step"
         return self.kept
 
-    def part(self, own: KeysValues) -> Part:
+    def part(self, own: KeysValues) -> ExchangePart:
         """What leaves and comes for a refresh in the next step."""
         ranks = self.axis.ranks
         batch, _, heads, _ = own.k_BlND.shape
 
-        def specs(place: int) -> tuple[Spec, ...]:
-            return tuple(Spec((batch, self.grid.num_tokens(place), heads, x.shape[-1]), x.dtype) for x in own)
+        def specs(place: int) -> tuple[TensorSpec, ...]:
+            return tuple(TensorSpec((batch, self.grid.num_tokens(place), heads, x.shape[-1]), x.dtype) for x in own)
 
         peers = tuple(ranks[place] for place in self.axis.others)
-        return Part("kv", [(peers, tuple(own))], {ranks[place]: specs(place) for place in self.axis.others})
+        return ExchangePart("kv", [(peers, tuple(own))], {ranks[place]: specs(place) for place in self.axis.others})
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything held for the next step."""

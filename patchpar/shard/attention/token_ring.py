@@ -12,23 +12,23 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Door, Exchange, Part
-from patchpar.comm.transport import Spec
+from patchpar.comm.collectives import Communicator, ExchangePart, ExchangeWork
+from patchpar.comm.transport import TensorSpec
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.blockwise import attend_own, attend_span
 from patchpar.shard.attention.partial import Partial, merge_partials
-from patchpar.shard.attention.sharded_qkv import Shared
+from patchpar.shard.attention.sharded_qkv import ShardedQKV
 
 
-def attend_in_token_ring(door: Door, axis: Axis, where: str, shared: Shared) -> Tensor:
+def attend_in_token_ring(door: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
     """Output [B, N, c + l, D] of this place. Raises ExchangeError."""
-    return merge_partials(_Turn(door, axis, where, shared).partials()).out_BNlD
+    return merge_partials(_RingPass(door, axis, where, shared).partials()).out_BNlD
 
 
-class _Turn:
+class _RingPass:
     """One time round."""
 
-    def __init__(self, door: Door, axis: Axis, where: str, shared: Shared) -> None:
+    def __init__(self, door: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> None:
         self.door, self.axis, self.where, self.shared = door, axis, where, shared
 
     def partials(self) -> Iterator[Partial]:
@@ -70,27 +70,27 @@ class _Turn:
             return found
         return Partial(*(torch.cat(pair, 2) for pair in zip(common, found, strict=True)))
 
-    def _start(self, step: int, queries: Tensor, made: Partial | None) -> Exchange | None:
+    def _start(self, step: int, queries: Tensor, made: Partial | None) -> ExchangeWork | None:
         """Queries move on, and the last step's results go home."""
         size, parts = self.axis.size, []
         if step < size - 1:
             owner = (self.axis.rank - 1 - step) % size
-            spec = Spec((*queries.shape[:2], self.shared.sizes[owner], queries.shape[3]), queries.dtype)
-            parts.append(Part("q", [((self._rank(1),), (queries,))], {self._rank(-1): (spec,)}))
+            spec = TensorSpec((*queries.shape[:2], self.shared.sizes[owner], queries.shape[3]), queries.dtype)
+            parts.append(ExchangePart("q", [((self._rank(1),), (queries,))], {self._rank(-1): (spec,)}))
         elif made is not None:
-            parts.append(Part("q", [], {}))
+            parts.append(ExchangePart("q", [], {}))
         if made is not None:
             parts.append(self._results(step, made))
         return self.door.exchange(self.where, parts) if parts else None
 
-    def _results(self, step: int, made: Partial) -> Part:
+    def _results(self, step: int, made: Partial) -> ExchangePart:
         """What was made in the step before `step` goes to its owner; what was made of our queries comes."""
         away = step - 1
         shape = self.shared.q_BNlD.shape
         out_shape = (*shape[:3], self.shared.v_BMlD.shape[3])
-        specs = (Spec(tuple(out_shape), made.out_BNlD.dtype), Spec(tuple(shape[:3]), made.lse_BNl.dtype))
+        specs = (TensorSpec(tuple(out_shape), made.out_BNlD.dtype), TensorSpec(tuple(shape[:3]), made.lse_BNl.dtype))
         outgoing = ((self._rank(-away),), (made.out_BNlD.contiguous(), made.lse_BNl.contiguous()))
-        return Part("partials", [outgoing], {self._rank(away): specs})
+        return ExchangePart("partials", [outgoing], {self._rank(away): specs})
 
     @staticmethod
     def _home(received: dict[int, list[Tensor]]) -> Iterator[Partial]:

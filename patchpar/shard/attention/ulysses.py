@@ -13,22 +13,22 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Arriving, Door
-from patchpar.comm.transport import Incoming, Outgoing, Spec
+from patchpar.comm.collectives import Communicator, TimedWork
+from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.blockwise import attend_own, expand_heads
-from patchpar.shard.attention.sharded_qkv import Shared, Span, spans_of
+from patchpar.shard.attention.sharded_qkv import ShardedQKV, TokenSpan, spans_of
 
-Mode = Callable[[Door, Axis, str, Shared], Tensor]
+Mode = Callable[[Communicator, Axis, str, ShardedQKV], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class HeadAssignment:
     """Which query heads a place of the group computes, and the key heads that they need."""
 
-    query: Span
-    key: Span
+    query: TokenSpan
+    key: TokenSpan
     group: int
 
     def keys_for(self, x_BMkD: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class Heads:
         return expand_heads(x_BMkD, len(self.key) * self.group)[:, first : first + len(self.query)]
 
 
-def split_heads(heads: int, key_heads: int, places: int) -> list[Heads]:
+def split_heads(heads: int, key_heads: int, places: int) -> list[HeadAssignment]:
     """Heads of every place, as evenly as possible, groups uncut where there are enough of them. Raises PlanError."""
     if places > heads:
         raise PlanError(f"{heads} attention heads cannot be shared by {places} ranks: use ulysses={heads} or less")
@@ -47,10 +47,14 @@ def split_heads(heads: int, key_heads: int, places: int) -> list[Heads]:
     unit = group if key_heads >= places else 1
     units = heads // unit
     sizes = [unit * (units // places + (place < units % places)) for place in range(places)]
-    return [Heads(span, Span(span.start // group, -(-span.stop // group)), group) for span in spans_of(sizes)]
+    return [
+        HeadAssignment(span, TokenSpan(span.start // group, -(-span.stop // group)), group) for span in spans_of(sizes)
+    ]
 
 
-def attend_by_heads(door: Door, axis: Axis, where: str, shared: Shared, *, degree: int, between: Mode) -> Tensor:
+def attend_by_heads(
+    door: Communicator, axis: Axis, where: str, shared: ShardedQKV, *, degree: int, between: Mode
+) -> Tensor:
     """Output [B, N, c + l, D] of this place; `degree` divides the places. Raises ExchangeError, UnsupportedModel."""
     group, across = _axes(axis, degree)
     first = axis.rank - group.rank
@@ -76,21 +80,26 @@ def _axes(axis: Axis, degree: int) -> tuple[Axis, Axis]:
 
 
 def tokens_to_heads(
-    door: Door, group: Axis, where: str, shared: Shared, split: Sequence[Heads], sizes: Sequence[int]
-) -> Shared:
+    door: Communicator,
+    group: Axis,
+    where: str,
+    shared: ShardedQKV,
+    split: Sequence[HeadAssignment],
+    sizes: Sequence[int],
+) -> ShardedQKV:
     """All tokens of the group, of our heads. Sizes and place are still those of the whole."""
     mine = split[group.rank]
     tensors = (shared.q_BNlD, shared.k_BMlD, shared.v_BMlD)
 
-    def of_heads(heads: Heads) -> list[Tensor]:
+    def of_heads(heads: HeadAssignment) -> list[Tensor]:
         spans = (heads.query, heads.key, heads.key)
         return [x[:, span.start : span.stop] for x, span in zip(tensors, spans, strict=True)]
 
     def own_tokens(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [x[:, :, common:] for x, common in zip(tensors, shared.beside, strict=True)]
 
-    def specs(place: int) -> tuple[Spec, ...]:
-        return tuple(Spec((x.shape[0], x.shape[1], sizes[place], x.shape[3]), x.dtype) for x in own)
+    def specs(place: int) -> tuple[TensorSpec, ...]:
+        return tuple(TensorSpec((x.shape[0], x.shape[1], sizes[place], x.shape[3]), x.dtype) for x in own)
 
     own = of_heads(mine)
     outgoing = [
@@ -105,7 +114,7 @@ def tokens_to_heads(
         for index, x in enumerate(own)
     ]
     total = sum(sizes)
-    return Shared(
+    return ShardedQKV(
         q_BNlD=whole[0],
         k_BMlD=mine.keys_for(whole[1]),
         v_BMlD=mine.keys_for(whole[2]),
@@ -120,11 +129,11 @@ def tokens_to_heads(
 
 
 def heads_to_tokens(
-    door: Door,
+    door: Communicator,
     group: Axis,
     where: str,
     out_BnLD: Tensor,
-    split: Sequence[Heads],
+    split: Sequence[HeadAssignment],
     tokens: tuple[int, Sequence[int]],
 ) -> Tensor:
     """All heads of our queries and of the common ones, from some heads of all queries of the group."""
@@ -138,8 +147,8 @@ def heads_to_tokens(
     own = of(group.rank)
     shape = (own.shape[0], own.shape[2], own.shape[3])
 
-    def spec(place: int) -> Spec:
-        return Spec((shape[0], len(split[place].query), shape[1], shape[2]), own.dtype)
+    def spec(place: int) -> TensorSpec:
+        return TensorSpec((shape[0], len(split[place].query), shape[1], shape[2]), own.dtype)
 
     outgoing = [Outgoing((group.ranks[place],), (of(place),)) for place in group.others]
     incoming = [Incoming(group.ranks[place], (spec(place),)) for place in group.others]
@@ -148,5 +157,5 @@ def heads_to_tokens(
     return torch.cat([received[place][0] for place in range(group.size)], 1)
 
 
-def _by_place(arriving: Arriving, group: Axis) -> dict[int, list[Tensor]]:
+def _by_place(arriving: TimedWork, group: Axis) -> dict[int, list[Tensor]]:
     return dict(zip(group.others, arriving.wait(), strict=True))

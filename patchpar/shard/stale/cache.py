@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Door, Exchange, Part
+from patchpar.comm.collectives import Communicator, ExchangePart, ExchangeWork
 from patchpar.errors import ExchangeError, UnsupportedModel
 
 Received = Mapping[int, list[Tensor]]  # by global rank of the sender
@@ -24,7 +24,7 @@ MOST_CALLS = 16  # in one step: guidance needs two or three
 
 
 @dataclass(slots=True)
-class Slot:
+class StaleEntry:
     """One seam in one guidance call. `received` and `own` are of the last evaluation; `state` is the seam's own."""
 
     received: Received = field(default_factory=dict)
@@ -62,15 +62,15 @@ class Slot:
             yield from self.state.tensors()
 
 
-class Bucket:
+class MessageBucket:
     """Collects small messages and sends `size` of them as one. All ranks fill theirs in the same order."""
 
-    def __init__(self, door: Door, size: int) -> None:
+    def __init__(self, door: Communicator, size: int) -> None:
         self._door, self._size = door, size
-        self._parts: list[Part] = []
+        self._parts: list[ExchangePart] = []
         self._tickets: list[_Ticket] = []
 
-    def put(self, part: Part, where: str) -> Callable[[], Received]:
+    def put(self, part: ExchangePart, where: str) -> Callable[[], Received]:
         """Add a part; what comes back waits for what has come in. Its tensors must not change afterwards."""
         ticket = _Ticket(len(self._parts), where)
         self._parts.append(part)
@@ -93,7 +93,7 @@ class _Ticket:
     def __init__(self, index: int, where: str) -> None:
         self.index, self.where, self.exchange = index, where, None
 
-    exchange: Exchange | None
+    exchange: ExchangeWork | None
 
     def wait(self) -> Received:
         assert self.exchange is not None, "a bucket is flushed before the call that filled it ends"
@@ -104,21 +104,21 @@ class _Ticket:
 
 
 @dataclass(slots=True)
-class _Call:
+class _GuidanceCall:
     """One guidance call of the step: its slots, and the evaluation and form they are of."""
 
-    slots: dict[tuple[str, int], Slot] = field(default_factory=dict)
+    slots: dict[tuple[str, int], StaleEntry] = field(default_factory=dict)
     evaluation: int = -2
     form: Any = None
 
 
-class Memory:
+class StaleCache:
     """What is remembered between the evaluations of one denoiser."""
 
-    def __init__(self, door: Door, bucket: int) -> None:
-        self.door, self.bucket = door, Bucket(door, bucket)
-        self._calls: dict[int, _Call] = {}
-        self._call = _Call()
+    def __init__(self, door: Communicator, bucket: int) -> None:
+        self.door, self.bucket = door, MessageBucket(door, bucket)
+        self._calls: dict[int, _GuidanceCall] = {}
+        self._call = _GuidanceCall()
         self._passed: Counter[str] = Counter()
         self.evaluation = 0
         self.continues = False  # whether the last evaluation of this call is known
@@ -135,7 +135,7 @@ class Memory:
                 f"the denoiser has been called {call + 1} times without a scheduler step in between, so that it cannot "
                 "be told what the last step's values are: use strategy 'exact'"
             )
-        known = self._calls.setdefault(call, _Call())
+        known = self._calls.setdefault(call, _GuidanceCall())
         usable = known.form == form and evaluation - known.evaluation == 1
         if known.form != form:
             _settle(known)
@@ -147,17 +147,17 @@ class Memory:
         self._passed.clear()
         return usable
 
-    def slot(self, where: str) -> Slot:
+    def slot(self, where: str) -> StaleEntry:
         """The slot of a seam that is being passed now."""
         key = (where, self._passed[where])
         self._passed[where] += 1
-        return self._call.slots.setdefault(key, Slot())
+        return self._call.slots.setdefault(key, StaleEntry())
 
-    def send(self, part: Part, where: str) -> Callable[[], Received]:
+    def send(self, part: ExchangePart, where: str) -> Callable[[], Received]:
         """Send for the next step, in a bucket with others. The part's tensors must not change afterwards."""
         return self.bucket.put(part, where)
 
-    def send_at_once(self, part: Part, where: str) -> Callable[[], Received]:
+    def send_at_once(self, part: ExchangePart, where: str) -> Callable[[], Received]:
         """Send for the next step."""
         exchange = self.door.exchange(where, [part])
         return lambda: exchange.wait()[0]
@@ -186,6 +186,6 @@ class Memory:
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
-def _settle(call: _Call) -> None:
+def _settle(call: _GuidanceCall) -> None:
     for slot in call.slots.values():
         slot.collect()

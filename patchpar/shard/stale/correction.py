@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from patchpar.comm.transport import Spec
+from patchpar.comm.transport import TensorSpec
 from patchpar.plan.exchange_policy import Correction
 
 RIDGE = 1e-3  # of the mean square of the channels: what keeps a fit to few, or to equal tokens from running away
@@ -31,7 +31,7 @@ LEAST, MOST = 0.5, 1.0  # of the way along the line: measured, see docs/decision
 TOKENS_PER_NUMBER = 4  # a matrix for fewer tokens than this would weigh more than a quarter of them
 
 
-class Fit(NamedTuple):
+class CorrectionFit(NamedTuple):
     """What is made of the tokens of the last step and what is held.
 
     First `along` [B, N] of the way from those to this; to that is added `factor` times the tokens of the last step, and
@@ -48,36 +48,36 @@ def kind_for(wanted: Correction, tokens: int, width: int) -> Correction:
     return "affine" if wanted == "linear" and tokens < TOKENS_PER_NUMBER * (width + 1) else wanted
 
 
-def specs_of(kind: Correction, shape: tuple[int, ...], dtype: torch.dtype) -> list[Spec]:
+def specs_of(kind: Correction, shape: tuple[int, ...], dtype: torch.dtype) -> list[TensorSpec]:
     """What comes from a place whose tokens are of `shape` [B, l, N, D]."""
     batch, _, heads, width = shape
     factor = (batch, heads, width, width) if kind == "linear" else (batch, heads, width)
-    return [Spec((batch, heads), dtype), Spec(factor, dtype), Spec((batch, heads, width), dtype)]
+    return [TensorSpec((batch, heads), dtype), TensorSpec(factor, dtype), TensorSpec((batch, heads, width), dtype)]
 
 
-class Seen(NamedTuple):
+class FitSamples(NamedTuple):
     """What a fit reads of tokens [B, l, N, D]: the mean of all [B, N, D] in fp32, and every so manyth of them."""
 
     mean: Tensor
     tokens: Tensor
 
     @classmethod
-    def of(cls, x_BlND: Tensor, kind: Correction) -> "Seen":
+    def of(cls, x_BlND: Tensor, kind: Correction) -> "FitSamples":
         """Every token for matrices; else an odd stride, so that rows of a picture begin at other columns."""
         tokens = x_BlND.shape[1]
         stride = 1 if kind == "linear" or tokens < 2 * SAMPLE else tokens // SAMPLE | 1
         return cls(x_BlND.mean(1, dtype=torch.float32), x_BlND[:, ::stride])
 
-    def kept(self) -> "Seen":
+    def kept(self) -> "FitSamples":
         """The same, in memory of its own."""
-        return Seen(self.mean, self.tokens.clone())
+        return FitSamples(self.mean, self.tokens.clone())
 
-    def line_to(self, last: "Seen", ahead: Tensor | float) -> "Seen":
+    def line_to(self, last: "FitSamples", ahead: Tensor | float) -> "FitSamples":
         """What receivers make of these and of the last ones."""
-        return Seen(*(on_the_line(x, y, ahead) for x, y in zip(self, last, strict=True)))
+        return FitSamples(*(on_the_line(x, y, ahead) for x, y in zip(self, last, strict=True)))
 
 
-def fitted(kind: Correction, now: Seen, held: Seen, old: Seen) -> Fit:
+def fitted(kind: Correction, now: FitSamples, held: FitSamples, old: FitSamples) -> CorrectionFit:
     """The fit that takes `held`, which others make of the last steps, nearest to `now`, out of `old`, the last step's.
 
     Least squares with a slight pull towards no factor, in fp32: the way along the line, then the rest. Means are those
@@ -98,7 +98,7 @@ def fitted(kind: Correction, now: Seen, held: Seen, old: Seen) -> Fit:
         factor = (few_old * few_missing).mean(1) / (square + pull)
         moved = old.mean * factor
     went = along.float().unsqueeze(-1) * (held.mean - old.mean)
-    return Fit(along, factor.to(dtype), (now.mean - old.mean - went - moved).to(dtype))
+    return CorrectionFit(along, factor.to(dtype), (now.mean - old.mean - went - moved).to(dtype))
 
 
 def _centred(x_BlND: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def _matrix(old_BNlD: Tensor, missing_BNlD: Tensor) -> Tensor:
     return torch.linalg.solve(gram + torch.diag_embed(pull.expand_as(squares)), old_BNlD.mT @ missing_BNlD)
 
 
-def correct(held_BlND: Tensor, old_BlND: Tensor, fit: Fit) -> None:
+def correct(held_BlND: Tensor, old_BlND: Tensor, fit: CorrectionFit) -> None:
     """Bring `held` to this step, in place. `old`: the same tokens as they were in the last step, or `held` itself."""
     if held_BlND is not old_BlND:
         torch.lerp(old_BlND, held_BlND, fit.along[:, None, :, None], out=held_BlND)
@@ -137,13 +137,13 @@ class OwnPast:
 
     def __init__(self, wanted: Correction, *, led_on: bool) -> None:
         self._wanted, self._led_on = wanted, led_on
-        self._last: tuple[Seen, ...] = ()
-        self._before: tuple[Seen, ...] = ()
+        self._last: tuple[FitSamples, ...] = ()
+        self._before: tuple[FitSamples, ...] = ()
 
     def remember(self, own: Sequence[Tensor], *, continues: bool) -> None:
         """Our tokens [B, l, N, D] of this step. `continues`: what is remembered is of the step before."""
         if self._wanted != "none":
-            self._keep([Seen.of(x, self._kind(x.shape)) for x in own], continues=continues)
+            self._keep([FitSamples.of(x, self._kind(x.shape)) for x in own], continues=continues)
 
     def fits(self, own: Sequence[Tensor], ahead: Tensor | float) -> list[Tensor]:
         """What to send of our tokens of this step, which goes `ahead` as far as the last, in units of that.
@@ -151,7 +151,7 @@ class OwnPast:
         They are remembered.
         """
         found: list[Tensor] = []
-        seen = [Seen.of(x, self._kind(x.shape)) for x in own]
+        seen = [FitSamples.of(x, self._kind(x.shape)) for x in own]
         for index, (x, now, old) in enumerate(zip(own, seen, self._last, strict=True)):
             held = self._before[index].line_to(old, ahead) if self._before else old
             found += fitted(self._kind(x.shape), now, held, old)
@@ -161,11 +161,11 @@ class OwnPast:
     def _kind(self, shape: tuple[int, ...]) -> Correction:
         return kind_for(self._wanted, shape[1], shape[3])
 
-    def _keep(self, seen: Sequence[Seen], *, continues: bool) -> None:
+    def _keep(self, seen: Sequence[FitSamples], *, continues: bool) -> None:
         self._before = self._last if continues and self._led_on else ()
         self._last = tuple(each.kept() for each in seen)
 
-    def specs(self, shapes: Sequence[tuple[int, ...]]) -> list[Spec]:
+    def specs(self, shapes: Sequence[tuple[int, ...]]) -> list[TensorSpec]:
         """What comes from a place that has tokens of these shapes."""
         dtype = self._last[0].tokens.dtype
         return [s for shape in shapes for s in specs_of(self._kind(shape), shape, dtype)]

@@ -8,7 +8,7 @@ from torch import Tensor
 FARTHEST = 2.0  # steps that grow faster are not followed
 
 
-class Pace:
+class StepExtrapolator:
     """The timesteps of the last evaluations. Nothing is read from the device, so nobody waits for it."""
 
     def __init__(self) -> None:

@@ -8,12 +8,12 @@ messages arrive in order. What rounding left out is part of the next difference.
 import torch
 from torch import Tensor
 
-from patchpar.comm.transport import Spec
+from patchpar.comm.transport import TensorSpec
 
 SCALE = torch.float16
 
 
-class Residual:
+class QuantizedDelta:
     """One message, again and again: tokens [..., D] as 8 or 4 bits each, with a scale for each head of each token.
 
     Sender and receivers hold the same copy, and add the same numbers to it.
@@ -38,11 +38,13 @@ class Residual:
         levels = levels if self.bits == 8 else _unpacked(levels, self.copy.shape[-1])
         self.copy.copy_(self.copy.float() + levels.float() * scale.float())
 
-    def specs(self) -> tuple[Spec, ...]:
+    def specs(self) -> tuple[TensorSpec, ...]:
         """What one message looks like."""
         shape = self.copy.shape
         width = shape[-1] if self.bits == 8 else -(-shape[-1] // 2)
-        return Spec((*shape[:-1], width), torch.int8 if self.bits == 8 else torch.uint8), Spec((*shape[:-1], 1), SCALE)
+        return TensorSpec((*shape[:-1], width), torch.int8 if self.bits == 8 else torch.uint8), TensorSpec(
+            (*shape[:-1], 1), SCALE
+        )
 
 
 def _packed(levels: Tensor) -> Tensor:

@@ -6,33 +6,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.errors import PlanError
-from patchpar.plan.exchange_policy import Context, Treatment
-from patchpar.plan.resync import Decider
+from patchpar.plan.exchange_policy import ExchangePolicy, StaleKV
+from patchpar.plan.resync import ResyncDecider
 from patchpar.plan.step_clock import StepClock
-from patchpar.shard.stale.cache import Memory
-from patchpar.shard.stale.extrapolation import Pace
+from patchpar.shard.stale.cache import StaleCache
+from patchpar.shard.stale.extrapolation import StepExtrapolator
 
 
-class History:
+class StaleState:
     """The past of one denoiser, as far as it may be used now."""
 
-    def __init__(self, door: Door, treatment: Treatment, clock: StepClock | None) -> None:
+    def __init__(self, door: Communicator, treatment: ExchangePolicy, clock: StepClock | None) -> None:
         if clock is None:
             raise PlanError(f"strategy {treatment.name!r} uses values of the last step, so it needs the step clock")
         self.door, self.treatment, self.clock = door, treatment, clock
-        self.memory = Memory(door, treatment.bucket)
+        self.memory = StaleCache(door, treatment.bucket)
         self.exact_calls, self.stale_calls = 0, 0
-        self._deciders: dict[int, Decider] = {}
+        self._deciders: dict[int, ResyncDecider] = {}
         self._wanted_fresh: set[int] = set()  # calls whose next evaluation is to be exact
         self._sent_before = 0
-        self._pace = Pace()
+        self._pace = StepExtrapolator()
 
-    def anew(self) -> "History":
+    def anew(self) -> "StaleState":
         """A history without a past; what is under way is taken in."""
         self.memory.settle()
-        return History(self.door, self.treatment, self.clock)
+        return StaleState(self.door, self.treatment, self.clock)
 
     def reset(self) -> None:
         """Begin a picture."""
@@ -49,7 +49,7 @@ class History:
     def ahead(self, timestep: Any) -> Tensor | float:
         """How far this step goes, in units of the last; 0 where that is of no use to the treatment."""
         context = self.treatment.context
-        if not (isinstance(context, Context) and context.extrapolated):
+        if not (isinstance(context, StaleKV) and context.extrapolated):
             return 0.0
         return self._pace.ahead(self.clock.evaluation, timestep)
 
@@ -79,6 +79,6 @@ class History:
         moved, whole, _ = torch.stack([values[0] for values in told]).sum(0).tolist()
         most_sent = max(values[0][2].item() for values in told)
         drift = (moved / whole) ** 0.5 if whole > 0 else 0.0
-        decider = self._deciders.setdefault(call, Decider(rules))
+        decider = self._deciders.setdefault(call, ResyncDecider(rules))
         if decider.next_is_fresh(drift, most_sent, fresh=fresh):
             self._wanted_fresh.add(call)

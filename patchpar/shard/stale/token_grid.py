@@ -11,17 +11,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from patchpar.plan.bands import Bands
-from patchpar.plan.kv_selection import Across, Piece
+from patchpar.plan.kv_selection import PooledRows, TokensAcross
 
 
-class Grid(NamedTuple):
+class LevelGrid(NamedTuple):
     """The tokens of one level: rows of every place along `dim` (-2 rows, -1 columns of the picture), and across it.
 
     A place's tokens follow each other, all of the place before it first, as far as `start` is concerned.
     """
 
     bands: Bands
-    across: Across
+    across: TokensAcross
     dim: int
 
     def rows(self, place: int) -> int:
@@ -37,36 +37,36 @@ class Grid(NamedTuple):
         return self.rows(place) * self.across.num_tokens
 
 
-def take(x_BlND: Tensor, pieces: Sequence[Piece], grid: Grid) -> Tensor:
+def take(x_BlND: Tensor, pieces: Sequence[PooledRows], grid: LevelGrid) -> Tensor:
     """The pieces of a place's tokens, one after the other: [B, tokens of the pieces, N, D]."""
     rows = x_BlND.shape[1] // grid.across.num_tokens
-    if tuple(pieces) == (Piece(0, rows),):
+    if tuple(pieces) == (PooledRows(0, rows),):
         return x_BlND
     x_BprcND = _as_grid(x_BlND, rows, grid)
     return torch.cat([_averaged(_rows_of(x_BprcND, piece, grid), piece.pool) for piece in pieces], dim=1)
 
 
-def take_bias(bias: Tensor, pieces: Sequence[Piece], grid: Grid) -> Tensor:
+def take_bias(bias: Tensor, pieces: Sequence[PooledRows], grid: LevelGrid) -> Tensor:
     """What is added to the logits of a place's tokens [..., l], for the pieces of them.
 
     For an average the log of the sum of what its tokens are multiplied by, so that it counts as many as are not hidden.
     """
     bias_Bl11 = bias.reshape(-1, bias.shape[-1], 1, 1)
     rows = bias.shape[-1] // grid.across.num_tokens
-    if tuple(pieces) == (Piece(0, rows),):
+    if tuple(pieces) == (PooledRows(0, rows),):
         return bias
     bias_Bprc11 = _as_grid(bias_Bl11, rows, grid)
     found = [_log_summed(_rows_of(bias_Bprc11, piece, grid), piece.pool) for piece in pieces]
     return torch.cat(found, dim=1).reshape(*bias.shape[:-1], -1)
 
 
-def _as_grid(x_BlND: Tensor, rows: int, grid: Grid) -> Tensor:
+def _as_grid(x_BlND: Tensor, rows: int, grid: LevelGrid) -> Tensor:
     if grid.dim == -2:
         return torch.unflatten(x_BlND, 1, grid.across.volume(rows))
     return torch.unflatten(x_BlND, 1, (grid.across.columns, rows)).transpose(1, 2).unsqueeze(1)
 
 
-def _rows_of(x_BprcND: Tensor, piece: Piece, grid: Grid) -> Tensor:
+def _rows_of(x_BprcND: Tensor, piece: PooledRows, grid: LevelGrid) -> Tensor:
     """The piece's rows along the split."""
     dim = 2 if grid.across.rows is None else 1
     return x_BprcND.narrow(dim, piece.start, piece.stop - piece.start)
@@ -99,6 +99,6 @@ def _as_tokens(maps: Tensor, like_BprcND: Tensor) -> Tensor:
     return tokens.reshape(like_BprcND.shape[0], -1, *like_BprcND.shape[4:])
 
 
-def log_weights(pieces: Sequence[Piece], across: Across) -> Tensor:
+def log_weights(pieces: Sequence[PooledRows], across: TokensAcross) -> Tensor:
     """What to add to the logit of each token so that it counts as many as it stands for: log of that number, fp32."""
     return torch.tensor([float(weight) for piece in pieces for weight in piece.weights(across)]).log()

@@ -13,46 +13,46 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.errors import UnsupportedModel
-from patchpar.plan.exchange_policy import Context, Treatment
-from patchpar.plan.kv_selection import Everything
+from patchpar.plan.exchange_policy import ExchangePolicy, StaleKV
+from patchpar.plan.kv_selection import AllRows
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention import stale as stale_attention
-from patchpar.shard.attention.sharded_qkv import Shared, as_bias
+from patchpar.shard.attention.sharded_qkv import ShardedQKV, as_bias
 from patchpar.shard.attention.stale import attend_with_past
 from patchpar.shard.attention.stale_kv import KeysValues
-from patchpar.shard.local_patch import Share
-from patchpar.shard.transformer.attention_backend import Kernel
-from patchpar.shard.transformer.token_plan import AttentionCall, Rows
-from patchpar.shard.transformer.token_ranges import Cut, Shares
+from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.transformer.attention_backend import BackendKernel
+from patchpar.shard.transformer.token_plan import AttentionCall, TokenRows
+from patchpar.shard.transformer.token_ranges import Cut, TokenRanges
 
-Mode = Callable[[Door, Axis, str, Shared], Tensor]
+Mode = Callable[[Communicator, Axis, str, ShardedQKV], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class TokenSplit:
     """How tokens are split between the places of an axis, and how their keys meet (None: never, wrong on purpose).
 
     `share`: what is remembered of the last step, where keys of the last step are attended to. `kernel`: the user's own,
     called on own queries and everybody's keys at once. `cut`: by what tokens are split.
     """
 
-    door: Door
+    door: Communicator
     axis: Axis
     mode: Mode | None
-    share: Share | None = None
-    kernel: Kernel | None = None
+    share: LocalPatch | None = None
+    kernel: BackendKernel | None = None
     cut: Cut = "runs"
 
-    def gather(self, x: Tensor, dim: int, start: int, shares: Shares, where: str) -> Tensor:
+    def gather(self, x: Tensor, dim: int, start: int, shares: TokenRanges, where: str) -> Tensor:
         """`x` with everybody's tokens, of which ours start at `start`; whatever is around them stays."""
         before, own, after = x.split_with_sizes((start, shares.count, x.shape[dim] - start - shares.count), dim)
-        parts = Gather(self.door, self.axis, "tokens", where).shares(own.contiguous(), dim, shares.sizes)
+        parts = AllGather(self.door, self.axis, "tokens", where).shares(own.contiguous(), dim, shares.sizes)
         return torch.cat([before, shares.joined(parts, dim), after], dim)
 
 
-def cut_for(treatment: Treatment) -> Cut:
+def cut_for(treatment: ExchangePolicy) -> Cut:
     """What tokens are split by: where all keys are of this step it makes no difference, and runs are the most even.
 
     Whole rows where a place sees only near rows of another, or averages of them.
@@ -60,12 +60,12 @@ def cut_for(treatment: Treatment) -> Cut:
     context = treatment.context
     if not treatment.remembers:
         return "runs"
-    everything = not isinstance(context, Context) or (context.narrow_to or context.selection) == Everything()
+    everything = not isinstance(context, StaleKV) or (context.narrow_to or context.selection) == AllRows()
     return "bands" if everything else "rows"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SdpaArguments:
     """The arguments of scaled_dot_product_attention."""
 
     query: Tensor
@@ -78,7 +78,13 @@ class Asked:
     enable_gqa: bool = False
 
     def answer(
-        self, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool = False, kernel: Kernel | None = None
+        self,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        causal: bool = False,
+        kernel: BackendKernel | None = None,
     ) -> Tensor:
         """Attention of these queries to other keys."""
         attend: Any = kernel if kernel is not None and self.query.ndim == 4 else F.scaled_dot_product_attention
@@ -88,18 +94,20 @@ class Asked:
         return found
 
 
-def attend_split(split: Split, where: str, call: AttentionCall, shares: Shares, asked: Asked) -> Tensor:
+def attend_split(
+    split: TokenSplit, where: str, call: AttentionCall, shares: TokenRanges, asked: SdpaArguments
+) -> Tensor:
     """What the call gives for our queries, tokens being split so. Raises UnsupportedModel, ExchangeError."""
     if asked.dropout_p:
         raise UnsupportedModel(f"{where}: attention with dropout cannot be split: put the model in eval mode")
     if call.mask_dims == 4 and asked.attn_mask is not None and asked.attn_mask.ndim == 2:
         # diffusers' dispatcher makes a mask of keys out of [batch, keys], but only where all keys are there
         asked = replace(asked, attn_mask=asked.attn_mask[:, None, None])
-    queries = _Line.of(call.queries, asked.query, shares)
+    queries = _SplitTokens.of(call.queries, asked.query, shares)
     if call.keys is None:
         mask = None if asked.attn_mask is None else queries.cut(asked.attn_mask, -2)
         return asked.answer(asked.key, asked.value, mask, causal=asked.is_causal, kernel=split.kernel)
-    keys = _Line.of(call.keys, asked.key, shares)
+    keys = _SplitTokens.of(call.keys, asked.key, shares)
     mask = _whole_mask(split, where, asked, queries, keys)
     if split.mode is None or split.axis.size == 1:
         cut = None if mask is None else keys.cut(queries.cut(mask, -2), -1)
@@ -117,18 +125,18 @@ def attend_split(split: Split, where: str, call: AttentionCall, shares: Shares, 
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class _SplitTokens:
     """Queries or keys of a call: `local` are here, `own` of them our tokens, from `start` on; of all places `whole`."""
 
     start: int
     local: int
-    shares: Shares
+    shares: TokenRanges
 
     @classmethod
-    def of(cls, rows: Rows | None, x: Tensor, shares: Shares) -> "_Line":
+    def of(cls, rows: TokenRows | None, x: Tensor, shares: TokenRanges) -> "_SplitTokens":
         size = x.shape[-2]
         if rows is None:
-            return cls(size, size, Shares(place=0, starts=(0, 0)))
+            return cls(size, size, TokenRanges(place=0, starts=(0, 0)))
         return cls(rows.start(size, shares.count), size, shares)
 
     @property
@@ -170,7 +178,9 @@ class _Line:
         return torch.cat([before, own, after], dim) if self.after else x
 
 
-def _whole_mask(split: Split, where: str, asked: Asked, queries: _Line, keys: _Line) -> Tensor | None:
+def _whole_mask(
+    split: TokenSplit, where: str, asked: SdpaArguments, queries: _SplitTokens, keys: _SplitTokens
+) -> Tensor | None:
     """The mask with a column for every key of the whole, in their order; causality as a mask."""
     mask = asked.attn_mask
     if asked.is_causal:
@@ -192,7 +202,7 @@ def _whole_mask(split: Split, where: str, asked: Asked, queries: _Line, keys: _L
     return _outer_product(split, where, mask, queries, keys)
 
 
-def _sees_itself_alone(mask: Tensor, keys: _Line) -> bool:
+def _sees_itself_alone(mask: Tensor, keys: _SplitTokens) -> bool:
     """Whether a mask made in the block lets every token of ours see itself alone of all tokens.
 
     What is around our tokens has to see all of them alike. One token could not tell.
@@ -208,7 +218,7 @@ def _sees_itself_alone(mask: Tensor, keys: _Line) -> bool:
     )
 
 
-def _with_blind_columns(bias: Tensor, keys: _Line) -> Tensor:
+def _with_blind_columns(bias: Tensor, keys: _SplitTokens) -> Tensor:
     """Such a mask with columns for the tokens of other places: ours are blind to them, the rest sees them as ours."""
     before, own, after = bias.split_with_sizes((keys.start, keys.own, keys.after), -1)
     foreign = own[..., :1].clone()
@@ -218,7 +228,7 @@ def _with_blind_columns(bias: Tensor, keys: _Line) -> Tensor:
     return torch.cat([before, keys.shares.joined(columns, -1), after], -1)
 
 
-def _outer_product(split: Split, where: str, mask: Tensor, queries: _Line, keys: _Line) -> Tensor:
+def _outer_product(split: TokenSplit, where: str, mask: Tensor, queries: _SplitTokens, keys: _SplitTokens) -> Tensor:
     """A mask made in the block from what is here, of tokens that count and tokens that do not."""
     if mask.dtype != torch.bool:
         raise UnsupportedModel(
@@ -231,7 +241,7 @@ def _outer_product(split: Split, where: str, mask: Tensor, queries: _Line, keys:
     return rows & columns
 
 
-def _fits_a_mode(asked: Asked, queries: _Line, keys: _Line, mask: Tensor | None) -> bool:
+def _fits_a_mode(asked: SdpaArguments, queries: _SplitTokens, keys: _SplitTokens, mask: Tensor | None) -> bool:
     rows_whole = mask is None or mask.ndim < 2 or mask.shape[-2] in (1, queries.whole)
     shaped = asked.query.ndim in (3, 4) and asked.value.shape[-1] == asked.key.shape[-1]
     own_alone = queries.own == queries.local == keys.own
@@ -239,8 +249,12 @@ def _fits_a_mode(asked: Asked, queries: _Line, keys: _Line, mask: Tensor | None)
 
 
 def _with_past(
-    where: str, asked: Asked, lines: tuple[_Line, _Line], mask: Tensor | None, kernel: Kernel | None
-) -> stale_attention.Asked:
+    where: str,
+    asked: SdpaArguments,
+    lines: tuple[_SplitTokens, _SplitTokens],
+    mask: Tensor | None,
+    kernel: BackendKernel | None,
+) -> stale_attention.StaleAttentionCall:
     """The call as `stale_attention` wants it, of queries and keys: what everybody has, then our tokens."""
     if asked.value.shape[-1] != asked.key.shape[-1]:
         raise UnsupportedModel(f"{where}: values of another width than keys need strategy 'exact'")
@@ -255,10 +269,12 @@ def _with_past(
     k_BlND, v_BlND = (keys.common_first(x, 2).transpose(1, 2) for x in (key, value))
     query = queries.common_first(query, 2)
     here = KeysValues(k_BlND, v_BlND)
-    return stale_attention.Asked(query, here, asked.scale, keys.local - keys.own, mask, kernel)
+    return stale_attention.StaleAttentionCall(query, here, asked.scale, keys.local - keys.own, mask, kernel)
 
 
-def _by_mode(split: Split, where: str, asked: Asked, lines: tuple[_Line, _Line], mask: Tensor | None) -> Tensor:
+def _by_mode(
+    split: TokenSplit, where: str, asked: SdpaArguments, lines: tuple[_SplitTokens, _SplitTokens], mask: Tensor | None
+) -> Tensor:
     assert split.mode is not None
     flat = asked.query.ndim == 3
     queries, keys = lines
@@ -269,7 +285,7 @@ def _by_mode(split: Split, where: str, asked: Asked, lines: tuple[_Line, _Line],
         for dim, line in ((-1, keys), (-2, queries)):
             if mask.ndim >= -dim and mask.shape[dim] > 1:
                 mask = line.by_place(mask, dim)
-    shared = Shared(
+    shared = ShardedQKV(
         q_BNlD=query,
         k_BMlD=key,
         v_BMlD=value,

@@ -19,7 +19,7 @@ from patchpar.shard.transformer.probe.latent import WAY_OUT
 CHOICE = "_attention_backend"
 
 
-class Kernel:
+class BackendKernel:
     """A backend of diffusers, called as scaled_dot_product_attention is: [B, N, L, D]."""
 
     def __init__(self, name: AttentionBackendName) -> None:
@@ -33,7 +33,7 @@ class Kernel:
         return self._function(*(x.transpose(1, 2) for x in (query, key, value)), **given).transpose(1, 2)
 
 
-class Choice:
+class BackendChoice:
     """What the attention layers of a denoiser have been told to call.
 
     A class of layers that has a kernel of its own, as AnyFlow FAR's flex attention, keeps it: nobody chose it.
@@ -52,17 +52,17 @@ class Choice:
         ]
 
     @property
-    def kernel(self) -> Kernel | None:
+    def kernel(self) -> BackendKernel | None:
         """The kernel chosen; None for torch's function, in whatever of its forms."""
         free = self._free()
         chosen = {getattr(each, CHOICE) for each in free} - {None}
         active, _ = _AttentionBackendRegistry.get_active_backend()
         others = [AttentionBackendName(name) for name in chosen or {active}]
         others = [name for name in others if not name.value.lstrip("_").startswith("native")]
-        return Kernel(others[0]) if others and free else None
+        return BackendKernel(others[0]) if others and free else None
 
     @contextmanager
-    def set_aside(self) -> Iterator[Kernel | None]:
+    def set_aside(self) -> Iterator[BackendKernel | None]:
         """While open, attention is torch's function, where it can be seen. Gives the kernel that was chosen."""
         kernel = self.kernel
         if kernel is None:
@@ -80,7 +80,7 @@ class Choice:
 
 
 @contextmanager
-def needing_torch_attention(denoiser: nn.Module, chosen: Kernel | None) -> Iterator[None]:
+def needing_torch_attention(denoiser: nn.Module, chosen: BackendKernel | None) -> Iterator[None]:
     """While torch's function stands in for `chosen`: a model that will have no other is refused (UnsupportedModel)."""
     try:
         yield

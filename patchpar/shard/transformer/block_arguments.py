@@ -10,46 +10,46 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
-from patchpar.shard.transformer.probe.capture import Arguments
-from patchpar.shard.transformer.token_mixing import Mixing
-from patchpar.shard.transformer.token_plan import BlockPlan, Rows, TokenPlan
+from patchpar.shard.transformer.probe.capture import CallArguments
+from patchpar.shard.transformer.token_mixing import TokenMixing
+from patchpar.shard.transformer.token_plan import BlockPlan, TokenPlan, TokenRows
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class ArgumentRule:
     """What to do with the leaves of a call; `plan` None: nothing, every rank computes all of the block."""
 
     plan: BlockPlan | None
-    inputs: tuple[tuple[int, Rows], ...] = ()
+    inputs: tuple[tuple[int, TokenRows], ...] = ()
     counts: tuple[int, ...] = ()
     row_counts: tuple[int, ...] = ()
     frame_counts: tuple[int, ...] = ()
     bounds: tuple[int, ...] = ()
 
 
-class Recipes:
+class ArgumentRules:
     """The recipes of one block."""
 
     def __init__(self, plan: TokenPlan, path: str, module: nn.Module) -> None:
         self._plan, self._path, self._module = plan, path, module
-        self._found: list[tuple[TreeSpec, tuple[object, ...], Recipe]] = []
+        self._found: list[tuple[TreeSpec, tuple[object, ...], ArgumentRule]] = []
 
-    def find(self, leaves: Sequence[Any], spec: TreeSpec, args: Any, kwargs: Any) -> Recipe:
+    def find(self, leaves: Sequence[Any], spec: TreeSpec, args: Any, kwargs: Any) -> ArgumentRule:
         """The one for this call, `leaves` and `spec` being of (args, kwargs). Raises UnsupportedModel."""
         sorts = tuple(leaf.ndim if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
         for known_spec, known_sorts, recipe in self._found:
             if known_sorts == sorts and known_spec == spec:
                 return recipe
-        recipe = self._made(Arguments.of(self._module, args, kwargs))
+        recipe = self._made(CallArguments.of(self._module, args, kwargs))
         self._found.append((spec, sorts, recipe))
         return recipe
 
-    def _made(self, arguments: Arguments) -> Recipe:
+    def _made(self, arguments: CallArguments) -> ArgumentRule:
         plan = self._plan.find(self._path, arguments.signature())
         if plan is None:
-            return Recipe(None)
+            return ArgumentRule(None)
         numbers = {name: number for number, name in enumerate(arguments.leaves())}
         inputs = tuple((numbers[name], rows) for name, rows in plan.inputs.items())
-        mixing = plan.mixing or Mixing()
+        mixing = plan.mixing or TokenMixing()
         counts = (plan.counts, mixing.row_counts, mixing.frame_counts, plan.bounds)
-        return Recipe(plan, inputs, *(tuple(numbers[name] for name in each) for each in counts))
+        return ArgumentRule(plan, inputs, *(tuple(numbers[name] for name in each) for each in counts))

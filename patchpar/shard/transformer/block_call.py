@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from patchpar.shard.transformer.token_plan import BlockPlan, Replicated, Rows
-from patchpar.shard.transformer.token_ranges import Shares
+from patchpar.shard.transformer.token_plan import BlockPlan, Replicated, TokenRows
+from patchpar.shard.transformer.token_ranges import TokenRanges
 
 
 class BlockCall:
@@ -11,7 +11,7 @@ class BlockCall:
 
     def __init__(self, path: str, plan: BlockPlan) -> None:
         self.path, self.plan = path, plan
-        self.shares = Shares(place=0, starts=(0,))
+        self.shares = TokenRanges(place=0, starts=(0,))
         self.attentions = self.sums = self.convolutions = 0
         self.part: str | None = None  # that is being computed with all tokens
 
@@ -20,9 +20,9 @@ class BlockCall:
         return next((part for part in self.plan.replicated if f"{self.path}.{part.path}" == path), None)
 
 
-class Local:
+class LocalTokens:
     """What is known of a tensor of which we have our tokens only; `whole` once somebody has looked."""
 
-    def __init__(self, rows: Rows, block: BlockCall) -> None:
+    def __init__(self, rows: TokenRows, block: BlockCall) -> None:
         self.rows, self.shares, self.where = rows, block.shares, block.path
         self.whole: Tensor | None = None

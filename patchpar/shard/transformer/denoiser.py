@@ -10,26 +10,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.errors import UnsupportedModel
-from patchpar.plan.attention_mode import KeyExchange
-from patchpar.plan.exchange_policy import Treatment
+from patchpar.plan.attention_mode import AttentionMode
+from patchpar.plan.exchange_policy import ExchangePolicy
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.attention.dispatch import attend_together
 from patchpar.shard.denoiser import SharedDenoiser
-from patchpar.shard.stale.state import History
+from patchpar.shard.stale.state import StaleState
 from patchpar.shard.step_caches import caches_set_aside, refuse_caches
-from patchpar.shard.transformer.attention import Split, cut_for
-from patchpar.shard.transformer.attention_backend import Choice, Kernel, needing_torch_attention
+from patchpar.shard.transformer.attention import TokenSplit, cut_for
+from patchpar.shard.transformer.attention_backend import BackendChoice, BackendKernel, needing_torch_attention
 from patchpar.shard.transformer.group_offload import refuse_elsewhere
-from patchpar.shard.transformer.install import TokenShard
+from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.plan_lookup import PlanSearch
 from patchpar.shard.transformer.token_plan import NotWatched, TokenPlan
 from patchpar.shard.transformer.verify import verify_tokens
 from patchpar.shard.unsupported_model import is_of_the_split
 from patchpar.shard.verification import Call, arguments_of, check_once, form_of, made_of, with_noise_for_zeros
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.verification_cache import VerificationCache
 
 Forward = Callable[..., Any]
 log = logging.getLogger(__name__)
@@ -47,17 +47,17 @@ class TokenDenoiser(SharedDenoiser):
     def __init__(
         self,
         denoiser: nn.Module,
-        mesh: tuple[Door, Axis],
-        treatment: Treatment,
+        mesh: tuple[Communicator, Axis],
+        treatment: ExchangePolicy,
         *,
         clock: StepClock | None = None,
-        verdicts: Verdicts | None = None,
+        verdicts: VerificationCache | None = None,
     ) -> None:
         super().__init__(denoiser, mesh, treatment, clock, verdicts)
         self.plan: TokenPlan | None = None
-        self._shard: TokenShard | None = None
+        self._shard: TransformerSharder | None = None
         self._plans: list[tuple[Any, TokenPlan]] = []  # by the form of calls that have been seen
-        self._choice = Choice(denoiser)
+        self._choice = BackendChoice(denoiser)
         self._search = PlanSearch(denoiser, mesh, verdicts)
 
     def denoise(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ class TokenDenoiser(SharedDenoiser):
             self._take_up(plan)
         return True
 
-    def _run(self, form: Any, kernel: Kernel | None, forward: Forward, call: Call) -> Any:
+    def _run(self, form: Any, kernel: BackendKernel | None, forward: Forward, call: Call) -> Any:
         assert self._shard is not None
         self._shard.split = self._split(kernel)
         if self.history is not None:
@@ -105,14 +105,19 @@ class TokenDenoiser(SharedDenoiser):
         self._this_step()
         return self._shard.denoise(forward, *call[0], **call[1])
 
-    def _say_whose(self, shard: TokenShard) -> None:
+    def _say_whose(self, shard: TransformerSharder) -> None:
         for name, shares in shard.shares.items():
             log.info("%s, %s: %s", type(self.denoiser).__name__, name, shares)
 
     # --- the first call of a form -------------------------------------------------------------------------------
 
     def _prepare(
-        self, forward: Forward, call: Call, form: Any, kernel: Kernel | None, unforeseen: NotWatched | None = None
+        self,
+        forward: Forward,
+        call: Call,
+        form: Any,
+        kernel: BackendKernel | None,
+        unforeseen: NotWatched | None = None,
     ) -> None:
         """Know the tokens of such calls, and that splitting them changes nothing: another number is another matter.
 
@@ -177,7 +182,7 @@ class TokenDenoiser(SharedDenoiser):
 
     def _take_up(self, plan: TokenPlan) -> None:
         self._take_out()
-        self.plan, self._shard = plan, TokenShard(self.denoiser, plan, self._split())
+        self.plan, self._shard = plan, TransformerSharder(self.denoiser, plan, self._split())
 
     def _check(self, forward: Forward, call: Call, *, known: bool) -> None:
         """Verify, or where that is not wanted and the plan is of other calls, see whether it covers this one."""
@@ -211,18 +216,18 @@ class TokenDenoiser(SharedDenoiser):
 
     # --- every call ---------------------------------------------------------------------------------------------
 
-    def _split(self, kernel: Kernel | None = None, *, wrong: bool | None = None) -> Split:
+    def _split(self, kernel: BackendKernel | None = None, *, wrong: bool | None = None) -> TokenSplit:
         share = self.share
         alone = self.exchange == "off" if wrong is None else wrong
         mode = None if alone else partial(attend_together, share.treatment.keys)
-        gathers = share.treatment.keys == KeyExchange() or share.treatment.remembers
+        gathers = share.treatment.keys == AttentionMode() or share.treatment.remembers
         cut = cut_for(share.treatment)
-        return Split(share.door, share.axis, mode, share, kernel if gathers else None, cut)
+        return TokenSplit(share.door, share.axis, mode, share, kernel if gathers else None, cut)
 
     def _this_step(self) -> None:
         self.share.fresh, self.share.memory = True, None
 
-    def _with_history(self, history: History, form: Any, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def _with_history(self, history: StaleState, form: Any, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """With keys of the last step, where they are known and the treatment wants them."""
         assert self._shard is not None
         self._look_back(history, form, (args, kwargs))
@@ -234,7 +239,7 @@ class TokenDenoiser(SharedDenoiser):
     def _told(self, own: list[Tensor]) -> list[list[Tensor]]:
         if not own:
             return []
-        return [[told] for told in Gather(self.share.door, self.share.axis, "prediction", "drift").same(own[0])]
+        return [[told] for told in AllGather(self.share.door, self.share.axis, "prediction", "drift").same(own[0])]
 
     def reset(self) -> None:
         """Begin a picture: nothing of the last one is used. Raises ExchangeError."""
@@ -243,7 +248,7 @@ class TokenDenoiser(SharedDenoiser):
         super().reset()
 
     def _unlearn(self) -> None:
-        self.plan, self._choice = None, Choice(self.denoiser)
+        self.plan, self._choice = None, BackendChoice(self.denoiser)
 
     def restore(self) -> None:
         """Take the hooks out."""

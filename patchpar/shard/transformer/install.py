@@ -24,19 +24,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.compiled import is_compiled
-from patchpar.shard.hooks import Hooked
-from patchpar.shard.transformer.attention import Asked, Split, attend_split
+from patchpar.shard.hooks import InstalledHook
+from patchpar.shard.transformer.attention import SdpaArguments, TokenSplit, attend_split
 from patchpar.shard.transformer.attention_strides import as_torch_lays
-from patchpar.shard.transformer.block_arguments import Recipe, Recipes
-from patchpar.shard.transformer.block_call import BlockCall, Local
+from patchpar.shard.transformer.block_arguments import ArgumentRule, ArgumentRules
+from patchpar.shard.transformer.block_call import BlockCall, LocalTokens
 from patchpar.shard.transformer.compiled_op import answered_by, compiled_forward, traceable
-from patchpar.shard.transformer.probe.capture import Arguments
+from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.replicate import attend_by_heads, own_of, with_all_tokens
-from patchpar.shard.transformer.token_layout import Grids, Layout
-from patchpar.shard.transformer.token_mixing import Convolution, Mixing, is_sum
+from patchpar.shard.transformer.token_layout import Grids, TokenLayout
+from patchpar.shard.transformer.token_mixing import ConvolutionCall, TokenMixing, is_sum
 from patchpar.shard.transformer.token_mixing_ops import convolve_rows, sum_over_ranks
-from patchpar.shard.transformer.token_plan import Rows, TokenPlan
-from patchpar.shard.transformer.token_ranges import Shares
+from patchpar.shard.transformer.token_plan import TokenPlan, TokenRows
+from patchpar.shard.transformer.token_ranges import TokenRanges
 
 HOOK = "patchpar_tokens"
 _COMPILED = (
@@ -47,18 +47,18 @@ _COMPILED = (
 ASKED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
-class TokenShard:
+class TransformerSharder:
     """A transformer whose tokens are split. Every rank passes and gets whole tensors.
 
     `shares`: how, in the last call, by list of blocks. `restore()` leaves it as it was.
     """
 
-    def __init__(self, denoiser: nn.Module, plan: TokenPlan, split: Split) -> None:
+    def __init__(self, denoiser: nn.Module, plan: TokenPlan, split: TokenSplit) -> None:
         self.denoiser, self.plan, self.split = denoiser, plan, split
-        self.call: _Call | None = None
-        self.shares: dict[str, Shares] = {}
+        self.call: _TokenCall | None = None
+        self.shares: dict[str, TokenRanges] = {}
         self._grids: Grids = {}
-        self._hooked: list[Hooked] = []
+        self._hooked: list[InstalledHook] = []
         for path, module in denoiser.named_modules():
             if path in plan.paths or (path and is_compiled(module)):
                 self._hook(module, _BlockHook(self, path, module))
@@ -67,14 +67,14 @@ class TokenShard:
             self._hook(denoiser.get_submodule(path), _PartHook(self, path))
 
     def _hook(self, module: Any, hook: "_BlockHook") -> None:
-        self._hooked.append(Hooked(module, hook, HOOK))
+        self._hooked.append(InstalledHook(module, hook, HOOK))
         if is_compiled(module):  # what is compiled begins behind the hook, but the module still says that it is
             hook.compiled, module._compiled_call_impl = module._compiled_call_impl, module._call_impl
 
     def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """One denoiser call; `forward` is the denoiser's own. Raises UnsupportedModel, PlanError, ExchangeError."""
-        arguments = Arguments.of(self.denoiser, args, kwargs)
-        self.call = _Call(self.split, Layout(self.split, arguments, self.plan.latent, self._grids))
+        arguments = CallArguments.of(self.denoiser, args, kwargs)
+        self.call = _TokenCall(self.split, TokenLayout(self.split, arguments, self.plan.latent, self._grids))
         self.shares = self.call.shares
         try:
             with self.call:
@@ -99,10 +99,10 @@ class TokenShard:
 class _BlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """A block that gets our tokens, and leaves them for the next."""
 
-    def __init__(self, shard: TokenShard, path: str, module: nn.Module) -> None:
+    def __init__(self, shard: TransformerSharder, path: str, module: nn.Module) -> None:
         super().__init__()
         self.shard, self.path = shard, path
-        self.recipes = Recipes(shard.plan, path, module) if path in shard.plan.paths else None
+        self.recipes = ArgumentRules(shard.plan, path, module) if path in shard.plan.paths else None
         self.compiled: Callable[..., Any] | None = None
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +135,7 @@ class _BlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 class _PartHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """A part of a block that gets everybody's tokens, where the block's plan wants it."""
 
-    def __init__(self, shard: TokenShard, path: str) -> None:
+    def __init__(self, shard: TransformerSharder, path: str) -> None:
         super().__init__()
         self.shard, self.path = shard, path
         self.compiled: Callable[..., Any] | None = None
@@ -147,7 +147,7 @@ class _PartHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         part = None if block is None else block.part_at(self.path)
         if call is None or block is None or part is None:
             return forward(*args, **kwargs)
-        arguments = Arguments.of(module, args, kwargs)
+        arguments = CallArguments.of(module, args, kwargs)
         whole = with_all_tokens(call.split, self.path, part, block.shares, arguments)
         block.part = self.path
         try:
@@ -156,16 +156,16 @@ class _PartHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             block.part = None
 
 
-class _Call(TorchFunctionMode):
+class _TokenCall(TorchFunctionMode):
     """One denoiser call: sees every function called outside the blocks, and attention inside them."""
 
-    def __init__(self, split: Split, layout: Layout) -> None:
+    def __init__(self, split: TokenSplit, layout: TokenLayout) -> None:
         super().__init__()
         self.split, self.layout = split, layout
-        self.shares: dict[str, Shares] = {}
+        self.shares: dict[str, TokenRanges] = {}
         self.inside = False
         self.block: BlockCall | None = None
-        self._local: Any = WeakTensorKeyDictionary()  # tensor -> Local
+        self._local: Any = WeakTensorKeyDictionary()  # tensor -> LocalTokens
         self._cuts: Any = WeakTensorKeyDictionary()  # whole tensor -> {(rows, shares, version): ours}
 
     def __torch_function__(
@@ -183,7 +183,7 @@ class _Call(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _mixed(
-        self, block: BlockCall, mixing: Mixing, func: Callable[..., Any], args: Sequence[Any], kwargs: Any
+        self, block: BlockCall, mixing: TokenMixing, func: Callable[..., Any], args: Sequence[Any], kwargs: Any
     ) -> Any:
         """What any other function gives in a block whose tokens meet in sums or convolutions too."""
         if is_sum(func, args, kwargs):
@@ -191,7 +191,7 @@ class _Call(TorchFunctionMode):
             found = func(*args, **kwargs)
             where = f"{block.path} sum {number}"
             return sum_over_ranks(self.split, where, found) if number in mixing.sums else found
-        convolution = Convolution.of(func, args, kwargs)
+        convolution = ConvolutionCall.of(func, args, kwargs)
         if convolution is None:
             return func(*args, **kwargs)
         number, block.convolutions = block.convolutions, block.convolutions + 1
@@ -201,7 +201,7 @@ class _Call(TorchFunctionMode):
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
         """What attention of the block under way gives, called as torch's is. Raises UnsupportedModel, ExchangeError."""
-        block, asked = self.block, Asked(**dict(zip(ASKED, args, strict=False)), **kwargs)
+        block, asked = self.block, SdpaArguments(**dict(zip(ASKED, args, strict=False)), **kwargs)
         if block is None:  # the block is not split
             return asked.answer(asked.key, asked.value, asked.attn_mask, causal=asked.is_causal)
         if block.part is not None:
@@ -214,7 +214,7 @@ class _Call(TorchFunctionMode):
         where = f"{block.path} attention {number}"
         return as_torch_lays(attend_split(self.split, where, block.plan.attentions[number], block.shares, asked))
 
-    def own_leaves(self, block: BlockCall, recipe: Recipe, leaves: list[Any]) -> list[Any]:
+    def own_leaves(self, block: BlockCall, recipe: ArgumentRule, leaves: list[Any]) -> list[Any]:
         """The arguments as our share of the block wants them. Raises PlanError, UnsupportedModel."""
         block.shares = self.shares[block.plan.name] = self._shares(block, recipe, leaves)
         rows = dict(recipe.inputs)
@@ -241,17 +241,17 @@ class _Call(TorchFunctionMode):
         for number, leaf in enumerate(tree_flatten(output)[0]):
             rows = block.plan.outputs.get(number)
             if rows is not None:
-                self._local[leaf] = Local(rows, block)
+                self._local[leaf] = LocalTokens(rows, block)
         return output
 
-    def _shares(self, block: BlockCall, recipe: Recipe, leaves: list[Any]) -> Shares:
+    def _shares(self, block: BlockCall, recipe: ArgumentRule, leaves: list[Any]) -> TokenRanges:
         """Whose the tokens are: as in the block that an argument comes from. Raises PlanError, UnsupportedModel."""
         for number, _ in recipe.inputs:
             if (local := self._local.get(leaves[number])) is not None:
                 return local.shares
         return self.layout.shares(block.path, block.plan, recipe, leaves)
 
-    def _own(self, shares: Shares, x: Tensor, rows: Rows | None) -> Tensor:
+    def _own(self, shares: TokenRanges, x: Tensor, rows: TokenRows | None) -> Tensor:
         """An argument with our tokens only, where it has `rows` of them."""
         local = self._local.get(x)
         if local is not None:
@@ -260,7 +260,7 @@ class _Call(TorchFunctionMode):
             x = self.whole(x)
         return x if rows is None else self._cut(x, rows, shares)
 
-    def _cut(self, x: Tensor, rows: Rows, shares: Shares) -> Tensor:
+    def _cut(self, x: Tensor, rows: TokenRows, shares: TokenRanges) -> Tensor:
         """Our tokens of a whole argument, and what is around all of them."""
         if x.is_inference():  # whether it changes in place cannot be told
             return rows.cut(x, shares)

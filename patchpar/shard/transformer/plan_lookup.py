@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.plan.mesh import Axis
 from patchpar.shard.compiled import uncompiled
-from patchpar.shard.transformer.probe.capture import Arguments
+from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.probe.discover import discover_tokens
 from patchpar.shard.transformer.shipped_plans import shipped_for
 from patchpar.shard.transformer.token_plan import TokenPlan
 from patchpar.shard.transformer.token_plan_json import from_json, to_json
 from patchpar.shard.unsupported_model import in_one_line
 from patchpar.shard.verification import Call, arguments_of, made_of
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.verification_cache import VerificationCache
 
 Forward = Callable[..., Any]
 log = logging.getLogger(__name__)
@@ -38,7 +38,9 @@ class PlanSearch:
     whether it was not by watching alone that it was found.
     """
 
-    def __init__(self, denoiser: nn.Module, mesh: tuple[Door, Axis], verdicts: Verdicts | None) -> None:
+    def __init__(
+        self, denoiser: nn.Module, mesh: tuple[Communicator, Axis], verdicts: VerificationCache | None
+    ) -> None:
         self.denoiser, self.mesh, self.verdicts = denoiser, mesh, verdicts
         self.second_hand = False
 
@@ -91,14 +93,14 @@ class PlanSearch:
             self.verdicts.remember(self.verdicts.key(facts), facts, plan=to_json(found))
 
     def _facts(self, call: Call, otherwise: bool) -> dict[str, Any]:
-        signature = arguments_of(call) if otherwise else Arguments.of(self.denoiser, *call).signature()
+        signature = arguments_of(call) if otherwise else CallArguments.of(self.denoiser, *call).signature()
         return {**made_of(self.denoiser), "plan for": signature}
 
     def _agreed(self, plan: TokenPlan, *, second_hand: bool) -> TokenPlan:
         """The plan of the first place, whatever the others have found: all must cut alike."""
         door, axis = self.mesh
         own = torch.frombuffer(bytearray(to_json(plan).encode()), dtype=torch.uint8).to(door.transport.device)
-        gather = Gather(door, axis, "verify", "token plan")
+        gather = AllGather(door, axis, "verify", "token plan")
         told = gather.same(torch.tensor([len(own), second_hand], device=own.device))
         self.second_hand = bool(told[0][1])
         first = gather.shares(own, 0, [int(size) for size, _ in told])[0]

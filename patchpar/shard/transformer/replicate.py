@@ -10,16 +10,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from patchpar.comm.collectives import Gather
-from patchpar.shard.transformer.attention import Asked, Split
-from patchpar.shard.transformer.probe.capture import Arguments
+from patchpar.comm.collectives import AllGather
+from patchpar.shard.transformer.attention import SdpaArguments, TokenSplit
+from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.token_plan import Replicated
-from patchpar.shard.transformer.token_ranges import Shares, spread
+from patchpar.shard.transformer.token_ranges import TokenRanges, spread
 
 HEADS = -3  # the dim of heads in queries, keys, values and masks
 
 
-def with_all_tokens(split: Split, where: str, part: Replicated, shares: Shares, arguments: Arguments) -> Arguments:
+def with_all_tokens(
+    split: TokenSplit, where: str, part: Replicated, shares: TokenRanges, arguments: CallArguments
+) -> CallArguments:
     """The arguments of a part with everybody's tokens; without exchange, others' are zeros. Raises ExchangeError."""
 
     def fetch(name: str, leaf: Any) -> Any:
@@ -44,7 +46,7 @@ def _zeros(like: Tensor, dim: int, size: int) -> Tensor:
     return like.new_zeros(*like.shape[:dim], size, *like.shape[dim + 1 :])
 
 
-def own_of(part: Replicated, shares: Shares, output: Any) -> Any:
+def own_of(part: Replicated, shares: TokenRanges, output: Any) -> Any:
     """What a part returned, with our tokens only."""
     leaves, structure = tree_flatten(output)
     for number, rows in part.outputs.items():
@@ -52,7 +54,7 @@ def own_of(part: Replicated, shares: Shares, output: Any) -> Any:
     return tree_unflatten(leaves, structure)
 
 
-def attend_by_heads(split: Split, where: str, asked: Asked) -> Tensor:
+def attend_by_heads(split: TokenSplit, where: str, asked: SdpaArguments) -> Tensor:
     """Attention of all queries to all keys, each rank computing some of the heads. Raises ExchangeError."""
     ranks, heads = split.axis.size, asked.query.shape[1] if asked.query.ndim == 4 else 1
     if (
@@ -70,4 +72,4 @@ def attend_by_heads(split: Split, where: str, asked: Asked) -> Tensor:
         mask = shares.own(mask, HEADS)
     own = replace(asked, query=query)
     out = own.answer(key, value, mask, causal=asked.is_causal, kernel=split.kernel).contiguous()
-    return torch.cat(Gather(split.door, split.axis, "tokens", where).shares(out, 1, shares.sizes), 1)
+    return torch.cat(AllGather(split.door, split.axis, "tokens", where).shares(out, 1, shares.sizes), 1)

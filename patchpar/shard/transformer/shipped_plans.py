@@ -34,7 +34,7 @@ class BlockKind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundPlan:
     """A plan as it was found for one model, and the kind of each block in it, by its path.
 
     `patches`: entries of the configuration on which depends what of the latent makes a token. `per_token`: for a list
@@ -65,12 +65,12 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shipped:
+class ShippedPlans:
     """All that is shipped for a class of denoisers. `diffusers`: the version it was found with."""
 
     denoiser: str
     diffusers: str
-    found: tuple[Found, ...]
+    found: tuple[FoundPlan, ...]
 
     def plan_for(self, denoiser: nn.Module) -> TokenPlan | None:
         """The plan for a model; None where its blocks are others than those that were watched."""
@@ -91,18 +91,18 @@ class Shipped:
         return json.dumps({**asdict(self), "found": found}, indent=1) + "\n"
 
 
-def shipped_for(denoiser: nn.Module) -> Shipped | None:
+def shipped_for(denoiser: nn.Module) -> ShippedPlans | None:
     """What is shipped for the class of a denoiser, if it is one of diffusers'."""
     kind = type(denoiser)
     file = FOLDER / f"{kind.__name__}.json"
     return read(file.read_text()) if kind.__module__.startswith("diffusers.") and file.is_file() else None
 
 
-def read(text: str) -> Shipped:
-    """What `Shipped.text` wrote."""
+def read(text: str) -> ShippedPlans:
+    """What `ShippedPlans.text` wrote."""
     raw = json.loads(text)
     found = (
-        Found(
+        FoundPlan(
             plan=from_json(json.dumps(each["plan"])),
             kinds={path: BlockKind(**{**kind, "parts": tuple(kind["parts"])}) for path, kind in each["kinds"].items()},
             patches=each["patches"],
@@ -110,7 +110,7 @@ def read(text: str) -> Shipped:
         )
         for each in raw["found"]
     )
-    return Shipped(denoiser=raw["denoiser"], diffusers=raw["diffusers"], found=tuple(found))
+    return ShippedPlans(denoiser=raw["denoiser"], diffusers=raw["diffusers"], found=tuple(found))
 
 
 def kinds_of(denoiser: nn.Module) -> dict[str, BlockKind]:

@@ -6,33 +6,33 @@ from typing import Any
 from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.shard.transformer.attention import Split
-from patchpar.shard.transformer.block_arguments import Recipe
-from patchpar.shard.transformer.probe.capture import Arguments
+from patchpar.shard.transformer.attention import TokenSplit
+from patchpar.shard.transformer.block_arguments import ArgumentRule
+from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.probe.grid import grid_of_table
 from patchpar.shard.transformer.probe.latent import latent_shape, latent_size
-from patchpar.shard.transformer.token_mixing import Mixing
+from patchpar.shard.transformer.token_mixing import TokenMixing
 from patchpar.shard.transformer.token_plan import BlockPlan
-from patchpar.shard.transformer.token_ranges import Shares, TokenGrid, spread
+from patchpar.shard.transformer.token_ranges import TokenGrid, TokenRanges, spread
 
 Grids = dict[tuple[object, ...], TokenGrid | None]
 
 
-class Layout:
+class TokenLayout:
     """Of the tokens of one denoiser call. `grids`: those that are known of the picture."""
 
-    def __init__(self, split: Split, arguments: Arguments, latent: str, grids: Grids) -> None:
+    def __init__(self, split: TokenSplit, arguments: CallArguments, latent: str, grids: Grids) -> None:
         self._split, self._grids = split, grids
         self._latent = (arguments, latent)
 
-    def shares(self, path: str, plan: BlockPlan, recipe: Recipe, leaves: Sequence[Any]) -> Shares:
+    def shares(self, path: str, plan: BlockPlan, recipe: ArgumentRule, leaves: Sequence[Any]) -> TokenRanges:
         """Whose the tokens of a block are, that is called with whole arguments. Raises PlanError, UnsupportedModel."""
         tokens, axis = self._num_tokens(path, plan, recipe, leaves), self._split.axis
         if tokens < axis.size:
             raise PlanError(
                 f"{path} has {tokens} tokens, too few for {axis.size} ranks: use a larger picture, or at most {tokens}"
             )
-        mixing = plan.mixing or Mixing()
+        mixing = plan.mixing or TokenMixing()
         in_rows = mixing.reach
         cut = "rows" if in_rows else self._split.cut
         grid = None if cut == "runs" else self._grid(plan, tokens, recipe, leaves)
@@ -40,7 +40,7 @@ class Layout:
             _refuse_without_rows(path, grid, tokens, axis.size, of_video=mixing.of_video)
         return spread(tokens, axis.rank, axis.size, grid=grid, cut=cut)
 
-    def _num_tokens(self, path: str, plan: BlockPlan, recipe: Recipe, leaves: Sequence[Any]) -> int:
+    def _num_tokens(self, path: str, plan: BlockPlan, recipe: ArgumentRule, leaves: Sequence[Any]) -> int:
         """From an argument that consists of tokens alone, or else from the size of the latent."""
         for number, rows in recipe.inputs:
             if rows.alone:
@@ -52,7 +52,7 @@ class Layout:
             raise UnsupportedModel(f"{path}: a latent of {size} numbers makes {exact:.2f} tokens, no whole number")
         return found
 
-    def _grid(self, plan: BlockPlan, tokens: int, recipe: Recipe, leaves: Sequence[Any]) -> TokenGrid | None:
+    def _grid(self, plan: BlockPlan, tokens: int, recipe: ArgumentRule, leaves: Sequence[Any]) -> TokenGrid | None:
         """Found once for a picture."""
         shape = latent_shape(*self._latent)
         key = (plan.name, plan.signature, tokens, shape)
@@ -79,7 +79,7 @@ def _find_grid(plan: BlockPlan, shape: tuple[int, ...] | None, table: tuple[Tens
     return None if plan.origin is None or shape is None else plan.origin.grid(shape)
 
 
-def _table(plan: BlockPlan, tokens: int, recipe: Recipe, leaves: Sequence[Any]) -> tuple[Tensor, int] | None:
+def _table(plan: BlockPlan, tokens: int, recipe: ArgumentRule, leaves: Sequence[Any]) -> tuple[Tensor, int] | None:
     """The rows of tokens in the table that tells their grid, and along which dim they are."""
     if plan.origin is None or plan.origin.table is None:
         return None

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchpar.plan.kv_selection import Across
+from patchpar.plan.kv_selection import TokensAcross
 
 PRODUCTS: frozenset[Any] = frozenset({torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__})
 SUMS: frozenset[Any] = frozenset({torch.sum, Tensor.sum})
 
 
 @dataclass(frozen=True, slots=True)
-class Mixing:
+class TokenMixing:
     """Where tokens meet in a block, by the number of the call, sums and convolutions counted by themselves.
 
     `row_counts`: arguments of the block that say how many rows of tokens there are, which its convolutions need.
@@ -41,15 +41,15 @@ class Mixing:
         """Whether there are convolutions."""
         return bool(self.convolutions or self.frame_convolutions)
 
-    def counts_along(self, across: Across) -> tuple[str, ...]:
+    def counts_along(self, across: TokensAcross) -> tuple[str, ...]:
         """The arguments that count what is split."""
         return self.row_counts if across.rows is None else self.frame_counts
 
-    def counting(self, names: tuple[str, ...], across: Across) -> "Mixing":
+    def counting(self, names: tuple[str, ...], across: TokensAcross) -> "TokenMixing":
         """The same with these."""
         return replace(self, row_counts=names) if across.rows is None else replace(self, frame_counts=names)
 
-    def reaching(self, across: Across) -> tuple[int, ...]:
+    def reaching(self, across: TokensAcross) -> tuple[int, ...]:
         """The convolutions that read beyond what a rank has, tokens being split so."""
         return self.convolutions if across.rows is None else self.frame_convolutions
 
@@ -71,7 +71,7 @@ def is_sum(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 
 @dataclass(frozen=True, slots=True)
-class Convolution:
+class ConvolutionCall:
     """A call of torch's conv2d that keeps rows and columns as many as they are, and reads beyond a cell."""
 
     x_BCHW: Tensor
@@ -88,7 +88,7 @@ class Convolution:
         return tuple(self.weight.shape[2:])
 
     @classmethod
-    def of(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> "Convolution | None":
+    def of(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> "ConvolutionCall | None":
         """The call as one of these; None for any other call."""
         return _convolution(*args, **kwargs) if func is F.conv2d else None
 
@@ -112,14 +112,14 @@ def _convolution(  # noqa: PLR0913 - the signature is torch's
     padding: Any = 0,
     dilation: Any = 1,
     groups: int = 1,
-) -> Convolution | None:
+) -> ConvolutionCall | None:
     size = tuple(weight.shape[2:])
     dilations = _pair(dilation)
     reach = tuple(spread * (extent - 1) // 2 for spread, extent in zip(dilations, size, strict=True))
     same = padding == "same" or (not isinstance(padding, str) and _pair(padding) == reach)
     if input.ndim != 4 or not same or _pair(stride) != (1, 1) or not any(reach) or any(each % 2 == 0 for each in size):
         return None
-    return Convolution(input, weight, bias, reach, dilations, groups)
+    return ConvolutionCall(input, weight, bias, reach, dilations, groups)
 
 
 def _pair(value: Any) -> tuple[int, ...]:
@@ -143,7 +143,7 @@ class MixingSevered:
         """What the function gives, severed where it is to be."""
         if is_sum(func, args, kwargs):
             return self._sum(func, args, kwargs)
-        convolution = Convolution.of(func, args, kwargs)
+        convolution = ConvolutionCall.of(func, args, kwargs)
         if convolution is None:
             return func(*args, **kwargs)
         name, self._convolutions = f"convolution {self._convolutions}", self._convolutions + 1

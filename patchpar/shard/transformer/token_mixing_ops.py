@@ -7,33 +7,35 @@ rows of the two neighbours that are next to ours.
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Edges, Gather, Halo, Round
-from patchpar.comm.transport import Spec
+from patchpar.comm.collectives import AllGather, Edges, GatherWithEdges, Halo
+from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.plan.kv_selection import Across
+from patchpar.plan.kv_selection import TokensAcross
 from patchpar.shard.precision import wide
-from patchpar.shard.transformer.attention import Split
-from patchpar.shard.transformer.token_mixing import Convolution
-from patchpar.shard.transformer.token_ranges import Shares
+from patchpar.shard.transformer.attention import TokenSplit
+from patchpar.shard.transformer.token_mixing import ConvolutionCall
+from patchpar.shard.transformer.token_ranges import TokenRanges
 from patchpar.shard.unet.layers import convolve_with_halo, stencil_of
 
 ROWS = -2  # the dim of rows in a grid
 
 
-def sum_over_ranks(split: Split, where: str, own: Tensor) -> Tensor:
+def sum_over_ranks(split: TokenSplit, where: str, own: Tensor) -> Tensor:
     """The sum over everybody's tokens out of that over ours, in fp32. Raises ExchangeError."""
     if split.mode is None or split.axis.size == 1:
         return own
-    everyone = Gather(split.door, split.axis, "tokens", where).same(own.contiguous())
+    everyone = AllGather(split.door, split.axis, "tokens", where).same(own.contiguous())
     return torch.stack([wide(each) for each in everyone]).sum(0).to(own.dtype)
 
 
-def convolve_rows(split: Split, where: str, shares: Shares, convolution: Convolution) -> Tensor:
+def convolve_rows(split: TokenSplit, where: str, shares: TokenRanges, convolution: ConvolutionCall) -> Tensor:
     """The convolution of our rows of tokens. Raises UnsupportedModel, PlanError, ExchangeError."""
     x_BChW = convolution.x_BCHW
     rows, columns = x_BChW.shape[2:]
     across = shares.across
-    lines = Across(columns, across.planes) if across.rows is None else Across(across.columns, rows=across.rows)
+    lines = (
+        TokensAcross(columns, across.planes) if across.rows is None else TokensAcross(across.columns, rows=across.rows)
+    )
     if across != lines or rows != shares.num_rows or (across.rows is not None and columns != across.num_tokens):
         raise UnsupportedModel(
             f"{where} is over {rows} x {columns} cells, which are no whole rows of our tokens ({shares}): the model "
@@ -49,17 +51,17 @@ def convolve_rows(split: Split, where: str, shares: Shares, convolution: Convolu
     halo = Halo(None, None)
     if split.mode is not None and split.axis.size > 1:
         edges = _edges(split, x_BChW, stencil.before)
-        _, before, after = Round(split.door, split.axis, where).start([], edges).wait()
+        _, before, after = GatherWithEdges(split.door, split.axis, where).start([], edges).wait()
         halo = Halo(before, after)
     return convolve_with_halo(convolution, x_BChW, ROWS, stencil, halo)
 
 
-def _edges(split: Split, x_BChW: Tensor, rows: int) -> Edges:
+def _edges(split: TokenSplit, x_BChW: Tensor, rows: int) -> Edges:
     """As many of our rows for each neighbour as we need of its."""
     if not rows:
         return Edges()
     first, last = split.axis.rank == 0, split.axis.rank == split.axis.size - 1
-    spec = Spec((*x_BChW.shape[:2], rows, x_BChW.shape[3]), x_BChW.dtype)
+    spec = TensorSpec((*x_BChW.shape[:2], rows, x_BChW.shape[3]), x_BChW.dtype)
     return Edges(
         first=None if first else x_BChW[:, :, :rows].contiguous(),
         last=None if last else x_BChW[:, :, -rows:].contiguous(),

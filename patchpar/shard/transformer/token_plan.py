@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.transformer.token_mixing import Mixing
-from patchpar.shard.transformer.token_ranges import Shares, TokenGrid
+from patchpar.shard.transformer.token_mixing import TokenMixing
+from patchpar.shard.transformer.token_ranges import TokenGrid, TokenRanges
 
 
 class NotWatched(UnsupportedModel):
@@ -24,7 +24,7 @@ class NotWatched(UnsupportedModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TokenRows:
     """A run of tokens along `dim`, after `before` rows that are not split and before `after` more.
 
     None: as many as there are, since only the run's length is known. At most one of them is.
@@ -56,7 +56,7 @@ class Rows:
         """The `tokens` tokens of a whole tensor, without what is around them. Raises UnsupportedModel."""
         return x.narrow(self.dim, self.start(x.shape[self.dim], tokens), tokens)
 
-    def cut(self, x: Tensor, shares: Shares) -> Tensor:
+    def cut(self, x: Tensor, shares: TokenRanges) -> Tensor:
         """Out of a whole tensor: our tokens, and what is around all of them.
 
         A tensor of its own unless it is a view without gaps. Raises UnsupportedModel.
@@ -82,8 +82,8 @@ class AttentionCall:
     `mask_dims` counts the dims that its mask has when all tokens are there.
     """
 
-    queries: Rows | None
-    keys: Rows | None
+    queries: TokenRows | None
+    keys: TokenRows | None
     mask_dims: int | None = None
 
     def __str__(self) -> str:
@@ -102,8 +102,8 @@ class Replicated:
     """
 
     path: str
-    inputs: Mapping[str, Rows]
-    outputs: Mapping[int, Rows]
+    inputs: Mapping[str, TokenRows]
+    outputs: Mapping[int, TokenRows]
 
     def __str__(self) -> str:
         told = ", ".join(f"{name} {rows}" for name, rows in self.inputs.items())
@@ -111,7 +111,7 @@ class Replicated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class GridSource:
     """What tells the grid that tokens lie in: the shape of the latent, or an argument of the block.
 
     `dims` of one sample, from its end, hold frames, rows and columns, or the last of them, in this order; `patches` are
@@ -157,13 +157,13 @@ class BlockPlan:
     kind: str
     paths: tuple[str, ...]
     signature: tuple[str, ...]
-    inputs: Mapping[str, Rows]
+    inputs: Mapping[str, TokenRows]
     counts: tuple[str, ...]
     attentions: tuple[AttentionCall, ...]
-    outputs: Mapping[int, Rows]
+    outputs: Mapping[int, TokenRows]
     ratio: float
-    origin: Origin | None = None
-    mixing: Mixing | None = None
+    origin: GridSource | None = None
+    mixing: TokenMixing | None = None
     bounds: tuple[str, ...] = ()
     replicated: tuple[Replicated, ...] = ()
 

@@ -5,8 +5,8 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from patchpar.plan.json_files import object_of
-from patchpar.shard.transformer.token_mixing import Mixing
-from patchpar.shard.transformer.token_plan import AttentionCall, BlockPlan, Origin, Replicated, Rows, TokenPlan
+from patchpar.shard.transformer.token_mixing import TokenMixing
+from patchpar.shard.transformer.token_plan import AttentionCall, BlockPlan, GridSource, Replicated, TokenPlan, TokenRows
 
 T = TypeVar("T")
 
@@ -68,11 +68,11 @@ def _block(raw: dict[str, Any]) -> BlockPlan:
     )
 
 
-def _inputs(raw: dict[str, Any]) -> dict[str, Rows]:
+def _inputs(raw: dict[str, Any]) -> dict[str, TokenRows]:
     return {name: _rows(rows) for name, rows in _of(dict, raw["inputs"]).items()}
 
 
-def _outputs(raw: dict[str, Any]) -> dict[int, Rows]:
+def _outputs(raw: dict[str, Any]) -> dict[int, TokenRows]:
     return {int(number): _rows(rows) for number, rows in _of(dict, raw["outputs"]).items()}
 
 
@@ -80,12 +80,12 @@ def _replicated(raw: dict[str, Any]) -> Replicated:
     return Replicated(path=_of(str, raw["path"]), inputs=_inputs(raw), outputs=_outputs(raw))
 
 
-def _mixing(raw: dict[str, Any]) -> Mixing:
+def _mixing(raw: dict[str, Any]) -> TokenMixing:
     sums, convolutions, over_frames = (
         _tuple(int, raw[name]) for name in ("sums", "convolutions", "frame_convolutions")
     )
     row_counts, frame_counts = (_tuple(str, raw[name]) for name in ("row_counts", "frame_counts"))
-    return Mixing(sums, convolutions, row_counts, over_frames, frame_counts, of_video=_of(bool, raw["of_video"]))
+    return TokenMixing(sums, convolutions, row_counts, over_frames, frame_counts, of_video=_of(bool, raw["of_video"]))
 
 
 def _ratio(value: Any) -> float:
@@ -95,14 +95,14 @@ def _ratio(value: Any) -> float:
         raise ValueError("a ratio beyond all numbers") from error
 
 
-def _rows(raw: Any) -> Rows:
+def _rows(raw: Any) -> TokenRows:
     raw = _of(dict, raw)
-    return Rows(dim=_of(int, raw["dim"]), before=_whole(raw["before"]), after=_whole(raw["after"]))
+    return TokenRows(dim=_of(int, raw["dim"]), before=_whole(raw["before"]), after=_whole(raw["after"]))
 
 
-def _origin(raw: dict[str, Any]) -> Origin:
+def _origin(raw: dict[str, Any]) -> GridSource:
     table = None if raw["table"] is None else _of(str, raw["table"])
-    return Origin(dims=_tuple(int, raw["dims"]), patches=_tuple(int, raw["patches"]), table=table)
+    return GridSource(dims=_tuple(int, raw["dims"]), patches=_tuple(int, raw["patches"]), table=table)
 
 
 def _call(raw: dict[str, Any]) -> AttentionCall:

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from patchpar.plan.bands import Bands
-from patchpar.plan.kv_selection import Across
-from patchpar.shard.stale.token_grid import Grid
+from patchpar.plan.kv_selection import TokensAcross
+from patchpar.shard.stale.token_grid import LevelGrid
 
 Cut = Literal["runs", "bands", "rows"]
 """In runs, whatever tokens are; in bands of a video's rows where there are more of them than frames, of equally many
 tokens; or in bands of whole rows, or whole frames."""
 
 
-TOKEN = Across(1)
+TOKEN = TokensAcross(1)
 
 
 class TokenGrid(NamedTuple):
@@ -49,7 +49,7 @@ class TokenGrid(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
+class TokenRanges:
     """Rows `starts[i]` to `starts[i + 1]` are those of place i; `across` says what a row is, and in which planes.
 
     In a run every token is a row. `place` is ours. `grid`: None where it is not known.
@@ -57,7 +57,7 @@ class Shares:
 
     place: int
     starts: tuple[int, ...]
-    across: Across = TOKEN
+    across: TokensAcross = TOKEN
     grid: TokenGrid | None = None
 
     @property
@@ -88,9 +88,9 @@ class Shares:
         return planes * own + min(max(rest - start, 0), own)
 
     @property
-    def rows(self) -> Grid:
+    def rows(self) -> LevelGrid:
         """The same as a grid of rows that are split, each place's tokens together."""
-        return Grid(Bands(self.starts), self.across, dim=-2)
+        return LevelGrid(Bands(self.starts), self.across, dim=-2)
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         """Out of all tokens along `dim`: ours, in their order."""
@@ -130,7 +130,7 @@ def _told(counts: Sequence[int]) -> str:
     return f"{len(counts)} x {counts[0]}" if len(set(counts)) == 1 else ", ".join(map(str, counts))
 
 
-def spread(tokens: int, place: int, places: int, *, grid: TokenGrid | None = None, cut: Cut = "runs") -> Shares:
+def spread(tokens: int, place: int, places: int, *, grid: TokenGrid | None = None, cut: Cut = "runs") -> TokenRanges:
     """Shares of `tokens`, as even as what is cut allows; in runs where bands are fewer than places.
 
     Whole rows and whole frames make bands along the longer of the two.
@@ -139,12 +139,12 @@ def spread(tokens: int, place: int, places: int, *, grid: TokenGrid | None = Non
     rows, across = tokens, TOKEN
     if grid is not None and cut == "rows":
         rows = max(grid.frames, grid.rows)
-        frames = Across(grid.columns, rows=grid.rows)
-        across = frames if grid.along == "frames" else Across(grid.columns, planes=grid.frames)
+        frames = TokensAcross(grid.columns, rows=grid.rows)
+        across = frames if grid.along == "frames" else TokensAcross(grid.columns, planes=grid.frames)
     elif grid is not None and cut == "bands" and grid.along == "rows":
-        rows, across = grid.rows * grid.columns, Across(1, planes=grid.frames)
+        rows, across = grid.rows * grid.columns, TokensAcross(1, planes=grid.frames)
     if rows < places:
         rows, across = tokens, TOKEN
     each, more = divmod(rows, places)
     starts = tuple(each * before + min(before, more) for before in range(places + 1))
-    return Shares(place=place, starts=starts, across=across, grid=grid)
+    return TokenRanges(place=place, starts=starts, across=across, grid=grid)

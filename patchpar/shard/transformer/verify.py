@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from patchpar.comm.collectives import Gather
+from patchpar.comm.collectives import AllGather
 from patchpar.errors import VerificationError
-from patchpar.shard.transformer.install import TokenShard
-from patchpar.shard.transformer.probe.capture import Arguments
+from patchpar.shard.transformer.install import TransformerSharder
+from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.probe.latent import is_latent
 from patchpar.shard.verification import TOLERANCE, relative_error
 
@@ -19,7 +19,7 @@ SHAKEN = 4.0
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def verify_tokens(shard: TokenShard, forward: Callable[..., Any], calls: Sequence[Call]) -> float:
+def verify_tokens(shard: TransformerSharder, forward: Callable[..., Any], calls: Sequence[Call]) -> float:
     """Largest relative error of the split forward over all ranks and calls; they should differ in their tokens.
 
     Raises VerificationError with the figures when it exceeds what rounding explains: of the dtype, or of this model,
@@ -27,7 +27,7 @@ def verify_tokens(shard: TokenShard, forward: Callable[..., Any], calls: Sequenc
     """
     errors, limits = [], []
     for args, kwargs in calls:
-        arguments = Arguments.of(shard.denoiser, args, kwargs)
+        arguments = CallArguments.of(shard.denoiser, args, kwargs)
         with torch.no_grad():
             want = _tensors(_called(forward, arguments))
             got = _tensors(_called(lambda *args, **kwargs: shard.denoise(forward, *args, **kwargs), arguments))
@@ -38,7 +38,7 @@ def verify_tokens(shard: TokenShard, forward: Callable[..., Any], calls: Sequenc
                 limits[-1] = max(limits[-1], SHAKEN * _largest(shaken, want))
     door, axis = shard.split.door, shard.split.axis
     own = torch.tensor([errors, limits], dtype=torch.float32, device=door.transport.device)
-    everyone = torch.stack(Gather(door, axis, "verify", "verification").same(own))
+    everyone = torch.stack(AllGather(door, axis, "verify", "verification").same(own))
     worst = everyone[:, 0].amax(0).tolist()
     if not bool((everyone[:, 0] <= everyone[:, 1]).all()):
         figures = ", ".join(f"{error:.1e}" for error in worst)
@@ -50,7 +50,7 @@ def verify_tokens(shard: TokenShard, forward: Callable[..., Any], calls: Sequenc
     return float(max(worst))
 
 
-def _shaken(arguments: Arguments, latent: str) -> Arguments:
+def _shaken(arguments: CallArguments, latent: str) -> CallArguments:
     """The same call with the latent changed by as much as rounding changes it."""
 
     def shake(name: str, leaf: Any) -> Any:
@@ -66,7 +66,7 @@ def _largest(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
     return max(relative_error(x, y) for x, y in zip(got, want, strict=True))
 
 
-def _called(forward: Callable[..., Any], arguments: Arguments) -> Any:
+def _called(forward: Callable[..., Any], arguments: CallArguments) -> Any:
     """The arguments stay as they are: a model may change its own in place."""
     own = arguments.cloned()
     return forward(*own.args, **own.kwargs)

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from patchpar.comm.collectives import Gather
+from patchpar.comm.collectives import AllGather
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.attention.dispatch import attend_together
-from patchpar.shard.attention.sharded_qkv import Shared
-from patchpar.shard.attention.stale import Asked, attend_with_past
+from patchpar.shard.attention.sharded_qkv import ShardedQKV
+from patchpar.shard.attention.stale import StaleAttentionCall, attend_with_past
 from patchpar.shard.attention.stale_kv import KeysValues
-from patchpar.shard.local_patch import Share
-from patchpar.shard.stale.token_grid import Grid
+from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.stale.token_grid import LevelGrid
 
 PROJECTIONS = ("to_k", "to_v")
 
@@ -36,7 +36,7 @@ class AttentionHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     Then what it makes keys and values of is its own, and what it gets from `to_k` and `to_v` is everybody's.
     """
 
-    def __init__(self, share: Share, where: str, *, own_kernel: bool = False) -> None:
+    def __init__(self, share: LocalPatch, where: str, *, own_kernel: bool = False) -> None:
         super().__init__()
         self.share, self.where, self.own_kernel = share, where, own_kernel
 
@@ -47,7 +47,7 @@ class AttentionHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         if self.own_kernel:
             with keys_of_all(self.share, self.where, module):
                 return self.fn_ref.original_forward(*args, **kwargs)
-        with _AttentionOverShares(self.share, self.where) as mode:
+        with _ShardedAttention(self.share, self.where) as mode:
             result = self.fn_ref.original_forward(*args, **kwargs)
         if mode.calls == 0:
             raise UnsupportedModel(
@@ -72,7 +72,7 @@ def _processor_of(module: nn.Module) -> str:
 
 
 @contextmanager
-def keys_of_all(share: Share, where: str, module: nn.Module) -> Iterator[None]:
+def keys_of_all(share: LocalPatch, where: str, module: nn.Module) -> Iterator[None]:
     """While open, `to_k` and `to_v` of an attention layer give everybody's tokens, in the order of the whole picture.
 
     They come at once, whatever the way of keys between ranks. Raises UnsupportedModel where neither has been called.
@@ -100,15 +100,15 @@ def keys_of_all(share: Share, where: str, module: nn.Module) -> Iterator[None]:
         )
 
 
-def gathered_tokens(share: Share, where: str, own_BlC: Tensor) -> Tensor:
+def gathered_tokens(share: LocalPatch, where: str, own_BlC: Tensor) -> Tensor:
     """Tokens [B, L, C] of the whole picture from everybody's own [B, l, C]. Raises ExchangeError, UnsupportedModel."""
     grid = share.grid(own_BlC.shape[1])
     sizes = [grid.num_tokens(place) for place in range(share.axis.size)]
-    gather = Gather(share.door, share.axis, "kv", where)
+    gather = AllGather(share.door, share.axis, "kv", where)
     return joined_tokens(gather.shares(own_BlC.contiguous(), 1, sizes), grid)
 
 
-def joined_tokens(shares_BlC: Sequence[Tensor], grid: Grid) -> Tensor:
+def joined_tokens(shares_BlC: Sequence[Tensor], grid: LevelGrid) -> Tensor:
     """Shares of tokens in the order of the whole picture, row by row."""
     if grid.dim == -2:
         return torch.cat(list(shares_BlC), dim=1)
@@ -116,8 +116,8 @@ def joined_tokens(shares_BlC: Sequence[Tensor], grid: Grid) -> Tensor:
     return torch.cat(columns, dim=2).flatten(1, 2)
 
 
-class _AttentionOverShares(TorchFunctionMode):
-    def __init__(self, share: Share, where: str) -> None:
+class _ShardedAttention(TorchFunctionMode):
+    def __init__(self, share: LocalPatch, where: str) -> None:
         super().__init__()
         self.share, self.where, self.calls = share, where, 0
 
@@ -131,7 +131,7 @@ class _AttentionOverShares(TorchFunctionMode):
 
 
 def attend_over_shares(  # noqa: PLR0913 - the signature is torch's
-    share: Share,
+    share: LocalPatch,
     where: str,
     query: Tensor,
     key: Tensor,
@@ -155,9 +155,9 @@ def attend_over_shares(  # noqa: PLR0913 - the signature is torch's
     here = KeysValues(key.transpose(1, 2), value.transpose(1, 2))
     grid, slot = share.grid(own), share.slot(where, share.treatment.context)
     if slot is not None:
-        return attend_with_past(share, where, grid, Asked(query, here, scale, common), slot)
+        return attend_with_past(share, where, grid, StaleAttentionCall(query, here, scale, common), slot)
     sizes = tuple(grid.num_tokens(place) for place in range(share.axis.size))
-    shared = Shared(
+    shared = ShardedQKV(
         q_BNlD=query,
         k_BMlD=key,
         v_BMlD=value,

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 
 @dataclass(slots=True)
-class SeenAttention:
+class ObservedAttention:
     """What one run showed, by module path: shapes of what the keys were made of, and who calls torch's attention."""
 
     keys: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class SeenAttention:
 
 
 @contextmanager
-def attention_watched(denoiser: nn.Module, seen: SeenAttention) -> Iterator[None]:
+def attention_watched(denoiser: nn.Module, seen: ObservedAttention) -> Iterator[None]:
     """Torch forward hooks on every attention layer, for as long as the block runs."""
     handles: list[Any] = []
     for path, module in denoiser.named_modules():
@@ -45,14 +45,14 @@ def attention_watched(denoiser: nn.Module, seen: SeenAttention) -> Iterator[None
         if isinstance(getattr(module, "to_k", None), nn.Module):
             handles.append(module.to_k.register_forward_pre_hook(_made_keys(seen, path)))
     try:
-        with _KernelWatch(seen):
+        with _KernelObserver(seen):
             yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _begin(seen: SeenAttention, path: str) -> Callable[..., None]:
+def _begin(seen: ObservedAttention, path: str) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
         seen.under_way.append(path)
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -63,14 +63,14 @@ def _begin(seen: SeenAttention, path: str) -> Callable[..., None]:
     return hook
 
 
-def _end(seen: SeenAttention) -> Callable[..., None]:
+def _end(seen: ObservedAttention) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         seen.under_way.pop()
 
     return hook
 
 
-def _made_keys(seen: SeenAttention, path: str) -> Callable[..., None]:
+def _made_keys(seen: ObservedAttention, path: str) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         if seen.under_way[-1:] == [path]:
             seen.keys[path] = tuple(args[0].shape)
@@ -78,8 +78,8 @@ def _made_keys(seen: SeenAttention, path: str) -> Callable[..., None]:
     return hook
 
 
-class _KernelWatch(TorchFunctionMode):
-    def __init__(self, seen: SeenAttention) -> None:
+class _KernelObserver(TorchFunctionMode):
+    def __init__(self, seen: ObservedAttention) -> None:
         super().__init__()
         self.seen = seen
 

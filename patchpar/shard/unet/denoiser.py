@@ -11,22 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
-from patchpar.comm.collectives import Door, Gather
-from patchpar.comm.transport import Spec
+from patchpar.comm.collectives import AllGather, Communicator
+from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.bands import Bands, split_bands
-from patchpar.plan.exchange_policy import Treatment
+from patchpar.plan.exchange_policy import ExchangePolicy
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.compiled import compiled_in
 from patchpar.shard.denoiser import SharedDenoiser
-from patchpar.shard.stale.state import History
+from patchpar.shard.stale.state import StaleState
 from patchpar.shard.step_caches import refuse_caches
-from patchpar.shard.unet.discover import Sites, discover
-from patchpar.shard.unet.install import Sharded, first_tensor, verify, verify_as_called
+from patchpar.shard.unet.discover import ExchangeSites, discover
+from patchpar.shard.unet.install import UNetSharder, first_tensor, verify, verify_as_called
 from patchpar.shard.unet.spatial_arguments import level_of, picture_of
 from patchpar.shard.verification import check_once, made_of
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.verification_cache import VerificationCache
 
 
 class PatchedDenoiser(SharedDenoiser):
@@ -40,18 +40,18 @@ class PatchedDenoiser(SharedDenoiser):
     def __init__(
         self,
         denoiser: nn.Module,
-        mesh: tuple[Door, Axis],
-        treatment: Treatment,
+        mesh: tuple[Communicator, Axis],
+        treatment: ExchangePolicy,
         *,
         clock: StepClock | None = None,
         split: str = "auto",
-        verdicts: Verdicts | None = None,
+        verdicts: VerificationCache | None = None,
     ) -> None:
         super().__init__(denoiser, mesh, treatment, clock, verdicts)
         self.split = split
-        self.sites: Sites | None = None
-        self._sharded: Sharded | None = None
-        self._gather = Gather(*mesh, "prediction", "prediction")
+        self.sites: ExchangeSites | None = None
+        self._sharded: UNetSharder | None = None
+        self._gather = AllGather(*mesh, "prediction", "prediction")
         self._foreign: tuple[str, ...] = ()
         self._sizes: set[tuple[int, ...]] = set()  # of samples, at which it has been checked as it is called
 
@@ -82,7 +82,7 @@ class PatchedDenoiser(SharedDenoiser):
         if self.sites is None:
             self.sites = discover(self.denoiser, forward, *call)
         self.share.dim = dim
-        self._sharded = Sharded(self.denoiser, self.sites, self.share)
+        self._sharded = UNetSharder(self.denoiser, self.sites, self.share)
         if self.verdicts is not None:
             self.error = self._checked(verify, forward, call, self._facts(self.sites, call))
         self._sizes.clear()
@@ -112,7 +112,7 @@ class PatchedDenoiser(SharedDenoiser):
             self.restore()  # or the next call would find seams, and go ahead
             raise
 
-    def _facts(self, sites: Sites, call: tuple[Any, Any]) -> dict[str, Any]:
+    def _facts(self, sites: ExchangeSites, call: tuple[Any, Any]) -> dict[str, Any]:
         """What the verdict depends on."""
         sample = picture_of(*call)
         leaves, _ = tree_flatten_with_path(call)
@@ -137,7 +137,7 @@ class PatchedDenoiser(SharedDenoiser):
         whole, _ = self._join(self._in_bands(forward, *args, **kwargs))
         return whole
 
-    def _with_history(self, history: History, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _with_history(self, history: StaleState, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """With values of the last step, where it is known and the treatment wants them."""
         share, sample = self.share, picture_of(args, kwargs)
         self._look_back(history, (sample.shape, sample.dtype, share.dim), (args, kwargs))
@@ -171,9 +171,9 @@ class PatchedDenoiser(SharedDenoiser):
         own, dim = first_tensor(output), self.share.dim
         bands, shape = self.share.level(own.shape[dim]), list(own.shape)
 
-        def specs(place: int) -> list[Spec]:
+        def specs(place: int) -> list[TensorSpec]:
             shape[dim] = bands.size(place)
-            return [Spec(tuple(shape), own.dtype), *map(Spec.of, told)]
+            return [TensorSpec(tuple(shape), own.dtype), *map(TensorSpec.of, told)]
 
         gathering = self._gather.start([own, *told], specs)
         meanwhile()

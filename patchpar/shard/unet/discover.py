@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.unet.attention_layers import SeenAttention, attention_watched
+from patchpar.shard.unet.attention_layers import ObservedAttention, attention_watched
 from patchpar.shard.unet.spatial_arguments import as_large_as_the_picture, picture_of, with_sample_size
 
 TRANSFORMS = frozenset(
@@ -55,7 +55,7 @@ class ConvSite:
 
 
 @dataclass(frozen=True, slots=True)
-class Sites:
+class ExchangeSites:
     """Every place where a denoiser needs other ranks' values, and how often it halves its maps.
 
     `transforms`: modules in whose forward maps go through torch.fft. `own_kernel`: those of the `attentions` whose
@@ -84,12 +84,12 @@ class Sites:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _ProbedRun:
     """What one probe saw, by module path."""
 
     norms: dict[str, tuple[int, ...]] = field(default_factory=dict)
     convs: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    attention: SeenAttention = field(default_factory=SeenAttention)
+    attention: ObservedAttention = field(default_factory=ObservedAttention)
     transforms: dict[str, None] = field(default_factory=dict)
     maps: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # into and out of modules without others
     links: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)  # norm -> convolution -> activations
@@ -103,7 +103,7 @@ class _Seen:
         self.inside.pop()
 
 
-def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Sites:
+def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> ExchangeSites:
     """Run `forward` at two small sizes and tell what is spatial. Raises UnsupportedModel."""
     first, second, beside = _probed(denoiser, forward, args, kwargs)
     norms = [path for path in first.norms if _grows_per_sample(first.norms[path], second.norms.get(path))]
@@ -118,7 +118,7 @@ def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs
     convs = {path: shape for path, shape in convs.items() if max(modules[path].kernel_size[-2:]) > 1}
     seen, taller = first.attention, second.attention
     attentions = tuple(path for path in seen.paths() if _grows_per_sample(seen.shape(path), taller.shape(path)))
-    return Sites(
+    return ExchangeSites(
         norms=tuple(_norm_site(path, first.links.get(path, {}), convs) for path in norms),
         convs=tuple(
             ConvSite(path, path in first.reads_sample, rows[path] % 2 if _unpadded(modules[path]) else 0)
@@ -133,7 +133,9 @@ def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs
     )
 
 
-def _probed(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[_Seen, _Seen, Any]:
+def _probed(
+    denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+) -> tuple[_ProbedRun, _ProbedRun, Any]:
     """What two runs showed, and the arguments that had to change their size with the latent's. Raises UnsupportedModel.
 
     Those are tried where it does not run without.
@@ -181,8 +183,8 @@ def _probe(
     kwargs: Any,
     size: tuple[int, int],
     beside: Collection[str],
-) -> _Seen:
-    seen = _Seen()
+) -> _ProbedRun:
+    seen = _ProbedRun()
     args, kwargs = with_sample_size(args, kwargs, size, beside=beside)
     sample = picture_of(args, kwargs)
     with _watched(denoiser, seen, sample), attention_watched(denoiser, seen.attention), torch.no_grad():
@@ -191,7 +193,7 @@ def _probe(
 
 
 @contextmanager
-def _watched(denoiser: nn.Module, seen: _Seen, sample: Tensor) -> Iterator[None]:
+def _watched(denoiser: nn.Module, seen: _ProbedRun, sample: Tensor) -> Iterator[None]:
     """Torch forward hooks on every module of interest, for as long as the block runs."""
     handles = []
     for path, module in denoiser.named_modules():
@@ -216,7 +218,7 @@ def _watched(denoiser: nn.Module, seen: _Seen, sample: Tensor) -> Iterator[None]
 class _WatchedTransforms(TorchFunctionMode):
     """Sees who transforms maps."""
 
-    def __init__(self, seen: _Seen) -> None:
+    def __init__(self, seen: _ProbedRun) -> None:
         super().__init__()
         self.seen = seen
 
@@ -228,7 +230,7 @@ class _WatchedTransforms(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _watch_norm(seen: _Seen, path: str) -> Callable[..., None]:
+def _watch_norm(seen: _ProbedRun, path: str) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
         seen.norms[path] = tuple(args[0].shape)
         seen.origins[id(output)] = (path, ())
@@ -237,7 +239,7 @@ def _watch_norm(seen: _Seen, path: str) -> Callable[..., None]:
     return hook
 
 
-def _watch_pointwise(seen: _Seen, path: str) -> Callable[..., None]:
+def _watch_pointwise(seen: _ProbedRun, path: str) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
         origin = seen.origins.get(id(args[0]))
         if origin is not None:
@@ -247,7 +249,7 @@ def _watch_pointwise(seen: _Seen, path: str) -> Callable[..., None]:
     return hook
 
 
-def _watch_map(seen: _Seen, path: str) -> Callable[..., None]:
+def _watch_map(seen: _ProbedRun, path: str) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if len(args) == 1 and isinstance(args[0], Tensor) and args[0].ndim >= 4 and isinstance(output, Tensor):
             seen.maps[path] = (tuple(args[0].shape), tuple(output.shape))
@@ -255,7 +257,7 @@ def _watch_map(seen: _Seen, path: str) -> Callable[..., None]:
     return hook
 
 
-def _watch_conv(seen: _Seen, path: str, sample: Tensor) -> Callable[..., None]:
+def _watch_conv(seen: _ProbedRun, path: str, sample: Tensor) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
         seen.convs[path] = tuple(args[0].shape)
         if _is_sample(args[0], sample):

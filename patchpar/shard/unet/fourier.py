@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from patchpar.plan.bands import Bands
-from patchpar.shard.local_patch import Share
+from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.unet.discover import TRANSFORMS
 
 INVERSE = {torch.fft.ifft, torch.fft.ifft2, torch.fft.ifftn, torch.fft.irfft, torch.fft.irfft2, torch.fft.irfftn}
@@ -26,7 +26,7 @@ HALF = (torch.float16, torch.bfloat16)
 class FourierHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """A module in whose forward maps are transformed: it runs as it is, its transforms are of the whole map."""
 
-    def __init__(self, share: Share, where: str) -> None:
+    def __init__(self, share: LocalPatch, where: str) -> None:
         super().__init__()
         self.share, self.where = share, where
 
@@ -39,7 +39,7 @@ class FourierHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
 
 class _WholeTransforms(TorchFunctionMode):
-    def __init__(self, share: Share, where: str) -> None:
+    def __init__(self, share: LocalPatch, where: str) -> None:
         super().__init__()
         self.share, self.where = share, where
         self.bands: Bands | None = None  # of the map that was transformed last

@@ -13,12 +13,12 @@ from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from patchpar.comm.collectives import Gather
+from patchpar.comm.collectives import AllGather
 from patchpar.errors import UnsupportedModel, VerificationError
-from patchpar.shard.hooks import Hooked
-from patchpar.shard.local_patch import Share
+from patchpar.shard.hooks import InstalledHook
+from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.unet.attention_hook import AttentionHook, refusal_of_past
-from patchpar.shard.unet.discover import NormSite, Sites
+from patchpar.shard.unet.discover import ExchangeSites, NormSite
 from patchpar.shard.unet.fourier import FourierHook
 from patchpar.shard.unet.ip_adapter_masks import MaskHook, takes_masks
 from patchpar.shard.unet.layer_hooks import ConvFed, ConvHook, NormHook
@@ -31,12 +31,12 @@ HOOK = "patchpar_seam"
 SHOWN = 3  # of what other libraries have put in
 
 
-class Sharded:
+class UNetSharder:
     """A denoiser with seams. `restore()` leaves it as it was."""
 
-    def __init__(self, denoiser: nn.Module, sites: Sites, share: Share) -> None:
+    def __init__(self, denoiser: nn.Module, sites: ExchangeSites, share: LocalPatch) -> None:
         self._modules: dict[str, Any] = dict(denoiser.named_modules())
-        self._hooked: list[Hooked] = []
+        self._hooked: list[InstalledHook] = []
         self.share = share
         try:
             self._hook_all(sites)
@@ -44,7 +44,7 @@ class Sharded:
             self.restore()  # what is refused is left as it was
             raise
 
-    def _hook_all(self, sites: Sites) -> None:
+    def _hook_all(self, sites: ExchangeSites) -> None:
         share = self.share
         trailing = {site.path: site.trailing for site in sites.convs}
         for norm in sites.norms:
@@ -59,7 +59,7 @@ class Sharded:
         for path in sites.pools:
             self._hook(path, PoolingHook(share, path))
 
-    def _hook_attention(self, sites: Sites) -> None:
+    def _hook_attention(self, sites: ExchangeSites) -> None:
         for path in sites.attentions:
             own_kernel = path in sites.own_kernel
             if own_kernel and self.share.treatment.context is not None:
@@ -92,7 +92,7 @@ class Sharded:
         return True
 
     def _hook(self, path: str, hook: ModelHook, name: str = HOOK) -> None:
-        self._hooked.append(Hooked(self._modules[path], hook, name))
+        self._hooked.append(InstalledHook(self._modules[path], hook, name))
 
     def restore(self) -> None:
         """Take every seam out. Idempotent."""
@@ -114,7 +114,7 @@ def verification_sizes(total_stride: int, places: int) -> tuple[tuple[Size, ...]
 
 
 def verify(
-    split: Callable[..., Any], plain: Callable[..., Any], call: tuple[Any, Any], sites: Sites, share: Share
+    split: Callable[..., Any], plain: Callable[..., Any], call: tuple[Any, Any], sites: ExchangeSites, share: LocalPatch
 ) -> float:
     """Largest relative error of `split` against `plain` over all ranks and both sizes, on inputs like `call`'s.
 
@@ -137,8 +137,8 @@ def verify_as_called(
     split: Callable[..., Any],
     plain: Callable[..., Any],
     call: tuple[Any, Any],
-    sites: Sites,
-    share: Share,
+    sites: ExchangeSites,
+    share: LocalPatch,
 ) -> float:
     """The same for `call` as it is: what other libraries have put in (`foreign`) may work at some sizes only.
 
@@ -157,10 +157,10 @@ def _named(foreign: Sequence[str]) -> str:
     return f"What was put into it ({'; '.join(foreign[:SHOWN])}{more})"
 
 
-def _agreed(errors: Sequence[float], limit: float, share: Share, where: str, what: str) -> float:
+def _agreed(errors: Sequence[float], limit: float, share: LocalPatch, where: str, what: str) -> float:
     """The largest error of any rank. Raises VerificationError, on all ranks alike."""
     own = torch.tensor(errors, dtype=torch.float32, device=share.door.transport.device)
-    worst = torch.stack(Gather(share.door, share.axis, "verify", "verification").same(own)).amax(0).tolist()
+    worst = torch.stack(AllGather(share.door, share.axis, "verify", "verification").same(own)).amax(0).tolist()
     if not all(error <= limit for error in worst):
         figures = ", ".join(f"{error:.1e}" for error in worst)
         raise VerificationError(
@@ -172,7 +172,7 @@ def _agreed(errors: Sequence[float], limit: float, share: Share, where: str, wha
 
 
 def _plain_at(
-    sizes: Sequence[Size], plain: Callable[..., Any], call: tuple[Any, Any], known: Sites, seed: int
+    sizes: Sequence[Size], plain: Callable[..., Any], call: tuple[Any, Any], known: ExchangeSites, seed: int
 ) -> tuple[Size, Tensor]:
     """The first of `sizes` that the plain denoiser takes, and its prediction there.
 

@@ -15,8 +15,8 @@ from diffusers.hooks import ModelHook
 from diffusers.image_processor import IPAdapterMaskProcessor
 from torch import Tensor, nn
 
-from patchpar.shard.local_patch import Share
-from patchpar.shard.stale.token_grid import Grid
+from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.stale.token_grid import LevelGrid
 
 MASKS = "ip_adapter_masks"
 
@@ -30,7 +30,7 @@ def takes_masks(module: nn.Module) -> bool:
 class MaskHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """Attention of our own tokens to pictures, under our part of the masks."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: LocalPatch) -> None:
         super().__init__()
         self.share = share
 
@@ -44,7 +44,7 @@ class MaskHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         return self.fn_ref.original_forward(*args, **kwargs)
 
 
-def own_masks(masks: Iterable[Tensor | None], grid: Grid, place: int) -> list[Tensor | None]:
+def own_masks(masks: Iterable[Tensor | None], grid: LevelGrid, place: int) -> list[Tensor | None]:
     """Our part of each adapter's masks [1, pictures, H, W], as [1, pictures, 1, l] for our `l` tokens.
 
     `masks` may be a tensor [adapters, 1, H, W] too, which diffusers takes for one picture each.
@@ -53,7 +53,7 @@ def own_masks(masks: Iterable[Tensor | None], grid: Grid, place: int) -> list[Te
     return [_own(mask, grid, place) if isinstance(mask, Tensor) and mask.ndim == 4 else mask for mask in each]
 
 
-def _own(mask: Tensor, grid: Grid, place: int) -> Tensor:
+def _own(mask: Tensor, grid: LevelGrid, place: int) -> Tensor:
     tokens = sum(grid.num_tokens(each) for each in range(len(grid.bands)))
     scaled = [IPAdapterMaskProcessor.downsample(mask[:, number], 1, tokens, 1) for number in range(mask.shape[1])]
     whole_nL = torch.cat(scaled).squeeze(-1)

@@ -1,7 +1,7 @@
 """Where a denoiser needs values that other ranks own, as diffusers hooks: group norm and convolution.
 
 A hook replaces one module's forward and can be taken out again. Whose values it uses, and of which step, is the
-strategy's business: it hands each hook a `Share`, whose treatment says so for each kind of seam.
+strategy's business: it hands each hook a `LocalPatch`, whose treatment says so for each kind of seam.
 
     norm      this step: moments to all, raw edge rows to the neighbours, in one round; the neighbour's rows are
               normalised here and left for the convolution that the norm feeds
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import Halo, Part, Round, moments_part
-from patchpar.comm.transport import Spec
+from patchpar.comm.collectives import ExchangePart, GatherWithEdges, Halo, moments_part
+from patchpar.comm.transport import TensorSpec
 from patchpar.plan.exchange_policy import LEAST_VARIANCE
-from patchpar.shard.local_patch import Share
-from patchpar.shard.stale.cache import Received, Slot
+from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.stale.cache import Received, StaleEntry
 from patchpar.shard.unet.layers import (
     Conv,
     Moments,
@@ -42,7 +42,7 @@ from patchpar.shard.unet.layers import (
 class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """Group norm of the whole picture from per-share moments."""
 
-    def __init__(self, share: Share, where: str, feeds: "ConvFed | None") -> None:
+    def __init__(self, share: LocalPatch, where: str, feeds: "ConvFed | None") -> None:
         super().__init__()
         self.share, self.where, self.feeds = share, where, feeds
 
@@ -57,12 +57,12 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             return self._normalised_together(module, x, own, slot)
         return Normalise(module, self._estimate(own, slot, shape))(x)
 
-    def _normalised_together(self, module: nn.GroupNorm, x: Tensor, own: Tensor, slot: Slot | None) -> Tensor:
+    def _normalised_together(self, module: nn.GroupNorm, x: Tensor, own: Tensor, slot: StaleEntry | None) -> Tensor:
         """With this step's moments of all; the edge rows come in the same round where they are of this step too."""
         share = self.share
         feeds = self.feeds if share.fuses_edges else None
         edges = share.edges(x, feeds.before, feeds.after) if feeds is not None else None
-        received, before, after = Round(share.door, share.axis, self.where).start([own], edges).wait()
+        received, before, after = GatherWithEdges(share.door, share.axis, self.where).start([own], edges).wait()
         if slot is not None:
             slot.keep({share.axis.ranks[place]: values for place, values in received.items()}, own)
         everyone = [own if place == share.place else received[place][0] for place in range(share.axis.size)]
@@ -72,7 +72,7 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             share.halos.update(dict.fromkeys(feeds.convs, halo))
         return normalise(x)
 
-    def _estimate(self, own: Tensor, slot: Slot | None, shape: tuple[int, int]) -> Moments:
+    def _estimate(self, own: Tensor, slot: StaleEntry | None, shape: tuple[int, int]) -> Moments:
         """Moments of the whole from ours of this step and the others' of the last one."""
         now = unpack_moments(own, shape)
         if slot is None:  # separate: every share by itself
@@ -117,7 +117,7 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     `trailing` counts zero rows that the model itself has padded on at the end before an unpadded convolution.
     """
 
-    def __init__(self, share: Share, where: str, *, reads_sample: bool, trailing: int) -> None:
+    def __init__(self, share: LocalPatch, where: str, *, reads_sample: bool, trailing: int) -> None:
         super().__init__()
         self.share, self.where, self.reads_sample, self.trailing = share, where, reads_sample, trailing
 
@@ -152,10 +152,10 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
         if left is not None:
             return kept(left)
-        pending = Round(share.door, share.axis, self.where).start([], share.edges(x, before, after))
+        pending = GatherWithEdges(share.door, share.axis, self.where).start([], share.edges(x, before, after))
         return lambda: kept(Halo(*pending.wait()[1:]))
 
-    def _of_last_step(self, x: Tensor, before: int, after: int, slot: Slot) -> Halo:
+    def _of_last_step(self, x: Tensor, before: int, after: int, slot: StaleEntry) -> Halo:
         """The neighbours' rows of the last step; ours leave for the next."""
         share = self.share
         edges, found = share.edges(x, before, after), slot.collect()
@@ -172,14 +172,14 @@ def _waited_for(halo: Halo | Callable[[], Halo]) -> Halo:
     return halo if isinstance(halo, Halo) else halo()
 
 
-def _send_to_everyone(share: Share, x: Tensor, before: int, after: int, where: str) -> Callable[[], Received]:
+def _send_to_everyone(share: LocalPatch, x: Tensor, before: int, after: int, where: str) -> Callable[[], Received]:
     """Edge rows as DistriFusion sends them: both to everyone. What comes back keeps the neighbours' only."""
     assert share.memory is not None
     axis, dim, reach = share.axis, share.dim, max(before, after)
     ranks = tuple(axis.ranks[place] for place in axis.others)
     both = (x.narrow(dim, 0, reach).clone(), x.narrow(dim, x.shape[dim] - reach, reach).clone())
-    specs = tuple(Spec.of(rows) for rows in both)
-    come = share.memory.send(Part("halo", [(ranks, both)], dict.fromkeys(ranks, specs)), where)
+    specs = tuple(TensorSpec.of(rows) for rows in both)
+    come = share.memory.send(ExchangePart("halo", [(ranks, both)], dict.fromkeys(ranks, specs)), where)
 
     def received() -> Received:
         found, nearest = come(), {}
@@ -194,13 +194,13 @@ def _send_to_everyone(share: Share, x: Tensor, before: int, after: int, where: s
     return received
 
 
-def _by_place(share: Share, halo: Halo) -> Iterator[tuple[int, Tensor]]:
+def _by_place(share: LocalPatch, halo: Halo) -> Iterator[tuple[int, Tensor]]:
     for place, rows in ((share.place - 1, halo.before), (share.place + 1, halo.after)):
         if rows is not None:
             yield place, rows
 
 
-def _halo_of_whole(share: Share, x: Tensor, before: int, after: int) -> Halo:
+def _halo_of_whole(share: LocalPatch, x: Tensor, before: int, after: int) -> Halo:
     """Every rank holds the whole latent, so its first convolution needs nobody."""
     assert share.whole is not None
     start, stop = share.bands.starts[share.place], share.bands.starts[share.place + 1]

@@ -9,7 +9,7 @@ from typing import Any
 from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
-from patchpar.shard.local_patch import Share
+from patchpar.shard.local_patch import LocalPatch
 
 MAP_DIMS = 4  # batch, channels, rows, columns; a film has frames too
 
@@ -17,7 +17,7 @@ MAP_DIMS = 4  # batch, channels, rows, columns; a film has frames too
 class PoolingHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """A module without others inside that makes an output of one size of maps of all sizes."""
 
-    def __init__(self, share: Share, where: str) -> None:
+    def __init__(self, share: LocalPatch, where: str) -> None:
         super().__init__()
         self.share, self.where = share, where
 

@@ -11,7 +11,7 @@ from patchpar.errors import UnsupportedModel
 from patchpar.shard.batch import SAMPLE_NAMES
 
 
-class Level(NamedTuple):
+class MapScale(NamedTuple):
     """A map beside the latent: `enlarged` times as large, or smaller by `stride`, rounded up."""
 
     enlarged: int = 1
@@ -30,7 +30,7 @@ def picture_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     raise UnsupportedModel("this denoiser takes no picture-shaped latent, so it has no rows to split: use cfg or data")
 
 
-def level_of(path: Any, x: Any, sample: Tensor, beside: Collection[str] = ()) -> Level | None:
+def level_of(path: Any, x: Any, sample: Tensor, beside: Collection[str] = ()) -> MapScale | None:
     """How large an argument of a call is beside the sample, or None where it is no map of the picture.
 
     The sample, residuals (ControlNet, T2I-Adapters), and the arguments called `beside` are: other tensors may have such
@@ -39,7 +39,7 @@ def level_of(path: Any, x: Any, sample: Tensor, beside: Collection[str] = ()) ->
     if not isinstance(x, Tensor) or x.ndim < 4:
         return None
     if x is sample:
-        return Level()
+        return MapScale()
     if "residual" not in "".join(str(key) for key in path) and keystr(path) not in beside:
         return None
     found = _level(x, sample)
@@ -69,13 +69,13 @@ def as_large_as_the_picture(args: Any, kwargs: Any) -> tuple[str, ...]:
     )
 
 
-def _level(x: Tensor, sample: Tensor) -> Level | None:
+def _level(x: Tensor, sample: Tensor) -> MapScale | None:
     height, width = sample.shape[-2:]
     if x.shape[-2] >= height and x.shape[-2] % height == 0 and x.shape[-1] * height == x.shape[-2] * width:
-        return Level(enlarged=x.shape[-2] // height)
+        return MapScale(enlarged=x.shape[-2] // height)
     stride = 2
     while stride <= max(height, width):
-        level = Level(stride=stride)
+        level = MapScale(stride=stride)
         if tuple(x.shape[-2:]) == (level.of(height), level.of(width)):
             return level
         stride *= 2

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchpar.comm.collectives import Gather
+from patchpar.comm.collectives import AllGather
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.attention.all_gather import attend_gathered
 from patchpar.shard.attention.blockwise import attend_locally
 from patchpar.shard.attention.partial import merge_partials
-from patchpar.shard.attention.sharded_qkv import Shared
-from patchpar.shard.vae.band import Band
+from patchpar.shard.attention.sharded_qkv import ShardedQKV
+from patchpar.shard.vae.band import VaeBand
 
 MOST_PRODUCTS = {"cuda": 2**40}
 """Queries times keys times their width that are worked on at once: 10 ms on a GPU, seconds on a core."""
@@ -28,7 +28,7 @@ ON_OTHERS = 2**34
 
 
 def attend(  # noqa: PLR0913 - the signature is torch's
-    band: Band,
+    band: VaeBand,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -53,7 +53,7 @@ def attend(  # noqa: PLR0913 - the signature is torch's
     if not band.fits(own):
         raise UnsupportedModel(f"{band.where}: attention over {own} tokens, which do not grow with the rows")
     sizes = tuple(band.scaled(own, place) for place in range(len(band.share.bands)))
-    shared = Shared(q_BNlD=query, k_BMlD=key, v_BMlD=value, sizes=sizes, place=band.share.place, scale=scale)
+    shared = ShardedQKV(q_BNlD=query, k_BMlD=key, v_BMlD=value, sizes=sizes, place=band.share.place, scale=scale)
     if attn_mask is None:
         count = _chunks(shared)
         if count > 1:
@@ -62,18 +62,18 @@ def attend(  # noqa: PLR0913 - the signature is torch's
     return _frame_by_frame(band, shared, _frames_seen(band, attn_mask, own))
 
 
-def _chunks(shared: Shared) -> int:
+def _chunks(shared: ShardedQKV) -> int:
     """In how many parts to take the queries, the same on all places."""
     batch, heads, _, width = shared.q_BNlD.shape
     products = batch * heads * max(shared.sizes) * shared.total * width
     return min(*shared.sizes, math.ceil(products / MOST_PRODUCTS.get(shared.q_BNlD.device.type, ON_OTHERS)))
 
 
-def _in_chunks(band: Band, shared: Shared, count: int) -> Tensor:
+def _in_chunks(band: VaeBand, shared: ShardedQKV, count: int) -> Tensor:
     """All queries, some at a time, against everybody's keys. Each query's result is what it is without chunks."""
     own = [x.contiguous() for x in shared.own_keys]
     door = band.share.door
-    places = Gather(door, band.share.axis, "kv", band.where).start(own, shared.key_specs).wait()
+    places = AllGather(door, band.share.axis, "kv", band.where).start(own, shared.key_specs).wait()
     outs = []
     for q_BNlD in shared.q_BNlD.tensor_split(count, 2):
         door.mark(band.where)
@@ -82,7 +82,7 @@ def _in_chunks(band: Band, shared: Shared, count: int) -> Tensor:
     return torch.cat(outs, 2)
 
 
-def _frames_seen(band: Band, mask: Tensor, tokens: int) -> Tensor:
+def _frames_seen(band: VaeBand, mask: Tensor, tokens: int) -> Tensor:
     """Which frames a frame sees [F, F]: all tokens of a frame are alike. Raises UnsupportedModel."""
     seen = mask if mask.dtype == torch.bool else mask == 0
     seen = seen.reshape(-1, tokens, tokens)[0] if seen.shape[-2:] == (tokens, tokens) else seen.new_zeros(1, 1)
@@ -92,11 +92,11 @@ def _frames_seen(band: Band, mask: Tensor, tokens: int) -> Tensor:
     return seen[::pixels, ::pixels]
 
 
-def _frame_by_frame(band: Band, shared: Shared, seen_FF: Tensor) -> Tensor:
+def _frame_by_frame(band: VaeBand, shared: ShardedQKV, seen_FF: Tensor) -> Tensor:
     """Each frame's queries against the frames it sees, of all places: no mask of all tokens is made."""
     frames = seen_FF.shape[0]
     own = [x.contiguous() for x in shared.own_keys]
-    gathered = Gather(band.share.door, band.share.axis, "kv", band.where).start(own, shared.key_specs).wait()
+    gathered = AllGather(band.share.door, band.share.axis, "kv", band.where).start(own, shared.key_specs).wait()
     places = [[_in_frames(x, frames) for x in tensors] for tensors in gathered]
     outs = []
     for number, q_BNlD in enumerate(_in_frames(shared.q_BNlD, frames).unbind(2)):

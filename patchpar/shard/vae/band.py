@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from patchpar.comm.collectives import Edges, Halo, Round
-from patchpar.shard.local_patch import Share
+from patchpar.comm.collectives import Edges, GatherWithEdges, Halo
+from patchpar.shard.local_patch import LocalPatch
 
 NOTHING = Halo(None, None)
 Received = dict[int, list[Tensor]]
 
 
-class Beyond(NamedTuple):
+class NeighbourRows(NamedTuple):
     """The neighbours' rows next to one tensor of ours.
 
     `halo` waits for them. `padded`: how many rows the model itself has added to the tensor, before and after; where
@@ -31,17 +31,17 @@ class Beyond(NamedTuple):
 
 
 @dataclass(slots=True)
-class Band:
+class VaeBand:
     """One rank's run of a VAE. `where`: the layer it is in. `feeds`: whether a group norm's edge rows are of use.
 
     `exchanging` off computes every band alone, wrong on purpose, as the negative control of tests.
     """
 
-    share: Share
+    share: LocalPatch
     feeds: dict[str, bool] = field(default_factory=dict)
     exchanging: bool = True
     where: str = ""
-    _beyond: Beyond | None = None
+    _beyond: NeighbourRows | None = None
 
     @property
     def dim(self) -> int:
@@ -74,7 +74,7 @@ class Band:
         if not self.exchanging:
             return lambda: ({}, NOTHING)
         edges = None if edges is None else edges.kept()  # or the whole map would stay until they have been waited for
-        rounding = Round(self.share.door, self.share.axis, self.where).start(shared, edges)
+        rounding = GatherWithEdges(self.share.door, self.share.axis, self.where).start(shared, edges)
 
         def wait() -> tuple[Received, Halo]:
             received, before, after = rounding.wait()
@@ -91,13 +91,13 @@ class Band:
 
     # --- rows that came with something else -----------------------------------------------------------------------
 
-    def leave(self, beyond: Beyond) -> None:
+    def leave(self, beyond: NeighbourRows) -> None:
         """Keep the rows beyond a tensor for the function that takes it next."""
         if self._beyond is not None and self._beyond.norm and self._beyond.norm != beyond.norm:
             self.feeds.setdefault(self._beyond.norm, False)
         self._beyond = beyond
 
-    def beyond(self, x: Tensor) -> Beyond | None:
+    def beyond(self, x: Tensor) -> NeighbourRows | None:
         """The rows beyond `x`, if they are known or coming."""
         found = self._beyond
         return found if found is not None and found.of() is x else None
@@ -108,7 +108,7 @@ class Band:
             self.feeds.setdefault(self._beyond.norm, False)
         self._beyond = None
 
-    def take(self, x: Tensor) -> Beyond | None:
+    def take(self, x: Tensor) -> NeighbourRows | None:
         """The same, and they are of use."""
         found = self.beyond(x)
         if found is not None:
@@ -138,7 +138,7 @@ def _holds(args: Sequence[object], x: Tensor) -> bool:
     return any(arg is x for arg in args)
 
 
-def moved(beyond: Beyond, to: Tensor, change: Callable[[Tensor], Tensor]) -> Beyond:
+def moved(beyond: NeighbourRows, to: Tensor, change: Callable[[Tensor], Tensor]) -> NeighbourRows:
     """The rows beyond what a function made of the tensor, which does the same to them."""
 
     def halo() -> Halo:

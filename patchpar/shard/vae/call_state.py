@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 
-class StillNeeded(Exception):
+class OutputNeeded(Exception):
     """The pipeline goes on after it has decoded, so every rank needs the picture: draw again, `everywhere`."""
 
 
 @dataclass(slots=True)
-class Course:
+class VaeCallState:
     """`running`: inside a call, where every rank does the same. `everywhere`: all ranks get what is decoded.
 
     `dropped`: something has been decoded in this call, and only the first rank has it.
@@ -39,6 +39,6 @@ class Course:
             self.running = running
 
     def go_on(self) -> None:
-        """The denoiser or the encoder is called. Raises StillNeeded on all ranks where they may need the picture."""
+        """The denoiser or the encoder is called. Raises OutputNeeded on all ranks where they may need the picture."""
         if self.running and self.dropped:
-            raise StillNeeded
+            raise OutputNeeded

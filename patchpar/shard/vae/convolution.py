@@ -17,13 +17,13 @@ from patchpar.comm.collectives import Halo
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.bands import Stencil
 from patchpar.shard.unet.layers import convolve_with_halo, is_thin, mend_borders, stencil_of
-from patchpar.shard.vae.band import Band, Beyond, moved
+from patchpar.shard.vae.band import NeighbourRows, VaeBand, moved
 
 Sizes = int | Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Convolution:
+class ConvolutionArguments:
     """The arguments of a convolution, by the names of the module."""
 
     weight: Tensor
@@ -40,7 +40,7 @@ class Convolution:
 
 
 def convolve(  # noqa: PLR0913 - the signature is torch's
-    band: Band,
+    band: VaeBand,
     function: Callable[..., Tensor],
     input: Tensor,
     weight: Tensor,
@@ -54,7 +54,9 @@ def convolve(  # noqa: PLR0913 - the signature is torch's
     reach = weight.ndim - 2
     if isinstance(padding, str):
         padding = 0 if padding == "valid" else [(size - 1) // 2 for size in weight.shape[2:]]
-    conv = Convolution(weight, bias, _each(stride, reach), _each(padding, reach), _each(dilation, reach), groups)
+    conv = ConvolutionArguments(
+        weight, bias, _each(stride, reach), _each(padding, reach), _each(dilation, reach), groups
+    )
     if conv.kernel_size[band.dim] == 1:
         band.settle([input])
         return _plain(function, input, conv)
@@ -69,7 +71,7 @@ def convolve(  # noqa: PLR0913 - the signature is torch's
 
 
 def _convolve_padded(
-    band: Band, function: Callable[..., Tensor], x: Tensor, conv: Convolution, stencil: Stencil
+    band: VaeBand, function: Callable[..., Tensor], x: Tensor, conv: ConvolutionArguments, stencil: Stencil
 ) -> Tensor:
     """Of rows that a function before has padded."""
     beyond = band.take(x)
@@ -95,10 +97,10 @@ def _convolve_padded(
 
 
 def _finish(
-    band: Band,
+    band: VaeBand,
     function: Callable[..., Tensor],
     xs: tuple[Tensor, Tensor],
-    conv: Convolution,
+    conv: ConvolutionArguments,
     stencil: Stencil,
     fetch: Callable[[], Halo],
 ) -> Tensor:
@@ -110,7 +112,7 @@ def _finish(
     return mend_borders(conv, own, y, band.dim, stencil, fetch())
 
 
-def _plain(function: Callable[..., Tensor], x: Tensor, conv: Convolution) -> Tensor:
+def _plain(function: Callable[..., Tensor], x: Tensor, conv: ConvolutionArguments) -> Tensor:
     return function(x, conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
@@ -120,7 +122,7 @@ def _each(sizes: Sizes, count: int) -> tuple[int, ...]:
     return tuple(sizes) * (count if len(sizes) == 1 else 1)
 
 
-def pad(band: Band, input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Tensor:
+def pad(band: VaeBand, input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Tensor:
     """F.pad of our rows. Raises UnsupportedModel, ExchangeError."""
     place = 2 * (-band.dim - 1)
     before, after = (int(pad[place]), int(pad[place + 1])) if len(pad) > place + 1 else (0, 0)
@@ -138,7 +140,7 @@ def pad(band: Band, input: Tensor, pad: Sequence[int], mode: str = "constant", v
     if beyond is not None and max(before, after) == 1:
         band.take(input)
     else:
-        beyond = Beyond(weakref.ref(input), band.fetch(input, before, after))
+        beyond = NeighbourRows(weakref.ref(input), band.fetch(input, before, after))
     y = F.pad(input, list(pad), mode, value)
     found = moved(beyond, y, lambda rows: F.pad(rows, across, mode, value) if any(across) else rows)
     band.leave(found._replace(padded=(before, after), norm=""))

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from patchpar.shard.vae.attention import attend
-from patchpar.shard.vae.band import Band
+from patchpar.shard.vae.band import VaeBand
 from patchpar.shard.vae.convolution import convolve, pad
 from patchpar.shard.vae.norms import POINTWISE, group_norm, pointwise
 
@@ -31,13 +31,13 @@ def _with_function(answer: Answer, function: Callable[..., Any]) -> Answer:
     return lambda band, *args, **kwargs: answer(band, function, *args, **kwargs)
 
 
-def _divide(band: Band, function: Callable[..., Tensor], x: Any, divisor: Any, **kwargs: Any) -> Tensor:
+def _divide(band: VaeBand, function: Callable[..., Tensor], x: Any, divisor: Any, **kwargs: Any) -> Tensor:
     """Residual blocks divide by a scale that is nearly always 1: a copy of the largest maps."""
     same = isinstance(divisor, (int, float)) and divisor == 1 and isinstance(x, Tensor) and x.is_floating_point()
     return x if same else function(x, divisor, **kwargs)
 
 
-def _noise(band: Band, *size: Any, **kwargs: Any) -> Tensor:
+def _noise(band: VaeBand, *size: Any, **kwargs: Any) -> Tensor:
     """Noise is drawn for the whole picture on every rank, so that it is the same whatever the number of ranks."""
     shape = list(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
     if len(shape) < 2 or not band.fits(shape[band.dim]):
@@ -59,10 +59,10 @@ ANSWERS: dict[Callable[..., Any], Answer] = {
 }
 
 
-class Functions(TorchFunctionMode):
+class BandFunctions(TorchFunctionMode):
     """While it is entered, functions of this thread work on our band of the rows."""
 
-    def __init__(self, band: Band) -> None:
+    def __init__(self, band: VaeBand) -> None:
         super().__init__()
         self.band = band
 
@@ -78,11 +78,11 @@ class Functions(TorchFunctionMode):
 
 
 @contextmanager
-def in_band(vae: nn.Module, band: Band) -> Iterator[None]:
+def in_band(vae: nn.Module, band: VaeBand) -> Iterator[None]:
     """Whatever the VAE computes in here is computed on a band."""
     handles = [module.register_forward_pre_hook(_entering(band, path)) for path, module in vae.named_modules() if path]
     try:
-        with Functions(band):
+        with BandFunctions(band):
             yield
     finally:
         band.finish()
@@ -90,7 +90,7 @@ def in_band(vae: nn.Module, band: Band) -> Iterator[None]:
             handle.remove()
 
 
-def _entering(band: Band, path: str) -> Callable[..., None]:
+def _entering(band: VaeBand, path: str) -> Callable[..., None]:
     def hook(module: nn.Module, args: Any) -> None:
         band.where = path
 

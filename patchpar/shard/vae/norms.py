@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from patchpar.comm.collectives import Halo
 from patchpar.shard.unet.layers import Moments, Normalise, merge_moments, moments_of, pack_moments
-from patchpar.shard.vae.band import Band, Beyond, moved
+from patchpar.shard.vae.band import NeighbourRows, VaeBand, moved
 
 SLICES = 8  # of the channels, one at a time in fp32: the whole would be several times the peak of half precision
 IN_PLACE = (F.silu, F.relu)
@@ -23,7 +23,7 @@ POINTWISE = (*IN_PLACE, F.gelu, F.mish, F.dropout, torch.tanh)
 
 
 @dataclass(frozen=True, slots=True)
-class GroupNorm:
+class GroupNormArguments:
     """The arguments of a group norm, by the names of the module."""
 
     num_groups: int
@@ -32,7 +32,7 @@ class GroupNorm:
     bias: Tensor | None
     eps: float
 
-    def slices(self, dtype: torch.dtype) -> Iterator[tuple[slice, slice, "GroupNorm"]]:
+    def slices(self, dtype: torch.dtype) -> Iterator[tuple[slice, slice, "GroupNormArguments"]]:
         """(groups, channels, norm of these alone), small enough to be held in fp32."""
         step = self.num_groups if dtype == torch.float32 else -(-self.num_groups // SLICES)
         width = self.num_channels // self.num_groups
@@ -41,11 +41,11 @@ class GroupNorm:
             channels = slice(groups.start * width, groups.stop * width)
             weight, bias = (None if x is None else x[channels] for x in (self.weight, self.bias))
             count = groups.stop - groups.start
-            yield groups, channels, GroupNorm(count, count * width, weight, bias, self.eps)
+            yield groups, channels, GroupNormArguments(count, count * width, weight, bias, self.eps)
 
 
 def group_norm(
-    band: Band,
+    band: VaeBand,
     input: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
@@ -53,7 +53,7 @@ def group_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """F.group_norm of our rows, with the moments of all. Raises ExchangeError."""
-    norm = GroupNorm(num_groups, input.shape[1], weight, bias, eps)
+    norm = GroupNormArguments(num_groups, input.shape[1], weight, bias, eps)
     own = pack_moments(_moments(norm, input))
     speaks = input.ndim >= 4 and band.feeds.get(band.where, True)
     received, halo = band.start([own], band.share.edges(input, 1, 1) if speaks else None)()
@@ -62,17 +62,17 @@ def group_norm(
     y = _normalised(norm, moments, input)
     if speaks:
         rows = Halo(*(None if x is None else _normalised(norm, moments, x) for x in halo))
-        band.leave(Beyond(weakref.ref(y), lambda: rows, norm=band.where))
+        band.leave(NeighbourRows(weakref.ref(y), lambda: rows, norm=band.where))
     return y
 
 
-def _moments(norm: GroupNorm, x: Tensor) -> Moments:
+def _moments(norm: GroupNormArguments, x: Tensor) -> Moments:
     found = [moments_of(x[:, channels], part.num_groups) for _, channels, part in norm.slices(x.dtype)]
     num, means, m2s = zip(*found, strict=True)
     return Moments(num[0], torch.cat(means, 1), torch.cat(m2s, 1))
 
 
-def _normalised(norm: GroupNorm, moments: Moments, x: Tensor) -> Tensor:
+def _normalised(norm: GroupNormArguments, moments: Moments, x: Tensor) -> Tensor:
     if x.dtype == torch.float32:
         return Normalise(norm, moments)(x)
     y = torch.empty_like(x)
@@ -82,7 +82,7 @@ def _normalised(norm: GroupNorm, moments: Moments, x: Tensor) -> Tensor:
     return y
 
 
-def pointwise(band: Band, function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def pointwise(band: VaeBand, function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """An activation of our rows and of those beyond; after a group norm in place, since nobody reads that again."""
     beyond = band.beyond(input)
     if beyond is None or any(beyond.padded):

@@ -6,22 +6,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Gather
-from patchpar.comm.transport import Incoming, Spec
-from patchpar.shard.vae.band import Band
+from patchpar.comm.collectives import AllGather
+from patchpar.comm.transport import Incoming, TensorSpec
+from patchpar.shard.vae.band import VaeBand
 
 Join = Callable[[Tensor], Tensor]
 
 
-def on_all(band: Band, where: str, own: Tensor) -> Tensor:
+def on_all(band: VaeBand, where: str, own: Tensor) -> Tensor:
     """The whole on every rank. Raises ExchangeError."""
     share = band.share
     sizes = [band.scaled(own.shape[band.dim], place) for place in range(len(share.bands))]
-    shares = Gather(share.door, share.axis, "result", where).shares(own.contiguous(), band.dim, sizes)
+    shares = AllGather(share.door, share.axis, "result", where).shares(own.contiguous(), band.dim, sizes)
     return torch.cat(shares, band.dim)
 
 
-def on_first(band: Band, where: str, own: Tensor) -> Tensor:
+def on_first(band: VaeBand, where: str, own: Tensor) -> Tensor:
     """The whole on the first place, zeros of its shape on the others. Raises ExchangeError."""
     share, dim = band.share, band.dim
     shape = list(own.shape)
@@ -34,7 +34,7 @@ def on_first(band: Band, where: str, own: Tensor) -> Tensor:
     incoming, start = [], own.shape[dim]
     for place in range(1, len(share.bands)):
         rows = whole.narrow(dim, start, band.scaled(own.shape[dim], place))
-        incoming.append(Incoming(share.axis.ranks[place], (Spec.of(rows),), (rows,)))
+        incoming.append(Incoming(share.axis.ranks[place], (TensorSpec.of(rows),), (rows,)))
         start += rows.shape[dim]
     share.door.swap("result", where, [], incoming).wait()
     return whole

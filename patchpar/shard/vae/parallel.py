@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import nn
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.plan.mesh import Axis
-from patchpar.shard.vae.call_state import Course
-from patchpar.shard.vae.split import Call, SplitMethod
+from patchpar.shard.vae.call_state import VaeCallState
+from patchpar.shard.vae.split import SplitMethod, VaeCall
 from patchpar.shard.vae.unsplit import in_tiles, is_tiled, stand_in
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.verification_cache import VerificationCache
 
 METHODS = ("encode", "decode")
 log = logging.getLogger(__name__)
@@ -29,7 +29,12 @@ class ParallelVae:
     """One VAE whose `encode` and `decode` run as `way` says, while the course of a call is open."""
 
     def __init__(
-        self, vae: nn.Module, way: str, mesh: tuple[Door, Axis], verdicts: Verdicts | None, course: Course
+        self,
+        vae: nn.Module,
+        way: str,
+        mesh: tuple[Communicator, Axis],
+        verdicts: VerificationCache | None,
+        course: VaeCallState,
     ) -> None:
         self.vae, self.way, self.course = vae, way, course
         self.split = {name: SplitMethod(vae, name, mesh, verdicts) for name in METHODS}
@@ -47,11 +52,11 @@ class ParallelVae:
             if not self.course.running:
                 return method(*args, **kwargs)
             x, *rest = args if args else (kwargs.pop(argument),)
-            return self._run(name, Call(method, x, tuple(rest), kwargs))
+            return self._run(name, VaeCall(method, x, tuple(rest), kwargs))
 
         return wrapped
 
-    def _run(self, name: str, call: Call) -> Any:
+    def _run(self, name: str, call: VaeCall) -> Any:
         if name == "encode":
             self.course.go_on()
         if self.way in ("auto", "exact") and not self._tiling_wins():
@@ -61,7 +66,7 @@ class ParallelVae:
                 self._give_up(error)
         return self._whole(name, call)
 
-    def _exactly(self, name: str, call: Call) -> Any:
+    def _exactly(self, name: str, call: VaeCall) -> Any:
         if not self.split[name].takes(call):
             return call.on(call.x)
         everywhere = name == "encode" or self.course.everywhere
@@ -69,7 +74,7 @@ class ParallelVae:
         self.course.dropped |= not everywhere
         return output
 
-    def _whole(self, name: str, call: Call) -> Any:
+    def _whole(self, name: str, call: VaeCall) -> Any:
         """Every rank needs what is encoded, and computes it; only the first decodes."""
         with in_tiles(self.vae) if self.way == "tiled" else nullcontext():
             if name == "encode" or self.course.everywhere or call.x.ndim not in (4, 5):
@@ -112,10 +117,10 @@ class ParallelVaes:
         components: Mapping[str, Any],
         denoisers: Sequence[nn.Module],
         way: str,
-        mesh: tuple[Door, Axis],
-        verdicts: Verdicts | None = None,
+        mesh: tuple[Communicator, Axis],
+        verdicts: VerificationCache | None = None,
     ) -> None:
-        self.course, self.door = Course(everywhere=mesh[1].size == 1), mesh[0]
+        self.course, self.door = VaeCallState(everywhere=mesh[1].size == 1), mesh[0]
         compiled_or_not = (getattr(module, "_orig_mod", module) for module in components.values())
         found = {id(module): module for module in compiled_or_not if _is_vae(module)}
         self.vaes = [ParallelVae(module, way, mesh, verdicts, self.course) for module in found.values()]

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.errors import PatchparError, UnsupportedModel, VerificationError
 from patchpar.plan.bands import split_bands
 from patchpar.plan.mesh import Axis
 from patchpar.shard.compiled import compiled_in
 from patchpar.shard.generators import generators_of
-from patchpar.shard.local_patch import Share
-from patchpar.shard.vae.band import Band
+from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.vae.band import VaeBand
 from patchpar.shard.vae.functions import in_band
 from patchpar.shard.vae.outputs import joined, on_all, on_first, tensors_of
 from patchpar.shard.verification import TOLERANCE, check_once, made_of, relative_error
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.verification_cache import VerificationCache
 
 PROBE = 64  # rows and columns of the picture that tells how much smaller its latent is; none is more than 32 times
 FRAMES = {
@@ -33,7 +33,7 @@ COLUMNS = 3  # of a small latent, fewer than it has rows
 Method = Callable[..., Any]
 
 
-class Call(NamedTuple):
+class VaeCall(NamedTuple):
     """A call of `method`, which is the VAE's own, with a picture or latent `x`."""
 
     method: Method
@@ -52,7 +52,9 @@ class SplitMethod:
     `exchanging` off computes every band alone, wrong on purpose, as the negative control of tests.
     """
 
-    def __init__(self, vae: nn.Module, name: str, mesh: tuple[Door, Axis], verdicts: Verdicts | None) -> None:
+    def __init__(
+        self, vae: nn.Module, name: str, mesh: tuple[Communicator, Axis], verdicts: VerificationCache | None
+    ) -> None:
         self.vae, self.name, self.verdicts = vae, name, verdicts
         self.door, self.axis = mesh
         self.exchanging = True
@@ -62,7 +64,7 @@ class SplitMethod:
         self._checked: set[Any] = set()
         self._deadline = self.door.transport.deadline
 
-    def takes(self, call: Call) -> bool:
+    def takes(self, call: VaeCall) -> bool:
         """Whether a picture has rows for every place; if not, it is small enough for every rank to do it whole.
 
         Raises UnsupportedModel.
@@ -73,7 +75,7 @@ class SplitMethod:
         rows, unit = x.shape[longer_dim(x)], self._rows_per_unit(call)
         return rows % unit == 0 and rows // unit >= self.axis.size
 
-    def __call__(self, call: Call, *, everywhere: bool) -> Any:
+    def __call__(self, call: VaeCall, *, everywhere: bool) -> Any:
         """The method's output: whole on every place if `everywhere`, else on the first, and zeros on the others.
 
         Raises UnsupportedModel or VerificationError for a VAE that cannot be split, ExchangeError.
@@ -92,7 +94,7 @@ class SplitMethod:
         self._checked.clear()
         self._feeds.clear()
 
-    def _rows_per_unit(self, call: Call) -> int:
+    def _rows_per_unit(self, call: VaeCall) -> int:
         """How many rows of a picture make one of its latent: encode a small corner and see."""
         if not self._unit:
             corner = call.x[:1, ..., :PROBE, :PROBE]
@@ -106,12 +108,12 @@ class SplitMethod:
             self._unit = corner.shape[-1] // latent.shape[-1]
         return self._unit
 
-    def _in_bands(self, call: Call, *, everywhere: bool) -> Any:
+    def _in_bands(self, call: VaeCall, *, everywhere: bool) -> Any:
         x, place = call.x, self.axis.rank
         dim = longer_dim(x)
         bands = split_bands(x.shape[dim], self.axis.size, self._unit)
-        share = Share(self.door, self.axis, bands=bands, dim=dim)
-        band = Band(share, self._feeds, self.exchanging)
+        share = LocalPatch(self.door, self.axis, bands=bands, dim=dim)
+        band = VaeBand(share, self._feeds, self.exchanging)
         own = x.narrow(dim, bands.starts[place], bands.size(place)).contiguous()
         with in_band(self.vae, band):
             output = call.on(own)
@@ -119,7 +121,7 @@ class SplitMethod:
 
     # --- first use ----------------------------------------------------------------------------------------------
 
-    def _check(self, call: Call) -> None:
+    def _check(self, call: VaeCall) -> None:
         """Compare with the plain method once for every form of call, unless there are no `verdicts`."""
         form = (call.x.ndim, call.x.dtype, longer_dim(call.x), self._frames(call.x), tuple(sorted(call.kwargs)))
         if form in self._checked:
@@ -136,7 +138,7 @@ class SplitMethod:
     def _frames(self, x: Tensor) -> int:
         return min(x.shape[2], FRAMES[self.name]) if x.ndim == 5 else 0
 
-    def _facts(self, call: Call, form: Any) -> dict[str, Any]:
+    def _facts(self, call: VaeCall, form: Any) -> dict[str, Any]:
         """What the verdict depends on."""
         return {
             **made_of(self.vae),
@@ -146,7 +148,7 @@ class SplitMethod:
             "device": call.x.device.type,
         }
 
-    def _verify(self, call: Call) -> float:
+    def _verify(self, call: VaeCall) -> float:
         """Largest relative error of the method in bands against the plain one, over all ranks and two sizes.
 
         Raises VerificationError when it exceeds what the dtype's rounding explains.
@@ -158,7 +160,7 @@ class SplitMethod:
             worst = max(worst, self._agreed(self._error(small), call))
         return worst
 
-    def _error(self, call: Call) -> float:
+    def _error(self, call: VaeCall) -> float:
         """Of the bands against the plain method, on this rank. Raises UnsupportedModel."""
         try:
             with random_numbers_kept(call):
@@ -174,10 +176,10 @@ class SplitMethod:
         pairs = zip(got, want, strict=True)
         return max(relative_error(x, y) if x.shape == y.shape else math.inf for x, y in pairs)
 
-    def _agreed(self, error: float, call: Call) -> float:
+    def _agreed(self, error: float, call: VaeCall) -> float:
         """The largest error of any rank. Raises VerificationError."""
         own, limit = torch.tensor([error], device=self.door.transport.device), TOLERANCE[call.x.dtype]
-        worst = torch.cat(Gather(self.door, self.axis, "verify", "verification").same(own)).amax().item()
+        worst = torch.cat(AllGather(self.door, self.axis, "verify", "verification").same(own)).amax().item()
         if not worst <= limit:
             raise VerificationError(
                 f"{type(self.vae).__name__}.{self.name} in {self.axis.size} bands differs from the plain one by "
@@ -202,7 +204,7 @@ def longer_dim(x: Tensor) -> int:
 
 
 @contextmanager
-def random_numbers_kept(call: Call) -> Iterator[None]:
+def random_numbers_kept(call: VaeCall) -> Iterator[None]:
     """Nothing in here moves the default random numbers on, or those of a generator among the arguments."""
     generators = generators_of(call.kwargs)
     states = [generator.get_state() for generator in generators]

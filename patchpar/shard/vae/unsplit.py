@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.vae.outputs import joined
-from patchpar.shard.vae.split import Call, random_numbers_kept
+from patchpar.shard.vae.split import VaeCall, random_numbers_kept
 
 CORNER = 4  # rows and columns of a latent
 
@@ -31,7 +31,7 @@ def is_tiled(vae: nn.Module) -> bool:
     return bool(getattr(vae, "use_tiling", False))
 
 
-def stand_in(call: Call) -> Any:
+def stand_in(call: VaeCall) -> Any:
     """What decoding gives, but zeros, for a rank whose picture nobody looks at: a corner tells the shape."""
     rows, columns = (min(CORNER, size) for size in call.x.shape[-2:])
     with random_numbers_kept(call):

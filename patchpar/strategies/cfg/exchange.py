@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.comm.async_tensor import Delivery
-from patchpar.comm.collectives import Arriving, Door, Gather
+from patchpar.comm.async_tensor import AsyncMessage
+from patchpar.comm.collectives import AllGather, Communicator, TimedWork
 from patchpar.comm.pytree import leaves, tensors_in, with_tensors
-from patchpar.comm.transport import Incoming, Outgoing, Spec
+from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
 from patchpar.errors import ExchangeError, UnsupportedModel
 from patchpar.plan.mesh import Axis
 
@@ -25,23 +25,23 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class OutputForm:
     """What a denoiser call returns, with placeholders where the tensors are, and the specs of those tensors."""
 
     tree: Any
-    specs: tuple[Spec, ...]
+    specs: tuple[TensorSpec, ...]
 
     @classmethod
-    def of(cls, output: Any) -> "Form | None":
+    def of(cls, output: Any) -> "OutputForm | None":
         """The form of an output; None if it holds more than tensors, numbers and strings."""
         if not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in leaves(output)):
             return None
         tensors = tensors_in(output)
-        return cls(with_tensors(output, [torch.empty(0)] * len(tensors)), tuple(Spec.of(x) for x in tensors))
+        return cls(with_tensors(output, [torch.empty(0)] * len(tensors)), tuple(TensorSpec.of(x) for x in tensors))
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class PredictionTime:
     """When in a run of the pipeline a prediction is made."""
 
     step: int
@@ -50,25 +50,25 @@ class Moment:
     def __str__(self) -> str:
         return f"guidance, step {self.step}, call {self.call}"
 
-    def stamp(self, specs: tuple[Spec, ...], device: torch.device) -> Tensor:
+    def stamp(self, specs: tuple[TensorSpec, ...], device: torch.device) -> Tensor:
         """The moment and the specs as numbers, the same on every rank."""
         shapes = [(tuple(spec.shape), str(spec.dtype)) for spec in specs]
         return torch.tensor([self.step, self.call, zlib.crc32(repr(shapes).encode())], device=device)
 
 
-class Post:
+class PredictionExchange:
     """Sends this rank's predictions to the others of the axis and takes in theirs."""
 
-    def __init__(self, door: Door, axis: Axis) -> None:
+    def __init__(self, door: Communicator, axis: Axis) -> None:
         self._door, self._axis = door, axis
-        self._sent: list[Arriving] = []
-        self._parcels: list[_Parcel] = []
-        self._deliveries: list[Delivery] = []
+        self._sent: list[TimedWork] = []
+        self._parcels: list[_ExpectedMessage] = []
+        self._deliveries: list[AsyncMessage] = []
         self._doubts: list[Tensor] = []
 
-    def exchange(self, output: Any, moment: Moment) -> list[Any]:
+    def exchange(self, output: Any, moment: PredictionTime) -> list[Any]:
         """Outputs of the same form from every place, in order, now. Raises ExchangeError."""
-        form = Form.of(output)
+        form = OutputForm.of(output)
         if form is None:
             raise UnsupportedModel(
                 f"{moment}: the denoiser's {type(output).__name__} holds more than tensors and numbers, which cannot "
@@ -76,36 +76,36 @@ class Post:
             )
         stamp = self._stamp(moment, form)
         own = [stamp, *(x.contiguous() for x in tensors_in(output))]
-        specs = [Spec.of(x) for x in own]
-        received = Gather(self._door, self._axis, KIND, str(moment)).start(own, lambda _: specs).wait()
+        specs = [TensorSpec.of(x) for x in own]
+        received = AllGather(self._door, self._axis, KIND, str(moment)).start(own, lambda _: specs).wait()
         for place in self._axis.others:
             self.check(received[place][0], stamp, moment, place)
         return [with_tensors(output, tensors[1:]) for tensors in received]
 
-    def shapes_of_all(self, own: Sequence[Tensor], moment: Moment) -> list[tuple[tuple[int, ...], ...]]:
+    def shapes_of_all(self, own: Sequence[Tensor], moment: PredictionTime) -> list[tuple[tuple[int, ...], ...]]:
         """Of each of our tensors the shapes that it has at every place, in order, now. Raises ExchangeError."""
         told = torch.tensor([size for x in own for size in x.shape], device=self._door.transport.device)
-        of_all = [x.tolist() for x in Gather(self._door, self._axis, KIND, f"{moment}: shapes").same(told)]
+        of_all = [x.tolist() for x in AllGather(self._door, self._axis, KIND, f"{moment}: shapes").same(told)]
         ends = list(accumulate(x.ndim for x in own))
         return [tuple(tuple(sizes[end - x.ndim : end]) for sizes in of_all) for x, end in zip(own, ends, strict=True)]
 
-    def send(self, output: Any, form: Form, moment: Moment) -> None:
+    def send(self, output: Any, form: OutputForm, moment: PredictionTime) -> None:
         """Start sending a prediction to all others. What is expected from earlier calls starts to come with it."""
         tensors = (self._stamp(moment, form), *(x.contiguous() for x in tensors_in(output)))
         peers = tuple(self._axis.ranks[place] for place in self._axis.others)
         self._sent.append(self._swap([Outgoing(peers, tensors)], moment))
 
-    def expect(self, place: int, form: Form, moment: Moment, *, at_once: bool) -> list[Tensor]:
+    def expect(self, place: int, form: OutputForm, moment: PredictionTime, *, at_once: bool) -> list[Tensor]:
         """Promises of the prediction that `place` makes.
 
         Not `at_once` if this rank computes something first: a receive that waits on a GPU's stream would hold up what
         that computation exchanges on another axis.
         """
-        parcel = _Parcel(self, place, form, moment)
+        parcel = _ExpectedMessage(self, place, form, moment)
         self._parcels.append(parcel)
         if at_once:
             self.collect()
-        self._deliveries.append(Delivery(form.specs, self._door.transport.device, parcel.fetch))
+        self._deliveries.append(AsyncMessage(form.specs, self._door.transport.device, parcel.fetch))
         return self._deliveries[-1].tensors
 
     def collect(self) -> None:
@@ -132,7 +132,7 @@ class Post:
                 f"axis '{self._axis.name}' had parted, and this result is wrong"
             )
 
-    def check(self, stamp: Tensor, expected: Tensor, moment: Moment, place: int) -> None:
+    def check(self, stamp: Tensor, expected: Tensor, moment: PredictionTime, place: int) -> None:
         """Compare the stamp of a message from `place` with the one it should have, or keep that for `audit`."""
         if stamp.device.type != "cpu":
             self._doubts.append((stamp != expected).any())
@@ -144,10 +144,10 @@ class Post:
                 "have parted"
             )
 
-    def _stamp(self, moment: Moment, form: Form) -> Tensor:
+    def _stamp(self, moment: PredictionTime, form: OutputForm) -> Tensor:
         return moment.stamp(form.specs, self._door.transport.device)
 
-    def _swap(self, outgoing: list[Outgoing], moment: Moment) -> Arriving:
+    def _swap(self, outgoing: list[Outgoing], moment: PredictionTime) -> TimedWork:
         due = [parcel for parcel in self._parcels if parcel.arriving is None]
         arriving = self._door.swap(KIND, str(moment), outgoing, [parcel.incoming() for parcel in due])
         for index, parcel in enumerate(due):
@@ -155,18 +155,18 @@ class Post:
         return arriving
 
 
-class _Parcel:
+class _ExpectedMessage:
     """One message that another place sends us."""
 
-    def __init__(self, post: Post, place: int, form: Form, moment: Moment) -> None:
+    def __init__(self, post: PredictionExchange, place: int, form: OutputForm, moment: PredictionTime) -> None:
         self.post, self.place, self.form, self.moment = post, place, form, moment
-        self.arriving: Arriving | None = None
+        self.arriving: TimedWork | None = None
         self.index = 0
 
     def incoming(self) -> Incoming:
         """What to receive: the stamp, then the tensors."""
         stamp = self.post._stamp(self.moment, self.form)
-        return Incoming(self.post._axis.ranks[self.place], (Spec.of(stamp), *self.form.specs))
+        return Incoming(self.post._axis.ranks[self.place], (TensorSpec.of(stamp), *self.form.specs))
 
     def fetch(self) -> list[Tensor]:
         """Wait for it."""

@@ -20,10 +20,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from patchpar.comm.async_tensor import Delivery
-from patchpar.comm.collectives import Door
+from patchpar.comm.async_tensor import AsyncMessage
+from patchpar.comm.collectives import Communicator
 from patchpar.comm.pytree import tensors_in, with_tensors
-from patchpar.comm.transport import Spec
+from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.info import parameters_of
 from patchpar.plan.mesh import Axis
@@ -32,7 +32,7 @@ from patchpar.shard.batch import Batch, count_branches, filled_up, largest_of, s
 from patchpar.shard.guidance_branches import at_own_place
 from patchpar.shard.returned_caches import gives_back, with_given, without_given
 from patchpar.shard.step_caches import are_as_before, held_by
-from patchpar.strategies.cfg.exchange import Form, Moment, Post
+from patchpar.strategies.cfg.exchange import OutputForm, PredictionExchange, PredictionTime
 
 Shapes = Sequence[Sequence[tuple[int, ...]]]
 WITHOUT = "run it with cfg=1 and give the devices to another axis, e.g. patch"
@@ -71,14 +71,14 @@ def refuse_perturbed(pipe: Any, arguments: Mapping[str, Any]) -> None:
 
 
 @dataclass(slots=True)
-class Progress:
+class GuidanceProgress:
     """What one pipeline call has shown so far."""
 
     step: int = -1
     calls: int = 0  # in this step
     finished: int = 0  # steps
     most_calls: int = 0  # in any finished step
-    branches: dict[tuple[Spec, ...], int] = field(default_factory=dict)  # by the specs of the sample
+    branches: dict[tuple[TensorSpec, ...], int] = field(default_factory=dict)  # by the specs of the sample
 
     def turn_to(self, step: int) -> None:
         """A new step has begun."""
@@ -102,7 +102,7 @@ class GuidanceSplit:
 
     def __init__(
         self,
-        door: Door,
+        door: Communicator,
         axis: Axis,
         clock: StepClock,
         layers_of: Callable[[nn.Module], Sequence[nn.Module]] = lambda network: (),
@@ -111,15 +111,15 @@ class GuidanceSplit:
         self.carriers: Mapping[str, int | None] = {}
         self.by_branch: Sequence[nn.Module] = ()
         self._axis, self._clock = axis, clock
-        self._post = Post(door, axis)
-        self._progress = Progress()
-        self._forms: dict[Any, Form | None] = {}  # kept from one pipeline call to the next
+        self._post = PredictionExchange(door, axis)
+        self._progress = GuidanceProgress()
+        self._forms: dict[Any, OutputForm | None] = {}  # kept from one pipeline call to the next
         self._shapes: dict[Any, Shapes] = {}
 
     def reset(self) -> None:
         """Begin a pipeline call."""
         self._post.settle()
-        self._progress = Progress()
+        self._progress = GuidanceProgress()
 
     def finish(self) -> None:
         """End a pipeline call: take in what is still under way. Raises ExchangeError if the ranks had parted."""
@@ -168,17 +168,17 @@ class GuidanceSplit:
             return tensors_in(batch.join(self._post.exchange(filled, moment)))
 
         differ = shapes if batch.by_item else ()
-        return with_tensors(output, Delivery(specs, own[0].device, fetch, own, differ).tensors)
+        return with_tensors(output, AsyncMessage(specs, own[0].device, fetch, own, differ).tensors)
 
-    def _shapes_of_shares(self, own: Sequence[Tensor], call: Any, moment: Moment) -> Shapes:
+    def _shapes_of_shares(self, own: Sequence[Tensor], call: Any, moment: PredictionTime) -> Shapes:
         """Of each of our tensors its shape on every rank, asked for once for each form of the whole call."""
-        form = tuple(Spec.of(x) for x in tensors_in(call))
+        form = tuple(TensorSpec.of(x) for x in tensors_in(call))
         if form not in self._shapes:
             self._shapes[form] = self._post.shapes_of_all(own, moment)
         return self._shapes[form]
 
     def _branches(self, sample: Any) -> int:
-        specs, known = tuple(Spec.of(x) for x in tensors_in(sample)), self._progress.branches
+        specs, known = tuple(TensorSpec.of(x) for x in tensors_in(sample)), self._progress.branches
         if specs not in known:
             known[specs] = count_branches(sample)
         return known[specs]
@@ -208,7 +208,7 @@ class GuidanceSplit:
         self, forward: Callable[..., Any], sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         moment, axis = self._moment, self._axis
-        specs = tuple(Spec.of(x) for x in tensors_in(sample))
+        specs = tuple(TensorSpec.of(x) for x in tensors_in(sample))
         told = tuple((name, value if isinstance(value, (str, bool)) else None) for name, value in kwargs.items())
         key = (moment.call, len(args), told, specs)
         form = self._forms.get(key)
@@ -220,9 +220,9 @@ class GuidanceSplit:
         output = forward(*args, **kwargs)
         if form is None:
             if are_as_before(before, held_by(kwargs)):  # else every rank needs what such a call leaves behind
-                self._forms[key] = Form.of(output)
+                self._forms[key] = OutputForm.of(output)
             return output
-        found = Form.of(output)
+        found = OutputForm.of(output)
         if found is None or found.specs != form.specs:
             raise UnsupportedModel(
                 f"{moment}: the denoiser returned {found and found.specs}, but {form.specs} for the same sample "
@@ -232,8 +232,8 @@ class GuidanceSplit:
         return output
 
     @property
-    def _moment(self) -> Moment:
-        return Moment(self._clock.evaluation, self._clock.call)
+    def _moment(self) -> PredictionTime:
+        return PredictionTime(self._clock.evaluation, self._clock.call)
 
     def _no_guidance(self) -> str:
         return (

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.comm.pytree import floats_in
 from patchpar.errors import VerificationError
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch_arguments import Layers, carriers_of
-from patchpar.shard.fingerprint import Watched
+from patchpar.shard.fingerprint import WatchedNetwork
 from patchpar.shard.step_caches import caches_set_aside
 from patchpar.shard.verification import TOLERANCE, Call, arguments_of, check_once, form_of, made_of, relative_error
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.verification_cache import VerificationCache
 
 
 class GuidanceCheck:
@@ -33,16 +33,16 @@ class GuidanceCheck:
     def __init__(
         self,
         denoiser: nn.Module,
-        mesh: tuple[Door, Axis],
+        mesh: tuple[Communicator, Axis],
         clock: StepClock,
-        verdicts: Verdicts,
+        verdicts: VerificationCache,
         by_branch: Layers = tuple,
     ) -> None:
         self.denoiser, self.clock, self.verdicts = denoiser, clock, verdicts
         self.door, self.axis = mesh
         self._seen: list[Any] = []
         self.carriers = carriers_of(denoiser, mesh, verdicts, by_branch)
-        self._watched, self.unsure = Watched(denoiser), False
+        self._watched, self.unsure = WatchedNetwork(denoiser), False
 
     def __call__(self, plain: Callable[..., Any], call: Call, joined: Any) -> None:
         """Compare `joined`, where it is of several branches, with what the denoiser's own forward gives for `call`.
@@ -77,7 +77,7 @@ class GuidanceCheck:
         error = max(relative_error(x, y) for x, y in zip(got, want, strict=True))
         limit = max(TOLERANCE[x.dtype] for x in want)
         own = torch.tensor([error], dtype=torch.float32, device=self.door.transport.device)
-        worst = max(float(x) for x in Gather(self.door, self.axis, "verify", "guidance").same(own))
+        worst = max(float(x) for x in AllGather(self.door, self.axis, "verify", "guidance").same(own))
         if not worst <= limit:
             raise VerificationError(
                 f"{type(self.denoiser).__name__} with the branches of guidance on {self.axis.size} ranks differs from "

@@ -56,7 +56,7 @@ OWN_NOISE = ("DPMSolverSDEScheduler", "AmusedScheduler")  # schedulers that draw
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class PromptSlice:
     """Prompts `start` up to `stop` of `total`."""
 
     start: int
@@ -64,7 +64,7 @@ class Share:
     total: int
 
     @classmethod
-    def of(cls, kwargs: Mapping[str, Any], rank: int, size: int) -> "Share":
+    def of(cls, kwargs: Mapping[str, Any], rank: int, size: int) -> "PromptSlice":
         """The share of a pipeline call's prompts that falls to `rank`. Raises PlanError if some rank would get none."""
         total = _count_prompts(kwargs)
         if total < size:
@@ -89,7 +89,7 @@ def split_call(kwargs: Mapping[str, Any], rank: int, size: int) -> dict[str, Any
     Lists and tensors with one entry per prompt are divided, also with `num_images_per_prompt` entries per prompt, as
     lists of generators and latents have them. Raises PlanError where it cannot be told what belongs to which prompt.
     """
-    share = Share.of(kwargs, rank, size)
+    share = PromptSlice.of(kwargs, rank, size)
     return {name: _divided(name, value, share, kwargs) for name, value in kwargs.items()}
 
 
@@ -121,12 +121,15 @@ def as_one_call(pipe: Any, kwargs: Mapping[str, Any], rank: int, size: int) -> I
 
     Raises PlanError where a part of the prompts cannot be given the pictures that they get in one call for all.
     """
-    from patchpar.strategies.data.text_encoding import Texts, encoded_together  # which needs torch: on ranks only
+    from patchpar.strategies.data.text_encoding import (  # which needs torch: on ranks only
+        TextArguments,
+        encoded_together,
+    )
 
-    share, own_kwargs = Share.of(kwargs, rank, size), split_call(kwargs, rank, size)
+    share, own_kwargs = PromptSlice.of(kwargs, rank, size), split_call(kwargs, rank, size)
     _refuse_what_depends_on_the_others(pipe, kwargs, share)
     own = share.stop - share.start
-    texts = Texts(whole_call=kwargs, own_call=own_kwargs, own=own, total=share.total, rows=share.rows)
+    texts = TextArguments(whole_call=kwargs, own_call=own_kwargs, own=own, total=share.total, rows=share.rows)
     with ExitStack() as stack:
         stack.enter_context(encoded_together(pipe, texts))
         stack.enter_context(_drawn_together(pipe, kwargs, share))
@@ -135,7 +138,7 @@ def as_one_call(pipe: Any, kwargs: Mapping[str, Any], rank: int, size: int) -> I
 
 
 @contextmanager
-def _drawn_together(pipe: Any, kwargs: Mapping[str, Any], share: Share) -> Iterator[None]:
+def _drawn_together(pipe: Any, kwargs: Mapping[str, Any], share: PromptSlice) -> Iterator[None]:
     """While open, noise that diffusers draws is our part of a draw for all prompts. Raises PlanError.
 
     Lists of generators are left alone: they draw prompt by prompt.
@@ -209,7 +212,7 @@ def _dims(value: Any) -> int:
     return len(getattr(value, "shape", ()))
 
 
-def _divided(name: str, value: Any, share: Share, kwargs: Mapping[str, Any]) -> Any:
+def _divided(name: str, value: Any, share: PromptSlice, kwargs: Mapping[str, Any]) -> Any:
     count = _entries(name, value)
     if not count or name in SHARED_LISTS:
         return value
@@ -239,7 +242,7 @@ def why_kept_together(pipe: Any) -> str:
     return f"{scheduler} draws noise for all of them by itself" if scheduler in OWN_NOISE else ""
 
 
-def _refuse_what_depends_on_the_others(pipe: Any, kwargs: Mapping[str, Any], share: Share) -> None:
+def _refuse_what_depends_on_the_others(pipe: Any, kwargs: Mapping[str, Any], share: PromptSlice) -> None:
     why = why_kept_together(pipe)
     if why:
         way_out = "data=1" if type(pipe).__name__ in MIXED else "another scheduler, or data=1"
@@ -268,7 +271,7 @@ def _refuse_noise_of_its_own(pipe: Any, kwargs: Mapping[str, Any], rows: int, ow
         )
 
 
-def _refuse_one_picture(pipe: Any, kwargs: Mapping[str, Any], share: Share) -> None:
+def _refuse_one_picture(pipe: Any, kwargs: Mapping[str, Any], share: PromptSlice) -> None:
     """What one picture takes of the noise, and of which generator, depends on the pipeline and the number of prompts.
 
     Some pipelines repeat the picture for every prompt before they encode it, others encode it once, with the first

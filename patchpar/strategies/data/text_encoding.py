@@ -25,7 +25,7 @@ ROUNDING = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Texts:
+class TextArguments:
     """A call's arguments for all prompts and for those of this rank: `own` of `total`.
 
     `rows` says which of so many rows of all are ours.
@@ -106,7 +106,7 @@ class Texts:
 
 
 @contextmanager
-def encoded_together(pipe: Any, texts: Texts) -> Iterator[None]:
+def encoded_together(pipe: Any, texts: TextArguments) -> Iterator[None]:
     """While open, the pipeline encodes our prompts as it does beside all others."""
     names = [name for name in dir(type(pipe)) if name.startswith(METHOD)]
     for name in names:
@@ -118,7 +118,7 @@ def encoded_together(pipe: Any, texts: Texts) -> Iterator[None]:
             delattr(pipe, name)
 
 
-def _together(plain: Callable[..., Any], texts: Texts) -> Callable[..., Any]:
+def _together(plain: Callable[..., Any], texts: TextArguments) -> Callable[..., Any]:
     signature = inspect.signature(plain)
 
     def encode_prompt(*args: Any, **kwargs: Any) -> Any:

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
-from patchpar.strategies.scheduler_step import InPlaceOfStep, Step
-from patchpar.strategies.structure.guidance_fit import Evidence
-from patchpar.strategies.structure.needed_regions import Regions
-from patchpar.strategies.structure.partial_prediction import Portion
-from patchpar.strategies.structure.patch_inputs import Layout
-from patchpar.strategies.structure.prediction_merge import Meeting
+from patchpar.strategies.scheduler_step import SchedulerStepOverride, Step
+from patchpar.strategies.structure.guidance_fit import GuidanceFit
+from patchpar.strategies.structure.needed_regions import NeededRegions
+from patchpar.strategies.structure.partial_prediction import PartialPrediction
+from patchpar.strategies.structure.patch_inputs import PatchInputs
+from patchpar.strategies.structure.prediction_merge import PredictionMerge
 from patchpar.strategies.structure.step_output import sample_in, with_sample
 from patchpar.strategies.structure.supported_pipelines import treats_places_alike
 
@@ -41,16 +41,16 @@ class AfterGuidance:
     `parted`: latents are no number where this rank needs none.
     """
 
-    def __init__(self, mesh: tuple[Door, Axis], clock: StepClock, pipe: Any) -> None:
+    def __init__(self, mesh: tuple[Communicator, Axis], clock: StepClock, pipe: Any) -> None:
         self._mesh, self._clock, self._pipe = mesh, clock, pipe
         self._scheduler: Any = None
         self._forget()
 
     def _forget(self) -> None:
         self._is_mean: bool | None = None  # None until a step has shown it
-        self._layout: Layout | None = None
+        self._layout: PatchInputs | None = None
         self._seen: list[Tensor] = []  # what the pipeline was answered with in this step, by branches
-        self._waiting: list[Portion] = []
+        self._waiting: list[PartialPrediction] = []
         self._watched = False
         self.parted = False
         self._ends = False  # this is the last step
@@ -70,7 +70,7 @@ class AfterGuidance:
         def stepped(step: Step, model_output: Tensor, *args: Any, **kwargs: Any) -> Any:
             return self._ended(step(self._made_whole(model_output), *args, **kwargs))
 
-        scheduler.step = InPlaceOfStep(scheduler, stepped)
+        scheduler.step = SchedulerStepOverride(scheduler, stepped)
 
     def end(self) -> None:
         """Stand aside, and forget."""
@@ -79,17 +79,17 @@ class AfterGuidance:
         self._scheduler = None
         self._forget()
 
-    def takes(self, portion: Portion) -> bool:
+    def takes(self, portion: PartialPrediction) -> bool:
         """Whether a portion can be put off, rather than be made whole at once."""
         return self._is_mean is True and portion.can_wait
 
-    def answered(self, layout: Layout, whole_BCHW: Tensor, branches: int) -> None:
+    def answered(self, layout: PatchInputs, whole_BCHW: Tensor, branches: int) -> None:
         """The pipeline gets the whole."""
         if self._scheduler is not None and self._is_mean is None:
             self._layout = layout
             self._seen += whole_BCHW.chunk(branches)
 
-    def put_off(self, layout: Layout, portion: Portion) -> Tensor:
+    def put_off(self, layout: PatchInputs, portion: PartialPrediction) -> Tensor:
         """What the pipeline gets instead of the whole."""
         self._layout = layout
         self._waiting.append(portion)
@@ -103,10 +103,12 @@ class AfterGuidance:
         combined = layout.map_of(model_output, (layout.x_BCHW.shape[-2], layout.x_BCHW.shape[-1]))
         if not waiting:
             branches = torch.stack([x[:, : combined.shape[1]] for x in seen])
-            self._is_mean = combined.shape == branches.shape[1:] and Evidence.of(combined, branches).is_mean
+            self._is_mean = combined.shape == branches.shape[1:] and GuidanceFit.of(combined, branches).is_mean
             return model_output
         where, last = f"step {self._clock.evaluation}", waiting[-1]
-        whole = Meeting(self._mesh, where).after_guidance(waiting, last.canvas_of(combined), self._regions(last))
+        whole = PredictionMerge(self._mesh, where).after_guidance(
+            waiting, last.canvas_of(combined), self._regions(last)
+        )
         if whole is None:
             raise UnsupportedModel(
                 f"guidance at {where} is no mean of its branches, as it was in the first step: keep guidance_rescale "
@@ -115,7 +117,7 @@ class AfterGuidance:
         answer: Tensor = layout.output(model_output, last.finish(whole).to(model_output.dtype))
         return answer
 
-    def _regions(self, portion: Portion) -> Regions | None:
+    def _regions(self, portion: PartialPrediction) -> NeededRegions | None:
         """Where ranks need what this step answers; None for everywhere. All ranks find the same."""
         steps = getattr(self._pipe, "_num_timesteps", None)
         if portion.regions is None or self._watched or not treats_places_alike(self._pipe):
@@ -135,7 +137,7 @@ class AfterGuidance:
         self._ended_at = self._clock.evaluation
         sample, layout = sample_in(result), self._layout
         own_BCHW = layout.map_of(sample, (layout.x_BCHW.shape[-2], layout.x_BCHW.shape[-1]))
-        whole_BCHW = Meeting(self._mesh, "the last step").latents(own_BCHW)
+        whole_BCHW = PredictionMerge(self._mesh, "the last step").latents(own_BCHW)
         if whole_BCHW.isnan().any():
             raise UnsupportedModel(f"after the last step latents are no number: {NOT_ALIKE}")
         return with_sample(result, layout.output(sample, whole_BCHW).to(sample.dtype))

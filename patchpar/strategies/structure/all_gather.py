@@ -5,19 +5,19 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Door, Part
-from patchpar.comm.transport import Spec
+from patchpar.comm.collectives import Communicator, ExchangePart
+from patchpar.comm.transport import TensorSpec
 from patchpar.plan.mesh import Axis
 from patchpar.strategies.structure.work_schedule import Unit
 
-Shares = Sequence[tuple[Unit, ...]]
+UnitAssignment = Sequence[tuple[Unit, ...]]
 Sent = Callable[[int], Sequence[Tensor]]
-Expected = Callable[[int], Sequence[Spec]]
+Expected = Callable[[int], Sequence[TensorSpec]]
 PREDICTION, ANCHOR, MASK, LATENTS = "prediction", "anchor", "mask", "latents"
 
 
 def from_everyone(
-    mesh: tuple[Door, Axis],
+    mesh: tuple[Communicator, Axis],
     where: str,
     own: Mapping[str, Sent],
     expected: Mapping[str, Expected],
@@ -50,14 +50,14 @@ def to_all(tensors: Sequence[Tensor]) -> Sent:
     return lambda _: whole
 
 
-def _part(axis: Axis, kind: str, own: Sent, specs: Expected) -> Part:
+def _part(axis: Axis, kind: str, own: Sent, specs: Expected) -> ExchangePart:
     leaving = {axis.ranks[place]: tuple(own(place)) for place in axis.others}
     incoming = {axis.ranks[place]: tuple(specs(place)) for place in axis.others}
     outgoing = [((peer,), tensors) for peer, tensors in leaving.items() if tensors]
-    return Part(kind, outgoing, {peer: found for peer, found in incoming.items() if found})
+    return ExchangePart(kind, outgoing, {peer: found for peer, found in incoming.items() if found})
 
 
-def _zeros(specs: Sequence[Spec], door: Door) -> list[Tensor]:
+def _zeros(specs: Sequence[TensorSpec], door: Communicator) -> list[Tensor]:
     return [torch.zeros(spec.shape, dtype=spec.dtype, device=door.transport.device) for spec in specs]
 
 
@@ -66,6 +66,6 @@ def stacked(units: Sequence[Unit], predictions: Mapping[Unit, Tensor]) -> list[T
     return [torch.stack([predictions[unit] for unit in units])] if units else []
 
 
-def stack_spec(units: Sequence[Unit], one: Tensor) -> list[Spec]:
+def stack_spec(units: Sequence[Unit], one: Tensor) -> list[TensorSpec]:
     """What `stacked` makes of predictions like `one`."""
-    return [Spec((len(units), *one.shape), one.dtype)] if units else []
+    return [TensorSpec((len(units), *one.shape), one.dtype)] if units else []

@@ -29,7 +29,7 @@ class AttentionMap:
         self.layers = _cross_attentions(denoiser) or _joint_attentions(denoiser)
 
     @contextmanager
-    def listening(self, recording: "Recording") -> Iterator[None]:
+    def listening(self, recording: "AttentionRecorder") -> Iterator[None]:
         """Record calls of the denoiser while open."""
         handles = []
         for layer, text_first in self.layers:
@@ -43,7 +43,7 @@ class AttentionMap:
                 handle.remove()
 
 
-class Recording(TorchFunctionMode):
+class AttentionRecorder(TorchFunctionMode):
     """Sees every attention call of the layers that are listened to.
 
     `weights_BT`: of the text's tokens, for the last B pictures of a batch.

@@ -14,11 +14,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Door, Part
-from patchpar.comm.transport import Spec
+from patchpar.comm.collectives import Communicator, ExchangePart
+from patchpar.comm.transport import TensorSpec
 from patchpar.plan.bands import Bands, split_bands
 from patchpar.plan.mesh import Axis
-from patchpar.strategies.structure.all_gather import Shares
+from patchpar.strategies.structure.all_gather import UnitAssignment
 from patchpar.strategies.structure.windows import Windows
 from patchpar.strategies.structure.work_schedule import Unit
 
@@ -26,7 +26,7 @@ KIND, WEIGHTS = "windows", "weights"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CoveredRegion:
     """Rows and columns of one branch that one rank's windows cover within a band."""
 
     branch: int
@@ -39,22 +39,22 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blend:
+class BlendPlan:
     """Windows, who has which of them, and which rows every place completes. `branches`: of guidance."""
 
     windows: Windows
-    shares: Shares
+    shares: UnitAssignment
     bands: Bands
     branches: int
 
     @classmethod
-    def of(cls, windows: Windows, shares: Shares, branches: int) -> "Blend":
+    def of(cls, windows: Windows, shares: UnitAssignment, branches: int) -> "BlendPlan":
         """Bands as equal as they can be."""
         return cls(
             windows=windows, shares=shares, bands=split_bands(windows.size[0], len(shares), 1), branches=branches
         )
 
-    def pieces(self, place: int, owner: int) -> list[Piece]:
+    def pieces(self, place: int, owner: int) -> list[CoveredRegion]:
         """What `place` covers of the band of `owner`: rows that the same windows cover, as wide as those together."""
         band = self.bands.starts[owner], self.bands.starts[owner + 1]
         found = []
@@ -65,7 +65,7 @@ class Blend:
             for rows in pairwise(sorted({*band, *edges})):
                 within = [number for top, number in tops if top <= rows[0] and rows[1] <= top + height]
                 if within:
-                    found.append(Piece(branch, slice(*rows), self.windows.columns(within)))
+                    found.append(CoveredRegion(branch, slice(*rows), self.windows.columns(within)))
         return found
 
     def _covered(self, place: int) -> dict[int, list[int]]:
@@ -95,7 +95,12 @@ class Blend:
         return canvas
 
     def band(
-        self, mesh: tuple[Door, Axis], where: str, own_GBCHW: Tensor, dtype: torch.dtype, told: Tensor | None = None
+        self,
+        mesh: tuple[Communicator, Axis],
+        where: str,
+        own_GBCHW: Tensor,
+        dtype: torch.dtype,
+        told: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Our band of the whole prediction, x_GBChW, complete; and what every place has `told`, in order.
 
@@ -110,8 +115,8 @@ class Blend:
                 outgoing.append(((axis.ranks[place],), (leaving,)))
             sizes = self._sizes(place, axis.rank, own_GBCHW)
             if sizes:
-                incoming[axis.ranks[place]] = (Spec((sum(sizes),), dtype),)
-        parts = [Part(KIND, outgoing, incoming)] + ([] if told is None else [_told_part(axis, told)])
+                incoming[axis.ranks[place]] = (TensorSpec((sum(sizes),), dtype),)
+        parts = [ExchangePart(KIND, outgoing, incoming)] + ([] if told is None else [_told_part(axis, told)])
         whole = own_GBCHW.clone()
         received, *heard = door.exchange(where, parts).wait()
         for peer, (flat,) in received.items():
@@ -132,14 +137,14 @@ class Blend:
         """The rows of a place."""
         return whole_GBCHW[..., self.bands.starts[place] : self.bands.starts[place + 1], :].to(dtype)
 
-    def band_spec(self, place: int, like_GBCHW: Tensor, dtype: torch.dtype) -> list[Spec]:
+    def band_spec(self, place: int, like_GBCHW: Tensor, dtype: torch.dtype) -> list[TensorSpec]:
         """What `band` is on another place."""
-        return [Spec((*like_GBCHW.shape[:-2], self.bands.size(place), like_GBCHW.shape[-1]), dtype)]
+        return [TensorSpec((*like_GBCHW.shape[:-2], self.bands.size(place), like_GBCHW.shape[-1]), dtype)]
 
 
-def _told_part(axis: Axis, told: Tensor) -> Part:
+def _told_part(axis: Axis, told: Tensor) -> ExchangePart:
     peers = tuple(axis.ranks[place] for place in axis.others)
-    return Part(WEIGHTS, [(peers, (told,))], {peer: (Spec.of(told),) for peer in peers})
+    return ExchangePart(WEIGHTS, [(peers, (told,))], {peer: (TensorSpec.of(told),) for peer in peers})
 
 
 def whole_of_bands(bands: Sequence[Tensor]) -> Tensor:

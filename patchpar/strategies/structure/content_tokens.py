@@ -13,7 +13,7 @@ STOP_WORDS = frozenset(("a", "an", "the", "of", "on", "in", "at", "to", "and", "
 ENCODERS = (("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2"), ("text_encoder_3", "tokenizer_3"))
 
 
-class Content:
+class ContentTokens:
     """The tokens of the prompts of one picture after the other. `reset` belongs before each, `close` at the end."""
 
     def __init__(self, pipe: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.errors import PlanError
 from patchpar.models.info import describe
 from patchpar.plan.mesh import Axis
@@ -23,29 +23,29 @@ from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch import count_branches
 from patchpar.shard.stale.extrapolation import timestep_of
 from patchpar.shard.transformer.probe.capture import parameter_names
-from patchpar.shard.verification_cache import Verdicts
+from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.structure.after_guidance import AfterGuidance
 from patchpar.strategies.structure.attention_map import AttentionMap
-from patchpar.strategies.structure.content_tokens import Content
-from patchpar.strategies.structure.evaluate import Asked
+from patchpar.strategies.structure.content_tokens import ContentTokens
+from patchpar.strategies.structure.evaluate import DenoiserCall
 from patchpar.strategies.structure.free_memory import free_on
 from patchpar.strategies.structure.initial_noise import FreshNoise, SharedNoise
 from patchpar.strategies.structure.interlace import Interlace
-from patchpar.strategies.structure.interlaced_stage import StructureStage
+from patchpar.strategies.structure.interlaced_stage import InterlacedStage
 from patchpar.strategies.structure.memory_estimate import check_room
 from patchpar.strategies.structure.method import Method
-from patchpar.strategies.structure.native_size import Native
+from patchpar.strategies.structure.native_size import NativeSize
 from patchpar.strategies.structure.noise_level import level_of, refuse_thresholding
-from patchpar.strategies.structure.patch_inputs import Layout
-from patchpar.strategies.structure.prediction_merge import Meeting
+from patchpar.strategies.structure.patch_inputs import PatchInputs
+from patchpar.strategies.structure.prediction_merge import PredictionMerge
 from patchpar.strategies.structure.subgroup import team_of
-from patchpar.strategies.structure.window_stage import DetailStage
+from patchpar.strategies.structure.window_stage import WindowStage
 from patchpar.strategies.structure.windows import Windows, Zone
 
 log = logging.getLogger(__name__)
 
 
-class LargePicture:
+class HighResDenoiser:
     """A denoiser whose calls for a large picture are calls for patches. Every rank passes and gets tensors of its size.
 
     `pipe` is the pipeline that the denoiser belongs to: its scheduler says how noisy a timestep is. `reset` belongs
@@ -59,25 +59,25 @@ class LargePicture:
     def __init__(
         self,
         denoiser: nn.Module,
-        mesh: tuple[Door, Axis],
+        mesh: tuple[Communicator, Axis],
         method: Method,
         *,
         pipe: Any,
         clock: StepClock | None = None,
-        verdicts: Verdicts | None = None,
+        verdicts: VerificationCache | None = None,
     ) -> None:
         self.denoiser, self.method, self.pipe = denoiser, method, pipe
         (self._door, self.axis), self.clock = mesh, clock or StepClock()
         self.exchange, self.watched = "on", False
-        self.native = Native.of(pipe, denoiser, method.native)
+        self.native = NativeSize.of(pipe, denoiser, method.native)
         attention = AttentionMap(denoiser)
         if method.guidance.masked and not attention.layers and self.axis.rank == 0:
             log.warning(
                 "%s has no attention to text that is known here: its mask is 1 everywhere", type(denoiser).__name__
             )
-        self._content = Content(pipe)
-        self._structure = StructureStage(method, mesh, self.clock, attention, self._content)
-        self._detail = DetailStage(method, mesh, self.clock, denoiser)
+        self._content = ContentTokens(pipe)
+        self._structure = InterlacedStage(method, mesh, self.clock, attention, self._content)
+        self._detail = WindowStage(method, mesh, self.clock, denoiser)
         self._after = AfterGuidance(mesh, self.clock, pipe)
         self.team = team_of(denoiser, mesh, method.bands, self.native, verdicts)
         self._fresh = FreshNoise(method.switch, method.seed) if method.renoised else None
@@ -92,7 +92,7 @@ class LargePicture:
         """
         scheduler = self.pipe.scheduler
         refuse_thresholding(scheduler)
-        layout = Layout.of((args, kwargs), pixels=self.native.pixels, told=self.method.told)
+        layout = PatchInputs.of((args, kwargs), pixels=self.native.pixels, told=self.method.told)
         asked = self._asked(forward, layout)
         level = level_of(scheduler, timestep_of(self._parameters, args, kwargs))
         interlace = self._interlace(layout.x_BCHW)
@@ -106,17 +106,19 @@ class LargePicture:
             portion, like = self._detail.predict(asked, level, laid, interlace, silent=silent, parted=parted)
         if self._after.takes(portion):
             return layout.output(like, self._after.put_off(layout, portion))
-        meeting = Meeting((self._door, self.axis), f"step {self.clock.evaluation}", silent)
+        meeting = PredictionMerge((self._door, self.axis), f"step {self.clock.evaluation}", silent)
         whole_BCHW = portion.finish(meeting.at_once(portion))
         if not silent:
             self._after.answered(layout, whole_BCHW, asked.branches)
         return layout.output(like, whole_BCHW)
 
-    def _asked(self, forward: Callable[..., Any], layout: Layout) -> Asked:
+    def _asked(self, forward: Callable[..., Any], layout: PatchInputs) -> DenoiserCall:
         in_bands = None
         if self.team is not None:
             self.team.exchange, in_bands = self.exchange, partial(self.team.denoise, forward)
-        return Asked(forward=forward, layout=layout, branches=self._branches_of(layout.x_BCHW), in_bands=in_bands)
+        return DenoiserCall(
+            forward=forward, layout=layout, branches=self._branches_of(layout.x_BCHW), in_bands=in_bands
+        )
 
     def _branches_of(self, x_BCHW: Tensor) -> int:
         """Branches of guidance in a batch, counted once for each form of it in a picture. Raises PlanError."""

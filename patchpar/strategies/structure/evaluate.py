@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from patchpar.shard.batch import Batch
-from patchpar.strategies.structure.patch_inputs import Layout, Spot
+from patchpar.strategies.structure.patch_inputs import PatchInputs, PatchPosition
 from patchpar.strategies.structure.work_schedule import Evaluation, Schedule, Unit, evaluations_of
 
-Shown = Callable[[int], tuple[Tensor, Spot]]
+PatchAt = Callable[[int], tuple[Tensor, PatchPosition]]
 Around = Callable[[Evaluation], AbstractContextManager[object]]
 
 
@@ -21,19 +21,19 @@ def nothing_around(_: Evaluation) -> AbstractContextManager[object]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class DenoiserCall:
     """A call of the denoiser: its own forward, and the whole it is asked for in `branches` of guidance.
 
     `in_bands`: the forward as a team of ranks computes it, where there are teams.
     """
 
     forward: Callable[..., Any]
-    layout: Layout
+    layout: PatchInputs
     branches: int
     in_bands: Callable[..., Any] | None = None
 
     def evaluated(
-        self, schedule: Schedule, rank: int, shown: Shown, around: Around = nothing_around
+        self, schedule: Schedule, rank: int, shown: PatchAt, around: Around = nothing_around
     ) -> tuple[dict[Unit, Tensor], Any]:
         """Predictions of what a rank has to do, alone and then with its team; see `predictions`."""
         alone, together = schedule.alone[rank], schedule.together[rank]
@@ -44,7 +44,7 @@ class Asked:
         return found | more, like
 
     def predictions(
-        self, units: Sequence[Unit], shown: Shown, around: Around = nothing_around
+        self, units: Sequence[Unit], shown: PatchAt, around: Around = nothing_around
     ) -> tuple[dict[Unit, Tensor], Any]:
         """Predictions of `units`, and one output as the denoiser gives it. `shown`: a patch's latent, and its spot.
 

@@ -1,7 +1,7 @@
 """How a pipeline weighs its branches of guidance, found by comparing what it says with what it was told.
 
 Guidance is a weighted sum of predictions, the same weights everywhere in a picture. What there is to know of them is a
-few sums over places (`Evidence`), and sums of several ranks are sums: each looks at its own places.
+few sums over places (`GuidanceFit`), and sums of several ranks are sums: each looks at its own places.
 """
 
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ BALANCED = 1e-3  # weights that add up to one do so that well, whatever the roun
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class GuidanceFit:
     """Products of the branches and of what was made of them, over places: (B, K + 1, K + 1), float64."""
 
     products: Tensor
 
     @classmethod
-    def of(cls, output_BCHW: Tensor, branches_KBCHW: Tensor) -> "Evidence":
+    def of(cls, output_BCHW: Tensor, branches_KBCHW: Tensor) -> "GuidanceFit":
         """From an output, and the predictions of all branches that it was made of."""
         known = _apart(branches_KBCHW.transpose(0, 1).flatten(2).double())
         seen = torch.cat([known, output_BCHW.flatten(1)[:, None].double()], 1)
         return cls(seen @ seen.transpose(1, 2))
 
-    def __add__(self, other: "Evidence") -> "Evidence":
-        return Evidence(self.products + other.products)
+    def __add__(self, other: "GuidanceFit") -> "GuidanceFit":
+        return GuidanceFit(self.products + other.products)
 
     @property
     def weights_BK(self) -> Tensor:

@@ -16,31 +16,31 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.strategies.scheduler_step import InPlaceOfStep, Step
-from patchpar.strategies.structure.guidance_fit import Evidence, weighed
+from patchpar.strategies.scheduler_step import SchedulerStepOverride, Step
+from patchpar.strategies.structure.guidance_fit import GuidanceFit, weighed
 from patchpar.strategies.structure.interlace import Interlace
-from patchpar.strategies.structure.noise_level import Level, level_of
-from patchpar.strategies.structure.patch_inputs import Layout
+from patchpar.strategies.structure.noise_level import NoiseLevel, level_of
+from patchpar.strategies.structure.patch_inputs import PatchInputs
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class GuidePrediction:
     """What one call of the denoiser said of the guide and of the picture, all branches that it was asked for."""
 
-    level: Level
-    layout: Layout
+    level: NoiseLevel
+    layout: PatchInputs
     guide_BChw: Tensor
     whole_BCHW: Tensor
 
 
-class Flow:
+class GuideTrajectory:
     """The guide on one rank; all ranks have the same. `begin` belongs before every picture, `end` after it."""
 
     def __init__(self) -> None:
         self._scheduler: Any = None
         self._channels = 0
         self._latent_BChw: Tensor | None = None
-        self._heard: list[Heard] = []  # in this step
+        self._heard: list[GuidePrediction] = []  # in this step
 
     def begin(self, scheduler: Any, channels: int) -> None:
         """Stand behind the scheduler's step; a latent has so many channels.
@@ -56,7 +56,7 @@ class Flow:
             self._go_on(model_output, timestep)
             return step(model_output, timestep, *args, **kwargs)
 
-        scheduler.step = InPlaceOfStep(scheduler, stepped)
+        scheduler.step = SchedulerStepOverride(scheduler, stepped)
 
     def end(self) -> None:
         """Stand aside, and forget."""
@@ -76,7 +76,7 @@ class Flow:
         own = self._latent_BChw.to(anchor).repeat(branches, 1, 1, 1)
         return torch.cat([own, anchor[:, self._channels :]], 1)
 
-    def heard(self, said: Heard) -> None:
+    def heard(self, said: GuidePrediction) -> None:
         """One call after the other: a pipeline may ask for every branch of guidance by itself."""
         self._heard.append(said)
 
@@ -93,7 +93,7 @@ class Flow:
         noise = (self._latent_BChw - level.signal * clean) / level.noise
         self._latent_BChw = later.signal * clean + later.noise * noise
 
-    def _next(self, timestep: Any) -> Level | None:
+    def _next(self, timestep: Any) -> NoiseLevel | None:
         times = self._scheduler.timesteps
         place = int((times - torch.as_tensor(timestep).to(times)).abs().argmin()) + 1
         return level_of(self._scheduler, times[place], step=place) if place < len(times) else None
@@ -105,7 +105,7 @@ def followed(output_BCHW: Tensor, branches_KCHW: Tensor, others_Kchw: Tensor) ->
     Raises UnsupportedModel where the output is no such sum.
     """
     count = len(output_BCHW)
-    evidence = Evidence.of(output_BCHW, branches_KCHW.reshape(-1, *output_BCHW.shape))
+    evidence = GuidanceFit.of(output_BCHW, branches_KCHW.reshape(-1, *output_BCHW.shape))
     if not evidence.is_sum:
         raise UnsupportedModel(
             "guide=flow: this pipeline does not guide by a weighted sum of its branches, so that the guide cannot "

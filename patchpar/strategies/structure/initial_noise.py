@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError, UnsupportedModel
-from patchpar.strategies.scheduler_step import InPlaceOfStep, Step
+from patchpar.strategies.scheduler_step import SchedulerStepOverride, Step
 from patchpar.strategies.structure.interlace import Interlace
 from patchpar.strategies.structure.noise_level import level_of
 from patchpar.strategies.structure.step_output import with_sample
@@ -84,7 +84,7 @@ class FreshNoise:
             result = step(model_output, timestep, sample, *args, **kwargs)
             return result if fresh is None else with_sample(result, fresh)
 
-        scheduler.step = InPlaceOfStep(scheduler, stepped)
+        scheduler.step = SchedulerStepOverride(scheduler, stepped)
 
     def end(self) -> None:
         """Stand aside."""

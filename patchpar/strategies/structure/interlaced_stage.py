@@ -7,53 +7,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Door
-from patchpar.comm.transport import Spec
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport import TensorSpec
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
-from patchpar.strategies.structure.all_gather import Shares
-from patchpar.strategies.structure.attention_map import AttentionMap, Recording
-from patchpar.strategies.structure.blending import Blend
-from patchpar.strategies.structure.content_tokens import Content
-from patchpar.strategies.structure.evaluate import Asked
+from patchpar.strategies.structure.all_gather import UnitAssignment
+from patchpar.strategies.structure.attention_map import AttentionMap, AttentionRecorder
+from patchpar.strategies.structure.blending import BlendPlan
+from patchpar.strategies.structure.content_tokens import ContentTokens
+from patchpar.strategies.structure.evaluate import DenoiserCall
 from patchpar.strategies.structure.interlace import Interlace
 from patchpar.strategies.structure.method import Method
-from patchpar.strategies.structure.noise_level import Level
-from patchpar.strategies.structure.partial_prediction import Portion, Whole
-from patchpar.strategies.structure.patch_inputs import Spot
-from patchpar.strategies.structure.structure import Lead, guided, lead_of
+from patchpar.strategies.structure.noise_level import NoiseLevel
+from patchpar.strategies.structure.partial_prediction import PartialPrediction, WholePrediction
+from patchpar.strategies.structure.patch_inputs import PatchPosition
+from patchpar.strategies.structure.structure import StructureTarget, guided, lead_of
 from patchpar.strategies.structure.windows import Windows
 from patchpar.strategies.structure.work_schedule import Evaluation, Unit, own_of, scheduled
 
 
-class StructureStage:
+class InterlacedStage:
     """Steps of the first stage on one rank of an axis. `reset` belongs before every picture."""
 
     def __init__(
-        self, method: Method, mesh: tuple[Door, Axis], clock: StepClock, attention: AttentionMap, content: Content
+        self,
+        method: Method,
+        mesh: tuple[Communicator, Axis],
+        clock: StepClock,
+        attention: AttentionMap,
+        content: ContentTokens,
     ) -> None:
         self._method, self._mesh, self._clock = method, mesh, clock
         self._attention, self._content = attention, content
         self._mask: Tensor | None = None  # of this step's first call
-        self._leads: dict[int, tuple[int, Lead]] = {}  # by call, with their evaluation
+        self._leads: dict[int, tuple[int, StructureTarget]] = {}  # by call, with their evaluation
 
     def reset(self) -> None:
         """Begin a picture."""
         self._mask, self._leads = None, {}
 
-    def predict(self, asked: Asked, level: Level, interlace: Interlace) -> tuple[Portion, Any]:
+    def predict(self, asked: DenoiserCall, level: NoiseLevel, interlace: Interlace) -> tuple[PartialPrediction, Any]:
         """Our portion of the prediction and one output as the denoiser gives it."""
         axis, size = self._mesh[1], interlace.patch_size
         x_NBChw = interlace.split(asked.layout.x_BCHW)
         asks = 1 if self._only_follow(level) else len(interlace)
         schedule = scheduled(asks, asked.branches, axis.size, 1 if self._listens else self._method.bands)
         shares, watcher = schedule.shares, self._watcher(asked, size)
-        own, like = asked.evaluated(schedule, axis.rank, lambda patch: (x_NBChw[patch], Spot(size)), watcher.around)
+        own, like = asked.evaluated(
+            schedule, axis.rank, lambda patch: (x_NBChw[patch], PatchPosition(size)), watcher.around
+        )
         one = next(iter(own.values()))
         stacked = tuple((number * size[0], 0) for number in range(asks))
         windows = Windows((asks * size[0], size[1]), size, stacked)
-        blend = Blend.of(windows, shares, asked.branches)
-        portion = Portion(
+        blend = BlendPlan.of(windows, shares, asked.branches)
+        portion = PartialPrediction(
             canvas_KBCHW=blend.sums(own_of(shares[axis.rank], own), one),
             covered_HW=blend.covered(axis.rank, one),
             dtype=one.dtype,
@@ -65,15 +72,17 @@ class StructureStage:
         )
         return portion, like
 
-    def _mask_of(self, watcher: "_Watcher", shares: Shares, one: Tensor) -> tuple[int, Spec, Tensor | None] | None:
+    def _mask_of(
+        self, watcher: "_AnchorRecorder", shares: UnitAssignment, one: Tensor
+    ) -> tuple[int, TensorSpec, Tensor | None] | None:
         """Who has the mask of this call, what form it has, and the mask where it is ours."""
         if not watcher.wanted:
             return None
         owner, size = _owner(shares, watcher.unit), (one.shape[-2], one.shape[-1])
         own = watcher.mask(one, size) if owner == self._mesh[1].rank else None
-        return owner, Spec((one.shape[0], 1, *size), torch.float32), own
+        return owner, TensorSpec((one.shape[0], 1, *size), torch.float32), own
 
-    def _finished(self, level: Level, interlace: Interlace, x_NBChw: Tensor, whole: Whole) -> Tensor:
+    def _finished(self, level: NoiseLevel, interlace: Interlace, x_NBChw: Tensor, whole: WholePrediction) -> Tensor:
         """The answer for the whole picture, the anchor's lead followed."""
         if whole.mask_B1hw is not None:
             self._mask = whole.mask_B1hw
@@ -81,7 +90,7 @@ class StructureStage:
         patches = patches.expand(len(interlace), *patches.shape[1:])
         return interlace.join(self._guided(level, interlace, x_NBChw[:, : patches.shape[1]], patches))
 
-    def _only_follow(self, level: Level) -> bool:
+    def _only_follow(self, level: NoiseLevel) -> bool:
         """Whether nothing of what the others predict is left, so that only the anchor need be asked."""
         guidance = self._method.guidance
         whole = guidance.strength(self._method.progress(level.time)) == 1
@@ -92,7 +101,7 @@ class StructureStage:
         """Whether the anchor's attention is recorded, which is done where all of it is."""
         return self._method.guidance.masked and bool(self._attention.layers)
 
-    def _guided(self, level: Level, interlace: Interlace, x_NBChw: Tensor, patches_NBChw: Tensor) -> Tensor:
+    def _guided(self, level: NoiseLevel, interlace: Interlace, x_NBChw: Tensor, patches_NBChw: Tensor) -> Tensor:
         guidance = self._method.guidance
         channels = min(x_NBChw.shape[2], patches_NBChw.shape[2])  # more are a picture to fill in, or a variance
         x, prediction = x_NBChw[:, :, :channels].float(), patches_NBChw[:, :, :channels].float()
@@ -104,7 +113,7 @@ class StructureStage:
         led = guided(guidance, level, interlace, lead, (x, prediction), strength).to(patches_NBChw.dtype)
         return torch.cat([led, patches_NBChw[:, :, channels:]], 2)
 
-    def _aged(self, fresh: Lead) -> Lead:
+    def _aged(self, fresh: StructureTarget) -> StructureTarget:
         """The lead of the step before where the guidance lags and there is one of this form; else this step's."""
         call, now = max(0, self._clock.call), self._clock.evaluation
         at, past = self._leads.get(call, (now, fresh))
@@ -112,23 +121,23 @@ class StructureStage:
         fits = self._method.guidance.lag and at == now - 1 and past.field_BChw.shape == fresh.field_BChw.shape
         return past if fits else fresh
 
-    def _watcher(self, asked: Asked, size: tuple[int, int]) -> "_Watcher":
+    def _watcher(self, asked: DenoiserCall, size: tuple[int, int]) -> "_AnchorRecorder":
         """Attention is recorded in a step's first call, which has the prompt; a second has the negative prompt."""
         _, kwargs = asked.layout.call
         text = kwargs.get("encoder_hidden_states")
         wanted = self._listens and self._clock.call <= 0
         if not wanted or not isinstance(text, Tensor):
-            return _Watcher(self._attention, None, Unit(0, asked.branches - 1))
+            return _AnchorRecorder(self._attention, None, Unit(0, asked.branches - 1))
         weights = self._content.weights(len(asked.layout.x_BCHW) // asked.branches, text.shape[1])
-        return _Watcher(self._attention, weights.to(text.device), Unit(0, asked.branches - 1))
+        return _AnchorRecorder(self._attention, weights.to(text.device), Unit(0, asked.branches - 1))
 
 
-class _Watcher:
+class _AnchorRecorder:
     """Records the attention of the anchor's last branch, which is the one with the prompt."""
 
     def __init__(self, attention: AttentionMap, weights_BT: Tensor | None, unit: Unit) -> None:
         self._attention, self._weights_BT, self.unit = attention, weights_BT, unit
-        self._recording: Recording | None = None
+        self._recording: AttentionRecorder | None = None
 
     @property
     def wanted(self) -> bool:
@@ -141,7 +150,7 @@ class _Watcher:
             return nullcontext()
         if self.unit.branch not in evaluation.branches:
             return nullcontext()
-        self._recording = Recording(self._weights_BT)
+        self._recording = AttentionRecorder(self._weights_BT)
         return self._attention.listening(self._recording)
 
     def mask(self, like: Tensor, size: tuple[int, int]) -> Tensor:
@@ -150,5 +159,5 @@ class _Watcher:
         return torch.ones(len(like), 1, *size, device=like.device) if found is None else found
 
 
-def _owner(shares: Shares, unit: Unit) -> int:
+def _owner(shares: UnitAssignment, unit: Unit) -> int:
     return next(place for place, units in enumerate(shares) if unit in units)

@@ -7,7 +7,7 @@ decoding    the VAE's maps of full size, a share of them on each rank
 from dataclasses import dataclass
 
 from patchpar.errors import PlanError
-from patchpar.models.info import Description
+from patchpar.models.info import PipelineInfo
 
 COPIES = 12
 """Copies in fp32 of the latents of all guidance branches that a rank holds at most in a step."""
@@ -15,14 +15,14 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Footprint:
+class MemoryEstimate:
     """Bytes: `latents` on each rank, `decoding` on all ranks together."""
 
     latents: int
     decoding: int
 
     @classmethod
-    def of(cls, model: Description, size: tuple[int, int], branches: int) -> "Footprint":
+    def of(cls, model: PipelineInfo, size: tuple[int, int], branches: int) -> "MemoryEstimate":
         """Of a picture of `size` in pixels."""
         pixels, side = size[0] * size[1], model.vae_scale
         latents = COPIES * branches * model.latent_channels * (pixels // side**2) * 4
@@ -32,9 +32,9 @@ class Footprint:
         return f"{self.latents / GIB:.2g} GiB of latents on each rank, {self.decoding / GIB:.2g} GiB to decode them"
 
 
-def check_room(model: Description, size: tuple[int, int], branches: int, *, ranks: int, free: int | None) -> None:
+def check_room(model: PipelineInfo, size: tuple[int, int], branches: int, *, ranks: int, free: int | None) -> None:
     """Raise PlanError for a picture whose latents on `ranks` ranks exceed the `free` bytes that they share."""
-    need = Footprint.of(model, size, branches).latents * ranks
+    need = MemoryEstimate.of(model, size, branches).latents * ranks
     if free is None or need <= free:
         return
     unit, shrunk = model.size_unit, (free / need) ** 0.5

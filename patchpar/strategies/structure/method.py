@@ -12,10 +12,11 @@ class Method:
 
     `kept`: how far windows are drawn to the anchor's structure when they begin; it falls to 0 with the time. `guide`:
     which structure, "anchor" for that of the large latent's own anchor, "flow" for a small picture that goes on by
-    itself, see `Flow`. `context`: how far windows see of one another, as a share of their sides. `native`: the side in
-    pixels that the denoiser was trained for, None for what its configuration says. `told`: see `Layout`. `bands`: how
-    many neighbouring ranks are a team, see `Schedule`. `shared_noise`: the correlation of the patches' first noise.
-    `renoised`: the noise is drawn anew at the switch. `seed`: of what is drawn beside the pipeline's own noise.
+    itself, see `GuideTrajectory`. `context`: how far windows see of one another, as a share of their sides. `native`:
+    the side in pixels that the denoiser was trained for, None for what its configuration says. `told`: see
+    `PatchInputs`. `bands`: how many neighbouring ranks are a team, see `Schedule`. `shared_noise`: the correlation of
+    the patches' first noise. `renoised`: the noise is drawn anew at the switch. `seed`: of what is drawn beside the
+    pipeline's own noise.
     """
 
     guidance: Guidance = field(default_factory=Guidance)

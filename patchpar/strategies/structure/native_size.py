@@ -11,7 +11,7 @@ from patchpar.strategies.structure.sizing import refusal_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Native:
+class NativeSize:
     """`size` (h, w) in latents of so many `channels`, each of `pixels` a side.
 
     Sides are multiples of `unit`, corners of `grid`.
@@ -24,7 +24,7 @@ class Native:
     grid: int
 
     @classmethod
-    def of(cls, pipe: Any, denoiser: nn.Module, side: int | None) -> "Native":
+    def of(cls, pipe: Any, denoiser: nn.Module, side: int | None) -> "NativeSize":
         """From the pipeline's configuration, or with a `side` in pixels. Raises PlanError where neither tells."""
         known = describe(pipe)
         pixels, grid = known.vae_scale, known.size_unit // known.vae_scale

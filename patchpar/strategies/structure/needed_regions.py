@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from patchpar.comm.transport import Spec
+from patchpar.comm.transport import TensorSpec
 from patchpar.plan.bands import Bands, split_bands
 from patchpar.strategies.structure.interlace import Interlace
 from patchpar.strategies.structure.windows import Zone
@@ -25,7 +25,7 @@ AROUND = 2  # samples on either side, of which bicubic interpolation reads at mo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class WindowPlan:
     """What ranks do in all steps below the switch, which is the same in each: a function of the size alone.
 
     `zones`: what each window can show. `schedule`: who evaluates which window, and the guide, which is the patch after
@@ -66,7 +66,7 @@ class Course:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Regions:
+class NeededRegions:
     """What every rank needs, as places of flattened maps: the same on all ranks, without a word.
 
     `parts`: of a prediction of `size` (H, W), by rank and then by the owner of the band. `cells`: of what the guide
@@ -79,7 +79,7 @@ class Regions:
     cells: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, course: Course, *, last: bool = False, device: torch.device | None = None) -> "Regions":
+    def of(cls, course: WindowPlan, *, last: bool = False, device: torch.device | None = None) -> "NeededRegions":
         """Those of a step, or of the `last` one."""
         interlace, bands = course.interlace, course.bands
         wanted = [course.wanted(place, last=last) for place in range(course.places)]
@@ -100,10 +100,10 @@ class Regions:
         places, first = self.parts[place][owner], self.bands.starts[owner] * self.size[1]
         return [band_XhW.flatten(-2).index_select(-1, places - first)] if len(places) else []
 
-    def part_spec(self, like_XHW: Tensor, dtype: torch.dtype, owner: int, place: int) -> list[Spec]:
+    def part_spec(self, like_XHW: Tensor, dtype: torch.dtype, owner: int, place: int) -> list[TensorSpec]:
         """What `part` is for another rank."""
         count = len(self.parts[place][owner])
-        return [Spec((*like_XHW.shape[:-2], count), dtype)] if count else []
+        return [TensorSpec((*like_XHW.shape[:-2], count), dtype)] if count else []
 
     def whole(self, place: int, found: Sequence[Sequence[Tensor]]) -> Tensor:
         """What a rank has of every band as a map (X, H, W), no number where it needs none."""
@@ -121,9 +121,9 @@ class Regions:
         """What another rank needs of the guide's prediction: (X, count), or nothing where there is none."""
         return [x.flatten(-2).index_select(-1, self.cells[place]) for x in stack_Xhw]
 
-    def guide_spec(self, stack: Sequence[Spec], place: int) -> list[Spec]:
+    def guide_spec(self, stack: Sequence[TensorSpec], place: int) -> list[TensorSpec]:
         """What `guide_part` is of predictions of this form."""
-        return [Spec((*spec.shape[:-2], len(self.cells[place])), spec.dtype) for spec in stack]
+        return [TensorSpec((*spec.shape[:-2], len(self.cells[place])), spec.dtype) for spec in stack]
 
     def guide(self, place: int, x_XN: Tensor, size: tuple[int, int]) -> Tensor:
         """What another one sent of it as a map (X, h, w), no number where we need none."""

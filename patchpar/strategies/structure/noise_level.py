@@ -17,7 +17,7 @@ KINDS = ("epsilon", "v_prediction", "sample", "flow")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
+class NoiseLevel:
     """`time` runs from 1 (noise) to 0 (picture). `predicts`: one of KINDS."""
 
     time: float
@@ -52,7 +52,7 @@ class Level:
         return slopes.get(self.predicts, 1.0)
 
 
-def level_of(scheduler: Any, timestep: Any, *, step: int | None = None) -> Level:
+def level_of(scheduler: Any, timestep: Any, *, step: int | None = None) -> NoiseLevel:
     """The level of a denoiser call at `timestep`, as the denoiser gets it, of `step` or the present one.
 
     Raises UnsupportedModel.
@@ -62,9 +62,9 @@ def level_of(scheduler: Any, timestep: Any, *, step: int | None = None) -> Level
     span = scheduler.config.get("num_train_timesteps", 1000)
     if kind == "flow":
         sigma = _in_steps(scheduler, given, span, step) / span
-        return Level(time=sigma, signal=1 - sigma, noise=sigma, predicts=kind)
+        return NoiseLevel(time=sigma, signal=1 - sigma, noise=sigma, predicts=kind)
     power = _interpolated(scheduler.alphas_cumprod, given)
-    return Level(time=given / span, signal=math.sqrt(power), noise=math.sqrt(1 - power), predicts=kind)
+    return NoiseLevel(time=given / span, signal=math.sqrt(power), noise=math.sqrt(1 - power), predicts=kind)
 
 
 def kind_of(scheduler: Any) -> str:

@@ -23,11 +23,11 @@ from patchpar.strategies.strategy import as_text
 if TYPE_CHECKING:
     from torch import nn
 
-    from patchpar.comm.collectives import Door
+    from patchpar.comm.collectives import Communicator
     from patchpar.plan.mesh import Axis
     from patchpar.plan.step_clock import StepClock
-    from patchpar.shard.verification_cache import Verdicts
-    from patchpar.strategies.structure.denoiser import LargePicture
+    from patchpar.shard.verification_cache import VerificationCache
+    from patchpar.strategies.structure.denoiser import HighResDenoiser
     from patchpar.strategies.structure.method import Method
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -160,17 +160,17 @@ class StructureGuidance:
     def install(
         self,
         denoiser: nn.Module,
-        door: Door,
+        door: Communicator,
         axis: Axis,
         *,
         pipe: Any,
         clock: StepClock | None = None,
-        verdicts: Verdicts | None = None,
-    ) -> LargePicture:
+        verdicts: VerificationCache | None = None,
+    ) -> HighResDenoiser:
         """Make `denoiser`, which belongs to `pipe`, answer out of patches over `axis`. Bands alone are verified."""
-        from patchpar.strategies.structure.denoiser import LargePicture
+        from patchpar.strategies.structure.denoiser import HighResDenoiser
 
-        return LargePicture(denoiser, (door, axis), self.method, pipe=pipe, clock=clock, verdicts=verdicts)
+        return HighResDenoiser(denoiser, (door, axis), self.method, pipe=pipe, clock=clock, verdicts=verdicts)
 
     def __str__(self) -> str:
         return as_text(self)

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from patchpar.comm.transport import Spec
-from patchpar.strategies.structure.all_gather import Shares
+from patchpar.comm.transport import TensorSpec
+from patchpar.strategies.structure.all_gather import UnitAssignment
 from patchpar.strategies.structure.interlace import Interlace
-from patchpar.strategies.structure.needed_regions import Regions
+from patchpar.strategies.structure.needed_regions import NeededRegions
 from patchpar.strategies.structure.windows import Windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
+class WholePrediction:
     """A prediction over the canvas, of all branches or of what they were put together to; the guide's; a mask."""
 
     prediction_BCHW: Tensor
@@ -24,7 +24,7 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Portion:
+class PartialPrediction:
     """Sums of own patches on a canvas of all branches, and which places of it they cover in any: 0 elsewhere.
 
     `windows`: where patches lie on the canvas. A patch of `shares` beyond them is the guide; `guide` are its own
@@ -37,13 +37,13 @@ class Portion:
     covered_HW: Tensor
     dtype: torch.dtype
     windows: Windows
-    shares: Shares
-    finish: Callable[[Whole], Tensor]
+    shares: UnitAssignment
+    finish: Callable[[WholePrediction], Tensor]
     guide: Mapping[int, Tensor] = field(default_factory=dict)
     guide_size: tuple[int, int] | None = None
     interlace: Interlace | None = None
-    mask: tuple[int, Spec, Tensor | None] | None = None
-    regions: Callable[[bool], Regions] | None = None
+    mask: tuple[int, TensorSpec, Tensor | None] | None = None
+    regions: Callable[[bool], NeededRegions] | None = None
 
     @property
     def branches(self) -> int:
@@ -60,7 +60,7 @@ class Portion:
         """The mask, where it is ours."""
         return [] if self.mask is None or self.mask[2] is None else [self.mask[2]]
 
-    def mask_spec(self, place: int) -> list[Spec]:
+    def mask_spec(self, place: int) -> list[TensorSpec]:
         """What a place has of the mask."""
         return [] if self.mask is None or self.mask[0] != place else [self.mask[1]]
 

@@ -22,7 +22,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class PatchPosition:
     """What a patch shows: `size` (h, w) in latents, and its `corner` in the whole where it is a window."""
 
     size: tuple[int, int]
@@ -30,7 +30,7 @@ class Spot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class PatchInputs:
     """One call: `x_BCHW`, and how to make it of a patch. `pixels`: sides of a latent in pixels.
 
     `told`: "native" tells a patch that it is a picture of its size, "whole" leaves the sizes of the whole picture and
@@ -44,7 +44,7 @@ class Layout:
     told: str = "native"
 
     @classmethod
-    def of(cls, call: Call, *, pixels: int, told: str = "native") -> "Layout":
+    def of(cls, call: Call, *, pixels: int, told: str = "native") -> "PatchInputs":
         """The layout of a call. Raises UnsupportedModel for one that is not understood."""
         args, kwargs = call
         refuse_whole(kwargs)
@@ -61,7 +61,7 @@ class Layout:
             f"this denoiser was called with {_shape(sample)}: use strategy exact"
         )
 
-    def for_patch(self, x_BChw: Tensor, spot: Spot) -> Call:
+    def for_patch(self, x_BChw: Tensor, spot: PatchPosition) -> Call:
         """The same call for a patch."""
         args, kwargs = self.call
         kwargs = dict(kwargs)
@@ -91,7 +91,7 @@ class Layout:
             return (whole, *like[1:])
         return with_tensors(like, [whole])
 
-    def _told_of(self, time_ids: Tensor, spot: Spot) -> Tensor:
+    def _told_of(self, time_ids: Tensor, spot: PatchPosition) -> Tensor:
         told, whole = time_ids.clone(), self._in_pixels(tuple(self.x_BCHW.shape[-2:]))
         if told.shape[-1] != 6:
             return told  # an aesthetic score in place of the target size
@@ -108,7 +108,7 @@ class Layout:
     def _in_pixels(self, place: Sequence[int]) -> tuple[int, int]:
         return place[0] * self.pixels, place[1] * self.pixels
 
-    def _ids(self, img_ids: Tensor, spot: Spot) -> Tensor:
+    def _ids(self, img_ids: Tensor, spot: PatchPosition) -> Tensor:
         rows, columns = spot.size[0] // 2, spot.size[1] // 2
         ids = torch.zeros(rows, columns, 3, dtype=img_ids.dtype, device=img_ids.device)
         ids[..., 1] = torch.arange(rows, device=img_ids.device)[:, None]

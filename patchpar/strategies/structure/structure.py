@@ -13,7 +13,7 @@ from typing import Literal
 from torch import Tensor
 
 from patchpar.strategies.structure.interlace import Interlace
-from patchpar.strategies.structure.noise_level import Level
+from patchpar.strategies.structure.noise_level import NoiseLevel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,21 +38,28 @@ class Guidance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lead:
+class StructureTarget:
     """What the patches follow: the anchor's field (its x0 or its noise), and where, (B, 1, h, w) in 0..1."""
 
     field_BChw: Tensor
     mask_B1hw: Tensor | None = None
 
 
-def lead_of(guidance: Guidance, level: Level, x_BChw: Tensor, prediction_BChw: Tensor, mask: Tensor | None) -> Lead:
+def lead_of(
+    guidance: Guidance, level: NoiseLevel, x_BChw: Tensor, prediction_BChw: Tensor, mask: Tensor | None
+) -> StructureTarget:
     """What the anchor tells the others."""
     tell = level.clean if guidance.space == "x0" else level.noise_in
-    return Lead(field_BChw=tell(x_BChw, prediction_BChw), mask_B1hw=mask)
+    return StructureTarget(field_BChw=tell(x_BChw, prediction_BChw), mask_B1hw=mask)
 
 
 def guided(
-    guidance: Guidance, level: Level, interlace: Interlace, lead: Lead, patches: tuple[Tensor, Tensor], strength: float
+    guidance: Guidance,
+    level: NoiseLevel,
+    interlace: Interlace,
+    lead: StructureTarget,
+    patches: tuple[Tensor, Tensor],
+    strength: float,
 ) -> Tensor:
     """Predictions drawn towards the lead. `patches`: x_NBChw and prediction_NBChw. The anchor stays as it is."""
     x_NBChw, prediction_NBChw = patches

@@ -5,19 +5,23 @@ Bands are those of exact patch parallelism (`PatchedDenoiser`), over a part of t
 
 from torch import nn
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.errors import PlanError
-from patchpar.plan.exchange_policy import Treatment
+from patchpar.plan.exchange_policy import ExchangePolicy
 from patchpar.plan.mesh import Axis
 from patchpar.shard.unet.denoiser import PatchedDenoiser
 from patchpar.shard.unet.discover import splits_into_bands
-from patchpar.shard.verification_cache import Verdicts
-from patchpar.strategies.structure.native_size import Native
+from patchpar.shard.verification_cache import VerificationCache
+from patchpar.strategies.structure.native_size import NativeSize
 from patchpar.strategies.structure.sizing import check_teams
 
 
 def team_of(
-    denoiser: nn.Module, mesh: tuple[Door, Axis], bands: int, native: Native, verdicts: Verdicts | None
+    denoiser: nn.Module,
+    mesh: tuple[Communicator, Axis],
+    bands: int,
+    native: NativeSize,
+    verdicts: VerificationCache | None,
 ) -> PatchedDenoiser | None:
     """The denoiser as our team computes it; None where there are no teams. Without `verdicts` it is not verified.
 
@@ -40,4 +44,4 @@ def team_of(
         )
     first = axis.rank - axis.rank % bands
     team = Axis(axis.name, axis.rank - first, bands, axis.ranks[first : first + bands])
-    return PatchedDenoiser(denoiser, (door, team), Treatment(name="exact"), verdicts=verdicts)
+    return PatchedDenoiser(denoiser, (door, team), ExchangePolicy(name="exact"), verdicts=verdicts)

@@ -4,7 +4,7 @@ from typing import Any
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.info import denoisers_of
-from patchpar.strategies.structure.native_size import Native
+from patchpar.strategies.structure.native_size import NativeSize
 from patchpar.strategies.structure.noise_level import kind_of, refuse_thresholding
 
 TESTED = (
@@ -29,7 +29,7 @@ def why_kept_native(pipe: Any) -> str:
     if type(pipe).__name__ not in TESTED or not denoisers:
         return f"{type(pipe).__name__} is not known to draw well out of patches"
     try:
-        Native.of(pipe, denoisers[0], None)
+        NativeSize.of(pipe, denoisers[0], None)
         refuse_thresholding(pipe.scheduler)
         kind_of(pipe.scheduler)
     except (PlanError, UnsupportedModel) as error:

@@ -21,13 +21,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from patchpar.comm.collectives import Door, Exchange, Part
-from patchpar.comm.transport import Spec
+from patchpar.comm.collectives import Communicator, ExchangePart, ExchangeWork
+from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
-from patchpar.strategies.structure.all_gather import Shares
-from patchpar.strategies.structure.window_neighbours import Neighbours
+from patchpar.strategies.structure.all_gather import UnitAssignment
+from patchpar.strategies.structure.window_neighbours import WindowNeighbours
 from patchpar.strategies.structure.windows import Windows
 from patchpar.strategies.structure.work_schedule import Evaluation, Unit
 
@@ -35,14 +35,14 @@ KIND = "context"
 BLOCKS = ("down_blocks", "mid_block", "up_blocks")
 
 
-class Pair(NamedTuple):
+class KVPair(NamedTuple):
     """Keys and values, (B, heads, tokens, depth) each."""
 
     key: Tensor
     value: Tensor
 
 
-class Way(NamedTuple):
+class NeighbourLink(NamedTuple):
     """From a window to a neighbour, in one branch of guidance."""
 
     sender: int
@@ -50,15 +50,15 @@ class Way(NamedTuple):
     branch: int
 
 
-Bands = dict[tuple[Way, str], Pair]  # by way and layer
+Bands = dict[tuple[NeighbourLink, str], KVPair]  # by way and layer
 
 
 @dataclass(slots=True)
-class _Call:
+class _WindowCall:
     """One call of the denoiser in a step: what its windows see, and what is coming for the next step."""
 
     evaluation: int = -2
-    layout: tuple[Windows, Shares] | None = None
+    layout: tuple[Windows, UnitAssignment] | None = None
     seen: Bands = field(default_factory=dict)
     coming: Callable[[], Bands] | None = None
 
@@ -69,13 +69,13 @@ class _Call:
             self.seen.update(coming())
 
 
-class Surroundings:
+class WindowContext:
     """Bands around windows, on one rank. `share`: how far a window sees, as a share of its sides; 0 is nothing.
 
     Raises PlanError for a denoiser that is no UNet with self-attention.
     """
 
-    def __init__(self, denoiser: nn.Module, mesh: tuple[Door, Axis], clock: StepClock, share: float) -> None:
+    def __init__(self, denoiser: nn.Module, mesh: tuple[Communicator, Axis], clock: StepClock, share: float) -> None:
         self._mesh, self._clock, self._share = mesh, clock, share
         self._layers = _self_attentions(denoiser) if share else {}
         if share and not self._layers:
@@ -83,34 +83,34 @@ class Surroundings:
                 f"context={share:g}: {type(denoiser).__name__} is no UNet with self-attention, whose keys know no "
                 "places: use context=0"
             )
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _WindowCall] = {}
         self.reset()
 
     def reset(self) -> None:
         """Begin a picture, or end one: what is under way is taken in. Raises ExchangeError."""
         for call in self._calls.values():
             call.arrive()
-        self._calls, self._call = {}, _Call()
-        self._neighbours: Neighbours | None = None
-        self._ways: list[Way] = []
+        self._calls, self._call = {}, _WindowCall()
+        self._neighbours: WindowNeighbours | None = None
+        self._ways: list[NeighbourLink] = []
         self._tokens: dict[tuple[int, int, int], Tensor] = {}
-        self._forms: dict[str, Pair] = {}  # of a whole window, one branch
+        self._forms: dict[str, KVPair] = {}  # of a whole window, one branch
         self._left: Bands = {}
 
-    def begin(self, windows: Windows, shares: Shares) -> None:
+    def begin(self, windows: Windows, shares: UnitAssignment) -> None:
         """Before the windows of a step. What was seen of other windows, or longer ago, is forgotten."""
         if not self._layers:
             return
-        call = self._call = self._calls.setdefault(max(0, self._clock.call), _Call())
+        call = self._call = self._calls.setdefault(max(0, self._clock.call), _WindowCall())
         call.arrive()
         if call.evaluation != self._clock.evaluation - 1 or call.layout != (windows, shares):
             call.seen = {}
         call.evaluation, call.layout, self._left = self._clock.evaluation, (windows, shares), {}
         if self._neighbours is None or self._neighbours.windows != windows:
             down, across = (int(side * self._share) for side in windows.window)
-            self._neighbours, self._tokens = Neighbours(windows, (down, across)), {}
+            self._neighbours, self._tokens = WindowNeighbours(windows, (down, across)), {}
             pairs = permutations(range(len(windows)), 2)
-            self._ways = [Way(*pair, 0) for pair in pairs if len(self._neighbours.seen(*pair, 1))]
+            self._ways = [NeighbourLink(*pair, 0) for pair in pairs if len(self._neighbours.seen(*pair, 1))]
 
     @contextmanager
     def around(self, evaluation: Evaluation) -> Iterator[None]:
@@ -119,7 +119,7 @@ class Surroundings:
         if not self._layers or evaluation.patch >= count:
             yield
             return
-        with _Looking(self, evaluation) as mode:
+        with _ContextAttention(self, evaluation) as mode:
             handles = [handle for path, layer in self._layers.items() for handle in mode.listen(path, layer)]
             try:
                 yield
@@ -133,25 +133,25 @@ class Surroundings:
                 "default processor, pipe.unet.set_default_attn_processor(), or context=0"
             )
 
-    def meet(self, path: str, evaluation: Evaluation, own: Pair) -> Pair:
+    def meet(self, path: str, evaluation: Evaluation, own: KVPair) -> KVPair:
         """Own keys and values, of all branches of the evaluation, with those around. Ours are kept for others."""
         number, branches = evaluation.patch, evaluation.branches
-        self._forms[path] = Pair(*(x.chunk(len(branches))[0] for x in own))
+        self._forms[path] = KVPair(*(x.chunk(len(branches))[0] for x in own))
         for way in self._ways:
             if way.sender == number:
                 tokens = self._seen(way, path)
                 keys, values = (x.index_select(2, tokens).chunk(len(branches)) for x in own)
                 for branch, pair in zip(branches, zip(keys, values, strict=True), strict=True):
-                    self._left[way._replace(branch=branch), path] = Pair(*pair)
+                    self._left[way._replace(branch=branch), path] = KVPair(*pair)
         met = [own]
         for way in self._ways:
             pairs = [self._call.seen.get((way._replace(branch=branch), path)) for branch in branches]
             found = [pair for pair in pairs if pair is not None]
             if way.receiver == number and len(found) == len(branches):
-                met.append(Pair(*map(torch.cat, zip(*found, strict=True))))
-        return Pair(*(torch.cat(parts, 2) for parts in zip(*met, strict=True))) if len(met) > 1 else own
+                met.append(KVPair(*map(torch.cat, zip(*found, strict=True))))
+        return KVPair(*(torch.cat(parts, 2) for parts in zip(*met, strict=True))) if len(met) > 1 else own
 
-    def _seen(self, way: Way, path: str) -> Tensor:
+    def _seen(self, way: NeighbourLink, path: str) -> Tensor:
         """The sender's tokens that the receiver sees in a layer."""
         assert self._neighbours is not None
         key = self._forms[path].key
@@ -161,7 +161,7 @@ class Surroundings:
             self._tokens[place] = self._neighbours.seen(*place).to(key.device)
         return self._tokens[place]
 
-    def end(self, shares: Shares, *, silent: bool) -> None:
+    def end(self, shares: UnitAssignment, *, silent: bool) -> None:
         """After the windows of a step: bands leave for where the neighbours of our windows are."""
         if not self._layers:
             return
@@ -171,7 +171,7 @@ class Surroundings:
             self._call.coming = self._sent(shares)
         self._left = {}
 
-    def _keys(self, shares: Shares, sender: int, receiver: int) -> list[tuple[Way, str]]:
+    def _keys(self, shares: UnitAssignment, sender: int, receiver: int) -> list[tuple[NeighbourLink, str]]:
         """What one place has for another, in order."""
         wanted = set(shares[receiver])
         return [
@@ -182,7 +182,7 @@ class Surroundings:
             for path in self._layers
         ]
 
-    def _sent(self, shares: Shares) -> Callable[[], Bands] | None:
+    def _sent(self, shares: UnitAssignment) -> Callable[[], Bands] | None:
         door, axis = self._mesh
         outgoing, incoming = [], {}
         for place in axis.others:
@@ -192,18 +192,18 @@ class Surroundings:
             shapes = [shape for key in self._keys(shares, place, axis.rank) for shape in self._shapes(key)]
             if shapes:
                 dtype = next(iter(self._forms.values())).key.dtype
-                incoming[axis.ranks[place]] = (Spec((sum(map(math.prod, shapes)),), dtype),)
+                incoming[axis.ranks[place]] = (TensorSpec((sum(map(math.prod, shapes)),), dtype),)
         if not outgoing and not incoming:
             return None
-        exchange = door.exchange(f"step {self._clock.evaluation}", [Part(KIND, outgoing, incoming)])
+        exchange = door.exchange(f"step {self._clock.evaluation}", [ExchangePart(KIND, outgoing, incoming)])
         return lambda: self._unpacked(exchange, shares)
 
-    def _shapes(self, key: tuple[Way, str]) -> list[tuple[int, ...]]:
+    def _shapes(self, key: tuple[NeighbourLink, str]) -> list[tuple[int, ...]]:
         way, path = key
         count = len(self._seen(way, path))
         return [(*x.shape[:2], count, x.shape[3]) for x in self._forms[path]]
 
-    def _unpacked(self, exchange: Exchange, shares: Shares) -> Bands:
+    def _unpacked(self, exchange: ExchangeWork, shares: UnitAssignment) -> Bands:
         axis, found = self._mesh[1], {}
         (received,) = exchange.wait()
         for peer, (flat,) in received.items():
@@ -211,14 +211,14 @@ class Surroundings:
             shapes = [shape for key in keys for shape in self._shapes(key)]
             parts = iter(zip(torch.split(flat, [math.prod(shape) for shape in shapes]), shapes, strict=True))
             for key in keys:
-                found[key] = Pair(*(x.view(shape) for x, shape in (next(parts), next(parts))))
+                found[key] = KVPair(*(x.view(shape) for x, shape in (next(parts), next(parts))))
         return found
 
 
-class _Looking(TorchFunctionMode):
+class _ContextAttention(TorchFunctionMode):
     """Lets self-attention of one evaluation see what is around its window."""
 
-    def __init__(self, surroundings: Surroundings, evaluation: Evaluation) -> None:
+    def __init__(self, surroundings: WindowContext, evaluation: Evaluation) -> None:
         super().__init__()
         self._surroundings, self._evaluation = surroundings, evaluation
         self._path: str | None = None
@@ -242,7 +242,9 @@ class _Looking(TorchFunctionMode):
             named = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | (kwargs or {})
             if named.get("attn_mask") is None and named["key"].shape[2] == named["query"].shape[2]:
                 self.passed.add(self._path)
-                met = self._surroundings.meet(self._path, self._evaluation, Pair(named.pop("key"), named.pop("value")))
+                met = self._surroundings.meet(
+                    self._path, self._evaluation, KVPair(named.pop("key"), named.pop("value"))
+                )
                 return func(named.pop("query"), met.key, met.value, **named)
         return func(*args, **(kwargs or {}))
 
@@ -253,7 +255,7 @@ def _self_attentions(denoiser: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _stride(count: int, neighbours: Neighbours) -> int:
+def _stride(count: int, neighbours: WindowNeighbours) -> int:
     """By how much a map of so many tokens of a window is smaller than its latent. Raises UnsupportedModel."""
     stride = 1
     while stride <= max(neighbours.windows.window):

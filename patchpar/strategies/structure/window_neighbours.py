@@ -17,7 +17,7 @@ from patchpar.strategies.structure.windows import Windows
 
 
 @dataclass(frozen=True)
-class Neighbours:
+class WindowNeighbours:
     """Windows in rows and columns, and the `reach` in latents (down, across) of what they see of others."""
 
     windows: Windows

@@ -7,33 +7,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
-from patchpar.strategies.structure.blending import Blend
-from patchpar.strategies.structure.evaluate import Asked
-from patchpar.strategies.structure.guide_trajectory import Flow, Heard
+from patchpar.strategies.structure.blending import BlendPlan
+from patchpar.strategies.structure.evaluate import DenoiserCall
+from patchpar.strategies.structure.guide_trajectory import GuidePrediction, GuideTrajectory
 from patchpar.strategies.structure.interlace import Interlace
 from patchpar.strategies.structure.method import Method
-from patchpar.strategies.structure.needed_regions import Course, Regions
-from patchpar.strategies.structure.noise_level import Level
-from patchpar.strategies.structure.partial_prediction import Portion, Whole
-from patchpar.strategies.structure.patch_inputs import Layout, Spot
+from patchpar.strategies.structure.needed_regions import NeededRegions, WindowPlan
+from patchpar.strategies.structure.noise_level import NoiseLevel
+from patchpar.strategies.structure.partial_prediction import PartialPrediction, WholePrediction
+from patchpar.strategies.structure.patch_inputs import PatchInputs, PatchPosition
 from patchpar.strategies.structure.structure import kept_in_place
-from patchpar.strategies.structure.window_context import Surroundings
+from patchpar.strategies.structure.window_context import WindowContext
 from patchpar.strategies.structure.windows import Windows, Zone
 from patchpar.strategies.structure.work_schedule import own_of, scheduled
 
 
-class DetailStage:
+class WindowStage:
     """Steps of the second stage on one rank of an axis. `begin` belongs before every picture, `end` after it."""
 
-    def __init__(self, method: Method, mesh: tuple[Door, Axis], clock: StepClock, denoiser: nn.Module) -> None:
+    def __init__(self, method: Method, mesh: tuple[Communicator, Axis], clock: StepClock, denoiser: nn.Module) -> None:
         self._method, self._mesh, self._clock = method, mesh, clock
-        self._surroundings = Surroundings(denoiser, mesh, clock, method.context)
-        self._flow = Flow() if method.guide == "flow" else None
+        self._surroundings = WindowContext(denoiser, mesh, clock, method.context)
+        self._flow = GuideTrajectory() if method.guide == "flow" else None
         self._leads: dict[int, tuple[int, Tensor]] = {}  # clean estimates by call, with their evaluation
-        self._found: dict[tuple[Course, bool], Regions] = {}
+        self._found: dict[tuple[WindowPlan, bool], NeededRegions] = {}
 
     def begin(self, scheduler: Any, channels: int) -> None:
         """Begin a picture of so many latent channels. Raises PlanError for a scheduler that a guide cannot follow."""
@@ -50,14 +50,14 @@ class DetailStage:
 
     def predict(
         self,
-        asked: Asked,
-        level: Level,
+        asked: DenoiserCall,
+        level: NoiseLevel,
         laid: tuple[Windows, tuple[Zone, ...]],
         interlace: Interlace,
         *,
         silent: bool = False,
         parted: bool = False,
-    ) -> tuple[Portion, Any]:
+    ) -> tuple[PartialPrediction, Any]:
         """Our portion of the prediction and one output as the denoiser gives it.
 
         `laid`: the windows of this step, and what they can show in any. `silent`: windows hear nothing of windows on
@@ -67,24 +67,24 @@ class DetailStage:
         (windows, zones), kept = laid, self._method.kept * level.time / self._method.switch
         guided = kept > 0 or (parted and self._method.kept > 0)  # at time 0 windows stay with who has their latents
         schedule = scheduled(len(windows) + guided, branches, axis.size, self._method.bands)
-        course = Course(zones=zones, schedule=schedule, interlace=interlace)
+        course = WindowPlan(zones=zones, schedule=schedule, interlace=interlace)
         if not kept:
             schedule = schedule.without(len(windows))
         shares = schedule.shares
         guide = self._guide(asked, interlace) if kept > 0 else None
 
-        def shown(number: int) -> tuple[Tensor, Spot]:
+        def shown(number: int) -> tuple[Tensor, PatchPosition]:
             if number < len(windows):
-                return windows.cut(x_BCHW, number), Spot(windows.window, windows.corners[number])
+                return windows.cut(x_BCHW, number), PatchPosition(windows.window, windows.corners[number])
             assert guide is not None
-            return guide, Spot(interlace.patch_size)
+            return guide, PatchPosition(interlace.patch_size)
 
         self._surroundings.begin(windows, shares)
         own, like = asked.evaluated(schedule, axis.rank, shown, self._surroundings.around)
         self._surroundings.end(shares, silent=silent)
         one, ours = next(iter(own.values())), own_of(shares[axis.rank], own)
-        blend = Blend.of(windows, shares, branches)
-        portion = Portion(
+        blend = BlendPlan.of(windows, shares, branches)
+        portion = PartialPrediction(
             canvas_KBCHW=blend.sums(ours, one),
             covered_HW=blend.covered(axis.rank, one),
             dtype=one.dtype,
@@ -97,7 +97,7 @@ class DetailStage:
         )
         return portion, like
 
-    def _guide(self, asked: Asked, interlace: Interlace) -> Tensor:
+    def _guide(self, asked: DenoiserCall, interlace: Interlace) -> Tensor:
         """What leads the windows, as the denoiser is shown it."""
         x_BCHW = asked.layout.x_BCHW
         if self._flow is None:
@@ -105,7 +105,12 @@ class DetailStage:
         return self._flow.shown(x_BCHW, interlace, asked.branches)
 
     def _finished(
-        self, level: Level, interlace: Interlace, shown: tuple[Layout, Tensor | None], strength: float, whole: Whole
+        self,
+        level: NoiseLevel,
+        interlace: Interlace,
+        shown: tuple[PatchInputs, Tensor | None],
+        strength: float,
+        whole: WholePrediction,
     ) -> Tensor:
         """The answer for the whole picture, its coarse structure drawn to the guide's.
 
@@ -119,11 +124,15 @@ class DetailStage:
         kept = kept_in_place(interlace, pair[0], self._differ(level, interlace, shown, pair), strength)
         answer = torch.cat([kept.to(prediction.dtype), prediction[:, channels:]], 1)
         if self._flow is not None:
-            self._flow.heard(Heard(level, shown[0], whole.guide_BChw[:, : answer.shape[1]], answer))
+            self._flow.heard(GuidePrediction(level, shown[0], whole.guide_BChw[:, : answer.shape[1]], answer))
         return answer
 
     def _differ(
-        self, level: Level, interlace: Interlace, shown: tuple[Layout, Tensor | None], pair: tuple[Tensor, Tensor]
+        self,
+        level: NoiseLevel,
+        interlace: Interlace,
+        shown: tuple[PatchInputs, Tensor | None],
+        pair: tuple[Tensor, Tensor],
     ) -> Tensor:
         """By how much the anchor should predict otherwise. `pair`: what is predicted of the picture, of the guide."""
         prediction, guide = pair
@@ -140,15 +149,15 @@ class DetailStage:
         """Whether what leads is this step's anchor: of no latent but the picture's, and of no other step."""
         return self._flow is None and not self._method.guidance.lag
 
-    def _regions(self, course: Course, device: torch.device) -> Callable[[bool], Regions] | None:
+    def _regions(self, course: WindowPlan, device: torch.device) -> Callable[[bool], NeededRegions] | None:
         """Where ranks need what is answered. None for everywhere: another guide is held against latents."""
         if not self._leads_by_anchor:
             return None
 
-        def of(last: bool) -> Regions:
+        def of(last: bool) -> NeededRegions:
             key = course, last
             if key not in self._found:
-                self._found[key] = Regions.of(course, last=last, device=device)
+                self._found[key] = NeededRegions.of(course, last=last, device=device)
             return self._found[key]
 
         return of

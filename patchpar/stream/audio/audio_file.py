@@ -20,7 +20,7 @@ GAP = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SoundFile:
+class AudioFile:
     """Mono samples (N,) at `rate`. `facts`: what the file holds, in words."""
 
     samples: Tensor
@@ -28,7 +28,7 @@ class SoundFile:
     facts: str
 
 
-def read_sound(path: Path, rate: int) -> SoundFile:
+def read_sound(path: Path, rate: int) -> AudioFile:
     """The whole first sound track. Raises PlanError, with the file's facts, if it cannot be read or is empty."""
     if not path.is_file():
         raise PlanError(f"{path}: there is no such sound file")
@@ -49,7 +49,7 @@ def read_sound(path: Path, rate: int) -> SoundFile:
         raise PlanError(
             f"{path} ({facts}) ends after {len(samples) / rate:.1f} s of {declared:.1f} s: repair it, or cut it there"
         )
-    return SoundFile(samples=samples, rate=rate, facts=f"{facts}, {len(samples) / rate:.1f} s")
+    return AudioFile(samples=samples, rate=rate, facts=f"{facts}, {len(samples) / rate:.1f} s")
 
 
 def _decoded(container: Any, rate: int, name: str) -> Tensor:

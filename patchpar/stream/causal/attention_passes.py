@@ -15,12 +15,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from patchpar.stream.causal.kv_window import WindowMemory
-from patchpar.stream.causal.rope import Positions, rotate
+from patchpar.stream.causal.kv_window import KVWindow
+from patchpar.stream.causal.rope import RotaryPositions, rotate
 from patchpar.stream.causal_options import CausalOptions
 
 
-class Seen(NamedTuple):
+class AttentionOperands(NamedTuple):
     """Operands of one attention: queries, keys, values (B, L, heads, width), and a mask or None."""
 
     queries: Tensor
@@ -29,29 +29,29 @@ class Seen(NamedTuple):
     mask: Tensor | None
 
 
-class Pass(Protocol):
+class ForwardPass(Protocol):
     """One forward pass of a transformer."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Seen:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionOperands:
         """What the self-attention of `layer` is to see, out of queries, keys and values before rotation."""
 
 
 class SinkPass:
     """One frame, which sees itself only."""
 
-    def __init__(self, memory: WindowMemory, positions: Positions) -> None:
+    def __init__(self, memory: KVWindow, positions: RotaryPositions) -> None:
         self._memory, self._rotary = memory, positions.at([0])
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Seen:
-        """See Pass."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionOperands:
+        """See ForwardPass."""
         self._memory.put_sink(layer, k, v)
-        return Seen(rotate(q, self._rotary), rotate(k, self._rotary), v, None)
+        return AttentionOperands(rotate(q, self._rotary), rotate(k, self._rotary), v, None)
 
 
 class BlockPass:
     """One block, which has just been advanced to in its memory."""
 
-    def __init__(self, memory: WindowMemory, positions: Positions, options: CausalOptions, block: int) -> None:
+    def __init__(self, memory: KVWindow, positions: RotaryPositions, options: CausalOptions, block: int) -> None:
         self._memory = memory
         frames, is_absolute = options.frames, options.positions == "abs"
         start = (block if is_absolute else options.window - 1) * frames
@@ -62,19 +62,21 @@ class BlockPass:
             slots = [start - age * frames + frame for age in memory.ages for frame in range(frames)]
             self._all = positions.at(([*sink] if memory.has_sink else []) + slots)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Seen:
-        """See Pass."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionOperands:
+        """See ForwardPass."""
         memory = self._memory
         memory.put(layer, k if self._sink is None else rotate(k, self._own), v)
         memory.place_sink(layer, self._sink)
         keys, values = memory.visible(layer)
-        return Seen(rotate(q, self._own), keys if self._sink is not None else rotate(keys, self._all), values, None)
+        return AttentionOperands(
+            rotate(q, self._own), keys if self._sink is not None else rotate(keys, self._all), values, None
+        )
 
 
 class BandedPass:
     """`blocks` blocks at once, behind a sink frame if `has_sink`; every block has its own copy of the sink."""
 
-    def __init__(self, positions: Positions, options: CausalOptions, blocks: int, has_sink: bool) -> None:
+    def __init__(self, positions: RotaryPositions, options: CausalOptions, blocks: int, has_sink: bool) -> None:
         frames, n = options.frames, positions.grid.tokens
         self._sink_tokens = n if has_sink else 0
         starts = [block * frames for block in range(blocks)]
@@ -87,13 +89,13 @@ class BandedPass:
         band = (age >= 0) & (age < options.window)
         self.mask = (_with_sink(band, block, n, blocks) if has_sink else band).to(positions.device)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Seen:
-        """See Pass. Keys: the tokens themselves, then one copy of the sink per block."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionOperands:
+        """See ForwardPass. Keys: the tokens themselves, then one copy of the sink per block."""
         keys, values = rotate(k, self._own), v
         if self._copies is not None:
             sinks, sink_values = (x[:, : self._sink_tokens].repeat(1, self._blocks, 1, 1) for x in (k, v))
             keys, values = torch.cat([keys, rotate(sinks, self._copies)], 1), torch.cat([v, sink_values], 1)
-        return Seen(rotate(q, self._own), keys, values, self.mask)
+        return AttentionOperands(rotate(q, self._own), keys, values, self.mask)
 
 
 def _with_sink(band: Tensor, block: Tensor, n: int, blocks: int) -> Tensor:

@@ -19,14 +19,14 @@ from torch.utils.hooks import RemovableHandle
 
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.audio.conditioner import AudioConditioner
-from patchpar.stream.causal.attention_passes import BandedPass, BlockPass, Pass, SinkPass
-from patchpar.stream.causal.kv_window import WindowMemory, WindowSize
-from patchpar.stream.causal.rope import Grid, Positions
-from patchpar.stream.causal.step_sharding import InnerShare, SharedFrames
+from patchpar.stream.causal.attention_passes import BandedPass, BlockPass, ForwardPass, SinkPass
+from patchpar.stream.causal.kv_window import KVWindow, WindowSize
+from patchpar.stream.causal.rope import PatchGrid, RotaryPositions
+from patchpar.stream.causal.step_sharding import ShardedFrames, StepGroup
 from patchpar.stream.causal_options import CausalOptions
 
 
-class Heard(NamedTuple):
+class BlockAudio(NamedTuple):
     """The sound of a block: audio tokens (B, F, n, C), and how much of what they say is added."""
 
     tokens_BFnC: Tensor
@@ -45,12 +45,12 @@ class CausalWan:
         transformer: WanTransformer3DModel,
         options: CausalOptions,
         audio: AudioConditioner | None = None,
-        inner: InnerShare | None = None,
+        inner: StepGroup | None = None,
     ) -> None:
         _refuse(transformer)
         self.transformer, self.options, self.audio, self.inner = transformer, options, audio, inner
-        self._passing = Passing()
-        self._positions: dict[Grid, Positions] = {}
+        self._passing = CurrentPass()
+        self._positions: dict[PatchGrid, RotaryPositions] = {}
         self._plain = [block.attn1.processor for block in transformer.blocks]
         self._handles = [] if inner is None else share_tokens(transformer, self._passing)
         for layer, block in enumerate(transformer.blocks):
@@ -66,7 +66,7 @@ class CausalWan:
             handle.remove()
         self._handles.clear()
 
-    def memory(self, height: int, width: int) -> WindowMemory:
+    def memory(self, height: int, width: int) -> KVWindow:
         """An empty memory for one denoising step of a stream of latents of `height` x `width`."""
         config = self.transformer.config
         tokens = self._grid(height, width).tokens
@@ -78,7 +78,7 @@ class CausalWan:
             heads=self._heads,
             head_width=config.attention_head_dim,
         )
-        return WindowMemory(size, self.transformer.device, self.transformer.dtype)
+        return KVWindow(size, self.transformer.device, self.transformer.dtype)
 
     @property
     def _heads(self) -> int:
@@ -86,20 +86,20 @@ class CausalWan:
         heads: int = self.transformer.config.num_attention_heads
         return heads if self.inner is None else len(self.inner.heads(heads).query)
 
-    def remember_sink(self, memory: WindowMemory, latents_BCFHW: Tensor, text_BTD: Tensor) -> None:
+    def remember_sink(self, memory: KVWindow, latents_BCFHW: Tensor, text_BTD: Tensor) -> None:
         """Put one clean latent frame (1, C, 1, H, W) into `memory` as its sink."""
         with self._during(SinkPass(memory, self._at(latents_BCFHW)), frames=self._shared(latents_BCFHW)):
             self._forward(latents_BCFHW, latents_BCFHW.new_zeros(1, dtype=torch.float32), text_BTD)
 
     def velocity(
         self,
-        memory: WindowMemory,
+        memory: KVWindow,
         x_BCFHW: Tensor,
         timestep: float,
         text_BTD: Tensor,
         *,
         block: int,
-        heard: Heard | None = None,
+        heard: BlockAudio | None = None,
     ) -> Tensor:
         """What the transformer predicts for block number `block`, (1, C, F, H, W).
 
@@ -139,7 +139,7 @@ class CausalWan:
             x_BCFHW = torch.cat([sink_BCFHW, x_BCFHW], 2)
         banded = BandedPass(positions, self.options, blocks, sink_BCFHW is not None)
         silent = positions.grid.tokens if sink_BCFHW is not None else 0
-        with self._during(banded, None if audio_BFnC is None else Heard(audio_BFnC), silent=silent):
+        with self._during(banded, None if audio_BFnC is None else BlockAudio(audio_BFnC), silent=silent):
             out = self._forward(x_BCFHW, levels, text_BTD)
         return out[:, :, 1:] if sink_BCFHW is not None else out
 
@@ -148,7 +148,7 @@ class CausalWan:
 
     @contextmanager
     def _during(
-        self, now: Pass, heard: Heard | None = None, *, silent: int = 0, frames: SharedFrames | None = None
+        self, now: ForwardPass, heard: BlockAudio | None = None, *, silent: int = 0, frames: ShardedFrames | None = None
     ) -> Iterator[None]:
         passing = self._passing
         passing.now, passing.silent_tokens, passing.frames = now, silent, frames
@@ -159,40 +159,40 @@ class CausalWan:
         finally:
             passing.now = passing.audio = passing.frames = None
 
-    def _shared(self, x_BCFHW: Tensor) -> SharedFrames | None:
+    def _shared(self, x_BCFHW: Tensor) -> ShardedFrames | None:
         """How a forward pass over these latents is shared."""
         if self.inner is None:
             return None
         return self.inner.of_frames(x_BCFHW.shape[2], self._grid(*x_BCFHW.shape[3:]).tokens)
 
-    def _grid(self, height: int, width: int) -> Grid:
+    def _grid(self, height: int, width: int) -> PatchGrid:
         _, rows, columns = self.transformer.config.patch_size
         if height % rows or width % columns:
             raise PlanError(
                 f"latents of {height} x {width} are not whole patches of {rows} x {columns}: choose a height and width "
                 "that are"
             )
-        return Grid(rows=height // rows, columns=width // columns)
+        return PatchGrid(rows=height // rows, columns=width // columns)
 
-    def _at(self, x_BCFHW: Tensor) -> Positions:
+    def _at(self, x_BCFHW: Tensor) -> RotaryPositions:
         """Positions on the grid of these latents, made once."""
         grid = self._grid(*x_BCFHW.shape[3:])
         if grid not in self._positions:
             rope = self.transformer.rope
             widths = (rope.t_dim, rope.h_dim, rope.w_dim)
-            self._positions[grid] = Positions(widths, grid, x_BCFHW.device)
+            self._positions[grid] = RotaryPositions(widths, grid, x_BCFHW.device)
         return self._positions[grid]
 
 
-class Passing:
+class CurrentPass:
     """Which forward pass the transformer is in. `silent_tokens` at the front of a sequence hear nothing.
 
     `frames`: how ranks share the pass, or None where it is all ours.
     """
 
     def __init__(self) -> None:
-        self.now: Pass | None = None
-        self.frames: SharedFrames | None = None
+        self.now: ForwardPass | None = None
+        self.frames: ShardedFrames | None = None
         self.audio: Tensor | None = None
         self.audio_scale = 1.0
         self.silent_tokens = 0
@@ -203,7 +203,7 @@ class CausalProcessor:
 
     _attention_backend: Any = None
 
-    def __init__(self, layer: int, passing: Passing) -> None:
+    def __init__(self, layer: int, passing: CurrentPass) -> None:
         self._layer, self._passing = layer, passing
 
     def __call__(self, attn: Any, hidden_states: Tensor, *_: object) -> Tensor:
@@ -231,7 +231,7 @@ class CausalProcessor:
 class AudioHook:
     """What a frame's tokens take from its sound, after one block of the transformer."""
 
-    def __init__(self, layer: int, audio: AudioConditioner, passing: Passing) -> None:
+    def __init__(self, layer: int, audio: AudioConditioner, passing: CurrentPass) -> None:
         self._layer, self._audio, self._passing = layer, audio, passing
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], hidden_BLD: Tensor) -> Tensor | None:
@@ -244,7 +244,7 @@ class AudioHook:
         return torch.cat([front, rest + added], 1) if silent else rest + added
 
 
-def share_tokens(transformer: WanTransformer3DModel, passing: Passing) -> list[RemovableHandle]:
+def share_tokens(transformer: WanTransformer3DModel, passing: CurrentPass) -> list[RemovableHandle]:
     """From the first block to the last projection this rank has its own tokens only, in passes that are shared."""
 
     def ours(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -21,7 +21,7 @@ from patchpar.stream.model_index import HIGH_NOISE, LOW_NOISE, read_index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
+class RequiredWeights:
     """What a rank has to hold of a model. `transformers`: which; of none only the shapes of the first are made."""
 
     text: bool
@@ -29,7 +29,7 @@ class Needs:
     transformers: tuple[str, ...] = (HIGH_NOISE,)
 
 
-def load_wan(folder: Path, needs: Needs, options: Mapping[str, Any]) -> WanPipeline:
+def load_wan(folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -> WanPipeline:
     """A WanPipeline with None for what is not needed, on the CPU. Raises PlanError, UnsupportedModel."""
     _refuse_others(folder)
     spared: dict[str, Any] = {} if needs.text else {"tokenizer": None, "text_encoder": None}

@@ -25,7 +25,7 @@ class WindowSize:
     head_width: int
 
 
-class WindowMemory:
+class KVWindow:
     """Keys and values of one denoising step, by layer."""
 
     def __init__(self, size: WindowSize, device: torch.device, dtype: torch.dtype) -> None:

@@ -16,23 +16,23 @@ from patchpar.stream.audio.track import AudioTrack
 from patchpar.stream.causal.model_folder import StreamFolder
 from patchpar.stream.config import StreamConfig
 from patchpar.stream.delivery import StreamDelivery, StreamFormat
-from patchpar.stream.driver import Limits, Source
-from patchpar.stream.journal import Journal, Origin
-from patchpar.stream.messages import Course, Facts, Said, Shown, Wish
+from patchpar.stream.driver import AudioSource, StreamLimits
+from patchpar.stream.journal import JournalHeader, StreamJournal
+from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, StreamRun, Update
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.recording import RecordedSound, Recording
+from patchpar.stream.recording import RecordedAudio, StreamRecording
 from patchpar.stream.reference_image import reference_picture
 from patchpar.stream.resources import HeldRanks
 from patchpar.stream.session import StreamSession
-from patchpar.stream.worker_group import Crew, Loading
+from patchpar.stream.worker_group import ModelLoading, WorkerGroup
 
 Sound = tuple[Tensor, int] | str | Path | None
 
 
-class StreamingPipeline(HeldRanks[Crew, StreamSession]):
+class StreamingPipeline(HeldRanks[WorkerGroup, StreamSession]):
     """A model that streams. Made by `from_pretrained`; a context manager."""
 
-    def __init__(self, crew: Crew, config: StreamConfig, facts: Facts, loading: Loading) -> None:
+    def __init__(self, crew: WorkerGroup, config: StreamConfig, facts: ModelFacts, loading: ModelLoading) -> None:
         super().__init__(crew)
         self._crew, self._facts, self._loading = crew, facts, loading
         self.config = config
@@ -61,11 +61,11 @@ class StreamingPipeline(HeldRanks[Crew, StreamSession]):
         found = resolve_devices(devices)
         plan = plan or StreamPlan.even(config.steps, min(len(found.names), config.steps + 1))
         _check(plan, config, found)
-        loading = Loading(
+        loading = ModelLoading(
             folder=known.path, config=config, options=known.options, devices=found.names, deadline=deadline
         )
         ranks, facts = loading.start(plan, found.names)
-        return cls(Crew(ranks, plan, loading), config, facts, loading)
+        return cls(WorkerGroup(ranks, plan, loading), config, facts, loading)
 
     @property
     def plan(self) -> StreamPlan:
@@ -102,15 +102,15 @@ class StreamingPipeline(HeldRanks[Crew, StreamSession]):
         source, wishes = self._track(audio), self._wishes(prompt, reference)
         course = self._course(seed)
         record = delivery.record
-        journal = None if record is None else Journal(Path(record), self._origin(course, form.fps))
+        journal = None if record is None else StreamJournal(Path(record), self._origin(course, form.fps))
         self._session = StreamSession(crew.run, (course,), limits, form, delivery, source)
         return self._session.begin(*wishes, journal=journal)
 
-    def replay(self, recording: Recording, *, delivery: StreamDelivery | None = None) -> StreamSession:
+    def replay(self, recording: StreamRecording, *, delivery: StreamDelivery | None = None) -> StreamSession:
         """Make a stream again that was taken down, bit for bit, also on other ranks.
 
-        `recording`: see Recording.read; its `is_as_it_was` compares a chunk with what it was. A worker that dies ends
-        it. Raises PlanError.
+        `recording`: see StreamRecording.read; its `is_as_it_was` compares a chunk with what it was. A worker that dies
+        ends it. Raises PlanError.
         """
         crew = self._free_ranks()
         delivery, form = delivery or StreamDelivery(), self._format(recording.origin.fps)
@@ -118,8 +118,8 @@ class StreamingPipeline(HeldRanks[Crew, StreamSession]):
         audio, course = self._facts.audio, self._course(recording.origin.seed)
         heard = None if audio is None else (1, self.config.blocks.frames, audio.tokens, audio.levels)
         recording.check_fits((course.rows, course.columns), heard)
-        source: Source | None = None if audio is None else RecordedSound(blocks)
-        limits = Limits(credit=self.plan.depth + delivery.lead, blocks=len(blocks), restarts=0)
+        source: AudioSource | None = None if audio is None else RecordedAudio(blocks)
+        limits = StreamLimits(credit=self.plan.depth + delivery.lead, blocks=len(blocks), restarts=0)
         courses = recording.courses(self.plan.ranks)
         self._session = StreamSession(crew.run, courses, limits, form, delivery, source)
         return self._session.begin(changes=recording.wishes())
@@ -143,12 +143,12 @@ class StreamingPipeline(HeldRanks[Crew, StreamSession]):
             per_latent=facts.per_latent,
         )
 
-    def _limits(self, delivery: StreamDelivery, blocks: int | None) -> Limits:
-        return Limits(credit=self.plan.depth + delivery.lead, blocks=blocks, restarts=delivery.restarts)
+    def _limits(self, delivery: StreamDelivery, blocks: int | None) -> StreamLimits:
+        return StreamLimits(credit=self.plan.depth + delivery.lead, blocks=blocks, restarts=delivery.restarts)
 
-    def _course(self, seed: int) -> Course:
+    def _course(self, seed: int) -> StreamRun:
         config, spatial = self.config, self._facts.spatial
-        return Course(
+        return StreamRun(
             ranks=self.plan.ranks,
             seed=seed,
             rows=config.height // spatial,
@@ -157,19 +157,19 @@ class StreamingPipeline(HeldRanks[Crew, StreamSession]):
             adapt_sink=config.adapt_sink,
         )
 
-    def _wishes(self, prompt: str, reference: Any) -> list[Wish]:
-        wishes: list[Wish] = [Said(text=prompt)]
+    def _wishes(self, prompt: str, reference: Any) -> list[Update]:
+        wishes: list[Update] = [PromptUpdate(text=prompt)]
         if reference is None and self.config.reference is not None:
             reference = Path(self._loading.folder) / self.config.reference
         if reference is None and self._facts.draws_from_pictures:
             raise PlanError("this model goes on from a picture: give one, reference=")
         if reference is not None:
-            wishes.append(Shown(picture=reference_picture(reference, self.config.height, self.config.width)))
+            wishes.append(ReferenceUpdate(picture=reference_picture(reference, self.config.height, self.config.width)))
         return wishes
 
-    def _origin(self, course: Course, fps: float) -> Origin:
+    def _origin(self, course: StreamRun, fps: float) -> JournalHeader:
         loading = self._loading
-        return Origin(
+        return JournalHeader(
             model=shipped_name(loading.folder) or str(Path(loading.folder).absolute()),
             config=self.config,
             options=loading.options,

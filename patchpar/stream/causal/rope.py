@@ -16,7 +16,7 @@ Rotary = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class PatchGrid:
     """Patches of one frame: rows and columns of tokens."""
 
     rows: int
@@ -28,13 +28,13 @@ class Grid:
         return self.rows * self.columns
 
 
-class Positions:
+class RotaryPositions:
     """Cosines and sines for tokens of `grid`, as Wan's own rotary module gives them.
 
     `widths`: channels of a head that turn with time, row and column.
     """
 
-    def __init__(self, widths: tuple[int, int, int], grid: Grid, device: torch.device) -> None:
+    def __init__(self, widths: tuple[int, int, int], grid: PatchGrid, device: torch.device) -> None:
         self.grid, self.device = grid, device
         self._time_width = widths[0]
         rows, columns = (

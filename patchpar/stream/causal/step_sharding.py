@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Door, Gather
+from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.errors import PlanError
 from patchpar.plan.bands import Bands, split_bands
 from patchpar.plan.mesh import Axis
-from patchpar.shard.attention.sharded_qkv import Shared
-from patchpar.shard.attention.ulysses import Heads, heads_to_tokens, split_heads, tokens_to_heads
+from patchpar.shard.attention.sharded_qkv import ShardedQKV
+from patchpar.shard.attention.ulysses import HeadAssignment, heads_to_tokens, split_heads, tokens_to_heads
 
 See = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of all tokens of some heads: queries, keys, values and output (B, L, n, d)."""
@@ -41,10 +41,10 @@ def check_inner(ranks: int, *, heads: int, tokens: int | None = None) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedFrames:
+class ShardedFrames:
     """One forward pass over `frames` frames, of which each rank on `axis` has the tokens that `bands` say."""
 
-    door: Door
+    door: Communicator
     axis: Axis
     frames: int
     bands: Bands
@@ -61,14 +61,14 @@ class SharedFrames:
 
     def whole(self, where: str, hidden_BlD: Tensor) -> Tensor:
         """Everybody's tokens in their order, (B, L, D). Raises ExchangeError."""
-        gathered = Gather(self.door, self.axis, "tokens", where).shares(hidden_BlD.contiguous(), 1, self.sizes)
+        gathered = AllGather(self.door, self.axis, "tokens", where).shares(hidden_BlD.contiguous(), 1, self.sizes)
         return self._by_frame(torch.cat(gathered, 1), 1)
 
     def attend(self, where: str, qkv_BlNd: tuple[Tensor, Tensor, Tensor], see: See) -> Tensor:
         """What `see` makes of all tokens of our heads, given back as all heads of our tokens. Raises ExchangeError."""
         q, k, v = (x.transpose(1, 2) for x in qkv_BlNd)
         split = split_heads(q.shape[1], k.shape[1], self.axis.size)
-        asked = Shared(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=self.sizes, place=self.axis.rank)
+        asked = ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=self.sizes, place=self.axis.rank)
         ours = tokens_to_heads(self.door, self.axis, where, asked, split, self.sizes)
         seen = (self._by_frame(x, 2).transpose(1, 2) for x in (ours.q_BNlD, ours.k_BMlD, ours.v_BMlD))
         out_BnLd = self._by_place(see(*seen).transpose(1, 2), 2)
@@ -86,10 +86,10 @@ class SharedFrames:
         return torch.cat([part.flatten(dim, dim + 1) for part in parts], dim)
 
 
-class InnerShare:
+class StepGroup:
     """This rank's place among those that share a step."""
 
-    def __init__(self, door: Door, axis: Axis) -> None:
+    def __init__(self, door: Communicator, axis: Axis) -> None:
         self._door, self.axis = door, axis
 
     @property
@@ -97,13 +97,13 @@ class InnerShare:
         """How many share a step."""
         return self.axis.size
 
-    def heads(self, heads: int) -> Heads:
+    def heads(self, heads: int) -> HeadAssignment:
         """Which of `heads` attention heads are ours. Raises PlanError."""
         check_inner(self.ranks, heads=heads)
         return split_heads(heads, heads, self.ranks)[self.axis.rank]
 
-    def of_frames(self, frames: int, tokens: int) -> SharedFrames:
+    def of_frames(self, frames: int, tokens: int) -> ShardedFrames:
         """A forward pass over frames of `tokens` tokens each. Raises PlanError."""
         check_inner(self.ranks, heads=self.ranks, tokens=tokens)
         bands = split_bands(tokens, self.ranks, 1)
-        return SharedFrames(door=self._door, axis=self.axis, frames=frames, bands=bands)
+        return ShardedFrames(door=self._door, axis=self.axis, frames=frames, bands=bands)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from patchpar.comm.transport import Spec
+from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError
-from patchpar.stream.causal.causal_wan import CausalWan, Heard
+from patchpar.stream.causal.causal_wan import BlockAudio, CausalWan
 from patchpar.stream.causal.decoder import DecoderState, WanDecoder, as_pixels
-from patchpar.stream.causal.kv_window import WindowMemory
+from patchpar.stream.causal.kv_window import KVWindow
 from patchpar.stream.causal_model import Payload
 from patchpar.stream.events import PARAMETERS, Change, Parameter, Prompt, Reference
 from patchpar.stream.flow_schedule import FlowSchedule
@@ -41,7 +41,7 @@ class WanStreamOptions:
 
 
 @dataclass(slots=True, kw_only=True)
-class Blending:
+class PromptBlend:
     """A prompt on its way to another: `done` of `over` blocks."""
 
     start: Tensor
@@ -63,17 +63,17 @@ class StepState:
     """
 
     step: int
-    memory: WindowMemory
+    memory: KVWindow
     text: Tensor
     sink: Tensor | None
-    blending: Blending | None = None
+    blending: PromptBlend | None = None
     film: Tensor | None = None
     audio_scale: float = 1.0
     recent: deque[tuple[int, Payload]] = field(default_factory=deque)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LowNoise:
+class LowNoiseTransformer:
     """Another transformer for steps from number `start` on, as Wan 2.2 has one for low noise levels."""
 
     network: CausalWan
@@ -89,7 +89,7 @@ class WanStream:
         schedule: FlowSchedule,
         decoder: WanDecoder | None,
         options: WanStreamOptions,
-        low_noise: LowNoise | None = None,
+        low_noise: LowNoiseTransformer | None = None,
     ) -> None:
         self._network, self._schedule, self._decoder, self._options = network, schedule, decoder, options
         self._low_noise = low_noise
@@ -98,7 +98,7 @@ class WanStream:
         channels = transformer.config.out_channels
         self._is_conditioned = transformer.config.in_channels > channels
         shape = (1, channels, network.options.frames, options.height, options.width)
-        self._latents = Spec(shape, self._dtype)
+        self._latents = TensorSpec(shape, self._dtype)
 
     @property
     def steps(self) -> int:
@@ -110,13 +110,13 @@ class WanStream:
         """See CausalModel."""
         return 1 if self._network.inner is None else self._network.inner.ranks
 
-    def payload(self) -> tuple[Spec, ...]:
+    def payload(self) -> tuple[TensorSpec, ...]:
         """See CausalModel."""
         audio = self._network.audio
         if audio is None:
             return (self._latents,)
         heard = (1, self._network.options.frames, audio.config.tokens, audio.config.levels)
-        return self._latents, Spec(heard, torch.float32)
+        return self._latents, TensorSpec(heard, torch.float32)
 
     @torch.no_grad()
     def new_state(self, step: int) -> StepState:
@@ -162,7 +162,7 @@ class WanStream:
                     f"a text of {tuple(text.shape)} cannot be blended with one of {tuple(state.text.shape)}: use "
                     "'switch', or pad both to one length"
                 )
-            state.blending = Blending(start=state.text, end=text, over=change.over)
+            state.blending = PromptBlend(start=state.text, end=text, over=change.over)
             return
         state.text, state.blending = text, None
         if change.transition == "switch":
@@ -194,7 +194,7 @@ class WanStream:
 
     def _velocity(self, state: StepState, block: int, payload: Payload) -> Tensor:
         timestep = self._schedule.timestep(state.step)
-        heard = Heard(payload[1], state.audio_scale) if len(payload) > 1 else None
+        heard = BlockAudio(payload[1], state.audio_scale) if len(payload) > 1 else None
         network = self._of(state.step)
         x_BCFHW = self._with_condition(state, payload[0], block * network.options.frames)
         return network.velocity(state.memory, x_BCFHW, timestep, state.text, block=block, heard=heard)

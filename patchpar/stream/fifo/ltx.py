@@ -14,10 +14,10 @@ from torch import Tensor
 from patchpar.errors import UnsupportedModel
 from patchpar.models.dtype import with_dtype
 from patchpar.models.loading import load_pipeline
-from patchpar.stream.causal.checkpoint import Needs, hollow_transformer
+from patchpar.stream.causal.checkpoint import RequiredWeights, hollow_transformer
 from patchpar.stream.fifo.ltx_decoder import LtxDecoder, latents_late
-from patchpar.stream.fifo.network import Asked, FrameNetwork
-from patchpar.stream.messages import Facts
+from patchpar.stream.fifo.network import FrameNetwork, PromptToEncode
+from patchpar.stream.messages import ModelFacts
 
 
 class LtxFrames(FrameNetwork):
@@ -55,11 +55,11 @@ class LtxFrames(FrameNetwork):
         return found.float().transpose(1, 2).reshape(x_BCFHW.shape)
 
 
-class Ltx:
-    """A Family."""
+class LtxFamily:
+    """A ModelFamily."""
 
-    def load(self, folder: Path, needs: Needs, options: Mapping[str, Any]) -> LTXPipeline:
-        """See Family."""
+    def load(self, folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -> LTXPipeline:
+        """See ModelFamily."""
         spared: dict[str, Any] = {"scheduler": None}
         if not needs.text:
             spared |= {"tokenizer": None, "text_encoder": None}
@@ -70,10 +70,10 @@ class Ltx:
             spared["transformer"] = hollow_transformer(LTXVideoTransformer3DModel, folder, options)
         return load_pipeline(str(folder), options | spared, kind=LTXPipeline)
 
-    def facts(self, folder: Path) -> Facts:
-        """See Family."""
+    def facts(self, folder: Path) -> ModelFacts:
+        """See ModelFamily."""
         vae = _shapes(folder)
-        return Facts(
+        return ModelFacts(
             audio=None,
             per_latent=vae.temporal_compression_ratio,
             spatial=vae.spatial_compression_ratio,
@@ -81,16 +81,16 @@ class Ltx:
             late=latents_late(vae),
         )
 
-    def network(self, transformer: LTXVideoTransformer3DModel, facts: Facts, fps: float) -> LtxFrames:
-        """See Family."""
+    def network(self, transformer: LTXVideoTransformer3DModel, facts: ModelFacts, fps: float) -> LtxFrames:
+        """See ModelFamily."""
         return LtxFrames(transformer, (facts.per_latent / fps, float(facts.spatial), float(facts.spatial)))
 
     def decoder(self, vae: AutoencoderKLLTXVideo) -> LtxDecoder:
-        """See Family."""
+        """See ModelFamily."""
         return LtxDecoder(vae)
 
-    def encode(self, pipe: LTXPipeline, asked: Asked, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """See Family. What a mask would hide is cut off, so that texts differ in length."""
+    def encode(self, pipe: LTXPipeline, asked: PromptToEncode, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """See ModelFamily. What a mask would hide is cut off, so that texts differ in length."""
         text, mask, negative, negative_mask = pipe.encode_prompt(
             asked.text,
             negative_prompt=asked.negative,

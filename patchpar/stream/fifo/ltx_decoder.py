@@ -21,25 +21,25 @@ TIME = 2
 """The dimension of frames in (B, C, F, H, W)."""
 
 
-class Layer(Protocol):
+class StreamingLayer(Protocol):
     """One or several layers, fed with frames as they come. None stands for no frame, both ways."""
 
     def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
         """What is settled now. `is_last`: no more will come."""
 
 
-class Each:
+class PerFrameLayer:
     """What looks at each frame alone."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         self._function = function
 
     def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
-        """See Layer."""
+        """See StreamingLayer."""
         return None if x_BCFHW is None else self._function(x_BCFHW)
 
 
-class Convolution:
+class StreamingConvolution:
     """An `LTXVideoCausalConv3d`: beyond both ends of a film it sees the outermost frame again."""
 
     def __init__(self, convolution: Any) -> None:
@@ -48,7 +48,7 @@ class Convolution:
         self._kept: Tensor | None = None
 
     def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
-        """See Layer."""
+        """See StreamingLayer."""
         if self._kept is None and x_BCFHW is not None:
             self._kept = x_BCFHW[:, :, :1].repeat(1, 1, self._size - 1 - self._after, 1, 1)
         seen = _joined(self._kept, x_BCFHW)
@@ -60,15 +60,15 @@ class Convolution:
         return self._inner(seen) if seen.shape[TIME] >= self._size else None
 
 
-class Beside:
+class StreamingResidual:
     """Layers, and what came into them, which waits for what they hand on: `join(came, handed_on)`."""
 
-    def __init__(self, layers: Layer, join: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, layers: StreamingLayer, join: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._layers, self._join = layers, join
         self._waiting: Tensor | None = None
 
     def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
-        """See Layer."""
+        """See StreamingLayer."""
         self._waiting = _joined(self._waiting, x_BCFHW)
         found = self._layers.push(x_BCFHW, is_last=is_last)
         if found is None or self._waiting is None:
@@ -77,14 +77,14 @@ class Beside:
         return self._join(now, found)
 
 
-class Shortened:
+class StreamingTrim:
     """Layers of whose frames the very first are dropped."""
 
-    def __init__(self, layers: Layer, drop: int) -> None:
+    def __init__(self, layers: StreamingLayer, drop: int) -> None:
         self._layers, self._drop = layers, drop
 
     def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
-        """See Layer."""
+        """See StreamingLayer."""
         found = self._layers.push(x_BCFHW, is_last=is_last)
         if found is None:
             return None
@@ -92,14 +92,14 @@ class Shortened:
         return found[:, :, drop:] if found.shape[TIME] > drop else None
 
 
-class Chain:
+class StreamingChain:
     """Layers one after another."""
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, layers: Sequence[StreamingLayer]) -> None:
         self._layers = tuple(layers)
 
     def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
-        """See Layer."""
+        """See StreamingLayer."""
         for layer in self._layers:
             x_BCFHW = layer.push(x_BCFHW, is_last=is_last)
         return x_BCFHW
@@ -124,18 +124,18 @@ class LtxDecoder:
         """Pictures of a latent frame, beyond the first."""
         return int(self._vae.temporal_compression_ratio)
 
-    def new_state(self) -> Layer:
+    def new_state(self) -> StreamingLayer:
         """What is remembered of a film: nothing yet."""
         return _decoder(self._vae)
 
-    def decode(self, state: Layer, latents_BCFHW: Tensor) -> Tensor:
+    def decode(self, state: StreamingLayer, latents_BCFHW: Tensor) -> Tensor:
         """Pictures (frames, 3, height, width) of latents (1, C, F, H, W) as they were denoised, as far as settled."""
         vae = self._vae
         mean, std = (x.view(1, -1, 1, 1, 1).to(latents_BCFHW) for x in (vae.latents_mean, vae.latents_std))
         latents = latents_BCFHW * std / vae.config.scaling_factor + mean  # as LTXPipeline does it
         return self._pictures(state.push(latents.to(vae.dtype), is_last=False))
 
-    def finish(self, state: Layer) -> Tensor:
+    def finish(self, state: StreamingLayer) -> Tensor:
         """The pictures that are still missing when a film ends."""
         return self._pictures(state.push(None, is_last=True))
 
@@ -168,12 +168,15 @@ def _frames_after(convolution: Any) -> int:
     return 0 if convolution.is_causal else (convolution.kernel_size[0] - 1) // 2
 
 
-def _decoder(vae: AutoencoderKLLTXVideo) -> Layer:
+def _decoder(vae: AutoencoderKLLTXVideo) -> StreamingLayer:
     """All of it, by the names and in the order of diffusers' LTXVideoDecoder3d."""
     decoder = vae.decoder
     conditioned = decoder.timestep_scale_multiplier is not None
     when = torch.zeros(1, device=vae.device, dtype=vae.dtype) if conditioned else None  # LTXPipeline's decode_timestep
-    layers: list[Layer] = [Convolution(decoder.conv_in), *_resnets(decoder.mid_block, decoder.mid_block.resnets, when)]
+    layers: list[StreamingLayer] = [
+        StreamingConvolution(decoder.conv_in),
+        *_resnets(decoder.mid_block, decoder.mid_block.resnets, when),
+    ]
     for block in decoder.up_blocks:
         layers += [] if block.conv_in is None else _resnets(block, [block.conv_in], when)
         layers += [_upsampler(upsampler) for upsampler in block.upsamplers or ()]
@@ -191,14 +194,16 @@ def _decoder(vae: AutoencoderKLLTXVideo) -> Layer:
         x = x_BCFHW.reshape(batch, -1, decoder.patch_size_t, size, size, *shape)  # columns of a patch before its rows
         return x.permute(0, 1, 5, 2, 6, 4, 7, 3).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
-    return Chain([*layers, Each(activated), Convolution(decoder.conv_out), Each(unpatched)])
+    return StreamingChain(
+        [*layers, PerFrameLayer(activated), StreamingConvolution(decoder.conv_out), PerFrameLayer(unpatched)]
+    )
 
 
-def _resnets(block: Any, resnets: Sequence[Any], when: Tensor | None) -> list[Layer]:
+def _resnets(block: Any, resnets: Sequence[Any], when: Tensor | None) -> list[StreamingLayer]:
     return [_resnet(block, resnet, when) for resnet in resnets]
 
 
-def _resnet(block: Any, resnet: Any, when: Tensor | None) -> Layer:
+def _resnet(block: Any, resnet: Any, when: Tensor | None) -> StreamingLayer:
     shift_1, scale_1, shift_2, scale_2 = _modulation(block, resnet.scale_shift_table, when, 4)
 
     def first(x_BCFHW: Tensor) -> Tensor:
@@ -218,11 +223,18 @@ def _resnet(block: Any, resnet: Any, when: Tensor | None) -> Layer:
             came = resnet.conv_shortcut(came)  # of size 1: it looks at each frame alone
         return handed_on + came
 
-    inside = Chain([Each(first), Convolution(resnet.conv1), Each(second), Convolution(resnet.conv2)])
-    return Beside(inside, join)
+    inside = StreamingChain(
+        [
+            PerFrameLayer(first),
+            StreamingConvolution(resnet.conv1),
+            PerFrameLayer(second),
+            StreamingConvolution(resnet.conv2),
+        ]
+    )
+    return StreamingResidual(inside, join)
 
 
-def _upsampler(upsampler: Any) -> Layer:
+def _upsampler(upsampler: Any) -> StreamingLayer:
     frames, rows, columns = upsampler.stride
     repeats = frames * rows * columns // upsampler.upscale_factor
 
@@ -235,7 +247,7 @@ def _upsampler(upsampler: Any) -> Layer:
         out = unfolded(handed_on)
         return out + unfolded(came).repeat(1, repeats, 1, 1, 1) if upsampler.residual else out
 
-    return Shortened(Beside(Convolution(upsampler.conv), join), frames - 1)
+    return StreamingTrim(StreamingResidual(StreamingConvolution(upsampler.conv), join), frames - 1)
 
 
 def _modulation(block: Any, table: Tensor | None, when: Tensor | None, parts: int) -> tuple[Any, ...]:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from patchpar.comm.transport import Spec
+from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError
 from patchpar.stream.causal.decoder import as_pixels
-from patchpar.stream.causal.wan import Blending
+from patchpar.stream.causal.wan import PromptBlend
 from patchpar.stream.events import Change, Prompt
 from patchpar.stream.fifo.network import FrameDecoder, FrameNetwork
-from patchpar.stream.fifo.queue import FifoOptions, Queue, draw_first_film, entering_noise, first_queue
+from patchpar.stream.fifo.queue import FifoOptions, FrameQueue, draw_first_film, entering_noise, first_queue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +48,12 @@ class FifoModel:
         self.queue, self.first_frame = queue, options.first_frame
         self._network, self._decoder, self._options = network, decoder, options
         self._prompt: Prompt | None = None
-        self._blending: tuple[Blending, Blending | None] | None = None
+        self._blending: tuple[PromptBlend, PromptBlend | None] | None = None
 
-    def payload(self) -> tuple[Spec, ...]:
+    def payload(self) -> tuple[TensorSpec, ...]:
         """What a frame is on its way: latents in float32."""
         options = self._options
-        return (Spec((1, self._network.channels, 1, options.height, options.width), torch.float32),)
+        return (TensorSpec((1, self._network.channels, 1, options.height, options.width), torch.float32),)
 
     def entering(self, block: int) -> Tensor:
         """The noise of frame number `block`."""
@@ -75,7 +75,7 @@ class FifoModel:
             return
         self._prompt = change
 
-    def _blend(self, change: Prompt) -> tuple[Blending, Blending | None]:
+    def _blend(self, change: Prompt) -> tuple[PromptBlend, PromptBlend | None]:
         now = self._prompt
         assert now is not None, "a stream begins with a prompt"
         if now.text.shape != change.text.shape:
@@ -85,15 +85,15 @@ class FifoModel:
             )
         negative = None
         if now.negative is not None and change.negative is not None:
-            negative = Blending(start=now.negative, end=change.negative, over=change.over)
-        return Blending(start=now.text, end=change.text, over=change.over), negative
+            negative = PromptBlend(start=now.negative, end=change.negative, over=change.over)
+        return PromptBlend(start=now.text, end=change.text, over=change.over), negative
 
     @property
     def _guided(self) -> bool:
         return self._options.guidance_scale > 1
 
     @torch.no_grad()
-    def first_queue(self, zones: range, wanted: Callable[[], bool]) -> Queue:
+    def first_queue(self, zones: range, wanted: Callable[[], bool]) -> FrameQueue:
         """The queue that a stream begins with, of these zones; whatever has been reached if it is no longer wanted."""
         first, window = self._options.first_frame, self.queue.window
         noise = torch.cat([self.entering(first + frame) for frame in range(window)], 2)
@@ -101,7 +101,7 @@ class FifoModel:
         return first_queue(self.queue, zones, film, self._options.seed, first)
 
     @torch.no_grad()
-    def advance(self, queue: Queue) -> None:
+    def advance(self, queue: FrameQueue) -> None:
         """One tick of a queue, after its shift."""
         if self._blending is not None and self._prompt is not None:
             text, negative = self._blending

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from patchpar.stream.causal.checkpoint import Needs
-from patchpar.stream.messages import Facts
+from patchpar.stream.causal.checkpoint import RequiredWeights
+from patchpar.stream.messages import ModelFacts
 
 
 class FrameNetwork(ABC):
@@ -56,7 +56,7 @@ class FrameDecoder(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PromptToEncode:
     """A prompt to be encoded. `negative`: what guidance leads away from, None for no guidance. `tokens`: at most."""
 
     text: str
@@ -64,20 +64,20 @@ class Asked:
     tokens: int
 
 
-class Family(Protocol):
+class ModelFamily(Protocol):
     """A kind of model: how its parts are loaded and called."""
 
-    def load(self, folder: Path, needs: Needs, options: Mapping[str, Any]) -> Any:
+    def load(self, folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -> Any:
         """Its pipeline with None for what is not needed. Raises PlanError, UnsupportedModel."""
 
-    def facts(self, folder: Path) -> Facts:
+    def facts(self, folder: Path) -> ModelFacts:
         """What a session must know, from the folder alone."""
 
-    def network(self, transformer: Any, facts: Facts, fps: float) -> FrameNetwork:
+    def network(self, transformer: Any, facts: ModelFacts, fps: float) -> FrameNetwork:
         """Its transformer, which may have no weights where nothing is drawn. Raises UnsupportedModel."""
 
     def decoder(self, vae: Any) -> FrameDecoder:
         """Its decoder. Raises UnsupportedModel."""
 
-    def encode(self, pipe: Any, asked: Asked, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    def encode(self, pipe: Any, asked: PromptToEncode, device: torch.device) -> tuple[Tensor, Tensor | None]:
         """Embeddings (1, T, D) of a text, and of the one to lead away from."""

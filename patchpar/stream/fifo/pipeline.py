@@ -7,18 +7,18 @@ from patchpar.errors import PlanError
 from patchpar.launch.devices import resolve_devices
 from patchpar.models.files import resolve_model
 from patchpar.stream.delivery import Effect, StreamDelivery, StreamFormat
-from patchpar.stream.driver import Limits
+from patchpar.stream.driver import StreamLimits
 from patchpar.stream.events import Transition
 from patchpar.stream.fifo.config import FifoConfig
-from patchpar.stream.fifo.runner import FifoCourse
+from patchpar.stream.fifo.runner import FifoRun
 from patchpar.stream.fifo.stage import fifo_plan
-from patchpar.stream.messages import Facts, Said
+from patchpar.stream.messages import ModelFacts, PromptUpdate
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.resources import HeldRanks
 from patchpar.stream.session import StreamSession
-from patchpar.stream.worker_group import Crew, Loading
+from patchpar.stream.worker_group import ModelLoading, WorkerGroup
 
-ENGINE = "patchpar.stream.fifo.runner:FifoEngine"
+ENGINE = "patchpar.stream.fifo.runner:FifoRunner"
 
 
 class FifoSession(StreamSession):
@@ -45,10 +45,10 @@ class FifoSession(StreamSession):
         raise PlanError("this stream looks at no reference: all that can change is its prompt")
 
 
-class FifoStreamingPipeline(HeldRanks[Crew, FifoSession]):
+class FifoStreamingPipeline(HeldRanks[WorkerGroup, FifoSession]):
     """A model of short films that streams. Made by `from_pretrained`; a context manager."""
 
-    def __init__(self, crew: Crew, config: FifoConfig, facts: Facts) -> None:
+    def __init__(self, crew: WorkerGroup, config: FifoConfig, facts: ModelFacts) -> None:
         super().__init__(crew)
         self._crew, self._facts, self.config = crew, facts, config
 
@@ -80,11 +80,11 @@ class FifoStreamingPipeline(HeldRanks[Crew, FifoSession]):
                 f"a plan of {plan.steps} zones with {plan.ranks} ranks, {plan.inner} for each, does not fit a queue of "
                 f"{zones} zones on {len(found.names)} devices ({found.note}), 1 rank for each"
             )
-        loading = Loading(
+        loading = ModelLoading(
             folder=path, config=config, options=options, devices=found.names, deadline=deadline, engine=ENGINE
         )
         ranks, facts = loading.start(plan, found.names)
-        return cls(Crew(ranks, plan, loading), config, facts)
+        return cls(WorkerGroup(ranks, plan, loading), config, facts)
 
     @property
     def plan(self) -> StreamPlan:
@@ -123,7 +123,7 @@ class FifoStreamingPipeline(HeldRanks[Crew, FifoSession]):
             frames=1,
             per_latent=facts.per_latent,
         )
-        course = FifoCourse(
+        course = FifoRun(
             ranks=crew.plan.ranks,
             seed=seed,
             rows=config.height // facts.spatial,
@@ -134,9 +134,9 @@ class FifoStreamingPipeline(HeldRanks[Crew, FifoSession]):
             guidance_scale=guidance_scale,
         )
         credit = config.queue.levels + facts.late + crew.plan.depth + delivery.lead
-        limits = Limits(credit=credit, blocks=form.blocks(seconds), restarts=delivery.restarts)
+        limits = StreamLimits(credit=credit, blocks=form.blocks(seconds), restarts=delivery.restarts)
         self._session = FifoSession(crew.run, (course,), limits, form, delivery, None)
-        self._session.begin(Said(text=prompt))
+        self._session.begin(PromptUpdate(text=prompt))
         return self._session
 
     def __repr__(self) -> str:

@@ -76,7 +76,7 @@ class FifoOptions:
         return self.sigmas[min(place, self.levels)]
 
 
-class Queue:
+class FrameQueue:
     """The frames of the zones `zones`, earliest first, and the half window of frames before them. Each (1, C, 1, H, W).
 
     Frames are those of the end of a tick; `shift` and `advance` make the next one.
@@ -141,7 +141,7 @@ def draw_first_film(
     return x_BCFHW
 
 
-def first_queue(options: FifoOptions, zones: range, film_BCFHW: Tensor, seed: int, first: int) -> Queue:
+def first_queue(options: FifoOptions, zones: range, film_BCFHW: Tensor, seed: int, first: int) -> FrameQueue:
     """A queue as if ticks had been before: the film's frames at the noisy end, its first one over and over before them.
 
     `first`: the number of the film's first frame.
@@ -161,4 +161,4 @@ def first_queue(options: FifoOptions, zones: range, film_BCFHW: Tensor, seed: in
 
     start, stop = (options.levels - zone * options.half for zone in (zones.stop, zones.start))
     before = [at(time) for time in range(start - options.half, start)]
-    return Queue(options, zones, [at(time) for time in range(start, stop)], before)
+    return FrameQueue(options, zones, [at(time) for time in range(start, stop)], before)

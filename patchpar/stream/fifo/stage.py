@@ -14,60 +14,62 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Door
-from patchpar.comm.transport import Spec
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError
-from patchpar.stream.events import Event
+from patchpar.stream.events import StreamEvent
 from patchpar.stream.fifo.model import FifoModel
-from patchpar.stream.fifo.queue import Queue
+from patchpar.stream.fifo.queue import FrameQueue
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.stage import Finished, StageFigures, Surroundings
-from patchpar.stream.stage_link import Downstream, Envelope, Leaving, Sign, Upstream
+from patchpar.stream.stage import FinishedBlock, StageIO, StageStats
+from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, Downstream, OutgoingMessages, Upstream
 
 
-class Entrance:
+class FrameEntrance:
     """Where frames come from: orders, then as many ticks as the last of them needs to come out."""
 
-    def __init__(self, model: FifoModel, around: Surroundings, patience: float) -> None:
+    def __init__(self, model: FifoModel, around: StageIO, patience: float) -> None:
         self._model, self._around, self._patience = model, around, patience
         self._block = model.first_frame
         self._left: int | None = None  # ticks until the last frame has come out
 
-    def take(self) -> Envelope:
-        """See Inlet."""
+    def take(self) -> BlockEnvelope:
+        """See StageInlet."""
         if self._around.is_cancelled():
-            return Envelope(sign=Sign.END)
+            return BlockEnvelope(sign=BlockSignal.END)
         if self._left is not None:
             return self._drained()
         order = self._around.order(self._block, self._patience)
-        if order.sign is Sign.END and self._block > self._model.first_frame:
+        if order.sign is BlockSignal.END and self._block > self._model.first_frame:
             self._left = self._model.queue.levels
             return self.take()
-        if order.sign is not Sign.BLOCK:
-            return Envelope(sign=order.sign)
-        return self._entering(tuple(Event(block=self._block, change=change) for change in order.changes))
+        if order.sign is not BlockSignal.BLOCK:
+            return BlockEnvelope(sign=order.sign)
+        return self._entering(tuple(StreamEvent(block=self._block, change=change) for change in order.changes))
 
-    def _drained(self) -> Envelope:
+    def _drained(self) -> BlockEnvelope:
         assert self._left is not None
         if self._left == 0:
-            return Envelope(sign=Sign.END)
+            return BlockEnvelope(sign=BlockSignal.END)
         self._left -= 1
         return self._entering(())
 
-    def _entering(self, events: tuple[Event, ...]) -> Envelope:
+    def _entering(self, events: tuple[StreamEvent, ...]) -> BlockEnvelope:
         block, self._block = self._block, self._block + 1
         frame = self._model.entering(block)
-        return Envelope(sign=Sign.BLOCK, block=block, born=time.time_ns(), events=events, payload=(frame,))
+        return BlockEnvelope(sign=BlockSignal.BLOCK, block=block, born=time.time_ns(), events=events, payload=(frame,))
 
 
-class Neighbours:
+class StageNeighbours:
     """The rank that is cleaner, from which comes what is before our frames, and the one that is noisier."""
 
-    def __init__(self, door: Door | None, frame: Spec, half: int, cleaner: int | None, noisier: int | None) -> None:
+    def __init__(
+        self, door: Communicator | None, frame: TensorSpec, half: int, cleaner: int | None, noisier: int | None
+    ) -> None:
         self._door, self._cleaner, self._noisier = door, cleaner, noisier
         batch, channels, _, *size = frame.shape
-        self._spec = Spec((batch, channels, half - 1, *size), frame.dtype)
-        self._leaving = Leaving()
+        self._spec = TensorSpec((batch, channels, half - 1, *size), frame.dtype)
+        self._leaving = OutgoingMessages()
 
     def tell(self, last: Tensor) -> None:
         """Send the noisier rank what it has to know before its next tick. Raises ExchangeError."""
@@ -85,10 +87,10 @@ class Neighbours:
         self._leaving.settle()
 
 
-class Exit:
+class FrameExit:
     """Where finished frames are decoded, and wait until all of their pictures are there."""
 
-    def __init__(self, model: FifoModel, around: Surroundings) -> None:
+    def __init__(self, model: FifoModel, around: StageIO) -> None:
         self._model, self._around = model, around
         self._memory = model.decoder.new_state()
         self._born: dict[int, int] = {}  # of the frames under way
@@ -96,7 +98,7 @@ class Exit:
         self._pictures: list[Tensor] = []
         self._count = 1  # of the next frame
 
-    def take(self, envelope: Envelope, frame: Tensor) -> None:
+    def take(self, envelope: BlockEnvelope, frame: Tensor) -> None:
         """A frame has left the queue in this tick. Those before the first are not shown."""
         self._born[envelope.block] = envelope.born
         number = envelope.block - self._model.queue.levels
@@ -116,55 +118,57 @@ class Exit:
             number, frame = self._waiting.popleft()
             frames, self._pictures = torch.stack(self._pictures[: self._count]), self._pictures[self._count :]
             self._count = self._model.decoder.per_latent
-            self._around.put(Finished(block=number, frames=frames, latents=(frame,), born=self._born.pop(number)))
+            self._around.put(FinishedBlock(block=number, frames=frames, latents=(frame,), born=self._born.pop(number)))
 
 
 class FifoStage:
     """What rank `rank` of `plan`, whose steps are zones, does in one stream. Raises PlanError."""
 
-    def __init__(self, model: FifoModel, plan: StreamPlan, rank: int, door: Door | None, around: Surroundings) -> None:
+    def __init__(
+        self, model: FifoModel, plan: StreamPlan, rank: int, door: Communicator | None, around: StageIO
+    ) -> None:
         _check(model, plan, door)
         stages, specs = plan.stages, model.payload()
         stage = stages[rank]
         self._model, self._rank, self._around = model, rank, around
         self._zones = stage.steps
-        self._queue: Queue | None = None
+        self._queue: FrameQueue | None = None
         is_last = stage.steps.stop == plan.steps
         noisier = rank - 1 if rank and stage.steps else None
         cleaner = None if is_last else rank + 1
-        self._neighbours = Neighbours(door, specs[0], model.queue.half, cleaner, noisier)
+        self._neighbours = StageNeighbours(door, specs[0], model.queue.half, cleaner, noisier)
         self._out = Downstream(_there(door), [rank + 1], specs) if rank + 1 < len(stages) else None
-        self._exit: Exit | None = None
+        self._exit: FrameExit | None = None
         if stage.decodes:
-            self._exit = Exit(model, around)
-        self._in: Entrance | Upstream
+            self._exit = FrameExit(model, around)
+        self._in: FrameEntrance | Upstream
         if rank == 0:
-            self._in = Entrance(model, around, 1.0 if door is None else door.transport.deadline / 4)
+            self._in = FrameEntrance(model, around, 1.0 if door is None else door.transport.deadline / 4)
         else:
             self._in = Upstream(_there(door), rank - 1, specs)
 
-    def run(self) -> StageFigures:
+    def run(self) -> StageStats:
         """Until the stream ends. Raises ExchangeError if another rank is late or gone."""
         ticks, busy, waited = 0, 0.0, 0.0
         while True:
             start = time.perf_counter()
             envelope = self._in.take()
             arrived = time.perf_counter()
-            if envelope.sign is Sign.BLOCK:
+            if envelope.sign is BlockSignal.BLOCK:
                 self._tick(envelope)
                 busy += time.perf_counter() - arrived
                 waited += arrived - start if ticks else 0.0
                 ticks += 1
             elif self._out is not None:
                 self._out.send(envelope)
-            if envelope.sign is Sign.END:
+            if envelope.sign is BlockSignal.END:
                 break
         if self._exit is not None:
             self._exit.finish()
         self._settle()
-        return StageFigures(rank=self._rank, blocks=ticks, busy=busy, waited=waited)
+        return StageStats(rank=self._rank, blocks=ticks, busy=busy, waited=waited)
 
-    def _tick(self, envelope: Envelope) -> None:
+    def _tick(self, envelope: BlockEnvelope) -> None:
         entering, queue = envelope.payload[0], self._queue
         first = self._model.first_frame
         is_tick = envelope.block >= first + self._model.queue.window  # frames before are those of the first film
@@ -209,12 +213,12 @@ def fifo_plan(zones: int, ranks: int) -> StreamPlan:
     return StreamPlan.even(zones, ranks)
 
 
-def _there(door: Door | None) -> Door:
+def _there(door: Communicator | None) -> Communicator:
     assert door is not None, "a queue on several ranks has a door"
     return door
 
 
-def _check(model: FifoModel, plan: StreamPlan, door: Door | None) -> None:
+def _check(model: FifoModel, plan: StreamPlan, door: Communicator | None) -> None:
     if plan.steps != model.queue.zones:
         raise PlanError(f"the plan has {plan.steps} zones, but the queue has {model.queue.zones}")
     if plan.inner > 1:

@@ -12,10 +12,10 @@ from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
-from patchpar.stream.causal.checkpoint import Needs, load_wan
+from patchpar.stream.causal.checkpoint import RequiredWeights, load_wan
 from patchpar.stream.causal.decoder import WanDecoder
-from patchpar.stream.fifo.network import Asked, FrameNetwork
-from patchpar.stream.messages import Facts
+from patchpar.stream.fifo.network import FrameNetwork, PromptToEncode
+from patchpar.stream.messages import ModelFacts
 from patchpar.stream.model_index import low_noise_below
 
 
@@ -46,11 +46,11 @@ class WanFrames(FrameNetwork):
         return out.float()
 
 
-class Wan:
-    """A Family."""
+class WanFamily:
+    """A ModelFamily."""
 
-    def load(self, folder: Path, needs: Needs, options: Mapping[str, Any]) -> WanPipeline:
-        """See Family."""
+    def load(self, folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -> WanPipeline:
+        """See ModelFamily."""
         if low_noise_below(folder) is not None:
             raise UnsupportedModel(
                 "this pipeline has one transformer for high noise and another for low: windows of a queue see both; "
@@ -58,26 +58,26 @@ class Wan:
             )
         return load_wan(folder, needs, options)
 
-    def facts(self, folder: Path) -> Facts:
-        """See Family."""
+    def facts(self, folder: Path) -> ModelFacts:
+        """See ModelFamily."""
         vae = AutoencoderKLWan.load_config(folder, subfolder="vae")
-        return Facts(
+        return ModelFacts(
             audio=None,
             per_latent=int(vae.get("scale_factor_temporal", 4)),
             spatial=int(vae.get("scale_factor_spatial", 8)),
             speaks=True,
         )
 
-    def network(self, transformer: WanTransformer3DModel, facts: Facts, fps: float) -> WanFrames:
-        """See Family."""
+    def network(self, transformer: WanTransformer3DModel, facts: ModelFacts, fps: float) -> WanFrames:
+        """See ModelFamily."""
         return WanFrames(transformer)
 
     def decoder(self, vae: AutoencoderKLWan) -> WanDecoder:
-        """See Family."""
+        """See ModelFamily."""
         return WanDecoder(vae)
 
-    def encode(self, pipe: WanPipeline, asked: Asked, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """See Family."""
+    def encode(self, pipe: WanPipeline, asked: PromptToEncode, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """See ModelFamily."""
         text, negative = pipe.encode_prompt(
             asked.text,
             negative_prompt=asked.negative,

@@ -6,7 +6,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PictureOrder:
+class ImageRequest:
     """One picture to draw: arguments of the pipeline, and the seed of its generator."""
 
     number: int
@@ -15,7 +15,7 @@ class PictureOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
+class GeneratedImage:
     """A finished picture: the first image of what the pipeline returned."""
 
     number: int

@@ -1,4 +1,4 @@
-"""`PictureStreamingPipeline`: any image pipeline of diffusers as a stream of pictures, its steps on several ranks."""
+"""`ImageStreamingPipeline`: any image pipeline of diffusers as a stream of pictures, its steps on several ranks."""
 
 from functools import partial
 from pathlib import Path
@@ -8,21 +8,21 @@ from patchpar.launch.devices import resolve_devices
 from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
 from patchpar.models.files import resolve_model
-from patchpar.stream.images.session import Intake, PictureManner, PictureSession
+from patchpar.stream.images.session import ImageSession, ImageStreamOptions, Intake
 from patchpar.stream.output_queue import Output
 from patchpar.stream.resources import HeldRanks
 
-ENGINE = "patchpar.stream.images.runner:PictureEngine"
+ENGINE = "patchpar.stream.images.runner:ImageRunner"
 LOAD_SECONDS = 600.0
 
 
-Ranks = LocalExecutor | InlineExecutor
+ImageExecutor = LocalExecutor | InlineExecutor
 
 
-class PictureStreamingPipeline(HeldRanks[Ranks, PictureSession]):
+class ImageStreamingPipeline(HeldRanks[ImageExecutor, ImageSession]):
     """An image pipeline that streams. Made by `from_pretrained`; a context manager."""
 
-    def __init__(self, ranks: Ranks, name: str) -> None:
+    def __init__(self, ranks: ImageExecutor, name: str) -> None:
         super().__init__(ranks)
         self._name = name
 
@@ -35,7 +35,7 @@ class PictureStreamingPipeline(HeldRanks[Ranks, PictureSession]):
         takes_image: bool = False,
         deadline: float = 60.0,
         **options: Any,
-    ) -> "PictureStreamingPipeline":
+    ) -> "ImageStreamingPipeline":
         """Load the same pipeline on every device. Options are those of diffusers' from_pretrained.
 
         `takes_image`: where the model's own pipeline draws from text alone, take the one of its family that starts
@@ -55,18 +55,18 @@ class PictureStreamingPipeline(HeldRanks[Ranks, PictureSession]):
 
     def stream(
         self, *, seed: int = 0, intake: Intake = "all", output: Output = "block", lead: int = 2, **arguments: Any
-    ) -> PictureSession:
+    ) -> ImageSession:
         """Begin a stream of pictures with these arguments of the pipeline, such as `prompt` and `num_inference_steps`.
 
         Each `push(image=...)`, or each entry of `map`, gives one picture, the very one of `pipe(image=...,
-        **arguments)` with a CPU generator of `seed`. `intake`, `output`, `lead`: see PictureManner. The number of
+        **arguments)` with a CPU generator of `seed`. `intake`, `output`, `lead`: see ImageStreamOptions. The number of
         denoiser calls is that of the first picture throughout. Raises PlanError.
         """
         executor = self._free_ranks()
-        manner = PictureManner(ranks=executor.world_size, seed=seed, intake=intake, output=output, lead=lead)
-        self._session = PictureSession(partial(executor.call, "run"), manner, arguments)
+        manner = ImageStreamOptions(ranks=executor.world_size, seed=seed, intake=intake, output=output, lead=lead)
+        self._session = ImageSession(partial(executor.call, "run"), manner, arguments)
         return self._session
 
     def __repr__(self) -> str:
         ranks = "closed" if self._ranks is None else f"{self._ranks.world_size} ranks"
-        return f"<PictureStreamingPipeline of {self._name}, {ranks}>"
+        return f"<ImageStreamingPipeline of {self._name}, {ranks}>"

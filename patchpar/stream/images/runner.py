@@ -6,25 +6,25 @@ from typing import Any
 
 import torch
 
-from patchpar.comm.collectives import Door
+from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport, connect, watched
 from patchpar.errors import PlanError
-from patchpar.launch.executor import ListeningContext
+from patchpar.launch.executor import InteractiveRankContext
 from patchpar.models.dtype import with_dtype
 from patchpar.models.loading import load_pipeline
 from patchpar.models.quiet_libraries import hush
-from patchpar.stream.images.messages import Drawn, PictureOrder
-from patchpar.stream.images.stage import PictureStage
-from patchpar.stream.messages import Stop
+from patchpar.stream.images.messages import GeneratedImage, ImageRequest
+from patchpar.stream.images.stage import ImageStage
+from patchpar.stream.messages import EndStream
 
 THROUGH = "shared_memory"
 """Ranks are workers of one host, and NCCL would have a message wait for those that are expected before it."""
 
 
-class PictureEngine:
+class ImageRunner:
     """One rank."""
 
-    def __init__(self, context: ListeningContext) -> None:
+    def __init__(self, context: InteractiveRankContext) -> None:
         self._context = context
         self._device = torch.device(context.device)
         self._transport: Transport | None = None
@@ -43,20 +43,20 @@ class PictureEngine:
         return type(self._pipe).__name__
 
     def run(self) -> int:
-        """Draw what the session orders, until it says Stop; how many. Raises what the pipeline raises."""
+        """Draw what the session orders, until it says EndStream; how many. Raises what the pipeline raises."""
         context, door = self._context, None
         if self._transport is not None:
-            door = Door(watched(self._transport, context), context.mark)
-        stage = PictureStage(self._pipe, context.rank, context.world_size, door, context.mark)
+            door = Communicator(watched(self._transport, context), context.mark)
+        stage = ImageStage(self._pipe, context.rank, context.world_size, door, context.mark)
         return stage.run(self._take, self._put)
 
-    def _take(self, patience: float) -> PictureOrder | Stop | None:
+    def _take(self, patience: float) -> ImageRequest | EndStream | None:
         heard = self._context.hear(min(patience, self._context.deadline / 4))
         self._context.mark("stream")
-        return heard if isinstance(heard, PictureOrder | Stop) else None
+        return heard if isinstance(heard, ImageRequest | EndStream) else None
 
     def _put(self, number: int, result: Any) -> None:
-        self._context.emit(Drawn(number=number, picture=result.images[0]))
+        self._context.emit(GeneratedImage(number=number, picture=result.images[0]))
 
 
 def _taking_image(pipe: Any) -> Any:

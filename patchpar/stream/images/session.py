@@ -16,10 +16,10 @@ from typing import Any, Literal, get_args
 from patchpar.errors import PlanError
 from patchpar.launch.executor import Tell
 from patchpar.launch.fork_guard import check_owner
-from patchpar.stream.flow_control import Credits
-from patchpar.stream.images.messages import Drawn, PictureOrder
-from patchpar.stream.messages import Stop
-from patchpar.stream.output_queue import Outlet, Output, check_output
+from patchpar.stream.flow_control import BlockCredits
+from patchpar.stream.images.messages import GeneratedImage, ImageRequest
+from patchpar.stream.messages import EndStream
+from patchpar.stream.output_queue import Output, OutputQueue, check_output
 from patchpar.stream.resources import Closing
 
 Intake = Literal["all", "latest"]
@@ -27,7 +27,7 @@ CLOSE_SECONDS = PUSH_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shot:
+class ImageResult:
     """A picture as the pipeline returned it. `number`: which push it answers. `latency`: seconds since that push."""
 
     number: int
@@ -36,7 +36,7 @@ class Shot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PictureManner:
+class ImageStreamOptions:
     """How a stream of pictures runs. Raises PlanError.
 
     `intake`: with "all" a push waits for room, with "latest" a newer frame takes the place of one that waits. `output`:
@@ -60,16 +60,16 @@ class PictureManner:
             raise PlanError(f"seed={self.seed}: it must be at least 0 and below 2**63")
 
 
-class PictureSession(Closing):
+class ImageSession(Closing):
     """One stream of pictures. A context manager and an iterator, plain and async."""
 
-    def __init__(self, run: Callable[..., Any], manner: PictureManner, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, run: Callable[..., Any], manner: ImageStreamOptions, arguments: Mapping[str, Any]) -> None:
         self._run, self._manner, self._arguments = run, manner, dict(arguments)
         self._owner = os.getpid()
         self._changed = threading.Condition()
-        self._credits = Credits(manner.ranks + manner.lead)
+        self._credits = BlockCredits(manner.ranks + manner.lead)
         self._waiting: deque[tuple[int, Mapping[str, Any]]] = deque()
-        self._outlet: Outlet[Shot] = Outlet(manner.output, manner.lead, self._credits.give_back)
+        self._outlet: OutputQueue[ImageResult] = OutputQueue(manner.output, manner.lead, self._credits.give_back)
         self._pushed: dict[int, float] = {}
         self._due: deque[int] = deque()  # ordered, in the order in which they come out
         self._drawn: dict[int, Any] = {}  # those that wait for one before them: ranks end pictures in turn
@@ -103,7 +103,7 @@ class PictureSession(Closing):
         """`push(image=image)`: the next frame of a camera, a film or a folder."""
         return self.push(image=image, **arguments)
 
-    def map(self, requests: Iterable[Mapping[str, Any]]) -> Iterator[Shot]:
+    def map(self, requests: Iterable[Mapping[str, Any]]) -> Iterator[ImageResult]:
         """Push all of these and give what comes out, as fast as there is credit. The stream ends with them."""
         for arguments in requests:
             while self._waiting and not self.is_over:
@@ -162,10 +162,10 @@ class PictureSession(Closing):
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def __iter__(self) -> Iterator[Shot]:
+    def __iter__(self) -> Iterator[ImageResult]:
         return self
 
-    def __next__(self) -> Shot:
+    def __next__(self) -> ImageResult:
         """The next picture. Raises what the pipeline raised, or WorkerError; LaunchError in a forked child."""
         check_owner(self._owner)
         with self._changed:
@@ -179,7 +179,7 @@ class PictureSession(Closing):
             self._order()
             return shot
 
-    async def __aiter__(self) -> AsyncIterator[Shot]:
+    async def __aiter__(self) -> AsyncIterator[ImageResult]:
         """The same without blocking the event loop."""
         while (shot := await asyncio.to_thread(next, self, None)) is not None:
             yield shot
@@ -236,7 +236,7 @@ class PictureSession(Closing):
 
     def _hear(self, rank: int, event: Any) -> None:
         with self._changed:
-            if isinstance(event, Drawn) and not self._is_cancelled:
+            if isinstance(event, GeneratedImage) and not self._is_cancelled:
                 self._drawn[event.number] = event.picture
                 while self._due and self._due[0] in self._drawn:
                     self._release(self._due.popleft())
@@ -245,7 +245,7 @@ class PictureSession(Closing):
 
     def _release(self, number: int) -> None:
         latency = time.perf_counter() - self._pushed.pop(number)
-        self._outlet.put(Shot(number=number, picture=self._drawn.pop(number), latency=latency))
+        self._outlet.put(ImageResult(number=number, picture=self._drawn.pop(number), latency=latency))
 
     def _order(self) -> None:
         """Tell the ranks what is to be drawn, as far as there is credit, and when it was all. Under the lock."""
@@ -253,10 +253,10 @@ class PictureSession(Closing):
         while goes_on and self._tell is not None and self._waiting and self._credits.take():
             number, arguments = self._waiting.popleft()
             self._due.append(number)
-            self._tell_all(PictureOrder(number=number, arguments=arguments, seed=self._manner.seed))
+            self._tell_all(ImageRequest(number=number, arguments=arguments, seed=self._manner.seed))
             self._changed.notify_all()
         if self._is_ending and not self._waiting and self._tell is not None:
-            self._tell_all(Stop())
+            self._tell_all(EndStream())
             self._tell = None
 
     def _tell_all(self, word: Any) -> None:

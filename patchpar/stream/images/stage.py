@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Arriving, Door
+from patchpar.comm.collectives import Communicator, TimedWork
 from patchpar.errors import PlanError
-from patchpar.stream.images.messages import PictureOrder
-from patchpar.stream.images.step_rotation import StepShare, shared_steps
-from patchpar.stream.messages import Stop
-from patchpar.stream.stage_link import Leaving
+from patchpar.stream.images.messages import ImageRequest
+from patchpar.stream.images.step_rotation import StepAssignment, shared_steps
+from patchpar.stream.messages import EndStream
+from patchpar.stream.stage_link import OutgoingMessages
 
 REST_SECONDS = 5.0
 """How often a rank that waits for orders shows that it is there."""
 LOOK_SECONDS = 0.002
 """How often a rank without orders looks whether a picture that it is to end has come."""
-Take = Callable[[float], PictureOrder | Stop | None]
+Take = Callable[[float], ImageRequest | EndStream | None]
 
 
 def calls_of(rank: int, ranks: int, calls: int) -> range:
@@ -49,40 +49,42 @@ def finisher_of(picture: int, ranks: int, calls: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
+class ImageTail:
     """A picture that this rank is to end. `since`: when that was known, by time.monotonic."""
 
-    order: PictureOrder
-    results: Arriving
+    order: ImageRequest
+    results: TimedWork
     since: float
 
 
-class PictureStage:
+class ImageStage:
     """What a rank does with its pipeline. `place` of `ranks`; `door` is None where there is one rank only.
 
-    `mark`: see StepShare.
+    `mark`: see StepAssignment.
     """
 
-    def __init__(self, pipe: Any, place: int, ranks: int, door: Door | None, mark: Callable[[str], object]) -> None:
+    def __init__(
+        self, pipe: Any, place: int, ranks: int, door: Communicator | None, mark: Callable[[str], object]
+    ) -> None:
         self._pipe, self._place, self._ranks, self._door, self._mark = pipe, place, ranks, door, mark
-        self._tails: deque[Tail] = deque()
-        self._leaving = Leaving()
+        self._tails: deque[ImageTail] = deque()
+        self._leaving = OutgoingMessages()
 
     def run(self, take: Take, put: Callable[[int, Any], object]) -> int:
-        """Draw our part of all that `take` orders, until it says Stop; how many pictures were ordered.
+        """Draw our part of all that `take` orders, until it says EndStream; how many pictures were ordered.
 
         `take` is given the seconds that it may wait, and returns None if there is nothing by then. `put` gets the
         pictures that end here. Raises ExchangeError if another rank is late or gone, and what the pipeline raises.
         """
         drawn = 0
         with shared_steps(self._pipe, self._mark) as share:
-            heard: PictureOrder | Stop | None = None
-            while not isinstance(heard, Stop):
+            heard: ImageRequest | EndStream | None = None
+            while not isinstance(heard, EndStream):
                 if self._tails and self._is_due(self._tails[0]):
                     self._end(share, put)
                     continue
                 heard = take(LOOK_SECONDS if self._tails else REST_SECONDS)
-                if isinstance(heard, PictureOrder):
+                if isinstance(heard, ImageRequest):
                     self._draw(share, heard, drawn, put)
                     drawn += 1
             while self._tails:
@@ -90,7 +92,9 @@ class PictureStage:
         self._leaving.settle()
         return drawn
 
-    def _draw(self, share: StepShare, order: PictureOrder, picture: int, put: Callable[[int, Any], object]) -> None:
+    def _draw(
+        self, share: StepAssignment, order: ImageRequest, picture: int, put: Callable[[int, Any], object]
+    ) -> None:
         is_last = self._place == self._ranks - 1
         if not share.calls:
             result = share.record(self._plain(order))
@@ -100,7 +104,7 @@ class PictureStage:
         if is_last and result is not None:
             put(order.number, result)
 
-    def _share(self, share: StepShare, order: PictureOrder, finisher: int) -> Any:
+    def _share(self, share: StepAssignment, order: ImageRequest, finisher: int) -> Any:
         """Our calls of a picture; the picture if it ends with them, None if they were handed on."""
         place, last = self._place, self._ranks - 1
         own = calls_of(place, self._ranks, share.calls)
@@ -112,11 +116,11 @@ class PictureStage:
                 self._tails.append(self._tail(share, order))
         return result
 
-    def _plain(self, order: PictureOrder) -> Callable[[], Any]:
+    def _plain(self, order: ImageRequest) -> Callable[[], Any]:
         """What the pipeline does without us."""
         return lambda: self._pipe(**order.arguments, generator=torch.Generator().manual_seed(order.seed))
 
-    def _before(self, share: StepShare, own: range) -> list[Tensor]:
+    def _before(self, share: StepAssignment, own: range) -> list[Tensor]:
         """All results before ours. They are kept, to be handed on."""
         if not own.start or self._door is None:
             return []
@@ -126,18 +130,18 @@ class PictureStage:
         assert self._door is not None
         self._leaving.add(self._door.send("steps", "stream", [place], results))
 
-    def _tail(self, share: StepShare, order: PictureOrder) -> Tail:
+    def _tail(self, share: StepAssignment, order: ImageRequest) -> ImageTail:
         """A picture that comes back from the last rank. Expected now, so that messages keep their order."""
         assert self._door is not None
         results = self._door.receive("steps", "stream", self._ranks - 1, share.specs(range(share.calls)))
-        return Tail(order, results, time.monotonic())
+        return ImageTail(order, results, time.monotonic())
 
-    def _is_due(self, tail: Tail) -> bool:
+    def _is_due(self, tail: ImageTail) -> bool:
         """Whether it is here, or so late that it is to be waited for, which says so if it does not come."""
         assert self._door is not None
         return tail.results.is_here(0) or time.monotonic() - tail.since > self._door.transport.deadline
 
-    def _end(self, share: StepShare, put: Callable[[int, Any], object]) -> None:
+    def _end(self, share: StepAssignment, put: Callable[[int, Any], object]) -> None:
         """Run through the oldest picture that we are to end, all calls of which are given, and decode it."""
         tail = self._tails.popleft()
         nothing = range(share.calls, share.calls)

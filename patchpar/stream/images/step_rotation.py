@@ -18,19 +18,19 @@ from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
 from patchpar.comm.pytree import tensors_in, with_tensors
-from patchpar.comm.transport import Spec
+from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.info import denoisers_of
-from patchpar.shard.hooks import Hooked
+from patchpar.shard.hooks import InstalledHook
 
 HOOK = "patchpar_steps"
 
 
-class HandedOn(BaseException):
+class LoopHandedOver(BaseException):
     """Ends a pipeline's loop where our calls end. No error: pipelines that catch errors must let it pass."""
 
 
-class StepShare:
+class StepAssignment:
     """Which denoiser calls of a run are ours. Before `record` has been used nothing is known of a run.
 
     `mark` is called at every denoiser call, so that who watches this rank sees it at work.
@@ -42,7 +42,7 @@ class StepShare:
         self._own: range | None = None
         self._ends = True
         self._given: list[Tensor] = []
-        self._specs: list[tuple[Spec, ...]] = []
+        self._specs: list[tuple[TensorSpec, ...]] = []
         self._number = 0
         self.made: list[Tensor] = []
 
@@ -51,7 +51,7 @@ class StepShare:
         """Denoiser calls of one run."""
         return len(self._trees)
 
-    def specs(self, calls: range) -> tuple[Spec, ...]:
+    def specs(self, calls: range) -> tuple[TensorSpec, ...]:
         """What these calls return, one after another."""
         return tuple(spec for call in calls for spec in self._specs[call])
 
@@ -68,7 +68,7 @@ class StepShare:
         """
         self._own, self._ends, self._given, self._number, self.made = own, ends, given, 0, []
         result = None
-        with suppress(HandedOn):
+        with suppress(LoopHandedOver):
             result = run()
         if self._number != own.stop or (result is None) == ends:
             raise PlanError(
@@ -86,24 +86,24 @@ class StepShare:
             result = forward()
             tensors = tensors_in(result)
             self._trees.append(with_tensors(result, [torch.empty(0)] * len(tensors)))
-            self._specs.append(tuple(map(Spec.of, tensors)))
+            self._specs.append(tuple(map(TensorSpec.of, tensors)))
             return result
         if number < own.start:
             before = len(self.specs(range(number)))
             return with_tensors(self._trees[number], self._given[before : before + len(self._specs[number])])
         if number >= own.stop:  # of a run that ends here, which has one call too many
-            raise HandedOn
+            raise LoopHandedOver
         result = forward()
         self.made += [x.clone() for x in tensors_in(result)]  # pipelines may change it where it lies
         if self._number == own.stop and not self._ends:
-            raise HandedOn
+            raise LoopHandedOver
         return result
 
 
 class StepHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """Stands before a denoiser's forward."""
 
-    def __init__(self, share: StepShare) -> None:
+    def __init__(self, share: StepAssignment) -> None:
         super().__init__()
         self._share = share
 
@@ -113,8 +113,8 @@ class StepHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
 
 @contextmanager
-def shared_steps(pipe: Any, mark: Callable[[str], object]) -> Iterator[StepShare]:
-    """A StepShare before all denoisers of a pipeline, while open. Raises UnsupportedModel."""
+def shared_steps(pipe: Any, mark: Callable[[str], object]) -> Iterator[StepAssignment]:
+    """A StepAssignment before all denoisers of a pipeline, while open. Raises UnsupportedModel."""
     denoisers = list(denoisers_of(pipe).values())
     if not denoisers:
         raise UnsupportedModel(
@@ -123,8 +123,8 @@ def shared_steps(pipe: Any, mark: Callable[[str], object]) -> Iterator[StepShare
     for denoiser in denoisers:
         if getattr(denoiser, "is_cache_enabled", False):
             raise UnsupportedModel("a cache between steps would see some of them only: call disable_cache() first")
-    share = StepShare(mark)
-    hooked = [Hooked(denoiser, StepHook(share), HOOK) for denoiser in denoisers]
+    share = StepAssignment(mark)
+    hooked = [InstalledHook(denoiser, StepHook(share), HOOK) for denoiser in denoisers]
     try:
         yield share
     finally:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from patchpar.stream.web.mp4_fragments import Fragment, Head
+from patchpar.stream.web.mp4_fragments import Mp4Fragment, Mp4Header
 
 LOOK_SECONDS = 0.02
 AGAIN_SECONDS = 0.5
@@ -25,7 +25,7 @@ QUALITY = 88
 """Of JPEG."""
 
 
-class Feed:
+class MediaFeed:
     """Bytes of one stream, by the media type `kind`. `watchers`: how many look at it.
 
     `name`: one that nobody can guess, by which a server of several streams finds it.
@@ -60,7 +60,7 @@ class Feed:
             self.watchers -= 1
 
 
-class PictureFeed(Feed):
+class ImageFeed(MediaFeed):
     """JPEG after JPEG, which every browser shows in an <img>. Only the newest is held."""
 
     kind = f"multipart/x-mixed-replace; boundary={BOUNDARY}"
@@ -81,7 +81,7 @@ class PictureFeed(Feed):
         self._newest = (self._newest[0] + 1, data.getvalue())
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """See Feed. The last picture comes twice."""
+        """See MediaFeed. The last picture comes twice."""
         with self._watched():
             yield f"--{BOUNDARY}".encode()
             seen, sent_at = 0, 0.0
@@ -98,7 +98,7 @@ class PictureFeed(Feed):
                 await asyncio.sleep(LOOK_SECONDS)
 
 
-class FilmFeed(Feed):
+class VideoFeed(MediaFeed):
     """A film in fragments, with its sound.
 
     `kept`: how many frames that one can begin with are held, with all that follows them; None: the whole film, so that
@@ -111,12 +111,12 @@ class FilmFeed(Feed):
     def __init__(self, kept: int | None = None) -> None:
         super().__init__()
         self._lock = threading.Lock()
-        self._kept, self._first, self._fragments = kept, 0, deque[Fragment]()
+        self._kept, self._first, self._fragments = kept, 0, deque[Mp4Fragment]()
         self._keys = deque[int]()  # numbers of those fragments that one can begin with
-        self._head: Head | None = None
+        self._head: Mp4Header | None = None
 
     @property
-    def head(self) -> Head | None:
+    def head(self) -> Mp4Header | None:
         """What a player needs first; None before there is any fragment."""
         return self._head
 
@@ -126,7 +126,7 @@ class FilmFeed(Feed):
         with self._lock:
             return sum(len(fragment.data) for fragment in self._fragments)
 
-    def put(self, head: Head, fragments: Iterable[Fragment]) -> None:
+    def put(self, head: Mp4Header, fragments: Iterable[Mp4Fragment]) -> None:
         """More of the film, whose head is always the same."""
         with self._lock:
             self._head = head
@@ -140,7 +140,7 @@ class FilmFeed(Feed):
                     self._fragments.popleft()
                     self._first += 1
 
-    async def fragments(self) -> AsyncIterator[Fragment]:
+    async def fragments(self) -> AsyncIterator[Mp4Fragment]:
         """Each once, until the end. Where all is held from the first, otherwise from the newest key."""
         with self._watched():
             number = self._before()
@@ -155,7 +155,7 @@ class FilmFeed(Feed):
                     await asyncio.sleep(LOOK_SECONDS)
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """See Feed. The head, then fragments."""
+        """See MediaFeed. The head, then fragments."""
         has_head = False
         async for fragment in self.fragments():
             if not has_head and self._head is not None:
@@ -168,7 +168,7 @@ class FilmFeed(Feed):
         with self._lock:
             return self._keys[-1] - 1 if self._keys and self._kept is not None else -1
 
-    def _next(self, number: int) -> tuple[int, Fragment] | None:
+    def _next(self, number: int) -> tuple[int, Mp4Fragment] | None:
         """The fragment after `number`, with its own; the newest key where it is gone. None where there is none yet."""
         with self._lock:
             wanted = number + 1

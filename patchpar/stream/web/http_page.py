@@ -12,14 +12,14 @@ from fastapi import FastAPI, WebSocket
 from fastapi.responses import HTMLResponse, StreamingResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from patchpar.stream.web.feed import FilmFeed, PictureFeed
+from patchpar.stream.web.feed import ImageFeed, VideoFeed
 
 NOT_OURS = 1008
 """The code of a WebSocket that is refused (RFC 6455: policy)."""
 FRESH = {"Cache-Control": "no-store"}
 
 
-def picture_page(feed: PictureFeed, status: Callable[[], str], names: list[str]) -> FastAPI:
+def picture_page(feed: ImageFeed, status: Callable[[], str], names: list[str]) -> FastAPI:
     """Shows JPEGs that follow one another. `names`: by which browsers may call it."""
     app = _page("pictures", status, names)
 
@@ -30,7 +30,7 @@ def picture_page(feed: PictureFeed, status: Callable[[], str], names: list[str])
     return app
 
 
-def film_page(feed: FilmFeed, status: Callable[[], str], names: list[str]) -> FastAPI:
+def film_page(feed: VideoFeed, status: Callable[[], str], names: list[str]) -> FastAPI:
     """Plays fragments that come over a WebSocket: the kind of film, the head, then fragments."""
     app = _page("film", status, names)
 
@@ -65,7 +65,7 @@ def _page(kind: str, status: Callable[[], str], names: list[str]) -> FastAPI:
     return app
 
 
-async def _send(socket: WebSocket, feed: FilmFeed) -> None:
+async def _send(socket: WebSocket, feed: VideoFeed) -> None:
     has_begun = False
     async for fragment in feed.fragments():
         if not has_begun and feed.head is not None:

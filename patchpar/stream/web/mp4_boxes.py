@@ -17,7 +17,7 @@ START = re.compile(b"\x00\x00\x00?\x01")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class Mp4Sample:
     """A frame or a bit of sound. `time` and `duration`: in units of its track. `is_key`: it needs no other."""
 
     track: int
@@ -27,7 +27,7 @@ class Sample:
     data: bytes
 
 
-def fragment(number: int, sample: Sample) -> bytes:
+def fragment(number: int, sample: Mp4Sample) -> bytes:
     """Fragment `number` of a film, with this sample."""
     flags = ALONE if sample.is_key else NEEDS_OTHERS
     header = _full(b"tfhd", 0, TFHD, struct.pack(">4I", sample.track, sample.duration, len(sample.data), flags))

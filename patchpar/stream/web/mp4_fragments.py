@@ -10,15 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
-from patchpar.stream.web.mp4_boxes import Sample, fragment, with_lengths
-from patchpar.stream.web.video_encoder import FilmEncoder, FilmFormat
+from patchpar.stream.web.mp4_boxes import Mp4Sample, fragment, with_lengths
+from patchpar.stream.web.video_encoder import VideoEncoder, VideoFormat
 
 EMPTY = {"movflags": "empty_moov+default_base_moof"}
 QUICK = {"preset": "veryfast", "tune": "zerolatency", "forced-idr": "1", "profile": "high", "crf": "20"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class Mp4Header:
     """What a player needs before the first fragment, and what sort of film it is, as HTML names it."""
 
     mime: str
@@ -26,7 +26,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fragment:
+class Mp4Fragment:
     """One frame, or a bit of sound. `is_key`: a frame that needs no other, so that one can begin with it."""
 
     data: bytes
@@ -39,36 +39,36 @@ class FragmentEncoder:
     def __init__(self, fps: float, height: int, width: int, rate: int | None) -> None:
         import av
 
-        form = FilmFormat(fps=fps, height=height, width=width, rate=rate, options=QUICK, is_live=True)
+        form = VideoFormat(fps=fps, height=height, width=width, rate=rate, options=QUICK, is_live=True)
         target = io.BytesIO()
         self._container: Any = av.open(target, "w", format="mp4", options=EMPTY)
-        self._encoder = FilmEncoder(self._container, form)
+        self._encoder = VideoEncoder(self._container, form)
         self._container.start_encoding()
         self.head = _head_of(target.getvalue(), has_sound=rate is not None)
         self._count = 0
 
-    def add(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> list[Fragment]:
-        """These frames and their sound, in the order of time. See FilmEncoder.add."""
+    def add(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> list[Mp4Fragment]:
+        """These frames and their sound, in the order of time. See VideoEncoder.add."""
         return list(self._fragments(self._encoder.add(frames_FHWC, pts, audio_N)))
 
-    def close(self) -> list[Fragment]:
+    def close(self) -> list[Mp4Fragment]:
         """What is left."""
         found = list(self._fragments(self._encoder.rest()))
         self._container.close()
         return found
 
-    def _fragments(self, packets: Iterable[Any]) -> Iterator[Fragment]:
+    def _fragments(self, packets: Iterable[Any]) -> Iterator[Mp4Fragment]:
         for packet in sorted(packets, key=lambda packet: packet.pts * packet.time_base):
             self._count += 1
             is_picture = packet.stream.type == "video"
-            sample = Sample(
+            sample = Mp4Sample(
                 track=packet.stream.index + 1,
                 time=_in_units(packet.pts, packet),
                 duration=_in_units(packet.duration, packet),
                 is_key=packet.is_keyframe or not is_picture,
                 data=with_lengths(bytes(packet)) if is_picture else bytes(packet),
             )
-            yield Fragment(data=fragment(self._count, sample), is_key=is_picture and sample.is_key)
+            yield Mp4Fragment(data=fragment(self._count, sample), is_key=is_picture and sample.is_key)
 
 
 def _in_units(value: int, packet: Any) -> int:
@@ -76,7 +76,7 @@ def _in_units(value: int, packet: Any) -> int:
     return round(value * packet.time_base / packet.stream.time_base)
 
 
-def _head_of(data: bytes, *, has_sound: bool) -> Head:
+def _head_of(data: bytes, *, has_sound: bool) -> Mp4Header:
     place = data.index(b"avcC") + 5  # profile and level, as RFC 6381 wants them
     codecs = [f"avc1.{data[place : place + 3].hex()}", *(["mp4a.40.2"] if has_sound else [])]
-    return Head(mime=f'video/mp4; codecs="{", ".join(codecs)}"', data=data)
+    return Mp4Header(mime=f'video/mp4; codecs="{", ".join(codecs)}"', data=data)

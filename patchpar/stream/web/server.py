@@ -35,7 +35,7 @@ def check_port(port: int, flag: str) -> None:
         raise PlanError(f"{flag} {port}: it is a number from 1 to 65535, or 0 for any that is free")
 
 
-class Port:
+class WebServer:
     """Taken when it is made, so that one that somebody else has is found before anything is loaded. Raises PlanError.
 
     `flag`: what the person has said it with. Browsers that come before `serve` wait.

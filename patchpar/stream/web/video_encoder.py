@@ -24,7 +24,7 @@ TOLERANCE = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FilmFormat:
+class VideoFormat:
     """How a film is encoded. `rate`: samples per second of its sound, None for none.
 
     `container`, `video` and `sound` are FFmpeg's names, `options` those of the video encoder.
@@ -46,24 +46,24 @@ class FilmFormat:
             raise PlanError(f"frames are {self.height} x {self.width}, and video formats want even sides")
 
 
-class Sink(Protocol):
+class VideoSink(Protocol):
     """All that is used of a file."""
 
     def write(self, data: bytes) -> int:
         """Take these bytes."""
 
 
-class FilmWriter:
+class VideoWriter:
     """Writes a film to `target`, a path or a file object. Frames that were lost leave a gap in it, of right length."""
 
-    def __init__(self, target: str | Sink, form: FilmFormat) -> None:
+    def __init__(self, target: str | VideoSink, form: VideoFormat) -> None:
         import av
 
         self._container: Any = av.open(target, "w", format=form.container)
-        self._encoder = FilmEncoder(self._container, form)
+        self._encoder = VideoEncoder(self._container, form)
 
     def add(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None = None) -> None:
-        """See FilmEncoder."""
+        """See VideoEncoder."""
         for packet in self._encoder.add(frames_FHWC, pts, audio_N):
             self._container.mux(packet)
 
@@ -74,10 +74,10 @@ class FilmWriter:
         self._container.close()
 
 
-class FilmEncoder:
+class VideoEncoder:
     """Makes packets of frames and sound, for the first two tracks of a container of PyAV's."""
 
-    def __init__(self, container: Any, form: FilmFormat) -> None:
+    def __init__(self, container: Any, form: VideoFormat) -> None:
         import av
 
         self._form = form

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.stream.web.feed import Feed, FilmFeed, PictureFeed
+from patchpar.stream.web.feed import ImageFeed, MediaFeed, VideoFeed
 from patchpar.stream.web.mp4_fragments import FragmentEncoder
-from patchpar.stream.web.server import Port, names_of
+from patchpar.stream.web.server import WebServer, names_of
 
 KEPT = 4
 """Frames that one can begin with, of a film: some seconds, in which a watcher may be slow and miss nothing."""
@@ -24,15 +24,15 @@ WAITING_SECONDS = 1.0
 """Of frames that wait until they are due; where a block has more than half of it, two blocks."""
 
 
-class Page:
+class WebPage:
     """A page, from when it is made until it is closed. Raises PlanError for a port that is not free."""
 
-    def __init__(self, feed: Feed, host: str, port: int, flag: str) -> None:
+    def __init__(self, feed: MediaFeed, host: str, port: int, flag: str) -> None:
         missing = [name for name in ("fastapi", "uvicorn", "websockets") if find_spec(name) is None]
         if missing:
             raise PlanError(f"{flag} needs {', '.join(missing)}: pip install 'patchpar[serve]'")
         self.feed, self.status = feed, "starting"
-        self._names, self._port = names_of(host), Port(host, port, flag)
+        self._names, self._port = names_of(host), WebServer(host, port, flag)
         self.url = self._port.url
 
     def open(self, application: Callable[[Any, Callable[[], str], list[str]], Any]) -> None:
@@ -48,17 +48,17 @@ class Page:
         self._port.close()
 
 
-class PictureScreen:
+class ImageScreen:
     """Frames as JPEG, one after another (MJPEG): every browser shows it, without sound. Raises PlanError."""
 
     def __init__(self, host: str, port: int, fps: float) -> None:
-        self._feed = PictureFeed()
-        self.page = Page(self._feed, host, port, "--mjpeg")
-        self._player = Player(self._put, fps)
+        self._feed = ImageFeed()
+        self.page = WebPage(self._feed, host, port, "--mjpeg")
+        self._player = FramePlayer(self._put, fps)
 
     def open(self) -> None:
         """Begin to serve. Raises LaunchError."""
-        from patchpar.stream.web.http_page import picture_page  # which needs the extra that Page has looked for
+        from patchpar.stream.web.http_page import picture_page  # which needs the extra that WebPage has looked for
 
         self._player.start()
         self.page.open(picture_page)
@@ -78,12 +78,12 @@ class PictureScreen:
         self._feed.put(Image.fromarray(frame_HWC.numpy()))
 
 
-class FilmScreen:
+class VideoScreen:
     """Fragments of MP4 over a WebSocket, with sound. `rate`: its samples per second. Raises PlanError."""
 
     def __init__(self, host: str, port: int, fps: float, rate: int | None) -> None:
-        self._feed = FilmFeed(KEPT)
-        self.page = Page(self._feed, host, port, "--ws")
+        self._feed = VideoFeed(KEPT)
+        self.page = WebPage(self._feed, host, port, "--ws")
         self._fps, self._rate = fps, rate
         self._encoder: FragmentEncoder | None = None
 
@@ -111,7 +111,7 @@ class FilmScreen:
         self.page.close()
 
 
-class Player:
+class FramePlayer:
     """Gives frames to `put` when they are due, `fps` in a second, in a thread. If they come too fast the oldest go."""
 
     def __init__(self, put: Callable[[Tensor], object], fps: float) -> None:

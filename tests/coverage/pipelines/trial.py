@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from patchpar.comm.pytree import with_own_lists
 from patchpar.errors import PatchparError
-from patchpar.pipeline.messages import DrawOptions, RandomState
-from patchpar.pipeline.runner import Engine
+from patchpar.pipeline.messages import CallOptions, RandomState
+from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
 from patchpar.strategies.data.split import PICTURES
 from tests.coverage.trial import LIMIT, SEEN, distance
@@ -51,7 +51,7 @@ def examined(place: Place, name: str, plans: Sequence[str], verdicts: str) -> li
     it."""
     from .zoo import ZOO
 
-    engine, subject = Engine(place.context), _Subject(ZOO[name])
+    engine, subject = PipelineRunner(place.context), _Subject(ZOO[name])
     trials = [_Trial(place, engine, subject, plan, Path(verdicts)) for plan in plans]
     return [outcome for trial in trials if (outcome := trial.run()) is not None]
 
@@ -81,10 +81,10 @@ class _Subject:
 class _Trial:
     """One plan, on one rank. Each plan has a pipeline of its own, so that none sees what another has left."""
 
-    def __init__(self, place: Place, engine: Engine, subject: _Subject, plan: str, verdicts: Path) -> None:
+    def __init__(self, place: Place, engine: PipelineRunner, subject: _Subject, plan: str, verdicts: Path) -> None:
         self.place, self.engine, self.subject = place, engine, subject
         self.text, self.plan = plan, Plan.parse(plan)
-        self.options = DrawOptions(
+        self.options = CallOptions(
             plan=self.plan, verify=verdicts / str(place.rank), random=RandomState(seed=SEED), quiet=True
         )
 

@@ -8,13 +8,13 @@ from functools import partial
 from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.transformer.probe.capture import SeenBlock
+from patchpar.shard.transformer.probe.capture import CapturedBlock
 from patchpar.shard.transformer.probe.check import proved
 from patchpar.shard.transformer.probe.mixing_grid import grid_of, mixing_of
 from patchpar.shard.transformer.probe.observe_block import WHOLE, Severance, observe_block
-from patchpar.shard.transformer.probe.row_trace import Observed, Sources, moved_indices, trace_rows
-from patchpar.shard.transformer.probe.token_rows import Anchor, run_as_rows, run_of
-from patchpar.shard.transformer.token_plan import BlockPlan, Rows
+from patchpar.shard.transformer.probe.row_trace import Observed, RowSources, moved_indices, trace_rows
+from patchpar.shard.transformer.probe.token_rows import TokenArgument, run_as_rows, run_of
+from patchpar.shard.transformer.token_plan import BlockPlan, TokenRows
 
 
 class BlockProbe:
@@ -23,7 +23,9 @@ class BlockProbe:
     `severance`: where its tokens are taken to meet beside attention.
     """
 
-    def __init__(self, block: SeenBlock, moved: SeenBlock, latent_size: int, severance: Severance = WHOLE) -> None:
+    def __init__(
+        self, block: CapturedBlock, moved: CapturedBlock, latent_size: int, severance: Severance = WHOLE
+    ) -> None:
         self.block, self.latent_size, self._severance = block, latent_size, severance
         self.tensors = {name: x for name, x in block.arguments.tensors().items() if x.ndim}
         others = moved.arguments.tensors()
@@ -59,7 +61,7 @@ class BlockProbe:
         anchors = (each for name in self._carriers() for each in self._anchors(name))
         return frozenset().union(*(anchor.sums() for anchor in anchors))
 
-    def _plan_for(self, anchor: "Anchor") -> BlockPlan:
+    def _plan_for(self, anchor: "TokenArgument") -> BlockPlan:
         inputs = {anchor.name: anchor.rows}
         for name in self.tensors:
             if name != anchor.name and (rows := self._rows_of(name, anchor)) is not None:
@@ -90,11 +92,11 @@ class BlockProbe:
             replace(plan, mixing=mixing_of(sums, shapes, grid)), self.block, self._severance_for(anchor), sizes, grid
         )
 
-    def _severance_for(self, anchor: "Anchor") -> Severance:
+    def _severance_for(self, anchor: "TokenArgument") -> Severance:
         """With as many sequences as the anchor has of its tokens."""
         return replace(self._severance, sequences=math.prod(self.tensors[anchor.name].shape[: anchor.dim]))
 
-    def _trace(self, name: str, dim: int, severance: Severance) -> dict[str, Sources]:
+    def _trace(self, name: str, dim: int, severance: Severance) -> dict[str, RowSources]:
         x = self.tensors[name]
         return trace_rows(partial(self._observe, name, severance), x, dim, self._base(severance, x))
 
@@ -110,11 +112,11 @@ class BlockProbe:
         arguments = self.block.arguments.map(lambda other, leaf: x if other == name else leaf)
         return observe_block(self.block.module, arguments, severance)
 
-    def _anchor(self, name: str) -> "Anchor | None":
+    def _anchor(self, name: str) -> "TokenArgument | None":
         """The argument `name` as what carries the tokens, if its rows reach attention."""
         return next((each for each in self._anchors(name) if each.reaches_attention), None)
 
-    def _anchors(self, name: str) -> list["Anchor"]:
+    def _anchors(self, name: str) -> list["TokenArgument"]:
         """What the argument `name` would be, if its rows along one dim or another were the tokens."""
         x = self.tensors[name]
         if not x.is_floating_point():
@@ -126,10 +128,10 @@ class BlockProbe:
             run = run_of(self.moved[name][dim]) or (0, x.shape[dim])  # in several runs: all rows are taken for tokens
             traced = self._trace(name, dim, replace(self._severance, sequences=math.prod(x.shape[:dim])))
             if traced:
-                candidates.append(Anchor(name, dim, x.shape[dim], run, traced))
+                candidates.append(TokenArgument(name, dim, x.shape[dim], run, traced))
         return candidates
 
-    def _rows_of(self, name: str, anchor: "Anchor") -> Rows | None:
+    def _rows_of(self, name: str, anchor: "TokenArgument") -> TokenRows | None:
         """Which rows of the argument `name` belong to the anchor's tokens, one to each; None where that is not so.
 
         It stays whole then, as a mask does, or a table that positions look things up in.

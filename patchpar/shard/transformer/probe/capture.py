@@ -24,7 +24,7 @@ ASKED = ("query", "key", "value", "mask")
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class CallArguments:
     """What a module is called with; leaves are named as its forward names them."""
 
     names: tuple[str, ...]
@@ -32,7 +32,7 @@ class Arguments:
     kwargs: dict[str, Any]
 
     @classmethod
-    def of(cls, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> "Arguments":
+    def of(cls, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> "CallArguments":
         """The arguments of one call of `module`."""
         return cls(parameter_names(module), tuple(args), dict(kwargs))
 
@@ -59,12 +59,12 @@ class Arguments:
             for name, leaf in self.leaves().items()
         )
 
-    def map(self, change: Callable[[str, Any], Any]) -> "Arguments":
+    def map(self, change: Callable[[str, Any], Any]) -> "CallArguments":
         """The same with each leaf replaced."""
         args, kwargs = tree_map_with_path(lambda path, leaf: change(self._name(path), leaf), (self.args, self.kwargs))
-        return Arguments(self.names, args, kwargs)
+        return CallArguments(self.names, args, kwargs)
 
-    def cloned(self) -> "Arguments":
+    def cloned(self) -> "CallArguments":
         """The same with tensors of their own, whatever becomes of the others."""
         return self.map(lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
 
@@ -82,12 +82,12 @@ def _parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 @dataclass(slots=True)
-class SeenBlock:
+class CapturedBlock:
     """The first call of a kind of block: item of the module list `name`, like those at the other `paths`."""
 
     name: str
     module: nn.Module
-    arguments: Arguments
+    arguments: CallArguments
     paths: list[str] = field(default_factory=list)
     attentions: int = 0
 
@@ -96,15 +96,15 @@ Kind = tuple[str, tuple[str, ...], tuple[str, ...]]  # module list, structure, s
 
 
 @dataclass(slots=True)
-class Seen:
+class CapturedRun:
     """What one run of the denoiser showed, by kind of block."""
 
-    blocks: dict[Kind, SeenBlock] = field(default_factory=dict)
+    blocks: dict[Kind, CapturedBlock] = field(default_factory=dict)
 
 
-def watch(denoiser: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> Seen:
+def watch(denoiser: nn.Module, forward: Callable[..., Any], arguments: CallArguments) -> CapturedRun:
     """Run `forward` with attention severed and note how its blocks are called."""
-    seen, mode = Seen(), Severed()
+    seen, mode = CapturedRun(), Severed()
     arguments = arguments.cloned()
     with _blocks_noted(denoiser, seen, mode), torch.no_grad(), mode:
         forward(*arguments.args, **arguments.kwargs)
@@ -144,10 +144,10 @@ def resized(x: Tensor, width: int) -> Tensor:
     return x.repeat(*[1] * (x.ndim - 1), repeats)[..., :width].contiguous()
 
 
-class _Notes:
+class _CaptureHooks:
     """Torch hooks that note how blocks are called; of blocks inside one another the outermost counts."""
 
-    def __init__(self, seen: Seen, mode: Severed) -> None:
+    def __init__(self, seen: CapturedRun, mode: Severed) -> None:
         self.seen, self.mode = seen, mode
         self._inside: tuple[nn.Module, Kind, int] | None = None
 
@@ -157,10 +157,10 @@ class _Notes:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._inside is not None:
                 return
-            arguments = Arguments.of(module, args, kwargs)
+            arguments = CallArguments.of(module, args, kwargs)
             kind = (name, structure_of(module), arguments.signature())
             if kind not in self.seen.blocks:
-                self.seen.blocks[kind] = SeenBlock(name, module, arguments.cloned())
+                self.seen.blocks[kind] = CapturedBlock(name, module, arguments.cloned())
             paths = self.seen.blocks[kind].paths
             if path not in paths:
                 paths.append(path)
@@ -177,9 +177,9 @@ class _Notes:
 
 
 @contextmanager
-def _blocks_noted(denoiser: nn.Module, seen: Seen, mode: Severed) -> Iterator[None]:
+def _blocks_noted(denoiser: nn.Module, seen: CapturedRun, mode: Severed) -> Iterator[None]:
     """Hooks on the items of every module list, for as long as the block runs."""
-    mode.keeping, notes, handles = False, _Notes(seen, mode), []
+    mode.keeping, notes, handles = False, _CaptureHooks(seen, mode), []
     for path, name, module in block_candidates(denoiser):
         handles.append(module.register_forward_pre_hook(notes.entered(path, name), with_kwargs=True))
         handles.append(module.register_forward_hook(notes.left, with_kwargs=True))

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
-from patchpar.plan.kv_selection import Across
-from patchpar.shard.transformer.probe.capture import Arguments, SeenBlock
+from patchpar.plan.kv_selection import TokensAcross
+from patchpar.shard.transformer.probe.capture import CallArguments, CapturedBlock
 from patchpar.shard.transformer.probe.observe_block import Severance, observe_block, part_argument
 from patchpar.shard.transformer.probe.row_trace import TOLERANCE, Observed
-from patchpar.shard.transformer.token_mixing import Mixing
-from patchpar.shard.transformer.token_plan import BlockPlan, Rows
-from patchpar.shard.transformer.token_ranges import TOKEN, Shares, TokenGrid
+from patchpar.shard.transformer.token_mixing import TokenMixing
+from patchpar.shard.transformer.token_plan import BlockPlan, TokenRows
+from patchpar.shard.transformer.token_ranges import TOKEN, TokenGrid, TokenRanges
 
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest value
 MOST_COUNTS = 4  # numbers that may be counts: sets of them are tried
@@ -27,7 +27,7 @@ MOST_BOUNDS = 2  # likewise
 
 
 def proved(
-    plan: BlockPlan, block: SeenBlock, severance: Severance, sizes: Sequence[int], grid: TokenGrid | None = None
+    plan: BlockPlan, block: CapturedBlock, severance: Severance, sizes: Sequence[int], grid: TokenGrid | None = None
 ) -> BlockPlan:
     """The plan, with the arguments that count tokens: those whose value is one of `sizes`, or, of the first, less.
 
@@ -36,24 +36,24 @@ def proved(
     The first of `sizes` is the number of tokens. `grid`: the one that they are laid out in, where convolutions are over
     it; the arguments that say how many rows and frames it has are found as well.
     """
-    trial, tokens = _Trial(block, severance, sizes), sizes[0]
+    trial, tokens = _BlockTrial(block, severance, sizes), sizes[0]
     if grid is None:
         return trial.proved(plan, _middle(tokens, TOKEN))
-    rows = Across(grid.columns, planes=grid.frames)
+    rows = TokensAcross(grid.columns, planes=grid.frames)
     plan = trial.proved(plan, _middle(grid.rows, rows), grid.rows)
     if grid.frames == 1:
         return plan
-    return trial.proved(plan, _middle(grid.frames, Across(grid.columns, rows=grid.rows)), grid.frames)
+    return trial.proved(plan, _middle(grid.frames, TokensAcross(grid.columns, rows=grid.rows)), grid.frames)
 
 
-class _Trial:
+class _BlockTrial:
     """A block, tried with shares of its tokens."""
 
-    def __init__(self, block: SeenBlock, severance: Severance, sizes: Sequence[int]) -> None:
+    def __init__(self, block: CapturedBlock, severance: Severance, sizes: Sequence[int]) -> None:
         self.block, self.severance, self.sizes = block, severance, sizes
         self.whole = observe_block(block.module, block.arguments, severance)
 
-    def proved(self, plan: BlockPlan, shares: Shares, lines: int | None = None) -> BlockPlan:
+    def proved(self, plan: BlockPlan, shares: TokenRanges, lines: int | None = None) -> BlockPlan:
         """The plan with all that counts what is split. Raises UnsupportedModel.
 
         `lines`: how many rows or frames there are, where they must stay whole.
@@ -81,16 +81,16 @@ class _Trial:
             yield from combinations(numbers[:most], size)
 
 
-def middle_of(tokens: int) -> Shares:
+def middle_of(tokens: int) -> TokenRanges:
     """Of three places' tokens, in runs, those of the second."""
     return _middle(tokens, TOKEN)
 
 
-def _middle(lines: int, across: Across) -> Shares:
-    return Shares(place=1, starts=(0, lines // 3, lines // 3 * 2 + 1, lines), across=across)
+def _middle(lines: int, across: TokensAcross) -> TokenRanges:
+    return TokenRanges(place=1, starts=(0, lines // 3, lines // 3 * 2 + 1, lines), across=across)
 
 
-def _try(plan: BlockPlan, block: SeenBlock, severance: Severance, whole: Observed, shares: Shares) -> None:
+def _try(plan: BlockPlan, block: CapturedBlock, severance: Severance, whole: Observed, shares: TokenRanges) -> None:
     """Run the block on our share of its tokens. Raises UnsupportedModel, or what the block raises."""
     arguments = block.arguments.map(lambda name, leaf: _shared(plan, shares, name, leaf))
     own = observe_block(block.module, arguments, severance)
@@ -105,7 +105,7 @@ def _try(plan: BlockPlan, block: SeenBlock, severance: Severance, whole: Observe
         _same_grid(plan.mixing, own, whole, shares)
 
 
-def _shared(plan: BlockPlan, shares: Shares, name: str, leaf: object) -> object:
+def _shared(plan: BlockPlan, shares: TokenRanges, name: str, leaf: object) -> object:
     """What our share of the block is called with in the place of an argument."""
     if plan.mixing is not None and name in plan.mixing.counts_along(shares.across):
         return shares.num_rows
@@ -117,12 +117,12 @@ def _shared(plan: BlockPlan, shares: Shares, name: str, leaf: object) -> object:
     return leaf if rows is None or not isinstance(leaf, Tensor) else rows.cut(leaf, shares)
 
 
-def rounding_of(arguments: Arguments) -> float:
+def rounding_of(arguments: CallArguments) -> float:
     """That of what a block is called with, of the largest value."""
     return max(ROUNDING.get(x.dtype, TOLERANCE) for x in arguments.tensors().values())
 
 
-def _same_grid(mixing: Mixing, own: Observed, whole: Observed, shares: Shares) -> None:
+def _same_grid(mixing: TokenMixing, own: Observed, whole: Observed, shares: TokenRanges) -> None:
     """Raise UnsupportedModel where tokens are in order, but in other rows: another count was taken for theirs."""
     ours, by_frames = shares.num_rows, shares.across.rows is not None
     for number in (*mixing.convolutions, *mixing.frame_convolutions):
@@ -136,16 +136,16 @@ def _same_grid(mixing: Mixing, own: Observed, whole: Observed, shares: Shares) -
             raise UnsupportedModel(f"its {name} has other rows and columns than it should have")
 
 
-def _mixing_observed(mixing: Mixing, whole: Observed) -> Iterator[tuple[str, Rows]]:
+def _mixing_observed(mixing: TokenMixing, whole: Observed) -> Iterator[tuple[str, TokenRows]]:
     for number in mixing.sums:
         for name, dim in ((f"product {number} left", -1), (f"product {number} right", -2), (f"sum {number} terms", -1)):
             if name in whole:
-                yield name, Rows(whole[name].ndim + dim)
+                yield name, TokenRows(whole[name].ndim + dim)
     for number in (*mixing.convolutions, *mixing.frame_convolutions):
-        yield f"convolution {number} cells", Rows(2)
+        yield f"convolution {number} cells", TokenRows(2)
 
 
-def _rows_observed(plan: BlockPlan, whole: Observed) -> Iterator[tuple[str, Rows | None]]:
+def _rows_observed(plan: BlockPlan, whole: Observed) -> Iterator[tuple[str, TokenRows | None]]:
     """What to compare, and where tokens are in it; masks may be what they like."""
     for number, call in enumerate(plan.attentions):
         yield f"attention {number} query", call.queries

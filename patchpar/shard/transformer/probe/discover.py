@@ -19,13 +19,13 @@ from torch import nn
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.transformer.group_offload import group_here
 from patchpar.shard.transformer.probe.block import BlockProbe
-from patchpar.shard.transformer.probe.capture import Arguments, Kind, Seen, SeenBlock, watch
-from patchpar.shard.transformer.probe.grid import Origins
+from patchpar.shard.transformer.probe.capture import CallArguments, CapturedBlock, CapturedRun, Kind, watch
+from patchpar.shard.transformer.probe.grid import GridSources
 from patchpar.shard.transformer.probe.latent import WAY_OUT, latent_size, name_of_latent, with_other_latent
 from patchpar.shard.transformer.probe.observe_block import Severance, observe_block
 from patchpar.shard.transformer.probe.reduced_model import shortened
 from patchpar.shard.transformer.probe.replication import replicated_plan
-from patchpar.shard.transformer.token_mixing import Mixing
+from patchpar.shard.transformer.token_mixing import TokenMixing
 from patchpar.shard.transformer.token_plan import BlockPlan, TokenPlan
 from patchpar.shard.unsupported_model import in_one_line, is_of_the_split
 
@@ -37,7 +37,7 @@ def discover_tokens(
 
     `known`: a plan for other calls, to which only blocks that are called otherwise are added.
     """
-    arguments = Arguments.of(denoiser, args, kwargs)
+    arguments = CallArguments.of(denoiser, args, kwargs)
     latent = name_of_latent(denoiser, arguments)
     watched = partial(watch, denoiser, forward)
     seen, moved = watched(arguments), watched(with_other_latent(arguments, latent))
@@ -47,7 +47,7 @@ def discover_tokens(
         reasons = "; ".join(f"{name}: {reason}" for name, reason in whole.items()) or "none of its blocks has tokens"
         raise UnsupportedModel(f"{type(denoiser).__name__} cannot be split by tokens ({reasons}): {WAY_OUT}")
     with shortened(denoiser, (plan.paths for plan in found.values())):
-        blocks = Origins(watched, arguments, latent).of_all(found)
+        blocks = GridSources(watched, arguments, latent).of_all(found)
     for plan in blocks:
         if plan.mixing is not None and plan.mixing.reach and plan.origin is None:
             raise UnsupportedModel(
@@ -59,7 +59,7 @@ def discover_tokens(
 
 
 def _looked_at(
-    seen: Seen, moved: Seen, size: int, known: TokenPlan | None
+    seen: CapturedRun, moved: CapturedRun, size: int, known: TokenPlan | None
 ) -> tuple[dict[Kind, BlockPlan], dict[str, str], frozenset[tuple[str, tuple[str, ...]]]]:
     """What is found of each kind of block that is not known; the reasons of those that are not split, and which."""
     found, whole, others = dict[Kind, BlockPlan](), dict[str, str](), list[tuple[str, tuple[str, ...]]]()
@@ -82,14 +82,14 @@ def _looked_at(
     return found, whole, frozenset(others)
 
 
-def _the_same(moved: SeenBlock | None) -> SeenBlock:
+def _the_same(moved: CapturedBlock | None) -> CapturedBlock:
     """The same kind of block in the other run. Raises UnsupportedModel."""
     if moved is None:
         raise UnsupportedModel("which blocks are called, and with what, depends on the values of the latent")
     return moved
 
 
-def _plan_of(block: SeenBlock, moved: SeenBlock, latent_size: int) -> BlockPlan | None:
+def _plan_of(block: CapturedBlock, moved: CapturedBlock, latent_size: int) -> BlockPlan | None:
     """What to do at such blocks: tokens meet in attention alone, or else in sums, convolutions or whole parts, too.
 
     None where there is nothing to split. Raises UnsupportedModel.
@@ -109,7 +109,7 @@ def _plan_of(block: SeenBlock, moved: SeenBlock, latent_size: int) -> BlockPlan 
         raise
 
 
-def _mixing_plan(block: SeenBlock, moved: SeenBlock, latent_size: int) -> BlockPlan | None:
+def _mixing_plan(block: CapturedBlock, moved: CapturedBlock, latent_size: int) -> BlockPlan | None:
     """A plan with sums over tokens or convolutions; None where there are none. Raises UnsupportedModel.
 
     Whatever a sum goes into depends on all tokens, so that sums are found one after the other.
@@ -125,4 +125,4 @@ def _mixing_plan(block: SeenBlock, moved: SeenBlock, latent_size: int) -> BlockP
             break
         sums |= more
     plan = probe.plan()
-    return plan if plan is not None and plan.mixing != Mixing() else None
+    return plan if plan is not None and plan.mixing != TokenMixing() else None

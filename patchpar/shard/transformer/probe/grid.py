@@ -14,26 +14,26 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from patchpar.shard.transformer.probe.capture import Arguments, Kind, Seen
+from patchpar.shard.transformer.probe.capture import CallArguments, CapturedRun, Kind
 from patchpar.shard.transformer.probe.latent import latent_shape, latent_size, with_other_latent
 from patchpar.shard.transformer.probe.row_trace import TOLERANCE, moved_indices
-from patchpar.shard.transformer.token_plan import BlockPlan, Origin
+from patchpar.shard.transformer.token_plan import BlockPlan, GridSource
 from patchpar.shard.transformer.token_ranges import TokenGrid
 
-Watch = Callable[[Arguments], Seen]
+Watch = Callable[[CallArguments], CapturedRun]
 MOST_AXES = 3
 TRIALS = 2  # of random cells: what passes one by chance must have half of all tokens right by chance
 
 
-class Origins:
+class GridSources:
     """Where the tokens of blocks come from. `watched` runs the denoiser; one block of each kind is enough of it."""
 
-    def __init__(self, watched: Watch, arguments: Arguments, latent: str) -> None:
+    def __init__(self, watched: Watch, arguments: CallArguments, latent: str) -> None:
         self._watched, self._seen = watched, watched(arguments)
         self._arguments, self._latent = arguments, latent
         self._shape = latent_shape(arguments, latent)
         self._size = latent_size(arguments, latent)
-        self._runs: dict[object, Seen] = {}
+        self._runs: dict[object, CapturedRun] = {}
 
     def of_all(self, plans: Mapping[Kind, BlockPlan]) -> tuple[BlockPlan, ...]:
         """The plans of kinds of blocks, each with the origin of its tokens if they lie in a grid."""
@@ -42,7 +42,7 @@ class Origins:
             for kind, plan in plans.items()
         )
 
-    def _from_latent(self, kind: Kind, plan: BlockPlan) -> Origin | None:
+    def _from_latent(self, kind: Kind, plan: BlockPlan) -> GridSource | None:
         if self._shape is None or len(self._shape) <= 2:  # samples of different size, or tokens already
             return None
         found = self._axes(kind, plan, self._shape)
@@ -52,7 +52,7 @@ class Origins:
         trials = (self._agrees(kind, plan, found, seed) for seed in range(TRIALS))
         return found if all(trials) else None
 
-    def _axes(self, kind: Kind, plan: BlockPlan, shape: tuple[int, ...]) -> Origin | None:
+    def _axes(self, kind: Kind, plan: BlockPlan, shape: tuple[int, ...]) -> GridSource | None:
         """Dims of the latent along which some tokens are one line, and how wide it is; None if they are no lines."""
         dims, patches = [], []
         for dim in range(-len(shape), 0):
@@ -69,15 +69,15 @@ class Origins:
         counts = [shape[dim] // patch for dim, patch in zip(dims, patches, strict=True)]
         if len(dims) > MOST_AXES or sum(count > 1 for count in counts) < 2:  # else they lie in a row
             return None
-        return Origin(dims=tuple(dims), patches=tuple(patches))
+        return GridSource(dims=tuple(dims), patches=tuple(patches))
 
-    def _first_line(self, dim: int) -> Seen:
+    def _first_line(self, dim: int) -> CapturedRun:
         assert self._shape is not None
         where = torch.zeros(self._shape, dtype=torch.bool)
         where.select(dim, 0).fill_(True)
         return self._run(dim, where)
 
-    def _agrees(self, kind: Kind, plan: BlockPlan, origin: Origin, seed: int) -> bool:
+    def _agrees(self, kind: Kind, plan: BlockPlan, origin: GridSource, seed: int) -> bool:
         """Whether the tokens of random cells move, and no others."""
         assert self._shape is not None
         sizes = [self._shape[dim] // patch for dim, patch in zip(origin.dims, origin.patches, strict=True)]
@@ -88,13 +88,13 @@ class Origins:
         moved = self._moved(kind, plan, self._run((origin, seed), where.view(among).expand(self._shape)))
         return moved is not None and torch.equal(moved, cells.flatten())
 
-    def _run(self, name: object, where: Tensor) -> Seen:
+    def _run(self, name: object, where: Tensor) -> CapturedRun:
         """How the denoiser runs with another latent in some places; once for each name."""
         if name not in self._runs:
             self._runs[name] = self._watched(with_other_latent(self._arguments, self._latent, where))
         return self._runs[name]
 
-    def _moved(self, kind: Kind, plan: BlockPlan, now: Seen) -> Tensor | None:
+    def _moved(self, kind: Kind, plan: BlockPlan, now: CapturedRun) -> Tensor | None:
         """Which tokens are others than in the undisturbed run."""
         if kind not in now.blocks:
             return None
@@ -106,12 +106,12 @@ class Origins:
         start = rows.start(before.shape[rows.dim], tokens)
         return moved_indices(before, after)[rows.dim][start : start + tokens].cpu()
 
-    def _from_table(self, kind: Kind, plan: BlockPlan) -> Origin | None:
+    def _from_table(self, kind: Kind, plan: BlockPlan) -> GridSource | None:
         tensors = self._seen.blocks[kind].arguments.tensors()
         tokens = round(plan.ratio * self._size)
         for name, rows in list(plan.inputs.items())[1:]:
             if grid_of_table(rows.among(tensors[name], tokens), rows.dim) is not None:
-                return Origin(table=name)
+                return GridSource(table=name)
         return None
 
 

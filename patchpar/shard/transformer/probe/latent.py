@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.transformer.probe.capture import Arguments, parameter_names
+from patchpar.shard.transformer.probe.capture import CallArguments, parameter_names
 from patchpar.shard.transformer.probe.row_trace import disturbed
 
 TABLE, IMAGE = 2, 4  # dims, those of an image with its batch or frames
 WAY_OUT = "use plan cfg=2 or data=N, which do not split the tokens"
 
 
-def name_of_latent(denoiser: nn.Module, arguments: Arguments) -> str:
+def name_of_latent(denoiser: nn.Module, arguments: CallArguments) -> str:
     """The first argument that holds a picture, of numbers or of ids: ids of text, in a row, may come before it.
 
     A table of numbers, such as positions, may as well, where there is an image or a video. Raises UnsupportedModel.
@@ -36,7 +36,7 @@ def is_latent(name: str, latent: str) -> bool:
     return name == latent or name.startswith(f"{latent}[")
 
 
-def with_other_latent(arguments: Arguments, latent: str, where: Tensor | None = None) -> Arguments:
+def with_other_latent(arguments: CallArguments, latent: str, where: Tensor | None = None) -> CallArguments:
     """The same call with other numbers in what is denoised, in all of it or `where` that of a sample is true."""
 
     def other(name: str, leaf: object) -> object:
@@ -48,21 +48,21 @@ def with_other_latent(arguments: Arguments, latent: str, where: Tensor | None = 
     return arguments.map(other)
 
 
-def latent_size(arguments: Arguments, latent: str) -> int:
+def latent_size(arguments: CallArguments, latent: str) -> int:
     """How many numbers the latent of one sample has. Raises UnsupportedModel."""
     found = _samples(arguments, latent)
     samples = found[latent].shape[0] if latent in found else len(found)
     return sum(leaf.numel() for leaf in found.values()) // samples
 
 
-def latent_shape(arguments: Arguments, latent: str) -> tuple[int, ...] | None:
+def latent_shape(arguments: CallArguments, latent: str) -> tuple[int, ...] | None:
     """The shape of one sample; None where they differ. Raises UnsupportedModel."""
     found = _samples(arguments, latent)
     shapes = {tuple(leaf.shape[1:] if name == latent else leaf.shape) for name, leaf in found.items()}
     return shapes.pop() if len(shapes) == 1 else None
 
 
-def _samples(arguments: Arguments, latent: str) -> dict[str, Tensor]:
+def _samples(arguments: CallArguments, latent: str) -> dict[str, Tensor]:
     found = {name: leaf for name, leaf in arguments.tensors().items() if is_latent(name, latent)}
     if not found:
         raise UnsupportedModel(f"the first argument, {latent}, holds no tensor: {WAY_OUT}")

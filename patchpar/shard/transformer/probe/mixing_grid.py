@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from patchpar.errors import UnsupportedModel
-from patchpar.shard.transformer.token_mixing import Mixing
+from patchpar.shard.transformer.token_mixing import TokenMixing
 from patchpar.shard.transformer.token_ranges import TokenGrid
 
 Shapes = Mapping[int, tuple[int, int, int]]  # planes, rows and columns by the number of a convolution
@@ -27,10 +27,10 @@ def _fits(shape: tuple[int, int, int], grid: TokenGrid) -> bool:
     return shape == grid or shape == (1, grid.frames, grid.rows * grid.columns)
 
 
-def mixing_of(sums: frozenset[int], shapes: Shapes, grid: TokenGrid | None) -> Mixing:
+def mixing_of(sums: frozenset[int], shapes: Shapes, grid: TokenGrid | None) -> TokenMixing:
     """Where tokens meet; arguments that are counts are not known yet."""
     over_frames = tuple(number for number, shape in shapes.items() if grid is not None and shape != grid)
-    return Mixing(
+    return TokenMixing(
         sums=tuple(sorted(sums)),
         convolutions=tuple(number for number in shapes if number not in over_frames),
         frame_convolutions=over_frames,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from patchpar.shard.transformer.probe.capture import ASKED, Arguments, Severed, resized
+from patchpar.shard.transformer.probe.capture import ASKED, CallArguments, Severed, resized
 from patchpar.shard.transformer.probe.reduced_model import forward_of
 from patchpar.shard.transformer.probe.row_trace import Observed
 from patchpar.shard.transformer.token_mixing import MixingSevered
@@ -29,7 +29,7 @@ class StandIn:
     sources: Mapping[int, tuple[str, int]]
 
     @classmethod
-    def of(cls, path: str, arguments: Arguments, output: Any) -> "StandIn | None":
+    def of(cls, path: str, arguments: CallArguments, output: Any) -> "StandIn | None":
         """For a part that was called so and returned that; None where an output has no such argument."""
         left = {name: x for name, x in arguments.tensors().items() if x.is_floating_point()}
         leaves, structure = tree_flatten(output)
@@ -45,7 +45,7 @@ class StandIn:
                     del left[name]
         return cls(path, tuple(leaves), structure, sources) if sources else None
 
-    def answer(self, arguments: Arguments) -> Any:
+    def answer(self, arguments: CallArguments) -> Any:
         """What it returns for these arguments."""
         given, leaves = arguments.tensors(), list(self.outputs)
         for number, (name, width) in self.sources.items():
@@ -69,7 +69,7 @@ class Severance:
 WHOLE = Severance()
 
 
-def observe_block(module: nn.Module, arguments: Arguments, severance: Severance = WHOLE) -> Observed:
+def observe_block(module: nn.Module, arguments: CallArguments, severance: Severance = WHOLE) -> Observed:
     """What reaches attention in a block, and what it returns: by name, such as "attention 0 key" and "output 1".
 
     What reaches products, convolutions and parts that are severed is told as well.
@@ -109,6 +109,6 @@ def _stood_in(module: nn.Module, parts: Sequence[StandIn], found: dict[str, Tens
 def _answered(
     module: nn.Module, part: StandIn, found: dict[str, Tensor], forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    arguments = Arguments.of(module, args, kwargs)
+    arguments = CallArguments.of(module, args, kwargs)
     found |= {part_argument(part.path, name): x for name, x in arguments.tensors().items() if x.ndim}
     return part.answer(arguments)

@@ -17,14 +17,14 @@ def shortened(denoiser: nn.Module, alike: Iterable[Sequence[str]]) -> Iterator[N
     with ExitStack() as stack:
         for paths in alike:
             first, *others = (denoiser.get_submodule(path) for path in paths)
-            given = _Given()
+            given = _BlockInputs()
             stack.enter_context(forward_of(first, given.by_first))
             for other in others:
                 stack.enter_context(forward_of(other, given.by_other))
         yield
 
 
-class _Given:
+class _BlockInputs:
     """What the first block of a kind was given, and gave."""
 
     def __init__(self) -> None:

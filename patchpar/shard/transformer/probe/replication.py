@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.transformer.probe.block import BlockProbe
-from patchpar.shard.transformer.probe.capture import Arguments, SeenBlock
+from patchpar.shard.transformer.probe.capture import CallArguments, CapturedBlock
 from patchpar.shard.transformer.probe.check import is_close, middle_of, rounding_of
 from patchpar.shard.transformer.probe.observe_block import Severance, StandIn, observe_block
 from patchpar.shard.transformer.token_plan import BlockPlan, Replicated
-from patchpar.shard.transformer.token_ranges import Shares
+from patchpar.shard.transformer.token_ranges import TokenRanges
 from patchpar.shard.unsupported_model import is_of_the_split
 
 MOST = 0.75  # of a block's parameters: where every rank computes more, splitting the rest gains next to nothing
@@ -31,11 +31,11 @@ class PartCall:
     """How a part of a block was called, and what answers for it."""
 
     module: nn.Module
-    arguments: Arguments
+    arguments: CallArguments
     stand_in: StandIn
 
 
-def replicated_plan(block: SeenBlock, moved: SeenBlock, latent_size: int) -> BlockPlan | None:
+def replicated_plan(block: CapturedBlock, moved: CapturedBlock, latent_size: int) -> BlockPlan | None:
     """A plan in which some parts are computed by every rank; None where that is none, or nearly all of the block.
 
     Raises UnsupportedModel.
@@ -65,9 +65,9 @@ def replicated_plan(block: SeenBlock, moved: SeenBlock, latent_size: int) -> Blo
     return plan if plan is not None and plan.outputs and worth else None
 
 
-def _calls_in(block: SeenBlock) -> dict[str, PartCall]:
+def _calls_in(block: CapturedBlock) -> dict[str, PartCall]:
     """The parts of a block that are called once, and for which something can answer, in the order of their calls."""
-    noted: dict[str, list[tuple[Arguments, Any]]] = {}
+    noted: dict[str, list[tuple[CallArguments, Any]]] = {}
     with _calls_noted(block.module, noted):
         observe_block(block.module, block.arguments)
     found = {}
@@ -79,12 +79,12 @@ def _calls_in(block: SeenBlock) -> dict[str, PartCall]:
 
 
 @contextmanager
-def _calls_noted(module: nn.Module, noted: dict[str, list[tuple[Arguments, Any]]]) -> Iterator[None]:
+def _calls_noted(module: nn.Module, noted: dict[str, list[tuple[CallArguments, Any]]]) -> Iterator[None]:
     """While open, the arguments and the output of each direct submodule are noted whenever it is called."""
 
     def noting(path: str) -> Callable[..., None]:
         def hook(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            noted.setdefault(path, []).append((Arguments.of(part, args, kwargs).cloned(), output))
+            noted.setdefault(path, []).append((CallArguments.of(part, args, kwargs).cloned(), output))
 
         return hook
 
@@ -96,7 +96,7 @@ def _calls_noted(module: nn.Module, noted: dict[str, list[tuple[Arguments, Any]]
             handle.remove()
 
 
-def _works_alone(call: PartCall, part: Replicated, shares: Shares) -> bool:
+def _works_alone(call: PartCall, part: Replicated, shares: TokenRanges) -> bool:
     """Whether the part gives the same for a share of its tokens as for all of them, attention aside."""
 
     def share(name: str, leaf: object) -> object:

@@ -26,7 +26,7 @@ Hits = tuple[list[Tensor], list[Tensor]]  # for each dim, which indices moved wi
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
+class RowSources:
     """For each dim of something observed, the source of each index: a row's number, UNMOVED or MIXED."""
 
     by_dim: tuple[Tensor, ...]
@@ -49,7 +49,7 @@ class Sources:
         return [dim for dim in range(len(self.by_dim)) if self.named(dim) and not self.mixed(dim)]
 
 
-def trace_rows(observe: Observe, x: Tensor, dim: int, base: Observed | None = None) -> dict[str, Sources]:
+def trace_rows(observe: Observe, x: Tensor, dim: int, base: Observed | None = None) -> dict[str, RowSources]:
     """Where the rows of `x` along `dim` go in what `observe` makes of it; empty where they are no rows of anything.
 
     `base`: what it makes of `x` as it is, if that is known. Raises UnsupportedModel when what is observed depends on
@@ -114,7 +114,7 @@ def _any_named(hits: Mapping[str, Sequence[Hits]]) -> bool:
     return any((one ^ other).any() for found in hits.values() for one, other in zip(*found[0], strict=True))
 
 
-def _decoded(found: Sequence[Hits]) -> Sources:
+def _decoded(found: Sequence[Hits]) -> RowSources:
     """Numbers from hits: a row that moved with exactly one group of every bit has that number."""
     by_dim = []
     for dim in range(len(found[0][0])):
@@ -124,4 +124,4 @@ def _decoded(found: Sequence[Hits]) -> Sources:
         number[~(with_bit ^ without).all(0)] = MIXED
         number[~(with_bit | without).any(0)] = UNMOVED
         by_dim.append(number)
-    return Sources(tuple(by_dim))
+    return RowSources(tuple(by_dim))

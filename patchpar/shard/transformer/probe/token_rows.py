@@ -8,21 +8,21 @@ from torch import Tensor
 
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.transformer.probe.observe_block import StandIn, part_argument
-from patchpar.shard.transformer.probe.row_trace import UNMOVED, Sources
-from patchpar.shard.transformer.token_plan import AttentionCall, Replicated, Rows
+from patchpar.shard.transformer.probe.row_trace import UNMOVED, RowSources
+from patchpar.shard.transformer.token_plan import AttentionCall, Replicated, TokenRows
 
 
-class Anchor:
+class TokenArgument:
     """An argument whose rows are the tokens, and where they go in the block."""
 
-    def __init__(self, name: str, dim: int, size: int, run: tuple[int, int], traced: dict[str, Sources]) -> None:
+    def __init__(self, name: str, dim: int, size: int, run: tuple[int, int], traced: dict[str, RowSources]) -> None:
         self.name, self.dim, self.size, self.traced = name, dim, size, traced
         self.first, self.count = run
         self.rows = run_as_rows(dim, self.first, self.count, size)
 
-    def with_all_rows(self) -> "Anchor":
+    def with_all_rows(self) -> "TokenArgument":
         """The same, what is beside the tokens taken for tokens as well."""
-        return Anchor(self.name, self.dim, self.size, (0, self.size), self.traced)
+        return TokenArgument(self.name, self.dim, self.size, (0, self.size), self.traced)
 
     @property
     def reaches_attention(self) -> bool:
@@ -43,7 +43,7 @@ class Anchor:
             return self._rows_in(name, dim) is not None
         return False
 
-    def _tokens(self, sources: Sources, dim: int) -> Tensor | None:
+    def _tokens(self, sources: RowSources, dim: int) -> Tensor | None:
         """The token at each index along `dim`, UNMOVED at others'; None where it is no dim of tokens."""
         dim %= len(sources.by_dim)
         if dim not in sources.row_dims():
@@ -52,7 +52,7 @@ class Anchor:
         tokens[(tokens < 0) | (tokens >= self.count)] = UNMOVED
         return tokens if (tokens >= 0).any() else None
 
-    def start_in(self, traced: dict[str, Sources]) -> int | None:
+    def start_in(self, traced: dict[str, RowSources]) -> int | None:
         """At which row of another argument the tokens start; None unless it has one row for each, in their order."""
         starts = set()
         covered = torch.zeros(self.count, dtype=torch.bool)
@@ -64,7 +64,7 @@ class Anchor:
             covered[tokens[there]] = True
         return int(starts.pop()) if len(starts) == 1 and covered.all() else None
 
-    def _beside(self, traced: dict[str, Sources]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _beside(self, traced: dict[str, RowSources]) -> Iterator[tuple[Tensor, Tensor]]:
         """(tokens, their sources in another argument), wherever some of them have one row there."""
         for point in traced.keys() & self.traced.keys():
             if point.endswith("mask"):
@@ -113,7 +113,7 @@ class Anchor:
                     found.add(int(name.split()[1]))
         return frozenset(found)
 
-    def _all_tokens(self, sources: Sources, dim: int) -> bool:
+    def _all_tokens(self, sources: RowSources, dim: int) -> bool:
         """Whether there are the tokens along `dim`, in their order, and nothing else."""
         tokens = self._tokens(sources, dim) if dim >= 0 else None
         return tokens is not None and torch.equal(tokens, torch.arange(self.count))
@@ -134,7 +134,7 @@ class Anchor:
                 found[int(name.split()[1])] = (planes, rows, columns)
         return found
 
-    def outputs(self) -> dict[int, Rows]:
+    def outputs(self) -> dict[int, TokenRows]:
         """Where tokens are in what the block returns. Raises UnsupportedModel."""
         found = {}
         for name in self.traced:
@@ -144,7 +144,7 @@ class Anchor:
                     found[int(name.split()[1])] = rows
         return found
 
-    def _rows_in(self, name: str, dim: int | None) -> Rows | None:
+    def _rows_in(self, name: str, dim: int | None) -> TokenRows | None:
         """The run of tokens in something observed: along `dim`, or whichever dim has them. Raises UnsupportedModel."""
         sources = self.traced[name]
         if not sources.moved:
@@ -177,9 +177,9 @@ def _is_run(places: Tensor) -> bool:
     return int(places[-1]) - int(places[0]) + 1 == len(places)
 
 
-def run_as_rows(dim: int, start: int, count: int, size: int) -> Rows:
+def run_as_rows(dim: int, start: int, count: int, size: int) -> TokenRows:
     """Of the numbers before and after only one can be told to stay: the smaller one."""
     after = size - start - count
     if start == 0 and after == 0:
-        return Rows(dim)
-    return Rows(dim, start, None) if start <= after else Rows(dim, None, after)
+        return TokenRows(dim)
+    return TokenRows(dim, start, None) if start <= after else TokenRows(dim, None, after)
