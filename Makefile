@@ -74,15 +74,15 @@ drawings: $(VENV)/installed
 figures: $(VENV)/installed-dev drawings
 	$(BIN)/python -m benchmarks.scaling --write docs/figures/scaling.md
 	$(BIN)/python -m benchmarks.parity --write docs/figures/parity.md
-	$(BIN)/python -m benchmarks.parity_half --write docs/figures/parity-half.md
+	$(BIN)/python -m benchmarks.parity.half --write docs/figures/parity-half.md
 	$(BIN)/python -m benchmarks.startup --write docs/figures/startup.md
 	$(BIN)/python -m benchmarks.transport --write docs/figures/transport.md
 	$(BIN)/python -m benchmarks.volumes --write docs/figures/volumes.md
 	$(BIN)/python -m benchmarks.tokens --write docs/figures/tokens.md
 	$(BIN)/python -m benchmarks.vae --turns 3 --write docs/figures/vae.md
 	$(BIN)/python -m benchmarks.stream --write docs/figures/stream.md
-	$(BIN)/python -m benchmarks.stream_onset --model assets/face-stream --variant fp16 --write docs/figures/stream-onset.md
-	$(BIN)/python -m benchmarks.stream_pictures --write docs/figures/stream-pictures.md
+	$(BIN)/python -m benchmarks.stream.onset --model assets/face-stream --variant fp16 --write docs/figures/stream-onset.md
+	$(BIN)/python -m benchmarks.stream.pictures --write docs/figures/stream-pictures.md
 	$(BIN)/python -m benchmarks.overlap --latency 1 --latency 5 --latency 20 --load 0.3 --load 0.6 --load 1 --write docs/figures/overlap.md
 	$(BIN)/python -m benchmarks.overlap --strategy displaced --strategy pcpp --latency 20 --load 0.3 --load 0.6 --load 1 \
 	  --steps 7 --no-rule --write docs/figures/hidden.md
@@ -96,8 +96,8 @@ figures: $(VENV)/installed-dev drawings
 # Hours, on an otherwise idle machine.
 figures-long: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.highres --draw 2x16x20 --draw 4x4x20 --write docs/figures/highres.md
-	$(BIN)/python -m benchmarks.stream_long --devices cpu:2 --write docs/figures/stream-long.md
-	$(BIN)/python -m benchmarks.stream_long --model assets/face-stream --variant fp16 --devices cpu:2 --blocks 300 \
+	$(BIN)/python -m benchmarks.stream.long --devices cpu:2 --write docs/figures/stream-long.md
+	$(BIN)/python -m benchmarks.stream.long --model assets/face-stream --variant fp16 --devices cpu:2 --blocks 300 \
 	  --write docs/figures/stream-face.md
 
 # Writes docs/coverage.md; minutes on one core for classes, half an hour on two for pipelines.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.tokens_model import subject
+from benchmarks.tokens.model import subject
 from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.comm.transport import connect
 from patchpar.launch.executor import RankContext

@@ -26,7 +26,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from benchmarks.emulation import EmulatedPolicy, Emulation
-from benchmarks.sensitivity import CAPTIONS
+from benchmarks.sensitivity.__main__ import CAPTIONS
 from patchpar import ParallelPipeline, Plan
 from patchpar.strategies import parse_strategy
 from training.scenes import held_out_captions

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from benchmarks.overlap_ranks import Steps
+from benchmarks.overlap.ranks import Steps
 from tests.ranks import Place
 
 STEPS = 2

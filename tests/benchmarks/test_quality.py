@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import quality, quality_bench
-from benchmarks.quality_bench import Bench, cost_of
-from benchmarks.quality_drawing import Caption, Comparison, Meter, OneProcess, arguments, hash_of
-from benchmarks.quality_known import rows_of_page, with_measured
-from benchmarks.quality_plot import Box, _box, plot, write_plot
-from benchmarks.quality_records import MOST_DB, ONE_PROCESS, Method, Named, Record, Records, Setting
-from benchmarks.quality_table import rows_of, table
+from benchmarks.quality import __main__ as quality
+from benchmarks.quality import bench as quality_bench
+from benchmarks.quality.bench import Bench, cost_of
+from benchmarks.quality.drawing import Caption, Comparison, Meter, OneProcess, arguments, hash_of
+from benchmarks.quality.known import rows_of_page, with_measured
+from benchmarks.quality.plot import Box, _box, plot, write_plot
+from benchmarks.quality.records import MOST_DB, ONE_PROCESS, Method, Named, Record, Records, Setting
+from benchmarks.quality.table import rows_of, table
 from patchpar import Plan, Run
 from patchpar.errors import PlanError, WorkerDied
 from patchpar.models.files import embedded_model

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.stream_drift import rows
-from benchmarks.stream_long import Record, table
-from benchmarks.stream_onset import Found, half_open, lag_of
-from benchmarks.stream_pictures_ranks import WARM, Streamed
+from benchmarks.stream.drift import rows
+from benchmarks.stream.long import Record, table
+from benchmarks.stream.onset import Found, half_open, lag_of
+from benchmarks.stream.pictures_ranks import WARM, Streamed
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.simulate import StreamCosts, onset
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from torch import equal
 
-from benchmarks import tokens_volumes
-from benchmarks.tokens import row
-from benchmarks.tokens_model import subject
-from benchmarks.tokens_ranks import installed
-from benchmarks.tokens_volumes import FORMULAS, RANKS, counted_per_layer, volumes
+from benchmarks.tokens import volumes as tokens_volumes
+from benchmarks.tokens.__main__ import row
+from benchmarks.tokens.model import subject
+from benchmarks.tokens.ranks import installed
+from benchmarks.tokens.volumes import FORMULAS, RANKS, counted_per_layer, volumes
 from patchpar.comm.collectives import Communicator
 from patchpar.plan.mesh import Axis
 from tests.unit.threads import on_threads

@@ -74,6 +74,7 @@ def test_compare_sees_that_exact_is_exact(run: Any, tmp_path: Path) -> None:
     assert all(Path(path).is_file() for path in found["outputs"])
 
 
+@pytest.mark.breadth
 def test_doctor() -> None:
     result = patchpar("doctor", "--devices", 2, "--json")
     assert result.returncode == 0, result.stderr

@@ -44,6 +44,7 @@ def larger(folder: Path, devices: str, **options: Any) -> tuple[Any, str]:
         return found, pipe.explain()
 
 
+@pytest.mark.breadth
 def test_the_same_on_one_device_and_on_two(folder: Path) -> None:
     """Out of windows, since 256 x 256 are large for this model; to a rounding of 8 bits."""
     one, why = larger(folder, "cpu:1")

@@ -5,8 +5,8 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, SD3Transformer2DModel, StableDiffusion3Pipeline, StableDiffusionXLPipeline
 
-from benchmarks.sensitivity import Settings, pictures
-from benchmarks.sensitivity_tokens import cut_tokens
+from benchmarks.sensitivity.__main__ import Settings, pictures
+from benchmarks.sensitivity.tokens import cut_tokens
 from patchpar.models.files import inspect_folder, resolve_model
 from training import package
 from training.batches import draw_batch

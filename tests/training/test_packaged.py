@@ -5,7 +5,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline, StableDiffusionXLPipeline
 
-from benchmarks.sensitivity import KINDS, Settings, cut
+from benchmarks.sensitivity.__main__ import KINDS, Settings, cut
 from training import package
 from training.classifier import Verdict
 from training.evaluate import score

@@ -1,6 +1,6 @@
 """A stream of pictures on two ranks of one thread each against one rank of one thread, in turn, in one run.
 
-    python -m benchmarks.stream_pictures --write docs/figures/stream-pictures.md
+    python -m benchmarks.stream.pictures --write docs/figures/stream-pictures.md
 
 Each rank draws half of the denoising steps of every picture. What is not the denoiser (text encoder, scheduler) is
 repeated on every rank, and they take turns at decoding. Pictures of both ways are compared bit for bit.
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.page import publish
-from benchmarks.stream_pictures_ranks import WARM, Case, in_order
+from benchmarks.stream.pictures_ranks import WARM, Case, in_order
 from patchpar.launch.local import LocalExecutor
 
 
@@ -27,7 +27,7 @@ def compare(case: Case, repeats: int) -> list[str]:
 
     folder, options, _ = resolve_model(case.model, {})
     ratios, gaps, same = list[float](), ([], []), True
-    with LocalExecutor(["cpu", "cpu"], "benchmarks.stream_pictures_ranks:Bench", deadline=600.0) as pool:
+    with LocalExecutor(["cpu", "cpu"], "benchmarks.stream.pictures_ranks:Bench", deadline=600.0) as pool:
         pool.call("load", folder, options, expected=600.0)
         for _ in range(repeats):
             one, two = (in_order(chain(*pool.call("stream", case, ranks, expected=3600.0))) for ranks in (1, 2))
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "# A stream of pictures on two ranks",
         "",
         f"Pictures per second, ranks with one thread each; medians of {options.repeats} streams of {options.pictures} "
-        f"pictures each way, in turn, the first and last {WARM} not counted. By benchmarks/stream_pictures.py.",
+        f"pictures each way, in turn, the first and last {WARM} not counted. By benchmarks/stream/pictures.py.",
         "",
         "| | one rank | two ranks | faster | equal bit for bit |",
         "|---|---|---|---|---|",

@@ -25,19 +25,19 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.perceptual import Lpips, fetch
-from benchmarks.quality_bench import Bench
-from benchmarks.quality_drawing import SCHEDULERS, Caption, Meter, OneProcess, hash_of
-from benchmarks.quality_known import rows_of_page, with_measured
-from benchmarks.quality_plot import write_plot
-from benchmarks.quality_records import ONE_PROCESS, Named, Record, Records, Setting
-from benchmarks.quality_table import Row, rows_of, write_table
+from benchmarks.quality.bench import Bench
+from benchmarks.quality.drawing import SCHEDULERS, Caption, Meter, OneProcess, hash_of
+from benchmarks.quality.known import rows_of_page, with_measured
+from benchmarks.quality.perceptual import Lpips, fetch
+from benchmarks.quality.plot import write_plot
+from benchmarks.quality.records import ONE_PROCESS, Named, Record, Records, Setting
+from benchmarks.quality.table import Row, rows_of, write_table
 from patchpar.errors import PlanError
 from patchpar.models.files import embedded_model
 from training.classifier import load_classifier
 from training.scenes import held_out_captions
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 TABLE, PLOT = REPOSITORY / "docs/figures/quality.md", REPOSITORY / "assets/figures/quality.svg"
 GUIDANCE, SEED = 3.5, 1000
 

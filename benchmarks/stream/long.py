@@ -1,7 +1,7 @@
 """A long stream: memory of every rank, times of frames, and colours of a face against its reference.
 
-    python -m benchmarks.stream_long --model assets/face-stream --variant fp16 --devices cpu:2
-    python -m benchmarks.stream_long --blocks 200          # sooner, and with a model of a few thousand weights
+    python -m benchmarks.stream.long --model assets/face-stream --variant fp16 --devices cpu:2
+    python -m benchmarks.stream.long --blocks 200          # sooner, and with a model of a few thousand weights
 
 Frames are made as fast as they can be, so that half an hour of stream takes as long as its ranks need. Without
 `--model` a model of a few thousand weights is built: it shows memory and times, and no face.
@@ -103,7 +103,7 @@ def table(record: Record, plan: object, fps: float) -> list[str]:
         "# A long stream",
         "",
         f"{record.blocks} blocks, {record.frames} frames, {record.seconds / 60:.1f} minutes at {fps:g} frames/s; "
-        f"{plan}. By benchmarks/stream_long.py.",
+        f"{plan}. By benchmarks/stream/long.py.",
         "",
         "The time of every frame is its number over the rate, to the last bit. Memory was looked at "
         f"{len(record.resident)} times, of which the first tenth is left out. It goes up and down; it is flat where "
@@ -141,7 +141,7 @@ def conditions_of(has_face: bool, seconds: float) -> dict[str, Any]:
     """A held-out face that says the same again and again, or nothing of all that."""
     if not has_face:
         return {"prompt": "a person talks"}
-    from benchmarks.stream_drift import talk_of
+    from benchmarks.stream.drift import talk_of
     from training.face_data import prompt_of
     from training.speech import RATE
 
@@ -153,7 +153,7 @@ def conditions_of(has_face: bool, seconds: float) -> dict[str, Any]:
 
 def drift_lines(model: Path, blocks: int, looks: int) -> list[str]:
     """Colours with and without a sink, as Markdown."""
-    from benchmarks.stream_drift import drift, rows, talk_of
+    from benchmarks.stream.drift import drift, rows, talk_of
 
     kept, without = (drift(model, talk_of(), blocks, looks, has_sink=has_sink) for has_sink in (True, False))
     return [

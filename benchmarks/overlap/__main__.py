@@ -240,7 +240,7 @@ def main() -> None:
     text = ["# What is hidden of a slow link", "", INTRO.format(what=WHAT[options.model], queue=queue_of(options)), ""]
     text += [f"| {' | '.join(TITLES)} |", "|---" * len(TITLES) + "|"]
     with LocalExecutor(
-        ["cpu", "cpu"], "benchmarks.overlap_ranks:Bench", preload=("patchpar.pipeline.runner",)
+        ["cpu", "cpu"], "benchmarks.overlap.ranks:Bench", preload=("patchpar.pipeline.runner",)
     ) as ranks:
         for strategy in options.strategy or STRATEGIES:
             rows += rows_of(ranks, strategy, options)[1]

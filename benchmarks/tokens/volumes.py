@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.tokens_model import Subject, subject
+from benchmarks.tokens.model import Subject, subject
 from patchpar.comm.collectives import Communicator
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.dispatch import attend_together

@@ -1,7 +1,7 @@
 """In half precision: how far ranks are from one process, beside how far plain diffusers is from itself.
 
-    python -m benchmarks.parity_half --write docs/figures/parity-half.md
-    python -m benchmarks.parity_half sdxl
+    python -m benchmarks.parity.half --write docs/figures/parity-half.md
+    python -m benchmarks.parity.half sdxl
 
 Rounding of a half format is as large as whatever changes the order of sums, so a figure says nothing by itself: it is
 judged by what another batch size, or another kernel of attention, makes of the same call in plain diffusers, and by how
@@ -45,7 +45,7 @@ def lead(steps: int) -> list[str]:
         "diffusers, are from the same half weights computed in fp32. The promise is that ranks are no farther off",
         f"than {MOST} times one process. Two results that are each off by as much, in directions of their own, are",
         "1.4 times that apart. Measured",
-        "by `python -m benchmarks.parity_half`, written with `--write docs/figures/parity-half.md`.",
+        "by `python -m benchmarks.parity.half`, written with `--write docs/figures/parity-half.md`.",
         "",
         *HEAD,
     ]

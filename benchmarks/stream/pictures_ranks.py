@@ -1,4 +1,4 @@
-"""What one rank does in benchmarks.stream_pictures: its steps of pictures that follow one another, timed."""
+"""What one rank does in benchmarks.stream.pictures: its steps of pictures that follow one another, timed."""
 
 from __future__ import annotations
 

@@ -40,13 +40,13 @@ TIME = [
 
 def accuracy_rows(pool: Any, names: Sequence[str]) -> Iterator[tuple[str, bool]]:
     """One line for each class and method, and whether it keeps the promise."""
-    from benchmarks.vae_ranks import tiled_db
+    from benchmarks.vae.ranks import tiled_db
 
     for name in names:
         for method in ("decode", "encode"):
             tiled = tiled_db(name, SIZE) if method == "decode" else None
             found = [
-                pool.call("run", "benchmarks.vae_ranks:accuracy", world, "auto", (name, method, SIZE))[:world]
+                pool.call("run", "benchmarks.vae.ranks:accuracy", world, "auto", (name, method, SIZE))[:world]
                 for world in WORLDS
             ]
             yield _accuracy_row(f"{name} | {method}", found, tiled)
@@ -65,13 +65,13 @@ def _accuracy_row(lead: str, found: Sequence[Sequence[Any]], tiled: float | None
 
 def peak_rows(pool: Any) -> Iterator[str]:
     """One line for each VAE and method."""
-    from benchmarks.vae_ranks import PEAKS
+    from benchmarks.vae.ranks import PEAKS
 
     for name in PEAKS:
         for method in ("decode", "encode"):
             cells, plain = [], 0
             for world in (2, 4):
-                found = pool.call("run", "benchmarks.vae_ranks:peak", world, "auto", (name, method, PEAK_SIZE))[:world]
+                found = pool.call("run", "benchmarks.vae.ranks:peak", world, "auto", (name, method, PEAK_SIZE))[:world]
                 plain = found[0][0]
                 cells.append(f"{max(own for _, own in found) * world / plain:.2f}")
             yield f"| {name} | {method} | {plain / 2**20:.0f} MiB | {' | '.join(cells)} |"
@@ -81,7 +81,7 @@ def time_rows(pool: Any, pixels: int, turns: int) -> Iterator[str]:
     """One line for each method."""
     for method in ("decode", "encode"):
         arguments = (WIDTHS, method, pixels, turns)
-        ranks = pool.call("run", "benchmarks.vae_ranks:times", 2, "auto", arguments)[:2]
+        ranks = pool.call("run", "benchmarks.vae.ranks:times", 2, "auto", arguments)[:2]
         plain, processor = (statistics.median(each) for each in (ranks[0].plain, ranks[0].plain_processor))
         split = statistics.median(map(max, zip(*(rank.split for rank in ranks), strict=True)))
         own = statistics.median(map(max, zip(*(rank.split_processor for rank in ranks), strict=True)))

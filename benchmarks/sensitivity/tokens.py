@@ -1,6 +1,6 @@
 """Is a transformer a fit instrument for measuring parallel strategies? One process, no ranks.
 
-    python -m benchmarks.sensitivity_tokens --model assets/scenes-dit --strips 4
+    python -m benchmarks.sensitivity.tokens --model assets/scenes-dit --strips 4
 
 As `benchmarks.sensitivity`, for a joint transformer: image tokens are cut into strips of rows, and every strip has its
 own text tokens, as every rank has. The keys and values of the other strips' image tokens are missing ("off") or one
@@ -20,7 +20,7 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.sensitivity import Bar, Settings, cosine_bar, cosines, cost_bar, parse, pictures, psnr, run
+from benchmarks.sensitivity.__main__ import Bar, Settings, cosine_bar, cosines, cost_bar, parse, pictures, psnr, run
 
 KIND = "keys and values"
 

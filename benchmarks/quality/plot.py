@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from benchmarks.quality_records import ONE_PROCESS
-from benchmarks.quality_table import Row
+from benchmarks.quality.records import ONE_PROCESS
+from benchmarks.quality.table import Row
 
 WIDTH, HEIGHT = 900, 560
 LEFT, RIGHT, TOP, BOTTOM = 70, 30, 76, 64

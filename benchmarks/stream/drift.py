@@ -1,4 +1,4 @@
-"""Colours of a face over a long stream, with its sink and without: serial, in one process, for benchmarks.stream_long.
+"""Colours of a face over a long stream, with its sink and without: serial, in one process, for benchmarks.stream.long.
 
 Without a sink the looks live in the window alone, from which they go on and on being copied.
 """

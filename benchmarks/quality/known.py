@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.page import contents
-from benchmarks.quality_records import MOST_DB, ONE_PROCESS, Named, Setting
-from benchmarks.quality_table import Row, in_order
+from benchmarks.quality.records import MOST_DB, ONE_PROCESS, Named, Setting
+from benchmarks.quality.table import Row, in_order
 
 HEADING = re.compile(r"(\d+) x (\d+) pixels, (\d+) steps, (.+)")
 DETAILS = re.compile(r"Guidance ([\d.]+), seeds from (\d+), model `(\w+)`\.")

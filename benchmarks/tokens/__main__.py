@@ -106,7 +106,7 @@ def overhead(ranks: LocalExecutor, quick: bool) -> Lines:
 
 def volumes(ranks: LocalExecutor, quick: bool) -> Lines:
     """Part 4: bytes."""
-    from benchmarks import tokens_volumes
+    from benchmarks.tokens import volumes as tokens_volumes
 
     yield (
         f"What each rank sends per layer, in units of S tokens x hidden width, and counted with a toy of "
@@ -191,7 +191,7 @@ def done(title: str, part: Callable[[LocalExecutor, bool], Lines], quick: bool) 
             TemporaryDirectory() as folder,
             LocalExecutor(
                 ["cpu", "cpu"],
-                "benchmarks.tokens_ranks:Bench",
+                "benchmarks.tokens.ranks:Bench",
                 deadline=DEADLINE,
                 preload=("patchpar.pipeline.runner",),
             ) as ranks,

@@ -197,7 +197,7 @@ def _terminal_bar(alpha: float) -> Bar:
 def parse(description: str | None, folder: str) -> argparse.Namespace:
     """The command line; the model is that folder in assets where none is given."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path(__file__).parent.parent / "assets" / folder)
+    parser.add_argument("--model", type=Path, default=Path(__file__).parents[2] / "assets" / folder)
     parser.add_argument("--captions", type=int, choices=range(1, len(CAPTIONS) + 1), default=4, metavar="1..8")
     parser.add_argument("--size", type=int, default=256, help="side of the picture in pixels")
     parser.add_argument("--steps", type=int, default=20)

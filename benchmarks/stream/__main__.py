@@ -111,7 +111,7 @@ def picture_rows(pool: LocalExecutor, seconds: float, count: int) -> list[str]:
     """Pictures per second by number of ranks."""
     rates: list[tuple[int, float]] = []
     for ranks in (1, 2, 4):
-        found = pool.call("run", "benchmarks.stream:pictures_on_rank", ranks, "auto", (count, seconds))
+        found = pool.call("run", "benchmarks.stream.__main__:pictures_on_rank", ranks, "auto", (count, seconds))
         out = sorted(moment for times in found[:ranks] for moment in times)[ranks:]  # the stages have filled
         rates.append((ranks, (len(out) - 1) / (out[-1] - out[0])))
     return [f"| {ranks} | {rate:.2f} | {rate / rates[0][1]:.2f} |" for ranks, rate in rates]
@@ -119,7 +119,9 @@ def picture_rows(pool: LocalExecutor, seconds: float, count: int) -> list[str]:
 
 def row(pool: LocalExecutor, plan: StreamPlan, costs: StreamCosts, blocks: int) -> str:
     """One line of the table."""
-    found = pool.call("run", "benchmarks.stream:on_rank", plan.ranks, "auto", (plan, costs, blocks))[: plan.ranks]
+    found = pool.call("run", "benchmarks.stream.__main__:on_rank", plan.ranks, "auto", (plan, costs, blocks))[
+        : plan.ranks
+    ]
     out = found[-1][1]
     warm = plan.depth + 1
     gaps = sorted(b - a for a, b in pairwise(out[warm:]))
@@ -150,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"Stages that sleep: c = {options.step:g} s per step, v = {options.decode:g} s to decode, {FRAMES} frames per "
         f"block, blocks of {LATENTS} in bf16, {options.blocks} blocks per stream.",
         "",
-        "FPS = F / max(c, v) and TTFF = S c + v, a stage of several steps takes several c. By benchmarks/stream.py.",
+        "FPS = F / max(c, v) and TTFF = S c + v, a stage of several steps takes several c. By benchmarks/stream.",
         "",
         "| plan | law, fps | simulated | measured | of the law | first frame, law, s | measured, s | gap p99, ms |",
         "|---|---|---|---|---|---|---|---|",

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.tokens_beside import lent_kernel, ring_error, split_by_diffusers
-from benchmarks.tokens_model import Subject, subject
+from benchmarks.tokens.beside import lent_kernel, ring_error, split_by_diffusers
+from benchmarks.tokens.model import Subject, subject
 from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.comm.transport import connect
 from patchpar.launch.executor import RankContext

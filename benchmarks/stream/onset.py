@@ -1,8 +1,8 @@
 """From a sound to its picture: the budget that is printed beforehand against what is measured, in live streams.
 
-    python -m benchmarks.stream_onset                                               # stages that sleep
-    python -m benchmarks.stream_onset --model assets/face-stream --variant fp16      # and a face, from voice to mouth
-    python -m benchmarks.stream_onset --write docs/figures/stream-onset.md
+    python -m benchmarks.stream.onset                                               # stages that sleep
+    python -m benchmarks.stream.onset --model assets/face-stream --variant fp16      # and a face, from voice to mouth
+    python -m benchmarks.stream.onset --write docs/figures/stream-onset.md
 
 A sound that comes live waits until its block is full, is denoised and decoded, and is shown by the clock. Stages that
 sleep show what messages and waiting add, on any machine. A face shows all of it: its own costs are taken from a stream
@@ -27,8 +27,8 @@ import numpy as np
 import torch
 
 from benchmarks.page import publish
-from benchmarks.stream import Sleeper
-from benchmarks.stream_long import loading_of
+from benchmarks.stream.__main__ import Sleeper
+from benchmarks.stream.long import loading_of
 from patchpar import StreamDelivery, StreamingPipeline, StreamPlan
 from patchpar.comm.collectives import Communicator
 from patchpar.launch.local import LocalExecutor
@@ -90,7 +90,7 @@ def on_rank(place: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tu
 def asleep(pool: LocalExecutor, plan: StreamPlan, costs: StreamCosts, blocks: int) -> Found:
     """Shown by the clock, the first frame of block b is due a fixed time after its first sound: the longest way."""
     for count in (1, blocks):  # the first time ranks import what they need
-        found = pool.call("run", "benchmarks.stream_onset:on_rank", plan.ranks, "auto", (plan, costs, count))
+        found = pool.call("run", "benchmarks.stream.onset:on_rank", plan.ranks, "auto", (plan, costs, count))
     (begin, _), (_, out) = found[0], found[plan.ranks - 1]
     ways = [came - (begin + block * costs.source) for block, came in enumerate(out)]
     return Found(what=f"asleep: {plan}", budget=onset(plan, costs), measured=max(ways))
@@ -207,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "# From a sound to its picture",
         "",
         f"Seconds, in live streams that are shown by the clock. Stages that sleep: {options.step:g} s per step, "
-        f"{options.decode:g} s to decode, {options.source:g} s of sound per block. By benchmarks/stream_onset.py.",
+        f"{options.decode:g} s to decode, {options.source:g} s of sound per block. By benchmarks/stream/onset.py.",
         "",
         "| stream | until a block is full | steps | decoding | for the slowest block | budget | measured | off by |",
         "|---|---|---|---|---|---|---|---|",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.page import write_page
-from benchmarks.quality_records import MOST_DB, ONE_PROCESS, Method, Record, Setting
+from benchmarks.quality.records import MOST_DB, ONE_PROCESS, Method, Record, Setting
 
 CONTROLS = {"off": "negative control: no exchange", "frozen": "negative control: exchange frozen"}
 INTRO = f"""# Quality against bytes

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.perceptual import Lpips
-from benchmarks.quality_records import MOST_DB, Named, Setting
+from benchmarks.quality.perceptual import Lpips
+from benchmarks.quality.records import MOST_DB, Named, Setting
 from patchpar import ParallelPipeline, Plan, Run
 from patchpar.models.files import inspect_folder
 from patchpar.pipeline.image_metrics import psnr, ssim

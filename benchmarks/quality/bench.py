@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.quality_drawing import Caption, Comparison, Meter, OneProcess, Ranks
-from benchmarks.quality_records import ONE_PROCESS, Named, Record, Records, Setting
+from benchmarks.quality.drawing import Caption, Comparison, Meter, OneProcess, Ranks
+from benchmarks.quality.records import ONE_PROCESS, Named, Record, Records, Setting
 from patchpar import Run
 from patchpar.errors import PatchparError
 from patchpar.launch.devices import available_cores

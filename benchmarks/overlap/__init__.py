@@ -1,0 +1,1 @@
+"""What a strategy hides of a slow link."""

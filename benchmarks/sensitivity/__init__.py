@@ -1,0 +1,1 @@
+"""What a denoiser loses where its parts do not see each other."""

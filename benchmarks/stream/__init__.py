@@ -1,0 +1,1 @@
+"""Streams: stages, half an hour, from a sound to its image, images."""

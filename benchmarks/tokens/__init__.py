@@ -1,0 +1,1 @@
+"""Transformers by tokens: time, and what is sent."""

@@ -1,0 +1,1 @@
+"""VAEs in bands of rows."""
