@@ -100,7 +100,7 @@ figures-long: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.stream.long --model assets/face-stream --variant fp16 --devices cpu:2 --blocks 300 \
 	  --write docs/figures/stream-face.md
 
-# Writes docs/coverage.md; minutes on one core for classes, half an hour on two for pipelines.
+# Writes docs/coverage.md; minutes on one core for classes, a quarter of an hour on two for pipelines.
 coverage: $(VENV)/installed-dev
 	$(BIN)/python -m tests.coverage
 	$(BIN)/python -m tests.coverage.pipelines

@@ -11,7 +11,10 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from queue import SimpleQueue
 
 from patchpar.launch.local import LocalExecutor
 from tests.coverage.page import PAGE
@@ -22,6 +25,8 @@ from .trial import RANKS, Outcome, outcomes_of
 from .zoo import ZOO
 
 DEADLINE = 150.0
+POOLS = 2
+"""Pools of ranks at work at the same time: ranks of one wait for one another, and a second fills two cores."""
 
 
 def main() -> int:
@@ -34,12 +39,7 @@ def main() -> int:
     if not names:
         sys.stderr.write(f"no pipeline has {' or '.join(asked.only)} in its name\n")
         return 2
-    with (
-        tempfile.TemporaryDirectory() as verdicts,
-        LocalExecutor(["cpu"] * RANKS, "tests.ranks:Ranks", deadline=DEADLINE, preload=["tests.tiny"]) as pool,
-    ):
-        kept = KeptReports(asked.kept)
-        reports = [kept.read(name) or kept.write(examine(pool, name, verdicts)) for name in names]
+    reports = _reports(names, KeptReports(asked.kept))
     text = section(reports, left_out())
     if len(names) == len(ZOO):
         PAGE.write_text(replaced(PAGE.read_text(), text))
@@ -48,6 +48,29 @@ def main() -> int:
     failed = [f"{each.name}: {failure}\n" for each in reports for failure in each.failures]
     sys.stderr.write("".join(failed))
     return 1 if failed else 0
+
+
+def _reports(names: Sequence[str], kept: KeptReports) -> list[Report]:
+    """In the order of the names. Each pool has verdicts of its own, which no other process writes meanwhile."""
+    idle: SimpleQueue[tuple[LocalExecutor, str]] = SimpleQueue()
+
+    def report(name: str) -> Report:
+        known = kept.read(name)
+        if known is not None:
+            return known
+        pool, verdicts = idle.get()
+        try:
+            return kept.write(examine(pool, name, verdicts))
+        finally:
+            idle.put((pool, verdicts))
+
+    with ExitStack() as open_pools:
+        for _ in range(POOLS):
+            verdicts = open_pools.enter_context(tempfile.TemporaryDirectory())
+            ranks = LocalExecutor(["cpu"] * RANKS, "tests.ranks:Ranks", deadline=DEADLINE, preload=["tests.tiny"])
+            idle.put((open_pools.enter_context(ranks), verdicts))
+        with ThreadPoolExecutor(POOLS) as threads:
+            return list(threads.map(report, names))
 
 
 def examine(pool: LocalExecutor, name: str, verdicts: str) -> Report:
