@@ -41,6 +41,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         self.clock, self.layers, self.guided = clock, tuple(layers), guided
         self.votes, self.check, self.plan, self._watched = votes, check, plan, False
         self._looked: int | None = None  # in which evaluation of this picture
+        self._by_branch: Sequence[nn.Module] = ()
         self.door, self.deadline = votes.door, votes.door.transport.deadline
 
     def begin(self, *, watched: bool) -> None:
@@ -53,7 +54,8 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             refuse_gradients(module, str(self.plan), (args, kwargs))
         self.clock.guided = self.guided()
         self.clock.next_call()
-        before = kept_by_processors(module) if self._look_again() and self._shares_calls else None
+        looks = self._look_again()
+        before = kept_by_processors(module) if looks and self._shares_calls else None
         plain = self.fn_ref.original_forward
         forward = plain
         for layer in reversed(self.layers):
@@ -63,7 +65,9 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         with refused_in_words(module, str(self.plan), self._way_out(), partial(plain, *kept[0], **kept[1])):
             for layer in self.layers:
                 if isinstance(layer, GuidanceSplit):
-                    layer.by_branch = layer.layers_of(module)
+                    if looks:  # through all modules, so not at every call
+                        self._by_branch = layer.layers_of(module)
+                    layer.by_branch = self._by_branch
                     layer.carriers = {} if self.check is None else self.check.carriers.of(plain, kept)
             result = forward(*args, **kwargs)
             if self.check is not None:

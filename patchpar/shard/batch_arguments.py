@@ -47,7 +47,7 @@ Layers = Callable[[], Sequence[nn.Module]]  # those of the network that tell bra
 
 
 class BatchArguments:
-    """Those of one network, whose batch the ranks of an axis share; `known_to_all` of first_use says what all know."""
+    """Those of one network, whose batch the ranks of an axis share; `verification.known_to_all` says what all know."""
 
     def __init__(
         self,

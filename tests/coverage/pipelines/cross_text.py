@@ -13,7 +13,7 @@ from tests.tiny.image_pipelines import PROMPT, SIZE
 from tests.tiny.transformer_pipelines import flow_matching
 from tests.tiny.transformers import TRANSFORMERS
 
-from .entry import CONTROL, THREE, Built, Entry, Guidance, derived
+from .entry import CONTROL, Built, Entry, derived, in_one_call
 
 _CALL: dict[str, Any] = {"prompt": PROMPT, "negative_prompt": "blurred", **SIZE}
 _WHOLE = {"use_resolution_binning": False}
@@ -86,8 +86,4 @@ _BUILD: dict[str, Callable[[], Built]] = {
 }
 
 
-def _guidance(name: str) -> Guidance:
-    return THREE if "PAG" in name or "InstructPix2Pix" in name else "one call"
-
-
-ENTRIES = tuple(Entry(name=name, build=build, guidance=_guidance(name)) for name, build in _BUILD.items())
+ENTRIES = tuple(Entry(name=name, build=build, guidance=in_one_call(name)) for name, build in _BUILD.items())

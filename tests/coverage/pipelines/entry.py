@@ -76,6 +76,11 @@ def _short(pipe: Any, call: dict[str, Any], output_type: str) -> dict[str, Any]:
     return {name: value for name, value in usual.items() if name in parameters} | call
 
 
+def in_one_call(name: str) -> Guidance:
+    """The guidance of a class whose branches are one call: with perturbed attention, or an image, there are three."""
+    return THREE if "PAG" in name or "InstructPix2Pix" in name else "one call"
+
+
 @cache
 def pipeline_classes() -> Mapping[str, type]:
     """Every pipeline class of the installed diffusers, by name, without the base class."""

@@ -11,7 +11,7 @@ import diffusers
 from tests.tiny import image_pipelines, pictures
 from tests.tiny.image_pipelines import SIZE
 
-from .entry import CONTROL, IMAGE, MASKED, THREE, Built, Entry, Guidance, builder, changed, derived
+from .entry import CONTROL, IMAGE, MASKED, Built, Entry, builder, changed, derived, in_one_call
 from .unets_sd import TWO_IMAGES, beside, two_adapters
 
 _PAG = {"pag_scale": 2.0}
@@ -112,11 +112,7 @@ _ONE_PROMPT = (
 """A list of images is one for each adapter or mode of control, not for each prompt."""
 
 
-def _guidance(name: str) -> Guidance:
-    return THREE if "PAG" in name or "InstructPix2Pix" in name else "one call"
-
-
 ENTRIES = tuple(
-    Entry(name=name, build=build, guidance=_guidance(name), prompts="" if name in _ONE_PROMPT else "prompt")
+    Entry(name=name, build=build, guidance=in_one_call(name), prompts="" if name in _ONE_PROMPT else "prompt")
     for name, build in _BUILD.items()
 )
