@@ -67,7 +67,7 @@ def speeds(readme: str) -> Iterator[tuple[str, str, str]]:
     """What is quoted, as it stands there and as it should: how fast."""
     scaling = {(row["model"], row["plan"]): row["ratio"] for row in written("scaling")}
     tokens = {row["way"]: row["ratio"] for row in written("tokens", "Two ranks against one process")}
-    for row in rows(readme, "How fast"):
+    for row in rows(readme, "Speed"):
         label = row.pop("model")
         model = next((model for words, model in MODELS.items() if label.startswith(words)), None)
         for column, cell in row.items():
@@ -81,7 +81,7 @@ def speeds(readme: str) -> Iterator[tuple[str, str, str]]:
 
 def qualities(readme: str) -> Iterator[tuple[str, str, str]]:
     """The same: how close, and how much is sent."""
-    for row in rows(readme, "How close"):
+    for row in rows(readme, "Quality"):
         label = row.pop("strategy").replace("**", "")
         method = CAPTIONED.get(label) or (label.split("`")[1] if "`" in label else "naive")
         for column, cell in row.items():
@@ -98,7 +98,7 @@ def qualities(readme: str) -> Iterator[tuple[str, str, str]]:
 def started(table: Sequence[Row]) -> str:
     """What should be said of the time to the first step."""
     (row,) = (row for row in table if row[""] == "first step, s")
-    return f"first step {float(row['ratio']):.2f} times as late as plain diffusers"
+    return f"Start-up takes {float(row['ratio']):.2f}x as long"
 
 
 def norms() -> Iterator[str]:
@@ -129,7 +129,7 @@ def sentences() -> Iterator[tuple[str, str]]:
     classes = {row[""]: int(row["classes"]) for row in rows(table)}
     exact = sum(count for what, count in classes.items() if "exact" in what)
     tried = sum(count for what, count in classes.items() if what != "left out")
-    yield "README.md", f"of the {tried} transformer and UNet classes of diffusers"
+    yield "README.md", f"the {tried} transformer and UNet classes of diffusers"
     yield "README.md", f"could be made of, {exact} are split exactly"
     yield "CHANGELOG.md", f"{exact} of {tried} classes are split exactly"
     parity = written("parity")

@@ -44,10 +44,10 @@ CONCEPTS = (
     "streaming",
 )
 HOW_TOS = (
-    "first-picture",
+    "first-image",
     "several-machines",
     "lora-and-controlnet",
-    "large-pictures",
+    "large-images",
     "stream",
     "add-a-model",
     "add-a-strategy",

@@ -1,4 +1,4 @@
-"""What a run says of itself: bytes, waiting, exact steps and memory, by rank, step and kind; and its trace."""
+"""Run statistics: bytes, waiting, exact steps and memory, by rank, step and kind; and its trace."""
 
 from __future__ import annotations
 
