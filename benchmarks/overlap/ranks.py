@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.scaling import large
 from patchpar.comm.collectives import AllGather, Communicator
-from patchpar.comm.transport import DelayedTransport, Incoming, Outgoing, Stall, Transport, Work, connect
+from patchpar.comm.transport import DelayedTransport, Incoming, Messages, Outgoing, Transport, Work, connect
 from patchpar.launch.executor import RankContext
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.step_clock import StepClock
@@ -54,22 +54,23 @@ class Recorder:
         self.inner.close()
 
 
-class RecordedWork:
+class RecordedWork(Work[Messages]):
     """Notes when it is first waited for."""
 
-    def __init__(self, pending: Work, swap: Swap, clock: Callable[[], float]) -> None:
+    def __init__(self, pending: Work[Messages], swap: Swap, clock: Callable[[], float]) -> None:
+        super().__init__(pending.incoming, pending.where)
         self._pending, self._swap, self._clock = pending, swap, clock
 
-    def wait_for(self, index: int) -> list[Tensor]:
+    def is_here(self, index: int) -> bool:
+        return self._pending.is_here(index)
+
+    def _receive(self, index: int) -> list[Tensor]:
         self._note()
         return self._pending.wait_for(index)
 
-    def wait(self) -> list[list[Tensor]]:
+    def _leave(self) -> None:
         self._note()
-        return self._pending.wait()
-
-    def stalls(self) -> Sequence[Stall]:
-        return self._pending.stalls()
+        self._pending.wait()
 
     def _note(self) -> None:
         if self._swap.needed is None:

@@ -1,53 +1,27 @@
 """What travels between ranks, as the strategies see it. All of it goes through one `Communicator`, which counts.
 
-    gather      every place's share, in order            K,V; the prediction
-    Round       moments to everyone, edge rows to neighbours, in one message each
-    send / receive   one rank to another                 the other guidance branch
-    exchange    any of these together, one message to each rank
+    AllGather           every place's share, in order    K,V; the prediction
+    gather_with_edges   moments to everyone, edge rows to neighbours, in one message each
+    send / receive      one rank to another              the other guidance branch
+    exchange            any of these together, one message to each rank
 
-Nothing here knows about steps or staleness.
+Each starts at once and returns a `Work`, to be waited for. Nothing here knows about steps or staleness.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
 from patchpar.comm.traffic import CommStats
-from patchpar.comm.transport import Incoming, Outgoing, TensorSpec, Transport, Work
+from patchpar.comm.transport import Incoming, Messages, Outgoing, TensorSpec, Transport, Work
 from patchpar.plan.mesh import Axis
 
-T = TypeVar("T")
 Tensors = tuple[Tensor, ...]
-
-
-class TimedWork:
-    """A `Work` that books how long it was waited for."""
-
-    def __init__(self, pending: Work, traffic: CommStats, kind: str, where: str) -> None:
-        self._pending, self._traffic, self._kind, self._where = pending, traffic, kind, where
-
-    def is_here(self, index: int) -> bool:
-        """Whether the `index`-th incoming message is known to be here."""
-        return self._pending.is_here(index)
-
-    def wait_for(self, index: int) -> list[Tensor]:
-        """Tensors of the `index`-th incoming message. Raises ExchangeError after the deadline."""
-        return self._booked(lambda: self._pending.wait_for(index))
-
-    def wait(self) -> list[list[Tensor]]:
-        """Tensors of all incoming messages. Raises ExchangeError after the deadline."""
-        return self._booked(self._pending.wait)
-
-    def _booked(self, wait: Callable[[], T]) -> T:
-        start = time.perf_counter()
-        received = wait()
-        self._traffic.book_wait(self._kind, time.perf_counter() - start)
-        self._traffic.stalls += ((self._kind, stall) for stall in self._pending.stalls())
-        self._traffic.note("wait", self._kind, self._where, start)
-        return received
+Received = Mapping[int, list[Tensor]]  # by sender
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,39 +54,61 @@ class Communicator:
         self.transport, self.traffic = transport, CommStats()
         self._mark = mark
 
-    def swap(self, kind: str, where: str, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> TimedWork:
-        """Start one exchange of `kind` at the seam `where`."""
+    def swap(self, kind: str, where: str, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> Work[Messages]:
+        """Start one exchange of `kind` at the exchange point `where`."""
         self.traffic.bytes_sent[kind] += sum(message.num_bytes for message in outgoing)
         self.traffic.bytes_received[kind] += sum(message.num_bytes for message in incoming)
         return self._start(kind, where, outgoing, incoming)
 
-    def exchange(self, where: str, parts: Sequence[ExchangePart], label: str = "") -> "ExchangeWork":
-        """Start an exchange of several kinds: one message to each rank, whatever the number of parts."""
+    def exchange(self, where: str, parts: Sequence[ExchangePart], label: str = "") -> Work[list[Received]]:
+        """Start an exchange of several kinds: one message to each rank, whatever the number of parts.
+
+        What is returned waits for the tensors of each part, by sender.
+        """
         outgoing, incoming = _outgoing(parts), _incoming(parts)
         for part in parts:
             self.traffic.bytes_sent[part.kind] += part.bytes_sent
             self.traffic.bytes_received[part.kind] += part.bytes_received
         label = label or "+".join(part.kind for part in parts)
-        return ExchangeWork(self._start(label, where, outgoing, incoming), tuple(parts), incoming)
+        return self._start(label, where, outgoing, incoming).then(partial(_by_part, tuple(parts), incoming))
 
-    def _start(self, kind: str, where: str, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> TimedWork:
+    def gather_with_edges(
+        self, axis: Axis, where: str, shared: Sequence[Tensor], edges: "Edges | None"
+    ) -> Work[tuple[Received, "Halo"]]:
+        """Send small values to all places of the axis and edge rows to the two neighbours, in one message to each.
+
+        What is returned waits for (`shared` of the others by place, the neighbours' rows).
+        """
+        parts = [moments_part(axis, shared)] if shared else []
+        parts += [] if edges is None else [edges.part(axis)]
+
+        def arranged(found: list[Received]) -> tuple[Received, Halo]:
+            by_place = {axis.ranks.index(peer): tensors for peer, tensors in found[0].items()} if shared else {}
+            return by_place, Halo(None, None) if edges is None else edges.received(axis, found[-1])
+
+        return self.exchange(where, parts).then(arranged)
+
+    def _start(
+        self, kind: str, where: str, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]
+    ) -> Work[Messages]:
         self.mark(where)
         self.traffic.rounds[kind] += 1
         start = time.perf_counter()
         pending = self.transport.swap(outgoing, incoming, where)
         self.traffic.note("send", kind, where, start)
-        return TimedWork(pending, self.traffic, kind, where)
+        pending.on_wait = partial(self.traffic.waited, kind, where)
+        return pending
 
     def mark(self, where: str) -> None:
         """Show that this rank has come to `where`, without an exchange."""
         if self._mark is not None:
             self._mark(where)
 
-    def send(self, kind: str, where: str, peers: Sequence[int], tensors: Sequence[Tensor]) -> TimedWork:
+    def send(self, kind: str, where: str, peers: Sequence[int], tensors: Sequence[Tensor]) -> Work[Messages]:
         """Start sending `tensors` to each of `peers` (global ranks). Hold the result until it has been waited for."""
         return self.swap(kind, where, [Outgoing(tuple(peers), tuple(tensors))], [])
 
-    def receive(self, kind: str, where: str, peer: int, specs: Sequence[TensorSpec]) -> TimedWork:
+    def receive(self, kind: str, where: str, peer: int, specs: Sequence[TensorSpec]) -> Work[Messages]:
         """Expect one message from `peer` (a global rank)."""
         return self.swap(kind, where, [], [Incoming(peer, tuple(specs))])
 
@@ -140,22 +136,10 @@ def _incoming(parts: Sequence[ExchangePart]) -> list[Incoming]:
     return [Incoming(peer, tuple(expected), tuple(into[peer])) for peer, expected in specs.items()]
 
 
-class ExchangeWork:
-    """An exchange of several parts under way."""
-
-    def __init__(self, arriving: TimedWork, parts: tuple[ExchangePart, ...], incoming: list[Incoming]) -> None:
-        self._arriving, self._parts, self._incoming = arriving, parts, incoming
-        self._received: list[dict[int, list[Tensor]]] | None = None
-
-    def wait(self) -> list[dict[int, list[Tensor]]]:
-        """Tensors of each part, by sender. Raises ExchangeError after the deadline. Idempotent."""
-        if self._received is None:
-            whole = {m.peer: iter(tensors) for m, tensors in zip(self._incoming, self._arriving.wait(), strict=True)}
-            self._received = [
-                {peer: [next(whole[peer]) for _ in specs] for peer, specs in part.incoming.items()}
-                for part in self._parts
-            ]
-        return self._received
+def _by_part(parts: Sequence[ExchangePart], incoming: Sequence[Incoming], received: Messages) -> list[Received]:
+    """Of each part, the tensors by sender."""
+    whole = {message.peer: iter(tensors) for message, tensors in zip(incoming, received, strict=True)}
+    return [{peer: [next(whole[peer]) for _ in specs] for peer, specs in part.incoming.items()} for part in parts]
 
 
 class AllGather:
@@ -164,12 +148,21 @@ class AllGather:
     def __init__(self, door: Communicator, axis: Axis, kind: str, where: str) -> None:
         self.door, self.axis, self.kind, self.where = door, axis, kind, where
 
-    def start(self, own: Sequence[Tensor], specs: Callable[[int], Sequence[TensorSpec]]) -> "AllGatherWork":
-        """Send `own` to everyone; `specs(place)` tells what comes from each other place."""
-        axis = self.axis
+    def start(self, own: Sequence[Tensor], specs: Callable[[int], Sequence[TensorSpec]]) -> Work[Messages]:
+        """Send `own` to everyone; `specs(place)` tells what comes from each other place.
+
+        What is returned waits for the tensors of every place, own included, in order; `arriving` gives those of
+        `axis.others`, the nearest first, each as soon as it is here.
+        """
+        axis, own_tensors = self.axis, list(own)
         outgoing = [Outgoing(tuple(axis.ranks[place] for place in axis.others), tuple(own))]
         incoming = [Incoming(axis.ranks[place], tuple(specs(place))) for place in axis.others]
-        return AllGatherWork(self.door.swap(self.kind, self.where, outgoing, incoming), axis, list(own))
+
+        def in_order(received: Messages) -> Messages:
+            of_others = dict(zip(axis.others, received, strict=True))
+            return [of_others.get(place, own_tensors) for place in range(axis.size)]
+
+        return self.door.swap(self.kind, self.where, outgoing, incoming).then(in_order)
 
     def same(self, own: Tensor) -> list[Tensor]:
         """Tensors of one shape from every place, in order, now."""
@@ -189,39 +182,6 @@ class AllGather:
             return [TensorSpec((*before, sizes[place], *after), own.dtype)]
 
         return [tensors[0] for tensors in self.start([own], specs).wait()]
-
-
-class AllGatherWork:
-    """A gather under way."""
-
-    def __init__(self, arriving: TimedWork, axis: Axis, own: list[Tensor]) -> None:
-        self._arriving, self._axis, self._own = arriving, axis, own
-
-    def others(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """(place, tensors) of everyone else, the nearest first, each as soon as it is here."""
-        for index, place in enumerate(self._axis.others):
-            yield place, self._arriving.wait_for(index)
-
-    def wait(self) -> list[list[Tensor]]:
-        """Tensors of every place, own included, in order."""
-        received = {self._axis.rank: self._own, **dict(self.others())}
-        return [received[place] for place in range(self._axis.size)]
-
-
-class GatherWithEdges:
-    """One message to each other place: small values for all, edge rows for the two neighbours as well."""
-
-    def __init__(self, door: Communicator, axis: Axis, where: str) -> None:
-        self.door, self.axis, self.where = door, axis, where
-
-    def start(self, shared: Sequence[Tensor], edges: "Edges | None") -> "GatherWithEdgesWork":
-        """Send `shared` to everyone, and our edge rows to the neighbours."""
-        parts = []
-        if shared:
-            parts.append(moments_part(self.axis, shared))
-        if edges is not None:
-            parts.append(edges.part(self.axis))
-        return GatherWithEdgesWork(self.door.exchange(self.where, parts), self.axis, bool(shared), edges)
 
 
 def moments_part(axis: Axis, shared: Sequence[Tensor]) -> ExchangePart:
@@ -262,22 +222,8 @@ class Edges:
         first, last = (None if x is None else x.clone() for x in (self.first, self.last))
         return Edges(first, last, self.before, self.after)
 
-    def received(self, axis: Axis, found: Mapping[int, Sequence[Tensor]]) -> tuple[Tensor | None, Tensor | None]:
-        """(rows before ours, rows after ours) out of what a part brought."""
+    def received(self, axis: Axis, found: Mapping[int, Sequence[Tensor]]) -> Halo:
+        """The neighbours' rows out of what a part brought."""
         before = found[axis.ranks[axis.rank - 1]][0] if self.before is not None else None
         after = found[axis.ranks[axis.rank + 1]][0] if self.after is not None else None
-        return before, after
-
-
-class GatherWithEdgesWork:
-    """A round under way."""
-
-    def __init__(self, exchange: ExchangeWork, axis: Axis, shared: bool, edges: "Edges | None") -> None:
-        self._exchange, self._axis, self._shared, self._edges = exchange, axis, shared, edges
-
-    def wait(self) -> tuple[dict[int, list[Tensor]], Tensor | None, Tensor | None]:
-        """(shared values by place, rows before ours, rows after ours)."""
-        found = list(self._exchange.wait())
-        shared = found.pop(0) if self._shared else {}
-        before, after = self._edges.received(self._axis, found[0]) if self._edges is not None else (None, None)
-        return {self._axis.ranks.index(peer): tensors for peer, tensors in shared.items()}, before, after
+        return Halo(before, after)

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from patchpar.comm.trace import TraceEvent
@@ -35,6 +36,12 @@ class CommStats:
     def total_bytes(self) -> int:
         """Bytes that left this rank, of every kind."""
         return sum(self.bytes_sent.values())
+
+    def waited(self, kind: str, where: str, start: float, stalls: Sequence[Stall]) -> None:
+        """A wait at the exchange point `where`, that began at `start` (time.perf_counter), has just ended."""
+        self.book_wait(kind, time.perf_counter() - start)
+        self.stalls += ((kind, stall) for stall in stalls)
+        self.note("wait", kind, where, start)
 
     def book_wait(self, kind: str, seconds: float) -> None:
         """Add what was waited for an exchange of this kind."""

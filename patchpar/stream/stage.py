@@ -19,7 +19,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from patchpar.comm.collectives import Communicator, TimedWork
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport import Messages, Work
 from patchpar.errors import PlanError
 from patchpar.stream.causal_model import CausalModel, Payload
 from patchpar.stream.events import Change, Reference, StreamEvent
@@ -82,11 +83,11 @@ class OrderInlet:
     def __init__(self, model: CausalModel, around: StageIO, patience: float, first_block: int) -> None:
         self._model, self._around, self._patience = model, around, patience
         self._block = self._first_block = first_block
-        self._back: TimedWork | None = None
+        self._back: Work[Messages] | None = None
         self._first: Payload | None = None
         self._has_reference = False
 
-    def expect_first(self, back: TimedWork) -> None:
+    def expect_first(self, back: Work[Messages]) -> None:
         """The first finished block comes from another stage."""
         self._back = back
 
@@ -161,7 +162,7 @@ class StageLoop:
         if leads and number + 1 < len(stages):
             self._out = Downstream(_there(door), [stages[number + 1].ranks[0]], specs)
         self._leads = leads
-        self._first_sent: TimedWork | None = None
+        self._first_sent: Work[Messages] | None = None
 
     def run(self) -> StageStats:
         """Until the stream ends. Raises ExchangeError if another stage is late or gone."""

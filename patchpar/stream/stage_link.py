@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from patchpar.comm.collectives import Communicator, TimedWork
-from patchpar.comm.transport import TensorSpec
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport import Messages, TensorSpec, Work
 from patchpar.stream.causal_model import Payload
 from patchpar.stream.events import StreamEvent, pack, unpack
 
@@ -48,9 +48,9 @@ class OutgoingMessages:
     """Messages of our own, held until they have left; at most HELD of them are on their way."""
 
     def __init__(self) -> None:
-        self._held: deque[TimedWork] = deque()
+        self._held: deque[Work[Messages]] = deque()
 
-    def add(self, message: TimedWork) -> None:
+    def add(self, message: Work[Messages]) -> None:
         """One more; waits for the oldest if there are too many. Raises ExchangeError."""
         self._held.append(message)
         while len(self._held) > HELD:
@@ -97,7 +97,7 @@ class Upstream:
         self._door, self._peer, self._specs, self._ahead = door, peer, (HEADER, *specs), ahead
         self._next = self._expect() if ahead else None
 
-    def _expect(self) -> TimedWork:
+    def _expect(self) -> Work[Messages]:
         return self._door.receive("block", "stream", self._peer, self._specs)
 
     def take(self) -> BlockEnvelope:

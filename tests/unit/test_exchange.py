@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import AllGather, Communicator, Edges, GatherWithEdges
-from patchpar.comm.transport import TensorSpec
+from patchpar.comm.collectives import AllGather, Communicator, Edges, moments_part
+from patchpar.comm.transport import Messages, TensorSpec, Work
 from patchpar.plan.mesh import Axis, Mesh
 from tests.unit.threads import on_threads
 
@@ -57,7 +57,8 @@ def test_the_nearest_share_comes_first() -> None:
     def run(door: Communicator, axis: Axis) -> list[int]:
         own = [share(axis.rank), share(axis.rank)]
         gathering = AllGather(door, axis, "kv", "here").start(own, lambda _: [TensorSpec.of(x) for x in own])
-        return [place for place, tensors in gathering.others() if all(torch.equal(x, share(place)) for x in tensors)]
+        arriving = zip(axis.others, gathering.arriving(), strict=True)
+        return [place for place, tensors in arriving if all(torch.equal(x, share(place)) for x in tensors)]
 
     assert along(4, run) == [[1, 2, 3], [0, 2, 3], [1, 3, 0], [2, 1, 0]]
 
@@ -71,10 +72,10 @@ def test_a_round_brings_moments_of_all_and_rows_of_neighbours(world: int, before
         last = x[:, 4 - before :] if axis.rank + 1 < world and before else None
         above = TensorSpec((1, before, 5), x.dtype) if axis.rank > 0 and before else None
         below = TensorSpec((1, after, 5), x.dtype) if axis.rank + 1 < world and after else None
-        pending = GatherWithEdges(door, axis, "norm1").start([moments], Edges(first, last, above, below))
+        pending = door.gather_with_edges(axis, "norm1", [moments], Edges(first, last, above, below))
         return pending.wait(), door.traffic.total_bytes
 
-    for place, ((shared, above, below), num_bytes) in enumerate(along(world, run)):
+    for place, ((shared, (above, below)), num_bytes) in enumerate(along(world, run)):
         assert {other: values[0][0].item() for other, values in shared.items()} == {
             other: float(other) for other in range(world) if other != place
         }
@@ -94,8 +95,8 @@ def test_a_round_of_rows_alone_leaves_the_others_in_peace() -> None:
         spec = TensorSpec((1, 1, 5), x.dtype)
         first, above = (x[:, :1], spec) if axis.rank > 0 else (None, None)
         last, below = (x[:, 1:], spec) if axis.rank < 3 else (None, None)
-        pending = GatherWithEdges(door, axis, "conv").start([], Edges(first, last, above, below))
-        return pending.wait()[1:], door.traffic.total_bytes
+        pending = door.gather_with_edges(axis, "conv", [], Edges(first, last, above, below))
+        return pending.wait()[1], door.traffic.total_bytes
 
     for place, ((above, below), num_bytes) in enumerate(along(4, run)):
         assert (above is None) == (place == 0)
@@ -129,3 +130,46 @@ def test_the_door_says_where_it_is() -> None:
         return seen
 
     assert on_threads(2, run) == [["mid_block.attn1"]] * 2
+
+
+def test_one_handle_from_the_transport_to_whoever_waits() -> None:
+    """Whatever is started, what is waited for is what the transport made, and nothing wraps it."""
+
+    def run(door: Communicator, axis: Axis) -> list[bool]:
+        made: list[Work[Messages]] = []
+        transport, swap = door.transport, door.transport.swap
+
+        def noted(outgoing: Any, incoming: Any, where: str) -> Work[Messages]:
+            made.append(swap(outgoing, incoming, where))
+            return made[-1]
+
+        transport.swap = noted  # type: ignore[method-assign]
+        x, spec = share(axis.rank), TensorSpec.of(share(0))
+        edges = Edges(None, x[:, 1:], None, None) if axis.rank == 0 else Edges(before=TensorSpec((1, 1, 5), x.dtype))
+        started: list[Work[Any]] = [
+            door.gather_with_edges(axis, "norm1", [x], edges),
+            AllGather(door, axis, "kv", "attn1").start([x], lambda _: [spec]),
+            door.exchange("bucket", [moments_part(axis, [x])]),
+            door.send("result", "vae", [1], [x]) if axis.rank == 0 else door.receive("result", "vae", 0, [spec]),
+        ]
+        for work in started:
+            assert work.wait() is work.wait()
+        return [work is own for work, own in zip(started, made, strict=True)]
+
+    assert along(2, run) == [[True] * 4] * 2
+
+
+def test_a_message_is_waited_for_and_counted_once() -> None:
+    """However often its handle is asked for it."""
+
+    def run(door: Communicator, axis: Axis) -> int:
+        x = share(axis.rank)
+        door.traffic.events = []
+        work = AllGather(door, axis, "kv", "attn1").start([x], lambda _: [TensorSpec.of(x)])
+        work.wait_for(0)
+        assert torch.equal(work.wait_for(0)[0], share(1 - axis.rank))
+        waits = [event for event in door.traffic.events if event.what == "wait"]
+        assert [torch.equal(found, share(place)) for place, (found,) in enumerate(work.wait())] == [True, True]
+        return len(waits)
+
+    assert along(2, run) == [1, 1]

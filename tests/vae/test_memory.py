@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from patchpar.comm.collectives import Communicator
-from patchpar.comm.transport import Incoming, Outgoing, Stall, Transport, Work
+from patchpar.comm.transport import Incoming, Messages, Outgoing, Transport, Work
 from patchpar.shard.vae.split import SplitMethod, VaeCall
 from tests.breadth import first_of
 from tests.unit.threads import on_threads
@@ -97,27 +97,19 @@ class Nowhere:
     def __init__(self, rank: int) -> None:
         self.rank, self.device, self.deadline = rank, torch.device("meta"), 1.0
 
-    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Work:
-        return Arrived(
-            [[torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in m.specs] for m in incoming]
-        )
+    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Work[Messages]:
+        return Arrived(incoming, where)
 
     def close(self) -> None:
         pass
 
 
-class Arrived:
-    def __init__(self, found: list[list[Tensor]]) -> None:
-        self._found = found
+class Arrived(Work[Messages]):
+    def is_here(self, index: int) -> bool:
+        return True
 
-    def wait_for(self, index: int) -> list[Tensor]:
-        return self._found[index]
-
-    def wait(self) -> list[list[Tensor]]:
-        return self._found
-
-    def stalls(self) -> Sequence[Stall]:
-        return ()
+    def _receive(self, index: int) -> list[Tensor]:
+        return [torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in self.incoming[index].specs]
 
 
 @cache

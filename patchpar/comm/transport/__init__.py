@@ -11,12 +11,13 @@ so messages need no tags.
 
 from patchpar.comm.transport.connect import alone, connect
 from patchpar.comm.transport.delayed import DelayedTransport
-from patchpar.comm.transport.message import Incoming, Outgoing, Stall, TensorSpec, Transport, Work
+from patchpar.comm.transport.message import Incoming, Messages, Outgoing, Stall, TensorSpec, Transport, Work
 from patchpar.comm.transport.monitored import watched
 
 __all__ = [
     "DelayedTransport",
     "Incoming",
+    "Messages",
     "Outgoing",
     "Stall",
     "TensorSpec",

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from patchpar.comm.transport.message import Incoming, Outgoing, Stall, TensorSpec, Transport, Work
+from patchpar.comm.transport.message import Incoming, Messages, Outgoing, TensorSpec, Transport, Work
 from patchpar.errors import ExchangeError, PlanError
 
 STAMP = TensorSpec((1,), torch.int64)  # nanoseconds of the monotonic clock; not counted as bytes of the message
@@ -60,7 +60,7 @@ class DelayedTransport:
         self.inner.waiting = shown
 
     def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "DelayedWork":
-        """Start sending and receiving; `where` names the seam in errors. Returns at once."""
+        """Start sending and receiving; `where` names the exchange point in errors. Returns at once."""
         stamped = [
             Outgoing((peer,), (self._stamp(message), *message.tensors))
             for message in outgoing
@@ -83,35 +83,27 @@ class DelayedTransport:
         self.inner.close()
 
 
-class DelayedWork:
+class DelayedWork(Work[Messages]):
     """Messages that are handed out when their link would have brought them."""
 
-    def __init__(self, transport: DelayedTransport, pending: Work, incoming: Sequence[Incoming], where: str) -> None:
-        self._transport, self._pending, self._incoming, self._where = transport, pending, incoming, where
+    def __init__(
+        self, transport: DelayedTransport, pending: Work[Messages], incoming: Sequence[Incoming], where: str
+    ) -> None:
+        super().__init__(incoming, where)
+        self._transport, self._pending = transport, pending
 
     def is_here(self, index: int) -> bool:
         """Whether one message has come, and its link would have brought it by now."""
         return self._pending.is_here(index) and _there(self._pending.wait_for(index)[0]) <= time.monotonic()
 
-    def wait_for(self, index: int) -> list[Tensor]:
-        """Tensors of one message. Raises ExchangeError."""
+    def _receive(self, index: int) -> list[Tensor]:
         give_up = time.monotonic() + self._transport.deadline
         stamp, *tensors = self._pending.wait_for(index)
-        self._sleep(stamp, self._incoming[index], give_up)
+        self._sleep(stamp, self.incoming[index], give_up)
         return tensors
 
-    def wait(self) -> list[list[Tensor]]:
-        """Tensors of all messages; ours have been handed to the link. Raises ExchangeError."""
-        give_up = time.monotonic() + self._transport.deadline
-        received = []
-        for message, (stamp, *tensors) in zip(self._incoming, self._pending.wait(), strict=True):
-            self._sleep(stamp, message, give_up)
-            received.append(tensors)
-        return received
-
-    def stalls(self) -> Sequence[Stall]:
-        """None: stamps are read, so that the process has waited."""
-        return ()
+    def _leave(self) -> None:
+        self._pending.wait()
 
     def _sleep(self, stamp: Tensor, message: Incoming, give_up: float) -> None:
         """Until the message is there. Sleeping leaves the core to the other ranks, as waiting for a link would."""
@@ -122,7 +114,7 @@ class DelayedWork:
             line = self._transport
             shapes = ", ".join(f"{spec.shape} {spec.dtype}" for spec in message.specs) or "nothing"
             raise ExchangeError(
-                f"rank {line.rank} at {self._where}: the link of {line.rate:g} bytes/s and {line.latency:g} s brings "
+                f"rank {line.rank} at {self.where}: the link of {line.rate:g} bytes/s and {line.latency:g} s brings "
                 f"the message of rank {message.peer} ({shapes}) {there - now:.3g} s after the deadline of "
                 f"{line.deadline:g} s: raise the deadline or the rate"
             )

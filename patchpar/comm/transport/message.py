@@ -1,13 +1,19 @@
-"""What a transport carries: outgoing and incoming messages, and the promise of their arrival."""
+"""What a transport carries: outgoing and incoming messages, and the handle of those on their way."""
 
 import math
-from collections.abc import Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
+U = TypeVar("U")
+Messages = list[list[Tensor]]  # the tensors of each
 
 
 class TensorSpec(NamedTuple):
@@ -64,23 +70,76 @@ class Stall(Protocol):
         """How long it took; None while it lasts, unless to `block` until that is known."""
 
 
-class Work(Protocol):
-    """Messages on their way. Somebody holds it until `wait` has returned: dropping it may cancel the transfer."""
+class Work(ABC, Generic[T]):
+    """Messages on their way, as torch.distributed's Work: the only handle, from the transport to whoever waits.
 
-    def is_here(self, index: int) -> bool:
-        """Whether `wait_for(index)` is known to return, or to raise, at once."""
+    Somebody holds it until `wait` has returned: dropping it may cancel the transfer. A transport derives its own, and
+    says there how one message is received. `incoming`: what is expected; `where`: the exchange point, for errors.
+    """
+
+    def __init__(self, incoming: Sequence[Incoming], where: str) -> None:
+        self.incoming, self.where = incoming, where
+        self.on_wait: Callable[[float, Sequence[Stall]], object] | None = None
+        """Called after each wait that had to be: when it began (time.perf_counter), and what streams wait for."""
+        self._received: list[list[Tensor] | None] = [None] * len(incoming)
+        self._steps: list[Callable[[Any], Any]] = []
+        self._result: tuple[T] | None = None
+
+    def then(self, arrange: Callable[[T], U]) -> "Work[U]":
+        """This same handle, whose `wait` returns what `arrange` makes of the result: see torch.futures.Future."""
+        self._steps.append(arrange)
+        return cast("Work[U]", self)
 
     def wait_for(self, index: int) -> list[Tensor]:
         """Block until the `index`-th incoming message is here and return its tensors. Raises ExchangeError."""
+        found = self._received[index]
+        if found is None:
+            start = time.perf_counter()
+            found = self._received[index] = self._receive(index)
+            self._waited(start)
+        return found
 
-    def wait(self) -> list[list[Tensor]]:
-        """Block until all incoming messages are here and ours have left. Raises ExchangeError.
+    def arriving(self) -> Iterator[list[Tensor]]:
+        """The tensors of each incoming message in their order, each as soon as it is here. Raises ExchangeError."""
+        return map(self.wait_for, range(len(self.incoming)))
 
-        On a GPU that may be its stream, and not the process.
+    def wait(self) -> T:
+        """Block until all incoming messages are here and ours have left. Raises ExchangeError. Idempotent.
+
+        On a GPU that may be its stream, and not the process. Returns the tensors of each message in their order, or
+        what `then` makes of them.
         """
+        if self._result is None:
+            start = time.perf_counter()
+            for index, found in enumerate(self._received):
+                if found is None:
+                    self._received[index] = self._receive(index)
+            self._leave()
+            self._waited(start)
+            result: Any = self._received
+            for arrange in self._steps:
+                result = arrange(result)
+            self._result = (result,)
+        return self._result[0]
 
-    def stalls(self) -> Sequence[Stall]:
+    def _waited(self, start: float) -> None:
+        if self.on_wait is not None:
+            self.on_wait(start, self._stalls())
+
+    @abstractmethod
+    def is_here(self, index: int) -> bool:
+        """Whether `wait_for(index)` is known to return, or to raise, at once."""
+
+    @abstractmethod
+    def _receive(self, index: int) -> list[Tensor]:
+        """Wait for one message, in any order, each once. Raises ExchangeError."""
+
+    def _leave(self) -> None:
+        """Wait until ours have left. Raises ExchangeError."""
+
+    def _stalls(self) -> Sequence[Stall]:
         """What a stream waits for that the process has not; each told once."""
+        return ()
 
 
 class Transport(Protocol):
@@ -91,8 +150,8 @@ class Transport(Protocol):
     deadline: float  # seconds that one wait may take; the engine raises it for slow models
     waiting: AbstractContextManager[None]  # entered while the process does nothing but wait for another rank
 
-    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Work:
-        """Start sending and receiving; `where` names the seam in errors. Returns at once."""
+    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Work[Messages]:
+        """Start sending and receiving; `where` names the exchange point in errors. Returns at once."""
 
     def close(self) -> None:
         """Let go of sockets and memory. Idempotent."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.transport.arena import Arena, aligned, map_segment
-from patchpar.comm.transport.message import Incoming, Outgoing, Stall
+from patchpar.comm.transport.message import Incoming, Messages, Outgoing, Work
 from patchpar.errors import ExchangeError
 
 FRAME = struct.Struct("<BxxxIqq")  # kind, segment, offset, bytes
@@ -71,11 +71,6 @@ class _PeerSocket:
             self.rung += 1
         return True
 
-    def number(self) -> int:
-        """The number of the next message that is expected here: both sides count in the order of their exchanges."""
-        self.expected += 1
-        return self.expected - 1
-
 
 class SharedMemoryTransport:
     """One rank's lines to the other ranks of its host."""
@@ -91,8 +86,13 @@ class SharedMemoryTransport:
         """Copy outgoing tensors into shared memory and ring; what is expected is fetched when waited for."""
         for message in outgoing:
             self._send(message, where)
-        numbered = [(message, self._lines[message.peer].number()) for message in incoming]
-        return SharedMemoryWork(self, numbered, where)
+        return SharedMemoryWork(self, incoming, where)
+
+    def number(self, message: Incoming) -> int:
+        """The number of the next message of its sender: both sides count in the order of their exchanges."""
+        line = self._lines[message.peer]
+        line.expected += 1
+        return line.expected - 1
 
     def _send(self, message: Outgoing, where: str) -> None:
         room = sum(aligned(x.numel() * x.element_size()) for x in message.tensors)
@@ -197,31 +197,21 @@ class SharedMemoryTransport:
         self._lines.clear()
 
 
-class SharedMemoryWork:
+class SharedMemoryWork(Work[Messages]):
     """Messages that are fetched when they are waited for; what we sent has already left."""
 
-    def __init__(self, transport: SharedMemoryTransport, incoming: Sequence[tuple[Incoming, int]], where: str) -> None:
-        self._transport, self._incoming, self._where = transport, incoming, where
-        self._received: dict[int, list[Tensor]] = {}
+    def __init__(self, transport: SharedMemoryTransport, incoming: Sequence[Incoming], where: str) -> None:
+        super().__init__(incoming, where)
+        self._transport, self._numbers = transport, [transport.number(message) for message in incoming]
 
     def is_here(self, index: int) -> bool:
         """Whether one message can be fetched at once."""
-        return index in self._received or self._transport.has_come(*self._incoming[index])
+        if self._received[index] is not None:
+            return True
+        return self._transport.has_come(self.incoming[index], self._numbers[index])
 
-    def wait_for(self, index: int) -> list[Tensor]:
-        """Fetch one message. Any order will do."""
-        if index not in self._received:
-            message, number = self._incoming[index]
-            self._received[index] = self._transport.fetch(message, number, self._where)
-        return self._received[index]
-
-    def wait(self) -> list[list[Tensor]]:
-        """Fetch all messages."""
-        return [self.wait_for(index) for index in range(len(self._incoming))]
-
-    def stalls(self) -> Sequence[Stall]:
-        """None: it is the process that waits."""
-        return ()
+    def _receive(self, index: int) -> list[Tensor]:
+        return self._transport.fetch(self.incoming[index], self._numbers[index], self.where)
 
 
 def _shapes(message: Incoming) -> str:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from patchpar.comm.transport.message import Incoming, Outgoing
+from patchpar.comm.transport.message import Incoming, Messages, Outgoing, Work
 from patchpar.comm.transport.stream_waits import StreamStall, StreamWaits
 from patchpar.errors import ExchangeError
 
@@ -47,67 +47,60 @@ class TorchTransport:
             for x in tensors
         ]
         works = dist.batch_isend_irecv(ops) if ops else []
-        return TorchWork(self, works, received, (sent, incoming, where))
+        return TorchWork(self, works, (sent, received), incoming, where)
 
     def close(self) -> None:
         """Nothing of our own to close: the group belongs to whoever made it."""
 
 
-class TorchWork:
+class TorchWork(Work[Messages]):
     """Works in flight, with their tensors: dropping the handle of a gloo send would hang the receiver."""
 
     def __init__(
         self,
         transport: TorchTransport,
         works: Sequence[dist.Work],
-        received: list[list[Tensor]],
-        context: tuple[list[list[Tensor]], Sequence[Incoming], str],
+        tensors: tuple[Messages, Messages],
+        incoming: Sequence[Incoming],
+        where: str,
     ) -> None:
-        self._transport, self._works, self._received = transport, list(works), received
-        self._sent, self._incoming, where = context
-        self._missing = partial(_missing, transport.rank, where, self._incoming)
-        self._stalls: tuple[StreamStall, ...] = ()
-        self._placed = False
+        super().__init__(incoming, where)
+        self._transport, self._works = transport, list(works)
+        self._sent, self._raw = tensors
+        self._missing = partial(_missing, transport.rank, where, incoming)
+        self._stalled: tuple[StreamStall, ...] = ()
 
     def is_here(self, index: int) -> bool:
         """Whether the batch is known to have come: with gloo only once it has been waited for."""
         return all(work.is_completed() for work in self._works)
 
-    def wait_for(self, index: int) -> list[Tensor]:
-        """One message. Works of a batch may be coalesced, so this waits for the batch."""
-        return self.wait()[index]
+    def _receive(self, index: int) -> list[Tensor]:
+        """One message, off the wire and to where it is wanted. Works may be coalesced, so this waits for the batch."""
+        self._leave()
+        message, device = self.incoming[index], self._transport.device
+        into = message.into or [None] * len(message.specs)
+        return [x.to(device) if own is None else own.copy_(x) for own, x in zip(into, self._raw[index], strict=True)]
 
-    def wait(self) -> list[list[Tensor]]:
-        """All messages, both ways."""
+    def _leave(self) -> None:
+        """Wait for the batch, both ways."""
+        if not self._works:
+            return
         try:
-            self._await()
+            if self._transport.waits is not None:
+                self._stalled = (self._transport.waits.wait_for(self._works, self._missing),)
+                self._works.clear()
+            with self._transport.waiting:
+                while self._works:
+                    self._works[0].wait(timedelta(seconds=self._transport.deadline))
+                    self._works.pop(0)
         except RuntimeError as error:
             raise ExchangeError(f"{self._missing()} within {self._transport.deadline:g} s ({error})") from error
         self._sent.clear()
-        if not self._placed:
-            pairs = zip(self._incoming, self._received, strict=True)
-            self._received, self._placed = [self._place(message, tensors) for message, tensors in pairs], True
-        return self._received
 
-    def stalls(self) -> Sequence[StreamStall]:
-        """With NCCL, how long the stream stands for what has been waited for; told once."""
-        found, self._stalls = self._stalls, ()
+    def _stalls(self) -> Sequence[StreamStall]:
+        """With NCCL, how long the stream stands for what has been waited for."""
+        found, self._stalled = self._stalled, ()
         return found
-
-    def _await(self) -> None:
-        if self._transport.waits is not None and self._works:
-            self._stalls = (self._transport.waits.wait_for(self._works, self._missing),)
-            self._works.clear()
-        with self._transport.waiting:
-            while self._works:
-                self._works[0].wait(timedelta(seconds=self._transport.deadline))
-                self._works.pop(0)
-
-    def _place(self, message: Incoming, tensors: list[Tensor]) -> list[Tensor]:
-        """Off the wire, and to where the message wants them."""
-        into = message.into or [None] * len(tensors)
-        device = self._transport.device
-        return [x.to(device) if own is None else own.copy_(x) for own, x in zip(into, tensors, strict=True)]
 
 
 def _missing(rank: int, where: str, incoming: Sequence[Incoming]) -> str:

@@ -23,7 +23,7 @@ def attend_gathered(door: Communicator, axis: Axis, where: str, shared: ShardedQ
 
     def partials() -> Iterator[Partial]:
         yield attend_own(shared)
-        for place, (k_BMkD, v_BMkD) in pending.others():
+        for place, (k_BMkD, v_BMkD) in zip(axis.others, pending.arriving(), strict=True):
             yield from attend_others(shared, place, k_BMkD, v_BMkD)
 
     return merge_partials(partials()).out_BNlD

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from patchpar.comm.collectives import Communicator, TimedWork
-from patchpar.comm.transport import Incoming, Outgoing
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport import Incoming, Messages, Outgoing, Work
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.blockwise import attend_others, attend_own
 from patchpar.shard.attention.partial import Partial, merge_partials
@@ -64,7 +64,7 @@ def _owner(axis: Axis, stream: RingShift, step: int) -> int:
 
 def _pass_on(
     door: Communicator, axis: Axis, where: str, shared: ShardedQKV, held: dict[RingShift, list[Tensor]], step: int
-) -> TimedWork:
+) -> Work[Messages]:
     """Start the round `step`."""
     outgoing, incoming = [], []
     for stream, tensors in held.items():

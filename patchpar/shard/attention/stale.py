@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import AllGather, AllGatherWork
-from patchpar.comm.transport import TensorSpec
+from patchpar.comm.collectives import AllGather
+from patchpar.comm.transport import Messages, TensorSpec, Work
 from patchpar.plan.exchange_policy import CachedPartials, StaleKV
 from patchpar.shard.attention.blockwise import attend_locally
 from patchpar.shard.attention.partial import Partial, merge_partials
@@ -76,14 +76,14 @@ def _attend_now(
 
     def partials() -> Iterator[Partial]:
         yield _attend_here(grid, asked, share.place)
-        for place, tensors in pending.others():
+        for place, tensors in zip(share.axis.others, pending.arriving(), strict=True):
             others[place] = KeysValues(*tensors)
             yield _attend_to(asked, others[place], asked.bias_of(grid, place, here=False))
 
     return merge_partials(partials()).out_BNlD
 
 
-def _gather(share: LocalPatch, where: str, grid: LevelGrid, own: KeysValues) -> AllGatherWork:
+def _gather(share: LocalPatch, where: str, grid: LevelGrid, own: KeysValues) -> Work[Messages]:
     batch, _, heads, _ = own.k_BlND.shape
 
     def specs(place: int) -> list[TensorSpec]:
@@ -122,12 +122,13 @@ def _attend_beside_tokens(
         state.lead_on(share.ahead)
         send = memory.send if share.treatment.published else memory.send_at_once
         slot.coming = send(state.part(asked.own), where)
-        for place, fits in told.others() if told else ():
-            state.correct(place, fits)
+        if told:
+            for place, fits in zip(share.axis.others, told.arriving(), strict=True):
+                state.correct(place, fits)
     return state.attend(asked.query, asked.here, asked.scale, asked.bias, asked.kernel)
 
 
-def _tell(share: LocalPatch, where: str, own: KeysValues, state: RemoteTokens) -> AllGatherWork | None:
+def _tell(share: LocalPatch, where: str, own: KeysValues, state: RemoteTokens) -> Work[Messages] | None:
     """How everybody's tokens have changed since the last step, if the treatment wants to know."""
     if not state.corrects:
         return None
@@ -156,7 +157,8 @@ def _attend_beside_partials(
     ranks = share.axis.ranks
     if share.fresh:
         slot.drop()
-        whole = dict(_gather(share, where, grid, asked.own).others())
+        arriving = _gather(share, where, grid, asked.own).arriving()
+        whole = dict(zip(share.axis.others, arriving, strict=True))
         state.kept = renewed(whole)
         if state.is_due(memory.evaluation + 1, layer):  # what its turn needs is here already
             slot.keep({ranks[place]: tensors for place, tensors in whole.items()}, slot.own)

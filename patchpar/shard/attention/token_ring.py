@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Communicator, ExchangePart, ExchangeWork
-from patchpar.comm.transport import TensorSpec
+from patchpar.comm.collectives import Communicator, ExchangePart, Received
+from patchpar.comm.transport import TensorSpec, Work
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.blockwise import attend_own, attend_span
 from patchpar.shard.attention.partial import Partial, merge_partials
@@ -70,7 +70,7 @@ class _RingPass:
             return found
         return Partial(*(torch.cat(pair, 2) for pair in zip(common, found, strict=True)))
 
-    def _start(self, step: int, queries: Tensor, made: Partial | None) -> ExchangeWork | None:
+    def _start(self, step: int, queries: Tensor, made: Partial | None) -> Work[list[Received]] | None:
         """Queries move on, and the last step's results go home."""
         size, parts = self.axis.size, []
         if step < size - 1:
@@ -93,6 +93,6 @@ class _RingPass:
         return ExchangePart("partials", [outgoing], {self._rank(away): specs})
 
     @staticmethod
-    def _home(received: dict[int, list[Tensor]]) -> Iterator[Partial]:
+    def _home(received: Received) -> Iterator[Partial]:
         for out, lse in received.values():
             yield Partial(out, lse)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Communicator, TimedWork
-from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport import Incoming, Messages, Outgoing, TensorSpec, Work
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.blockwise import attend_own, expand_heads
@@ -157,5 +157,5 @@ def heads_to_tokens(
     return torch.cat([received[place][0] for place in range(group.size)], 1)
 
 
-def _by_place(arriving: TimedWork, group: Axis) -> dict[int, list[Tensor]]:
+def _by_place(arriving: Work[Messages], group: Axis) -> dict[int, list[Tensor]]:
     return dict(zip(group.others, arriving.wait(), strict=True))

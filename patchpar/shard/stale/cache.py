@@ -9,17 +9,17 @@ seam has been passed in the call.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Communicator, ExchangePart, ExchangeWork
+from patchpar.comm.collectives import Communicator, ExchangePart, Received
+from patchpar.comm.transport import Work
 from patchpar.errors import ExchangeError, UnsupportedModel
 
-Received = Mapping[int, list[Tensor]]  # by global rank of the sender
 MOST_CALLS = 16  # in one step: guidance needs two or three
 
 
@@ -93,7 +93,7 @@ class _Ticket:
     def __init__(self, index: int, where: str) -> None:
         self.index, self.where, self.exchange = index, where, None
 
-    exchange: ExchangeWork | None
+    exchange: Work[list[Received]] | None
 
     def wait(self) -> Received:
         assert self.exchange is not None, "a bucket is flushed before the call that filled it ends"

@@ -7,7 +7,7 @@ rows of the two neighbours that are next to ours.
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import AllGather, Edges, GatherWithEdges, Halo
+from patchpar.comm.collectives import AllGather, Edges, Halo
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.kv_selection import TokensAcross
@@ -51,8 +51,7 @@ def convolve_rows(split: TokenSplit, where: str, shares: TokenRanges, convolutio
     halo = Halo(None, None)
     if split.mode is not None and split.axis.size > 1:
         edges = _edges(split, x_BChW, stencil.before)
-        _, before, after = GatherWithEdges(split.door, split.axis, where).start([], edges).wait()
-        halo = Halo(before, after)
+        _, halo = split.door.gather_with_edges(split.axis, where, [], edges).wait()
     return convolve_with_halo(convolution, x_BChW, ROWS, stencil, halo)
 
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import ExchangePart, GatherWithEdges, Halo, moments_part
+from patchpar.comm.collectives import ExchangePart, Halo, Received, moments_part
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.exchange_policy import LEAST_VARIANCE
 from patchpar.shard.local_patch import LocalPatch
-from patchpar.shard.stale.cache import Received, StaleEntry
+from patchpar.shard.stale.cache import StaleEntry
 from patchpar.shard.unet.layers import (
     Conv,
     Moments,
@@ -62,13 +62,13 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         share = self.share
         feeds = self.feeds if share.fuses_edges else None
         edges = share.edges(x, feeds.before, feeds.after) if feeds is not None else None
-        received, before, after = GatherWithEdges(share.door, share.axis, self.where).start([own], edges).wait()
+        received, rows_beyond = share.door.gather_with_edges(share.axis, self.where, [own], edges).wait()
         if slot is not None:
             slot.keep({share.axis.ranks[place]: values for place, values in received.items()}, own)
         everyone = [own if place == share.place else received[place][0] for place in range(share.axis.size)]
         normalise = Normalise(module, merge_moments(everyone, (x.shape[0], module.num_groups)))
         if feeds is not None:
-            halo = Halo(*(feeds.activate(normalise, rows) for rows in (before, after)))
+            halo = Halo(*(feeds.activate(normalise, rows) for rows in rows_beyond))
             share.halos.update(dict.fromkeys(feeds.convs, halo))
         return normalise(x)
 
@@ -152,14 +152,14 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
         if left is not None:
             return kept(left)
-        pending = GatherWithEdges(share.door, share.axis, self.where).start([], share.edges(x, before, after))
-        return lambda: kept(Halo(*pending.wait()[1:]))
+        pending = share.door.gather_with_edges(share.axis, self.where, [], share.edges(x, before, after))
+        return lambda: kept(pending.wait()[1])
 
     def _of_last_step(self, x: Tensor, before: int, after: int, slot: StaleEntry) -> Halo:
         """The neighbours' rows of the last step; ours leave for the next."""
         share = self.share
         edges, found = share.edges(x, before, after), slot.collect()
-        halo = Halo(*edges.received(share.axis, found))
+        halo = edges.received(share.axis, found)
         if share.memory is not None and not share.frozen:
             if share.treatment.published:
                 slot.coming = _send_to_everyone(share, x, before, after, self.where)

@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from patchpar.comm.collectives import Edges, GatherWithEdges, Halo
+from patchpar.comm.collectives import Edges, Halo, Received
 from patchpar.shard.local_patch import LocalPatch
 
 NOTHING = Halo(None, None)
-Received = dict[int, list[Tensor]]
 
 
 class NeighbourRows(NamedTuple):
@@ -74,13 +73,7 @@ class VaeBand:
         if not self.exchanging:
             return lambda: ({}, NOTHING)
         edges = None if edges is None else edges.kept()  # or the whole map would stay until they have been waited for
-        rounding = GatherWithEdges(self.share.door, self.share.axis, self.where).start(shared, edges)
-
-        def wait() -> tuple[Received, Halo]:
-            received, before, after = rounding.wait()
-            return received, Halo(before, after)
-
-        return wait
+        return self.share.door.gather_with_edges(self.share.axis, self.where, shared, edges).wait
 
     def fetch(self, x: Tensor, before: int, after: int) -> Callable[[], Halo]:
         """Start to get the rows beyond `x`; what is returned waits for them."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from patchpar.comm.async_tensor import AsyncMessage
-from patchpar.comm.collectives import AllGather, Communicator, TimedWork
+from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.comm.pytree import leaves, tensors_in, with_tensors
-from patchpar.comm.transport import Incoming, Outgoing, TensorSpec
+from patchpar.comm.transport import Incoming, Messages, Outgoing, TensorSpec, Work
 from patchpar.errors import ExchangeError, UnsupportedModel
 from patchpar.plan.mesh import Axis
 
@@ -61,7 +61,7 @@ class PredictionExchange:
 
     def __init__(self, door: Communicator, axis: Axis) -> None:
         self._door, self._axis = door, axis
-        self._sent: list[TimedWork] = []
+        self._sent: list[Work[Messages]] = []
         self._parcels: list[_ExpectedMessage] = []
         self._deliveries: list[AsyncMessage] = []
         self._doubts: list[Tensor] = []
@@ -147,7 +147,7 @@ class PredictionExchange:
     def _stamp(self, moment: PredictionTime, form: OutputForm) -> Tensor:
         return moment.stamp(form.specs, self._door.transport.device)
 
-    def _swap(self, outgoing: list[Outgoing], moment: PredictionTime) -> TimedWork:
+    def _swap(self, outgoing: list[Outgoing], moment: PredictionTime) -> Work[Messages]:
         due = [parcel for parcel in self._parcels if parcel.arriving is None]
         arriving = self._door.swap(KIND, str(moment), outgoing, [parcel.incoming() for parcel in due])
         for index, parcel in enumerate(due):
@@ -160,7 +160,7 @@ class _ExpectedMessage:
 
     def __init__(self, post: PredictionExchange, place: int, form: OutputForm, moment: PredictionTime) -> None:
         self.post, self.place, self.form, self.moment = post, place, form, moment
-        self.arriving: TimedWork | None = None
+        self.arriving: Work[Messages] | None = None
         self.index = 0
 
     def incoming(self) -> Incoming:

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from patchpar.comm.collectives import Communicator, ExchangePart, ExchangeWork
-from patchpar.comm.transport import TensorSpec
+from patchpar.comm.collectives import Communicator, ExchangePart, Received
+from patchpar.comm.transport import TensorSpec, Work
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
@@ -203,7 +203,7 @@ class WindowContext:
         count = len(self._seen(way, path))
         return [(*x.shape[:2], count, x.shape[3]) for x in self._forms[path]]
 
-    def _unpacked(self, exchange: ExchangeWork, shares: UnitAssignment) -> Bands:
+    def _unpacked(self, exchange: Work[list[Received]], shares: UnitAssignment) -> Bands:
         axis, found = self._mesh[1], {}
         (received,) = exchange.wait()
         for peer, (flat,) in received.items():

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import Communicator, TimedWork
+from patchpar.comm.collectives import Communicator
+from patchpar.comm.transport import Messages, Work
 from patchpar.errors import PlanError
 from patchpar.stream.images.messages import ImageRequest
 from patchpar.stream.images.step_rotation import StepAssignment, shared_steps
@@ -53,7 +54,7 @@ class ImageTail:
     """A picture that this rank is to end. `since`: when that was known, by time.monotonic."""
 
     order: ImageRequest
-    results: TimedWork
+    results: Work[Messages]
     since: float
 
 
