@@ -100,10 +100,9 @@ figures-long: $(VENV)/installed-dev
 	$(BIN)/python -m benchmarks.stream.long --model assets/face-stream --variant fp16 --devices cpu:2 --blocks 300 \
 	  --write docs/figures/stream-face.md
 
-# Writes docs/coverage.md; minutes on one core for classes, a quarter of an hour on two for pipelines.
+# Writes docs/coverage.md; a quarter of an hour on two cores.
 coverage: $(VENV)/installed-dev
-	$(BIN)/python -m tests.coverage
-	$(BIN)/python -m tests.coverage.pipelines
+	$(BIN)/python -m benchmarks.coverage
 
 # Writes patchpar/shard/transformer/plans; minutes on one core.
 plans: $(VENV)/installed-dev

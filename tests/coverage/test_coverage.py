@@ -8,15 +8,14 @@ import re
 import pytest
 import torch
 
+from benchmarks.coverage.modes import FIRST, Mode, modes
+from benchmarks.coverage.own_lines import lines_naming, words_of
+from benchmarks.coverage.page import PAGE, Page, read, versions, written
+from benchmarks.coverage.report import RANKS, Report, Row, examine, row_of
+from benchmarks.coverage.subjects import Subject, left_out, subjects
+from benchmarks.coverage.trial import LIMIT, SEEN, Found, Result, Trial, distance
 from patchpar.shard.transformer.token_plan import TokenPlan
 from tests.breadth import first_of
-
-from .modes import FIRST, Mode, modes
-from .own_lines import lines_naming, words_of
-from .page import PAGE, Page, read, versions, written
-from .report import RANKS, Report, Row, examine, row_of
-from .subjects import Subject, left_out, subjects
-from .trial import LIMIT, SEEN, Found, Result, Trial, distance
 
 SAMPLE = {
     "FluxTransformer2DModel": "text first, blocks of two kinds",
@@ -53,7 +52,7 @@ def sampled(name: str) -> Subject:
 
 @pytest.mark.parametrize("name", first_of(SAMPLE, *QUICK))
 def test_what_the_page_says_is_found_again(page: Page, name: str) -> None:
-    report = examine(sampled(name), RANKS, lambda _: None)
+    report = examine(sampled(name), RANKS)
     assert not report.failures
     row = row_of(report)
     (told,) = [each for each in of_this_diffusers(page).rows if (each.name, each.family) == (row.name, row.family)]

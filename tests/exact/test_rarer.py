@@ -12,7 +12,7 @@ from tests.breadth import first_of
 
 LIMIT, CONTROL = 1e-5, 1e-2
 QUICK = ("sd_t2i", "if_text")
-"""Residuals of an adapter, and a denoiser in pixels; tests/coverage/pipelines goes over more pipelines."""
+"""Residuals of an adapter, and a denoiser in pixels; benchmarks/coverage/pipelines goes over more pipelines."""
 
 
 @pytest.mark.parametrize("name", first_of(tiny.RARER, *QUICK))

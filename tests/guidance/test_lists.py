@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.coverage.pipelines.zoo import ZOO
 from patchpar.comm.async_tensor import AsyncMessage
 from patchpar.errors import VerificationError
 from patchpar.shard.batch import Batch
 from patchpar.shard.verification import with_noise_for_zeros
 from tests import tiny
 from tests.breadth import first_of
-from tests.coverage.pipelines.zoo import ZOO
 from tests.tensors import relative
 from tests.tokens.piped import Builder, plain, shared
 

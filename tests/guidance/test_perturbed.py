@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.coverage.pipelines.zoo import ZOO
 from patchpar.errors import PlanError, VerificationError
 from patchpar.shard.guidance_branches import at_own_place, layers_by_branch
 from tests import tiny
 from tests.breadth import first_of
-from tests.coverage.pipelines.zoo import ZOO
 from tests.tensors import relative
 from tests.tokens.piped import plain, shared
 

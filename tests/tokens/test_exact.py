@@ -1,6 +1,6 @@
 """Transformers of diffusers with their tokens split, at two numbers of tokens, against the same in one piece.
 
-Every twelfth class in every run, and some with something of their own; `python -m tests.coverage` goes over all.
+Every twelfth class in every run, and some with something of their own; `python -m benchmarks.coverage` goes over all.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ..page import PAGE, read, versions
-from ..tables import cells_under
-from .report import LEFT_OUT_HEADER, PLANS, Row, left_out, rows_of
-from .trial import LIMIT, SEEN
-from .zoo import ZOO
+from benchmarks.coverage.page import PAGE, read, versions
+from benchmarks.coverage.pipelines.report import LEFT_OUT_HEADER, PLANS, Row, left_out, rows_of
+from benchmarks.coverage.pipelines.trial import LIMIT, SEEN
+from benchmarks.coverage.pipelines.zoo import ZOO
+from benchmarks.coverage.tables import cells_under
 
 LEAST_EXACT = {"patch=2": 0.90, "cfg": 0.97}
 """Share of pipelines, for guidance of those that have any."""

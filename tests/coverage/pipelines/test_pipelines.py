@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.coverage.page import with_pipelines
+from benchmarks.coverage.pipelines.kept import KeptReports
+from benchmarks.coverage.pipelines.report import Report, left_out, replaced, row_of, rows_of, section
+from benchmarks.coverage.pipelines.trial import LIMIT, Outcome, judged, merged, outcomes_of
+from benchmarks.coverage.pipelines.zoo import ZOO
 from tests.breadth import first_of
 from tests.conftest import POOL_SIZE
-
-from ..page import with_pipelines
-from .kept import KeptReports
-from .report import Report, left_out, replaced, row_of, rows_of, section
-from .trial import LIMIT, Outcome, judged, merged, outcomes_of
-from .zoo import ZOO
 
 ALWAYS = (
     "AnimateDiffVideoToVideoControlNetPipeline",
@@ -39,7 +38,7 @@ def test_no_pipeline_is_wrong_or_ends_in_an_error(ranks: Any, tmp_path: Path, na
     entry = ZOO[name]
     is_quick = name in QUARTER and name not in ALWAYS
     plans = entry.quick_plans if is_quick else entry.plans
-    found = ranks.run("tests.coverage.pipelines.trial:examined", POOL_SIZE, name, plans, str(tmp_path))
+    found = ranks.run("benchmarks.coverage.pipelines.trial:examined", POOL_SIZE, name, plans, str(tmp_path))
     assert not Report(name=name, guidance=entry.guidance, outcomes=outcomes_of(found, plans)).failures
 
 

@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
 HEADER = ("class", "family", "split", "modes", "2 ranks", "3 ranks", "4 ranks", "without exchange", "note")
 LEFT_OUT = ("class", "why nothing is tried")
 PIPELINES = "## Pipelines"
-"""Title of the part that `tests.coverage.pipelines` writes, behind all else."""
+"""Title of the part about pipelines, behind all else."""
 VERDICTS = {
     "tokens": "split between their tokens, exact",
     "bands": "in bands, exact",
@@ -87,7 +87,7 @@ def _opening(reports: Sequence[Report]) -> str:
     return (
         f"Every transformer and UNet class of diffusers that a small configuration can be made of, {len(names)} of "
         f"them in {len(reports)} configurations, split between ranks and held against its plain forward. Written by "
-        f"`python -m tests.coverage` (`make coverage`) with torch {known['torch']} and diffusers "
+        f"`python -m benchmarks.coverage` (`make coverage`) with torch {known['torch']} and diffusers "
         f"{known['diffusers']}: random weights, fp32, CPU, each rank a thread that talks to the others as a process "
         "would."
     )

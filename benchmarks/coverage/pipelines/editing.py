@@ -7,7 +7,7 @@ from typing import Any
 
 import diffusers
 
-from tests.coverage.unets import UNETS
+from benchmarks.coverage.unets import UNETS
 from tests.tiny import autoencoders, encoders, language_encoders, language_pipelines, pictures, tokenizers
 from tests.tiny.image_pipelines import PROMPT, SIZE
 from tests.tiny.transformer_pipelines import flow_matching

@@ -20,6 +20,7 @@ sd = partial(builder, image_pipelines.sd)
 
 
 def controlnet() -> Any:
+    """For the UNet of `image_pipelines.sd`."""
     return diffusers.ControlNetModel.from_unet(
         image_pipelines.sd()[0].unet, conditioning_embedding_out_channels=(8, 8, 16, 16)
     )
@@ -47,6 +48,7 @@ def _controlnet_xs() -> Built:
 
 
 def unet_of_sd(**changes: Any) -> Any:
+    """The UNet of `image_pipelines.sd` with another configuration."""
     return changed(image_pipelines.sd()[0].unet, **changes)
 
 

@@ -98,7 +98,7 @@ def section(reports: Sequence[Report], missing: Mapping[str, str]) -> str:
             f"{power(LIMIT)}). *Guidance* says whether its branches are one call of the denoiser or a call each; "
             "*cfg* is a rank for each branch: `cfg=3` where there are three of them, else `cfg=2`. "
             "*Without exchange* is the smallest error of the same call with the exchange switched off (at least "
-            f"{power(SEEN)}). Written by `python -m tests.coverage.pipelines`.",
+            f"{power(SEEN)}). Written by `python -m benchmarks.coverage`.",
             "",
             f"Exact under `patch=2`: {share_of(_exact(reports, 'patch=2'), len(reports))}. Exact under `cfg`, of "
             f"those that guide: {share_of(_exact(_guided(reports), 'cfg'), len(_guided(reports)))}.",

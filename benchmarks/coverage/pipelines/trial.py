@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.coverage.trial import LIMIT, SEEN, distance
 from patchpar.comm.pytree import with_own_lists
 from patchpar.errors import PatchparError
 from patchpar.pipeline.messages import CallOptions, RandomState
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.plan import Plan
 from patchpar.strategies.data.split import PICTURES
-from tests.coverage.trial import LIMIT, SEEN, distance
 from tests.ranks import Place
 
 from .entry import Built, Entry
@@ -47,8 +47,10 @@ class Outcome:
 
 
 def examined(place: Place, name: str, plans: Sequence[str], verdicts: str) -> list[Outcome]:
-    """What each plan gives, on this rank, without those that leave it idle. Collective: every rank of the pool calls
-    it."""
+    """What each plan gives, on this rank, without those that leave it idle.
+
+    Collective: every rank of the pool calls it.
+    """
     from .zoo import ZOO
 
     engine, subject = PipelineRunner(place.context), _Subject(ZOO[name])

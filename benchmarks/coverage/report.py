@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 from .modes import modes
@@ -73,14 +73,12 @@ class Row:
         return astuple(self)
 
 
-def examine(subject: Subject, ranks: Sequence[int], note: Callable[[str], None]) -> Report:
-    """Try everything; `note` is told how it goes."""
+def examine(subject: Subject, ranks: Sequence[int]) -> Report:
+    """Try everything."""
     trial = Trial(subject, max(RANKS))
-    note("first use")
     found, results = trial.first_use(), []
     for count in ranks if found.known is not None else ():
         for mode in modes(count):
-            note(f"{mode.name} on {count} ranks")
             results.append(trial.run(mode, count, found.known))
     split_latent = found.known.latent if found.by_tokens else subject.latent
     return Report(

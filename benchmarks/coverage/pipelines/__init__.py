@@ -1,0 +1,1 @@
+"""Pipeline classes in small, and each under several plans."""
