@@ -12,6 +12,7 @@ from patchpar.plan.bands import split_bands
 from patchpar.plan.link_model import LinkModel
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import AXIS_MEANINGS
+from patchpar.plan.scalars import is_whole
 
 MOST_DEVICES = 64
 MOST_PROMPTS = 16
@@ -31,7 +32,7 @@ class PlannedCall:
     def __post_init__(self) -> None:
         for name, most in (("devices", MOST_DEVICES), ("prompts", MOST_PROMPTS), ("height", 65536), ("width", 65536)):
             value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= most:
+            if not is_whole(value, 1, most):
                 raise PlanError(f"{name} {value!r}: it is a whole number from 1 to {most}")
 
     def arguments(self, known: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from patchpar import PlanError
+from patchpar.plan.scalars import is_whole
 
 LONGEST_PROMPT = 1000  # characters
 MOST_STEPS = 150
@@ -74,5 +75,5 @@ def as_whole(value: Any) -> Any:
 
 
 def _check_whole(name: str, value: Any, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+    if not is_whole(value, least, most):
         raise PlanError(f"{name} {value!r}: it is a whole number from {least} to {most}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patchpar.errors import PlanError
-from patchpar.plan.scalars import plain
+from patchpar.plan.scalars import is_whole, plain
 
 GPU_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: NVIDIA, AMD, and NVIDIA under Windows' Linux
 WORKERS_PER_CORE = 8
@@ -37,7 +37,7 @@ def resolve_devices(devices: object = "auto", *, share: bool = False) -> Devices
     devices = plain(devices)
     if isinstance(devices, (list, tuple)):
         return _from_list(devices, share)
-    if isinstance(devices, int) and not isinstance(devices, bool):
+    if is_whole(devices, float("-inf")):
         return _from_number(devices)
     if type(devices).__module__ == "torch":
         return _from_list([devices], share)

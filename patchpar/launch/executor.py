@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from patchpar.errors import LaunchError, PatchparError
 from patchpar.launch.replay import CallEffects
-from patchpar.plan.scalars import plain
+from patchpar.plan.scalars import is_number, plain
 
 OnEvent = Callable[[int, Any], object]
 OnAsk = Callable[[Any], Any]
@@ -198,7 +198,7 @@ def engine_method(engine: object, method: str) -> Callable[..., Any]:
 def check_deadline(name: str, seconds: object) -> float:
     """`seconds` if it is a sensible time limit. Raises LaunchError otherwise."""
     seconds = plain(seconds)
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
+    if not is_number(seconds) or not 0 < seconds < float("inf"):
         raise LaunchError(f"{name}={seconds!r}: it must be a number of seconds above 0")
     return float(seconds)
 

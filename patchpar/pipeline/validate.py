@@ -8,7 +8,7 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.files import free_memory
 from patchpar.models.info import DENOISERS, PipelineInfo
 from patchpar.plan.plan import Plan
-from patchpar.plan.scalars import plain
+from patchpar.plan.scalars import is_whole, plain
 from patchpar.strategies.data.split import PromptSlice
 from patchpar.strategies.structure.memory_estimate import check_room
 from patchpar.strategies.structure.options import StructureGuidance
@@ -52,7 +52,7 @@ def check_call(model: PipelineInfo, kwargs: Mapping[str, Any]) -> None:
             _check_prompt(name, kwargs[name])
     for name in COUNTS:
         value = kwargs.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and not is_whole(value):
             raise PlanError(f"{name}={value!r}: it is a whole number of at least 1")
     for name in SIDES:
         if kwargs.get(name) is not None:
@@ -72,7 +72,7 @@ def _check_prompt(name: str, value: Any) -> None:
 
 
 def _check_side(name: str, value: Any, unit: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_whole(value):
         raise PlanError(f"{name}={value!r}: it is a whole number of pixels")
     if value % unit:
         below, above = value // unit * unit, -(-value // unit) * unit

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from patchpar.errors import PlanError
-from patchpar.plan.scalars import make_plain
+from patchpar.plan.scalars import is_whole, make_plain
 
 WAYS = {
     "gather": "everybody's keys come to every place at once",
@@ -24,7 +24,7 @@ class AttentionMode:
         make_plain(self)
         if self.way not in WAYS:
             raise PlanError(f"attention={self.way!r}: use {', '.join(WAYS)}")
-        if isinstance(self.ulysses, bool) or not isinstance(self.ulysses, int) or self.ulysses < 1:
+        if not is_whole(self.ulysses):
             raise PlanError(f"ulysses={self.ulysses!r}: it is a number of ranks, at least 1")
 
     def check_places(self, places: int) -> None:

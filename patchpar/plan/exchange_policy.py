@@ -13,6 +13,7 @@ from patchpar.errors import PlanError
 from patchpar.plan.attention_mode import AttentionMode
 from patchpar.plan.kv_selection import AllRows, KVSelection
 from patchpar.plan.resync import Resync
+from patchpar.plan.scalars import is_number, is_whole
 
 Moments = Literal["fresh", "corrected", "guarded", "stale", "separate"]
 GroupNorm = Literal["corrected", "guarded", "stale", "separate", "sync"]
@@ -87,7 +88,7 @@ class ExchangePolicy:
 
 def check_warmup(name: str, steps: object) -> None:
     """Raise PlanError unless `steps` is a number of steps that may be exact at the beginning."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+    if not is_whole(steps):
         raise PlanError(
             f"{name}: warmup_steps={steps!r}: the first step has no earlier values to use, so at least 1 step is "
             "exact; with as many as there are steps, all are"
@@ -96,13 +97,13 @@ def check_warmup(name: str, steps: object) -> None:
 
 def check_share(name: str, option: str, value: object) -> None:
     """Raise PlanError unless `value` is a share of a neighbour's rows."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+    if not is_number(value, 0, 1) or value == 0:
         raise PlanError(f"{name}: {option}={value!r}: it is a share of a neighbour's rows, above 0 and at most 1")
 
 
 def check_count(name: str, option: str, value: object) -> None:
     """Raise PlanError unless `value` is a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_whole(value):
         raise PlanError(f"{name}: {option}={value!r}: it is a whole number of at least 1")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from patchpar.errors import PlanError
-from patchpar.plan.scalars import make_plain
+from patchpar.plan.scalars import is_whole, make_plain
 
 AXIS_MEANINGS = {"data": "a share of the prompts", "cfg": "a guidance branch", "patch": "a band of rows or columns"}
 SPLITS = ("auto", "rows", "columns")
@@ -38,7 +38,7 @@ class Plan:
         make_plain(self)
         object.__setattr__(self, "strategy", resolve_strategy(self.strategy))
         for name, degree in self.degrees().items():
-            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+            if not is_whole(degree):
                 raise PlanError(f"{name}={degree!r}: the degree of an axis is a whole number of at least 1")
         if self.split not in SPLITS:
             raise PlanError(f"split={self.split!r}: use one of {', '.join(SPLITS)}")

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 
 from patchpar.errors import PlanError
+from patchpar.plan.scalars import is_number
 
 DB_AT_FULL_DRIFT = {"none": 21.0, "affine": 30.0, "linear": 40.0}
 """PSNR in dB of a picture whose stale steps all had a relative drift of 1, by what owners tell of it; half the drift is
@@ -35,8 +36,7 @@ def check_resync(name: str, quality: object, budget: object) -> None:
     if quality is not None and budget is not None:
         raise PlanError(f"{name}: quality={quality!r} and budget={budget!r}: give one of them, the other follows")
     for option, value in (("quality", quality), ("budget", budget)):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (number and 0 < value < math.inf):  # type: ignore[operator]
+        if value is not None and not (is_number(value) and 0 < value < math.inf):
             unit = "a PSNR in dB" if option == "quality" else "MiB per step"
             raise PlanError(f"{name}: {option}={value!r}: it is {unit}, a number above 0")
 

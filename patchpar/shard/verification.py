@@ -18,6 +18,7 @@ from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.comm.traffic import CommStats
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
+from patchpar.plan.scalars import is_number
 from patchpar.shard.fingerprint import fingerprint
 from patchpar.shard.precision import wide
 from patchpar.shard.verification_cache import VerificationCache
@@ -65,7 +66,7 @@ def known_to_all(mesh: tuple[Communicator, Axis], network: str, key: str, known:
 
 def _error(value: Any) -> float:
     """A relative error as it was written down. Raises ValueError for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+    if not is_number(value, 0) or value == math.inf:
         raise ValueError(f"{value!r:.80} is no relative error")
     return float(value)
 

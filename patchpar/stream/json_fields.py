@@ -3,19 +3,19 @@
 from typing import Any
 
 from patchpar.errors import PlanError
+from patchpar.plan.scalars import is_number, is_whole
 
 
 def whole(name: str, value: Any, least: int, most: int) -> int:
     """A whole number from `least` to `most`. Raises PlanError."""
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+    if not is_whole(value, least, most):
         raise PlanError(f"{name}={value!r:.80}: it must be a whole number from {least} to {most}")
     return value
 
 
 def number(name: str, value: Any, least: float, most: float) -> float:
     """A number from `least` to `most`. Raises PlanError."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not least <= value <= most:  # nor is a NaN
+    if not is_number(value, least, most):
         raise PlanError(f"{name}={value!r:.80}: it must be a number from {least:g} to {most:g}")
     return float(value)
 

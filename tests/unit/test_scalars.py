@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ from patchpar.models.info import PipelineInfo, describe
 from patchpar.pipeline.auto_plan import choose
 from patchpar.pipeline.validate import bind, check_call, check_plan_for
 from patchpar.plan.plan import Plan
-from patchpar.plan.scalars import plain
+from patchpar.plan.scalars import is_number, is_whole, plain
 from patchpar.strategies.displaced import DisplacedPatch
 from patchpar.strategies.exact import ExactPatch
 from patchpar.strategies.fresh_edges import FreshEdges
@@ -23,6 +25,7 @@ from patchpar.strategies.pcpp import PartiallyConditioned
 from patchpar.strategies.structure.options import StructureGuidance
 from tests.tiny import build
 
+REPOSITORY = Path(__file__).parents[2]
 KINDS = (int, np.int64, np.int32, np.uint8, np.array, torch.tensor)
 
 
@@ -96,3 +99,28 @@ def test_a_number_of_devices() -> None:
 @pytest.mark.parametrize("value", ["3", None, [3], torch.ones(1), object()])
 def test_nothing_else_is_touched(value: Any) -> None:
     assert plain(value) is value
+
+
+@pytest.mark.parametrize("wrong", [True, False, 0, -1, 1.0, "1", None, float("nan")])
+def test_what_is_no_count(wrong: Any) -> None:
+    assert not is_whole(wrong)
+
+
+@pytest.mark.parametrize("wrong", [True, False, float("nan"), "1", None, -0.1, 1.1])
+def test_what_is_no_number_within_limits(wrong: Any) -> None:
+    assert not is_number(wrong, 0, 1)
+    assert is_number(1, 0, 1)
+
+
+@pytest.mark.parametrize("option", ["bands", "seed", "native", "overlap"])
+def test_true_is_no_count_of_structure_guidance(option: str) -> None:
+    with pytest.raises(PlanError, match=f"{option}=True"):
+        StructureGuidance(**{option: True})
+
+
+def test_what_a_number_is_is_said_in_one_place() -> None:
+    """Nowhere else is a bool told from a number by hand."""
+    by_hand = re.compile(r"isinstance\([\w.]+, bool\) or not isinstance\([\w.]+, |isinstance\([\w.]+, int\) and not")
+    folders = (REPOSITORY / "patchpar", REPOSITORY / "app")
+    places = [path for folder in folders for path in folder.rglob("*.py") if by_hand.search(path.read_text())]
+    assert [path.name for path in places] == ["scalars.py"]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from patchpar.errors import PlanError
 from patchpar.plan.exchange_policy import check_choice
-from patchpar.plan.scalars import make_plain
+from patchpar.plan.scalars import is_number, is_whole, make_plain
 from patchpar.strategies.strategy import as_text
 
 if TYPE_CHECKING:
@@ -113,15 +113,15 @@ class StructureGuidance:
 
     def _check_number(self, option: str, most: float) -> None:
         value = getattr(self, option)
-        if value is not None and not (isinstance(value, (int, float)) and 0 <= value <= most):
+        if value is not None and not is_number(value, 0, most):
             raise PlanError(f"{self.name}: {option}={value!r}: it is a number from 0 to {most:g}")
 
     def _check_counts(self) -> None:
-        if not isinstance(self.bands, int) or self.bands < 1:
+        if not is_whole(self.bands):
             raise PlanError(f"{self.name}: bands={self.bands!r}: it is a number of ranks, 1 for none together")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+        if not is_whole(self.seed, 0, 2**63 - 1):
             raise PlanError(f"{self.name}: seed={self.seed!r}: it is a whole number from 0 to 2**63 - 1")
-        if self.native is not None and (not isinstance(self.native, int) or self.native < 8):
+        if self.native is not None and not is_whole(self.native, 8):
             raise PlanError(f"{self.name}: native={self.native!r}: it is a side in pixels, such as 1024")
 
     def _chosen(self, option: str) -> Any:
