@@ -58,6 +58,6 @@ def options(
 
 def main() -> None:
     """Entry point of the `patchpar` command."""
-    # Which library reads images is no news to somebody who wants a picture.
+    # Which library reads images does not matter to somebody who generates one.
     logging.getLogger("transformers.utils.import_utils").setLevel(logging.ERROR)
     app()

@@ -1,4 +1,4 @@
-"""`patchpar app`: the demo, a page in the browser."""
+"""`patchpar app`: the web demo, a page in the browser."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ class AppFlags:
     """The flags of `app`."""
 
     model: Model = "embedded"
-    devices: Annotated[str, typer.Option(help="As of generate; without a GPU, auto is two CPU workers.")] = "auto"
-    face: Annotated[str, typer.Option(help="A folder of a model that streams a face that talks.")] = FACE
-    host: Annotated[str, typer.Option(help="127.0.0.1 is this machine only; 0.0.0.0 is everybody.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="0 is any that is free.")] = 7860
+    devices: Annotated[str, typer.Option(help="As for generate; without a GPU, auto is two CPU workers.")] = "auto"
+    face: Annotated[str, typer.Option(help="Folder of a talking-face model for streams.")] = FACE
+    host: Annotated[str, typer.Option(help="127.0.0.1: this machine only; 0.0.0.0: any machine.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="0: any free port.")] = 7860
     auth: Annotated[
         str | None, typer.Option(help="NAME:PASSWORD, or a file with such a line for each user.", show_default=False)
     ] = None
-    open: Annotated[bool, typer.Option("--open", help="Serve beyond this machine though nobody has to log in.")] = False
+    open: Annotated[bool, typer.Option("--open", help="Serve other machines without a log-in.")] = False
     dtype: Format = None
-    variant: Annotated[str | None, typer.Option(help="Weight files to take, such as fp16.")] = None
+    variant: Annotated[str | None, typer.Option(help="Variant of the weight files, such as fp16.")] = None
     deadline: Deadline = DEADLINE
     debug: Debug = False
 
 
 def serve_app(request: AppFlags) -> None:
-    """Start the demo: a page to try, see and measure all of this. Ctrl-C ends it."""
+    """Serve the web demo until ctrl-C."""
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
         typer.echo("Starting the page.", err=True)  # importing what it needs takes seconds

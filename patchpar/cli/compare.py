@@ -1,4 +1,4 @@
-"""`patchpar compare PROMPT`: the same picture under a plan and on one process, and how far they are apart."""
+"""`patchpar compare PROMPT`: the same image under a plan and on one process, and how far they are apart."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ WARM_UP_STEPS = 2  # first steps allocate and choose kernels; they are not what 
 class CompareFlags(ImageFlags):
     """The flags of `compare`."""
 
-    output: Annotated[Path, typer.Option("--output", "-o", help="Stem of three: -plan, -single, -difference.")] = Path(
-        "compare.png"
-    )
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Stem of three files: -plan, -single, -difference.")
+    ] = Path("compare.png")
 
 
 class ComparedRun(NamedTuple):
-    """One side of the comparison: what the run says of itself, and float pictures (H, W, C) in 0..1."""
+    """One side of the comparison: statistics of the run, and float images (H, W, C) in 0..1."""
 
     run: Any
     pictures: list[Any]
 
 
 def compare(request: CompareFlags) -> None:
-    """Draw under a plan and on one process: how far apart, how much faster, how many bytes."""
+    """Compare a plan with one process: PSNR, speed-up, bytes."""
     with friendly_errors(request.debug):
         request.check()
         paths = {
@@ -77,7 +77,7 @@ def _both(request: CompareFlags, errand: RequestedTask) -> tuple[ComparedRun, Co
 
 
 def of_one(plan: Plan) -> Plan:
-    """What one process draws to compare with: the plain pipeline, or the same large picture out of patches."""
+    """What one process generates to compare with: the plain pipeline, or the same large image from patches."""
     from patchpar import Plan
 
     return Plan(strategy=plan.strategy) if plan.strategy.for_one_rank else Plan()
@@ -100,7 +100,7 @@ def _draw(request: CompareFlags, errand: RequestedTask, where: dict[str, Any], t
 
 
 def measure_pair(planned: ComparedRun, single: ComparedRun) -> dict[str, float]:
-    """The figures of `compare`: the worst picture counts. max_abs_diff is on the 0..1 scale."""
+    """The figures of `compare`: the worst image counts. max_abs_diff is on the 0..1 scale."""
     from patchpar.pipeline.image_metrics import max_abs_diff, psnr, ssim
 
     pairs = list(zip(planned.pictures, single.pictures, strict=True))
@@ -126,7 +126,7 @@ def _report(figures: dict[str, Any], planned: ComparedRun, single: ComparedRun, 
         print_json(figures)
         return
     typer.echo(str(planned.run))
-    typer.echo(f"one process: {single.run.seconds:.1f} s, so {figures['speedup']:.2f} times as fast")
+    typer.echo(f"one process: {single.run.seconds:.1f} s, speed-up {figures['speedup']:.2f}x")
     typer.echo(
         f"PSNR {figures['psnr_db']:.1f} dB, SSIM {figures['ssim']:.6f}, "
         f"largest difference {figures['max_abs_diff']:.2e} (of 1)"

@@ -1,4 +1,4 @@
-"""`patchpar doctor`: what is here, does it work together, and what would be chosen."""
+"""`patchpar doctor`: versions, devices and links, a communication test, and the plan that auto would choose."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from patchpar.models.task_check import RequestedTask
 
 PACKAGES = ("patchpar", "torch", "diffusers", "transformers", "accelerate", "safetensors", "pillow", "av")
 ERRAND = RequestedTask(verb="doctor")
-"""Of its model: a picture is drawn."""
+"""Its model has to generate an image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class DoctorFlags:
 
 
 def doctor(request: DoctorFlags) -> None:
-    """Say what is here, whether it works together, and what would be chosen."""
+    """Show devices and links, test communication, run one step."""
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
         with stdout_kept_clean(request.json), ended_at_once():
@@ -54,7 +54,7 @@ def doctor(request: DoctorFlags) -> None:
 
 
 def examine(request: DoctorFlags) -> dict[str, Any]:
-    """Everything doctor has to say, as JSON has it."""
+    """All findings of doctor, as in its JSON."""
     from patchpar.launch.devices import resolve_devices
     from patchpar.models.files import resolve_model
 
@@ -132,7 +132,7 @@ def collective_test(devices: Sequence[str]) -> dict[str, Any]:
 
 
 def choice(request: DoctorFlags) -> dict[str, Any]:
-    """The plan that is chosen for one step of a picture of the model's own size, and why; that step is drawn."""
+    """The plan that is chosen for one step of an image of the model's own size, and why; that step is run."""
     from patchpar import ParallelPipeline
     from patchpar.models.quiet_libraries import hush
 
@@ -141,7 +141,7 @@ def choice(request: DoctorFlags) -> dict[str, Any]:
     with ParallelPipeline.from_pretrained(request.model, devices=devices, deadline=deadline) as pipe:
         ERRAND.check(purpose_of(pipe.description.pipeline))
         pipe.set_progress_bar_config(disable=True)
-        pipe("a test picture", num_inference_steps=1)
+        pipe("a test image", num_inference_steps=1)
         return {"model": request.model, "chosen": str(pipe.plan), "why": pipe.explain(), "ran": str(pipe.last_run)}
 
 
@@ -161,7 +161,7 @@ def _tell(findings: dict[str, Any]) -> None:
     typer.echo(f"workers   one exchange among {', '.join(test['devices'])}: {verdict} ({test['seconds']:.1f} s)")
     plan = findings["plan"]
     typer.echo(f"plan      {plan['model']}: {plan['why']}")
-    typer.echo(f"picture   {plan['ran']}")
+    typer.echo(f"image     {plan['ran']}")
 
 
 def _gib(size: int | None) -> str:

@@ -30,40 +30,38 @@ class Dtype(str, Enum):
     bfloat16 = "bfloat16"
 
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, and nothing else there.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 Devices = Annotated[str, typer.Option(help="auto, a number (2), cpu:N, cuda, or names: cuda:0,cuda:2.")]
 Model = Annotated[str, typer.Option(help="A folder, a hub id, 'embedded' or 'embedded-dit'.")]
 Format = Annotated[Dtype | None, typer.Option(metavar="<format>", help="Weights as float32, float16 or bfloat16.")]
-Deadline = Annotated[float, typer.Option(help="Seconds a rank may stand still.")]
+Deadline = Annotated[float, typer.Option(help="Seconds that a rank may stall.")]
 DEADLINE = 60.0
 FACE = "embedded-face"
-"""What streams where no other model is named."""
+"""The default model of streams."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlags:
-    """With what to draw, on which devices, in which way."""
+    """Which model, on which devices, with which plan."""
 
     model: Model = "embedded"
     devices: Devices = "auto"
-    plan: Annotated[str, typer.Option(help="auto, or degrees per axis: cfg=2,patch=2.")] = "auto"
-    strategy: Annotated[
-        str | None, typer.Option(help="How patches travel: name, or name:key=value; by default exact.")
-    ] = None
-    vae: Annotated[str, typer.Option(help="How they encode and decode: auto, exact, tiled, rank0.")] = "auto"
-    steps: Annotated[int | None, typer.Option(help="Denoising steps; else the pipeline's own.")] = None
-    guidance_scale: Annotated[float | None, typer.Option(help="By default the pipeline's own.")] = None
-    negative_prompt: Annotated[str | None, typer.Option(help="What must not be seen.")] = None
+    plan: Annotated[str, typer.Option(help="auto, or a degree for each axis: cfg=2,patch=2.")] = "auto"
+    strategy: Annotated[str | None, typer.Option(help="Of axis patch: name or name:key=value; default exact.")] = None
+    vae: Annotated[str, typer.Option(help="Parallel VAE: auto, exact, tiled or rank0.")] = "auto"
+    steps: Annotated[int | None, typer.Option(help="Denoising steps; default: the pipeline's own.")] = None
+    guidance_scale: Annotated[float | None, typer.Option(help="Default: the pipeline's own.")] = None
+    negative_prompt: Annotated[str | None, typer.Option(help="What the output should not show.")] = None
     dtype: Format = None
-    variant: Annotated[str | None, typer.Option(help="Weight files to take, such as fp16.")] = None
-    trace: Annotated[Path | None, typer.Option(help="A file for Perfetto: what each rank did when.")] = None
+    variant: Annotated[str | None, typer.Option(help="Variant of the weight files, such as fp16.")] = None
+    trace: Annotated[Path | None, typer.Option(help="Write a timeline of all ranks, for Perfetto.")] = None
     deadline: Deadline = DEADLINE
     json: Json = False
     debug: Debug = False
 
     def check_counts(self, *names: str) -> None:
-        """Raise PlanError for a count or a size below 1 or a trace that has no place, before anything is started."""
+        """Raise PlanError for a count or a size below 1 or a trace that cannot be written, before the start."""
         for name in ("steps", *names):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -90,8 +88,8 @@ class ModelFlags:
 class SizedFlags(ModelFlags):
     """The same, at a size."""
 
-    height: Annotated[int | None, typer.Option(help="Pixels; by default the model's own size.")] = None
-    width: Annotated[int | None, typer.Option(help="Pixels; by default the model's own size.")] = None
+    height: Annotated[int | None, typer.Option(help="Pixels; default: the model's own size.")] = None
+    width: Annotated[int | None, typer.Option(help="Pixels; default: the model's own size.")] = None
 
     def check_counts(self, *names: str) -> None:
         """As of all, and of the size."""
@@ -104,20 +102,20 @@ class SizedFlags(ModelFlags):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFlags(SizedFlags):
-    """What pictures to draw."""
+    """Which images to generate."""
 
-    prompt: Annotated[list[str], typer.Argument(help="What to draw. Several prompts make several pictures.")]
-    seed: Annotated[int, typer.Option(help="Of the first picture; the next has the next.")] = 0
-    num_images: Annotated[int, typer.Option(help="Pictures per prompt.")] = 1
+    prompt: Annotated[list[str], typer.Argument(help="What to generate. Several prompts make several images.")]
+    seed: Annotated[int, typer.Option(help="Seed of the first image; each further image adds 1.")] = 0
+    num_images: Annotated[int, typer.Option(help="Images per prompt.")] = 1
 
     def check(self) -> None:
-        """Raise PlanError for flags that cannot be, before anything is started."""
+        """Raise PlanError for invalid flags, before anything is started."""
         self.check_counts("num_images")
 
     def for_drawing(self) -> dict[str, Any]:
         """Keyword arguments of the pipeline's call, as diffusers names them.
 
-        Each picture has a generator of its own, so that it is the same alone as among others.
+        Each image has a generator of its own, so that it is the same alone as among others.
         """
         from torch import Generator
 
@@ -134,14 +132,14 @@ class ImageFlags(SizedFlags):
 
     @property
     def pictures(self) -> int:
-        """How many pictures come out."""
+        """Number of images that are generated."""
         return len(self.prompt) * self.num_images
 
 
 def plan_of(plan: str, strategy: str | None, devices: str) -> Plan | str:
     """`--plan` and `--strategy` as `ParallelPipeline` takes them. Raises PlanError, naming what is valid.
 
-    A strategy that is one way for any number of ranks needs no plan: all `devices` take part.
+    A strategy that is the same for any number of ranks needs no plan: it uses all `devices`.
     """
     from patchpar import Plan
     from patchpar.strategies import parse_strategy
@@ -189,7 +187,7 @@ def takes(flags: type[F], command: Callable[[F], None]) -> Callable[..., None]:
 def check_deadline(seconds: float) -> None:
     """Raise PlanError for a `--deadline` that cannot be, before anything is started."""
     if not 0 < seconds < float("inf"):
-        raise PlanError(f"--deadline {seconds:g}: it must be a number of seconds above 0, and not without end")
+        raise PlanError(f"--deadline {seconds:g}: it must be a finite number of seconds above 0")
 
 
 def given(**values: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`patchpar generate PROMPT`: draw pictures and save them."""
+"""`patchpar generate PROMPT`: generate images and save them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from patchpar.models.task_check import RequestedTask
 class GenerateFlags(ImageFlags):
     """The flags of `generate`."""
 
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the picture goes.")] = Path("picture.png")
+    output: Annotated[Path, typer.Option("--output", "-o", help="File of the image.")] = Path("image.png")
 
 
 def generate(request: GenerateFlags) -> None:
-    """Draw pictures from a prompt, on several devices, and save them."""
+    """Generate images from a prompt on several devices."""
     with friendly_errors(request.debug):
         request.check()
         paths = names_for(request.output, request.pictures)
@@ -41,7 +41,7 @@ def generate(request: GenerateFlags) -> None:
 
 
 def _saved(output: Any, paths: list[Path]) -> bool:
-    """Save the pictures, if there are any here."""
+    """Save the images, if this rank has any."""
     pictures = images_of(output)
     for picture, path in zip(pictures or (), paths if pictures else (), strict=True):
         save(picture, path)
@@ -49,14 +49,14 @@ def _saved(output: Any, paths: list[Path]) -> bool:
 
 
 def images_of(output: Any) -> list[Any] | None:
-    """The pictures of a pipeline's output, None on a rank that has none.
+    """The images of a pipeline's output, None on a rank that has none.
 
     Raises PlanError for a pipeline that makes something else.
     """
     if not hasattr(output, "images"):
         raise PlanError(
             f"this model returns {type(output).__name__}, which has no images; "
-            "the command line draws pictures only: use ParallelPipeline in Python for it"
+            "the command line generates images only: use ParallelPipeline in Python for it"
         )
     return None if output.images is None else list(output.images)
 

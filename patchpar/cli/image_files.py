@@ -1,4 +1,4 @@
-"""Pictures on disk: is the path good, before the run; whole files or none, after it."""
+"""Image files: checks the path before the run; writes whole files or none after it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 
 
 def names_for(path: Path, count: int) -> list[Path]:
-    """`out.png` for one picture; `out-1.png`, `out-2.png` ... for several."""
+    """`out.png` for one image; `out-1.png`, `out-2.png` ... for several."""
     if count == 1:
         return [path]
     return [path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(1, count + 1)]
 
 
 def check_writable(path: Path) -> None:
-    """Raise PlanError if a picture cannot be written to `path`. To be called before the work is done."""
+    """Raise PlanError if an image cannot be written to `path`. To be called before the work is done."""
     if path.suffix.lower() not in SUFFIXES:
         known = ", ".join(SUFFIXES)
-        raise PlanError(f"cannot write {path}: the suffix {path.suffix!r} names no picture format; use one of {known}")
-    check_place(path, "--output", "picture.png")
+        raise PlanError(f"cannot write {path}: the suffix {path.suffix!r} names no image format; use one of {known}")
+    check_place(path, "--output", "image.png")
 
 
 def save(picture: Image, path: Path) -> None:

@@ -43,7 +43,7 @@ def drawn_by(
     hush()
     plan = plan_of(request.plan, request.strategy, request.devices)
     opened = {"devices": request.devices, "plan": plan, **request.for_loading(), **options}
-    with ThreadPoolExecutor(1) as aside, progress("drawing") as step, ExitStack() as stack:
+    with ThreadPoolExecutor(1) as aside, progress("generating") as step, ExitStack() as stack:
         with ended_at_once():
             pipe = stack.enter_context(ParallelPipeline.from_pretrained(request.model, **opened))
             errand.check(purpose_of(pipe.description.pipeline))

@@ -1,6 +1,6 @@
 """How a command ends before its time: ctrl-C, and signals that ask it to end, leave nothing running and nothing half.
 
-They unwind the main thread, so that whatever is open is closed: workers, films, pages. Where that thread is inside a
+They unwind the main thread, so that whatever is open is closed: workers, videos, pages. Where that thread is inside a
 kernel it does not hear of them before the kernel returns; `ended_at_once` sees to that.
 """
 

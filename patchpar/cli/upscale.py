@@ -1,4 +1,4 @@
-"""`patchpar upscale PICTURE`: draw a picture again, larger, and save it."""
+"""`patchpar upscale IMAGE`: generate an image again, larger, and save it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,18 @@ from patchpar.models.task_check import RequestedTask
 class UpscaleFlags(ModelFlags):
     """The flags of `upscale`."""
 
-    picture: Annotated[Path, typer.Argument(help="The picture to make larger.")]
-    scale: Annotated[float, typer.Option(help="How many times as large on both sides.")] = 2.0
-    strength: Annotated[float, typer.Option(help="How much is drawn anew, from 0 to 1.")] = 0.35
-    prompt: Annotated[str, typer.Option(help="What the picture shows; detail is drawn for it.")] = ""
-    seed: Annotated[int, typer.Option(help="Same seed, same picture.")] = 0
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the larger picture goes.")] = Path(
-        "upscaled.png"
-    )
+    image: Annotated[Path, typer.Argument(help="The image to enlarge.")]
+    scale: Annotated[float, typer.Option(help="Enlargement of both sides.")] = 2.0
+    strength: Annotated[float, typer.Option(help="How much is generated anew, from 0 to 1.")] = 0.35
+    prompt: Annotated[str, typer.Option(help="What the image shows.")] = ""
+    seed: Annotated[int, typer.Option(help="The same seed gives the same image.")] = 0
+    output: Annotated[Path, typer.Option("--output", "-o", help="File of the larger image.")] = Path("upscaled.png")
 
     def check(self) -> None:
-        """Raise PlanError for flags that cannot be, before anything is started."""
+        """Raise PlanError for invalid flags, before anything is started."""
         self.check_counts()
-        if not self.picture.is_file():
-            raise PlanError(f"{self.picture}: there is no such file")
+        if not self.image.is_file():
+            raise PlanError(f"{self.image}: there is no such file")
         check_writable(self.output)
 
     def for_drawing(self) -> dict[str, Any]:
@@ -53,14 +51,14 @@ class UpscaleFlags(ModelFlags):
 
 
 def enlarge(request: UpscaleFlags) -> None:
-    """Draw a picture again, larger, on several devices, and save it."""
+    """Upscale an image on several devices."""
     with friendly_errors(request.debug):
         request.check()
-        picture = read_picture(request.picture, str(request.picture))
+        image = read_picture(request.image, str(request.image))
         with stdout_kept_clean(request.json):
             keep = partial(_saved, request.output)
             errand = RequestedTask(verb="upscale", has_picture=None)
-            work = partial(_upscaled, picture=picture, request=request)
+            work = partial(_upscaled, image=image, request=request)
             run, size = drawn_by(request, errand, work, keep, task="image-to-image")
         if size is None:
             return  # under torchrun, a rank that has no result: rank 0 saves and reports
@@ -69,14 +67,14 @@ def enlarge(request: UpscaleFlags) -> None:
         _report(run, size, request)
 
 
-def _upscaled(pipe: Any, picture: Any, request: UpscaleFlags) -> Any:
+def _upscaled(pipe: Any, image: Any, request: UpscaleFlags) -> Any:
     from patchpar import upscale
 
-    return upscale(pipe, picture, **request.for_drawing())
+    return upscale(pipe, image, **request.for_drawing())
 
 
 def _saved(path: Path, larger: Any) -> tuple[int, int] | None:
-    """Width and height of what is saved; None on a rank that has no result."""
+    """Width and height of the saved image in pixels; None on a rank that has no result."""
     if larger is None:
         return None
     save(larger, path)

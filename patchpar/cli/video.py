@@ -1,4 +1,4 @@
-"""`patchpar video PROMPT`: draw a video and save it as a file, or frame by frame."""
+"""`patchpar video PROMPT`: generate a video and save it as a file, or frame by frame."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from patchpar.models.task_check import RequestedTask
 class VideoFlags(SizedFlags):
     """The flags of `video`."""
 
-    prompt: Annotated[str | None, typer.Argument(help="What to show; some models want an --image instead.")] = None
-    model: Annotated[str, typer.Option(help="A folder or a hub id of a video pipeline.")]
-    image: Annotated[Path | None, typer.Option(help="A picture to begin with, for models that take one.")] = None
-    num_frames: Annotated[int | None, typer.Option(help="By default the pipeline's own.")] = None
+    prompt: Annotated[str | None, typer.Argument(help="What to generate; optional with --image.")] = None
+    model: Annotated[str, typer.Option(help="Folder or hub id of a video pipeline.")]
+    image: Annotated[Path | None, typer.Option(help="First frame, for image-to-video models.")] = None
+    num_frames: Annotated[int | None, typer.Option(help="Default: the pipeline's own.")] = None
     fps: Annotated[int, typer.Option(help="Frames per second of the file.")] = 16
-    seed: Annotated[int, typer.Option(help="Same seed, same video, on any devices.")] = 0
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the video goes: .mp4, .mkv or .webm.")] = Path(
+    seed: Annotated[int, typer.Option(help="The same seed gives the same video.")] = 0
+    output: Annotated[Path, typer.Option("--output", "-o", help="File of the video: .mp4, .mkv or .webm.")] = Path(
         "video.mp4"
     )
     frames: Annotated[Path | None, typer.Option(help="Also write each frame as PNG into this folder.")] = None
 
     def check(self) -> None:
-        """Raise PlanError for flags that cannot be, before anything is started."""
+        """Raise PlanError for invalid flags, before anything is started."""
         self.check_counts("num_frames", "fps")
         if self.prompt is None and self.image is None:
-            raise PlanError("nothing to show: give a prompt, or --image for a model that goes on from a picture")
+            raise PlanError("nothing to generate: give a prompt, or --image for a model that starts from an image")
         if self.image is not None and not self.image.is_file():
             raise PlanError(f"--image {self.image}: there is no such file")
         check_film(self.output)
@@ -57,12 +57,12 @@ class VideoFlags(SizedFlags):
         )
 
     def picture(self) -> Any:
-        """The one to begin with, None without. Raises PlanError."""
+        """The first frame, None without. Raises PlanError."""
         return None if self.image is None else read_picture(self.image, f"--image {self.image}")
 
 
 def video(request: VideoFlags) -> None:
-    """Draw a video on several devices, and save it."""
+    """Generate a video on several devices."""
     with friendly_errors(request.debug):
         request.check()
         picture = request.picture()

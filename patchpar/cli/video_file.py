@@ -40,7 +40,7 @@ def frames_of(output: Any) -> NDArray[np.uint8] | None:
     """Frames [F, H, W, 3] of a pipeline's output; None on a rank that has none. Raises PlanError."""
     if not hasattr(output, "frames"):
         raise PlanError(
-            f"this model returns {type(output).__name__}, which has no frames: `patchpar generate` draws pictures"
+            f"this model returns {type(output).__name__}, which has no frames: `patchpar generate` generates images"
         )
     if output.frames is None:
         return None
@@ -67,7 +67,7 @@ def _encode(frames: NDArray[np.uint8], path: Path, fps: int) -> None:
 
     height, width = frames.shape[1:3]
     if height % 2 or width % 2:
-        raise PlanError(f"frames are {height} x {width}, and video formats want even sides: use --frames for pictures")
+        raise PlanError(f"frames are {height} x {width}, and video formats want even sides: use --frames to save PNGs")
     codec = CODECS[path.suffix.lower()]
     with av.open(str(path), "w") as container:
         try:

@@ -42,7 +42,7 @@ def test_both_runs_start_from_the_same_noise_and_are_warm(fake: Any, run: Any, t
 
 def test_text(fake: Any, run: Any, tmp_path: Path) -> None:
     result = run("compare", "a fox", "--devices", 2, "-o", tmp_path / "fox.png")
-    assert "so 2.00 times as fast" in result.stdout
+    assert "speed-up 2.00x" in result.stdout
     assert "PSNR 40.0 dB" in result.stdout
     assert "largest difference 1.00e-02" in result.stdout
 

@@ -118,8 +118,8 @@ def test_json_is_one_object_and_alone(fake: Any, run: Any, tmp_path: Path, monke
     ("name", "reason"),
     [
         ("missing/x.png", "there is no folder"),
-        ("x.txt", "'.txt' names no picture format; use one of .png"),
-        ("x", "names no picture format"),
+        ("x.txt", "'.txt' names no image format; use one of .png"),
+        ("x", "names no image format"),
         ("folder.png", "it is a folder"),
     ],
 )

@@ -77,7 +77,7 @@ def test_a_model_that_goes_on_from_a_picture(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("a",), "Missing option '--model'"),
-        (("--model", "m"), "nothing to show"),
+        (("--model", "m"), "nothing to generate"),
         (("a", "--model", "m", "-o", "x.gif"), "names no video format; use one of .mp4, .mkv, .webm"),
         (("a", "--model", "m", "-o", "no/such/x.mp4"), "there is no folder no/such"),
         (("a", "--model", "m", "--num-frames", "0"), "--num-frames 0: it must be at least 1"),
@@ -102,7 +102,7 @@ def test_a_picture_that_is_none(tmp_path: Path) -> None:
 
 
 def test_a_model_that_draws_pictures() -> None:
-    with pytest.raises(PlanError, match=r"has no frames: `patchpar generate` draws pictures"):
+    with pytest.raises(PlanError, match=r"has no frames: `patchpar generate` generates images"):
         frames_of(SimpleNamespace(images=[]))
 
 

@@ -75,7 +75,7 @@ def test_on_the_command_line(folder: Path, tmp_path: Path) -> None:
     [
         (["none.png"], "there is no such file"),
         (["text.png"], "cannot be read as a picture"),
-        (["small.png", "--output", "large.mp3"], "names no picture format"),
+        (["small.png", "--output", "large.mp3"], "names no image format"),
         (["small.png", "--steps", 0], "--steps 0: it must be at least 1"),
         (["small.png", "--plan", "rows=2"], "unknown axis 'rows'"),
     ],
@@ -103,7 +103,7 @@ def test_messages(folder: Path) -> None:
 
 
 def test_flags_are_pinned() -> None:
-    """A flag once released stays; the size is the picture's, so that there is none."""
+    """A flag once released stays; the size is the image's, so that there is none."""
     own, of_video = ({field.name for field in fields(flags)} for flags in (UpscaleFlags, VideoFlags))
-    assert own - of_video == {"picture", "scale", "strength"}
-    assert of_video - own == {"height", "width", "image", "num_frames", "fps", "frames"}
+    assert own - of_video == {"scale", "strength"}
+    assert of_video - own == {"height", "width", "num_frames", "fps", "frames"}

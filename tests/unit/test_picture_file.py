@@ -71,7 +71,7 @@ def test_upscale_says_so_too(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     import typer
 
     with pytest.raises(typer.Exit) as ended:
-        enlarge(UpscaleFlags(picture=huge_png(tmp_path / "huge.png"), output=tmp_path / "x.png"))
+        enlarge(UpscaleFlags(image=huge_png(tmp_path / "huge.png"), output=tmp_path / "x.png"))
     assert ended.value.exit_code == 2
     assert "at most 80 million are taken" in capsys.readouterr().err
 
