@@ -1,4 +1,4 @@
-"""The two protocols of launching: what an engine sees of its rank, and what a caller sees of the ranks.
+"""What an engine sees of its rank, and what a caller sees of the ranks.
 
     caller --- Executor.call("draw", ...) ---> PipelineRunner.draw(...) on every rank
     on_event(rank, event)  <--- context.emit(event)          any rank, fire and forget
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import importlib
 import socket
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -86,57 +87,6 @@ class InteractiveRankContext(RankContext, Protocol):
         """The next that the caller has told this rank during this call; None if there is none in `timeout` seconds."""
 
 
-class Executor(Protocol):
-    """Runs the methods of an engine on every rank."""
-
-    @property
-    def kind(self) -> Kind:
-        """Where the ranks live: in this process, in workers of this process, or under torchrun."""
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """The torch device of each rank."""
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks there are."""
-
-    def start(self) -> None:
-        """Begin to start the ranks and return at once. `call` does it too."""
-
-    def call(
-        self,
-        method: str,
-        *args: Any,
-        on_event: OnEvent | None = None,
-        on_ask: OnAsk | None = None,
-        replay: bool | str | CallEffects = False,
-        expected: float = 0.0,
-        **kwargs: Any,
-    ) -> list[Any]:
-        """Call `method` of the engine on every rank and return what each of them returned.
-
-        Under torchrun only this rank's own result is known; the others are None.
-        Events of one rank come in order, in the caller's thread, all of them before this returns.
-        `replay`: do this call again whenever workers have to be restarted (loading a model, adding a LoRA). A dotted
-        name says what the call sets, so that one which sets the same later takes its place; a Change can say more.
-        `expected`: seconds that a rank may go without progress beyond the executor's deadline. Work is progress; a
-        download, or a slow disk, is not.
-
-        Raises what the method raises where all ranks raise alike; WorkerError where one did; WorkerDied, WorkerHung;
-        LaunchError if the ranks cannot be started; PlanError for an argument that cannot be sent.
-        """
-
-    def close(self) -> None:
-        """End the ranks. Harmless when done twice."""
-
-    def __enter__(self: E) -> E: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Callbacks:
     """What a caller wants to hear during a call."""
@@ -160,6 +110,93 @@ class Callbacks:
         if self.on_ask is None:
             raise RuntimeError(f"the engine asks {question!r}, but the call was made without on_ask")
         return self.on_ask(question)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCall:
+    """One call of a method of the engine on every rank: see `Executor.call`."""
+
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    callbacks: Callbacks
+    replay: bool | str | CallEffects
+    expected: float
+
+
+class Executor(ABC):
+    """Runs the methods of an engine on every rank. A context manager, closed at the end of its block.
+
+    `devices`: the torch device of each rank. `engine`: "package.module:Class". `deadline`: seconds that a rank may go
+    without progress during a call. Raises LaunchError.
+    """
+
+    kind: Kind
+    """Where the ranks live: in this process, in workers of this process, or under torchrun."""
+
+    def __init__(self, devices: Sequence[str], engine: str, deadline: float) -> None:
+        self.devices, self._engine_name = tuple(devices), engine
+        self._deadline = check_deadline("deadline", deadline)
+        self._is_closed = False
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return len(self.devices)
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin to start the ranks, where they are not there already, and return at once. `call` does it too."""
+
+    def call(
+        self,
+        method: str,
+        *args: Any,
+        on_event: OnEvent | None = None,
+        on_ask: OnAsk | None = None,
+        on_start: OnStart | None = None,
+        replay: bool | str | CallEffects = False,
+        expected: float = 0.0,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call `method` of the engine on every rank and return what each of them returned.
+
+        Under torchrun only this rank's own result is known; the others are None.
+        Events of one rank come in order, in the caller's thread, all of them before this returns.
+        `on_start` gets the means to tell ranks something during the call; under torchrun there are none.
+        `replay`: do this call again whenever workers have to be restarted (loading a model, adding a LoRA). A dotted
+        name says what the call sets, so that one which sets the same later takes its place; a Change can say more.
+        `expected`: seconds that a rank may go without progress beyond the executor's deadline. Work is progress; a
+        download, or a slow disk, is not.
+
+        Raises what the method raises where all ranks raise alike; WorkerError where one did; WorkerDied, WorkerHung;
+        LaunchError if the ranks cannot be started or are closed; PlanError for an argument that cannot be sent.
+        """
+        self._check_open()
+        callbacks = Callbacks(on_event=on_event, on_ask=on_ask, on_start=on_start)
+        return self._call(
+            EngineCall(method=method, args=args, kwargs=kwargs, callbacks=callbacks, replay=replay, expected=expected)
+        )
+
+    @abstractmethod
+    def _call(self, call: EngineCall) -> list[Any]:
+        """See `call`."""
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise LaunchError("this executor is closed; make a new one")
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the ranks. Harmless when done twice."""
+
+    def __enter__(self: E) -> E:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,30 +1,28 @@
-"""One rank, in this process: a call is a call. Exceptions come as they are."""
+"""Ranks that are this process: what their executors have in common, and the executor of one rank.
+
+There a call is a call, and exceptions come as they are.
+"""
 
 from __future__ import annotations
 
 import queue
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import nullcontext
-from types import TracebackType
 from typing import Any, Literal
 
-from patchpar.errors import LaunchError
-from patchpar.launch.executor import Callbacks, OnAsk, OnEvent, OnStart, check_deadline, engine_method, load_engine
+from patchpar.launch.executor import Callbacks, EngineCall, Executor, engine_method, load_engine
 
 
-class InlineContext:
-    """The RankContext of the only rank."""
+class OwnProcessContext(ABC):
+    """What the RankContexts of ranks that are this process have in common."""
 
-    rank = 0
-    world_size = 1
-
-    def __init__(self, device: str, deadline: float) -> None:
-        self.device, self.deadline = device, deadline
-        self.links: Mapping[int, socket.socket] | None = {}
+    def __init__(self, rank: int, devices: tuple[str, ...], links: Mapping[int, socket.socket] | None) -> None:
+        self.rank, self.world_size, self.device, self.links = rank, len(devices), devices[rank], links
+        self.deadline = 0.0  # until there is a call
         self.waiting = nullcontext()
         self.callbacks = Callbacks()
-        self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.where = ""
 
     @property
@@ -33,8 +31,45 @@ class InlineContext:
         return self.deadline
 
     def emit(self, event: object) -> None:
+        """See RankContext. Only rank 0's events are heard: other ranks are processes of their own."""
+        if self.rank == 0:
+            self.callbacks.event(0, event)
+
+    @abstractmethod
+    def ask(self, question: object) -> Any:
         """See RankContext."""
-        self.callbacks.event(0, event)
+
+    def mark(self, where: str) -> None:
+        """See RankContext."""
+        self.where = where
+
+
+class OwnProcessExecutor(Executor):
+    """An Executor of which this process is a rank. The engine is made at the first call."""
+
+    _context: OwnProcessContext
+    _engine: Any = None
+
+    def start(self) -> None:
+        """Nothing to start: this process runs."""
+
+    def _run_here(self, call: EngineCall) -> Any:
+        """What the method returns on this rank."""
+        if self._engine is None:
+            self._engine = load_engine(self._engine_name)(self._context)
+        return engine_method(self._engine, call.method)(*call.args, **call.kwargs)
+
+    def close(self) -> None:
+        """Let go of the engine. Harmless when done twice."""
+        self._is_closed, self._engine = True, None
+
+
+class InlineContext(OwnProcessContext):
+    """The RankContext of the only rank."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(0, (device,), {})
+        self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def ask(self, question: object) -> Any:
         """See RankContext. An exception of the caller's own passes through."""
@@ -47,66 +82,27 @@ class InlineContext:
         except queue.Empty:
             return None
 
-    def mark(self, where: str) -> None:
-        """See RankContext."""
-        self.where = where
 
-
-class InlineExecutor:
-    """An Executor of one rank on `device`, in this process. The engine is made at the first call.
+class InlineExecutor(OwnProcessExecutor):
+    """An Executor of one rank on `device`, in this process. Nothing is replayed: this rank is not started anew.
 
     `deadline` is what the engine sees as its own; nothing watches this process. Raises LaunchError.
     """
 
     kind: Literal["inline"] = "inline"
-    world_size = 1
+    _context: InlineContext
 
     def __init__(self, device: str, engine: str, *, deadline: float = 60.0) -> None:
-        self.devices: tuple[str, ...] = (device,)
-        self._deadline = check_deadline("deadline", deadline)
-        self._context = InlineContext(device, self._deadline)
-        self._engine_name = engine
-        self._engine: Any = None
-        self._is_closed = False
+        super().__init__((device,), engine, deadline)
+        self._context = InlineContext(device)
 
-    def start(self) -> None:
-        """Nothing to start: the engine is made at the first call."""
-
-    def call(
-        self,
-        method: str,
-        *args: Any,
-        on_event: OnEvent | None = None,
-        on_ask: OnAsk | None = None,
-        on_start: OnStart | None = None,
-        replay: object = False,
-        expected: float = 0.0,
-        **kwargs: Any,
-    ) -> list[Any]:
-        """See Executor.call. `replay` means nothing here: this rank is not started anew."""
-        if self._is_closed:
-            raise LaunchError("this executor is closed; make a new one")
-        if self._engine is None:
-            self._engine = load_engine(self._engine_name)(self._context)
-        before = self._context.callbacks
-        self._context.callbacks = Callbacks(on_event=on_event, on_ask=on_ask, on_start=on_start)
-        told = self._context.told = queue.SimpleQueue()
-        self._context.callbacks.start(lambda rank, value: told.put(value))
-        self._context.deadline = self._deadline + expected
+    def _call(self, call: EngineCall) -> list[Any]:
+        context = self._context
+        before, context.callbacks = context.callbacks, call.callbacks
+        told = context.told = queue.SimpleQueue()
+        call.callbacks.start(lambda rank, value: told.put(value))
+        context.deadline = self._deadline + call.expected
         try:
-            return [engine_method(self._engine, method)(*args, **kwargs)]
+            return [self._run_here(call)]
         finally:
-            self._context.callbacks = before
-
-    def close(self) -> None:
-        """Let go of the engine. Harmless when done twice."""
-        self._is_closed = True
-        self._engine = None
-
-    def __enter__(self) -> InlineExecutor:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+            context.callbacks = before

@@ -11,11 +11,10 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Literal
 
 from patchpar.errors import LaunchError, WorkerError
-from patchpar.launch.executor import Callbacks, OnAsk, OnEvent, OnStart, check_deadline
+from patchpar.launch.executor import Callbacks, EngineCall, Executor, check_deadline
 from patchpar.launch.fork_guard import change_in_children, check_owner
 from patchpar.launch.messages import EncodedMessage, encode_call
 from patchpar.launch.pool import WorkerPool, WorkerPoolSpec
@@ -25,7 +24,7 @@ MAX_FAILED_STARTS = 3
 log = logging.getLogger(__name__)
 
 
-class LocalExecutor:
+class LocalExecutor(Executor):
     """An Executor whose ranks are worker processes on this machine.
 
     `devices`: one torch device name per rank. `engine`: "package.module:Class". `deadline`: seconds that a rank may go
@@ -48,16 +47,16 @@ class LocalExecutor:
             raise LaunchError("worker processes need Linux or macOS; on Windows use one device")
         if not devices:
             raise LaunchError("at least one device is needed")
+        super().__init__(devices, engine, deadline)
         self._spec = WorkerPoolSpec(
-            devices=tuple(devices),
+            devices=self.devices,
             engine=engine,
-            deadline=check_deadline("deadline", deadline),
+            deadline=self._deadline,
             start_timeout=check_deadline("start_timeout", start_timeout),
             preload=tuple(preload),
         )
         self._pool: WorkerPool | None = None
         self._is_ready = False
-        self._is_closed = False
         self._failed_starts: list[str] = []
         self._journal = ReplayLog()
         self._lock = threading.RLock()
@@ -70,16 +69,6 @@ class LocalExecutor:
         self._lock = threading.RLock()
 
     @property
-    def devices(self) -> tuple[str, ...]:
-        """The torch device of each rank."""
-        return self._spec.devices
-
-    @property
-    def world_size(self) -> int:
-        """How many ranks there are."""
-        return len(self._spec.devices)
-
-    @property
     def pids(self) -> tuple[int, ...]:
         """The process ids of the workers, by rank; empty if none are running."""
         pool = self._pool
@@ -89,38 +78,25 @@ class LocalExecutor:
         """Begin to start the workers; returns at once. `call` does it too. Raises LaunchError."""
         check_owner(self._owner)
         with self._lock:
-            if self._is_closed:
-                raise LaunchError("this executor is closed; make a new one")
+            self._check_open()
             if self._pool is None:
                 self._pool = WorkerPool(self._spec)
                 self._is_ready = False
 
-    def call(
-        self,
-        method: str,
-        *args: Any,
-        on_event: OnEvent | None = None,
-        on_ask: OnAsk | None = None,
-        on_start: OnStart | None = None,
-        replay: bool | str | CallEffects = False,
-        expected: float = 0.0,
-        **kwargs: Any,
-    ) -> list[Any]:
-        """See Executor.call. Calls from several threads wait for one another. `on_start` gets the means to tell."""
+    def _call(self, call: EngineCall) -> list[Any]:
+        """See Executor.call. Calls from several threads wait for one another."""
         check_owner(self._owner)
-        message = encode_call(method, args, kwargs, expected)
+        message = encode_call(call.method, call.args, call.kwargs, call.expected)
         try:
             with self._lock:
                 self._enter()
                 try:
                     self._make_ready()
-                    callbacks = Callbacks(on_event=on_event, on_ask=on_ask, on_start=on_start)
-                    result = self._run(message, callbacks, expected)
+                    result = self._run(message, call.callbacks, call.expected)
                 finally:
                     self._is_busy = False
-                if replay:
-                    sent = message if message.block is None else None
-                    self._keep(method, args, kwargs, replay=replay, expected=expected, sent=sent)
+                if call.replay:
+                    self._keep(call, sent=message if message.block is None else None)
                 return result
         finally:
             message.close()
@@ -130,24 +106,23 @@ class LocalExecutor:
     ) -> None:
         """Have workers that are started later do this call too, which those there have done in another way."""
         with self._lock:
-            self._keep(method, args, kwargs, replay=replay, expected=expected, sent=None)
+            self._keep(
+                EngineCall(
+                    method=method, args=args, kwargs=kwargs, callbacks=Callbacks(), replay=replay, expected=expected
+                ),
+                sent=None,
+            )
 
-    def _keep(
-        self,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        replay: bool | str | CallEffects,
-        expected: float,
-        sent: EncodedMessage | None,
-    ) -> None:
+    def _keep(self, call: EngineCall, *, sent: EncodedMessage | None) -> None:
         """Have new workers do a call too."""
+        replay = call.replay
         change = (
             replay if isinstance(replay, CallEffects) else CallEffects(sets=None if replay is True else str(replay))
         )
         self._journal.add(
-            ReplayedCall(method=method, args=args, kwargs=kwargs, expected=expected, sent=sent, change=change)
+            ReplayedCall(
+                method=call.method, args=call.args, kwargs=call.kwargs, expected=call.expected, sent=sent, change=change
+            )
         )
 
     def _enter(self) -> None:
@@ -215,11 +190,3 @@ class LocalExecutor:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
-
-    def __enter__(self) -> LocalExecutor:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

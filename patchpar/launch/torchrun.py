@@ -7,7 +7,6 @@ tell one another how it went, so an exception on one rank is an exception on all
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib
 import json
 import logging
@@ -18,16 +17,16 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Literal
 
 from patchpar.errors import LaunchError, WorkerError, WorkerHung
 from patchpar.launch.argument_mismatch import compare, described
 from patchpar.launch.control_group import REPLY_SECONDS, Control, GroupControl, LinkControl
-from patchpar.launch.executor import CallAborted, Callbacks, OnAsk, OnEvent, check_deadline, engine_method, load_engine
+from patchpar.launch.executor import CallAborted, EngineCall, check_deadline
 from patchpar.launch.fork_guard import change_in_children, check_owner
 from patchpar.launch.handshake import versions
 from patchpar.launch.hang_detection import MORE_TIME
+from patchpar.launch.inline import OwnProcessContext, OwnProcessExecutor
 from patchpar.launch.messages import encode, pack, unpack
 from patchpar.launch.remote_errors import RemoteError, is_transport_error, take_down
 from patchpar.launch.rendezvous import meet, name_of_job, this_host
@@ -43,24 +42,14 @@ def torchrun_world() -> int | None:
     return int(os.environ["WORLD_SIZE"])
 
 
-class TorchrunContext:
+class TorchrunContext(OwnProcessContext):
     """The RankContext of a rank under torchrun."""
 
     def __init__(
         self, rank: int, devices: tuple[str, ...], control: Control, links: Mapping[int, socket.socket] | None
     ) -> None:
-        self.rank, self.world_size, self.device = rank, len(devices), devices[rank]
-        self.deadline = self.wait_limit = 0.0
-        self.waiting = contextlib.nullcontext()
-        self.callbacks = Callbacks()
-        self.where = ""
-        self.links = links
+        super().__init__(rank, devices, links)
         self._control = control
-
-    def emit(self, event: object) -> None:
-        """See RankContext. Only rank 0's events are heard: the other ranks are processes of their own."""
-        if self.rank == 0:
-            self.callbacks.event(0, event)
 
     def ask(self, question: object) -> Any:
         """See RankContext."""
@@ -77,12 +66,8 @@ class TorchrunContext:
         self._control.broadcast(pack(encode((True, reply))))
         return reply
 
-    def mark(self, where: str) -> None:
-        """See RankContext."""
-        self.where = where
 
-
-class TorchrunExecutor:
+class TorchrunExecutor(OwnProcessExecutor):
     """An Executor of which this process is one rank. To be made by all ranks together.
 
     Ranks of one host meet by themselves (see `rendezvous`). Otherwise, and where every rank has a GPU of its own, this
@@ -92,34 +77,32 @@ class TorchrunExecutor:
     """
 
     kind: Literal["torchrun"] = "torchrun"
+    _context: TorchrunContext
 
     def __init__(self, engine: str, *, deadline: float = 60.0, device: str | None = None) -> None:
         import torch.distributed as dist
 
-        self._deadline = check_deadline("deadline", deadline)
+        check_deadline("deadline", deadline)
         own, backend = _own_device(device)
-        rank, self.world_size = _place()
-        job = name_of_job(self.world_size)
+        rank, world_size = _place()
+        job = name_of_job(world_size)
         if not dist.is_initialized() and (job is None or backend == "nccl"):
             _load_what_keeps_the_default_group()
-            dist.init_process_group(backend, timeout=timedelta(seconds=self._deadline))
+            dist.init_process_group(backend, timeout=timedelta(seconds=deadline))
             # Not at `close`: torchrun's store keeps the old addresses, so a second group in this process would hang.
             atexit.register(_leave_default_group)
-        self._control, links = _met(job, rank, self.world_size, self._deadline)
+        self._control, links = _met(job, rank, world_size, deadline)
         self._owner = os.getpid()
         self._links = links
         change_in_children(self)
         atexit.register(self._leave)  # before the default group, without which the control's cannot be left
         found = self._control.gather(json.dumps({**versions(), "engine": engine, "device": own}).encode(), deadline)
         facts = [json.loads(fact) for fact in found]
-        self.devices: tuple[str, ...] = tuple(fact.pop("device") for fact in facts)
+        super().__init__([fact.pop("device") for fact in facts], engine, deadline)
         for other, fact in enumerate(facts):
             if fact != facts[0]:
                 raise LaunchError(f"rank {other} differs: it has {fact}, where rank 0 has {facts[0]}")
         self._context = TorchrunContext(rank, self.devices, self._control, links)
-        self._engine_name = engine
-        self._engine: Any = None
-        self._is_closed = False
 
     def after_fork(self) -> None:
         """See Forkable. Other ranks would take this one for alive as long as a child of it lives."""
@@ -133,38 +116,21 @@ class TorchrunExecutor:
         """The rank that this process is."""
         return self._context.rank
 
-    def start(self) -> None:
-        """Nothing to start: torchrun has."""
-
-    def call(
-        self,
-        method: str,
-        *args: Any,
-        on_event: OnEvent | None = None,
-        on_ask: OnAsk | None = None,
-        replay: object = False,
-        expected: float = 0.0,
-        **kwargs: Any,
-    ) -> list[Any]:
-        """See Executor.call. `replay` means nothing here: torchrun restarts whole scripts."""
-        if self._is_closed:
-            raise LaunchError("this executor is closed; make a new one")
+    def _call(self, call: EngineCall) -> list[Any]:
+        """See Executor.call. Nothing is replayed: torchrun restarts whole scripts."""
+        if call.callbacks.on_start is not None:
+            raise LaunchError("under torchrun ranks cannot be told anything during a call: use worker processes")
         check_owner(self._owner)
         # No deadline of ours: rank 0 may have pictures to save, and one that has gone is noticed.
-        compare(self._control.gather(described(method, args, kwargs), REPLY_SECONDS))
+        compare(self._control.gather(described(call.method, call.args, call.kwargs), REPLY_SECONDS))
         context = self._context
-        before, context.callbacks = context.callbacks, Callbacks(on_event=on_event, on_ask=on_ask)
-        context.deadline = context.wait_limit = self._deadline + expected
+        before, context.callbacks = context.callbacks, call.callbacks
+        context.deadline = self._deadline + call.expected
         try:
-            result = self._run_and_agree(method, lambda: engine_method(self._made_engine(), method)(*args, **kwargs))
+            result = self._run_and_agree(call.method, lambda: self._run_here(call))
         finally:
             context.callbacks = before
         return [result if rank == context.rank else None for rank in range(self.world_size)]
-
-    def _made_engine(self) -> Any:
-        if self._engine is None:
-            self._engine = load_engine(self._engine_name)(self._context)
-        return self._engine
 
     def _run_and_agree(self, method: str, work: Callable[[], Any]) -> Any:
         """Run `work` here, then hear how it went elsewhere. Raises if it went wrong anywhere."""
@@ -203,7 +169,7 @@ class TorchrunExecutor:
 
     def close(self) -> None:
         """Let go of the engine. The default group stays, for the next executor. Harmless when done twice."""
-        self._is_closed, self._engine = True, None
+        super().close()
         self._leave()
         atexit.unregister(self._leave)
 
@@ -212,14 +178,6 @@ class TorchrunExecutor:
             self._control.leave()
             for link in (self._links or {}).values():
                 link.close()
-
-    def __enter__(self) -> TorchrunExecutor:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _place() -> tuple[int, int]:

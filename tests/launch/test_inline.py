@@ -3,7 +3,10 @@
 import pytest
 
 from patchpar.errors import LaunchError
+from patchpar.launch.executor import Executor
 from patchpar.launch.inline import InlineExecutor
+from patchpar.launch.local import LocalExecutor
+from patchpar.launch.torchrun import TorchrunExecutor
 from tests.launch.conftest import TOY
 from tests.launch.plain import Strange
 
@@ -71,3 +74,10 @@ def test_closed_is_closed(inline):
 def test_deadlines_are_checked(deadline):
     with pytest.raises(LaunchError, match="deadline="):
         InlineExecutor("cpu", TOY, deadline=deadline)
+
+
+@pytest.mark.parametrize("kind", [InlineExecutor, LocalExecutor, TorchrunExecutor])
+def test_what_all_executors_do_is_said_once(kind):
+    """What is called, and how, is of their base; each says only how its ranks run a call."""
+    assert issubclass(kind, Executor)
+    assert not {"call", "world_size", "__enter__", "__exit__"} & set(vars(kind))

@@ -74,6 +74,13 @@ def test_an_exception_anywhere_is_one_everywhere(seen):
     assert [saw["again"][rank] for rank, saw in enumerate(seen)] == [9.0, 9.0]
 
 
+def test_ranks_cannot_be_told_anything_during_a_call(seen):
+    for saw in seen:
+        assert saw["is told"][0] == "LaunchError"
+        assert "under torchrun ranks cannot be told anything" in saw["is told"][1]
+        assert saw["again"], "the ranks are still in step"
+
+
 def test_a_rank_that_leaves_the_script_is_named(folder):
     kind, text = json.loads((folder / "left.json").read_text())
     assert kind == "WorkerDied"
