@@ -42,7 +42,7 @@ class ModelLoading:
         return start_ranks(devices[: plan.ranks], self.engine, self.deadline, asked)
 
 
-def start_ranks(names: Sequence[str], engine: str, deadline: float, asked: Sequence[Any]) -> tuple[Ranks, ModelFacts]:
+def start_ranks(names: Sequence[str], engine: str, deadline: float, asked: Sequence[Any]) -> tuple[Ranks, Any]:
     """Ranks on these devices that have loaded what is `asked`, and what the first one says of it.
 
     Raises LaunchError, PlanError, UnsupportedModel.

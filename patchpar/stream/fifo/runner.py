@@ -1,21 +1,16 @@
-"""What one rank of a queue of frames does: loads what its zones need, and draws them for as long as a stream lasts."""
+"""What one rank of a queue of frames runs: it loads what its zones need, and denoises them until the stream ends."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from patchpar.comm.collectives import Communicator
-from patchpar.comm.transport import Transport, connect, watched
 from patchpar.errors import PlanError
-from patchpar.launch.executor import IdleRank, InteractiveRankContext
-from patchpar.models.quiet_libraries import hush
 from patchpar.stream.causal.checkpoint import RequiredWeights
-from patchpar.stream.causal.runner import THROUGH
 from patchpar.stream.events import Change, Prompt
-from patchpar.stream.fifo.config import FifoConfig
 from patchpar.stream.fifo.ltx import LtxFamily
 from patchpar.stream.fifo.model import FifoModel, FifoStreamOptions
 from patchpar.stream.fifo.network import ModelFamily, PromptToEncode
@@ -23,88 +18,58 @@ from patchpar.stream.fifo.stage import FifoStage
 from patchpar.stream.fifo.wan import WanFamily
 from patchpar.stream.messages import ModelFacts, PromptUpdate, StreamRun, Update
 from patchpar.stream.model_index import HIGH_NOISE, read_index
-from patchpar.stream.plan import StreamPlan
+from patchpar.stream.plan import StageSteps
+from patchpar.stream.rank_runner import StageRunner
 from patchpar.stream.stage import StageStats
 from patchpar.stream.stage_io import RankStageIO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FifoRun(StreamRun):
-    """One run of a queue. `negative`: the prompt that guidance leads away from; `guidance_scale`: 1 for none."""
+    """One run of a queue. `negative`: the negative prompt. `guidance_scale`: 1 for no guidance."""
 
     negative: str = ""
     guidance_scale: float = 1.0
 
 
-class FifoRunner:
+class FifoRunner(StageRunner):
     """One rank."""
 
-    def __init__(self, context: InteractiveRankContext) -> None:
-        self._context = context
-        self._device = torch.device(context.device)
-        self._transport: Transport | None = None
-        self._door: Communicator | None = None
-        self._pipe: Any = None
-        self._course: FifoRun | None = None
-        if context.world_size > 1:  # before anything of a model arrives: unpickling it imports what talks
-            hush()
-
-    def load(
-        self, folder: str, config: FifoConfig, plan: StreamPlan, options: Mapping[str, Any]
-    ) -> ModelFacts | IdleRank | None:
-        """Load from a pipeline's folder what this rank's zones need. Raises UnsupportedModel, PlanError."""
-        self._config, self._plan = config, plan
-        rank = self._context.rank
-        if self._context.world_size > 1 and self._transport is None:
-            with self._context.waiting:
-                self._transport = connect(self._context, through=THROUGH)
-            self._door = Communicator(self._transport, self._context.mark)
-        if rank >= plan.ranks:
-            return IdleRank()
-        self._family = family = _family_of(Path(folder))
-        draws = bool(plan.stages[rank].steps)
-        needs = RequiredWeights(text=rank == 0, vae=rank == plan.decoder, transformers=(HIGH_NOISE,) if draws else ())
-        pipe = family.load(Path(folder), needs, options)
-        facts = family.facts(Path(folder))
-        self._network = family.network(pipe.transformer, facts, config.fps)
+    def _load_stage(self, folder: Path, stage: StageSteps, options: Mapping[str, Any]) -> ModelFacts | None:
+        self._family = family = _family_of(folder)
+        denoises, rank = bool(stage.steps), self._context.rank
+        parts = (HIGH_NOISE,) if denoises else ()
+        needs = RequiredWeights(text=rank == 0, vae=rank == self._plan.decoder, transformers=parts)
+        self._pipe = pipe = family.load(folder, needs, options)
+        facts = family.facts(folder)
+        self._network = family.network(pipe.transformer, facts, self._config.fps)
         self._decoder = None if pipe.vae is None else family.decoder(pipe.vae)
-        for network in (pipe.vae, pipe.text_encoder, pipe.transformer if draws else None):
-            if network is not None:
-                network.to(self._device)
-        self._pipe = pipe
-        return facts if rank == 0 else None
+        self._to_device(pipe.vae, pipe.text_encoder, pipe.transformer if denoises else None)
+        return facts
 
-    def run(self, course: FifoRun) -> StageStats | IdleRank:
-        """This rank's part of one stream, to its end. Raises ExchangeError if another rank is late or gone."""
-        if self._context.rank >= self._plan.ranks:
-            return IdleRank()
-        self._course = course
-        if self._transport is not None:
-            watched(self._transport, self._context)
-        around = RankStageIO(self._context, course, self._resolved).surroundings()
-        return FifoStage(self._model(course), self._plan, self._context.rank, self._door, around).run()
+    def _run_stage(self, run: FifoRun) -> StageStats:
+        stage_io = RankStageIO(self._context, run, partial(self._resolve, run)).surroundings()
+        return FifoStage(self._model(run), self._plan, self._context.rank, self._communicator, stage_io).run()
 
-    def _model(self, course: FifoRun) -> FifoModel:
+    def _model(self, run: FifoRun) -> FifoModel:
         options = FifoStreamOptions(
-            height=course.rows,
-            width=course.columns,
-            seed=course.seed,
-            guidance_scale=course.guidance_scale,
-            first_frame=course.first_block,
+            height=run.rows,
+            width=run.columns,
+            seed=run.seed,
+            guidance_scale=run.guidance_scale,
+            first_frame=run.first_block,
         )
         return FifoModel(self._network, self._decoder, self._config.queue, options)
 
     @torch.no_grad()
-    def _resolved(self, wish: Update) -> Change:
+    def _resolve(self, run: FifoRun, update: Update) -> Change:
         """A prompt as embeddings, with the negative one where there is guidance."""
-        course = self._course
-        assert course is not None, "orders come in a run"
-        if not isinstance(wish, PromptUpdate):
-            raise PlanError(f"{type(wish).__name__}: all that can change in this stream is its prompt")
-        away = course.negative if course.guidance_scale > 1 else None
-        asked = PromptToEncode(text=wish.text, negative=away, tokens=self._config.text_tokens)
-        text, negative = self._family.encode(self._pipe, asked, self._device)
-        return Prompt(text=text, transition=wish.transition, over=wish.over, negative=negative)
+        if not isinstance(update, PromptUpdate):
+            raise PlanError(f"{type(update).__name__}: all that can change in this stream is its prompt")
+        negative_text = run.negative if run.guidance_scale > 1 else None
+        prompt = PromptToEncode(text=update.text, negative=negative_text, tokens=self._config.text_tokens)
+        text, negative = self._family.encode(self._pipe, prompt, self._device)
+        return Prompt(text=text, transition=update.transition, over=update.over, negative=negative)
 
 
 def _family_of(folder: Path) -> ModelFamily:

@@ -5,24 +5,19 @@ from pathlib import Path
 from typing import Any
 
 from patchpar.launch.devices import resolve_devices
-from patchpar.launch.inline import InlineExecutor
-from patchpar.launch.local import LocalExecutor
 from patchpar.models.files import resolve_model
 from patchpar.stream.images.session import ImageSession, ImageStreamOptions, Intake
 from patchpar.stream.output_queue import Output
 from patchpar.stream.resources import HeldRanks
+from patchpar.stream.worker_group import Ranks, start_ranks
 
 ENGINE = "patchpar.stream.images.runner:ImageRunner"
-LOAD_SECONDS = 600.0
 
 
-ImageExecutor = LocalExecutor | InlineExecutor
-
-
-class ImageStreamingPipeline(HeldRanks[ImageExecutor, ImageSession]):
+class ImageStreamingPipeline(HeldRanks[Ranks, ImageSession]):
     """An image pipeline that streams. Made by `from_pretrained`; a context manager."""
 
-    def __init__(self, ranks: ImageExecutor, name: str) -> None:
+    def __init__(self, ranks: Ranks, name: str) -> None:
         super().__init__(ranks)
         self._name = name
 
@@ -43,15 +38,7 @@ class ImageStreamingPipeline(HeldRanks[ImageExecutor, ImageSession]):
         """
         path, options, _ = resolve_model(model, options)
         names = resolve_devices(devices).names
-        executor: LocalExecutor | InlineExecutor = InlineExecutor(names[0], ENGINE, deadline=deadline)
-        if len(names) > 1:
-            executor = LocalExecutor(names, ENGINE, deadline=deadline, preload=["patchpar.stream.images.runner"])
-        try:
-            name = executor.call("load", path, options, takes_image, replay=True, expected=LOAD_SECONDS)[0]
-        except BaseException:
-            executor.close()
-            raise
-        return cls(executor, name)
+        return cls(*start_ranks(names, ENGINE, deadline, (path, options, takes_image)))
 
     def stream(
         self, *, seed: int = 0, intake: Intake = "all", output: Output = "block", lead: int = 2, **arguments: Any
