@@ -8,7 +8,8 @@ import pytest
 
 from patchpar.errors import LaunchError, PlanError
 from patchpar.stream import resources as held
-from patchpar.stream.images.session import ImageSession, ImageStreamOptions
+from patchpar.stream.images.driver import ImageStreamOptions
+from patchpar.stream.images.session import ImageSession
 from patchpar.stream.resources import HeldRanks
 
 

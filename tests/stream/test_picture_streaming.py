@@ -14,11 +14,12 @@ import torch
 from diffusers import DiffusionPipeline
 
 from patchpar.errors import PlanError
+from patchpar.stream.images import driver as image_driver
 from patchpar.stream.images import pipeline as pictures
-from patchpar.stream.images import session as picture_session
+from patchpar.stream.images.driver import ImageStreamOptions
 from patchpar.stream.images.messages import GeneratedImage, ImageRequest
 from patchpar.stream.images.pipeline import ImageStreamingPipeline
-from patchpar.stream.images.session import ImageSession, ImageStreamOptions
+from patchpar.stream.images.session import ImageSession
 from patchpar.stream.messages import EndStream
 from tests.stream.on_pool import PoolExecutor
 from tests.stream.test_pictures import quiet, same
@@ -100,7 +101,7 @@ def test_arguments_hold_from_the_next_picture() -> None:
 
 
 def test_what_is_under_way_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picture_session, "PUSH_SECONDS", 0.05)
+    monkeypatch.setattr(image_driver, "PUSH_SECONDS", 0.05)
     ranks = Ranks()
     with session(ranks) as stream:
         for number in range(4):  # three under way, one waits
@@ -171,7 +172,7 @@ def test_cancel_ends_at_once() -> None:
         assert list(stream) == []
         ranks.go.set()
         for control in (stream.push, stream.set, stream.pause, stream.resume):
-            with pytest.raises(PlanError, match="takes no more pictures"):
+            with pytest.raises(PlanError, match="takes no more images"):
                 control()
 
 

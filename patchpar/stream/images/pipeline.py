@@ -6,7 +6,8 @@ from typing import Any
 
 from patchpar.launch.devices import resolve_devices
 from patchpar.models.files import resolve_model
-from patchpar.stream.images.session import ImageSession, ImageStreamOptions, Intake
+from patchpar.stream.images.driver import ImageStreamOptions, Intake
+from patchpar.stream.images.session import ImageSession
 from patchpar.stream.output_queue import Output
 from patchpar.stream.resources import HeldRanks
 from patchpar.stream.worker_group import Ranks, start_ranks
@@ -50,8 +51,8 @@ class ImageStreamingPipeline(HeldRanks[Ranks, ImageSession]):
         denoiser calls is that of the first picture throughout. Raises PlanError.
         """
         executor = self._free_ranks()
-        manner = ImageStreamOptions(ranks=executor.world_size, seed=seed, intake=intake, output=output, lead=lead)
-        self._session = ImageSession(partial(executor.call, "run"), manner, arguments)
+        options = ImageStreamOptions(ranks=executor.world_size, seed=seed, intake=intake, output=output, lead=lead)
+        self._session = ImageSession(partial(executor.call, "run"), options, arguments)
         return self._session
 
     def __repr__(self) -> str:
