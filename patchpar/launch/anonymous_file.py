@@ -3,6 +3,13 @@
 import os
 import tempfile
 
+ALIGNMENT = 64  # bytes: what vector instructions and every dtype are content with
+
+
+def aligned(num_bytes: int) -> int:
+    """Round up, so that a tensor or an array of any dtype may begin there."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
 
 def anonymous_file(name: str) -> int:
     """A descriptor of an empty file that has no name. `name` is shown in /proc only.

@@ -2,14 +2,14 @@
 
     tensors (any device), arrays, pictures   their bytes go to the block, the pickle holds the place
     torch.Generator                          kind of device and state; comes to life on the receiver's own device
-    functions inside functions               code and what it holds on to: libraries hook such into their modules
     what a script or a notebook defines      by value, as cloudpickle does it: classes, functions, and what they name
+    functions inside functions               by value too, but in their module: libraries hook such into networks
     modules                                  by name
     everything else                          as pickle does it
 
 A tensor arrives on the CPU. Tensors that share a whole storage (tied weights) share it again on arrival; a view of a
-part of a storage arrives as a tensor of its own. Neither torch, numpy, Pillow nor
-cloudpickle is imported before it is needed.
+part of a storage arrives as a tensor of its own. Neither torch, numpy, Pillow nor cloudpickle is imported before it
+is needed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from __future__ import annotations
 import ctypes
 import importlib
 import io
-import marshal
 import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CellType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from patchpar.launch.shared_blocks import ALIGNMENT, SharedBlockWriter
+from patchpar.launch.anonymous_file import ALIGNMENT
+from patchpar.launch.shared_blocks import SharedBlockWriter
 
 if TYPE_CHECKING:
     import torch
@@ -62,8 +62,7 @@ class BlockPickler(pickle.Pickler):
         """How our own kinds are taken apart; NotImplemented for all others."""
         parts: Any = NotImplemented
         if isinstance(value, (type, FunctionType)):
-            by_value = _is_of_script(value) or (self._cloud is not None and _is_nameless(value))
-            parts = self._by_value(value) if by_value else _code_parts(value)
+            parts = self._code_parts(value)
         elif isinstance(value, ModuleType):
             parts = importlib.import_module, (value.__name__,)
         elif isinstance(value, _Storage):
@@ -78,8 +77,21 @@ class BlockPickler(pickle.Pickler):
             parts = value.copy().__reduce_ex__(5)  # contiguous; numpy itself would put a copy into the stream
         return parts
 
+    def _code_parts(self, value: type | FunctionType) -> Any:
+        """Classes, and functions of a module, go by name; what workers cannot find by it goes by value.
+
+        A class that comes back is the same class, as cloudpickle keeps count of them.
+        """
+        if _is_of_script(value) or (self._cloud is not None and _is_nameless(value)):
+            return self._by_value(value)
+        if isinstance(value, type) or _is_found_by_name(value):
+            return NotImplemented
+        # cloudpickle would send all that the function names in its module, be it the state of a library, or a lock.
+        make, (code, _, *others), (attributes, slots), *rest = self._by_value(value)
+        state = attributes, {**slots, "__globals__": {}, "_cloudpickle_submodules": []}
+        return _function_of_module, (make, value.__module__, code, *others), state, *rest
+
     def _by_value(self, value: type | FunctionType) -> Any:
-        """What workers cannot import. A class that comes back is the same class, as cloudpickle keeps count of them."""
         if self._cloud is None:
             import cloudpickle
 
@@ -138,13 +150,6 @@ def _is_nameless(value: type | FunctionType) -> bool:
     return value.__module__ == "builtins" and not _is_found_by_name(value)
 
 
-def _code_parts(value: type | FunctionType) -> Any:
-    """Classes, and functions of a module, go by name; a function inside a function goes with all it needs."""
-    if isinstance(value, type) or _is_found_by_name(value):
-        return NotImplemented
-    return _function, (marshal.dumps(value.__code__), value.__module__), _function_state(value), *_FILL
-
-
 def _is_found_by_name(function: type | FunctionType) -> bool:
     """Whether pickle can send a function or class as a mere name."""
     found: object = sys.modules.get(function.__module__)
@@ -153,30 +158,9 @@ def _is_found_by_name(function: type | FunctionType) -> bool:
     return found is function
 
 
-def _function_state(function: FunctionType) -> tuple[Any, ...]:
-    cells = [() if cell == CellType() else (cell.cell_contents,) for cell in function.__closure__ or ()]
-    return function.__qualname__, function.__defaults__, function.__kwdefaults__, function.__dict__, cells
-
-
-def _function(code: bytes, module: str) -> FunctionType:
-    """A function of the same code in the same module. Filled later, since it may hold on to itself.
-
-    Caller and workers run the same version of Python, or `marshal` would not do; their handshake makes sure of it.
-    """
-    body = marshal.loads(code)
-    closure = tuple(CellType() for _ in body.co_freevars)
-    return FunctionType(body, importlib.import_module(module).__dict__, body.co_name, None, closure)
-
-
-def _fill_function(function: FunctionType, state: tuple[Any, ...]) -> None:
-    function.__qualname__, function.__defaults__, function.__kwdefaults__, attributes, cells = state
-    function.__dict__.update(attributes)
-    for cell, contents in zip(function.__closure__ or (), cells, strict=True):
-        if contents:
-            cell.cell_contents = contents[0]
-
-
-_FILL = (None, None, _fill_function)  # as pickle's reducers end: no list, no dict, and who sets the state
+def _function_of_module(make: Callable[..., FunctionType], module: str, code: Any, *others: Any) -> FunctionType:
+    """A function inside a function of `module`, as cloudpickle makes it, that sees what the module holds here."""
+    return make(code, importlib.import_module(module).__dict__, *others)
 
 
 def _is_a(value: object, module: str, name: str) -> bool:

@@ -12,9 +12,7 @@ import mmap
 import os
 import weakref
 
-from patchpar.launch.anonymous_file import anonymous_file
-
-ALIGNMENT = 64  # bytes: what vector instructions and every dtype are content with
+from patchpar.launch.anonymous_file import aligned, anonymous_file
 
 
 class SharedBlockWriter:
@@ -31,7 +29,7 @@ class SharedBlockWriter:
         """
         if self._fd is None:
             self._fd = anonymous_file("patchpar-block")
-        start = -(-self.size // ALIGNMENT) * ALIGNMENT
+        start = aligned(self.size)
         view = data.cast("B")
         done = 0
         try:

@@ -127,3 +127,18 @@ class BadEngine:
 class DyingEngine:
     def __init__(self, context):
         os._exit(9)
+
+
+COUNTED = []
+GUARD = threading.Lock()
+
+
+def guarded():
+    """A function inside a function of this module, which uses a list and a lock of the module."""
+
+    def count(word):
+        with GUARD:
+            COUNTED.append(word)
+        return len(COUNTED)
+
+    return count

@@ -14,6 +14,7 @@ import torch
 
 from patchpar.errors import PlanError
 from patchpar.launch.messages import INLINE_BYTES, decode, encode, encode_call, pack, unpack
+from tests.launch import plain
 
 MAPPED = "patchpar-block"
 
@@ -284,3 +285,25 @@ def test_packed_messages_need_no_descriptor():
     assert torch.equal(again["x"], value["x"])
     assert again["text"] == value["text"]
     again["x"] += 1
+
+
+def test_a_function_inside_a_function_sees_what_its_module_holds():
+    """It is its module's own state that it uses, and not a copy of what it was when the function was sent."""
+    again = there_and_back(plain.guarded())
+    plain.COUNTED.clear()
+    assert [again("word"), again("word")] == [1, 2]
+    assert plain.COUNTED == ["word", "word"]
+
+
+def test_functions_that_hold_on_to_themselves_and_each_other():
+    def even(n):
+        return n == 0 or odd(n - 1)
+
+    def odd(n):
+        return n > 0 and even(n - 1)
+
+    first, second = there_and_back([even, odd])
+    assert first(10)
+    assert not second(10)
+    assert first.__closure__[0].cell_contents is second
+    assert (first.__qualname__, first.__module__) == (even.__qualname__, __name__)

@@ -11,15 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from patchpar.launch.anonymous_file import anonymous_file
+from patchpar.launch.anonymous_file import aligned, anonymous_file
 
-ALIGNMENT = 64
 FIRST_SEGMENT = 4 << 20
-
-
-def aligned(num_bytes: int) -> int:
-    """Round up, so that tensors of every dtype may start there."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def map_segment(descriptor: int) -> Tensor:

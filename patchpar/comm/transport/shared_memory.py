@@ -20,9 +20,10 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from patchpar.comm.transport.arena import Arena, aligned, map_segment
+from patchpar.comm.transport.arena import Arena, map_segment
 from patchpar.comm.transport.message import Incoming, Messages, Outgoing, Work
 from patchpar.errors import ExchangeError
+from patchpar.launch.anonymous_file import aligned
 
 FRAME = struct.Struct("<BxxxIqq")  # kind, segment, offset, bytes
 RING, RING_NEW, DONE = 1, 2, 3  # RING_NEW comes with the descriptor of a segment the peer has not seen
