@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from benchmarks.emulation.sight import (
     Conv,
@@ -32,6 +29,7 @@ from benchmarks.emulation.sight import (
 )
 from benchmarks.emulation.treatment import EmulatedPolicy
 from patchpar.plan.bands import split_bands
+from patchpar.shard.sdpa import AttentionCall, SdpaMode
 from patchpar.shard.unet.discover import ExchangeSites, discover
 from patchpar.shard.unet.spatial_arguments import picture_of
 
@@ -39,38 +37,9 @@ DIMS = {"rows": -2, "columns": -1}
 LEAST = {"corrected": 0.0, "guarded": 0.3}  # of the own variance: one below is replaced by it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionCall:
-    """One call of torch's attention: [B, N, L, D] each, L the tokens of the whole map."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float
-
-
-class Intercept(TorchFunctionMode):
-    """While open, `attend(plain, call)` takes the place of torch's attention."""
-
-    def __init__(self, attend: Callable[[Callable[[], Tensor], AttentionCall], Tensor]) -> None:
-        super().__init__()
-        self.attend, self.calls = attend, 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Torch's own protocol."""
-        plain = functools.partial(func, *args, **(kwargs or {}))
-        if func is not F.scaled_dot_product_attention:
-            return plain()
-        self.calls += 1
-        return self.attend(plain, _attention_call(*args, **(kwargs or {})))
-
-
-def _attention_call(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, **rest: Any
-) -> AttentionCall:
-    if any(given is not None and given not in (False, 0.0) for given in rest.values()):
-        raise ValueError(f"only plain self-attention can be emulated, not with {', '.join(rest)}")
-    return AttentionCall(query=query, key=key, value=value, scale=query.shape[-1] ** -0.5 if scale is None else scale)
+def _refuse_options(call: AttentionCall) -> None:
+    if call.attn_mask is not None or call.dropout_p or call.is_causal or call.enable_gqa:
+        raise ValueError("only plain self-attention can be emulated, with no mask, dropout, causality or grouped heads")
 
 
 class Emulation:
@@ -221,9 +190,15 @@ class Emulation:
         return mean, variance
 
     def _attention(self, path: str, number: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with Intercept(functools.partial(self._attend, path, number)) as intercept:
+        seen: list[AttentionCall] = []
+
+        def attend(call: AttentionCall) -> Tensor:
+            seen.append(call)
+            return self._attend(path, number, call)
+
+        with SdpaMode(attend):
             result = original(*args, **kwargs)
-        if not intercept.calls:
+        if not seen:
             raise ValueError(f"{path} does not call scaled_dot_product_attention")
         return result
 
@@ -237,8 +212,10 @@ class Emulation:
         due = (self.evaluation + number) % self.treatment.refresh == 0
         return self.synchronous or (due and not self.treatment.frozen)
 
-    def _attend(self, path: str, number: int, plain: Callable[[], Tensor], call: AttentionCall) -> Tensor:
+    def _attend(self, path: str, number: int, call: AttentionCall) -> Tensor:
         """`number` is the layer's place in the order of execution."""
+        _refuse_options(call)
+        scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
         grid, dim = self._cut.grid(call.key.shape[2]), self._dim
         spans = self._cut.spans(grid[dim])
         now = KeyValues(call.key.mT.unflatten(-1, grid), call.value.mT.unflatten(-1, grid))
@@ -261,15 +238,15 @@ class Emulation:
         remote = [list(context_of(place, shown, spans, dim, self.treatment)) for place in range(self.places)]
         cached = self.treatment.context == "partials"
         if cached and self._refreshes(number):
-            self.partials[path] = [attend(*each, call.scale) for each in zip(queries, remote, strict=True)]
+            self.partials[path] = [attend(*each, scale) for each in zip(queries, remote, strict=True)]
         if self.synchronous:
-            return plain()
+            return call.run()
         outputs = []
         for place, span in enumerate(spans):
             own = as_tokens(now.piece(dim, span))
             if cached:
-                out = merge(attend(queries[place], [own], call.scale), self.partials[path][place])
+                out = merge(attend(queries[place], [own], scale), self.partials[path][place])
             else:
-                out = attend(queries[place], [own, *remote[place]], call.scale).out
+                out = attend(queries[place], [own, *remote[place]], scale).out
             outputs.append(out.mT.unflatten(-1, narrow(query, dim, span).shape[-2:]))
         return torch.cat(outputs, dim).flatten(-2).mT.to(call.query.dtype)

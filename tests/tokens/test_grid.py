@@ -14,11 +14,12 @@ from patchpar.plan.attention_mode import AttentionMode
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.attention.dispatch import attend_together
-from patchpar.shard.transformer.attention import SdpaArguments, TokenSplit, attend_split, cut_for
+from patchpar.shard.sdpa import AttentionCall
+from patchpar.shard.transformer.attention import TokenSplit, attend_split, cut_for
 from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.probe.discover import discover_tokens
 from patchpar.shard.transformer.probe.grid import grid_of_table
-from patchpar.shard.transformer.token_plan import AttentionCall, GridSource, TokenPlan, TokenRows
+from patchpar.shard.transformer.token_plan import AttentionTokens, GridSource, TokenPlan, TokenRows
 from patchpar.shard.transformer.token_ranges import Cut, TokenGrid, TokenRanges, spread
 from patchpar.strategies import parse_strategy
 from tests.tiny.transformers_entry import IMAGE, VIDEO
@@ -298,8 +299,8 @@ def test_every_way_of_exchanging_keys_of_rows_of_every_frame(keys: AttentionMode
         shares = spread(48, transport.rank, 3, grid=TokenGrid(2, 4, 6), cut="rows")
         own = rows.cut(whole, shares)
         split_ = TokenSplit(Communicator(transport), axis, partial(attend_together, keys))
-        asked = SdpaArguments(query=own, key=own, value=own, **options)
-        out = attend_split(split_, "here", AttentionCall(rows, rows), shares, asked)
+        asked = AttentionCall(query=own, key=own, value=own, **options)
+        out = attend_split(split_, "here", AttentionTokens(rows, rows), shares, asked)
         return (out - rows.cut(want, shares)).abs().max().item()
 
     assert max(on_threads(3, attend)) <= LIMIT

@@ -17,7 +17,8 @@ from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.attention.all_gather import attend_gathered
-from patchpar.shard.transformer.attention import SdpaArguments, TokenSplit
+from patchpar.shard.sdpa import AttentionCall
+from patchpar.shard.transformer.attention import TokenSplit
 from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.probe.discover import discover_tokens
 from patchpar.shard.transformer.token_plan import Replicated, TokenRows
@@ -115,15 +116,15 @@ def test_it_is_exact(ranks: int) -> None:
 
 def test_heads_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank computes the attention of its heads, and the other layers of its tokens only."""
-    heads, tokens, answer = [], [], SdpaArguments.answer
+    heads, tokens, run = [], [], AttentionCall.run
 
-    def counted(asked: SdpaArguments, *args: Any, **kwargs: Any) -> Tensor:
-        heads.append(asked.query.shape[1])
-        return answer(asked, *args, **kwargs)
+    def counted(call: AttentionCall) -> Tensor:
+        heads.append(call.query.shape[1])
+        return run(call)
 
     models, call = [Denoiser(), Denoiser()], latent()
     plan = discover_tokens(models[0], models[0].forward, (call,), {})
-    monkeypatch.setattr(SdpaArguments, "answer", counted)
+    monkeypatch.setattr(AttentionCall, "run", counted)
 
     def on_rank(transport: Any) -> None:
         own, axis = models[transport.rank], Axis("patch", transport.rank, 2, (0, 1))

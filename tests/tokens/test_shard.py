@@ -14,9 +14,10 @@ from patchpar.plan.attention_mode import AttentionMode
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.all_gather import attend_gathered
 from patchpar.shard.attention.dispatch import attend_together
-from patchpar.shard.transformer.attention import Mode, SdpaArguments, TokenSplit, attend_split
+from patchpar.shard.sdpa import AttentionCall
+from patchpar.shard.transformer.attention import Mode, TokenSplit, attend_split
 from patchpar.shard.transformer.install import TransformerSharder
-from patchpar.shard.transformer.token_plan import AttentionCall, TokenPlan, TokenRows
+from patchpar.shard.transformer.token_plan import AttentionTokens, TokenPlan, TokenRows
 from patchpar.shard.transformer.token_ranges import spread
 from patchpar.shard.transformer.verify import verify_tokens
 from tests.breadth import first_of
@@ -161,8 +162,8 @@ def test_dropout_and_foreign_masks() -> None:
 
     def attend(transport: Any, **options: Any) -> Any:
         split_ = TokenSplit(Communicator(transport), Axis("patch", transport.rank, 2, (0, 1)), attend_gathered)
-        call = AttentionCall(TokenRows(2), TokenRows(2))
-        asked = SdpaArguments(query=query, key=query, value=query, **options)
+        call = AttentionTokens(TokenRows(2), TokenRows(2))
+        asked = AttentionCall(query=query, key=query, value=query, **options)
         return attend_split(split_, "here", call, spread(10, transport.rank, 2), asked)
 
     for found in on_threads(2, partial(attend, dropout_p=0.1)):
@@ -181,9 +182,9 @@ def test_causality() -> None:
     def attend(transport: Any) -> Any:
         split_ = TokenSplit(Communicator(transport), Axis("patch", transport.rank, 2, (0, 1)), attend_gathered)
         own = whole[:, :, 5 * transport.rank : 5 * transport.rank + 5]
-        asked = SdpaArguments(query=own, key=own, value=own, is_causal=True)
+        asked = AttentionCall(query=own, key=own, value=own, is_causal=True)
         return attend_split(
-            split_, "here", AttentionCall(TokenRows(2), TokenRows(2)), spread(10, transport.rank, 2), asked
+            split_, "here", AttentionTokens(TokenRows(2), TokenRows(2)), spread(10, transport.rank, 2), asked
         )
 
     torch.testing.assert_close(torch.cat(on_threads(2, attend), 2), want, atol=1e-5, rtol=1e-5)
@@ -210,8 +211,8 @@ def test_tokens_that_see_themselves_alone(mode: Mode | None, boolean: bool) -> N
         split_ = TokenSplit(Communicator(transport), Axis("patch", transport.rank, 2, (0, 1)), mode)
         own = torch.cat([shares.own(image, 2), text], 2)
         mask = _blind_to_each_other(shares.count, 3, boolean=boolean)
-        asked = SdpaArguments(query=own, key=own, value=own, attn_mask=mask)
-        return attend_split(split_, "here", AttentionCall(TokenRows(2, 0, 3), TokenRows(2, 0, 3), 4), shares, asked)
+        asked = AttentionCall(query=own, key=own, value=own, attn_mask=mask)
+        return attend_split(split_, "here", AttentionTokens(TokenRows(2, 0, 3), TokenRows(2, 0, 3), 4), shares, asked)
 
     first, second = on_threads(2, attend)
     torch.testing.assert_close(torch.cat([first[:, :, :-3], second[:, :, :-3]], 2), want[:, :, :-3])

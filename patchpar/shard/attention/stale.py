@@ -7,8 +7,7 @@ For bands of pictures and for runs of tokens alike. Tokens that every place has 
 this step.
 """
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -20,65 +19,59 @@ from patchpar.shard.attention.blockwise import attend_locally
 from patchpar.shard.attention.partial import Partial, merge_partials
 from patchpar.shard.attention.stale_kv import KeysValues, RemotePartials, RemoteTokens
 from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.stale.cache import StaleEntry
 from patchpar.shard.stale.token_grid import LevelGrid
 
 DRIFT_STRIDE = 16  # tokens
 
 
-class StaleAttentionCall(NamedTuple):
-    """One attention call: queries [B, N, q, D], the keys and values that are here, and the factor on logits.
+def attend_with_past(share: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, slot: StaleEntry) -> Tensor:
+    """Output [B, N, q, D] of our queries. Raises ExchangeError.
 
-    `here`: `common` tokens that everybody has, then ours. `bias`: what is added to the logits, or None, with a column
-    for every common token, then every token of the whole in their order. `kernel`: the user's own, called on all keys
-    at once where they lie together.
+    The call's keys and values [B, M, c + l, D] are tokens that everybody has, then ours. Its mask is added to the
+    logits, with a column for every common token, then for every token of the whole in their order. Its kernel gets all
+    keys at once where they lie together.
     """
-
-    query: Tensor
-    here: KeysValues
-    scale: float | None
-    common: int = 0
-    bias: Tensor | None = None
-    kernel: Callable[..., Tensor] | None = None
-
-    @property
-    def own(self) -> KeysValues:
-        """Our tokens alone."""
-        if not self.common:
-            return self.here
-        k_BlND, v_BlND = (x[:, self.common :] for x in self.here)
-        return KeysValues(k_BlND, v_BlND)
-
-    def bias_of(self, grid: LevelGrid, place: int, *, here: bool) -> Tensor | None:
-        """Columns of one place, and with `here` of the common tokens too."""
-        if self.bias is None or self.bias.shape[-1] == 1:
-            return self.bias
-        columns = self.bias.narrow(-1, self.common + grid.start(place), grid.num_tokens(place))
-        return torch.cat([self.bias[..., : self.common], columns], dim=-1) if here and self.common else columns
-
-
-def attend_with_past(
-    share: LocalPatch, where: str, grid: LevelGrid, asked: StaleAttentionCall, slot: StaleEntry
-) -> Tensor:
-    """Output [B, N, q, D] of our queries. Raises ExchangeError."""
     if share.treatment.resync is not None:
-        _note_drift(share, slot, asked.own.k_BlND)
+        _note_drift(share, slot, _own(grid, call, share.place).k_BlND)
     if isinstance(share.treatment.context, CachedPartials):
-        return _attend_beside_partials(share, where, grid, asked, slot)
-    return _attend_beside_tokens(share, where, grid, asked, slot)
+        return _attend_beside_partials(share, where, grid, call, slot)
+    return _attend_beside_tokens(share, where, grid, call, slot)
+
+
+def _here(call: AttentionCall) -> KeysValues:
+    """Keys and values that are here: common tokens, then ours."""
+    return KeysValues(call.key.transpose(1, 2), call.value.transpose(1, 2))
+
+
+def _own(grid: LevelGrid, call: AttentionCall, place: int) -> KeysValues:
+    """Our tokens alone."""
+    here, own = _here(call), grid.num_tokens(place)
+    return here if here.k_BlND.shape[1] == own else KeysValues(*(x[:, -own:] for x in here))
+
+
+def _columns(grid: LevelGrid, call: AttentionCall, place: int, *, here: bool) -> Tensor | None:
+    """Columns of the mask for the tokens of one place, and with `here` for the common tokens too."""
+    mask = call.attn_mask
+    if mask is None or mask.shape[-1] == 1:
+        return mask
+    common = mask.shape[-1] - grid.total_tokens
+    columns = mask.narrow(-1, common + grid.start(place), grid.num_tokens(place))
+    return torch.cat([mask[..., :common], columns], dim=-1) if here and common else columns
 
 
 def _attend_now(
-    share: LocalPatch, where: str, grid: LevelGrid, asked: StaleAttentionCall, others: dict[int, KeysValues]
+    share: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, others: dict[int, KeysValues]
 ) -> Tensor:
     """With everybody's keys of this step, which are left in `others` for the next."""
-    pending = _gather(share, where, grid, asked.own)
+    pending = _gather(share, where, grid, _own(grid, call, share.place))
 
     def partials() -> Iterator[Partial]:
-        yield _attend_here(grid, asked, share.place)
+        yield _attend_here(grid, call, share.place)
         for place, tensors in zip(share.axis.others, pending.arriving(), strict=True):
             others[place] = KeysValues(*tensors)
-            yield _attend_to(asked, others[place], asked.bias_of(grid, place, here=False))
+            yield _attend_to(call, others[place], _columns(grid, call, place, here=False))
 
     return merge_partials(partials()).out_BNlD
 
@@ -92,40 +85,40 @@ def _gather(share: LocalPatch, where: str, grid: LevelGrid, own: KeysValues) -> 
     return AllGather(share.door, share.axis, "kv", where).start(own, specs)
 
 
-def _attend_here(grid: LevelGrid, asked: StaleAttentionCall, place: int) -> Partial:
-    return _attend_to(asked, asked.here, asked.bias_of(grid, place, here=True))
+def _attend_here(grid: LevelGrid, call: AttentionCall, place: int) -> Partial:
+    return _attend_to(call, _here(call), _columns(grid, call, place, here=True))
 
 
-def _attend_to(asked: StaleAttentionCall, tokens: KeysValues, bias: Tensor | None) -> Partial:
+def _attend_to(call: AttentionCall, tokens: KeysValues, bias: Tensor | None) -> Partial:
     k_BNkD, v_BNkD = (x.transpose(1, 2) for x in tokens)
-    return attend_locally(asked.query, k_BNkD, v_BNkD, bias=bias, scale=asked.scale)
+    return attend_locally(call.query, k_BNkD, v_BNkD, bias=bias, scale=call.scale)
 
 
 def _attend_beside_tokens(
-    share: LocalPatch, where: str, grid: LevelGrid, asked: StaleAttentionCall, slot: StaleEntry
+    share: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, slot: StaleEntry
 ) -> Tensor:
     """With a selection of everybody's tokens of the last step; ours leave for the next."""
     options, memory = share.treatment.context, share.memory
     assert isinstance(options, StaleKV)
     assert memory is not None
     if slot.state is None:
-        slot.state = RemoteTokens(options, share.axis, grid, asked.here, joined_anew=share.treatment.published)
+        slot.state = RemoteTokens(options, share.axis, grid, _here(call), joined_anew=share.treatment.published)
     state: RemoteTokens = slot.state
     state.arrived(slot.take())
     if share.fresh:
         others: dict[int, KeysValues] = {}
-        result = _attend_now(share, where, grid, asked, others)
-        state.remember(asked.own, others, continues=memory.continues)
+        result = _attend_now(share, where, grid, call, others)
+        state.remember(_own(grid, call, share.place), others, continues=memory.continues)
         return result
     if not share.frozen:
-        told = _tell(share, where, asked.own, state)
+        told = _tell(share, where, _own(grid, call, share.place), state)
         state.lead_on(share.ahead)
         send = memory.send if share.treatment.published else memory.send_at_once
-        slot.coming = send(state.part(asked.own), where)
+        slot.coming = send(state.part(_own(grid, call, share.place)), where)
         if told:
             for place, fits in zip(share.axis.others, told.arriving(), strict=True):
                 state.correct(place, fits)
-    return state.attend(asked.query, asked.here, asked.scale, asked.bias, asked.kernel)
+    return state.attend(call, _here(call))
 
 
 def _tell(share: LocalPatch, where: str, own: KeysValues, state: RemoteTokens) -> Work[Messages] | None:
@@ -137,7 +130,7 @@ def _tell(share: LocalPatch, where: str, own: KeysValues, state: RemoteTokens) -
 
 
 def _attend_beside_partials(
-    share: LocalPatch, where: str, grid: LevelGrid, asked: StaleAttentionCall, slot: StaleEntry
+    share: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, slot: StaleEntry
 ) -> Tensor:
     """With what is kept of the attention to others' tokens; this layer's turn to renew it comes now and then."""
     options, memory = share.treatment.context, share.memory
@@ -151,13 +144,13 @@ def _attend_beside_partials(
     def renewed(received: dict[int, list[Tensor]]) -> Partial:
         found = {place: KeysValues(*tensors) for place, tensors in received.items()}
         return merge_partials(
-            _attend_to(asked, tokens, asked.bias_of(grid, place, here=False)) for place, tokens in found.items()
+            _attend_to(call, tokens, _columns(grid, call, place, here=False)) for place, tokens in found.items()
         )
 
     ranks = share.axis.ranks
     if share.fresh:
         slot.drop()
-        arriving = _gather(share, where, grid, asked.own).arriving()
+        arriving = _gather(share, where, grid, _own(grid, call, share.place)).arriving()
         whole = dict(zip(share.axis.others, arriving, strict=True))
         state.kept = renewed(whole)
         if state.is_due(memory.evaluation + 1, layer):  # what its turn needs is here already
@@ -167,8 +160,8 @@ def _attend_beside_partials(
         if received:
             state.kept = renewed({ranks.index(rank): tensors for rank, tensors in received.items()})
     if not share.fresh and state.is_due(memory.evaluation + 1, layer) and not share.frozen:
-        slot.coming = memory.send_at_once(state.part(asked.own), where)
-    return merge_partials([_attend_here(grid, asked, share.place), state.remote]).out_BNlD
+        slot.coming = memory.send_at_once(state.part(_own(grid, call, share.place)), where)
+    return merge_partials([_attend_here(grid, call, share.place), state.remote]).out_BNlD
 
 
 def _note_drift(share: LocalPatch, slot: StaleEntry, key_BlND: Tensor) -> None:

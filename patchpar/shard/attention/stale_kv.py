@@ -6,12 +6,12 @@
 Each belongs to one attention seam in one guidance call.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from patchpar.comm.collectives import ExchangePart
 from patchpar.comm.transport import TensorSpec
@@ -19,6 +19,7 @@ from patchpar.plan.exchange_policy import StaleKV
 from patchpar.plan.kv_selection import AllRows, PooledRows
 from patchpar.plan.mesh import Axis
 from patchpar.shard.attention.partial import Partial
+from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.stale.correction import CorrectionFit, OwnPast, correct, on_the_line
 from patchpar.shard.stale.quantized_delta import QuantizedDelta
 from patchpar.shard.stale.token_grid import LevelGrid, log_weights, take, take_bias
@@ -181,35 +182,21 @@ class RemoteTokens:
         for x, last, fit in zip(held, self._ended.get(place, held), fits, strict=True):
             correct(x, last, fit)
 
-    def attend(
-        self,
-        query: Tensor,
-        here: KeysValues,
-        scale: float | None,
-        bias: Tensor | None = None,
-        kernel: Callable[..., Tensor] | None = None,
-    ) -> Tensor:
-        """Queries [B, N, q, D] against all that is in the buffer, and what is here of this step.
-
-        `bias` and `kernel` are those of `stale.StaleAttentionCall`.
-        """
+    def attend(self, call: AttentionCall, here: KeysValues) -> Tensor:
+        """The call's queries [B, N, q, D] against all that is in the buffer, and what is here of this step."""
         if self.options.narrow_to is not None or self.joined_anew:
             keys, values = self._joined(here)
         else:
             for held, x in zip(self._held(self.axis.rank), here, strict=True):
                 held.copy_(x)
             keys, values = self._buffers
+        query, bias = call.query, call.attn_mask
         mask = None if self._bias is None else self._bias.expand(1, 1, query.shape[2], -1)
         if bias is not None:
             mask = self._bias_of(bias) if bias.shape[-1] > 1 else bias if mask is None else mask + bias
-        return (kernel or F.scaled_dot_product_attention)(
-            query,
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
-            attn_mask=mask,
-            scale=scale,
-            enable_gqa=query.shape[1] != keys.shape[2],
-        )
+        key, value = keys.transpose(1, 2), values.transpose(1, 2)
+        gqa = query.shape[1] != key.shape[1]
+        return replace(call, key=key, value=value, attn_mask=mask, enable_gqa=gqa).run()
 
     def _bias_of(self, bias: Tensor) -> Tensor:
         """Out of columns for the common tokens, then those of the whole place by place, those of what is attended to.

@@ -36,6 +36,11 @@ class LevelGrid(NamedTuple):
         """Tokens of one place."""
         return self.rows(place) * self.across.num_tokens
 
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of all places."""
+        return self.bands.total * self.across.num_tokens
+
 
 def take(x_BlND: Tensor, pieces: Sequence[PooledRows], grid: LevelGrid) -> Tensor:
     """The pieces of a place's tokens, one after the other: [B, tokens of the pieces, N, D]."""

@@ -5,26 +5,23 @@ Where queries and keys are the same tokens, as nearly always, or the queries are
 first.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.exchange_policy import ExchangePolicy, StaleKV
 from patchpar.plan.kv_selection import AllRows
 from patchpar.plan.mesh import Axis
-from patchpar.shard.attention import stale as stale_attention
 from patchpar.shard.attention.sharded_qkv import ShardedQKV, as_bias
 from patchpar.shard.attention.stale import attend_with_past
-from patchpar.shard.attention.stale_kv import KeysValues
 from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.transformer.attention_backend import BackendKernel
-from patchpar.shard.transformer.token_plan import AttentionCall, TokenRows
+from patchpar.shard.transformer.token_plan import AttentionTokens, TokenRows
 from patchpar.shard.transformer.token_ranges import Cut, TokenRanges
 
 Mode = Callable[[Communicator, Axis, str, ShardedQKV], Tensor]
@@ -64,64 +61,33 @@ def cut_for(treatment: ExchangePolicy) -> Cut:
     return "bands" if everything else "rows"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SdpaArguments:
-    """The arguments of scaled_dot_product_attention."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_mask: Tensor | None = None
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-
-    def answer(
-        self,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        *,
-        causal: bool = False,
-        kernel: BackendKernel | None = None,
-    ) -> Tensor:
-        """Attention of these queries to other keys."""
-        attend: Any = kernel if kernel is not None and self.query.ndim == 4 else F.scaled_dot_product_attention
-        found: Tensor = attend(
-            self.query, key, value, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=self.enable_gqa
-        )
-        return found
-
-
 def attend_split(
-    split: TokenSplit, where: str, call: AttentionCall, shares: TokenRanges, asked: SdpaArguments
+    split: TokenSplit, where: str, tokens: AttentionTokens, shares: TokenRanges, call: AttentionCall
 ) -> Tensor:
     """What the call gives for our queries, tokens being split so. Raises UnsupportedModel, ExchangeError."""
-    if asked.dropout_p:
+    if call.dropout_p:
         raise UnsupportedModel(f"{where}: attention with dropout cannot be split: put the model in eval mode")
-    if call.mask_dims == 4 and asked.attn_mask is not None and asked.attn_mask.ndim == 2:
+    if call.query.ndim == 3:
+        return attend_split(split, where, tokens, shares, call.with_heads()).squeeze(1)
+    if tokens.mask_dims == 4 and call.attn_mask is not None and call.attn_mask.ndim == 2:
         # diffusers' dispatcher makes a mask of keys out of [batch, keys], but only where all keys are there
-        asked = replace(asked, attn_mask=asked.attn_mask[:, None, None])
-    queries = _SplitTokens.of(call.queries, asked.query, shares)
-    if call.keys is None:
-        mask = None if asked.attn_mask is None else queries.cut(asked.attn_mask, -2)
-        return asked.answer(asked.key, asked.value, mask, causal=asked.is_causal, kernel=split.kernel)
-    keys = _SplitTokens.of(call.keys, asked.key, shares)
-    mask = _whole_mask(split, where, asked, queries, keys)
+        call = replace(call, attn_mask=call.attn_mask[:, None, None])
+    queries = _SplitTokens.of(tokens.queries, call.query, shares)
+    if tokens.keys is None:
+        return replace(call, attn_mask=queries.rows(call.attn_mask)).run()
+    keys = _SplitTokens.of(tokens.keys, call.key, shares)
+    call = _with_whole_mask(split, where, call, queries, keys)
     if split.mode is None or split.axis.size == 1:
-        cut = None if mask is None else keys.cut(queries.cut(mask, -2), -1)
-        return asked.answer(asked.key, asked.value, cut)
+        rows = queries.rows(call.attn_mask)
+        return replace(call, attn_mask=None if rows is None else keys.cut(rows, -1), kernel=None).run()
     slot = None if split.share is None else split.share.slot(where, split.share.treatment.context)
     if split.share is not None and slot is not None:
-        rows = None if mask is None else queries.cut(mask, -2)
-        past = _with_past(where, asked, (queries, keys), rows, split.kernel)
-        out = queries.in_order(attend_with_past(split.share, where, shares.rows, past, slot), 2)
-        return out.squeeze(1) if asked.query.ndim == 3 else out
-    if split.kernel is None and _fits_a_mode(asked, queries, keys, mask):
-        return _by_mode(split, where, asked, (queries, keys), mask)
-    key, value = (split.gather(x, -2, keys.start, shares, where) for x in (asked.key, asked.value))
-    return asked.answer(key, value, None if mask is None else queries.cut(mask, -2), kernel=split.kernel)
+        stale = _common_first(where, call, queries, keys)
+        return queries.in_order(attend_with_past(split.share, where, shares.rows, stale, slot), 2)
+    if split.mode is not None and call.kernel is None and _fits_a_mode(call, queries, keys):
+        return _by_mode(split, split.mode, where, call, queries, keys)
+    key, value = (split.gather(x, -2, keys.start, shares, where) for x in (call.key, call.value))
+    return replace(call, key=key, value=value, attn_mask=queries.rows(call.attn_mask)).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +128,10 @@ class _SplitTokens:
         before, tokens, after = mask.split_with_sizes((self.start, self.tokens, self.after), dim)
         return torch.cat([before, self.shares.own(tokens, dim), after], dim)
 
+    def rows(self, mask: Tensor | None) -> Tensor | None:
+        """A mask with a row for each of these queries."""
+        return None if mask is None else self.cut(mask, -2)
+
     def common_first(self, x: Tensor, dim: int) -> Tensor:
         """What everybody has first, then our tokens."""
         before, own, after = x.split_with_sizes([self.start, self.own, self.after], dim)
@@ -178,14 +148,23 @@ class _SplitTokens:
         return torch.cat([before, own, after], dim) if self.after else x
 
 
+def _with_whole_mask(
+    split: TokenSplit, where: str, call: AttentionCall, queries: _SplitTokens, keys: _SplitTokens
+) -> AttentionCall:
+    """The call with causality as a mask, and a column for every key of the whole in a mask."""
+    if call.attn_mask is None and not call.is_causal:
+        return call
+    return replace(call, attn_mask=_whole_mask(split, where, call, queries, keys), is_causal=False)
+
+
 def _whole_mask(
-    split: TokenSplit, where: str, asked: SdpaArguments, queries: _SplitTokens, keys: _SplitTokens
+    split: TokenSplit, where: str, call: AttentionCall, queries: _SplitTokens, keys: _SplitTokens
 ) -> Tensor | None:
     """The mask with a column for every key of the whole, in their order; causality as a mask."""
-    mask = asked.attn_mask
-    if asked.is_causal:
+    mask = call.attn_mask
+    if call.is_causal:
         size = (queries.whole, keys.whole)
-        return torch.ones(size, dtype=torch.bool, device=asked.query.device).tril()
+        return torch.ones(size, dtype=torch.bool, device=call.query.device).tril()
     if mask is None or mask.shape[-1] in (1, keys.whole):
         return mask
     if mask.shape[-1] == keys.whole + keys.local:  # diffusers pads a mask of more columns than keys by their number
@@ -198,7 +177,7 @@ def _whole_mask(
     if mask.ndim < 2 or mask.shape[-2] == 1:
         return split.gather(mask, -1, keys.start, keys.shares, where)
     if queries == keys and _sees_itself_alone(mask, keys):
-        return _with_blind_columns(as_bias(mask, asked.query.dtype), keys)
+        return _with_blind_columns(as_bias(mask, call.query.dtype), keys)
     return _outer_product(split, where, mask, queries, keys)
 
 
@@ -241,47 +220,39 @@ def _outer_product(split: TokenSplit, where: str, mask: Tensor, queries: _SplitT
     return rows & columns
 
 
-def _fits_a_mode(asked: SdpaArguments, queries: _SplitTokens, keys: _SplitTokens, mask: Tensor | None) -> bool:
+def _fits_a_mode(call: AttentionCall, queries: _SplitTokens, keys: _SplitTokens) -> bool:
+    mask = call.attn_mask
     rows_whole = mask is None or mask.ndim < 2 or mask.shape[-2] in (1, queries.whole)
-    shaped = asked.query.ndim in (3, 4) and asked.value.shape[-1] == asked.key.shape[-1]
+    shaped = call.query.ndim == 4 and call.value.shape[-1] == call.key.shape[-1]
     own_alone = queries.own == queries.local == keys.own
     return (queries == keys or own_alone) and rows_whole and shaped
 
 
-def _with_past(
-    where: str,
-    asked: SdpaArguments,
-    lines: tuple[_SplitTokens, _SplitTokens],
-    mask: Tensor | None,
-    kernel: BackendKernel | None,
-) -> stale_attention.StaleAttentionCall:
-    """The call as `stale_attention` wants it, of queries and keys: what everybody has, then our tokens."""
-    if asked.value.shape[-1] != asked.key.shape[-1]:
+def _common_first(where: str, call: AttentionCall, queries: _SplitTokens, keys: _SplitTokens) -> AttentionCall:
+    """The call as `attend_with_past` wants it: what everybody has, then our tokens."""
+    if call.value.shape[-1] != call.key.shape[-1]:
         raise UnsupportedModel(f"{where}: values of another width than keys need strategy 'exact'")
-    flat = asked.query.ndim == 3
-    queries, keys = lines
-    query, key, value = (x.unsqueeze(1) if flat else x for x in (asked.query, asked.key, asked.value))
+    query, key, value = _tensors_common_first(call, queries, keys)
+    mask = queries.rows(call.attn_mask)
     if mask is not None:
         mask = keys.by_place(mask, -1) if mask.shape[-1] > 1 else mask
         mask = queries.common_first(mask, -2) if mask.ndim > 1 and mask.shape[-2] > 1 else mask
-        mask = mask.unsqueeze(1) if flat and mask.ndim == 3 else mask
         mask = as_bias(mask[(None,) * (4 - mask.ndim)], query.dtype)
-    k_BlND, v_BlND = (keys.common_first(x, 2).transpose(1, 2) for x in (key, value))
-    query = queries.common_first(query, 2)
-    here = KeysValues(k_BlND, v_BlND)
-    return stale_attention.StaleAttentionCall(query, here, asked.scale, keys.local - keys.own, mask, kernel)
+    return replace(call, query=query, key=key, value=value, attn_mask=mask)
+
+
+def _tensors_common_first(call: AttentionCall, queries: _SplitTokens, keys: _SplitTokens) -> Iterator[Tensor]:
+    yield queries.common_first(call.query, 2)
+    yield keys.common_first(call.key, 2)
+    yield keys.common_first(call.value, 2)
 
 
 def _by_mode(
-    split: TokenSplit, where: str, asked: SdpaArguments, lines: tuple[_SplitTokens, _SplitTokens], mask: Tensor | None
+    split: TokenSplit, mode: Mode, where: str, call: AttentionCall, queries: _SplitTokens, keys: _SplitTokens
 ) -> Tensor:
-    assert split.mode is not None
-    flat = asked.query.ndim == 3
-    queries, keys = lines
-    tensors = (x.unsqueeze(1) if flat else x for x in (asked.query, asked.key, asked.value))
-    query, key, value = (line.common_first(x, 2) for x, line in zip(tensors, (queries, keys, keys), strict=True))
+    query, key, value = _tensors_common_first(call, queries, keys)
+    mask = call.attn_mask
     if mask is not None:
-        mask = mask.unsqueeze(1) if flat and mask.ndim == 3 else mask
         for dim, line in ((-1, keys), (-2, queries)):
             if mask.ndim >= -dim and mask.shape[dim] > 1:
                 mask = line.by_place(mask, dim)
@@ -294,7 +265,6 @@ def _by_mode(
         common=keys.local - keys.own,
         common_asks=queries == keys,
         mask=mask,
-        scale=asked.scale,
+        scale=call.scale,
     )
-    out = queries.in_order(split.mode(split.door, split.axis, where, shared), 2)
-    return out.squeeze(1) if flat else out
+    return queries.in_order(mode(split.door, split.axis, where, shared), 2)

@@ -9,11 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_ANSWER: ContextVar[Callable[..., Tensor]] = ContextVar("patchpar_answer")  # of the block that this rank is in
+from patchpar.shard.sdpa import AttentionCall
+
+_ANSWER: ContextVar[Callable[[AttentionCall], Tensor]] = ContextVar("patchpar_answer")  # of the block under way
+_TORCHS = torch.ops.aten.scaled_dot_product_attention.default._schema
+SIGNATURE = str(_TORCHS).removeprefix(_TORCHS.name)
 
 
 @contextmanager
-def answered_by(answer: Callable[..., Tensor]) -> Iterator[None]:
+def answered_by(answer: Callable[[AttentionCall], Tensor]) -> Iterator[None]:
     """While open, `attend` gives what `answer` gives, in this thread."""
     token = _ANSWER.set(answer)
     try:
@@ -22,20 +26,10 @@ def answered_by(answer: Callable[..., Tensor]) -> Iterator[None]:
         _ANSWER.reset(token)
 
 
-@torch.library.custom_op("patchpar::attend", mutates_args=())
-def attend(  # noqa: PLR0913 - the signature is torch's
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+@torch.library.custom_op("patchpar::attend", mutates_args=(), schema=SIGNATURE)
+def attend(*args: Any, **kwargs: Any) -> Tensor:
     """scaled_dot_product_attention of own queries [..., q, D] to everybody's keys; which they are, the block knows."""
-    options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-    return _ANSWER.get()(query, key, value, **options, enable_gqa=enable_gqa).contiguous()
+    return _ANSWER.get()(AttentionCall(*args, **kwargs)).contiguous()
 
 
 @attend.register_fake

@@ -11,6 +11,7 @@ stays whole. A compiled block that is not split gets whole tensors.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,8 +26,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.compiled import is_compiled
 from patchpar.shard.hooks import InstalledHook
-from patchpar.shard.transformer.attention import SdpaArguments, TokenSplit, attend_split
-from patchpar.shard.transformer.attention_strides import as_torch_lays
+from patchpar.shard.sdpa import AttentionCall, as_torch_lays
+from patchpar.shard.transformer.attention import TokenSplit, attend_split
 from patchpar.shard.transformer.block_arguments import ArgumentRule, ArgumentRules
 from patchpar.shard.transformer.block_call import BlockCall, LocalTokens
 from patchpar.shard.transformer.compiled_op import answered_by, compiled_forward, traceable
@@ -44,7 +45,6 @@ _COMPILED = (
     "them, which cannot be exchanged inside a compiled block: leave it as it is, or use plan cfg=2 or data=N, which do "
     "not split the tokens"
 )
-ASKED = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class TransformerSharder:
@@ -177,7 +177,7 @@ class _TokenCall(TorchFunctionMode):
         elif torch.compiler.is_compiling():
             return traceable(func)(*args, **kwargs)
         elif func is F.scaled_dot_product_attention and self.block is not None:
-            return self.attend(*args, **kwargs)
+            return self.attend(AttentionCall(*args, **kwargs))
         elif self.block is not None and self.block.plan.mixing is not None:
             return self._mixed(self.block, self.block.plan.mixing, func, args, kwargs)
         return func(*args, **kwargs)
@@ -199,20 +199,22 @@ class _TokenCall(TorchFunctionMode):
             return func(*args, **kwargs)
         return convolve_rows(self.split, f"{block.path} convolution {number}", block.shares, convolution)
 
-    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What attention of the block under way gives, called as torch's is. Raises UnsupportedModel, ExchangeError."""
-        block, asked = self.block, SdpaArguments(**dict(zip(ASKED, args, strict=False)), **kwargs)
+    def attend(self, call: AttentionCall) -> Tensor:
+        """What attention of the block under way gives. Raises UnsupportedModel, ExchangeError."""
+        block = self.block
         if block is None:  # the block is not split
-            return asked.answer(asked.key, asked.value, asked.attn_mask, causal=asked.is_causal)
+            return call.run()
+        if self.split.kernel is not None:
+            call = replace(call, kernel=self.split.kernel)
         if block.part is not None:
-            return as_torch_lays(attend_by_heads(self.split, f"{block.part} heads", asked))
+            return as_torch_lays(attend_by_heads(self.split, f"{block.part} heads", call))
         number, block.attentions = block.attentions, block.attentions + 1
         if number >= len(block.plan.attentions):
             raise UnsupportedModel(
                 f"{block.path} calls attention more than {number} times, but did not when it was watched"
             )
         where = f"{block.path} attention {number}"
-        return as_torch_lays(attend_split(self.split, where, block.plan.attentions[number], block.shares, asked))
+        return as_torch_lays(attend_split(self.split, where, block.plan.attentions[number], block.shares, call))
 
     def own_leaves(self, block: BlockCall, recipe: ArgumentRule, leaves: list[Any]) -> list[Any]:
         """The arguments as our share of the block wants them. Raises PlanError, UnsupportedModel."""

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from patchpar.comm.collectives import AllGather
-from patchpar.shard.transformer.attention import SdpaArguments, TokenSplit
+from patchpar.shard.sdpa import AttentionCall
+from patchpar.shard.transformer.attention import TokenSplit
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.token_plan import Replicated
 from patchpar.shard.transformer.token_ranges import TokenRanges, spread
@@ -54,22 +55,15 @@ def own_of(part: Replicated, shares: TokenRanges, output: Any) -> Any:
     return tree_unflatten(leaves, structure)
 
 
-def attend_by_heads(split: TokenSplit, where: str, asked: SdpaArguments) -> Tensor:
+def attend_by_heads(split: TokenSplit, where: str, call: AttentionCall) -> Tensor:
     """Attention of all queries to all keys, each rank computing some of the heads. Raises ExchangeError."""
-    ranks, heads = split.axis.size, asked.query.shape[1] if asked.query.ndim == 4 else 1
-    if (
-        split.mode is None
-        or ranks == 1
-        or heads < ranks
-        or asked.key.shape[1] != heads
-        or asked.value.shape[1] != heads
-    ):
-        return asked.answer(asked.key, asked.value, asked.attn_mask, causal=asked.is_causal, kernel=split.kernel)
+    ranks, heads = split.axis.size, call.query.shape[1] if call.query.ndim == 4 else 1
+    if split.mode is None or ranks == 1 or heads < ranks or call.key.shape[1] != heads or call.value.shape[1] != heads:
+        return call.run()
     shares = spread(heads, split.axis.rank, ranks)
-    query, key, value = (shares.own(x, HEADS).contiguous() for x in (asked.query, asked.key, asked.value))
-    mask = asked.attn_mask
+    query, key, value = (shares.own(x, HEADS).contiguous() for x in (call.query, call.key, call.value))
+    mask = call.attn_mask
     if mask is not None and mask.ndim >= -HEADS and mask.shape[HEADS] > 1:
         mask = shares.own(mask, HEADS)
-    own = replace(asked, query=query)
-    out = own.answer(key, value, mask, causal=asked.is_causal, kernel=split.kernel).contiguous()
+    out = replace(call, query=query, key=key, value=value, attn_mask=mask).run().contiguous()
     return torch.cat(AllGather(split.door, split.axis, "tokens", where).shares(out, 1, shares.sizes), 1)

@@ -76,7 +76,7 @@ class TokenRows:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionCall:
+class AttentionTokens:
     """One call of scaled_dot_product_attention in a block. None: no token that is split is among them.
 
     `mask_dims` counts the dims that its mask has when all tokens are there.
@@ -159,7 +159,7 @@ class BlockPlan:
     signature: tuple[str, ...]
     inputs: Mapping[str, TokenRows]
     counts: tuple[str, ...]
-    attentions: tuple[AttentionCall, ...]
+    attentions: tuple[AttentionTokens, ...]
     outputs: Mapping[int, TokenRows]
     ratio: float
     origin: GridSource | None = None

@@ -6,7 +6,14 @@ from typing import Any, TypeVar
 
 from patchpar.plan.json_files import object_of
 from patchpar.shard.transformer.token_mixing import TokenMixing
-from patchpar.shard.transformer.token_plan import AttentionCall, BlockPlan, GridSource, Replicated, TokenPlan, TokenRows
+from patchpar.shard.transformer.token_plan import (
+    AttentionTokens,
+    BlockPlan,
+    GridSource,
+    Replicated,
+    TokenPlan,
+    TokenRows,
+)
 
 T = TypeVar("T")
 
@@ -105,6 +112,6 @@ def _origin(raw: dict[str, Any]) -> GridSource:
     return GridSource(dims=_tuple(int, raw["dims"]), patches=_tuple(int, raw["patches"]), table=table)
 
 
-def _call(raw: dict[str, Any]) -> AttentionCall:
+def _call(raw: dict[str, Any]) -> AttentionTokens:
     queries, keys = (None if raw[name] is None else _rows(raw[name]) for name in ("queries", "keys"))
-    return AttentionCall(queries, keys, _whole(raw["mask_dims"]))
+    return AttentionTokens(queries, keys, _whole(raw["mask_dims"]))

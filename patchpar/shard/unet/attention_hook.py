@@ -14,16 +14,14 @@ from typing import Any
 import torch
 from diffusers.hooks import ModelHook
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from patchpar.comm.collectives import AllGather
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.attention.dispatch import attend_together
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
-from patchpar.shard.attention.stale import StaleAttentionCall, attend_with_past
-from patchpar.shard.attention.stale_kv import KeysValues
+from patchpar.shard.attention.stale import attend_with_past
 from patchpar.shard.local_patch import LocalPatch
+from patchpar.shard.sdpa import AttentionCall, SdpaMode
 from patchpar.shard.stale.token_grid import LevelGrid
 
 PROJECTIONS = ("to_k", "to_v")
@@ -47,15 +45,20 @@ class AttentionHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         if self.own_kernel:
             with keys_of_all(self.share, self.where, module):
                 return self.fn_ref.original_forward(*args, **kwargs)
-        with _ShardedAttention(self.share, self.where) as mode:
+        self._called = False
+        with SdpaMode(self._attend):
             result = self.fn_ref.original_forward(*args, **kwargs)
-        if mode.calls == 0:
+        if not self._called:
             raise UnsupportedModel(
                 f"{self.where}: its attention processor {_processor_of(module)} does not call "
                 "scaled_dot_product_attention as the one before it did: set processors with "
                 "pipe.unet.set_attn_processor(...), or restore() and wrap the pipeline again"
             )
         return result
+
+    def _attend(self, call: AttentionCall) -> Tensor:
+        self._called = True
+        return attend_over_shares(self.share, self.where, call)
 
 
 def refusal_of_past(where: str, module: nn.Module, strategy: str) -> UnsupportedModel:
@@ -116,55 +119,28 @@ def joined_tokens(shares_BlC: Sequence[Tensor], grid: LevelGrid) -> Tensor:
     return torch.cat(columns, dim=2).flatten(1, 2)
 
 
-class _ShardedAttention(TorchFunctionMode):
-    def __init__(self, share: LocalPatch, where: str) -> None:
-        super().__init__()
-        self.share, self.where, self.calls = share, where, 0
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if func is F.scaled_dot_product_attention:
-            self.calls += 1
-            return attend_over_shares(self.share, self.where, *args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-def attend_over_shares(  # noqa: PLR0913 - the signature is torch's
-    share: LocalPatch,
-    where: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+def attend_over_shares(share: LocalPatch, where: str, call: AttentionCall) -> Tensor:
     """Own queries against everybody's keys, of this step or of the last one. Raises UnsupportedModel.
 
     Keys and values [B, N, c + l, D]: tokens that all ranks have (text, as added keys), then our own.
     """
-    if attn_mask is not None or is_causal or dropout_p or enable_gqa:
+    if call.attn_mask is not None or call.is_causal or call.dropout_p or call.enable_gqa:
         raise UnsupportedModel(
             f"{where}: spatial self-attention with a mask, causality or dropout cannot be split: use cfg=2 or data=N"
         )
-    own = query.shape[2]
-    common = key.shape[2] - own  # added keys: of text, before those of the picture
-    here = KeysValues(key.transpose(1, 2), value.transpose(1, 2))
+    own = call.query.shape[2]
     grid, slot = share.grid(own), share.slot(where, share.treatment.context)
     if slot is not None:
-        return attend_with_past(share, where, grid, StaleAttentionCall(query, here, scale, common), slot)
+        return attend_with_past(share, where, grid, call, slot)
     sizes = tuple(grid.num_tokens(place) for place in range(share.axis.size))
     shared = ShardedQKV(
-        q_BNlD=query,
-        k_BMlD=key,
-        v_BMlD=value,
+        q_BNlD=call.query,
+        k_BMlD=call.key,
+        v_BMlD=call.value,
         sizes=sizes,
         place=share.place,
-        common=common,
+        common=call.key.shape[2] - own,  # added keys: of text, before those of the image
         common_asks=False,
-        scale=scale,
+        scale=call.scale,
     )
     return attend_together(share.treatment.keys, share.door, share.axis, where, shared)

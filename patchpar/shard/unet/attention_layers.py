@@ -5,14 +5,14 @@ the picture's. Text has the same tokens in every picture; of layers over frames 
 keys are made by another module (fused projections), a layer without any other context attends to its own tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+
+from patchpar.shard.sdpa import AttentionCall, SdpaMode
 
 
 @dataclass(slots=True)
@@ -27,6 +27,11 @@ class ObservedAttention:
     def shape(self, path: str) -> tuple[int, ...] | None:
         """What the keys of a layer were made of."""
         return self.keys.get(path, self.own.get(path))
+
+    def attended(self, call: AttentionCall) -> Tensor:
+        """Answers a call of torch's attention: the layer under way makes it."""
+        self.with_kernel.update(self.under_way[-1:])
+        return call.run()
 
     def paths(self) -> Iterator[str]:
         """Layers that have been seen, in the order of execution."""
@@ -45,7 +50,7 @@ def attention_watched(denoiser: nn.Module, seen: ObservedAttention) -> Iterator[
         if isinstance(getattr(module, "to_k", None), nn.Module):
             handles.append(module.to_k.register_forward_pre_hook(_made_keys(seen, path)))
     try:
-        with _KernelObserver(seen):
+        with SdpaMode(seen.attended):
             yield
     finally:
         for handle in handles:
@@ -76,16 +81,3 @@ def _made_keys(seen: ObservedAttention, path: str) -> Callable[..., None]:
             seen.keys[path] = tuple(args[0].shape)
 
     return hook
-
-
-class _KernelObserver(TorchFunctionMode):
-    def __init__(self, seen: ObservedAttention) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if func is F.scaled_dot_product_attention and self.seen.under_way:
-            self.seen.with_kernel.add(self.seen.under_way[-1])
-        return func(*args, **(kwargs or {}))

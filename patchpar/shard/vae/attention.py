@@ -20,6 +20,7 @@ from patchpar.shard.attention.all_gather import attend_gathered
 from patchpar.shard.attention.blockwise import attend_locally
 from patchpar.shard.attention.partial import merge_partials
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
+from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.vae.band import VaeBand
 
 MOST_PRODUCTS = {"cuda": 2**40}
@@ -27,39 +28,28 @@ MOST_PRODUCTS = {"cuda": 2**40}
 ON_OTHERS = 2**34
 
 
-def attend(  # noqa: PLR0913 - the signature is torch's
-    band: VaeBand,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """F.scaled_dot_product_attention of our tokens. Raises UnsupportedModel, ExchangeError."""
+def attend(band: VaeBand, call: AttentionCall) -> Tensor:
+    """The call with our tokens for queries and everybody's for keys. Raises UnsupportedModel, ExchangeError."""
     if not band.exchanging:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    if query.ndim == 3:  # one head, and no dim for it
-        q_BNlD, k_BNlD, v_BNlD = (x.unsqueeze(1) for x in (query, key, value))
-        mask = None if attn_mask is None else attn_mask.unsqueeze(1)
-        return attend(band, q_BNlD, k_BNlD, v_BNlD, mask, dropout_p, is_causal, scale, enable_gqa).squeeze(1)
-    if dropout_p or is_causal or query.ndim != 4 or query.shape[:3] != key.shape[:3]:
+        return call.run()
+    if call.query.ndim == 3:
+        return attend(band, call.with_heads()).squeeze(1)
+    query, key = call.query, call.key
+    if call.dropout_p or call.is_causal or query.ndim != 4 or query.shape[:3] != key.shape[:3]:
         raise UnsupportedModel(f"{band.where}: attention that is no self-attention over pixels")
     own = key.shape[2]
     if not band.fits(own):
         raise UnsupportedModel(f"{band.where}: attention over {own} tokens, which do not grow with the rows")
     sizes = tuple(band.scaled(own, place) for place in range(len(band.share.bands)))
-    shared = ShardedQKV(q_BNlD=query, k_BMlD=key, v_BMlD=value, sizes=sizes, place=band.share.place, scale=scale)
-    if attn_mask is None:
+    shared = ShardedQKV(
+        q_BNlD=query, k_BMlD=key, v_BMlD=call.value, sizes=sizes, place=band.share.place, scale=call.scale
+    )
+    if call.attn_mask is None:
         count = _chunks(shared)
         if count > 1:
             return _in_chunks(band, shared, count)
         return attend_gathered(band.share.door, band.share.axis, band.where, shared)
-    return _frame_by_frame(band, shared, _frames_seen(band, attn_mask, own))
+    return _frame_by_frame(band, shared, _frames_seen(band, call.attn_mask, own))
 
 
 def _chunks(shared: ShardedQKV) -> int:

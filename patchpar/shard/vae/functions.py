@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.vae.attention import attend
 from patchpar.shard.vae.band import VaeBand
 from patchpar.shard.vae.convolution import convolve, pad
@@ -54,7 +55,7 @@ ANSWERS: dict[Callable[..., Any], Answer] = {
     **{function: _with_function(_divide, function) for function in (Tensor.__truediv__, Tensor.div, torch.div)},
     F.pad: pad,
     F.group_norm: group_norm,
-    F.scaled_dot_product_attention: attend,
+    F.scaled_dot_product_attention: lambda band, *args, **kwargs: attend(band, AttentionCall(*args, **kwargs)),
     torch.randn: _noise,
 }
 

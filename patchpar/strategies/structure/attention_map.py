@@ -9,14 +9,15 @@ ASGDiffusion (arXiv 2412.06163, equation 4).
     transformers     joint attention, queries of the picture, keys of the text; the middle half of the blocks
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+
+from patchpar.shard.sdpa import AttentionCall, SdpaMode
 
 # Processors of joint attention, by whether the text's tokens come before the picture's.
 TEXT_FIRST = {"JointAttnProcessor2_0": False, "FluxAttnProcessor": True, "FluxAttnProcessor2_0": True}
@@ -43,14 +44,14 @@ class AttentionMap:
                 handle.remove()
 
 
-class AttentionRecorder(TorchFunctionMode):
+class AttentionRecorder(SdpaMode):
     """Sees every attention call of the layers that are listened to.
 
     `weights_BT`: of the text's tokens, for the last B pictures of a batch.
     """
 
     def __init__(self, weights_BT: Tensor) -> None:
-        super().__init__()
+        super().__init__(self._look)
         self._weights_BT = weights_BT
         self._inside = False
         self._text_first: bool | None = None
@@ -68,15 +69,12 @@ class AttentionRecorder(TorchFunctionMode):
         """The hook after a layer."""
         self._inside = False
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if func is F.scaled_dot_product_attention and self._inside:
-            named = dict(zip(("query", "key"), args, strict=False)) | (kwargs or {})
-            self._look(named["query"], named["key"], named.get("scale"))
-        return func(*args, **(kwargs or {}))
+    def _look(self, call: AttentionCall) -> Tensor:
+        if self._inside:
+            self._note(call.query, call.key, call.scale)
+        return call.run()
 
-    def _look(self, q_BNID: Tensor, k_BNTD: Tensor, scale: float | None) -> None:
+    def _note(self, q_BNID: Tensor, k_BNTD: Tensor, scale: float | None) -> None:
         tokens = self._weights_BT.shape[1]
         if self._text_first is not None:
             image = slice(tokens, None) if self._text_first else slice(None, -tokens)

@@ -9,16 +9,14 @@ are. The first step with windows sees nothing.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from patchpar.comm.collectives import Communicator, ExchangePart, Received
@@ -26,6 +24,7 @@ from patchpar.comm.transport import TensorSpec, Work
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.sdpa import AttentionCall, SdpaMode
 from patchpar.strategies.structure.all_gather import UnitAssignment
 from patchpar.strategies.structure.window_neighbours import WindowNeighbours
 from patchpar.strategies.structure.windows import Windows
@@ -215,11 +214,11 @@ class WindowContext:
         return found
 
 
-class _ContextAttention(TorchFunctionMode):
+class _ContextAttention(SdpaMode):
     """Lets self-attention of one evaluation see what is around its window."""
 
     def __init__(self, surroundings: WindowContext, evaluation: Evaluation) -> None:
-        super().__init__()
+        super().__init__(self._meet)
         self._surroundings, self._evaluation = surroundings, evaluation
         self._path: str | None = None
         self.passed: set[str] = set()
@@ -235,18 +234,13 @@ class _ContextAttention(TorchFunctionMode):
 
         return [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if func is F.scaled_dot_product_attention and self._path is not None:
-            named = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | (kwargs or {})
-            if named.get("attn_mask") is None and named["key"].shape[2] == named["query"].shape[2]:
-                self.passed.add(self._path)
-                met = self._surroundings.meet(
-                    self._path, self._evaluation, KVPair(named.pop("key"), named.pop("value"))
-                )
-                return func(named.pop("query"), met.key, met.value, **named)
-        return func(*args, **(kwargs or {}))
+    def _meet(self, call: AttentionCall) -> Tensor:
+        path = self._path
+        if path is None or call.attn_mask is not None or call.key.shape[2] != call.query.shape[2]:
+            return call.run()
+        self.passed.add(path)
+        met = self._surroundings.meet(path, self._evaluation, KVPair(call.key, call.value))
+        return replace(call, key=met.key, value=met.value).run()
 
 
 def _self_attentions(denoiser: nn.Module) -> dict[str, nn.Module]:

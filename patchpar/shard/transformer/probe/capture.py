@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
-from patchpar.shard.transformer.attention_strides import as_torch_lays
+from patchpar.shard.sdpa import AttentionCall, SdpaMode, as_torch_lays
 from patchpar.shard.transformer.token_mixing import MixingSevered
 
 ASKED = ("query", "key", "value", "mask")
@@ -111,31 +109,19 @@ def watch(denoiser: nn.Module, forward: Callable[..., Any], arguments: CallArgum
     return seen
 
 
-class Severed(TorchFunctionMode):
+class Severed(SdpaMode):
     """Attention calls are noted, and answered by their queries; other calls go to `mixing`, if it is there."""
 
     def __init__(self, mixing: MixingSevered | None = None) -> None:
-        super().__init__()
-        self._mixing = mixing
+        super().__init__(self._answer, None if mixing is None else mixing.answer)
         self.calls: list[tuple[Tensor | None, ...]] = []
         self.keeping, self.count = True, 0
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        if func is F.scaled_dot_product_attention:
-            self.count += 1
-            return self._answer(*args, **(kwargs or {}))
-        if self._mixing is not None:
-            return self._mixing.answer(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-    def _answer(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
-    ) -> Tensor:
+    def _answer(self, call: AttentionCall) -> Tensor:
+        self.count += 1
         if self.keeping:
-            self.calls.append((query, key, value, attn_mask))
-        return as_torch_lays(resized(query, value.shape[-1]))
+            self.calls.append((call.query, call.key, call.value, call.attn_mask))
+        return as_torch_lays(resized(call.query, call.value.shape[-1]))
 
 
 def resized(x: Tensor, width: int) -> Tensor:

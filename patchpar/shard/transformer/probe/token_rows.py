@@ -9,7 +9,7 @@ from torch import Tensor
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.transformer.probe.observe_block import StandIn, part_argument
 from patchpar.shard.transformer.probe.row_trace import UNMOVED, RowSources
-from patchpar.shard.transformer.token_plan import AttentionCall, Replicated, TokenRows
+from patchpar.shard.transformer.token_plan import AttentionTokens, Replicated, TokenRows
 
 
 class TokenArgument:
@@ -77,13 +77,13 @@ class TokenArgument:
                     if (rows >= 0).any():
                         yield tokens[ours], rows
 
-    def attention(self, number: int) -> AttentionCall:
+    def attention(self, number: int) -> AttentionTokens:
         """What the call of that number sees of the tokens. Raises UnsupportedModel."""
         queries, keys, values = (self._rows_in(f"attention {number} {what}", -2) for what in ("query", "key", "value"))
         if keys != values:
             raise UnsupportedModel(f"its attention {number} has tokens elsewhere among the keys than among the values")
         mask = self.traced.get(f"attention {number} mask")
-        return AttentionCall(queries, keys, None if mask is None else len(mask.by_dim))
+        return AttentionTokens(queries, keys, None if mask is None else len(mask.by_dim))
 
     @property
     def num_attentions(self) -> int:

@@ -1,0 +1,76 @@
+"""One call of torch's attention as a value, and the mode in which something else answers it."""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchpar.shard.sdpa import AttentionCall, SdpaMode
+
+
+def tensors() -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = torch.randn(3, 2, 4, 5, 8)
+    return query, key, value
+
+
+def test_it_holds_what_torch_takes() -> None:
+    """In the same order and with the same defaults, so that a call can be taken as it was written."""
+    arguments = torch.ops.aten.scaled_dot_product_attention.default._schema.arguments
+    own = [(each.name, each.default) for each in fields(AttentionCall) if each.name != "kernel"]
+    assert [name for name, _ in own] == [each.name for each in arguments]
+    assert all(default == each.default_value for (_, default), each in zip(own[3:], arguments[3:], strict=True))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, None, 0.0, True),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.eye(5).bool()),
+        lambda q, k, v: F.scaled_dot_product_attention(query=q, key=k, value=v, scale=0.1),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True),
+        lambda q, k, v: F.scaled_dot_product_attention(q[:, 0], k[:, 0], v[:, 0]),
+    ],
+)
+def test_a_call_runs_as_it_was_written(call: Callable[..., Tensor]) -> None:
+    given, seen = tensors(), []
+
+    def answer(attention: AttentionCall) -> Tensor:
+        seen.append(attention)
+        return attention.run()
+
+    with SdpaMode(answer):
+        got = call(*given)
+    assert torch.equal(got, call(*given))
+    assert len(seen) == 1
+    with SdpaMode(lambda attention: replace(attention, value=attention.value + 1).run()):
+        assert not torch.equal(call(*given), got)
+
+
+def test_a_head_is_added() -> None:
+    query, key, value = (x[:, 0] for x in tensors())
+    call = AttentionCall(query, key, value, torch.randn(2, 5, 5))
+    assert torch.allclose(call.with_heads().run().squeeze(1), call.run(), atol=1e-6)
+
+
+def test_the_kernel_gets_calls_with_heads() -> None:
+    def kernel(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        return torch.zeros_like(query)
+
+    query, key, value = tensors()
+    assert not AttentionCall(query, key, value, kernel=kernel).run().any()
+    assert AttentionCall(query[0], key[0], value[0], kernel=kernel).run().any()
+
+
+def test_other_functions_are_left_or_answered() -> None:
+    query, key, value = tensors()
+    with SdpaMode(AttentionCall.run):
+        assert torch.equal(torch.exp(query), query.exp())
+    with SdpaMode(AttentionCall.run, lambda func, args, kwargs: func.__name__):
+        answered, attended = torch.exp(query), F.scaled_dot_product_attention(query, key, value)
+    assert answered == "exp"  # type: ignore[comparison-overlap]
+    assert torch.equal(attended, F.scaled_dot_product_attention(query, key, value))
