@@ -84,7 +84,7 @@ def resident_bytes(pid: int) -> int:
 
 def watch(pipe: StreamingPipeline, blocks: int, looks: int, conditions: dict[str, Any]) -> Record:
     """So many blocks of a stream. Raises ValueError if a frame's time is not its number over the rate."""
-    record, pids = Record(), pipe._crew.pids or (os.getpid(),)
+    record, pids = Record(), pipe._workers.pids or (os.getpid(),)
     every = max(1, blocks // looks)
     with pipe.stream(**conditions) as session:
         for chunk in islice(session, blocks):

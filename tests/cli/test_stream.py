@@ -222,7 +222,7 @@ def test_sound_and_face_are_looked_at_before_anything_is_started(folder: Path, t
     for words, said in (
         (("--model", folder, "--audio", tmp_path / "a.wav"), "cannot be read as sound"),
         (("--model", folder, "--reference", tmp_path / "a.wav"), "cannot be read as a picture"),
-        (("--model", mute, "--audio", tmp_path / "a.wav"), "was not made to hear"),
+        (("--model", mute, "--audio", tmp_path / "a.wav"), "takes no audio"),
     ):
         result = run(*words, *common)
         assert (result.exit_code, said in result.stderr) == (2, True), result.stderr

@@ -121,7 +121,7 @@ def test_a_worker_that_dies_is_replaced_and_the_stream_goes_on(face_folder: Path
         two.stream(seed=5, seconds=1.9, delivery=StreamDelivery(lead=1)) as stream,
     ):
         before = [next(stream) for _ in range(3)]
-        os.kill(two._crew.pids[1], signal.SIGKILL)
+        os.kill(two._workers.pids[1], signal.SIGKILL)
         after = list(stream)
     assert [chunk.block for chunk in before + after] == list(range(10))
     assert [chunk.epoch for chunk in before] == [0, 0, 0]
@@ -132,7 +132,7 @@ def test_a_worker_that_dies_is_replaced_and_the_stream_goes_on(face_folder: Path
 
 def test_a_stream_can_be_streamed_without_ears(tmp_path: Path) -> None:
     with StreamingPipeline.from_pretrained(write_folder(tmp_path, hears=False), devices="cpu") as pipe:
-        with pytest.raises(PlanError, match="not made to hear"):
+        with pytest.raises(PlanError, match="takes no audio"):
             pipe.stream(audio="live")
         with pipe.stream(seconds=0.3) as stream:
             assert sum(len(chunk.frames) for chunk in stream) == 7
@@ -155,7 +155,7 @@ def test_a_rate_that_a_model_was_not_made_for_is_said(tmp_path: Path) -> None:
         ({"seconds": 0}, "seconds=0"),
         ({"audio": 3}, r"\(samples, rate\)"),
         ({"audio": "speech.wav"}, "there is no such sound file"),
-        ({"delivery": StreamDelivery(fps=12)}, "fps=12, but this model hears 20 frames in a second"),
+        ({"delivery": StreamDelivery(fps=12)}, "fps=12, but this model takes audio for 20 frames a second"),
         ({"delivery": StreamDelivery(record="no/such/folder/a.jsonl")}, "cannot be written"),
         ({"reference": "face.png"}, "face.png cannot be read as a picture"),
         ({"reference": torch.zeros(5, 5, 3)}, "in torch.float32"),

@@ -44,7 +44,7 @@ def _sound(request: StreamFlags, folder: StreamFolder) -> Any:
     if request.audio is None:
         return None
     if folder.rate is None:
-        raise PlanError(f"--audio {request.audio}: this model was not made to hear; leave it out")
+        raise PlanError(f"--audio {request.audio}: this model takes no audio; leave it out")
     from patchpar.stream.audio.audio_file import read_sound
 
     sound = read_sound(request.audio, folder.rate)

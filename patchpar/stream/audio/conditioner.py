@@ -187,7 +187,7 @@ class AudioConditioner(nn.Module):
     def load(cls, folder: Path) -> "AudioConditioner":
         """Read what `save` wrote. Raises PlanError if it is not there."""
         if not (folder / CONFIG).exists():
-            raise PlanError(f"{folder} has no {CONFIG}: this model was not made to hear")
+            raise PlanError(f"{folder} has no {CONFIG}: this model takes no audio")
         try:
             conditioner = cls(AudioConfig.of(read_object(folder / CONFIG)))
             conditioner.load_state_dict(load_file(folder / WEIGHTS))

@@ -22,20 +22,19 @@ from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, 
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.recording import RecordedAudio, StreamRecording
 from patchpar.stream.reference_image import reference_picture
-from patchpar.stream.resources import HeldRanks
 from patchpar.stream.session import StreamSession
+from patchpar.stream.video_pipeline import VideoStreamingPipeline
 from patchpar.stream.worker_group import ModelLoading, WorkerGroup
 
-Sound = tuple[Tensor, int] | str | Path | None
+Audio = tuple[Tensor, int] | str | Path | None
 
 
-class StreamingPipeline(HeldRanks[WorkerGroup, StreamSession]):
-    """A model that streams. Made by `from_pretrained`; a context manager."""
+class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
+    """A block-causal model that streams. Made by `from_pretrained`; a context manager."""
 
-    def __init__(self, crew: WorkerGroup, config: StreamConfig, facts: ModelFacts, loading: ModelLoading) -> None:
-        super().__init__(crew)
-        self._crew, self._facts, self._loading = crew, facts, loading
-        self.config = config
+    def __init__(self, workers: WorkerGroup, config: StreamConfig, facts: ModelFacts, loading: ModelLoading) -> None:
+        super().__init__(workers, config, facts)
+        self._loading = loading
 
     @classmethod
     def from_pretrained(
@@ -68,13 +67,8 @@ class StreamingPipeline(HeldRanks[WorkerGroup, StreamSession]):
         return cls(WorkerGroup(ranks, plan, loading), config, facts, loading)
 
     @property
-    def plan(self) -> StreamPlan:
-        """Which rank does which steps; another plan than it was if workers could not be had again."""
-        return self._crew.plan
-
-    @property
     def rate(self) -> int | None:
-        """Samples per second that the model hears; None if it hears nothing."""
+        """Audio samples per second that the model takes; None if it takes no audio."""
         return None if self._facts.audio is None else int(self._facts.audio.rate)
 
     def stream(
@@ -82,111 +76,87 @@ class StreamingPipeline(HeldRanks[WorkerGroup, StreamSession]):
         prompt: str = "",
         *,
         reference: Any = None,
-        audio: Sound = None,
+        audio: Audio = None,
         seed: int = 0,
         seconds: float | None = None,
         delivery: StreamDelivery | None = None,
     ) -> StreamSession:
         """Begin a stream. One at a time; use it in a `with` block.
 
-        `reference`: a picture (file, PIL, or (height, width, 3) in uint8) whose looks the stream keeps. `audio`: a
-        file, or (samples, rate), for a stream as long as the sound, "live" for `push_audio`, None for silence.
-        `seconds`: how long; without it, and without sound that ends, there is no end. Raises PlanError.
+        `reference`: an image (file, PIL, or (height, width, 3) in uint8) whose appearance the stream keeps. `audio`: a
+        file, or (samples (N,) or (channels, N), rate), for a stream of its length, "live" for `push_audio`, None for
+        silence. `seconds`: how long; without it, and without audio that ends, there is no end. Raises PlanError.
         """
-        crew = self._free_ranks()
-        if not 0 <= seed < 2**64:
-            raise PlanError(f"seed={seed}: it must be at least 0 and below 2**64")
+        workers = self._free_ranks()
+        run = self._stream_run(seed, adapt_sink=self.config.adapt_sink)
         delivery = delivery or StreamDelivery()
-        form = self._format(delivery.fps or self.config.fps)
-        limits = self._limits(delivery, form.blocks(seconds))
-        source, wishes = self._track(audio), self._wishes(prompt, reference)
-        course = self._course(seed)
+        form = self._format_at(delivery.fps or self.config.fps)
+        limits = self._limits(form, delivery, seconds)
+        source, updates = self._track(audio), self._updates(prompt, reference)
         record = delivery.record
-        journal = None if record is None else StreamJournal(Path(record), self._origin(course, form.fps))
-        self._session = StreamSession(crew.run, (course,), limits, form, delivery, source)
-        return self._session.begin(*wishes, journal=journal)
+        journal = None if record is None else StreamJournal(Path(record), self._origin(run, form.fps))
+        self._session = StreamSession(workers.run, (run,), limits, form, delivery, source)
+        return self._session.begin(*updates, journal=journal)
 
     def replay(self, recording: StreamRecording, *, delivery: StreamDelivery | None = None) -> StreamSession:
-        """Make a stream again that was taken down, bit for bit, also on other ranks.
+        """Make a recorded stream again, bit for bit, also on other ranks.
 
         `recording`: see StreamRecording.read; its `is_as_it_was` compares a chunk with what it was. A worker that dies
         ends it. Raises PlanError.
         """
-        crew = self._free_ranks()
-        delivery, form = delivery or StreamDelivery(), self._format(recording.origin.fps)
-        blocks = recording.blocks
-        audio, course = self._facts.audio, self._course(recording.origin.seed)
-        heard = None if audio is None else (1, self.config.blocks.frames, audio.tokens, audio.levels)
-        recording.check_fits((course.rows, course.columns), heard)
+        workers = self._free_ranks()
+        delivery, form = delivery or StreamDelivery(), self._format_at(recording.origin.fps)
+        blocks, audio = recording.blocks, self._facts.audio
+        run = self._stream_run(recording.origin.seed, adapt_sink=self.config.adapt_sink)
+        audio_shape = None if audio is None else (1, self.config.blocks.frames, audio.tokens, audio.levels)
+        recording.check_fits((run.rows, run.columns), audio_shape)
         source: AudioSource | None = None if audio is None else RecordedAudio(blocks)
         limits = StreamLimits(credit=self.plan.depth + delivery.lead, blocks=len(blocks), restarts=0)
-        courses = recording.courses(self.plan.ranks)
-        self._session = StreamSession(crew.run, courses, limits, form, delivery, source)
+        runs = recording.courses(self.plan.ranks)
+        self._session = StreamSession(workers.run, runs, limits, form, delivery, source)
         return self._session.begin(changes=recording.wishes())
 
-    def _format(self, fps: float) -> StreamFormat:
-        """How frames come. Raises PlanError for a rate at which sound and frames would drift apart."""
+    def _format_at(self, fps: float) -> StreamFormat:
+        """Frames at this rate. Raises PlanError where audio and frames would drift apart."""
         config, facts = self.config, self._facts
         if facts.audio is not None and fps != facts.audio.fps:
             raise PlanError(
-                f"fps={fps:g}, but this model hears {facts.audio.fps:g} frames in a second, so that sound and frames "
-                f"would drift apart: use fps={facts.audio.fps:g}"
+                f"fps={fps:g}, but this model takes audio for {facts.audio.fps:g} frames a second, so that audio and "
+                f"frames would drift apart: use fps={facts.audio.fps:g}"
             )
         if fps != config.fps:
-            text = f"fps={fps:g}: this model was made for {config.fps:g}, so that all moves faster or slower"
+            text = f"fps={fps:g}: this model was made for {config.fps:g}, so that everything moves faster or slower"
             warnings.warn(text, stacklevel=3)
-        return StreamFormat(
-            fps=fps,
-            height=config.height,
-            width=config.width,
-            frames=config.blocks.frames,
-            per_latent=facts.per_latent,
-        )
+        return self._format(fps, config.blocks.frames)
 
-    def _limits(self, delivery: StreamDelivery, blocks: int | None) -> StreamLimits:
-        return StreamLimits(credit=self.plan.depth + delivery.lead, blocks=blocks, restarts=delivery.restarts)
-
-    def _course(self, seed: int) -> StreamRun:
-        config, spatial = self.config, self._facts.spatial
-        return StreamRun(
-            ranks=self.plan.ranks,
-            seed=seed,
-            rows=config.height // spatial,
-            columns=config.width // spatial,
-            first_block=0,
-            adapt_sink=config.adapt_sink,
-        )
-
-    def _wishes(self, prompt: str, reference: Any) -> list[Update]:
-        wishes: list[Update] = [PromptUpdate(text=prompt)]
+    def _updates(self, prompt: str, reference: Any) -> list[Update]:
+        updates: list[Update] = [PromptUpdate(text=prompt)]
         if reference is None and self.config.reference is not None:
             reference = Path(self._loading.folder) / self.config.reference
         if reference is None and self._facts.draws_from_pictures:
-            raise PlanError("this model goes on from a picture: give one, reference=")
+            raise PlanError("this model starts from an image: give one, reference=")
         if reference is not None:
-            wishes.append(ReferenceUpdate(picture=reference_picture(reference, self.config.height, self.config.width)))
-        return wishes
+            updates.append(ReferenceUpdate(picture=reference_picture(reference, self.config.height, self.config.width)))
+        return updates
 
-    def _origin(self, course: StreamRun, fps: float) -> JournalHeader:
+    def _origin(self, run: StreamRun, fps: float) -> JournalHeader:
         loading = self._loading
         return JournalHeader(
             model=shipped_name(loading.folder) or str(Path(loading.folder).absolute()),
             config=self.config,
             options=loading.options,
-            seed=course.seed,
+            seed=run.seed,
             fps=fps,
-            size=(course.rows, course.columns),
+            size=(run.rows, run.columns),
             versions={name: version(name) for name in ("patchpar", "torch", "diffusers")},
         )
 
-    def _track(self, audio: Sound) -> AudioTrack | None:
-        """The sound of a stream. A model that hears gets silence where there is none."""
+    def _track(self, audio: Audio) -> AudioTrack | None:
+        """The audio of a stream. A model that takes audio gets silence where there is none."""
         config = self._facts.audio
         if config is None:
             if audio is not None:
-                raise PlanError(
-                    "this model was not made to hear: its folder has no transformer/audio.json; leave audio=None"
-                )
+                raise PlanError("this model takes no audio: its folder has no transformer/audio.json; leave audio=None")
             return None
         track = AudioTrack(config, self.config.blocks.frames)
         if audio is None:
@@ -197,8 +167,8 @@ class StreamingPipeline(HeldRanks[WorkerGroup, StreamSession]):
         elif not isinstance(audio, (str, Path)):
             raise PlanError(f"audio={audio!r}: give a file, (samples, rate), 'live', or None")
         elif audio != "live":
-            sound = read_sound(Path(audio).expanduser(), config.rate)
-            track.push(sound.samples, sound.rate)
+            found = read_sound(Path(audio).expanduser(), config.rate)
+            track.push(found.samples, found.rate)
             track.end()
         return track
 
@@ -216,5 +186,5 @@ def _check(plan: StreamPlan, config: StreamConfig, devices: Devices) -> None:
 
 
 def _plain(option: Any) -> Any:
-    """An option as a journal can keep it."""
+    """An option as a journal can store it."""
     return str(option).removeprefix("torch.") if isinstance(option, torch.dtype) else option

@@ -1,21 +1,21 @@
 """`FifoStreamingPipeline`: video without end from a model of short films (FIFO-Diffusion, arXiv:2405.11473)."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from patchpar.errors import PlanError
 from patchpar.launch.devices import resolve_devices
 from patchpar.models.files import resolve_model
-from patchpar.stream.delivery import Effect, StreamDelivery, StreamFormat
-from patchpar.stream.driver import StreamLimits
+from patchpar.stream.delivery import Effect, StreamDelivery
 from patchpar.stream.events import Transition
 from patchpar.stream.fifo.config import FifoConfig
 from patchpar.stream.fifo.runner import FifoRun
 from patchpar.stream.fifo.stage import fifo_plan
-from patchpar.stream.messages import ModelFacts, PromptUpdate
+from patchpar.stream.messages import PromptUpdate
 from patchpar.stream.plan import StreamPlan
-from patchpar.stream.resources import HeldRanks
 from patchpar.stream.session import StreamSession
+from patchpar.stream.video_pipeline import VideoStreamingPipeline
 from patchpar.stream.worker_group import ModelLoading, WorkerGroup
 
 ENGINE = "patchpar.stream.fifo.runner:FifoRunner"
@@ -45,12 +45,8 @@ class FifoSession(StreamSession):
         raise PlanError("this stream looks at no reference: all that can change is its prompt")
 
 
-class FifoStreamingPipeline(HeldRanks[WorkerGroup, FifoSession]):
-    """A model of short films that streams. Made by `from_pretrained`; a context manager."""
-
-    def __init__(self, crew: WorkerGroup, config: FifoConfig, facts: ModelFacts) -> None:
-        super().__init__(crew)
-        self._crew, self._facts, self.config = crew, facts, config
+class FifoStreamingPipeline(VideoStreamingPipeline[FifoConfig, FifoSession]):
+    """A model of short videos that streams. Made by `from_pretrained`; a context manager."""
 
     @classmethod
     def from_pretrained(
@@ -86,11 +82,6 @@ class FifoStreamingPipeline(HeldRanks[WorkerGroup, FifoSession]):
         ranks, facts = loading.start(plan, found.names)
         return cls(WorkerGroup(ranks, plan, loading), config, facts)
 
-    @property
-    def plan(self) -> StreamPlan:
-        """Which rank draws which zones."""
-        return self._crew.plan
-
     def stream(
         self,
         prompt: str,
@@ -103,39 +94,21 @@ class FifoStreamingPipeline(HeldRanks[WorkerGroup, FifoSession]):
     ) -> FifoSession:
         """Begin a stream. One at a time; use it in a `with` block. A chunk is one latent frame.
 
-        The first one comes when a whole film and the queue before it have been drawn. `guidance_scale`: 1 for none,
+        The first one comes when a whole short video and the queue have been denoised. `guidance_scale`: 1 for none,
         which halves the work. `seconds`: how long; without it there is no end. Raises PlanError.
         """
-        crew = self._free_ranks()
-        if not 0 <= seed < 2**64:
-            raise PlanError(f"seed={seed}: it must be at least 0 and below 2**64")
-        config, facts = self.config, self._facts
+        workers, config, facts = self._free_ranks(), self.config, self._facts
+        base = self._stream_run(seed, adapt_sink=False)
         delivery = delivery or StreamDelivery()
         if delivery.record is not None:
             raise PlanError(
                 f"record={str(delivery.record)!r}: a stream of this kind cannot be recorded: its prompts and seed give "
                 "the same frames again"
             )
-        form = StreamFormat(
-            fps=delivery.fps or config.fps,
-            height=config.height,
-            width=config.width,
-            frames=1,
-            per_latent=facts.per_latent,
-        )
-        course = FifoRun(
-            ranks=crew.plan.ranks,
-            seed=seed,
-            rows=config.height // facts.spatial,
-            columns=config.width // facts.spatial,
-            first_block=0,
-            adapt_sink=False,
-            negative=negative_prompt,
-            guidance_scale=guidance_scale,
-        )
-        credit = config.queue.levels + facts.late + crew.plan.depth + delivery.lead
-        limits = StreamLimits(credit=credit, blocks=form.blocks(seconds), restarts=delivery.restarts)
-        self._session = FifoSession(crew.run, (course,), limits, form, delivery, None)
+        form = self._format(delivery.fps or config.fps, 1)
+        limits = self._limits(form, delivery, seconds, config.queue.levels + facts.late)
+        run = FifoRun(**asdict(base), negative=negative_prompt, guidance_scale=guidance_scale)
+        self._session = FifoSession(workers.run, (run,), limits, form, delivery, None)
         self._session.begin(PromptUpdate(text=prompt))
         return self._session
 
