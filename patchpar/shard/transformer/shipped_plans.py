@@ -16,9 +16,10 @@ from typing import Any
 
 from torch import nn
 
+from patchpar.plan.dataclass_json import decoded
 from patchpar.shard.transformer.probe.capture import block_candidates
 from patchpar.shard.transformer.token_plan import BlockPlan, TokenPlan
-from patchpar.shard.transformer.token_plan_json import from_json, to_json
+from patchpar.shard.transformer.token_plan_json import to_json
 
 FOLDER = files("patchpar.shard.transformer") / "plans"
 
@@ -100,17 +101,7 @@ def shipped_for(denoiser: nn.Module) -> ShippedPlans | None:
 
 def read(text: str) -> ShippedPlans:
     """What `ShippedPlans.text` wrote."""
-    raw = json.loads(text)
-    found = (
-        FoundPlan(
-            plan=from_json(json.dumps(each["plan"])),
-            kinds={path: BlockKind(**{**kind, "parts": tuple(kind["parts"])}) for path, kind in each["kinds"].items()},
-            patches=each["patches"],
-            per_token={name: tuple(names) for name, names in each["per_token"].items()},
-        )
-        for each in raw["found"]
-    )
-    return ShippedPlans(denoiser=raw["denoiser"], diffusers=raw["diffusers"], found=tuple(found))
+    return decoded(ShippedPlans, json.loads(text))
 
 
 def kinds_of(denoiser: nn.Module) -> dict[str, BlockKind]:
