@@ -8,25 +8,20 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from patchpar.shard.compiled import is_compiled
+from patchpar.shard.hooks import HookSet
 
 
-class HeartbeatHooks:
-    """Marks on all blocks of all networks of a pipeline, until `stop`."""
+class HeartbeatHooks(HookSet):
+    """Marks on all blocks of all networks of a pipeline, until `close`."""
 
     def __init__(self, pipe: Any, mark: Callable[[str], object]) -> None:
-        self._handles: list[RemovableHandle] = []
+        super().__init__()
         for name, network in pipe.components.items():
             if isinstance(network, nn.Module):
                 for path, block in blocks(network):
-                    self._handles.append(block.register_forward_pre_hook(_marker(mark, f"{name}.{path}")))
-
-    def stop(self) -> None:
-        """Take the marks out. Idempotent."""
-        while self._handles:
-            self._handles.pop().remove()
+                    self.before(block, _marker(mark, f"{name}.{path}"))
 
 
 def blocks(network: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -19,7 +19,7 @@ from patchpar.plan.plan import Plan
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch_arguments import carriers_of
 from patchpar.shard.guidance_branches import layers_by_branch
-from patchpar.shard.hooks import InstalledHook
+from patchpar.shard.hooks import HookSet, InstalledHook
 from patchpar.shard.step_caches import CacheVote
 from patchpar.shard.transformer.denoiser import TokenDenoiser
 from patchpar.shard.unet.denoiser import PatchedDenoiser
@@ -43,6 +43,7 @@ class InstalledPlan:
         self.patched: list[PatchedDenoiser | TokenDenoiser | HighResDenoiser] = []
         self.guidance: GuidanceSplit | None = None
         self.vaes: ParallelVaes | None = None
+        self._hooks = HookSet()
         self._hooked: list[InstalledHook] = []
 
     # --- in and out ---------------------------------------------------------------------------------------------
@@ -88,7 +89,7 @@ class InstalledPlan:
             self.vaes = ParallelVaes(self.pipe.components, self._denoisers(), way, (door, axis), verdicts)
 
     def _register(self, module: nn.Module, hook: ModelHook) -> None:
-        self._hooked.append(InstalledHook(module, hook, HOOK))
+        self._hooked.append(self._hooks.install(module, hook, HOOK))
 
     def _conditioners(self) -> list[nn.Module]:
         """A ControlNet that sees the same batch as the denoiser. Several in one run whole on every rank."""
@@ -102,8 +103,7 @@ class InstalledPlan:
         """Take everything out: the pipeline is as it was."""
         for patched in self.patched:
             patched.restore()
-        for hooked in self._hooked:
-            hooked.take_out()
+        self._hooks.close()
         if self.vaes is not None:
             self.vaes.restore()
         self.patched, self.guidance, self.vaes, self._hooked = [], None, None, []
@@ -138,13 +138,12 @@ class InstalledPlan:
 
         `watched`: somebody looks at its latents between the steps.
         """
-        for number, hooked in enumerate(self._hooked):
+        for hooked in self._hooked:
             refuse_compiled(hooked.module)
             if isinstance(hooked.hook, DenoiserHook):
                 hooked.hook.begin(watched=watched)
-            if not hooked.is_reached:  # somebody has put another forward before it
-                hooked.take_out()
-                self._hooked[number] = InstalledHook(hooked.module, hooked.hook, HOOK)
+            if not hooked.is_reached:
+                hooked.put_in_anew()
         if self.guidance is not None:
             self.guidance.reset()
         for patched in self.patched:

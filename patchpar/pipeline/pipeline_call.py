@@ -22,6 +22,7 @@ from patchpar.pipeline.messages import CallbackChange, CallbackResult, CallOptio
 from patchpar.pipeline.stats_recorder import StatsRecorder
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.generators import generators_of
+from patchpar.shard.hooks import HookSet
 from patchpar.strategies.scheduler_step import SchedulerStepOverride, Step
 
 PLAIN = (bool, int, float, str, type(None))
@@ -56,7 +57,7 @@ class PipelineCall:
         with ExitStack() as stack:
             stack.enter_context(self._stepping())
             if self.context.world_size > 1:  # somebody watches
-                stack.callback(HeartbeatHooks(self.pipe, self.context.mark).stop)
+                stack.enter_context(HeartbeatHooks(self.pipe, self.context.mark))
             if self.options.quiet or self.context.rank > 0:
                 stack.enter_context(_no_progress_bar(self.pipe))
             return self.pipe(**arguments)
@@ -160,17 +161,10 @@ def _moved(value: Any, like: Any) -> Any:
 def _no_progress_bar(pipe: Any) -> Iterator[None]:
     """Neither of a pipeline nor of those that it is made of, as Kandinsky's combined ones are."""
     shown = [pipe, *(each for each in vars(pipe).values() if hasattr(each, "set_progress_bar_config"))]
-    before = [vars(each).get(BAR) for each in shown]
-    for each, config in zip(shown, before, strict=True):
-        setattr(each, BAR, {**(config or {}), "disable": True})
-    try:
+    with HookSet() as hooks:
+        for each in shown:
+            hooks.replace(each, BAR, {**(vars(each).get(BAR) or {}), "disable": True})
         yield
-    finally:
-        for each, config in zip(shown, before, strict=True):
-            if config is None:
-                vars(each).pop(BAR, None)
-            else:
-                setattr(each, BAR, config)
 
 
 def take_random_state(state: RandomState, device: torch.device) -> None:

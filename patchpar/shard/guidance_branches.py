@@ -15,7 +15,7 @@ know how many frames a video has, is the same: a frame attends to the first fram
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from patchpar.comm.pytree import map_leaves
 from patchpar.shard.batch import sample_of
+from patchpar.shard.hooks import HookSet
 
 
 def layers_by_branch(pipe: Any, network: nn.Module) -> list[nn.Module]:
@@ -45,10 +46,10 @@ def _divides_rows(layer: nn.Module, processor: Any) -> bool:
 @contextmanager
 def at_own_place(layers: Sequence[nn.Module], rank: int, parts: int) -> Iterator[None]:
     """While open, the layers get share `rank` of `parts` of a batch as a whole batch, and give back that share."""
-    with ExitStack() as hooks:
+    with HookSet() as hooks:
         for layer in layers:
-            hooks.callback(layer.register_forward_pre_hook(partial(_repeated, parts), with_kwargs=True).remove)
-            hooks.callback(layer.register_forward_hook(partial(_own_rows, rank, parts), prepend=True).remove)
+            hooks.before(layer, partial(_repeated, parts), with_kwargs=True)
+            hooks.after(layer, partial(_own_rows, rank, parts), prepend=True)
         yield
 
 

@@ -1,10 +1,11 @@
-"""A hook of ours on a module, put in and taken out again so that nothing of it is left, and nothing of others is lost.
+"""Hooks and replaced attributes, put in and taken out again: nothing of them is left, and nothing of others is lost.
 
 Others replace forwards too: before ours came in, or while it is there. What they have put there stays.
 """
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -20,9 +21,13 @@ class InstalledHook:
 
     def __init__(self, module: nn.Module, hook: ModelHook, name: str) -> None:
         self.module, self.hook, self.name = module, hook, name
+        self._put_in()
+
+    def _put_in(self) -> None:
+        module = self.module
         self._before, self._fresh = vars(module).get("forward", MISSING), "_diffusers_hook" not in vars(module)
         registry = HookRegistry.check_if_exists_or_initialize(module)
-        registry.register_hook(hook, name)
+        registry.register_hook(self.hook, self.name)
         self._wrapper = vars(module)["forward"]
 
     @property
@@ -30,6 +35,11 @@ class InstalledHook:
         """Whether a call of the module comes through the hook first, or through hooks that stand before it."""
         last = self._registry._hook_order[-1]
         return last != self.name or vars(self.module).get("forward") is self._wrapper
+
+    def put_in_anew(self) -> None:
+        """Stand before a forward that somebody has put before it meanwhile."""
+        self.take_out()
+        self._put_in()
 
     @property
     def _registry(self) -> Any:
@@ -52,14 +62,43 @@ class InstalledHook:
         if not reached:
             vars(self.module)["forward"] = now
         elif not registry.hooks:
-            self._give_back()
+            _put_back(self.module, "forward", self._before)
 
-    def _give_back(self) -> None:
-        """What the module had of its own, or nothing."""
-        if self._before is MISSING:
-            vars(self.module).pop("forward", None)
-        else:
-            vars(self.module)["forward"] = self._before
+
+class HookSet(ExitStack):
+    """Hooks and replaced attributes until `close`, or the end of a `with` statement. The last one goes out first.
+
+    Afterwards modules and objects have what they had before, and nothing more. `close` is idempotent.
+    """
+
+    def before(self, module: nn.Module, hook: Callable[..., Any], *, with_kwargs: bool = False) -> None:
+        """A hook of torch before the module's forward."""
+        self.callback(module.register_forward_pre_hook(hook, with_kwargs=with_kwargs).remove)
+
+    def after(
+        self, module: nn.Module, hook: Callable[..., Any], *, with_kwargs: bool = False, prepend: bool = False
+    ) -> None:
+        """A hook of torch after the module's forward, with `prepend` before all other hooks that are there."""
+        self.callback(module.register_forward_hook(hook, with_kwargs=with_kwargs, prepend=prepend).remove)
+
+    def install(self, module: nn.Module, hook: ModelHook, name: str) -> InstalledHook:
+        """A hook of diffusers, under `name`."""
+        installed = InstalledHook(module, hook, name)
+        self.callback(installed.take_out)
+        return installed
+
+    def replace(self, owner: object, name: str, value: object) -> None:
+        """An attribute of an object, whatever its class says of that name."""
+        self.callback(_put_back, owner, name, vars(owner).get(name, MISSING))
+        vars(owner)[name] = value
+
+
+def _put_back(owner: object, name: str, before: object) -> None:
+    """The attribute that an object had of its own, or none."""
+    if before is MISSING:
+        vars(owner).pop(name, None)
+    else:
+        vars(owner)[name] = before
 
 
 def written_forward(module: nn.Module) -> Callable[..., Any] | None:

@@ -19,7 +19,7 @@ from patchpar.comm.pytree import leaves
 from patchpar.errors import UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
-from patchpar.shard.hooks import hooks_of
+from patchpar.shard.hooks import HookSet, hooks_of
 
 FOLDER = "diffusers.hooks."
 WRITTEN_IN = ("first_block_cache", "mag_cache", "taylorseer_cache", "faster_cache", "sea_cache", "text_kv_cache")
@@ -106,15 +106,11 @@ class CacheVote:
 @contextmanager
 def caches_set_aside(denoiser: nn.Module) -> Iterator[None]:
     """While open, no cache leaves anything out, nor learns anything."""
-    references = [hook.fn_ref for _, hook in _cache_hooks(denoiser) if hook.fn_ref.original_forward is not None]
-    before = [reference.forward for reference in references]
-    try:
-        for reference in references:
-            reference.forward = reference.original_forward
+    with HookSet() as hooks:
+        for _, hook in _cache_hooks(denoiser):
+            if hook.fn_ref.original_forward is not None:
+                hooks.replace(hook.fn_ref, "forward", hook.fn_ref.original_forward)
         yield
-    finally:
-        for reference, forward in zip(references, before, strict=True):
-            reference.forward = forward
 
 
 def held_by(tree: Any) -> list[tuple[Tensor, int]]:

@@ -24,7 +24,7 @@ def test_every_block_is_a_mark_until_stopped():
     pulse = HeartbeatHooks(SimpleNamespace(components={"unet": network, "tokenizer": object()}), marks.append)
     network(torch.zeros(1, 2))
     assert marks == ["unet.blocks.0", "unet.blocks.1"]
-    pulse.stop()
+    pulse.close()
     network(torch.zeros(1, 2))
     assert len(marks) == 2
     assert not any(block._forward_pre_hooks for block in network.modules())

@@ -14,6 +14,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from torch import Tensor, nn
 
 from patchpar.errors import PatchparError, UnsupportedModel
+from patchpar.shard.hooks import HookSet
 from patchpar.shard.transformer.probe.latent import WAY_OUT
 
 CHOICE = "_attention_backend"
@@ -68,15 +69,10 @@ class BackendChoice:
         if kernel is None:
             yield None
             return
-        free = self._free()
-        before = [getattr(each, CHOICE) for each in free]
-        try:
-            for each in free:
-                setattr(each, CHOICE, AttentionBackendName.NATIVE)
+        with HookSet() as hooks:
+            for each in self._free():
+                hooks.replace(each, CHOICE, AttentionBackendName.NATIVE)
             yield kernel
-        finally:
-            for each, choice in zip(free, before, strict=True):
-                setattr(each, CHOICE, choice)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.compiled import is_compiled
-from patchpar.shard.hooks import InstalledHook
+from patchpar.shard.hooks import HookSet
 from patchpar.shard.sdpa import AttentionCall, as_torch_lays
 from patchpar.shard.transformer.attention import TokenSplit, attend_split
 from patchpar.shard.transformer.block_arguments import ArgumentRule, ArgumentRules
@@ -58,7 +58,7 @@ class TransformerSharder:
         self.call: _TokenCall | None = None
         self.shares: dict[str, TokenRanges] = {}
         self._grids: Grids = {}
-        self._hooked: list[InstalledHook] = []
+        self._hooks = HookSet()
         for path, module in denoiser.named_modules():
             if path in plan.paths or (path and is_compiled(module)):
                 self._hook(module, _BlockHook(self, path, module))
@@ -67,9 +67,10 @@ class TransformerSharder:
             self._hook(denoiser.get_submodule(path), _PartHook(self, path))
 
     def _hook(self, module: Any, hook: "_BlockHook") -> None:
-        self._hooked.append(InstalledHook(module, hook, HOOK))
+        self._hooks.install(module, hook, HOOK)
         if is_compiled(module):  # what is compiled begins behind the hook, but the module still says that it is
-            hook.compiled, module._compiled_call_impl = module._compiled_call_impl, module._call_impl
+            hook.compiled = module._compiled_call_impl
+            self._hooks.replace(module, "_compiled_call_impl", module._call_impl)
 
     def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """One denoiser call; `forward` is the denoiser's own. Raises UnsupportedModel, PlanError, ExchangeError."""
@@ -89,11 +90,7 @@ class TransformerSharder:
 
     def restore(self) -> None:
         """Take every hook out. Idempotent."""
-        while self._hooked:
-            hooked = self._hooked.pop()
-            if hooked.hook.compiled is not None:
-                hooked.module._compiled_call_impl = hooked.hook.compiled
-            hooked.take_out()
+        self._hooks.close()
 
 
 class _BlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed

@@ -20,6 +20,7 @@ from patchpar.errors import UnsupportedModel
 from patchpar.shard.attention.dispatch import attend_together
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
 from patchpar.shard.attention.stale import attend_with_past
+from patchpar.shard.hooks import HookSet
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.sdpa import AttentionCall, SdpaMode
 from patchpar.shard.stale.token_grid import LevelGrid
@@ -89,13 +90,11 @@ def keys_of_all(share: LocalPatch, where: str, module: nn.Module) -> Iterator[No
 
         return hook
 
-    found = ((name, getattr(module, name, None)) for name in PROJECTIONS)
-    handles = [each.register_forward_hook(of_all(name)) for name, each in found if isinstance(each, nn.Module)]
-    try:
+    with HookSet() as hooks:
+        for name in PROJECTIONS:
+            if isinstance(projection := getattr(module, name, None), nn.Module):
+                hooks.after(projection, of_all(name))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
     if asked != set(PROJECTIONS):
         raise UnsupportedModel(
             f"{where}: its attention processor {_processor_of(module)} calls neither scaled_dot_product_attention nor "

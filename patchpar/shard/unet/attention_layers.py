@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from patchpar.shard.hooks import HookSet
 from patchpar.shard.sdpa import AttentionCall, SdpaMode
 
 
@@ -28,6 +29,10 @@ class ObservedAttention:
         """What the keys of a layer were made of."""
         return self.keys.get(path, self.own.get(path))
 
+    def leave(self) -> None:
+        """The layer under way is done."""
+        self.under_way.pop()
+
     def attended(self, call: AttentionCall) -> Tensor:
         """Answers a call of torch's attention: the layer under way makes it."""
         self.with_kernel.update(self.under_way[-1:])
@@ -41,20 +46,15 @@ class ObservedAttention:
 @contextmanager
 def attention_watched(denoiser: nn.Module, seen: ObservedAttention) -> Iterator[None]:
     """Torch forward hooks on every attention layer, for as long as the block runs."""
-    handles: list[Any] = []
-    for path, module in denoiser.named_modules():
-        if not hasattr(module, "processor"):
-            continue
-        handles.append(module.register_forward_pre_hook(_begin(seen, path), with_kwargs=True))
-        handles.append(module.register_forward_hook(_end(seen)))
-        if isinstance(getattr(module, "to_k", None), nn.Module):
-            handles.append(module.to_k.register_forward_pre_hook(_made_keys(seen, path)))
-    try:
-        with SdpaMode(seen.attended):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with HookSet() as hooks, SdpaMode(seen.attended):
+        for path, module in denoiser.named_modules():
+            if not hasattr(module, "processor"):
+                continue
+            hooks.before(module, _begin(seen, path), with_kwargs=True)
+            hooks.after(module, lambda *_: seen.leave())
+            if isinstance(getattr(module, "to_k", None), nn.Module):
+                hooks.before(module.to_k, _made_keys(seen, path))
+        yield
 
 
 def _begin(seen: ObservedAttention, path: str) -> Callable[..., None]:
@@ -64,13 +64,6 @@ def _begin(seen: ObservedAttention, path: str) -> Callable[..., None]:
         context = args[1] if len(args) > 1 else kwargs.get("encoder_hidden_states")
         if context is None or context is hidden:
             seen.own[path] = tuple(hidden.shape)
-
-    return hook
-
-
-def _end(seen: ObservedAttention) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        seen.under_way.pop()
 
     return hook
 

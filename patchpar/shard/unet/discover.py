@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from patchpar.errors import UnsupportedModel
+from patchpar.shard.hooks import HookSet
 from patchpar.shard.unet.attention_layers import ObservedAttention, attention_watched
 from patchpar.shard.unet.spatial_arguments import as_large_as_the_picture, picture_of, with_sample_size
 
@@ -195,24 +196,19 @@ def _probe(
 @contextmanager
 def _watched(denoiser: nn.Module, seen: _ProbedRun, sample: Tensor) -> Iterator[None]:
     """Torch forward hooks on every module of interest, for as long as the block runs."""
-    handles = []
-    for path, module in denoiser.named_modules():
-        handles.append(module.register_forward_pre_hook(lambda *_, path=path: seen.inside.append(path)))
-        handles.append(module.register_forward_hook(lambda *_: seen.leave()))
-        if isinstance(module, nn.GroupNorm):
-            handles.append(module.register_forward_hook(_watch_norm(seen, path)))
-        elif isinstance(module, (nn.Conv2d, nn.Conv3d)):
-            handles.append(module.register_forward_hook(_watch_conv(seen, path, sample)))
-        elif isinstance(module, POINTWISE):
-            handles.append(module.register_forward_hook(_watch_pointwise(seen, path)))
-        elif not any(module.children()):
-            handles.append(module.register_forward_hook(_watch_map(seen, path)))
-    try:
-        with _WatchedTransforms(seen):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with HookSet() as hooks, _WatchedTransforms(seen):
+        for path, module in denoiser.named_modules():
+            hooks.before(module, lambda *_, path=path: seen.inside.append(path))
+            hooks.after(module, lambda *_: seen.leave())
+            if isinstance(module, nn.GroupNorm):
+                hooks.after(module, _watch_norm(seen, path))
+            elif isinstance(module, (nn.Conv2d, nn.Conv3d)):
+                hooks.after(module, _watch_conv(seen, path, sample))
+            elif isinstance(module, POINTWISE):
+                hooks.after(module, _watch_pointwise(seen, path))
+            elif not any(module.children()):
+                hooks.after(module, _watch_map(seen, path))
+        yield
 
 
 class _WatchedTransforms(TorchFunctionMode):

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from patchpar.comm.collectives import AllGather
 from patchpar.errors import UnsupportedModel, VerificationError
-from patchpar.shard.hooks import InstalledHook
+from patchpar.shard.hooks import HookSet
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.unet.attention_hook import AttentionHook, refusal_of_past
 from patchpar.shard.unet.discover import ExchangeSites, NormSite
@@ -36,7 +36,7 @@ class UNetSharder:
 
     def __init__(self, denoiser: nn.Module, sites: ExchangeSites, share: LocalPatch) -> None:
         self._modules: dict[str, Any] = dict(denoiser.named_modules())
-        self._hooked: list[InstalledHook] = []
+        self._hooks = HookSet()
         self.share = share
         try:
             self._hook_all(sites)
@@ -92,12 +92,11 @@ class UNetSharder:
         return True
 
     def _hook(self, path: str, hook: ModelHook, name: str = HOOK) -> None:
-        self._hooked.append(InstalledHook(self._modules[path], hook, name))
+        self._hooks.install(self._modules[path], hook, name)
 
     def restore(self) -> None:
         """Take every seam out. Idempotent."""
-        while self._hooked:
-            self._hooked.pop().take_out()
+        self._hooks.close()
 
 
 Size = tuple[int, int]

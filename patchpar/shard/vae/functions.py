@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from patchpar.shard.hooks import HookSet
 from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.vae.attention import attend
 from patchpar.shard.vae.band import VaeBand
@@ -81,14 +82,13 @@ class BandFunctions(TorchFunctionMode):
 @contextmanager
 def in_band(vae: nn.Module, band: VaeBand) -> Iterator[None]:
     """Whatever the VAE computes in here is computed on a band."""
-    handles = [module.register_forward_pre_hook(_entering(band, path)) for path, module in vae.named_modules() if path]
-    try:
+    with HookSet() as hooks:
+        for path, module in vae.named_modules():
+            if path:
+                hooks.before(module, _entering(band, path))
+        hooks.callback(band.finish)
         with BandFunctions(band):
             yield
-    finally:
-        band.finish()
-        for handle in handles:
-            handle.remove()
 
 
 def _entering(band: VaeBand, path: str) -> Callable[..., None]:

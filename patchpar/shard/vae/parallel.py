@@ -16,6 +16,7 @@ from torch import nn
 from patchpar.comm.collectives import Communicator
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.plan.mesh import Axis
+from patchpar.shard.hooks import HookSet
 from patchpar.shard.vae.call_state import VaeCallState
 from patchpar.shard.vae.split import SplitMethod, VaeCall
 from patchpar.shard.vae.unsplit import in_tiles, is_tiled, stand_in
@@ -39,10 +40,10 @@ class ParallelVae:
         self.vae, self.way, self.course = vae, way, course
         self.split = {name: SplitMethod(vae, name, mesh, verdicts) for name in METHODS}
         self._first = mesh[1].rank == 0
-        self._before = {name: vae.__dict__.get(name) for name in METHODS}
         self._said = False
+        self._hooks = HookSet()
         for name in METHODS:
-            setattr(vae, name, self._wrapped(name, getattr(vae, name)))
+            self._hooks.replace(vae, name, self._wrapped(name, getattr(vae, name)))
 
     def _wrapped(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         argument = next(iter(inspect.signature(method).parameters), "x")
@@ -102,11 +103,7 @@ class ParallelVae:
 
     def restore(self) -> None:
         """The VAE has its own methods again."""
-        for name, before in self._before.items():
-            if before is None:
-                self.vae.__dict__.pop(name, None)
-            else:
-                setattr(self.vae, name, before)
+        self._hooks.close()
 
 
 class ParallelVaes:
@@ -124,7 +121,9 @@ class ParallelVaes:
         compiled_or_not = (getattr(module, "_orig_mod", module) for module in components.values())
         found = {id(module): module for module in compiled_or_not if _is_vae(module)}
         self.vaes = [ParallelVae(module, way, mesh, verdicts, self.course) for module in found.values()]
-        self._watching = [module.register_forward_pre_hook(lambda *_: self.course.go_on()) for module in denoisers]
+        self._hooks = HookSet()
+        for module in denoisers:
+            self._hooks.before(module, lambda *_: self.course.go_on())
 
     def forget(self) -> None:
         """Their modules may change."""
@@ -142,9 +141,8 @@ class ParallelVaes:
         """Take everything out."""
         for vae in self.vaes:
             vae.restore()
-        for handle in self._watching:
-            handle.remove()
-        self.vaes, self._watching = [], []
+        self._hooks.close()
+        self.vaes = []
 
 
 def _is_vae(module: Any) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from patchpar.errors import PatchparError, PlanError
 from patchpar.models.info import images_each
+from patchpar.shard.hooks import HookSet
 from patchpar.shard.unsupported_model import in_one_line
 
 METHOD = "encode_prompt"  # of pipelines of diffusers, and all that begin so
@@ -109,13 +110,10 @@ class TextArguments:
 def encoded_together(pipe: Any, texts: TextArguments) -> Iterator[None]:
     """While open, the pipeline encodes our prompts as it does beside all others."""
     names = [name for name in dir(type(pipe)) if name.startswith(METHOD)]
-    for name in names:
-        setattr(pipe, name, _together(getattr(pipe, name), texts))
-    try:
-        yield
-    finally:
+    with HookSet() as hooks:
         for name in names:
-            delattr(pipe, name)
+            hooks.replace(pipe, name, _together(getattr(pipe, name), texts))
+        yield
 
 
 def _together(plain: Callable[..., Any], texts: TextArguments) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from patchpar.shard.hooks import HookSet
 from patchpar.shard.sdpa import AttentionCall, SdpaMode
 
 # Processors of joint attention, by whether the text's tokens come before the picture's.
@@ -32,16 +33,11 @@ class AttentionMap:
     @contextmanager
     def listening(self, recording: "AttentionRecorder") -> Iterator[None]:
         """Record calls of the denoiser while open."""
-        handles = []
-        for layer, text_first in self.layers:
-            handles.append(layer.register_forward_pre_hook(recording.enter(text_first)))
-            handles.append(layer.register_forward_hook(recording.leave))
-        try:
-            with recording:
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with HookSet() as hooks, recording:
+            for layer, text_first in self.layers:
+                hooks.before(layer, recording.enter(text_first))
+                hooks.after(layer, recording.leave)
+            yield
 
 
 class AttentionRecorder(SdpaMode):

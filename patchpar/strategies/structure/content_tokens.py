@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+
+from patchpar.shard.hooks import HookSet
 
 STOP_WORDS = frozenset(("a", "an", "the", "of", "on", "in", "at", "to", "and", "or", "with", "by", "is", ",", "."))
 ENCODERS = (("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2"), ("text_encoder_3", "tokenizer_3"))
@@ -20,15 +21,18 @@ class ContentTokens:
         self._prompts: dict[str, Tensor] = {}
         self._tokenizers = {encoder: getattr(pipe, name, None) for encoder, name in ENCODERS}
         found = {name: getattr(pipe, name, None) for name, _ in ENCODERS}
-        self._handles = [self._listen(name, module) for name, module in found.items() if isinstance(module, nn.Module)]
+        self._hooks = HookSet()
+        for name, module in found.items():
+            if isinstance(module, nn.Module):
+                self._listen(name, module)
 
-    def _listen(self, name: str, encoder: nn.Module) -> RemovableHandle:
+    def _listen(self, name: str, encoder: nn.Module) -> None:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             ids = args[0] if args else kwargs.get("input_ids")
             if isinstance(ids, Tensor) and ids.ndim == 2:
                 self._prompts.setdefault(name, ids.detach().cpu())  # prompts come before negative prompts
 
-        return encoder.register_forward_pre_hook(note, with_kwargs=True)
+        self._hooks.before(encoder, note, with_kwargs=True)
 
     def reset(self) -> None:
         """Begin a picture."""
@@ -36,8 +40,7 @@ class ContentTokens:
 
     def close(self) -> None:
         """Stop listening."""
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
     def weights(self, batch: int, count: int) -> Tensor:
         """1 for each content token of `count`, else 0: (batch, count). All but the first where nothing is known."""

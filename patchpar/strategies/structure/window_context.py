@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from patchpar.comm.collectives import Communicator, ExchangePart, Received
 from patchpar.comm.transport import TensorSpec, Work
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
+from patchpar.shard.hooks import HookSet
 from patchpar.shard.sdpa import AttentionCall, SdpaMode
 from patchpar.strategies.structure.all_gather import UnitAssignment
 from patchpar.strategies.structure.window_neighbours import WindowNeighbours
@@ -118,13 +118,10 @@ class WindowContext:
         if not self._layers or evaluation.patch >= count:
             yield
             return
-        with _ContextAttention(self, evaluation) as mode:
-            handles = [handle for path, layer in self._layers.items() for handle in mode.listen(path, layer)]
-            try:
-                yield
-            finally:
-                for handle in handles:
-                    handle.remove()
+        with _ContextAttention(self, evaluation) as mode, HookSet() as hooks:
+            for path, layer in self._layers.items():
+                mode.listen(hooks, path, layer)
+            yield
         blind = [path for path in self._layers if path not in mode.passed]
         if blind:
             raise UnsupportedModel(
@@ -223,7 +220,7 @@ class _ContextAttention(SdpaMode):
         self._path: str | None = None
         self.passed: set[str] = set()
 
-    def listen(self, path: str, layer: nn.Module) -> list[RemovableHandle]:
+    def listen(self, hooks: HookSet, path: str, layer: nn.Module) -> None:
         """Know when this layer runs."""
 
         def enter(*_: Any) -> None:
@@ -232,7 +229,8 @@ class _ContextAttention(SdpaMode):
         def leave(*_: Any) -> None:
             self._path = None
 
-        return [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
+        hooks.before(layer, enter)
+        hooks.after(layer, leave)
 
     def _meet(self, call: AttentionCall) -> Tensor:
         path = self._path

@@ -15,9 +15,9 @@ import torch
 from diffusers import WanTransformer3DModel
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from patchpar.errors import PlanError, UnsupportedModel
+from patchpar.shard.hooks import HookSet
 from patchpar.stream.audio.conditioner import AudioConditioner
 from patchpar.stream.causal.attention_passes import BandedPass, BlockPass, ForwardPass, SinkPass
 from patchpar.stream.causal.kv_window import KVWindow, WindowSize
@@ -51,20 +51,17 @@ class CausalWan:
         self.transformer, self.options, self.audio, self.inner = transformer, options, audio, inner
         self._passing = CurrentPass()
         self._positions: dict[PatchGrid, RotaryPositions] = {}
-        self._plain = [block.attn1.processor for block in transformer.blocks]
-        self._handles = [] if inner is None else share_tokens(transformer, self._passing)
+        self._hooks = HookSet()
+        if inner is not None:
+            share_tokens(self._hooks, transformer, self._passing)
         for layer, block in enumerate(transformer.blocks):
-            block.attn1.processor = CausalProcessor(layer, self._passing)
+            self._hooks.replace(block.attn1, "processor", CausalProcessor(layer, self._passing))
             if audio is not None and layer in audio.config.after:
-                self._handles.append(block.register_forward_hook(AudioHook(layer, audio, self._passing)))
+                self._hooks.after(block, AudioHook(layer, audio, self._passing))
 
     def restore(self) -> None:
         """The transformer is as it was."""
-        for block, processor in zip(self.transformer.blocks, self._plain, strict=True):
-            block.attn1.processor = processor
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
 
     def memory(self, height: int, width: int) -> KVWindow:
         """An empty memory for one denoising step of a stream of latents of `height` x `width`."""
@@ -244,7 +241,7 @@ class AudioHook:
         return torch.cat([front, rest + added], 1) if silent else rest + added
 
 
-def share_tokens(transformer: WanTransformer3DModel, passing: CurrentPass) -> list[RemovableHandle]:
+def share_tokens(hooks: HookSet, transformer: WanTransformer3DModel, passing: CurrentPass) -> None:
     """From the first block to the last projection this rank has its own tokens only, in passes that are shared."""
 
     def ours(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -255,10 +252,8 @@ def share_tokens(transformer: WanTransformer3DModel, passing: CurrentPass) -> li
         frames = passing.frames
         return None if frames is None else frames.whole("proj_out", out_BlD)
 
-    return [
-        transformer.blocks[0].register_forward_pre_hook(ours),
-        transformer.proj_out.register_forward_hook(everybodys),
-    ]
+    hooks.before(transformer.blocks[0], ours)
+    hooks.after(transformer.proj_out, everybodys)
 
 
 def _refuse(transformer: WanTransformer3DModel) -> None:

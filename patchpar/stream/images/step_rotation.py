@@ -21,7 +21,7 @@ from patchpar.comm.pytree import tensors_in, with_tensors
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.info import denoisers_of
-from patchpar.shard.hooks import InstalledHook
+from patchpar.shard.hooks import HookSet
 
 HOOK = "patchpar_steps"
 
@@ -124,9 +124,7 @@ def shared_steps(pipe: Any, mark: Callable[[str], object]) -> Iterator[StepAssig
         if getattr(denoiser, "is_cache_enabled", False):
             raise UnsupportedModel("a cache between steps would see some of them only: call disable_cache() first")
     share = StepAssignment(mark)
-    hooked = [InstalledHook(denoiser, StepHook(share), HOOK) for denoiser in denoisers]
-    try:
+    with HookSet() as hooks:
+        for denoiser in denoisers:
+            hooks.install(denoiser, StepHook(share), HOOK)
         yield share
-    finally:
-        for each in hooked:
-            each.take_out()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
+from patchpar.shard.hooks import HookSet
 from patchpar.shard.sdpa import AttentionCall, SdpaMode, as_torch_lays
 from patchpar.shard.transformer.token_mixing import MixingSevered
 
@@ -165,15 +166,12 @@ class _CaptureHooks:
 @contextmanager
 def _blocks_noted(denoiser: nn.Module, seen: CapturedRun, mode: Severed) -> Iterator[None]:
     """Hooks on the items of every module list, for as long as the block runs."""
-    mode.keeping, notes, handles = False, _CaptureHooks(seen, mode), []
-    for path, name, module in block_candidates(denoiser):
-        handles.append(module.register_forward_pre_hook(notes.entered(path, name), with_kwargs=True))
-        handles.append(module.register_forward_hook(notes.left, with_kwargs=True))
-    try:
+    mode.keeping, notes = False, _CaptureHooks(seen, mode)
+    with HookSet() as hooks:
+        for path, name, module in block_candidates(denoiser):
+            hooks.before(module, notes.entered(path, name), with_kwargs=True)
+            hooks.after(module, notes.left, with_kwargs=True)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def block_candidates(denoiser: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:

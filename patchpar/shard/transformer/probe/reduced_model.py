@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from patchpar.shard.hooks import HookSet
+
 
 @contextmanager
 def shortened(denoiser: nn.Module, alike: Iterable[Sequence[str]]) -> Iterator[None]:
@@ -45,15 +47,10 @@ class _BlockInputs:
 @contextmanager
 def forward_of(module: nn.Module, instead: Callable[..., Any]) -> Iterator[None]:
     """While open, the module's forward is `instead` of the one that it is given."""
-    own, forward = module.__dict__.get("forward"), module.forward
-    module.__dict__["forward"] = lambda *args, **kwargs: instead(forward, *args, **kwargs)
-    try:
+    forward = module.forward
+    with HookSet() as hooks:
+        hooks.replace(module, "forward", lambda *args, **kwargs: instead(forward, *args, **kwargs))
         yield
-    finally:
-        if own is None:
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = own
 
 
 def _shapes_of(value: Any) -> list[Any]:

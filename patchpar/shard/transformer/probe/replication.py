@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from patchpar.errors import UnsupportedModel
+from patchpar.shard.hooks import HookSet
 from patchpar.shard.transformer.probe.block import BlockProbe
 from patchpar.shard.transformer.probe.capture import CallArguments, CapturedBlock
 from patchpar.shard.transformer.probe.check import is_close, middle_of, rounding_of
@@ -88,12 +89,10 @@ def _calls_noted(module: nn.Module, noted: dict[str, list[tuple[CallArguments, A
 
         return hook
 
-    handles = [part.register_forward_hook(noting(path), with_kwargs=True) for path, part in module.named_children()]
-    try:
+    with HookSet() as hooks:
+        for path, part in module.named_children():
+            hooks.after(part, noting(path), with_kwargs=True)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _works_alone(call: PartCall, part: Replicated, shares: TokenRanges) -> bool:
