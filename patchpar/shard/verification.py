@@ -5,9 +5,9 @@ The verdict is kept for the next time. Its exchanges are no part of a call's fig
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 from patchpar.comm.async_tensor import AsyncTensor
 from patchpar.comm.collectives import AllGather, Communicator
 from patchpar.comm.traffic import CommStats
-from patchpar.errors import UnsupportedModel
+from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.plan.mesh import Axis
 from patchpar.plan.scalars import is_number
 from patchpar.shard.fingerprint import fingerprint
@@ -28,12 +28,24 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1, tor
 TIME = "timestep"  # may be a plain number, and is another one in every step; or a tensor, with a time for each token
 
 
-def check_once(
-    verdicts: VerificationCache, facts: Mapping[str, Any], mesh: tuple[Communicator, Axis], measure: Callable[[], float]
-) -> float:
-    """The error known for these facts, or what `measure` finds now. All ranks of the axis call it together.
+class Comparison(NamedTuple):
+    """How far a split call is from the plain one on this rank, and how far rounding may take it: relative errors."""
 
-    Raises UnsupportedModel where they do not have the same facts.
+    error: float
+    limit: float
+
+
+def verify_once(
+    verdicts: VerificationCache,
+    facts: Mapping[str, Any],
+    mesh: tuple[Communicator, Axis],
+    compare: Callable[[], Iterable[Sequence[Comparison]]],
+    what: str,
+    way_out: str = "",
+) -> float:
+    """The error known for these facts, or the `largest_error` now. All ranks of the axis call it together.
+
+    Raises UnsupportedModel where they do not have the same facts, VerificationError.
     """
     door, _ = mesh
     start = time.perf_counter()
@@ -41,10 +53,33 @@ def check_once(
         key = verdicts.key(facts)
         known = verdicts.find(key, "relative_error", _error)
         if not known_to_all(mesh, facts["denoiser"], key, known is not None) or known is None:
-            known = measure()
+            known = largest_error(mesh, compare(), what, way_out)
             verdicts.remember(key, facts, relative_error=known)  # on every rank: they need not share a home
     door.traffic.note("check", "", "first use", start)
     return known
+
+
+def largest_error(
+    mesh: tuple[Communicator, Axis], compared: Iterable[Sequence[Comparison]], what: str, way_out: str = ""
+) -> float:
+    """Over all comparisons and ranks, which look at one sequence of them together before they make the next.
+
+    Raises VerificationError with the figures, on all ranks alike, where rounding does not explain one: `what` is not
+    the same as the plain model, and `way_out` says what to do.
+    """
+    (door, axis), worst = mesh, 0.0
+    for each in compared:
+        own = torch.tensor(each, dtype=torch.float32, device=door.transport.device)
+        everyone = torch.stack(AllGather(door, axis, "verify", "verification").same(own))
+        errors, limits = everyone.unbind(-1)
+        worst = max(worst, float(errors.max()))
+        if not bool((errors <= limits).all()):
+            figures = ", ".join(f"{error:.1e}" for error in errors.amax(0).tolist())
+            raise VerificationError(
+                f"{what} differs from the plain one by {figures}, more than the {float(limits.max()):.0e} that "
+                f"rounding explains{way_out}"
+            )
+    return worst
 
 
 def known_to_all(mesh: tuple[Communicator, Axis], network: str, key: str, known: bool) -> bool:

@@ -19,7 +19,8 @@ from patchpar.shard.transformer.attention import Mode, TokenSplit, attend_split
 from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.token_plan import AttentionTokens, TokenPlan, TokenRows
 from patchpar.shard.transformer.token_ranges import spread
-from patchpar.shard.transformer.verify import verify_tokens
+from patchpar.shard.transformer.verify import compared, refusal
+from patchpar.shard.verification import largest_error
 from tests.breadth import first_of
 from tests.unit.threads import on_threads
 
@@ -144,14 +145,18 @@ def test_after_an_error_the_model_is_usable(plan: TokenPlan) -> None:
     assert error(flux(plan, 2, twice), plain("FluxTransformer2DModel", 0)) <= LIMIT
 
 
+def checked(shard: TransformerSharder, model: Any, calls: Any) -> float:
+    return largest_error((shard.split.door, shard.split.axis), compared(shard, model.forward, calls), *refusal(shard))
+
+
 def test_verification(plan: TokenPlan) -> None:
     calls = [((), CALL(variant)) for variant in (0, 1)]
-    for found in flux(plan, 2, lambda shard, model: verify_tokens(shard, model.forward, calls)):
+    for found in flux(plan, 2, lambda shard, model: checked(shard, model, calls)):
         assert 0 < found <= LIMIT
 
 
 def test_verification_fails_without_exchange(plan: TokenPlan) -> None:
-    found = flux(plan, 2, lambda shard, model: verify_tokens(shard, model.forward, [((), CALL(0))]), mode=None)
+    found = flux(plan, 2, lambda shard, model: checked(shard, model, [((), CALL(0))]), mode=None)
     for each in found:
         assert isinstance(each, VerificationError)
         assert "split between 2 ranks differs from the plain one by" in str(each)

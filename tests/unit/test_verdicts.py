@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from patchpar.comm.collectives import Communicator
+from patchpar.errors import VerificationError
+from patchpar.plan.mesh import Axis
 from patchpar.shard import verification_cache as module
+from patchpar.shard.verification import Comparison, largest_error
 from patchpar.shard.verification_cache import VerificationCache
+
+from .threads import on_threads
 
 FACTS = {"denoiser": "UNet2DConditionModel", "config": {"layers": 1}, "bands": 2, "dtype": "torch.float32"}
 
@@ -63,3 +71,31 @@ def test_a_user_without_a_home_keeps_no_verdicts(monkeypatch: pytest.MonkeyPatch
     key = verdicts.key(FACTS)
     verdicts.remember(key, FACTS, relative_error=1.5e-6)
     assert verdicts.find(key, "relative_error", float) is None
+
+
+def test_all_ranks_refuse_what_one_finds() -> None:
+    """Together, with its figures, and before any of them makes the next comparison."""
+    made = []
+
+    def compared(rank: int) -> Iterator[list[Comparison]]:
+        for number in range(3):
+            made.append((rank, number))
+            yield [Comparison(2e-6, 1e-4), Comparison(0.5 if (rank, number) == (1, 1) else 1e-6, 1e-4)]
+
+    def on_rank(transport: Any) -> float:
+        mesh = (Communicator(transport), Axis("patch", transport.rank, 2, (0, 1)))
+        return largest_error(mesh, compared(transport.rank), "this model", ": use another plan")
+
+    for found in on_threads(2, on_rank):
+        assert isinstance(found, VerificationError)
+        assert "this model differs from the plain one by 2.0e-06, 5.0e-01, more than the 1e-04" in str(found)
+        assert str(found).endswith(": use another plan")
+    assert sorted(made) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_the_largest_error_is_of_all_ranks() -> None:
+    def on_rank(transport: Any) -> float:
+        mesh = (Communicator(transport), Axis("patch", transport.rank, 2, (0, 1)))
+        return largest_error(mesh, [[Comparison(0.1 * transport.rank, 1.0)], [Comparison(0.05, 1.0)]], "this model")
+
+    assert on_threads(2, on_rank) == pytest.approx([0.1, 0.1])

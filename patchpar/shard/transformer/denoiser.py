@@ -26,9 +26,9 @@ from patchpar.shard.transformer.group_offload import refuse_elsewhere
 from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.plan_lookup import PlanSearch
 from patchpar.shard.transformer.token_plan import NotWatched, TokenPlan
-from patchpar.shard.transformer.verify import verify_tokens
+from patchpar.shard.transformer.verify import compared, refusal
 from patchpar.shard.unsupported_model import is_of_the_split
-from patchpar.shard.verification import Call, arguments_of, check_once, form_of, made_of, with_noise_for_zeros
+from patchpar.shard.verification import Call, arguments_of, form_of, made_of, verify_once, with_noise_for_zeros
 from patchpar.shard.verification_cache import VerificationCache
 
 Forward = Callable[..., Any]
@@ -194,8 +194,8 @@ class TokenDenoiser(SharedDenoiser):
             if self.verdicts is not None:
                 mesh = (self.share.door, self.share.axis)
                 calls = [each for each in (call, with_noise_for_zeros(call)) if each is not None]
-                measure = partial(verify_tokens, shard, forward, calls)
-                self.error = check_once(self.verdicts, self._facts(call), mesh, measure)
+                compare = partial(compared, shard, forward, calls)
+                self.error = verify_once(self.verdicts, self._facts(call), mesh, compare, *refusal(shard))
             elif known:
                 shard.denoise(forward, *call[0], **call[1])
         except BaseException:

@@ -1,53 +1,50 @@
 """Hold a token plan to its promise: the whole forward, split, against the plain one, on all ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from patchpar.comm.collectives import AllGather
-from patchpar.errors import VerificationError
 from patchpar.shard.transformer.install import TransformerSharder
 from patchpar.shard.transformer.probe.capture import CallArguments
 from patchpar.shard.transformer.probe.latent import is_latent
-from patchpar.shard.verification import TOLERANCE, relative_error
+from patchpar.shard.verification import TOLERANCE, Call, Comparison, relative_error
 
 SHAKEN = 4.0
 """How many times as far as a latent that is changed by rounding moves it a split model may be from the plain one."""
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def verify_tokens(shard: TransformerSharder, forward: Callable[..., Any], calls: Sequence[Call]) -> float:
-    """Largest relative error of the split forward over all ranks and calls; they should differ in their tokens.
+def compared(
+    shard: TransformerSharder, forward: Callable[..., Any], calls: Sequence[Call]
+) -> Iterator[list[Comparison]]:
+    """The split forward against the plain one on this rank, call by call; they should differ in their tokens.
 
-    Raises VerificationError with the figures when it exceeds what rounding explains: of the dtype, or of this model,
-    which may quantise what it computes, so that another order of sums is another integer.
+    Rounding explains what the dtype does, or what this model makes of it, which may quantise what it computes, so that
+    another order of sums is another integer.
     """
-    errors, limits = [], []
+    found = []
     for args, kwargs in calls:
         arguments = CallArguments.of(shard.denoiser, args, kwargs)
         with torch.no_grad():
             want = _tensors(_called(forward, arguments))
-            got = _tensors(_called(lambda *args, **kwargs: shard.denoise(forward, *args, **kwargs), arguments))
-            errors.append(_largest(got, want))
-            limits.append(max(TOLERANCE[x.dtype] for x in want))
-            if errors[-1] > limits[-1]:
+            got = _tensors(_called(partial(shard.denoise, forward), arguments))
+            error, limit = _largest(got, want), max(TOLERANCE[x.dtype] for x in want)
+            if error > limit:
                 shaken = _tensors(_called(forward, _shaken(arguments, shard.plan.latent)))
-                limits[-1] = max(limits[-1], SHAKEN * _largest(shaken, want))
-    door, axis = shard.split.door, shard.split.axis
-    own = torch.tensor([errors, limits], dtype=torch.float32, device=door.transport.device)
-    everyone = torch.stack(AllGather(door, axis, "verify", "verification").same(own))
-    worst = everyone[:, 0].amax(0).tolist()
-    if not bool((everyone[:, 0] <= everyone[:, 1]).all()):
-        figures = ", ".join(f"{error:.1e}" for error in worst)
-        raise VerificationError(
-            f"{shard.plan.denoiser} with its tokens split between {axis.size} ranks differs from the plain one by "
-            f"{figures}, more than the {max(limits):.0e} that rounding explains: use plan cfg=2 or data=N, which do "
-            f"not split the tokens. What was found:\n{shard.plan}"
-        )
-    return float(max(worst))
+                limit = max(limit, SHAKEN * _largest(shaken, want))
+        found.append(Comparison(error, limit))
+    yield found
+
+
+def refusal(shard: TransformerSharder) -> tuple[str, str]:
+    """What `largest_error` says is not the same as the plain model, and what to do."""
+    return (
+        f"{shard.plan.denoiser} with its tokens split between {shard.split.axis.size} ranks",
+        f": use plan cfg=2 or data=N, which do not split the tokens. What was found:\n{shard.plan}",
+    )
 
 
 def _shaken(arguments: CallArguments, latent: str) -> CallArguments:

@@ -3,7 +3,7 @@
 What every patch strategy shares; a strategy decides what its seams exchange and when.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,9 @@ from patchpar.shard.denoiser import SharedDenoiser
 from patchpar.shard.stale.state import StaleState
 from patchpar.shard.step_caches import refuse_caches
 from patchpar.shard.unet.discover import ExchangeSites, discover
-from patchpar.shard.unet.install import UNetSharder, first_tensor, verify, verify_as_called
+from patchpar.shard.unet.install import UNetSharder, compared_as_called, compared_at_two_sizes, first_tensor, named
 from patchpar.shard.unet.spatial_arguments import level_of, picture_of
-from patchpar.shard.verification import check_once, made_of
+from patchpar.shard.verification import Comparison, made_of, verify_once
 from patchpar.shard.verification_cache import VerificationCache
 
 
@@ -84,7 +84,8 @@ class PatchedDenoiser(SharedDenoiser):
         self.share.dim = dim
         self._sharded = UNetSharder(self.denoiser, self.sites, self.share)
         if self.verdicts is not None:
-            self.error = self._checked(verify, forward, call, self._facts(self.sites, call))
+            compare = partial(compared_at_two_sizes, call=call, sites=self.sites, share=self.share)
+            self.error = self._checked(compare, forward, self._facts(self.sites, call), "This model")
         self._sizes.clear()
         self._foreign = before.foreign
         self.watched.know(before)
@@ -96,20 +97,29 @@ class PatchedDenoiser(SharedDenoiser):
             return
         assert self.sites is not None
         facts = self._facts(self.sites, call) | {"size": tuple(sample.shape)}
-        self._checked(partial(verify_as_called, self._foreign), forward, call, facts)
+        self._checked(partial(compared_as_called, call=call), forward, facts, named(self._foreign))
         self._sizes.add(sample.shape)
 
     def _checked(
-        self, verify: Callable[..., float], forward: Callable[..., Any], call: tuple[Any, Any], facts: dict[str, Any]
+        self,
+        compare: Callable[..., Iterable[list[Comparison]]],
+        forward: Callable[..., Any],
+        facts: dict[str, Any],
+        blamed: str,
     ) -> float:
-        """The error that `verify` finds, or found once for these facts. Raises VerificationError, UnsupportedModel."""
+        """The error that is found now, or was found for these facts. Raises VerificationError, UnsupportedModel."""
         assert self.verdicts is not None
-        split, plain = partial(self._exactly, forward), partial(self._plain, forward)
-        measure = partial(verify, split, plain, call, self.sites, self.share)
+        mesh = (self.share.door, self.share.axis)
+        compare = partial(compare, partial(self._exactly, forward), partial(self._plain, forward))
+        what = f"the denoiser split into {self.share.axis.size} bands"
+        way_out = (
+            f". {blamed} mixes positions in a way patchpar does not know: use plan cfg=2 or data=N, which do not split "
+            "the image"
+        )
         try:
-            return check_once(self.verdicts, facts, (self.share.door, self.share.axis), measure)
+            return verify_once(self.verdicts, facts, mesh, compare, what, way_out)
         except BaseException:
-            self.restore()  # or the next call would find seams, and go ahead
+            self.restore()  # or the next call would find exchange points, and go ahead
             raise
 
     def _facts(self, sites: ExchangeSites, call: tuple[Any, Any]) -> dict[str, Any]:

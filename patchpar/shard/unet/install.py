@@ -5,7 +5,7 @@ restore    every hook out; outputs are bit-equal to the untouched denoiser
 verify     the split forward against the plain one, at two sizes, on all ranks
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,7 @@ from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from patchpar.comm.collectives import AllGather
-from patchpar.errors import UnsupportedModel, VerificationError
+from patchpar.errors import UnsupportedModel
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.unet.attention_hook import AttentionHook, refusal_of_past
@@ -25,7 +24,7 @@ from patchpar.shard.unet.layer_hooks import ConvFed, ConvHook, NormHook
 from patchpar.shard.unet.layers import stencil_of
 from patchpar.shard.unet.pooling import PoolingHook
 from patchpar.shard.unet.spatial_arguments import with_sample_size
-from patchpar.shard.verification import TOLERANCE, relative_error
+from patchpar.shard.verification import TOLERANCE, Call, Comparison, relative_error
 
 HOOK = "patchpar_seam"
 SHOWN = 3  # of what other libraries have put in
@@ -112,66 +111,42 @@ def verification_sizes(total_stride: int, places: int) -> tuple[tuple[Size, ...]
     return ((even, even),), ((uneven[0] + total_stride // 2, uneven[1]), uneven)
 
 
-def verify(
-    split: Callable[..., Any], plain: Callable[..., Any], call: tuple[Any, Any], sites: ExchangeSites, share: LocalPatch
-) -> float:
-    """Largest relative error of `split` against `plain` over all ranks and both sizes, on inputs like `call`'s.
-
-    Raises VerificationError with the figures when it exceeds what the dtype's rounding explains.
-    """
-    errors, limit = [], 0.0
+def compared_at_two_sizes(
+    split: Callable[..., Any], plain: Callable[..., Any], call: Call, sites: ExchangeSites, share: LocalPatch
+) -> Iterator[list[Comparison]]:
+    """`split` against `plain` on this rank, on inputs like `call`'s."""
+    found = []
     for seed, sizes in enumerate(verification_sizes(sites.total_stride, share.axis.size)):
         turned = sizes if share.dim == -2 else tuple((short, long) for long, short in sizes)
         with torch.no_grad():
             size, want = _plain_at(turned, plain, call, sites, seed)
             args, kwargs = with_sample_size(*call, size, seed=seed, beside=sites.beside)
             got = first_tensor(split(*args, **kwargs))
-        errors.append(relative_error(got, want))
-        limit = TOLERANCE[want.dtype]
-    return _agreed(errors, limit, share, "at two sizes", "This model")
+        found.append(Comparison(relative_error(got, want), TOLERANCE[want.dtype]))
+    yield found
 
 
-def verify_as_called(
-    foreign: Sequence[str],
-    split: Callable[..., Any],
-    plain: Callable[..., Any],
-    call: tuple[Any, Any],
-    sites: ExchangeSites,
-    share: LocalPatch,
-) -> float:
-    """The same for `call` as it is: what other libraries have put in (`foreign`) may work at some sizes only.
+def compared_as_called(split: Callable[..., Any], plain: Callable[..., Any], call: Call) -> Iterator[list[Comparison]]:
+    """The same for `call` as it is: what other libraries have put in may work at some sizes only.
 
-    Takes as much memory as the plain forward. Raises VerificationError.
+    Takes as much memory as the plain forward.
     """
     args, kwargs = call
     own_args, own_kwargs = tree_map(lambda x: x, call)  # a denoiser may empty the lists that it is given
     with torch.no_grad():
         want = first_tensor(plain(*own_args, **own_kwargs))
         got = first_tensor(split(*args, **kwargs))
-    return _agreed([relative_error(got, want)], TOLERANCE[want.dtype], share, "as it is called", _named(foreign))
+    yield [Comparison(relative_error(got, want), TOLERANCE[want.dtype])]
 
 
-def _named(foreign: Sequence[str]) -> str:
+def named(foreign: Sequence[str]) -> str:
+    """What other libraries have put into a denoiser, for people."""
     more = f" and {len(foreign) - SHOWN} more" if len(foreign) > SHOWN else ""
     return f"What was put into it ({'; '.join(foreign[:SHOWN])}{more})"
 
 
-def _agreed(errors: Sequence[float], limit: float, share: LocalPatch, where: str, what: str) -> float:
-    """The largest error of any rank. Raises VerificationError, on all ranks alike."""
-    own = torch.tensor(errors, dtype=torch.float32, device=share.door.transport.device)
-    worst = torch.stack(AllGather(share.door, share.axis, "verify", "verification").same(own)).amax(0).tolist()
-    if not all(error <= limit for error in worst):
-        figures = ", ".join(f"{error:.1e}" for error in worst)
-        raise VerificationError(
-            f"the denoiser split into {share.axis.size} bands differs from the plain one by {figures} {where}, "
-            f"more than the {limit:.0e} that rounding explains. {what} mixes positions in a way patchpar does not "
-            "know: use plan cfg=2 or data=N, which do not split the picture"
-        )
-    return max(worst)
-
-
 def _plain_at(
-    sizes: Sequence[Size], plain: Callable[..., Any], call: tuple[Any, Any], known: ExchangeSites, seed: int
+    sizes: Sequence[Size], plain: Callable[..., Any], call: Call, known: ExchangeSites, seed: int
 ) -> tuple[Size, Tensor]:
     """The first of `sizes` that the plain denoiser takes, and its prediction there.
 

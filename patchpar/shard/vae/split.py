@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import AllGather, Communicator
-from patchpar.errors import PatchparError, UnsupportedModel, VerificationError
+from patchpar.comm.collectives import Communicator
+from patchpar.errors import PatchparError, UnsupportedModel
 from patchpar.plan.bands import split_bands
 from patchpar.plan.mesh import Axis
 from patchpar.shard.compiled import compiled_in
@@ -20,7 +20,7 @@ from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.vae.band import VaeBand
 from patchpar.shard.vae.functions import in_band
 from patchpar.shard.vae.outputs import joined, on_all, on_first, tensors_of
-from patchpar.shard.verification import TOLERANCE, check_once, made_of, relative_error
+from patchpar.shard.verification import TOLERANCE, Comparison, made_of, relative_error, verify_once
 from patchpar.shard.verification_cache import VerificationCache
 
 PROBE = 64  # rows and columns of the picture that tells how much smaller its latent is; none is more than 32 times
@@ -131,8 +131,9 @@ class SplitMethod:
         if any(isinstance(x, Tensor) and x.ndim >= 4 for x in (*call.args, *call.kwargs.values())):
             raise UnsupportedModel(f"{type(self.vae).__name__}.{self.name} takes another picture beside the first")
         if self.verdicts is not None:
-            measure = partial(self._verify, call)
-            self.error = check_once(self.verdicts, self._facts(call, form), (self.door, self.axis), measure)
+            what = f"{type(self.vae).__name__}.{self.name} in {self.axis.size} bands"
+            mesh, compare = (self.door, self.axis), partial(self._compared, call)
+            self.error = verify_once(self.verdicts, self._facts(call, form), mesh, compare, what)
         self._checked.add(form)
 
     def _frames(self, x: Tensor) -> int:
@@ -148,17 +149,14 @@ class SplitMethod:
             "device": call.x.device.type,
         }
 
-    def _verify(self, call: VaeCall) -> float:
-        """Largest relative error of the method in bands against the plain one, over all ranks and two sizes.
+    def _compared(self, call: VaeCall) -> Iterator[list[Comparison]]:
+        """The method in bands against the plain one on this rank, at two sizes.
 
-        Raises VerificationError when it exceeds what the dtype's rounding explains.
+        With even bands all ranks do the same whatever the model is; with uneven ones they might not, so these are last.
         """
-        worst = 0.0
         for seed, rows in enumerate((2 * self.axis.size, 2 * self.axis.size + 1)):
             small = call._replace(x=self._small(call.x, rows, seed))
-            # At once: with even bands all ranks do the same whatever the model is, with uneven ones they might not.
-            worst = max(worst, self._agreed(self._error(small), call))
-        return worst
+            yield [Comparison(self._error(small), TOLERANCE[call.x.dtype])]
 
     def _error(self, call: VaeCall) -> float:
         """Of the bands against the plain method, on this rank. Raises UnsupportedModel."""
@@ -175,17 +173,6 @@ class SplitMethod:
             ) from error
         pairs = zip(got, want, strict=True)
         return max(relative_error(x, y) if x.shape == y.shape else math.inf for x, y in pairs)
-
-    def _agreed(self, error: float, call: VaeCall) -> float:
-        """The largest error of any rank. Raises VerificationError."""
-        own, limit = torch.tensor([error], device=self.door.transport.device), TOLERANCE[call.x.dtype]
-        worst = torch.cat(AllGather(self.door, self.axis, "verify", "verification").same(own)).amax().item()
-        if not worst <= limit:
-            raise VerificationError(
-                f"{type(self.vae).__name__}.{self.name} in {self.axis.size} bands differs from the plain one by "
-                f"{worst:.1e}, more than the {limit:.0e} that rounding explains"
-            )
-        return worst
 
     def _small(self, x: Tensor, rows: int, seed: int) -> Tensor:
         """Noise of so many latent rows, otherwise like `x`."""
