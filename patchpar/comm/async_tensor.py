@@ -53,7 +53,7 @@ class AsyncMessage:
         """Whether the values are still to be fetched."""
         return self._fetch is not None
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Fetch the values, unless that has been done. Whatever `fetch` raises is raised at every further use."""
         if self._fetch is None:
             return
@@ -135,7 +135,7 @@ class AsyncTensor(Tensor):
                 if name in _COPIES and isinstance(result, Tensor):
                     return first._delivery.copied(run)
         for promise in _promises_in((args, kwargs)):
-            promise._delivery.settle()
+            promise._delivery.wait()
         return run()
 
 

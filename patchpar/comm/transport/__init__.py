@@ -9,10 +9,9 @@ Messages between two ranks arrive in the order they were sent. Every rank runs t
 so messages need no tags.
 """
 
-from patchpar.comm.transport.connect import alone, connect
+from patchpar.comm.transport.connect import alone, connect, watched
 from patchpar.comm.transport.delayed import DelayedTransport
 from patchpar.comm.transport.message import Incoming, Messages, Outgoing, Stall, TensorSpec, Transport, Work
-from patchpar.comm.transport.monitored import watched
 
 __all__ = [
     "DelayedTransport",

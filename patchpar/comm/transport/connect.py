@@ -7,40 +7,25 @@ import struct
 import time
 from collections.abc import Mapping
 from itertools import combinations
-from typing import Protocol
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from patchpar.comm.transport.message import Transport
-from patchpar.comm.transport.monitored import MonitoredRank
 from patchpar.comm.transport.shared_memory import SharedMemoryTransport
 from patchpar.comm.transport.torch_p2p import TorchTransport
 from patchpar.errors import ExchangeError
+from patchpar.launch.executor import RankContext
 
+T = TypeVar("T", bound=Transport)
 PEER = struct.Struct("<I")  # whom the socket that comes with it leads to
 HERE = b"h"  # each rank says so to each other, or a rank that did not connect would be missed only much later
 CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere only a later exec would inherit
 RETRY_SECONDS = 0.01
 
 
-class ConnectingRank(MonitoredRank, Protocol):
-    """What has to be known of a rank: `launch.context.RankContext` says what each means."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def links(self) -> Mapping[int, socket.socket] | None: ...
-
-
-def connect(place: ConnectingRank, *, through: str = "auto") -> Transport:
+def connect(place: RankContext, *, through: str = "auto") -> Transport:
     """Connect this rank with all others. Its limit bounds every wait, here and of the transport.
 
     `through` is "auto", "shared_memory" or "torch" (the default group of torch.distributed, which has to be there).
@@ -58,16 +43,22 @@ def connect(place: ConnectingRank, *, through: str = "auto") -> Transport:
     return SharedMemoryTransport(place.rank, lines, device, place.wait_limit)
 
 
-def alone(place: ConnectingRank) -> Transport:
+def alone(place: RankContext) -> Transport:
     """For a rank that has no others."""
     return SharedMemoryTransport(0, {}, torch.device(place.device), place.wait_limit)
+
+
+def watched(transport: T, rank: RankContext) -> T:
+    """The same transport, with the limit of `rank` for every wait, showing on it that it waits."""
+    transport.deadline, transport.waiting = rank.wait_limit, rank.waiting
+    return transport
 
 
 def _over_nccl(device: torch.device) -> bool:
     return device.type != "cpu" and dist.is_initialized() and dist.get_backend() != "gloo"
 
 
-def _handed_out(place: ConnectingRank, links: Mapping[int, socket.socket]) -> dict[int, socket.socket]:
+def _handed_out(place: RankContext, links: Mapping[int, socket.socket]) -> dict[int, socket.socket]:
     """On rank 0: make a socket pair for every two ranks, and give both their ends. Returns our own."""
     own: dict[int, socket.socket] = {}
     give_up = time.monotonic() + place.wait_limit
@@ -104,7 +95,7 @@ def _send(link: socket.socket, rank: int, end: socket.socket, peer: int, give_up
             time.sleep(RETRY_SECONDS)
 
 
-def _taken(place: ConnectingRank, link: socket.socket) -> dict[int, socket.socket]:
+def _taken(place: RankContext, link: socket.socket) -> dict[int, socket.socket]:
     """On the other ranks: one socket to each peer, as rank 0 hands them out."""
     lines: dict[int, socket.socket] = {}
     link.settimeout(place.wait_limit)
@@ -122,7 +113,7 @@ def _taken(place: ConnectingRank, link: socket.socket) -> dict[int, socket.socke
     return lines
 
 
-def _greet(place: ConnectingRank, lines: Mapping[int, socket.socket]) -> None:
+def _greet(place: RankContext, lines: Mapping[int, socket.socket]) -> None:
     """Wait until every rank has connected. Raises ExchangeError, with all lines closed."""
     give_up = time.monotonic() + place.wait_limit
     for line in lines.values():
@@ -137,7 +128,7 @@ def _greet(place: ConnectingRank, lines: Mapping[int, socket.socket]) -> None:
             raise _missed(place, peer, lines, error) from error
 
 
-def _missed(place: ConnectingRank, peer: int, lines: Mapping[int, socket.socket], error: OSError) -> ExchangeError:
+def _missed(place: RankContext, peer: int, lines: Mapping[int, socket.socket], error: OSError) -> ExchangeError:
     """What to say of a rank that does not connect. Closes all lines."""
     for line in lines.values():
         line.close()

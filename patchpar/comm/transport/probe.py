@@ -2,14 +2,15 @@
 
 import torch
 
-from patchpar.comm.transport.connect import ConnectingRank, connect
+from patchpar.comm.transport.connect import connect
 from patchpar.comm.transport.message import Incoming, Outgoing, TensorSpec
+from patchpar.launch.executor import RankContext
 
 
 class Probe:
     """Adds up one number from each rank."""
 
-    def __init__(self, place: ConnectingRank) -> None:
+    def __init__(self, place: RankContext) -> None:
         self._place = place
 
     def sum_of_ranks(self) -> int:

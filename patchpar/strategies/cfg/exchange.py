@@ -117,7 +117,7 @@ class PredictionExchange:
         """Take in what nobody has used yet and let go of what has been sent. Raises ExchangeError."""
         try:
             for delivery in self._deliveries:
-                delivery.settle()
+                delivery.wait()
             for arriving in self._sent:
                 arriving.wait()
         finally:
