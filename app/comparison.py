@@ -1,4 +1,4 @@
-"""Two ways to draw the same picture, and how far the results are apart."""
+"""Compares two presets on the same image: difference of the results, statistics of both runs."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,17 +7,17 @@ from patchpar import Run
 from patchpar.pipeline.image_metrics import difference_map, max_abs_diff, psnr, ssim
 from patchpar.pipeline.report import readable_bytes
 
-from .drawing import ImageJobRunner, JobImage, RunOptions
-from .jobs import Job
-from .orders import GenerateRequest
-from .ways import Preset
+from .image_runner import ImageJobRunner, JobImage, RunOptions
+from .job_queue import Job
+from .presets import Preset
+from .requests import GenerateRequest
 
-WARM_UP_STEPS = 2  # the first steps in a new way allocate and verify; they are not what is compared
+WARM_UP_STEPS = 2  # the first steps with a preset allocate and verify, and are not timed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two pictures and their difference, a PIL picture that is `gain` times as bright as it is."""
+    """Two images and their difference, a PIL image with its brightness multiplied by `gain`."""
 
     one: JobImage
     other: JobImage
@@ -29,7 +29,7 @@ class Comparison:
 
     @classmethod
     def of(cls, one: JobImage, other: JobImage) -> "Comparison":
-        """Measure two pictures, on their exact values."""
+        """Compare two images on their exact values."""
         found = difference_map(one.values, other.values)
         return cls(
             one=one,
@@ -42,21 +42,21 @@ class Comparison:
         )
 
     @property
-    def verdict(self) -> str:
-        """One sentence."""
+    def summary(self) -> str:
+        """The result in one sentence."""
         close = f"PSNR {self.psnr_db:.1f} dB, SSIM {self.ssim:.4f}"
         if self.largest == 0:
-            return "The pictures are equal, to the last bit."
+            return "The images are bit-equal."
         if self.largest < 0.5 / 255:
-            return f"{close}; no pixel differs by half a step of 8 bits, so nobody could see it."
+            return f"{close}; no pixel differs by half a step of 8 bits, which is invisible."
         return f"{close}; no pixel differs by more than {self.largest:.2%}."
 
     def rows(self, names: tuple[str, str]) -> list[tuple[str, ...]]:
         """A table of both runs."""
-        return [_row(name, picture.run) for name, picture in zip(names, (self.one, self.other), strict=True)]
+        return [_row(name, image.run) for name, image in zip(names, (self.one, self.other), strict=True)]
 
 
-HEAD = ("", "plan", "seconds", "sent a step, all ranks", "waited, at most", "exact steps")
+HEAD = ("", "plan", "seconds", "sent per step, all ranks", "longest wait", "exact steps")
 
 
 def _row(name: str, run: Run) -> tuple[str, ...]:
@@ -72,16 +72,16 @@ def _row(name: str, run: Run) -> tuple[str, ...]:
     )
 
 
-def compare(artist: ImageJobRunner, job: Job, order: GenerateRequest, ways: tuple[Preset, Preset]) -> Comparison:
-    """Draw in both ways, one after the other on the same devices. Raises what drawing raises."""
-    first, second = (_drawn(artist, job, order, way, number) for number, way in enumerate(ways, 1))
+def compare(runner: ImageJobRunner, job: Job, request: GenerateRequest, presets: tuple[Preset, Preset]) -> Comparison:
+    """Generate with both presets, one after the other on the same devices. Raises what `generate` raises."""
+    first, second = (_generated(runner, job, request, preset, number) for number, preset in enumerate(presets, 1))
     job.show(note="measuring the difference")
     return Comparison.of(first, second)
 
 
-def _drawn(artist: ImageJobRunner, job: Job, order: GenerateRequest, way: Preset, number: int) -> JobImage:
-    few = replace(order, steps=min(order.steps, WARM_UP_STEPS))
-    artist.draw(job, few, way, RunOptions(title=f"picture {number} of 2, warming up", traced=False))
-    return artist.draw(
-        job, order, way, RunOptions(title=f"picture {number} of 2: {way.label}", traced=False, exact=True)
+def _generated(runner: ImageJobRunner, job: Job, request: GenerateRequest, preset: Preset, number: int) -> JobImage:
+    few = replace(request, steps=min(request.steps, WARM_UP_STEPS))
+    runner.generate(job, few, preset, RunOptions(title=f"image {number} of 2, warming up", traced=False))
+    return runner.generate(
+        job, request, preset, RunOptions(title=f"image {number} of 2: {preset.label}", traced=False, exact=True)
     )

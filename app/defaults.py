@@ -1,11 +1,11 @@
-"""What the fields of a picture begin with: the pipeline's own defaults, as its call and its networks have them."""
+"""Initial values of the fields of an image: the pipeline's own defaults, from its call and its networks."""
 
 from dataclasses import dataclass
 
 from patchpar.models.files import EMBEDDED
 from patchpar.models.info import PipelineInfo
 
-from .orders import LEAST_SIDE, MOST_STEPS
+from .requests import MAX_STEPS, MIN_SIDE
 
 UNKNOWN_SIDE = 1024  # pixels, of a model that has not been loaded or does not say
 
@@ -20,25 +20,25 @@ class Defaults:
     guidance: float = 4.0
 
     def times(self, factor: int) -> tuple[int, int]:
-        """Height and width of a picture that many times as large."""
+        """Height and width in pixels, `factor` times as large."""
         return factor * self.height, factor * self.width
 
 
 def defaults_before(model: str) -> Defaults:
-    """Before the model has been loaded. The embedded ones are known, whatever their pipeline's class says of others."""
+    """Before the model is loaded. Those of the embedded models are known, whatever their pipeline's class declares."""
     return Defaults(height=256, width=256) if model in EMBEDDED else Defaults()
 
 
 def defaults_of(model: str, description: PipelineInfo | None) -> Defaults:
-    """Once it has been loaded: what its call's signature and the size that it was trained at say."""
+    """After loading: from the signature of the pipeline's call and the size that it was trained at."""
     before = defaults_before(model)
     if description is None or model in EMBEDDED:
         return before
     height, width = description.size({}) or (UNKNOWN_SIDE, UNKNOWN_SIDE)
     steps, guidance = (description.parameters.get(name) for name in ("num_inference_steps", "guidance_scale"))
     return Defaults(
-        height=max(LEAST_SIDE, height),
-        width=max(LEAST_SIDE, width),
-        steps=min(steps, MOST_STEPS) if isinstance(steps, int) else before.steps,
+        height=max(MIN_SIDE, height),
+        width=max(MIN_SIDE, width),
+        steps=min(steps, MAX_STEPS) if isinstance(steps, int) else before.steps,
         guidance=float(guidance) if isinstance(guidance, (int, float)) else before.guidance,
     )

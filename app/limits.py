@@ -1,4 +1,4 @@
-"""What may be uploaded: how large, of which kind. Checked by the page for convenience, and here for safety."""
+"""Limits of uploads: size and format. The page checks them for convenience, the server for safety."""
 
 import base64
 import binascii
@@ -11,18 +11,18 @@ from patchpar import PlanError
 from patchpar.models.image_file import read_picture
 from patchpar.stream.audio.audio_file import read_sound
 
-MOST_BYTES = 20 * 2**20
-MOST_PICTURE_PIXELS = 40_000_000  # a decoded picture takes three bytes for each
-MOST_SECONDS = 120.0
-MOST_UNKNOWN_BYTES = 4 * 2**20  # of sound that does not tell its length, as what a browser records
+MAX_BYTES = 20 * 2**20
+MAX_IMAGE_PIXELS = 40_000_000  # a decoded image takes three bytes for each
+MAX_SECONDS = 120.0
+MAX_UNKNOWN_BYTES = 4 * 2**20  # of audio without a declared length, such as a browser's recording
 RATE = 16000  # samples per second
 GONE = "this file is no longer here: choose it again"
-FILE = "the file"  # where it lies here is no news to the person
-PICTURES = ("PNG", "JPEG", "WEBP", "BMP")
+FILE = "the file"  # the server's path is not shown
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 
 
 def check_size(path: str | Path) -> None:
-    """Raise PlanError for a file that is too large, or that is gone: uploads are deleted after an hour."""
+    """Raise PlanError for a file that is too large or was deleted, as uploads are after an hour."""
     try:
         size = Path(path).stat().st_size
     except FileNotFoundError as error:
@@ -31,48 +31,48 @@ def check_size(path: str | Path) -> None:
 
 
 def _check_bytes(size: int) -> None:
-    if size > MOST_BYTES:
-        raise PlanError(f"the file has {size / 2**20:.1f} MB: at most {MOST_BYTES / 2**20:.0f} MB are taken")
+    if size > MAX_BYTES:
+        raise PlanError(f"the file has {size / 2**20:.1f} MB: at most {MAX_BYTES / 2**20:.0f} MB are taken")
 
 
-def picture_from(path: str | Path | None, most_pixels: int | None = None) -> Image:
-    """A picture that was uploaded, in RGB, upright. Its size is looked at before it is decoded. Raises PlanError."""
-    most = MOST_PICTURE_PIXELS if most_pixels is None else most_pixels
+def read_image(path: str | Path | None, most_pixels: int | None = None) -> Image:
+    """An uploaded image in RGB, upright. The size is checked before decoding. Raises PlanError."""
+    limit = MAX_IMAGE_PIXELS if most_pixels is None else most_pixels
     if path is None:
-        raise PlanError("there is no picture: choose one, or take one with the camera")
+        raise PlanError("there is no image: choose one, or take one with the camera")
     check_size(path)
-    return read_picture(Path(path), FILE, most_pixels=most, formats=PICTURES)
+    return read_picture(Path(path), FILE, most_pixels=limit, formats=IMAGE_FORMATS)
 
 
 def bytes_of(url: str) -> bytes:
-    """What a `data:` URL holds, as which pictures of a camera may come. Raises PlanError."""
+    """Contents of a `data:` URL, which some browsers send for camera images. Raises PlanError."""
     text = url.partition(",")[2]
     _check_bytes(len(text) * 3 // 4)
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:
-        raise PlanError("the camera's picture did not arrive whole: try again") from error
+        raise PlanError("the camera's image is incomplete: try again") from error
 
 
-def sound_from(path: str | Path | None) -> tuple[Any, int]:
-    """(samples between -1 and 1, rate) of a sound file, whose length is looked at first. Raises PlanError."""
+def read_audio_file(path: str | Path | None) -> tuple[Any, int]:
+    """(samples in -1..1, rate) of an audio file. The length is checked before decoding. Raises PlanError."""
     if path is None:
-        raise PlanError("there is no sound: record some, or choose a file")
+        raise PlanError("there is no audio: record some, or choose a file")
     check_size(path)
     try:
         seconds = _seconds_of(path)
-        if seconds is None and Path(path).stat().st_size > MOST_UNKNOWN_BYTES:
-            raise PlanError("the sound does not say how long it is, and is not short: save it in another format")
-        if seconds is not None and seconds > MOST_SECONDS:
-            raise PlanError(f"the sound has {seconds:.0f} s: at most {MOST_SECONDS:.0f} s are taken")
+        if seconds is None and Path(path).stat().st_size > MAX_UNKNOWN_BYTES:
+            raise PlanError("the audio file does not declare its length and is not short: save it in another format")
+        if seconds is not None and seconds > MAX_SECONDS:
+            raise PlanError(f"the audio has {seconds:.0f} s: at most {MAX_SECONDS:.0f} s are taken")
         found = read_sound(Path(path), RATE)
-    except PlanError as error:  # the person knows a file by its name, not by where it lies here
+    except PlanError as error:  # the user knows the file's name, not the server's path
         raise PlanError(str(error).replace(str(path), Path(path).name)) from error
     return found.samples, found.rate
 
 
 def _seconds_of(path: str | Path) -> float | None:
-    """As the file itself says; None where it does not, or is no sound at all."""
+    """Length declared by the file; None without one, or if it is no audio."""
     import av
 
     try:

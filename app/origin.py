@@ -1,4 +1,4 @@
-"""Requests that another page has a browser make are refused: the page's own alone may upload, begin and cancel.
+"""Refuses cross-site requests: only the page itself may upload, start and cancel.
 
 A browser sends what another page's form or script tells it to send here; it says so in headers that no script can set.
 Programs that are no browsers send neither header, and reach what anybody reaches who can open a connection.
@@ -16,7 +16,7 @@ REFUSED = "This request was made by another page. Open this one itself."
 
 
 class OwnRequests:
-    """An ASGI application that passes on what is its own, and answers 403 to what another page wants done."""
+    """ASGI middleware that answers 403 to cross-site requests."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -30,7 +30,7 @@ class OwnRequests:
 
 
 def is_foreign(headers: Headers) -> bool:
-    """Whether a browser says that another page made the request.
+    """Whether the browser declares that another page made the request.
 
     Sec-Fetch-Site holds behind a server that gives this one another name, where Origin and Host differ; browsers
     leave it out beyond this machine without TLS.

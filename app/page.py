@@ -1,4 +1,4 @@
-"""The page: its tabs, its colours, what happens when somebody comes and goes."""
+"""The page: tabs, theme, page load and unload."""
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -6,23 +6,23 @@ from typing import Any
 
 import gradio as gr
 
-from . import compare_tab, image_tab, large_tab, plan_tab, stream_tab, timeline_tab, words
-from .answers import AnsweredBlocks, answered
+from . import compare_tab, high_res_tab, html, image_tab, plan_tab, stream_tab, timeline_tab
 from .defaults import defaults_before, defaults_of
 from .fields import Forms
-from .jobs import JobView
-from .studio import AppState
-from .visits import ASK_PAGE
-from .watching import looked_at
+from .handler_errors import ErrorReportingBlocks, reports_errors
+from .job_queue import JobView
+from .job_updates import updates_of
+from .sessions import PAGE_NAME_JS
+from .state import AppState
 
 STYLE = Path(__file__).with_name("style.css")
-PURPOSE = "One diffusion model on several devices: draw, compare, and see what each of them did."
-CACHE = (600, 3600)  # every so many seconds files older than that are deleted: previews, results, uploads
-FONT = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif")  # nothing is fetched from anywhere
+PURPOSE = "One diffusion model on several devices: generate, compare, and see what each device did."
+CACHE = (600, 3600)  # seconds: how often files are deleted, and from which age: previews, results, uploads
+FONT = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif")  # no font is downloaded
 
 
 def theme() -> Any:
-    """Plain, by day and by night."""
+    """A plain theme, light and dark."""
     plain = gr.themes.Base(
         primary_hue="teal", neutral_hue="slate", font=FONT, font_mono=("ui-monospace", "Menlo", "monospace")
     )
@@ -40,81 +40,81 @@ def theme() -> Any:
     )
 
 
-def build(studio: AppState) -> gr.Blocks:
+def build(state: AppState) -> gr.Blocks:
     """The whole page."""
-    with AnsweredBlocks(title="patchpar", analytics_enabled=False, delete_cache=CACHE, fill_width=True) as page:
-        forms = Forms(defaults_before(studio.workers.setup.model))
-        owner, asked = gr.State(""), gr.Textbox(visible="hidden")
-        gr.HTML(_heading(studio))
-        ready = gr.HTML(words.notice("Starting."), elem_id="ready")
+    with ErrorReportingBlocks(title="patchpar", analytics_enabled=False, delete_cache=CACHE, fill_width=True) as page:
+        forms = Forms(defaults_before(state.workers.setup.model))
+        owner, page_name = gr.State(""), gr.Textbox(visible="hidden")
+        gr.HTML(_heading(state))
+        ready = gr.HTML(html.notice("Starting."), elem_id="ready")
         with gr.Tabs():
             with gr.Tab("Image"):
-                image = image_tab.build(studio, owner, forms)
+                image = image_tab.build(state, owner, forms)
             with gr.Tab("Compare"):
-                pair = compare_tab.build(studio, owner, forms)
+                pair = compare_tab.build(state, owner, forms)
             with gr.Tab("High resolution"):
-                large = large_tab.build(studio, owner, forms)
+                high_res = high_res_tab.build(state, owner, forms)
             with gr.Tab("Stream"):
-                stream = stream_tab.build(studio, owner, forms)
+                stream = stream_tab.build(state, owner, forms)
             with gr.Tab("Timeline") as shown:
-                timeline, lanes = timeline_tab.build(studio, owner)
+                timeline, lanes = timeline_tab.build(state, owner)
             with gr.Tab("Plan") as planned:
-                plan, asked_for, answers = plan_tab.build(studio, owner, forms)
+                plan, plan_inputs, plan_outputs = plan_tab.build(state, owner, forms)
         shown.select(timeline.refresh, owner, lanes, show_progress="hidden")
-        planned.select(plan.show, asked_for, answers, show_progress="hidden")
-        _welcome(page, studio, owner, asked, (image, pair, large, stream))
-        loaded = page.load(_Readiness(studio).show, None, ready, show_progress="hidden")
-        loaded.then(_filling(studio, forms), forms.components, forms.components, show_progress="hidden")
+        planned.select(plan.show, plan_inputs, plan_outputs, show_progress="hidden")
+        _welcome(page, state, owner, page_name, (image, pair, high_res, stream))
+        loaded = page.load(_Readiness(state).show, None, ready, show_progress="hidden")
+        loaded.then(_filling(state, forms), forms.components, forms.components, show_progress="hidden")
     return page
 
 
-def _heading(studio: AppState) -> str:
-    setup = studio.workers.setup
+def _heading(state: AppState) -> str:
+    setup = state.workers.setup
     line = f"{PURPOSE} Here: the model {setup.model}, on {setup.devices.note}."
-    return f"<header><h1>patchpar</h1>{words.caption(line)}</header>"
+    return f"<header><h1>patchpar</h1>{html.caption(line)}</header>"
 
 
-def _welcome(page: gr.Blocks, studio: AppState, owner: gr.State, asked: gr.Textbox, tabs: tuple[Any, ...]) -> None:
-    """Who comes gets back what was under way; who goes leaves nothing behind."""
+def _welcome(page: gr.Blocks, state: AppState, owner: gr.State, page_name: gr.Textbox, tabs: tuple[Any, ...]) -> None:
+    """A page that connects gets its jobs back; a page that disconnects loses them after a grace period."""
 
-    @answered()
-    def arrive(name: str, request: gr.Request) -> str:
-        return studio.visits.arrive(str(request.session_hash), name)
+    @reports_errors()
+    def connect(name: str, request: gr.Request) -> str:
+        return state.sessions.connect(str(request.session_hash), name)
 
-    @answered()
-    def leave(request: gr.Request) -> None:
-        studio.visits.leave(str(request.session_hash))
+    @reports_errors()
+    def disconnect(request: gr.Request) -> None:
+        state.sessions.disconnect(str(request.session_hash))
 
-    arrived = page.load(arrive, asked, owner, js=ASK_PAGE, show_progress="hidden")
+    connected = page.load(connect, page_name, owner, js=PAGE_NAME_JS, show_progress="hidden")
     for tab, filled in tabs:
-        arrived.then(tab.resume, owner, filled, show_progress="hidden")
-    page.unload(leave)
+        connected.then(tab.resume, owner, filled, show_progress="hidden")
+    page.unload(disconnect)
 
 
-def _filling(studio: AppState, forms: Forms) -> Callable[..., Any]:
-    """The handler that gives the fields what the model, which has been loaded, has as its own."""
+def _filling(state: AppState, forms: Forms) -> Callable[..., Any]:
+    """The handler that sets the fields to the defaults of the loaded model."""
 
-    @answered()
+    @reports_errors()
     def fill(*values: Any) -> list[Any]:
-        workers = studio.workers
+        workers = state.workers
         return forms.filled(defaults_of(workers.setup.model, workers.model), values)
 
     return fill
 
 
 class _Readiness:
-    """How far the first job is: starting the workers."""
+    """Progress of the first job, which starts the workers."""
 
-    def __init__(self, studio: AppState) -> None:
-        self._studio = studio
+    def __init__(self, state: AppState) -> None:
+        self._state = state
 
-    @answered(words.failure)
+    @reports_errors(html.failure)
     async def show(self) -> AsyncIterator[Any]:
-        """One line, until they are ready; then nothing."""
-        async for line in looked_at(self._studio.desk.job_of("", "prepare"), _ready):
+        """A status line until the workers are ready, then nothing."""
+        async for line in updates_of(self._state.job_queue.job_of("", "prepare"), _ready):
             yield line
 
 
 def _ready(view: JobView | None) -> Any:
     is_ready = view is None or view.state == "done"
-    return gr.update(value="" if is_ready else words.status(view), visible=not is_ready)
+    return gr.update(value="" if is_ready else html.status(view), visible=not is_ready)

@@ -1,4 +1,4 @@
-"""The tab Plan: what would run on a cluster that is not here."""
+"""The tab Plan: plan forecast for other numbers of devices."""
 
 from typing import Any
 
@@ -7,56 +7,56 @@ import gradio as gr
 from patchpar import PlanError
 from patchpar.plan.link_model import LinkModel
 
-from . import words
-from .answers import answered
+from . import html
 from .fields import Forms
-from .forecast import MOST_DEVICES, MOST_PROMPTS, PlannedCall, drawing, forecast, link_verdict
-from .orders import as_whole
-from .studio import AppState
+from .forecast import MAX_DEVICES, MAX_PROMPTS, PlannedCall, forecast, link_estimate, plan_diagram
+from .handler_errors import reports_errors
+from .requests import as_whole
+from .state import AppState
 
 NOT_YET = "The model is being loaded: try again in a moment."
 
 
-def failed(sentence: str) -> tuple[str, str, str]:
-    """What `show` fills, where something went wrong."""
-    return words.failure(sentence), "", ""
+def failed(message: str) -> tuple[str, str, str]:
+    """Outputs of `show` for an error."""
+    return html.failure(message), "", ""
 
 
 class PlanTab:
-    """What the tab does."""
+    """Event handlers of the tab."""
 
-    def __init__(self, studio: AppState) -> None:
-        self._studio = studio
+    def __init__(self, state: AppState) -> None:
+        self._state = state
 
-    @answered(failed)
+    @reports_errors(failed)
     def show(self, devices: Any, width: Any, height: Any, guided: bool, prompts: Any) -> tuple[str, str, str]:
-        """(the choice, its drawing, all plans)."""
-        model = self._studio.workers.model
+        """(chosen plan, its diagram, all plans)."""
+        model = self._state.workers.model
         if model is None:
-            return words.notice(NOT_YET), "", ""
+            return html.notice(NOT_YET), "", ""
         numbers = {"devices": devices, "width": width, "height": height, "prompts": prompts}
         call = PlannedCall(**{name: as_whole(value) for name, value in numbers.items()}, guided=bool(guided))
         found = forecast(model, call)
-        said = words.pairs([("Plan", str(found.chosen)), ("Because", found.reason), ("Model", model.pipeline)])
+        summary = html.pairs([("Plan", str(found.chosen)), ("Because", found.reason), ("Model", model.pipeline)])
         rows = [(str(offer.plan), offer.work, offer.refusal or "can be run") for offer in found.offers]
-        table = words.table(("plan", "who does what", "verdict"), rows, marked=0)
-        return said, drawing(found.chosen, model, (call.height, call.width)), table
+        table = html.table(("plan", "split", "verdict"), rows, marked=0)
+        return summary, plan_diagram(found.chosen, model, (call.height, call.width)), table
 
-    @answered(words.failure)
-    def weigh(self, owner: str, latency: Any, rate: Any) -> str:
+    @reports_errors(html.failure)
+    def estimate_link(self, owner: str, latency: Any, rate: Any) -> str:
         """What the page's last run would cost on a link of `latency` milliseconds and `rate` gigabytes per second."""
         if latency is None or rate is None:
             raise PlanError("fill in latency and rate of the link")
         link = LinkModel(latency=float(latency) / 1e3, rate=float(rate) * 1e9)
-        return words.notice(link_verdict(self._studio.desk.kept(owner, "run"), link))
+        return html.notice(link_estimate(self._state.job_queue.stored(owner, "run"), link))
 
 
-def build(studio: AppState, owner: gr.State, forms: Forms) -> tuple[PlanTab, list[Any], list[Any]]:
-    """Lay the tab out. Returns it, what `show` is given, and what it fills."""
-    tab = PlanTab(studio)
+def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[PlanTab, list[Any], list[Any]]:
+    """Build the tab. Returns it, and the inputs and outputs of `show`."""
+    tab = PlanTab(state)
     with gr.Row(equal_height=False):
         with gr.Column(scale=5, min_width=320):
-            devices = gr.Slider(1, MOST_DEVICES, 8, step=1, label="Devices")
+            devices = gr.Slider(1, MAX_DEVICES, 8, step=1, label="Devices")
             with gr.Row():
                 width = forms.add(
                     gr.Number, lambda each: {"value": each.width}, label="Width", precision=0, min_width=120
@@ -64,20 +64,20 @@ def build(studio: AppState, owner: gr.State, forms: Forms) -> tuple[PlanTab, lis
                 height = forms.add(
                     gr.Number, lambda each: {"value": each.height}, label="Height", precision=0, min_width=120
                 )
-                prompts = gr.Slider(1, MOST_PROMPTS, 1, step=1, label="Prompts", min_width=120)
-            guided = gr.Checkbox(True, label="Guidance is on")
-            begin = gr.Button("Plan", variant="primary", elem_id="plan-run")
+                prompts = gr.Slider(1, MAX_PROMPTS, 1, step=1, label="Prompts", min_width=120)
+            guided = gr.Checkbox(True, label="With guidance")
+            start = gr.Button("Plan", variant="primary", elem_id="plan-run")
         with gr.Column(scale=6, min_width=320):
-            said = gr.HTML(words.notice("What the loaded model would do there."), elem_id="plan-said")
-            picture = gr.HTML(elem_id="plan-drawing")
+            summary = gr.HTML(html.notice("Plans of the loaded model for these devices."), elem_id="plan-summary")
+            diagram = gr.HTML(elem_id="plan-diagram")
     table = gr.HTML(elem_id="plan-table")
     with gr.Accordion("A slower link", open=False):
         with gr.Row():
             latency = gr.Number(0.05, label="Latency, milliseconds", minimum=0)
             rate = gr.Number(10.0, label="Rate, gigabytes per second", minimum=0)
-            weigh = gr.Button("Weigh the last run", elem_id="plan-weigh")
-        verdict = gr.HTML(elem_id="plan-verdict")
-    given, filled = [devices, width, height, guided, prompts], [said, picture, table]
-    begin.click(tab.show, given, filled, show_progress="hidden")
-    weigh.click(tab.weigh, [owner, latency, rate], verdict, show_progress="hidden")
+            estimate_link = gr.Button("Estimate for the last run", elem_id="plan-estimate")
+        estimate = gr.HTML(elem_id="plan-estimate-result")
+    given, filled = [devices, width, height, guided, prompts], [summary, diagram, table]
+    start.click(tab.show, given, filled, show_progress="hidden")
+    estimate_link.click(tab.estimate_link, [owner, latency, rate], estimate, show_progress="hidden")
     return tab, given, filled

@@ -1,7 +1,7 @@
-"""What latents will look like: colours as a linear map of their channels, learnt from pictures that have been drawn.
+"""Latent previews: RGB as a linear map of latent channels, fitted to generated images.
 
-It needs no decoder and no knowledge of any model: the last latents of a picture and the picture itself make a least
-squares problem of a few unknowns.
+No decoder and no knowledge of the model is needed: the last latents of an image and the image itself give a small
+least-squares problem.
 
 Shapes: C channels, H and W of the latents.
 """
@@ -16,24 +16,24 @@ RIDGE = 1e-3  # keeps the map small where a channel never varies
 
 
 class ColourMap:
-    """From latents (C, H, W) to pictures. Knows nothing until it has seen one picture."""
+    """Maps latents (C, H, W) to images, once it has been fitted."""
 
     def __init__(self) -> None:
         self._weights: dict[int, Any] = {}
 
-    def learn(self, latents_CHW: Any, picture: Image.Image) -> None:
-        """Fit the map to one picture and its last latents. What is no grid of channels is left alone."""
+    def fit(self, latents_CHW: Any, image: Image.Image) -> None:
+        """Fit the map to an image and its last latents (C, H, W). Latents of other shapes are ignored."""
         latents = _as_grid(latents_CHW)
         if latents is None:
             return
         channels, height, width = latents.shape
-        cells = np.asarray(picture.convert("RGB").resize((width, height), Image.Resampling.BOX), np.float64) / 255
+        cells = np.asarray(image.convert("RGB").resize((width, height), Image.Resampling.BOX), np.float64) / 255
         rows = _with_one(latents)
         gram = rows.T @ rows + RIDGE * len(rows) * np.eye(rows.shape[1])
         self._weights[channels] = np.linalg.solve(gram, rows.T @ cells.reshape(-1, 3))
 
     def show(self, latents_CHW: Any) -> Image.Image | None:
-        """A small picture of the latents, or None where no picture of this kind has been seen."""
+        """A small image of latents (C, H, W), or None without a fit for C channels."""
         latents = _as_grid(latents_CHW)
         if latents is None or latents.shape[0] not in self._weights:
             return None
@@ -45,12 +45,12 @@ class ColourMap:
 
 
 def _as_grid(latents: Any) -> Any:
-    """As float64 (C, H, W); None for latents in another order, such as packed ones."""
+    """As float64 (C, H, W); None for other shapes, such as packed latents."""
     values = np.asarray(latents, np.float64)
     return values if values.ndim == 3 and np.isfinite(values).all() else None
 
 
 def _with_one(latents_CHW: Any) -> Any:
-    """One row per cell: its channels and a one."""
+    """Channels and a constant 1 of each cell, shape (H * W, C + 1)."""
     cells = latents_CHW.reshape(latents_CHW.shape[0], -1).T
     return np.concatenate([cells, np.ones((len(cells), 1))], 1)

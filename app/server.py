@@ -1,4 +1,4 @@
-"""The page on a port of this machine: who may see it, how much they may send, how it ends."""
+"""Serves the page: access, upload limits, shutdown."""
 
 import os
 from collections.abc import Callable
@@ -17,18 +17,18 @@ from patchpar.models.quiet_libraries import hush
 from patchpar.stream.web.server import HOME, WebServer, check_port, is_local, names_of
 from patchpar.stream.web.shutdown import signals_unwind
 
-from .limits import MOST_BYTES
+from .limits import MAX_BYTES
 from .origin import OwnRequests
 from .page import STYLE, build, theme
-from .studio import AppState
+from .state import AppState
 from .workers import AppConfig
 
-WAITING = 64  # events of pages; each is short, as the work itself waits at the desk
+WAITING = 64  # events of pages; all are short, since jobs wait in the job queue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where the page is. `users`: names and passwords; without them anybody who reaches the port may use it.
+    """Address of the page. `users`: names and passwords; without them anybody who reaches the port may use it.
 
     Raises PlanError for an address beyond this machine that nobody has to log in to, unless it `is_open` on purpose.
     """
@@ -72,21 +72,23 @@ def read_users(text: str | None) -> tuple[tuple[str, str], ...]:
     return tuple((name.strip(), password) for name, password in pairs)
 
 
-def application(studio: AppState, address: Address) -> FastAPI:
-    """The page and its live pictures as one application. Gradio's folder of files is the studio's from now on."""
-    os.environ["GRADIO_TEMP_DIR"] = str(studio.uploads)  # Gradio asks nowhere else, now and at every upload
+def application(state: AppState, address: Address) -> FastAPI:
+    """The page and its live streams as one application. Sets Gradio's folder of files to that of `state`."""
+    os.environ["GRADIO_TEMP_DIR"] = str(
+        state.uploads
+    )  # the only setting of this folder in Gradio, read now and at every upload
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(OwnRequests)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=address.names)
 
     @app.get("/live/{name}")
     async def live(name: str) -> StreamingResponse:
-        feed = studio.feeds.get(name)
+        feed = state.feeds.get(name)
         if feed is None:
             raise HTTPException(404, "this stream is over")
         return StreamingResponse(feed.parts(), media_type=feed.kind, headers={"Cache-Control": "no-store"})
 
-    page = build(studio).queue(max_size=WAITING, default_concurrency_limit=None, api_open=False)
+    page = build(state).queue(max_size=WAITING, default_concurrency_limit=None, api_open=False)
     return gr.mount_gradio_app(
         app,
         page,
@@ -96,7 +98,7 @@ def application(studio: AppState, address: Address) -> FastAPI:
         auth=[*address.users] or None,
         footer_links=[],
         run_history=False,
-        max_file_size=MOST_BYTES,
+        max_file_size=MAX_BYTES,
         show_error=False,
         ssr_mode=False,
         enable_monitoring=False,
@@ -110,12 +112,12 @@ class Server:
 
     def __init__(self, setup: AppConfig, address: Address) -> None:
         self._address, self._port = address, WebServer(address.host, address.port, "--port")
-        self._studio = AppState.open(setup)
+        self._state = AppState.open(setup)
         self.url = self._port.url
 
     def start(self) -> "Server":
         """Begin to serve. Raises LaunchError if it does not come up."""
-        self._port.serve(application(self._studio, self._address))
+        self._port.serve(application(self._state, self._address))
         return self
 
     def wait(self) -> None:
@@ -125,7 +127,7 @@ class Server:
     def close(self) -> None:
         """End page, jobs and workers. Idempotent."""
         self._port.end()
-        self._studio.close()
+        self._state.close()
         self._port.close()
 
     def __enter__(self) -> "Server":
@@ -135,8 +137,8 @@ class Server:
         self.close()
 
 
-def serve(setup: AppConfig, address: Address, told: Callable[[str], Any], ending: Callable[[], Any]) -> None:
-    """Serve until ctrl-C; `told` gets the page's address when it is there, `ending` is called before it is closed.
+def serve(setup: AppConfig, address: Address, announce: Callable[[str], Any], ending: Callable[[], Any]) -> None:
+    """Serve until ctrl-C; `announce` gets the page's address once it is served, `ending` is called before it is closed.
 
     Raises PlanError, and SystemExit where SIGTERM or SIGHUP have ended it.
     """
@@ -145,7 +147,7 @@ def serve(setup: AppConfig, address: Address, told: Callable[[str], Any], ending
     with signals_unwind(), closing(Server(setup, address)) as server:
         try:
             server.start()
-            told(server.url)
+            announce(server.url)
             server.wait()
         except KeyboardInterrupt:
             pass

@@ -1,4 +1,4 @@
-"""The tab Stream: pictures one after another while they are drawn, and a face that talks."""
+"""The tab Stream: image streams, and a talking face."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -11,135 +11,137 @@ import gradio as gr
 from patchpar.models.files import EMBEDDED, embedded_model
 from patchpar.stream.config import StreamConfig
 
-from . import words
-from .answers import answered
-from .face import LONGEST, TalkingFaceJob, TalkingFaceRequest
-from .fields import Fields, Forms, picture_fields, settles, uploaded
-from .footage import MOST_RATE, VideoFile
+from . import html
+from .feeds import ImageFeed, MediaFeed, VideoFeed
+from .fields import Fields, Forms, clears_error, image_fields, uploaded
+from .handler_errors import reports_errors
+from .image_stream import ImageStreamJob, StreamControls, StreamRequest, StreamSummary
 from .image_tab import buttons
-from .jobs import Job, JobView
-from .keeping import NAME, SavedVideo
-from .limits import picture_from, sound_from
-from .live import ImageFeed, MediaFeed, VideoFeed
-from .orders import LONGEST_PROMPT
-from .streaming import ImageStreamJob, StreamControls, StreamRequest, StreamSummary
-from .studio import AppState
-from .watching import looked_at
+from .job_queue import Job, JobView
+from .job_updates import updates_of
+from .limits import read_audio_file, read_image
+from .requests import MAX_PROMPT
+from .saved_video import NAME, SavedVideo
+from .state import AppState
+from .talking_face import MAX_SECONDS, TalkingFaceJob, TalkingFaceRequest
+from .video_file import MAX_RATE, VideoFile
 
 KIND = "stream"
-SOURCES = {"The prompt alone": "prompt", "A picture": "picture", "A film": "film", "The camera": "camera"}
-HINT = "The stream will be here, picture after picture, until you stop it. Its prompt can be changed meanwhile."
-NOTHING = "Stopped before the first picture had come: there is nothing to show or to save."
-STREAM_STEPS = 8  # at the beginning, though a model may have more: a stream wants to move
-NO_FACE = "No model of a face is loaded. Start the app with --face FOLDER to have one talk here."
+SOURCES = {"The prompt alone": "prompt", "An image": "image", "A video": "video", "The camera": "camera"}
+HINT = "The stream is shown here until you stop it. The prompt can be changed while it runs."
+NOTHING = "Stopped before the first image: there is nothing to show or to save."
+STREAM_STEPS = 8  # initially, even if the model's default is higher: a stream needs a high frame rate
+NO_FACE = "No talking-face model is loaded. Start the app with --face FOLDER."
 
 
-def failed(sentence: str) -> tuple[Any, ...]:
-    """What `_looked_at` fills, where something went wrong."""
-    return gr.skip(), words.failure(sentence), gr.skip(), gr.skip(), *_buttons(None)
+def failed(message: str) -> tuple[Any, ...]:
+    """Outputs of `_updates` for an error."""
+    return gr.skip(), html.failure(message), gr.skip(), gr.skip(), *_buttons(None)
 
 
 class StreamTab:
-    """What the tab does."""
+    """Event handlers of the tab."""
 
-    def __init__(self, studio: AppState) -> None:
-        self._studio = studio
+    def __init__(self, state: AppState) -> None:
+        self._state = state
 
-    @answered(failed)
-    async def draw(self, owner: str, source: str, *fields: Any) -> AsyncIterator[Any]:
-        """The button of streams of pictures. `fields`: picture, film, rate, strength, then those of an order."""
+    @reports_errors(failed)
+    async def generate(self, owner: str, source: str, *fields: Any) -> AsyncIterator[Any]:
+        """The button of image streams. `fields`: image, video, rate, strength, then those of a request."""
 
-        def begin() -> Job:
-            workers = self._studio.workers
-            wanted = stream_order(SOURCES.get(source, "prompt"), *fields)
-            wanted.check_devices(workers.count)
-            return self._submit(owner, ImageFeed(), partial(ImageStreamJob, workers, wanted))
+        def start() -> Job:
+            workers = self._state.workers
+            request = stream_request(SOURCES.get(source, "prompt"), *fields)
+            request.check_devices(workers.count)
+            return self._submit(owner, ImageFeed(), partial(ImageStreamJob, workers, request))
 
-        async for shown in self._begun(owner, begin):
+        async for shown in self._started(owner, start):
             yield shown
 
-    @answered(failed)
-    async def talk(self, owner: str, sound: Any, reference: Any, prompt: str, seconds: Any) -> AsyncIterator[Any]:
-        """The button of the face."""
+    @reports_errors(failed)
+    async def talk(self, owner: str, audio: Any, reference: Any, prompt: str, seconds: Any) -> AsyncIterator[Any]:
+        """The button of the talking face."""
 
-        def begin() -> Job:
-            looks = picture_from(reference) if reference is not None else None
-            spoken = sound_from(sound) if sound is not None else None
-            wanted = TalkingFaceRequest(prompt=prompt or "", reference=looks, sound=spoken, seconds=float(seconds or 0))
-            return self._submit(owner, VideoFeed(), partial(TalkingFaceJob, self._studio.workers, wanted))
+        def start() -> Job:
+            looks = read_image(reference) if reference is not None else None
+            spoken = read_audio_file(audio) if audio is not None else None
+            request = TalkingFaceRequest(
+                prompt=prompt or "", reference=looks, audio=spoken, seconds=float(seconds or 0)
+            )
+            return self._submit(owner, VideoFeed(), partial(TalkingFaceJob, self._state.workers, request))
 
-        async for shown in self._begun(owner, begin):
+        async for shown in self._started(owner, start):
             yield shown
 
-    @answered(words.failure)
-    def say(self, owner: str, prompt: str) -> str:
-        """Another prompt, while the stream runs."""
-        job = self._studio.desk.job_of(owner, KIND)
-        controls = self._studio.desk.kept(owner, "controls")
+    @reports_errors(html.failure)
+    def set_prompt(self, owner: str, prompt: str) -> str:
+        """Change the prompt while the stream runs."""
+        job = self._state.job_queue.job_of(owner, KIND)
+        controls = self._state.job_queue.stored(owner, "controls")
         if job is None or job.view.is_over or controls is None:
-            return words.failure("no stream is running: start one first")
-        controls.say(prompt or "")
-        return words.notice(f"From the next picture on: {prompt}")
+            return html.failure("no stream is running: start one first")
+        controls.set_prompt(prompt or "")
+        return html.notice(f"Prompt from the next image on: {prompt}")
 
-    @answered()
+    @reports_errors()
     def stop(self, owner: str) -> None:
-        """Let come out what is under way; what waits in line is cancelled."""
-        job, controls = self._studio.desk.job_of(owner, KIND), self._studio.desk.kept(owner, "controls")
+        """Stop after the images in flight; a waiting job is cancelled."""
+        job, controls = self._state.job_queue.job_of(owner, KIND), self._state.job_queue.stored(owner, "controls")
         if controls is not None:
             controls.is_stopped = True
         if job is not None and job.view.state == "waiting":
             job.cancel()
 
-    @answered()
-    def see(self, owner: str, frame: Any) -> None:
-        """A picture from the camera."""
-        controls = self._studio.desk.kept(owner, "controls")
+    @reports_errors()
+    def receive_frame(self, owner: str, frame: Any) -> None:
+        """A frame from the camera."""
+        controls = self._state.job_queue.stored(owner, "controls")
         if controls is not None and frame is not None:
             controls.frame = frame
 
-    @answered(failed)
+    @reports_errors(failed)
     async def resume(self, owner: str) -> AsyncIterator[Any]:
-        """The page has been reloaded."""
-        async for shown in self._looked_at(owner):
+        """The page was reloaded."""
+        async for shown in self._updates(owner):
             yield shown
 
     def _submit(self, owner: str, feed: Any, stream: Callable[[StreamControls, Any, SavedVideo], Any]) -> Job:
-        """Begin, and remember for the page what changes and shows its stream. Raises PlanError, and nothing changes."""
-        studio, controls = self._studio, StreamControls()
-        kept = SavedVideo(studio.folder_of(owner) / NAME)
-        job = studio.desk.submit(owner, KIND, stream(controls, feed, kept).run)
-        studio.desk.keep(owner, "controls", controls)
-        studio.desk.keep(owner, "feed", studio.feeds.add(feed))
+        """Queue the job, and store its controls and its feed for the page. Raises PlanError, without changes."""
+        state, controls = self._state, StreamControls()
+        saved = SavedVideo(state.folder_of(owner) / NAME)
+        job = state.job_queue.submit(owner, KIND, stream(controls, feed, saved).run)
+        state.job_queue.store(owner, "controls", controls)
+        state.job_queue.store(owner, "feed", state.feeds.add(feed))
         return job
 
-    async def _begun(self, owner: str, begin: Callable[[], Job]) -> AsyncIterator[Any]:
-        await asyncio.to_thread(begin)  # which decodes pictures and sound, and other pages go on meanwhile
-        async for shown in self._looked_at(owner):
+    async def _started(self, owner: str, start: Callable[[], Job]) -> AsyncIterator[Any]:
+        await asyncio.to_thread(start)  # decodes images and audio, which must not block other pages
+        async for shown in self._updates(owner):
             yield shown
 
-    async def _looked_at(self, owner: str) -> AsyncIterator[Any]:
-        feed, is_shown = self._studio.desk.kept(owner, "feed"), False
-        async for view in looked_at(self._studio.desk.job_of(owner, KIND), lambda view: view):
+    async def _updates(self, owner: str) -> AsyncIterator[Any]:
+        feed, is_shown = self._state.job_queue.stored(owner, "feed"), False
+        async for view in updates_of(self._state.job_queue.job_of(owner, KIND), lambda view: view):
             window = gr.skip() if is_shown or view is None or view.state == "waiting" else live(feed)
             is_shown = is_shown or (view is not None and view.state != "waiting")
             yield window, *show(view)
 
 
-def stream_order(source: Any, picture: Any, film: Any, rate: Any, *rest: Any) -> StreamRequest:
-    """What the fields of a page ask for. Raises PlanError."""
+def stream_request(source: Any, image: Any, video: Any, rate: Any, *rest: Any) -> StreamRequest:
+    """The request that the fields describe. Raises PlanError."""
     strength, *fields = rest
     return StreamRequest(
-        order=Fields.order(*fields),
+        generate=Fields.request(*fields),
         source=source,
-        picture=picture_from(picture) if source == "picture" else None,
-        film=VideoFile.of(film) if source == "film" else None,
+        image=read_image(image) if source == "image" else None,
+        video=VideoFile.of(video) if source == "video" else None,
         rate=float(rate or 0),
         strength=float(strength or 0),
     )
 
 
 def live(feed: MediaFeed | None) -> Any:
-    """Where a browser looks at a feed."""
+    """The HTML element that plays a feed."""
     if feed is None:
         return gr.skip()
     if isinstance(feed, VideoFeed):
@@ -148,99 +150,97 @@ def live(feed: MediaFeed | None) -> Any:
 
 
 def show(view: JobView | None) -> tuple[Any, ...]:
-    """Status, figures, the film to save, buttons."""
-    facts, film = gr.skip(), None
+    """Status, statistics, the video to save, buttons."""
+    facts, video = gr.skip(), None
     if view is not None and view.state == "done":
         streamed: StreamSummary = view.result
-        facts = words.pairs(streamed.rows()) if streamed.pictures else ""
-        film = streamed.film if streamed.film is not None and streamed.film.exists() else None
-    save = gr.update(value=None if film is None else str(film), visible=film is not None)
-    is_empty = view is not None and view.state == "done" and not view.result.pictures
-    return words.notice(NOTHING) if is_empty else words.status(view), facts, save, *_buttons(view)
+        facts = html.pairs(streamed.rows()) if streamed.images else ""
+        video = streamed.video if streamed.video is not None and streamed.video.exists() else None
+    save = gr.update(value=None if video is None else str(video), visible=video is not None)
+    is_empty = view is not None and view.state == "done" and not view.result.images
+    return html.notice(NOTHING) if is_empty else html.status(view), facts, save, *_buttons(view)
 
 
 def _buttons(view: JobView | None) -> tuple[Any, Any, Any]:
-    begin, stop = buttons(view)
-    return begin, begin, stop
+    start, stop = buttons(view)
+    return start, start, stop
 
 
-def build(studio: AppState, owner: gr.State, forms: Forms) -> tuple[StreamTab, list[Any]]:
-    """Lay the tab out. Returns it, and what `resume` fills."""
-    tab = StreamTab(studio)
+def build(state: AppState, owner: gr.State, forms: Forms) -> tuple[StreamTab, list[Any]]:
+    """Build the tab. Returns it, and the outputs of `resume`."""
+    tab = StreamTab(state)
     with gr.Row(equal_height=False):
         with gr.Column(scale=5, min_width=320), gr.Tabs():
-            with gr.Tab("Pictures"):
-                pictures = _PictureFields(forms)
-            with gr.Tab("Face"):
-                face = _FaceFields(studio)
+            with gr.Tab("Images"):
+                images = _ImageFields(forms)
+            with gr.Tab("Talking face"):
+                face = _FaceFields(state)
         with gr.Column(scale=6, min_width=320):
-            window = gr.HTML(words.notice(HINT), elem_id="stream-window")
+            window = gr.HTML(html.notice(HINT), elem_id="stream-window")
             status = gr.HTML(elem_id="stream-status")
             with gr.Row(equal_height=True):
-                prompt = gr.Textbox(label="Another prompt, from now on", max_lines=1, elem_id="stream-prompt", scale=4)
-                say = gr.Button("Change", scale=1, min_width=90, elem_id="stream-say")
+                prompt = gr.Textbox(label="New prompt", max_lines=1, elem_id="stream-prompt", scale=4)
+                set_prompt = gr.Button("Change", scale=1, min_width=90, elem_id="stream-change")
             stop = gr.Button("Stop", interactive=False, elem_id="stream-stop")
-            said, facts = gr.HTML(), gr.HTML(elem_id="stream-facts")
-            save = gr.DownloadButton("Save the film", visible=False, elem_id="stream-save")
-    filled = [window, status, facts, save, pictures.begin, face.begin, stop]
-    pictures.begin.click(tab.draw, [owner, *pictures.components], filled, show_progress="hidden")
-    face.begin.click(tab.talk, [owner, *face.components], filled, show_progress="hidden")
-    gr.on([say.click, prompt.submit], tab.say, [owner, prompt], said, show_progress="hidden")
+            response, facts = gr.HTML(), gr.HTML(elem_id="stream-facts")
+            save = gr.DownloadButton("Save the video", visible=False, elem_id="stream-save")
+    filled = [window, status, facts, save, images.start, face.start, stop]
+    images.start.click(tab.generate, [owner, *images.components], filled, show_progress="hidden")
+    face.start.click(tab.talk, [owner, *face.components], filled, show_progress="hidden")
+    gr.on([set_prompt.click, prompt.submit], tab.set_prompt, [owner, prompt], response, show_progress="hidden")
     stop.click(tab.stop, owner, None, show_progress="hidden")
-    settles(status, "", [*pictures.components, *face.components])
-    pictures.camera.stream(tab.see, [owner, pictures.camera], None, stream_every=0.2, show_progress="hidden")
+    clears_error(status, "", [*images.components, *face.components])
+    images.camera.stream(tab.receive_frame, [owner, images.camera], None, stream_every=0.2, show_progress="hidden")
     return tab, filled
 
 
-def _shipped(folder: Path, name: str) -> str:
-    """The path of a file that comes with the package, served from where it is: what Gradio copies it later deletes."""
+def _static_path(folder: Path, name: str) -> str:
+    """Path of a file of the package, served in place: Gradio deletes what it has copied."""
     path = (folder / name).resolve()
     gr.set_static_paths([path])
     return str(path)
 
 
-class _PictureFields:
-    """What a stream of pictures is told."""
+class _ImageFields:
+    """Fields of an image stream."""
 
     def __init__(self, forms: Forms) -> None:
-        fields = picture_fields(forms, most_steps=STREAM_STEPS)
-        source = gr.Radio(list(SOURCES), value=next(iter(SOURCES)), label="Begin with", elem_id="stream-source")
-        picture = uploaded(
-            "Picture", sources=["upload", "clipboard"], visible=False, height=240, elem_id="stream-picture"
-        )
+        fields = image_fields(forms, max_steps=STREAM_STEPS)
+        source = gr.Radio(list(SOURCES), value=next(iter(SOURCES)), label="Source", elem_id="stream-source")
+        image = uploaded("Image", sources=["upload", "clipboard"], visible=False, height=240, elem_id="stream-image")
         self.camera = uploaded("Camera", sources=["webcam"], streaming=True, visible=False, elem_id="stream-camera")
-        film = gr.Video(label="Film", sources=["upload"], visible=False, height=240, elem_id="stream-film")
-        rate = gr.Slider(1, MOST_RATE, 8, step=1, label="Frames taken from a second of film", visible=False)
-        strength = gr.Slider(0.05, 1, 0.6, step=0.05, label="Strength: how much is drawn anew", visible=False)
-        self.begin = gr.Button("Stream", variant="primary", interactive=False, elem_id="stream-run")
-        self.components = [source, picture, film, rate, strength, *fields.components]
-        source.change(_fields_of, source, [picture, film, rate, self.camera, strength], show_progress="hidden")
+        video = gr.Video(label="Video", sources=["upload"], visible=False, height=240, elem_id="stream-video")
+        rate = gr.Slider(1, MAX_RATE, 8, step=1, label="Frames per second of video", visible=False)
+        strength = gr.Slider(0.05, 1, 0.6, step=0.05, label="Strength (1: ignore the input)", visible=False)
+        self.start = gr.Button("Stream", variant="primary", interactive=False, elem_id="stream-run")
+        self.components = [source, image, video, rate, strength, *fields.components]
+        source.change(_fields_of, source, [image, video, rate, self.camera, strength], show_progress="hidden")
 
 
 class _FaceFields:
-    """What a face is told."""
+    """Fields of the talking face."""
 
-    def __init__(self, studio: AppState) -> None:
-        face = studio.workers.setup.face
+    def __init__(self, state: AppState) -> None:
+        face = state.workers.setup.face
         has_face = face is not None
-        gr.HTML(words.notice(NO_FACE), visible=not has_face)
+        gr.HTML(html.notice(NO_FACE), visible=not has_face)
         with gr.Column(visible=has_face):
-            prompt = gr.Textbox(label="Prompt", max_lines=2, max_length=LONGEST_PROMPT)
-            sound = gr.Audio(label="What it says", sources=["upload", "microphone"], type="filepath")
+            prompt = gr.Textbox(label="Prompt", max_lines=2, max_length=MAX_PROMPT)
+            audio = gr.Audio(label="Audio", sources=["upload", "microphone"], type="filepath")
             if face in EMBEDDED:
                 folder = embedded_model(str(face))
-                speech = _shipped(folder, "speech.wav")
+                speech = _static_path(folder, "speech.wav")
                 shown = [[text, speech] for text in StreamConfig.load(folder).prompts]
-                gr.Examples(shown, [prompt, sound], label="What the embedded face can do")
-            reference = uploaded("Whose looks it has", sources=["upload", "webcam"], height=240)
-            seconds = gr.Slider(1, LONGEST, 5, step=1, label="Seconds, without sound")
-            self.begin = gr.Button("Talk", variant="primary", interactive=False, elem_id="stream-talk")
-        self.components = [sound, reference, prompt, seconds]
+                gr.Examples(shown, [prompt, audio], label="Examples for the embedded model")
+            reference = uploaded("Reference image", sources=["upload", "webcam"], height=240)
+            seconds = gr.Slider(1, MAX_SECONDS, 5, step=1, label="Seconds (without audio)")
+            self.start = gr.Button("Talk", variant="primary", interactive=False, elem_id="stream-talk")
+        self.components = [audio, reference, prompt, seconds]
 
 
-@answered()
+@reports_errors()
 def _fields_of(source: str) -> tuple[Any, ...]:
-    """The fields that a source needs."""
+    """Visibility of the fields for a source."""
     kind = SOURCES.get(source)
-    shown = (kind == "picture", kind == "film", kind == "film", kind == "camera", kind != "prompt")
+    shown = (kind == "image", kind == "video", kind == "video", kind == "camera", kind != "prompt")
     return tuple(gr.update(visible=each) for each in shown)

@@ -1,4 +1,4 @@
-"""What each rank did when, as a drawing: of every moment the share spent computing, sending, waiting.
+"""Timeline of the ranks as SVG: the fraction of each interval spent computing, sending and waiting.
 
 rank 0   ████▓▓████░░███   one lane for each rank, one mark for each step
 rank 1   ███░░█████▓▓███
@@ -16,31 +16,31 @@ from patchpar import Run
 from patchpar.comm.trace import RankTrace, TraceEvent
 
 COLUMNS = 480
-WIDTH, LANE, GAP, LEFT, TOP = 960, 56, 14, 64, 22  # of the drawing
+WIDTH, LANE, GAP, LEFT, TOP = 960, 56, 14, 64, 22  # of the diagram, in pixels
 KINDS = ("compute", "check", "send", "wait")  # from below
-SAID = {"compute": "computing", "check": "checking, at first use", "send": "sending", "wait": "waiting"}
+LABELS = {"compute": "computing", "check": "verification (first use)", "send": "sending", "wait": "waiting"}
 
 
 @dataclass(frozen=True, slots=True)
 class TimeWindow:
-    """A stretch of time, in seconds since the epoch."""
+    """A time interval, in seconds since the epoch."""
 
     start: float
     end: float
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Its length."""
         return self.end - self.start
 
 
 def traces_of(run: Run | None) -> list[RankTrace]:
-    """What was recorded of a run."""
+    """The recorded traces of a run."""
     return [] if run is None else [rank.trace for rank in run.ranks if rank.trace is not None]
 
 
 def window_of(traces: Sequence[RankTrace], first: int, last: int) -> TimeWindow:
-    """From the beginning of step `first` to the end of step `last`, and at the ends all that there was besides."""
+    """Steps `first` to `last`; with the first and the last step also the time before and after."""
     starts = [trace.epoch + event.start for trace in traces for event in trace.events]
     ends = [trace.epoch + event.start + event.seconds for trace in traces for event in trace.events]
     steps = _steps(traces)
@@ -60,12 +60,12 @@ def _steps(traces: Sequence[RankTrace]) -> list[TimeWindow]:
 
 
 def count_steps(traces: Sequence[RankTrace]) -> int:
-    """How many steps were recorded."""
+    """Number of recorded steps."""
     return len(_steps(traces))
 
 
 def shares(trace: RankTrace, window: TimeWindow, columns: int = COLUMNS) -> dict[str, Any]:
-    """For each kind the share of each column of the window that it took, between 0 and 1."""
+    """For each kind the fraction (0..1) of each column of the window, shape (columns,)."""
     found = {kind: np.zeros(columns) for kind in KINDS}
     inside = np.zeros(columns)
     for event in trace.events:
@@ -96,8 +96,8 @@ def _add(columns: Any, event: TraceEvent, epoch: float, window: TimeWindow) -> N
     columns[last] += end - last
 
 
-def draw(traces: Sequence[RankTrace], first: int, last: int) -> str:
-    """The lanes of all ranks as SVG. Colours come from the page's style sheet, so that it is right by day and night."""
+def to_svg(traces: Sequence[RankTrace], first: int, last: int) -> str:
+    """The lanes of all ranks as SVG. The style sheet of the page gives the colours of both colour schemes."""
     window = window_of(traces, first, last)
     height = TOP + len(traces) * (LANE + GAP) + 24
     lanes = "".join(_lane(trace, window, TOP + number * (LANE + GAP)) for number, trace in enumerate(traces))
@@ -133,7 +133,7 @@ def _area(below: Any, above: Any, top: int) -> str:
     return "M" + "L".join(points) + "Z"
 
 
-def _place(at: float, window: TimeWindow) -> float:
+def _x(at: float, window: TimeWindow) -> float:
     return LEFT + (WIDTH - LEFT) * (at - window.start) / window.seconds
 
 
@@ -142,7 +142,7 @@ def _marks(traces: Sequence[RankTrace], window: TimeWindow, height: int) -> str:
     parts = []
     for number, step in enumerate(_steps(traces)):
         if window.start <= step.start < window.end:
-            x = _place(step.start, window)
+            x = _x(step.start, window)
             parts.append(
                 f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 6}" y2="{height - 24}"/>'
                 f'<text class="small" x="{x + 2:.1f}" y="{TOP - 8}">{number + 1}</text>'
@@ -158,13 +158,13 @@ def _axis(window: TimeWindow, height: int) -> str:
 
 
 def _legend() -> str:
-    said = [*((kind, SAID[kind]) for kind in KINDS), ("idle", "anything else: text encoders, scheduler")]
-    keys = " ".join(f'<span><span class="key {kind}"></span>{text}</span>' for kind, text in said)
+    message = [*((kind, LABELS[kind]) for kind in KINDS), ("idle", "anything else: text encoders, scheduler")]
+    keys = " ".join(f'<span><span class="key {kind}"></span>{text}</span>' for kind, text in message)
     return f'<div class="legend">{keys}</div>'
 
 
-def longest_waits(traces: Iterable[RankTrace], window: TimeWindow, most: int = 8) -> list[tuple[str, ...]]:
-    """(rank, what is awaited, at which layer, how often, seconds), the costliest first."""
+def longest_waits(traces: Iterable[RankTrace], window: TimeWindow, limit: int = 8) -> list[tuple[str, ...]]:
+    """(rank, message kind, layer, count, milliseconds), the longest first."""
     seconds: defaultdict[tuple[int, str, str], float] = defaultdict(float)
     times: Counter[tuple[int, str, str]] = Counter()
     for trace in traces:
@@ -172,7 +172,7 @@ def longest_waits(traces: Iterable[RankTrace], window: TimeWindow, most: int = 8
             if event.what == "wait" and window.start <= trace.epoch + event.start < window.end:
                 seconds[trace.rank, event.kind, event.where] += event.seconds
                 times[trace.rank, event.kind, event.where] += 1
-    costliest = sorted(seconds.items(), key=lambda item: -item[1])[:most]
+    costliest = sorted(seconds.items(), key=lambda item: -item[1])[:limit]
     return [
         (str(rank), kind, where, str(times[rank, kind, where]), f"{1e3 * spent:.1f} ms")
         for (rank, kind, where), spent in costliest

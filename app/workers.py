@@ -1,6 +1,6 @@
-"""The pipelines that jobs work with: one set of devices, opened when first needed, used by the desk's thread only.
+"""Pipelines of the jobs: one set of devices, opened on first use, used by the job queue's thread only.
 
-Pictures and one other pipeline stay side by side on the CPU; on GPUs, whose memory is dear, one makes room for the
+Images and one other pipeline stay side by side on the CPU; on GPUs, whose memory is dear, one makes room for the
 other.
 """
 
@@ -17,17 +17,17 @@ from patchpar.models.info import PipelineInfo
 from patchpar.models.task import purpose_of
 from patchpar.models.task_check import RequestedTask
 
-from .ways import Preset, plain, ways_for
+from .presets import Preset, plain, presets_for
 
-PICTURES = "pictures"
-ERRAND = RequestedTask(verb="app")
+IMAGES = "images"
+TASK = RequestedTask(verb="app")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppConfig:
-    """What the page works with. `face`: a model that streams with sound, its folder or name, if there is one.
+    """Configuration of the app. `face`: folder or name of a talking-face model, if there is one.
 
-    `options` go to diffusers' from_pretrained. `deadline`: seconds that a rank may stand still.
+    `options` go to diffusers' from_pretrained. `deadline`: seconds without a sign of life from a rank.
     """
 
     model: str = "embedded"
@@ -42,8 +42,8 @@ class AppConfig:
         return {"devices": list(self.devices.names), "deadline": self.deadline}
 
     def check(self) -> None:
-        """Raise PlanError for a model that is none or has no room here, before anything is started."""
-        ERRAND.check_model(self.model, self.options)
+        """Raise PlanError for a model that does not exist or does not fit into memory, before anything is started."""
+        TASK.check_model(self.model, self.options)
         source, options, folder = resolve_model(self.model, self.options)
         check_memory(source, needed_bytes(folder, options), self.devices.names)
 
@@ -64,43 +64,43 @@ class AppWorkers:
 
     @property
     def model(self) -> PipelineInfo | None:
-        """The model for pictures; None before it has been loaded."""
+        """The text-to-image model; None before it is loaded."""
         return self._model
 
-    def described(self) -> PipelineInfo:
-        """The same, loaded if need be."""
-        return self._model or self.pictures().description
+    def loaded_model(self) -> PipelineInfo:
+        """The same, loaded if necessary."""
+        return self._model or self.image_pipeline().description
 
     @property
     def count(self) -> int:
-        """How many devices there are."""
+        """Number of devices."""
         return len(self.setup.devices.names)
 
     @property
-    def ways(self) -> tuple[Preset, ...]:
-        """How that many devices can draw a picture."""
-        return ways_for(self.count)
+    def presets(self) -> tuple[Preset, ...]:
+        """Presets for this number of devices."""
+        return presets_for(self.count)
 
-    def pictures(self, way: Preset | None = None) -> ParallelPipeline:
-        """The pipeline for pictures, set to draw in this way. Raises PlanError."""
-        pipe: ParallelPipeline = self._opened(PICTURES, self._open_pictures)
-        if way is not None:
-            set_way(pipe, way, self.count)
+    def image_pipeline(self, preset: Preset | None = None) -> ParallelPipeline:
+        """The text-to-image pipeline, with the preset applied. Raises PlanError."""
+        pipe: ParallelPipeline = self._opened(IMAGES, self._open_images)
+        if preset is not None:
+            set_preset(pipe, preset, self.count)
         return pipe
 
-    def picture_stream(self, *, takes_image: bool) -> ImageStreamingPipeline:
-        """The pipeline for streams of pictures, out of prompts or out of pictures. Raises PlanError."""
-        name = f"stream of pictures from {'pictures' if takes_image else 'prompts'}"
-        found: ImageStreamingPipeline = self._opened(name, lambda: self._open_picture_stream(takes_image))
+    def image_stream(self, *, takes_image: bool) -> ImageStreamingPipeline:
+        """The image stream pipeline, text-to-image or image-to-image. Raises PlanError."""
+        name = f"stream of images from {'images' if takes_image else 'prompts'}"
+        found: ImageStreamingPipeline = self._opened(name, lambda: self._open_image_stream(takes_image))
         return found
 
-    def enlarging(self) -> ParallelPipeline:
-        """The pipeline that begins with a picture. Raises PlanError where the model's family has none."""
-        found: ParallelPipeline = self._opened("enlarging", self._open_enlarging)
+    def upscaler(self) -> ParallelPipeline:
+        """The image-to-image pipeline. Raises PlanError where the model's family has none."""
+        found: ParallelPipeline = self._opened("enlarging", self._open_upscaler)
         return found
 
     def face_stream(self) -> StreamingPipeline:
-        """The pipeline of a face that talks. Raises PlanError without a model for it."""
+        """The talking-face pipeline. Raises PlanError without a model for it."""
         found: StreamingPipeline = self._opened("stream of a face", self._open_face)
         return found
 
@@ -114,23 +114,23 @@ class AppWorkers:
         if name not in self._open:
             is_dear = any(device.startswith("cuda") for device in self.setup.devices.names)
             for other in list(self._open):
-                if is_dear or other != PICTURES:
+                if is_dear or other != IMAGES:
                     self._open.pop(other).close()
             gc.collect()
             self._open[name] = opening()
         return self._open[name]
 
-    def _open_pictures(self) -> ParallelPipeline:
+    def _open_images(self) -> ParallelPipeline:
         pipe = self._open_parallel()
         try:
-            ERRAND.check(purpose_of(pipe.description.pipeline))  # of a model of the hub nothing was known before
+            TASK.check(purpose_of(pipe.description.pipeline))  # a model of the hub is known only after loading
         except PlanError:
             pipe.close()
             raise
         self._model = pipe.description
         return pipe
 
-    def _open_enlarging(self) -> ParallelPipeline:
+    def _open_upscaler(self) -> ParallelPipeline:
         return self._open_parallel(task="image-to-image")
 
     def _open_parallel(self, **options: Any) -> ParallelPipeline:
@@ -139,20 +139,20 @@ class AppWorkers:
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
-    def _open_picture_stream(self, takes_image: bool) -> ImageStreamingPipeline:
+    def _open_image_stream(self, takes_image: bool) -> ImageStreamingPipeline:
         setup = self.setup
         opened = {"takes_image": takes_image, **setup.options}
         return ImageStreamingPipeline.from_pretrained(setup.model, **setup.opening, **opened)
 
     def _open_face(self) -> StreamingPipeline:
         if self.setup.face is None:
-            raise PlanError("no model of a face is loaded: start the app with --face FOLDER")
+            raise PlanError("no talking-face model is loaded: start the app with --face FOLDER")
         return StreamingPipeline.from_pretrained(self.setup.face, **self.setup.opening)
 
 
-def set_way(pipe: ParallelPipeline, way: Preset, count: int) -> None:
-    """Have the pipeline draw in this way. Raises PlanError."""
-    if way == plain() and count > 1:
+def set_preset(pipe: ParallelPipeline, preset: Preset, count: int) -> None:
+    """Apply a preset to the pipeline. Raises PlanError."""
+    if preset == plain() and count > 1:
         pipe.restore()
     else:
-        pipe.plan = way.plan(count)
+        pipe.plan = preset.plan(count)

@@ -18,12 +18,12 @@ import pytest
 from typer.testing import CliRunner
 
 import patchpar
-from app.drawing import ImageJobRunner
+from app.feeds import Feeds
+from app.image_runner import ImageJobRunner
 from app.image_tab import ImageTab
-from app.jobs import JobQueue
-from app.live import Feeds
-from app.studio import AppState
-from app.visits import PageSessions
+from app.job_queue import JobQueue
+from app.sessions import PageSessions
+from app.state import AppState
 from patchpar import PlanError, UnsupportedModel, WorkerDied, WorkerError, WorkerHung
 from patchpar.cli import app as command
 from patchpar.models.files import embedded_model
@@ -172,30 +172,30 @@ def typed(model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 @pytest.fixture
 def shown(model: Any) -> Iterator[Any]:
     """Press the button of a page with these fields: what it says as an alert."""
-    desk = JobQueue()
+    queue = JobQueue()
     pipe = Shown(model)
 
     def press(wrong: Wrong, error: Exception | None = None) -> str:
         workers: Any = FakeWorkers(pipe, wrong.ranks)
-        studio = AppState(workers, ImageJobRunner(workers), desk, PageSessions(desk), Feeds())
+        state = AppState(workers, ImageJobRunner(workers), queue, PageSessions(queue), Feeds())
         pipe.error = error
         filled = {**FIELDS, "width": wrong.side, "height": wrong.side, **wrong.filled}
-        label = studio.workers.ways[0].label
+        label = state.workers.presets[0].label
 
         async def last() -> tuple[Any, ...]:
             found: tuple[Any, ...] = ()
-            async for each in ImageTab(studio).draw(
+            async for each in ImageTab(state).generate(
                 "a" * 32, label, wrong.degrees, wrong.strategy, True, *filled.values()
             ):
                 found = each
             return found
 
         (alert,) = (text for text in asyncio.run(last()) if isinstance(text, str) and 'role="alert"' in text)
-        studio.scratch.cleanup()
+        state.scratch.cleanup()
         return unescape(re.sub("<[^>]*>", "", alert))
 
     yield press
-    desk.close()
+    queue.close()
 
 
 @pytest.mark.parametrize("wrong", CALLS, ids=str)
@@ -293,7 +293,7 @@ def assert_refused(verb: str, words: list[str], told: tuple[str, ...], folder: P
 def test_a_prompt_that_is_none(typed: Any, shown: Any) -> None:
     found = CliRunner().invoke(command, ["generate"])
     assert (found.exit_code, "Missing argument" in found.stderr) == (2, True)
-    assert shown(Wrong("", (), (), {"prompt": ""})) == "there is no prompt: say what to draw"
+    assert shown(Wrong("", (), (), {"prompt": ""})) == "there is no prompt: describe the image"
     assert shown(Wrong("", (), (), {"prompt": None})) == "prompt is empty: fill it in"
     assert shown(Wrong("", (), (), {"prompt": ["a fox"]})) == "the prompt is a list: give a text"
 

@@ -10,30 +10,30 @@ import pytest
 from fastapi.testclient import TestClient
 from playwright.sync_api import Page, expect
 
-from app.jobs import JobQueue
-from app.studio import AppState
+from app.job_queue import JobQueue
+from app.state import AppState
 
+from .actions import TIMEOUT_MS
+from .app_states import client_of, state_of
 from .browser import installed, served, started
-from .hands import PATIENCE
-from .studios import client_of, studio_of
 
 
 @pytest.fixture
-def desk() -> Iterator[JobQueue]:
+def queue() -> Iterator[JobQueue]:
     found = JobQueue()
     yield found
     found.close()
 
 
 @pytest.fixture
-def studio() -> Iterator[AppState]:
-    with closing(studio_of()) as found:
+def state() -> Iterator[AppState]:
+    with closing(state_of()) as found:
         yield found
 
 
 @pytest.fixture
-def client(studio: AppState) -> Iterator[TestClient]:
-    with client_of(studio) as found:
+def client(state: AppState) -> Iterator[TestClient]:
+    with client_of(state) as found:
         yield found
 
 
@@ -50,7 +50,7 @@ def browser() -> Iterator[Any]:
     executable = installed()
     if executable is None:
         pytest.skip("no Chromium here: apt-get install chromium, or make browser")
-    expect.set_options(timeout=PATIENCE)
+    expect.set_options(timeout=TIMEOUT_MS)
     with started(executable) as found:
         yield found
 
@@ -65,10 +65,10 @@ def opened(browser: Any, server: str) -> Iterator[Any]:
         context = browser.new_context(permissions=["camera", "microphone"], **options)
         contexts.append(context)
         page: Page = context.new_page()
-        page.set_default_timeout(PATIENCE)
+        page.set_default_timeout(TIMEOUT_MS)
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto(server)
-        expect(page.locator("#image-draw")).to_be_enabled()  # the page has been told what was under way
+        expect(page.locator("#image-generate")).to_be_enabled()  # the page has been told what was under way
         return page
 
     yield open_page

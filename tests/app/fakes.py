@@ -1,4 +1,4 @@
-"""Workers that draw at once, so that all but the drawing can be tested without them."""
+"""Workers that generate at once, so that all but the generating can be tested without them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from app.ways import Preset, ways_for
-from app.workers import AppConfig, set_way
+from app.presets import Preset, presets_for
+from app.workers import AppConfig, set_preset
 from patchpar import Plan
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.pipeline.report import Run
@@ -89,25 +89,25 @@ class FakeWorkers:
         self.closed = False
 
     @property
-    def ways(self) -> tuple[Preset, ...]:
-        return ways_for(self.count)
+    def presets(self) -> tuple[Preset, ...]:
+        return presets_for(self.count)
 
-    def pictures(self, way: Preset | None = None) -> Any:
-        if way is not None:
-            set_way(self.pipe, way, self.count)  # type: ignore[arg-type]
+    def image_pipeline(self, preset: Preset | None = None) -> Any:
+        if preset is not None:
+            set_preset(self.pipe, preset, self.count)  # type: ignore[arg-type]
         return self.pipe
 
     @property
     def model(self) -> Any:
-        return self.described()
+        return self.loaded_model()
 
-    def described(self) -> Any:
+    def loaded_model(self) -> Any:
         return self.pipe.description
 
-    def enlarging(self) -> Any:
+    def upscaler(self) -> Any:
         return self.pipe
 
-    def picture_stream(self, *, takes_image: bool) -> Any:
+    def image_stream(self, *, takes_image: bool) -> Any:
         return FakeStreams(self, takes_image)
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class FakeWorkers:
 
 
 class FakeStreams:
-    """Stands for ImageStreamingPipeline: every picture is grey, as bright as its number."""
+    """Stands for ImageStreamingPipeline: every image is grey, as bright as its number."""
 
     def __init__(self, workers: FakeWorkers, takes_image: bool) -> None:
         self._workers, self._takes_image = workers, takes_image

@@ -1,4 +1,4 @@
-"""Whatever cannot work is a sentence on the page, with the value, the limit and the way out, and draws nothing."""
+"""Whatever cannot work is a sentence on the page, with the value, the limit and the way out, and generates nothing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 from PIL import Image
 
 from app.compare_tab import CompareTab
+from app.high_res_tab import LargeTab
 from app.image_tab import ImageTab
-from app.large_tab import LargeTab
 from app.plan_tab import PlanTab
+from app.state import AppState
 from app.stream_tab import StreamTab
-from app.studio import AppState
 from app.workers import AppConfig, devices_of
 from patchpar import ParallelPipeline, PlanError, UnsupportedModel, WorkerDied
 from patchpar.models.info import describe
@@ -26,8 +26,8 @@ from patchpar.pipeline.validate import bind, check_call, check_plan_for
 from patchpar.plan.plan import Plan
 from tests.tiny import build
 
+from .app_states import state_of
 from .fakes import FakePipeline, FakeWorkers
-from .studios import studio_of
 
 OWNER = "a" * 32
 NAMES = ("prompt", "negative", "width", "height", "steps", "guidance", "seed")
@@ -61,12 +61,12 @@ def model() -> Any:
 
 
 @pytest.fixture
-def studio(model: Any) -> Iterator[AppState]:
-    with closing(studio_of(FakeWorkers(CheckedPipeline(model)))) as found:
+def state(model: Any) -> Iterator[AppState]:
+    with closing(state_of(FakeWorkers(CheckedPipeline(model)))) as found:
         yield found
 
 
-def said(shown: Any) -> str:
+def message_of(shown: Any) -> str:
     """The sentence that a person is left with; it is announced as an alert, and is nothing but a sentence."""
 
     async def last() -> tuple[Any, ...]:
@@ -76,10 +76,10 @@ def said(shown: Any) -> str:
         return found
 
     (alert,) = (text for text in asyncio.run(asyncio.wait_for(last(), 30)) if isinstance(text, str) and "alert" in text)
-    sentence = unescape(re.sub("<[^>]*>", "", alert))
-    assert "Traceback" not in sentence
-    assert "Error:" not in sentence
-    return sentence
+    message = unescape(re.sub("<[^>]*>", "", alert))
+    assert "Traceback" not in message
+    assert "Error:" not in message
+    return message
 
 
 def fields(**changes: Any) -> list[Any]:
@@ -87,7 +87,7 @@ def fields(**changes: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("wish", "words"),
+    ("changes", "parts"),
     [
         ({"height": 100}, ["height=100", "multiple of 8", "96 or 104"]),
         ({"width": 100, "label": "2 bands, exact"}, ["width=100", "multiple of 8", "96 or 104"]),
@@ -95,7 +95,7 @@ def fields(**changes: Any) -> list[Any]:
         ({"height": None}, ["height is empty", "fill it in"]),
         ({"steps": 0}, ["steps 0", "from 1 to 150"]),
         ({"steps": 1.5}, ["steps 1.5", "whole number"]),
-        ({"prompt": ""}, ["no prompt", "say what to draw"]),
+        ({"prompt": ""}, ["no prompt", "describe the image"]),
         ({"prompt": "x" * 1001}, ["1001 characters", "at most 1000"]),
         ({"seed": -1}, ["seed -1", "from 0"]),
         ({"degrees": "rows=2"}, ["unknown axis 'rows'", "data, cfg, patch"]),
@@ -106,26 +106,28 @@ def fields(**changes: Any) -> list[Any]:
         ({"degrees": "auto", "strategy": "pcpp"}, ["needs a plan to go with"]),
         ({"degrees": "cfg=2", "guidance": 1.0}, ["uses none", "guidance_scale > 1", "cfg=1"]),
         ({"degrees": "data=2"}, ["data=2", "1 prompt", "list of at least 2"]),
-        ({"label": "By magic"}, ["no way called 'By magic'", "choose one of the list"]),
+        ({"label": "By magic"}, ["no preset 'By magic'", "choose one of the list"]),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_a_picture(studio: AppState, wish: dict[str, Any], words: list[str]) -> None:
-    way = [wish.pop(name, default) for name, default in (("label", AUTOMATIC), ("degrees", ""), ("strategy", ""))]
-    wish = dict(wish)
-    sentence = said(ImageTab(studio).draw(OWNER, *way, True, *fields(**wish)))
-    assert all(word in sentence for word in words), sentence
-    assert studio.workers.pictures().calls == []  # type: ignore[attr-defined]
+def test_an_image(state: AppState, changes: dict[str, Any], parts: list[str]) -> None:
+    preset = [changes.pop(name, default) for name, default in (("label", AUTOMATIC), ("degrees", ""), ("strategy", ""))]
+    changes = dict(changes)
+    message = message_of(ImageTab(state).generate(OWNER, *preset, True, *fields(**changes)))
+    assert all(word in message for word in parts), message
+    assert state.workers.image_pipeline().calls == []  # type: ignore[attr-defined]
 
 
 def test_more_ranks_than_bands(model: Any) -> None:
-    with closing(studio_of(FakeWorkers(CheckedPipeline(model), count=8))) as studio:
-        sentence = said(ImageTab(studio).draw(OWNER, "8 bands, exact", "", "", True, *fields(width=64, height=64)))
-        assert all(word in sentence for word in ("8 latent rows make 2 bands", "8 ranks", "at most 2", "256 pixels"))
+    with closing(state_of(FakeWorkers(CheckedPipeline(model), count=8))) as state:
+        message = message_of(
+            ImageTab(state).generate(OWNER, "8 bands, exact", "", "", True, *fields(width=64, height=64))
+        )
+        assert all(word in message for word in ("8 latent rows make 2 bands", "8 ranks", "at most 2", "256 pixels"))
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("error", "parts"),
     [
         (UnsupportedModel("net cannot be split over axis 'patch': use cfg=2 or data=N"), ["use cfg=2 or data=N"]),
         (
@@ -135,37 +137,43 @@ def test_more_ranks_than_bands(model: Any) -> None:
         (PlanError("2 CPU ranks need about 9 GiB, but only 1 GiB are free: use a smaller dtype"), ["smaller dtype"]),
     ],
 )
-def test_what_shows_only_while_it_runs(studio: AppState, error: Exception, words: list[str]) -> None:
-    studio.workers.pictures().error = error  # type: ignore[attr-defined]
-    sentence = said(ImageTab(studio).draw(OWNER, AUTOMATIC, "", "", True, *fields()))
-    assert all(word in sentence for word in words), sentence
+def test_what_shows_only_while_it_runs(state: AppState, error: Exception, parts: list[str]) -> None:
+    state.workers.image_pipeline().error = error  # type: ignore[attr-defined]
+    message = message_of(ImageTab(state).generate(OWNER, AUTOMATIC, "", "", True, *fields()))
+    assert all(word in message for word in parts), message
 
 
-def test_the_other_tabs(studio: AppState, tmp_path: Path) -> None:
-    picture, broken = tmp_path / "a.png", tmp_path / "b.png"
-    Image.new("RGB", (64, 64)).save(picture)
-    broken.write_bytes(picture.read_bytes()[:60])
-    compare, large, stream = CompareTab(studio), LargeTab(studio), StreamTab(studio)
-    prompt, film = "The prompt alone", (None, None, 8, 0.6)
+def test_the_other_tabs(state: AppState, tmp_path: Path) -> None:
+    image, broken = tmp_path / "a.png", tmp_path / "b.png"
+    Image.new("RGB", (64, 64)).save(image)
+    broken.write_bytes(image.read_bytes()[:60])
+    compare, high_res, stream = CompareTab(state), LargeTab(state), StreamTab(state)
+    prompt, video = "The prompt alone", (None, None, 8, 0.6)
     for shown, word in (
-        (compare.run(OWNER, AUTOMATIC, "By magic", *fields()), "no way called 'By magic'"),
+        (compare.run(OWNER, AUTOMATIC, "By magic", *fields()), "no preset 'By magic'"),
         (compare.run(OWNER, AUTOMATIC, AUTOMATIC, *fields(steps=0)), "steps 0"),
-        (large.draw(OWNER, "overlp=1", False, *fields()), "overlp=1"),
-        (large.enlarge(OWNER, None, 2, 0.35, "a fox", 30, 0), "there is no picture: choose one"),
-        (large.enlarge(OWNER, str(broken), 2, 0.35, "a fox", 30, 0), "the file cannot be read as a picture: use PNG"),
-        (large.enlarge(OWNER, str(picture), 99, 0.35, "a fox", 30, 0), "scale 99: it is more than 1 and at most 8"),
-        (large.enlarge(OWNER, str(picture), None, 0.35, "a fox", 30, 0), "scale 0"),
-        (large.enlarge(OWNER, str(picture), 2, 0.1, "a fox", 5, 0), "leaves none: use more of either"),
-        (stream.draw(OWNER, prompt, *film, *fields(steps=1)), "each of 2 devices draws one: use at least 2 steps"),
-        (stream.draw(OWNER, "A picture", *film, *fields()), "there is no picture: choose one"),
-        (stream.draw(OWNER, "A film", *film, *fields()), "there is no film: choose one"),
-        (stream.draw(OWNER, "A film", None, str(picture), 8, 0.6, *fields()), "no film that can be read: use .mp4"),
-        (stream.talk(OWNER, None, None, "", 500), "500 seconds: a film has more than 0 and at most 120"),
+        (high_res.generate(OWNER, "overlp=1", False, *fields()), "overlp=1"),
+        (high_res.upscale(OWNER, None, 2, 0.35, "a fox", 30, 0), "there is no image: choose one"),
+        (high_res.upscale(OWNER, str(broken), 2, 0.35, "a fox", 30, 0), "the file cannot be read as"),
+        (high_res.upscale(OWNER, str(image), 99, 0.35, "a fox", 30, 0), "scale 99: it is more than 1 and at most 8"),
+        (high_res.upscale(OWNER, str(image), None, 0.35, "a fox", 30, 0), "scale 0"),
+        (high_res.upscale(OWNER, str(image), 2, 0.1, "a fox", 5, 0), "leaves none: use more of either"),
+        (
+            stream.generate(OWNER, prompt, *video, *fields(steps=1)),
+            "each of 2 devices runs at least one: use at least 2 steps",
+        ),
+        (stream.generate(OWNER, "An image", *video, *fields()), "there is no image: choose one"),
+        (stream.generate(OWNER, "A video", *video, *fields()), "there is no video: choose one"),
+        (
+            stream.generate(OWNER, "A video", None, str(image), 8, 0.6, *fields()),
+            "the file cannot be read as a video: use .mp4",
+        ),
+        (stream.talk(OWNER, None, None, "", 500), "500 seconds: the limit is more than 0 and at most 120"),
     ):
-        assert word in said(shown)
-    assert "no stream is running" in stream.say(OWNER, "a pine")
-    assert "devices 0: it is a whole number from 1" in unescape(PlanTab(studio).show(0, 256, 256, True, 1)[0])
-    assert "fill in latency and rate" in PlanTab(studio).weigh(OWNER, None, 1)
+        assert word in message_of(shown)
+    assert "no stream is running" in stream.set_prompt(OWNER, "a pine")
+    assert "devices 0: it is a whole number from 1" in unescape(PlanTab(state).show(0, 256, 256, True, 1)[0])
+    assert "fill in latency and rate" in PlanTab(state).estimate_link(OWNER, None, 1)
 
 
 def test_models_and_memory_are_looked_at_before_the_page_is_there(
@@ -181,12 +189,12 @@ def test_models_and_memory_are_looked_at_before_the_page_is_there(
         AppConfig(devices=devices).check()
 
 
-def test_a_folder_of_a_face_that_is_none_is_a_sentence(studio: AppState, tmp_path: Path) -> None:
+def test_a_folder_of_a_face_that_is_none_is_a_sentence(state: AppState, tmp_path: Path) -> None:
     def no_face() -> Any:
         raise PlanError(f"{tmp_path} has no model_index.json, so it is no diffusers model folder")
 
-    studio.workers.face_stream = no_face  # type: ignore[method-assign]
-    assert "no diffusers model folder" in said(StreamTab(studio).talk(OWNER, None, None, "", 1))
+    state.workers.face_stream = no_face  # type: ignore[method-assign]
+    assert "no diffusers model folder" in message_of(StreamTab(state).talk(OWNER, None, None, "", 1))
 
 
 def test_the_questions_are_those_of_the_real_pipeline() -> None:

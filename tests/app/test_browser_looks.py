@@ -1,4 +1,4 @@
-"""How every tab looks by day and by night, on a desk and on a phone: nothing sticks out, all of it can be read.
+"""How every tab looks by day and by night, on a queue and on a phone: nothing sticks out, all of it can be read.
 
 Screenshots are left in build/screenshots, to be looked at.
 """
@@ -12,14 +12,14 @@ from playwright.sync_api import Page, expect
 
 from tests.breadth import first_of
 
-from .hands import done, keep, press, small, status, tab
+from .actions import done, press, screenshot, small, status, tab
 
 TABS = ("Image", "Compare", "High resolution", "Stream", "Timeline", "Plan")
-DESK: dict[str, Any] = {"viewport": {"width": 1280, "height": 900}}
+DESKTOP: dict[str, Any] = {"viewport": {"width": 1280, "height": 900}}
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}
-WINDOWS = {"desk": DESK, "phone": PHONE}
+WINDOWS = {"queue": DESKTOP, "phone": PHONE}
 LOOKS = [(place, scheme) for place in WINDOWS for scheme in ("light", "dark")]
-LEAST_CONTRAST = 4.5  # WCAG 2.2, level AA, for text of ordinary size
+MIN_CONTRAST = 4.5  # WCAG 2.2, level AA, for text of ordinary size
 
 STICKS_OUT = """() => {
   const width = document.documentElement.clientWidth;
@@ -59,14 +59,14 @@ FAINT = """(least) => {
 """Texts that stand out too little from what is behind them, with by how much."""
 
 
-def looked_at(page: Page, name: str) -> None:
-    keep(page, name)
+def check_looks(page: Page, name: str) -> None:
+    screenshot(page, name)
     assert page.evaluate("document.documentElement.scrollWidth") <= page.evaluate("window.innerWidth")
     assert page.evaluate(STICKS_OUT) == [], name
-    assert page.evaluate(FAINT, LEAST_CONTRAST) == [], name
+    assert page.evaluate(FAINT, MIN_CONTRAST) == [], name
 
 
-@pytest.mark.parametrize(("place", "scheme"), first_of(LOOKS, ("desk", "light"), ("phone", "dark")))
+@pytest.mark.parametrize(("place", "scheme"), first_of(LOOKS, ("queue", "light"), ("phone", "dark")))
 def test_every_tab_can_be_read(opened: Any, place: str, scheme: Any) -> None:
     page = opened(color_scheme=scheme, **WINDOWS[place])
     assert page.evaluate("document.body.classList.contains('dark')") == (scheme == "dark")
@@ -75,29 +75,29 @@ def test_every_tab_can_be_read(opened: Any, place: str, scheme: Any) -> None:
         tab(page, name)
         if name == "Plan":
             expect(page.locator("#plan-table table")).to_be_visible()
-        looked_at(page, f"{place}-{scheme}-{name.lower().replace(' ', '-')}")
+        check_looks(page, f"{place}-{scheme}-{name.lower().replace(' ', '-')}")
 
 
 @pytest.mark.parametrize("scheme", first_of(["light", "dark"], "light"))
-def test_what_was_drawn_fits_a_phone(opened: Any, scheme: Any) -> None:
+def test_what_was_generated_fits_a_phone(opened: Any, scheme: Any) -> None:
     page = opened(color_scheme=scheme, **PHONE)
     small(page, steps=2)
-    press(page, "image-draw")
+    press(page, "image-generate")
     done(page, "image")
-    looked_at(page, f"phone-{scheme}-image-done")
+    check_looks(page, f"phone-{scheme}-image-done")
     tab(page, "Timeline")
-    expect(page.locator("#timeline-drawing svg path.wait")).to_have_count(2)
-    looked_at(page, f"phone-{scheme}-timeline-done")
+    expect(page.locator("#timeline-diagram svg path.wait")).to_have_count(2)
+    check_looks(page, f"phone-{scheme}-timeline-done")
     tab(page, "Compare")
     small(page, steps=2)
     press(page, "compare-run")
     expect(page.locator("#compare-table table")).to_be_visible()
     expect(status(page, "compare")).to_contain_text("SSIM")
-    looked_at(page, f"phone-{scheme}-compare-done")
+    check_looks(page, f"phone-{scheme}-compare-done")
 
 
 def test_what_cannot_be_read_would_be_seen(opened: Any) -> None:
     page = opened(**PHONE)
     page.add_style_tag(content=".caption { color: #aaa !important } main { min-width: 600px !important }")
-    assert any("One diffusion model" in found for found in page.evaluate(FAINT, LEAST_CONTRAST))
+    assert any("One diffusion model" in found for found in page.evaluate(FAINT, MIN_CONTRAST))
     assert any(found.startswith("main") for found in page.evaluate(STICKS_OUT))

@@ -11,22 +11,22 @@ import gradio as gr
 import pytest
 
 from app.defaults import Defaults, defaults_before, defaults_of
-from app.fields import Forms, picture_fields
+from app.fields import Forms, image_fields
+from app.image_stream import StreamSummary
 from app.image_tab import ImageTab
-from app.jobs import JobView
+from app.job_queue import JobView
 from app.page import build
 from app.plan_tab import PlanTab
+from app.presets import CUSTOM, CUSTOM_MEANING
+from app.state import AppState
 from app.stream_tab import show
-from app.streaming import StreamSummary
-from app.studio import AppState
-from app.ways import OWN, OWN_MEANS
 from app.workers import AppConfig
 from patchpar.models.info import PipelineInfo, describe
 from tests import tiny
 
+from .app_states import state_of
 from .fakes import FakePipeline, FakeWorkers
-from .studios import studio_of
-from .test_bad_input import AUTOMATIC, OWNER, fields, said
+from .test_bad_input import AUTOMATIC, OWNER, fields, message_of
 
 
 class LoadedWorkers(FakeWorkers):
@@ -43,15 +43,15 @@ class LoadedWorkers(FakeWorkers):
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    studios: list[AppState] = []
+    app_states: list[AppState] = []
 
-    def open_studio(model: str, description: PipelineInfo | None = None) -> AppState:
-        studios.append(studio_of(LoadedWorkers(model, description)))
-        monkeypatch.setenv("GRADIO_TEMP_DIR", str(studios[-1].uploads))
-        return studios[-1]
+    def open_state(model: str, description: PipelineInfo | None = None) -> AppState:
+        app_states.append(state_of(LoadedWorkers(model, description)))
+        monkeypatch.setenv("GRADIO_TEMP_DIR", str(app_states[-1].uploads))
+        return app_states[-1]
 
-    yield open_studio
-    for each in studios:
+    yield open_state
+    for each in app_states:
         each.close()
 
 
@@ -73,7 +73,7 @@ def test_the_embedded_models_have_theirs_whatever_their_class_says() -> None:
 def test_a_field_that_a_person_has_changed_keeps_what_it_holds() -> None:
     forms = Forms(Defaults())
     with gr.Blocks():
-        picture_fields(forms, times=2, most_steps=8)
+        image_fields(forms, times=2, max_steps=8)
     names = [each.label for each in forms.components]
     assert names == ["Width", "Height", "Steps", "Guidance scale"]
     values: list[Any] = [each.value for each in forms.components]
@@ -99,27 +99,27 @@ def test_the_page_is_filled_when_the_model_has_been_loaded(opened: Any) -> None:
     assert len(filled) == len(fill.outputs) == 4 * 4 + 2
 
 
-def test_only_the_embedded_model_is_said_to_draw_what_it_draws(opened: Any) -> None:
+def test_only_the_embedded_model_is_reported_to_generate_what_it_generates(opened: Any) -> None:
     for model, is_said in (("embedded", True), ("org/name", False)):
         config = str(build(opened(model)).get_config_file())
-        assert ("What the embedded model can draw" in config) == is_said
+        assert ("Prompts of the embedded model" in config) == is_said
 
 
-def test_the_list_says_when_a_plan_of_one_s_own_is_what_draws(opened: Any) -> None:
+def test_the_list_says_when_a_plan_of_one_s_own_is_what_generates(opened: Any) -> None:
     tab = ImageTab(opened("embedded"))
-    line, means = tab.write("patch=2", "displaced")
-    assert (line["value"], OWN_MEANS in means) == (OWN, True)
-    line, means = tab.write(" ", "")
-    assert (line["value"], "never approximate" in means) == (AUTOMATIC, True)
+    line, meaning = tab.write("patch=2", "displaced")
+    assert (line["value"], CUSTOM_MEANING in meaning) == (CUSTOM, True)
+    line, meaning = tab.write(" ", "")
+    assert (line["value"], "never approximate" in meaning) == (AUTOMATIC, True)
     assert tab.choose(AUTOMATIC)[1:] == ("", "")  # what was written no longer counts, and is no longer there
-    assert OWN_MEANS in tab.choose(OWN)[0]
-    assert "your own plan is empty: fill it in" in said(tab.draw(OWNER, OWN, "", " ", True, *fields()))
+    assert CUSTOM_MEANING in tab.choose(CUSTOM)[0]
+    assert "the custom plan is empty: fill it in" in message_of(tab.generate(OWNER, CUSTOM, "", " ", True, *fields()))
 
 
-def test_what_is_chosen_is_what_draws(opened: Any) -> None:
-    studio = opened("embedded")
-    asyncio.run(_to_the_end(ImageTab(studio).draw(OWNER, OWN, "patch=2", "displaced", True, *fields())))
-    assert str(studio.workers.pictures().plan) == "patch=2,strategy=displaced"
+def test_what_is_chosen_is_what_generates(opened: Any) -> None:
+    state = opened("embedded")
+    asyncio.run(_to_the_end(ImageTab(state).generate(OWNER, CUSTOM, "patch=2", "displaced", True, *fields())))
+    assert str(state.workers.image_pipeline().plan) == "patch=2,strategy=displaced"
 
 
 async def _to_the_end(shown: Any) -> None:
@@ -127,10 +127,10 @@ async def _to_the_end(shown: Any) -> None:
         pass
 
 
-def test_a_stream_that_is_stopped_before_its_first_picture_has_made_nothing() -> None:
-    none, one = (StreamSummary(pictures=count, seconds=1.0, latency=0.0, devices="2") for count in (0, 1))
+def test_a_stream_that_is_stopped_before_its_first_image_has_made_nothing() -> None:
+    none, one = (StreamSummary(images=count, seconds=1.0, latency=0.0, devices="2") for count in (0, 1))
     status, facts, save, *_ = show(JobView(state="done", result=none))
-    assert "Stopped before the first picture" in status
+    assert "Stopped before the first image" in status
     assert "Done" not in status
     assert facts == ""
     assert save["visible"] is False
@@ -139,9 +139,9 @@ def test_a_stream_that_is_stopped_before_its_first_picture_has_made_nothing() ->
     assert "1 in 1.0 s" in facts
 
 
-def test_a_size_that_no_plan_can_draw_is_not_offered(opened: Any) -> None:
+def test_a_size_that_no_plan_can_generate_is_not_offered(opened: Any) -> None:
     tab = PlanTab(opened("org/name", describe(tiny.build("sdxl").pipe)))
-    said_, drawn, table = tab.show(2, 250, 256, True, 1)
-    assert "width=250 is no multiple of 8, the model's grid: use 248 or 256" in unescape(said_)
-    assert (drawn, table) == ("", "")
+    message, generated, table = tab.show(2, 250, 256, True, 1)
+    assert "width=250 is no multiple of 8, the model's grid: use 248 or 256" in unescape(message)
+    assert (generated, table) == ("", "")
     assert "can be run" in tab.show(2, 256, 256, True, 1)[2]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app.forecast import PlannedCall, PlanOffer, drawing, forecast, link_verdict, places, plans
+from app.forecast import PlannedCall, PlanOffer, forecast, link_estimate, plan_diagram, plans, rank_regions
 from patchpar import Plan, PlanError, StructureGuidance
 from patchpar.comm.trace import RankTrace, TraceEvent
 from patchpar.models.info import PipelineInfo
@@ -37,8 +37,8 @@ CALL = PlannedCall(devices=8, height=1024, width=1024, guided=True)
 
 def test_what_is_chosen_is_what_auto_chooses() -> None:
     found = forecast(MODEL, CALL)
-    wanted = choose(MODEL, 8, CALL.arguments(MODEL.parameters))
-    assert (found.chosen, found.reason) == (wanted.plan, wanted.reason)
+    request = choose(MODEL, 8, CALL.arguments(MODEL.parameters))
+    assert (found.chosen, found.reason) == (request.plan, request.reason)
     assert found.chosen == found.offers[0].plan
 
 
@@ -51,9 +51,9 @@ def test_every_plan_takes_all_devices_once(devices: int) -> None:
 
 
 def test_refusals_are_the_package_s_own_sentences() -> None:
-    verdicts = {str(offer.plan): offer.refusal for offer in forecast(MODEL, replace(CALL, guided=False)).offers}
-    assert "this call uses none" in verdicts["cfg=2,patch=4,strategy=exact"]
-    assert verdicts["patch=8,strategy=exact"] == ""
+    estimates = {str(offer.plan): offer.refusal for offer in forecast(MODEL, replace(CALL, guided=False)).offers}
+    assert "this call uses none" in estimates["cfg=2,patch=4,strategy=exact"]
+    assert estimates["patch=8,strategy=exact"] == ""
     small = {str(offer.plan): offer.refusal for offer in forecast(MODEL, replace(CALL, height=64, width=64)).offers}
     assert "use at most 2" in small["patch=8,strategy=exact"]
 
@@ -64,28 +64,28 @@ def test_guidance_that_goes_by_another_name() -> None:
     assert [model.guided(replace(CALL, guided=on).arguments(parameters)) for on in (True, False)] == [True, False]
 
 
-def test_large_pictures_are_said_to_be_drawn_in_windows() -> None:
+def test_large_images_are_reported_to_be_generated_in_windows() -> None:
     plan = Plan(patch=4, strategy=StructureGuidance())
     assert "windows of native size" in PlanOffer(plan=plan).work
-    assert drawing(plan, MODEL, (2048, 2048)) == ""
+    assert plan_diagram(plan, MODEL, (2048, 2048)) == ""
 
 
 def test_ranks_lie_where_the_mesh_puts_them() -> None:
     plan = Plan(cfg=2, patch=2)
-    assert places(plan, 128, 4) == [(0, 0, 64), (0, 64, 128), (1, 0, 64), (1, 64, 128)]
-    shown = drawing(plan, MODEL, (1024, 1024))
+    assert rank_regions(plan, 128, 4) == [(0, 0, 64), (0, 64, 128), (1, 0, 64), (1, 64, 128)]
+    shown = plan_diagram(plan, MODEL, (1024, 1024))
     assert shown.count("<rect") == 4
-    assert "what the negative prompt says" in shown
-    wide = drawing(Plan(patch=4), MODEL, (512, 1024))
+    assert "negative prompt" in shown
+    wide = plan_diagram(Plan(patch=4), MODEL, (512, 1024))
     assert len({part.split('"')[0] for part in wide.split('x="')[1:]}) >= 4  # side by side
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [({"devices": 0}, "devices 0"), ({"devices": 65}, "from 1 to 64"), ({"height": None}, "height None")],
 )
-def test_a_call_that_cannot_be(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(PlanError, match=said):
+def test_a_call_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
         replace(CALL, **changes)
 
 
@@ -103,8 +103,8 @@ def test_a_link_is_weighed_by_the_last_run() -> None:
         trace=RankTrace(0, "cpu", 0.0, tuple(events)),
     )
     run = Run(plan=Plan(patch=2), seconds=2.0, ranks=(rank, replace(rank, rank=1)))
-    said = link_verdict(run, LinkModel(latency=0.01, rate=1e8))
-    assert "waited 3 times" in said
-    assert "these take 0.040 s" in said
-    assert "4% of such a step" in said
-    assert "Draw a picture on several devices first" in link_verdict(None, LinkModel())
+    message = link_estimate(run, LinkModel(latency=0.01, rate=1e8))
+    assert "waited 3 times" in message
+    assert "these messages take 0.040 s" in message
+    assert "4% of such a step" in message
+    assert "Generate an image on several devices first" in link_estimate(None, LinkModel())

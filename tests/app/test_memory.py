@@ -18,13 +18,13 @@ from fastapi.testclient import TestClient
 from gradio.data_classes import ImageData
 from PIL import Image
 
-from app.limits import MOST_PICTURE_PIXELS, bytes_of, picture_from
+from app.limits import MAX_IMAGE_PIXELS, bytes_of, read_image
 from app.page import build
-from app.studio import AppState
+from app.state import AppState
 from patchpar import PlanError
 from tests.unit.test_picture_file import huge_png
 
-from .studios import client_of, studio_of
+from .app_states import client_of, state_of
 
 SIDE = 30_000
 """Pixels of each side: 2.7 GB, decoded."""
@@ -84,35 +84,35 @@ KINDS = (png, png_below_pillow_s_own_limit, jpeg, bmp, webp)
 
 
 @pytest.fixture(scope="module")
-def studio() -> Iterator[AppState]:
-    with closing(studio_of()) as found:
+def state() -> Iterator[AppState]:
+    with closing(state_of()) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def inputs(studio: AppState) -> list[gr.Image]:
+def inputs(state: AppState) -> list[gr.Image]:
     """Everything on the page that takes an image."""
     return [
-        each for each in build(studio).blocks.values() if isinstance(each, gr.Image) and each.interactive is not False
+        each for each in build(state).blocks.values() if isinstance(each, gr.Image) and each.interactive is not False
     ]
 
 
 @pytest.fixture(scope="module")
-def client(studio: AppState) -> Iterator[TestClient]:
-    with client_of(studio) as found:
+def client(state: AppState) -> Iterator[TestClient]:
+    with client_of(state) as found:
         yield found
 
 
-def take(client: TestClient, inputs: list[gr.Image], data: bytes) -> list[str]:
+def take_screenshots(client: TestClient, inputs: list[gr.Image], data: bytes) -> list[str]:
     """Every way of an image: uploaded, for each input of the page, and as a camera sends it. What was refused."""
     (path,) = client.post("/gradio_api/upload", files={"files": ("a.png", data, "image/png")}).json()
     camera = Path(path).with_name("camera.png")
     camera.write_bytes(bytes_of("data:image/png;base64," + base64.b64encode(data).decode()))
-    ways = [partial(each.preprocess, ImageData(path=path, orig_name="a.png")) for each in inputs]
+    presets = [partial(each.preprocess, ImageData(path=path, orig_name="a.png")) for each in inputs]
     refused = []
-    for way in (*ways, partial(picture_from, path), partial(picture_from, str(camera))):
+    for preset in (*presets, partial(read_image, path), partial(read_image, str(camera))):
         try:
-            way()
+            preset()
         except (PlanError, Image.DecompressionBombError) as error:
             refused.append(str(error))
     return refused
@@ -124,15 +124,15 @@ def test_a_small_file_costs_little(
 ) -> None:
     data = kind(tmp_path)
     assert len(data) < 20_000
-    assert take(client, inputs, encoded("PNG")) == []  # what is begun at the first one is not counted
+    assert take_screenshots(client, inputs, encoded("PNG")) == []  # what is begun at the first one is not counted
     refused: list[str] = []
-    assert peak_of(lambda: refused.extend(take(client, inputs, data))) < MOST
+    assert peak_of(lambda: refused.extend(take_screenshots(client, inputs, data))) < MOST
     assert all("pixels: at most 40 million are taken" in each for each in refused[-2:])
 
 
 def test_what_is_decoded_shows(client: TestClient, inputs: list[gr.Image]) -> None:
     """In the same figure: an image that is just small enough."""
-    side = int(MOST_PICTURE_PIXELS**0.5)
+    side = int(MAX_IMAGE_PIXELS**0.5)
     stream = io.BytesIO()
     Image.new("L", (side, side)).save(stream, "PNG", compress_level=1)
-    assert peak_of(lambda: take(client, inputs, stream.getvalue())) > 2 * MOST
+    assert peak_of(lambda: take_screenshots(client, inputs, stream.getvalue())) > 2 * MOST

@@ -18,9 +18,9 @@ import pytest
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
-from app.live import VideoFeed
+from app.feeds import VideoFeed
 from app.server import Address, read_users
-from app.studio import AppState
+from app.state import AppState
 from app.workers import AppConfig, devices_of
 from patchpar import PlanError
 from patchpar.cli import app as command
@@ -29,15 +29,15 @@ from patchpar.stream.web.mp4_fragments import Mp4Fragment, Mp4Header
 from patchpar.stream.web.server import WebServer
 from patchpar.stream.web.shutdown import signals_unwind
 
+from .app_states import client_of
 from .browser import REPOSITORY
-from .studios import client_of
-from .waiting import until
+from .waits import until
 
 
 def test_the_page_is_there_and_nothing_is_fetched_from_elsewhere(client: TestClient) -> None:
-    answer = client.get("/")
-    assert answer.status_code == 200
-    assert "fonts.googleapis" not in answer.text
+    response = client.get("/")
+    assert response.status_code == 200
+    assert "fonts.googleapis" not in response.text
     assert client.get("/docs").status_code == 404
 
 
@@ -49,23 +49,23 @@ def test_a_foreign_name_for_this_machine_is_refused(client: TestClient) -> None:
 
 @pytest.mark.parametrize("path", ["/gradio_api/file=/etc/passwd", "/gradio_api/file=../../etc/passwd", "/live/../x"])
 def test_files_of_this_machine_are_not_served(client: TestClient, path: str) -> None:
-    answer = client.get(path)
-    assert answer.status_code in (403, 404)
-    assert "root:" not in answer.text
+    response = client.get(path)
+    assert response.status_code in (403, 404)
+    assert "root:" not in response.text
 
 
-def test_a_stream_is_found_by_its_name_only(client: TestClient, studio: AppState) -> None:
-    feed = studio.feeds.add(VideoFeed())
+def test_a_stream_is_found_by_its_name_only(client: TestClient, state: AppState) -> None:
+    feed = state.feeds.add(VideoFeed())
     feed.put(Mp4Header(mime="video/mp4", data=b"fi"), [Mp4Fragment(data=b"lm", is_key=True)])
     feed.close()
-    answer = client.get(feed.address)
-    assert (answer.content, answer.headers["content-type"]) == (b"film", "video/mp4")
+    response = client.get(feed.address)
+    assert (response.content, response.headers["content-type"]) == (b"video", "video/mp4")
     assert client.get("/live/another").status_code == 404
 
 
 def test_uploads_are_limited(client: TestClient) -> None:
-    large = {"files": ("a.png", b"x" * (21 * 2**20), "image/png")}
-    assert client.post("/gradio_api/upload", files=large).status_code == 413
+    high_res = {"files": ("a.png", b"x" * (21 * 2**20), "image/png")}
+    assert client.post("/gradio_api/upload", files=high_res).status_code == 413
     assert client.post("/gradio_api/upload", files={"files": ("a.png", b"x" * 1000, "image/png")}).status_code == 200
 
 
@@ -85,43 +85,43 @@ OWN = (
 
 
 @pytest.mark.parametrize("path", ["/gradio_api/upload", "/gradio_api/queue/join", "/gradio_api/run/predict", "/login"])
-def test_what_another_page_has_a_browser_do_is_refused(client: TestClient, path: str, studio: AppState) -> None:
+def test_what_another_page_has_a_browser_do_is_refused(client: TestClient, path: str, state: AppState) -> None:
     """A form needs no permission to send a file here: browsers ask for none."""
     for headers in FOREIGN:
-        answer = client.post(path, files={"files": ("a.png", b"x", "image/png")}, headers=headers)
-        assert (answer.status_code, "made by another page" in answer.text) == (403, True), headers
-    assert list(studio.uploads.rglob("*.png")) == []
+        response = client.post(path, files={"files": ("a.png", b"x", "image/png")}, headers=headers)
+        assert (response.status_code, "made by another page" in response.text) == (403, True), headers
+    assert list(state.uploads.rglob("*.png")) == []
     for headers in OWN:
-        answer = client.post(path, files={"files": ("a.png", b"x", "image/png")}, headers=headers)
-        assert "made by another page" not in answer.text, headers
-        assert answer.status_code == 200 or not path.endswith("upload")
+        response = client.post(path, files={"files": ("a.png", b"x", "image/png")}, headers=headers)
+        assert "made by another page" not in response.text, headers
+        assert response.status_code == 200 or not path.endswith("upload")
 
 
 def test_another_page_may_link_here(client: TestClient) -> None:
     assert client.get("/", headers={"sec-fetch-site": "cross-site"}).status_code == 200
 
 
-def test_what_people_upload_is_for_nobody_else(client: TestClient, studio: AppState) -> None:
+def test_what_people_upload_is_for_nobody_else(client: TestClient, state: AppState) -> None:
     """In a folder of this server, which goes with it, and not in one that every user of the machine shares."""
     (path,) = client.post("/gradio_api/upload", files={"files": ("a.png", b"x", "image/png")}).json()
-    assert Path(path).is_relative_to(studio.uploads)
-    assert stat.S_IMODE(Path(studio.scratch.name).stat().st_mode) == 0o700
+    assert Path(path).is_relative_to(state.uploads)
+    assert stat.S_IMODE(Path(state.scratch.name).stat().st_mode) == 0o700
     assert client.get(f"/gradio_api/file={path}").content == b"x"
-    studio.close()
+    state.close()
     assert not Path(path).exists()
 
 
-def test_the_shipped_sound_is_served_from_where_it_is(studio: AppState) -> None:
-    studio.workers.setup = AppConfig(face="embedded-face")
+def test_the_shipped_audio_is_served_from_where_it_is(state: AppState) -> None:
+    state.workers.setup = AppConfig(face="embedded-face")
     speech = (embedded_model("embedded-face") / "speech.wav").resolve()
-    with client_of(studio) as client:
+    with client_of(state) as client:
         assert client.get(f"/gradio_api/file={speech}").content == speech.read_bytes()
         assert client.get(f"/gradio_api/file={speech.with_name('model_index.json')}").status_code in (403, 404)
 
 
-def test_who_has_to_log_in_sees_nothing_before(studio: AppState) -> None:
+def test_who_has_to_log_in_sees_nothing_before(state: AppState) -> None:
     address = Address(users=(("ann", "secret"),))
-    with client_of(studio, address) as client:
+    with client_of(state, address) as client:
         assert client.get("/config").status_code == 401
         assert client.post("/gradio_api/upload", files={"files": ("a", b"x", "image/png")}).status_code == 401
         assert client.post("/login", data={"username": "ann", "password": "wrong"}).status_code == 400
@@ -168,7 +168,7 @@ def test_without_a_gpu_there_are_two_cpu_workers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["--host", "0.0.0.0"], "everybody who reaches this machine"),
         (["--model", "nowhere"], "'nowhere' is no model"),
@@ -177,10 +177,10 @@ def test_without_a_gpu_there_are_two_cpu_workers() -> None:
         (["--auth", "ann"], "--auth: give NAME:PASSWORD"),
     ],
 )
-def test_what_cannot_work_is_told_before_anything_is_started(words: list[str], said: str) -> None:
-    answer = CliRunner().invoke(command, ["app", "--port", "0", *words])
-    assert answer.exit_code == 2
-    assert said in answer.output
+def test_what_cannot_work_is_reported_before_anything_is_started(arguments: list[str], message: str) -> None:
+    response = CliRunner().invoke(command, ["app", "--port", "0", *arguments])
+    assert response.exit_code == 2
+    assert message in response.output
 
 
 def test_a_model_that_is_none_is_refused_early() -> None:
@@ -191,10 +191,10 @@ def test_a_model_that_is_none_is_refused_early() -> None:
 @contextmanager
 def command_running(scratch: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`patchpar app` as somebody starts it, with a folder of its own for temporary files; it and where it serves."""
-    words = [sys.executable, "-m", "patchpar", "app", "--port", "0", "--devices", "cpu:2"]
+    arguments = [sys.executable, "-m", "patchpar", "app", "--port", "0", "--devices", "cpu:2"]
     surroundings = {**os.environ, "TMPDIR": str(scratch)}
     process = subprocess.Popen(
-        words, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, start_new_session=True, env=surroundings
+        arguments, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, start_new_session=True, env=surroundings
     )
     try:
         assert process.stdout is not None
@@ -206,10 +206,10 @@ def command_running(scratch: Path) -> Iterator[tuple[subprocess.Popen[str], str]
 
 
 def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
-    """As `docker stop` ends it: films and uploads are gone, workers too, and the exit code says what happened."""
+    """As `docker stop` ends it: videos and uploads are gone, workers too, and the exit code says what happened."""
     with command_running(tmp_path) as (process, url):
-        answer = httpx.post(f"{url}/gradio_api/upload", files={"files": ("a.png", b"x" * 1000, "image/png")})
-        (uploaded,) = map(Path, answer.json())
+        response = httpx.post(f"{url}/gradio_api/upload", files={"files": ("a.png", b"x" * 1000, "image/png")})
+        (uploaded,) = map(Path, response.json())
         assert uploaded.is_relative_to(tmp_path)
         assert uploaded.exists()
         os.kill(process.pid, signal.SIGTERM)
@@ -237,9 +237,9 @@ def test_signals_that_are_ignored_stay_ignored_and_handlers_come_back() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     terminated = signal.getsignal(signal.SIGTERM)
     try:
-        with pytest.raises(SystemExit) as left:
+        with pytest.raises(SystemExit) as page_left:
             hung_up_then_terminated()
-        assert left.value.code == 143
+        assert page_left.value.code == 143
         assert signal.getsignal(signal.SIGTERM) == terminated
     finally:
         signal.signal(signal.SIGHUP, before)

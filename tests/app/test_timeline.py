@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from app import timeline
-from app.timeline import TimeWindow, draw, longest_waits, shares, traces_of, window_of
+from app.timeline import TimeWindow, longest_waits, shares, to_svg, traces_of, window_of
 from app.timeline_tab import TimelineTab
 from patchpar.comm.trace import RankTrace, TraceEvent
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.pipeline.report import Run
 from patchpar.plan.plan import Plan
 
-from .studios import studio_of
+from .app_states import state_of
 
 
 def trace(rank: int) -> RankTrace:
@@ -67,8 +67,8 @@ def test_no_column_holds_more_than_all_of_its_time() -> None:
     assert float(found["wait"].mean()) == pytest.approx(sum(event.seconds for event in events))
 
 
-def test_the_drawing_has_a_lane_for_each_rank_and_nothing_but_text() -> None:
-    shown = draw(TRACES, 0, 1)
+def test_the_generating_has_a_lane_for_each_rank_and_nothing_but_text() -> None:
+    shown = to_svg(TRACES, 0, 1)
     assert shown.count('class="wait"') == shown.count('class="compute"') == 2
     assert "cpu &amp; 0" in shown
     assert len(shown) < 200_000
@@ -86,17 +86,17 @@ def test_a_run_without_a_trace_has_nothing_to_show() -> None:
     empty: dict[str, Any] = {"bytes_sent": {}, "bytes_received": {}, "seconds_waited": {}}
     run = Run(plan=Plan(), seconds=1.0, ranks=(RankStats(rank=0, device="cpu", **empty),))
     assert traces_of(run) == traces_of(None) == []
-    assert "<svg" in draw([], 0, 0)
+    assert "<svg" in to_svg([], 0, 0)
 
 
 def test_a_page_is_shown_its_own_last_run_and_given_the_trace() -> None:
-    with closing(studio_of()) as studio:
+    with closing(state_of()) as state:
         figures: dict[str, Any] = {"device": "cpu", "bytes_sent": {}, "bytes_received": {}, "seconds_waited": {}}
         ranks = tuple(RankStats(rank=rank, trace=trace(rank), **figures) for rank in range(2))
-        studio.desk.keep("a" * 32, "run", Run(plan=Plan(patch=2), seconds=3.0, ranks=ranks))
-        tab = TimelineTab(studio)
-        drawing, tables, _, last, save = tab.refresh("a" * 32)
-        assert "<svg" in drawing
+        state.job_queue.store("a" * 32, "run", Run(plan=Plan(patch=2), seconds=3.0, ranks=ranks))
+        tab = TimelineTab(state)
+        image_runner, tables, _, last, save = tab.refresh("a" * 32)
+        assert "<svg" in image_runner
         assert "up.&lt;0&gt;" in tables
         assert (last["value"], last["maximum"]) == (2, 2)
         assert "traceEvents" in Path(save["value"]).read_text()
@@ -105,4 +105,4 @@ def test_a_page_is_shown_its_own_last_run_and_given_the_trace() -> None:
 
 
 def timeline_is_empty(shown: tuple[Any, ...]) -> bool:
-    return "Draw a picture first" in shown[0] and shown[4]["value"] is None
+    return "Generate an image first" in shown[0] and shown[4]["value"] is None

@@ -1,4 +1,4 @@
-"""No handler of the page ends in silence: whatever goes wrong in one is said where its answer would have been."""
+"""Errors of event handlers become messages on the page, shown where the handler's output would have been."""
 
 import inspect
 import logging
@@ -15,19 +15,19 @@ from PIL.Image import DecompressionBombError
 
 from patchpar import PatchparError
 
-from .limits import FILE, GONE, MOST_PICTURE_PIXELS, PICTURES, bytes_of
+from .limits import FILE, GONE, IMAGE_FORMATS, MAX_IMAGE_PIXELS, bytes_of
 
 H = TypeVar("H", bound=Callable[..., Any])
 log = logging.getLogger(__name__)
 
 
-def answered(failed: Callable[[str], Any] | None = None) -> Callable[[H], H]:
-    """A decorator of handlers, functions and asynchronous generators of them, whose exceptions become sentences.
+def reports_errors(failed: Callable[[str], Any] | None = None) -> Callable[[H], H]:
+    """Decorator of event handlers (functions or asynchronous generators): exceptions become messages on the page.
 
     `failed` makes what the handler fills out of a sentence; a handler that fills nothing goes without, and the page
     shows the sentence in its corner.
     """
-    told = failed or _in_the_corner
+    report = failed or _as_toast
 
     def decorate(handler: H) -> H:
         if inspect.isasyncgenfunction(handler):
@@ -37,8 +37,8 @@ def answered(failed: Callable[[str], Any] | None = None) -> Callable[[H], H]:
                 try:
                     async for found in handler(*args, **kwargs):
                         yield found
-                except Exception as error:  # noqa: BLE001 (the last stop before the page)
-                    yield told(sentence_for(error))
+                except Exception as error:  # noqa: BLE001 (nothing above but Gradio)
+                    yield report(error_message(error))
         else:
 
             @wraps(handler)
@@ -46,27 +46,27 @@ def answered(failed: Callable[[str], Any] | None = None) -> Callable[[H], H]:
                 try:
                     return handler(*args, **kwargs)
                 except Exception as error:  # noqa: BLE001 (as above)
-                    return told(sentence_for(error))
+                    return report(error_message(error))
 
-        run.is_answered = True  # type: ignore[attr-defined]
+        run.reports_errors = True  # type: ignore[attr-defined]
         return run  # type: ignore[return-value]
 
     return decorate
 
 
-def sentence_for(error: BaseException) -> str:
-    """An error of a handler for the page: the package's own as they are; of any other the terminal has the rest."""
+def error_message(error: BaseException) -> str:
+    """Message for the page: the package's own errors as they are; of others only the kind (the log has the rest)."""
     if isinstance(error, PatchparError):
         return str(error)
     log.error("a handler of the page failed", exc_info=error)
-    return f"This did not work here: {type(error).__name__}. The terminal of the server says where."
+    return f"Internal error: {type(error).__name__}. The traceback is in the server's terminal."
 
 
-class AnsweredBlocks(gr.Blocks):  # type: ignore[misc]  # Gradio is not typed
-    """A page that also says what goes wrong before a handler is called, where Gradio looks at files of uploads."""
+class ErrorReportingBlocks(gr.Blocks):  # type: ignore[misc]  # Gradio is not typed
+    """Blocks that also report errors raised before a handler is called, where Gradio preprocesses uploads."""
 
     async def preprocess_data(self, block_fn: Any, inputs: list[Any], *args: Any, **kwargs: Any) -> Any:
-        """What handlers are given. Raises gr.Error, which the page shows in its corner."""
+        """Inputs of a handler. Raises gr.Error, which the page shows as a toast."""
         try:
             files = [_as_file(value) for value in inputs]
             return await super().preprocess_data(block_fn, files, *args, **kwargs)
@@ -74,11 +74,11 @@ class AnsweredBlocks(gr.Blocks):  # type: ignore[misc]  # Gradio is not typed
             cause = error if isinstance(error, PatchparError) else error.__cause__ or error
             if isinstance(error, gr.Error) and not isinstance(cause, OSError):
                 raise
-            raise gr.Error(escape(_sentence_for_upload(cause))) from error
+            raise gr.Error(escape(_upload_error_message(cause))) from error
 
 
 def _as_file(value: Any) -> Any:
-    """A picture within a request goes to a file: Gradio would decode it, of any size."""
+    """Write an image sent as a `data:` URL to a file: Gradio would decode it, whatever its size."""
     url = value.get("url") if isinstance(value, dict) else None
     if not isinstance(url, str) or not url.startswith("data:"):
         return value
@@ -87,15 +87,15 @@ def _as_file(value: Any) -> Any:
     return {**value, "url": None, "path": file.name, "orig_name": None}
 
 
-def _sentence_for_upload(error: BaseException) -> str:
+def _upload_error_message(error: BaseException) -> str:
     if isinstance(error, FileNotFoundError):
         return GONE
     if isinstance(error, UnidentifiedImageError):
-        return f"{FILE} cannot be read as a picture: use {', '.join(PICTURES)}"
+        return f"{FILE} cannot be read as an image: use {', '.join(IMAGE_FORMATS)}"
     if isinstance(error, DecompressionBombError):
-        return f"{FILE} has too many pixels: at most {MOST_PICTURE_PIXELS / 1e6:.0f} million are taken"
-    return sentence_for(error)
+        return f"{FILE} has too many pixels: at most {MAX_IMAGE_PIXELS / 1e6:.0f} million are taken"
+    return error_message(error)
 
 
-def _in_the_corner(sentence: str) -> Any:
-    raise gr.Error(escape(sentence))
+def _as_toast(message: str) -> Any:
+    raise gr.Error(escape(message))

@@ -10,12 +10,12 @@ from typing import Any
 from playwright.sync_api import Download, Error, Page, Request, expect
 
 SCREENSHOTS = Path(__file__).parent.parent.parent / "build" / "screenshots"
-PATIENCE = 60_000  # milliseconds, on a busy machine
-SOON = 2_000  # after which a click that nothing answered is made again
+TIMEOUT_MS = 60_000  # milliseconds, on a busy machine
+RETRY_MS = 2_000  # after which a click that nothing answered is made again
 TRIES = 20
 
 
-def until_answered(act: Callable[[], Any], answer: Callable[[float], Any]) -> None:
+def retry_until(act: Callable[[], Any], condition: Callable[[float], Any]) -> None:
     """Act, and wait for the answer; act again where there is none soon.
 
     A page attaches what hears a click a moment after it shows what is clicked, and takes no second click on a button
@@ -25,54 +25,54 @@ def until_answered(act: Callable[[], Any], answer: Callable[[float], Any]) -> No
     for _ in range(TRIES):
         act()
         try:
-            answer(SOON)
+            condition(RETRY_MS)
         except (AssertionError, Error):
             continue
         return
     act()
-    answer(PATIENCE)
+    condition(TIMEOUT_MS)
 
 
 def press(page: Page, name: str) -> None:
     """Click the button of this id, once it can be clicked, until the page has sent that to the server."""
     button = page.locator(f"#{name}")
     number = page.evaluate("name => window.gradio_config.components.find(each => each.props.elem_id === name).id", name)
-    asked: list[Request] = []
+    sent: list[Request] = []
 
-    def hear(request: Request) -> None:
+    def record(request: Request) -> None:
         if request.url.split("?")[0].endswith("/queue/join") and request.post_data_json["trigger_id"] == number:
-            asked.append(request)
+            sent.append(request)
 
     def click() -> None:
-        if not asked:
+        if not sent:
             expect(button).to_be_enabled()
             button.click()
 
-    page.on("request", hear)
+    page.on("request", record)
     try:
-        until_answered(click, lambda patience: _something(page, asked, patience))
+        retry_until(click, lambda timeout_ms: _something(page, sent, timeout_ms))
     finally:
-        page.remove_listener("request", hear)
+        page.remove_listener("request", record)
 
 
 def saved(page: Page, name: str) -> Download:
     """Click the button of this id, which saves something."""
     found: list[Download] = []
 
-    def hear(download: Download) -> None:
+    def record(download: Download) -> None:
         found.append(download)
 
-    page.on("download", hear)
+    page.on("download", record)
     try:
-        until_answered(page.locator(f"#{name}").click, lambda patience: _something(page, found, patience))
+        retry_until(page.locator(f"#{name}").click, lambda timeout_ms: _something(page, found, timeout_ms))
     finally:
-        page.remove_listener("download", hear)
+        page.remove_listener("download", record)
     return found[0]
 
 
-def _something(page: Page, found: list[Any], patience: float) -> None:
+def _something(page: Page, found: list[Any], timeout_ms: float) -> None:
     """Wait until there is something in the list."""
-    for _ in range(int(patience / 50)):
+    for _ in range(int(timeout_ms / 50)):
         if found:
             return
         page.wait_for_timeout(50)
@@ -92,7 +92,7 @@ def tab(page: Page, name: str) -> None:
             menu.click()
             page.locator(f".overflow-dropdown button:has-text('{name}')").locator("visible=true").click()
 
-    until_answered(choose, lambda patience: expect(found).to_have_attribute("aria-selected", "true", timeout=patience))
+    retry_until(choose, lambda timeout_ms: expect(found).to_have_attribute("aria-selected", "true", timeout=timeout_ms))
 
 
 def fill(page: Page, label: str, value: object) -> None:
@@ -106,7 +106,7 @@ def fill(page: Page, label: str, value: object) -> None:
 
 
 def small(page: Page, *, steps: int, side: int = 128) -> None:
-    """A picture that is drawn soon."""
+    """An image that is generated soon."""
     fill(page, "Width", side)
     fill(page, "Height", side)
     fill(page, "Steps", steps)
@@ -117,13 +117,13 @@ def status(page: Page, name: str) -> Any:
     return page.locator(f"#{name}-status .state")
 
 
-def done(page: Page, name: str, *, patience: float = PATIENCE) -> None:
+def done(page: Page, name: str, *, timeout_ms: float = TIMEOUT_MS) -> None:
     """Wait for the end of a tab's job."""
-    expect(status(page, name)).to_have_class(re.compile("done"), timeout=patience)
+    expect(status(page, name)).to_have_class(re.compile("done"), timeout=timeout_ms)
 
 
 def sees(page: Page, place: str, width: int, height: int | None = None) -> None:
-    """Wait for a picture of this size in the element of this id: it is there a moment before it is loaded."""
+    """Wait for an image of this size in the element of this id: it is there a moment before it is loaded."""
     size = [width, width if height is None else height]
     page.wait_for_function(
         "([place, size]) => [...document.querySelectorAll(`#${place} img`)]"
@@ -132,7 +132,7 @@ def sees(page: Page, place: str, width: int, height: int | None = None) -> None:
     )
 
 
-def keep(page: Page, name: str) -> None:
+def screenshot(page: Page, name: str) -> None:
     """A screenshot, to be looked at."""
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)

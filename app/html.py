@@ -1,4 +1,4 @@
-"""What the page says, as HTML: everything that came from a person or a model is escaped here, and nowhere else."""
+"""HTML of messages, statistics and tables. Text from users and models is escaped here, and nowhere else."""
 
 from collections.abc import Sequence
 from html import escape
@@ -6,15 +6,15 @@ from html import escape
 from patchpar import Run
 from patchpar.pipeline.report import readable_bytes
 
-from .jobs import JobView
+from .job_queue import JobView
 
 
 def status(view: JobView | None, hint: str = "") -> str:
-    """How a job stands: one line and a bar; before the first, `hint`."""
+    """State of a job: one line and a progress bar; `hint` before the first job."""
     if view is None:
         return notice(hint) if hint else ""
     if view.state == "waiting":
-        before = "one job is before it" if view.ahead == 1 else f"{view.ahead} jobs are before it"
+        before = "1 job ahead" if view.ahead == 1 else f"{view.ahead} jobs ahead"
         return _line("waiting", f"Waiting: {before}." if view.ahead else "Waiting for the workers.")
     if view.state == "running":
         return _bar(view)
@@ -23,18 +23,18 @@ def status(view: JobView | None, hint: str = "") -> str:
     return _line(view.state, {"done": "Done.", "cancelled": "Cancelled. The workers are free."}[view.state])
 
 
-def failure(sentence: str) -> str:
-    """What went wrong, for the person."""
-    return _line("failed", sentence)
+def failure(message: str) -> str:
+    """An error message."""
+    return _line("failed", message)
 
 
-def notice(sentence: str) -> str:
-    """Something to know."""
-    return _line("idle", sentence)
+def notice(message: str) -> str:
+    """A notice."""
+    return _line("idle", message)
 
 
 def facts(run: Run, why: str) -> str:
-    """The result's figures: seconds, plan, bytes."""
+    """Run statistics: seconds, plan, bytes."""
     sent = sum(run.bytes_per_step)
     vae = sum(run.vae_bytes)
     rows = [
@@ -53,12 +53,12 @@ def facts(run: Run, why: str) -> str:
     if run.exact_steps is not None:
         rows.append(("Exact steps", f"{run.exact_steps} of {run.steps}"))
     if run.stale_bytes:
-        rows.append(("Held", f"{readable_bytes(run.stale_bytes)} of the last step"))
+        rows.append(("Stale state", f"{readable_bytes(run.stale_bytes)} kept from the last step"))
     return pairs(rows)
 
 
 def pairs(rows: Sequence[tuple[str, str]]) -> str:
-    """Names and values."""
+    """A list of names and values."""
     body = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in rows)
     return f'<dl class="facts">{body}</dl>'
 
@@ -80,13 +80,13 @@ def _cell(name: str, text: str) -> str:
     return f'<td data-name="{escape(name)}">{escape(text)}</td>'
 
 
-def _marked(wanted: bool) -> str:
-    return ' class="marked"' if wanted else ""
+def _marked(is_marked: bool) -> str:
+    return ' class="marked"' if is_marked else ""
 
 
-def _line(kind: str, sentence: str) -> str:
+def _line(kind: str, message: str) -> str:
     role = "alert" if kind == "failed" else "status"
-    return f'<div class="state {kind}" role="{role}">{escape(sentence)}</div>'
+    return f'<div class="state {kind}" role="{role}">{escape(message)}</div>'
 
 
 def _bar(view: JobView) -> str:
@@ -101,5 +101,5 @@ def _bar(view: JobView) -> str:
 
 
 def caption(text: str) -> str:
-    """A line in small print."""
+    """Small print."""
     return f'<span class="caption">{escape(text)}</span>'

@@ -1,4 +1,4 @@
-"""What a person asks for: checked before it waits for the workers, so that a bad wish is told at once."""
+"""Requests of a page, checked before they are queued, so that errors are reported at once."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 from patchpar import PlanError
 from patchpar.plan.scalars import is_whole
 
-LONGEST_PROMPT = 1000  # characters
-MOST_STEPS = 150
-MOST_PIXELS = 4096 * 4096
-LEAST_SIDE = 64
-LARGEST_SEED = 2**53 - 1  # a page's numbers are exact up to here
+MAX_PROMPT = 1000  # characters
+MAX_STEPS = 150
+MAX_PIXELS = 4096 * 4096
+MIN_SIDE = 64
+MAX_SEED = 2**53 - 1  # numbers in JavaScript are exact up to here
 WHOLE = ("height", "width", "steps", "seed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One picture. Sizes in pixels. Raises PlanError."""
+    """A request for one image. Sizes in pixels. Raises PlanError."""
 
     prompt: str
     negative: str = ""
@@ -30,22 +30,22 @@ class GenerateRequest:
         for what, text in (("prompt", self.prompt), ("negative prompt", self.negative)):
             if not isinstance(text, str):
                 raise PlanError(f"the {what} is a {type(text).__name__}: give a text")
-            if len(text) > LONGEST_PROMPT:
-                raise PlanError(f"the {what} has {len(text)} characters: at most {LONGEST_PROMPT}")
+            if len(text) > MAX_PROMPT:
+                raise PlanError(f"the {what} has {len(text)} characters: at most {MAX_PROMPT}")
         if not self.prompt.strip():
-            raise PlanError("there is no prompt: say what to draw")
-        _check_whole("steps", self.steps, 1, MOST_STEPS)
-        _check_whole("seed", self.seed, 0, LARGEST_SEED)
+            raise PlanError("there is no prompt: describe the image")
+        _check_whole("steps", self.steps, 1, MAX_STEPS)
+        _check_whole("seed", self.seed, 0, MAX_SEED)
         for name in ("height", "width"):
-            _check_whole(name, getattr(self, name), LEAST_SIDE, MOST_PIXELS // LEAST_SIDE)
-        if self.height * self.width > MOST_PIXELS:
-            raise PlanError(f"{self.height} x {self.width} pixels: at most {MOST_PIXELS} in all, as 4096 x 4096")
+            _check_whole(name, getattr(self, name), MIN_SIDE, MAX_PIXELS // MIN_SIDE)
+        if self.height * self.width > MAX_PIXELS:
+            raise PlanError(f"{self.height} x {self.width} pixels: at most {MAX_PIXELS} in all, as 4096 x 4096")
         if not 0 <= self.guidance <= 50:
             raise PlanError(f"guidance scale {self.guidance:g}: it is a number from 0 to 50")
 
     @classmethod
     def of(cls, **fields: Any) -> "GenerateRequest":
-        """From what a page sends, where a field that was emptied is None. Raises PlanError."""
+        """From the fields of a page; an empty field is None. Raises PlanError."""
         fields = {**fields, "negative": fields.get("negative") or ""}  # an empty text may come as None
         missing = [name for name, value in fields.items() if value is None]
         if missing:
@@ -57,23 +57,23 @@ class GenerateRequest:
         """Arguments of the pipeline's call. `known`: names of the arguments that it takes."""
         from torch import Generator
 
-        wanted = {
+        arguments = {
             "prompt": self.prompt,
             "negative_prompt": self.negative or None,
             "height": self.height,
             "width": self.width,
             "guidance_scale": self.guidance,
         }
-        usable = {name: value for name, value in wanted.items() if value is not None and name in known}
+        usable = {name: value for name, value in arguments.items() if value is not None and name in known}
         generator = Generator("cpu").manual_seed(self.seed)
         return {**usable, "num_inference_steps": self.steps, "generator": generator}
 
 
 def as_whole(value: Any) -> Any:
-    """A number field may send 20.0 for 20."""
+    """20 for 20.0, which number fields send."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _check_whole(name: str, value: Any, least: int, most: int) -> None:
-    if not is_whole(value, least, most):
-        raise PlanError(f"{name} {value!r}: it is a whole number from {least} to {most}")
+def _check_whole(name: str, value: Any, least: int, limit: int) -> None:
+    if not is_whole(value, least, limit):
+        raise PlanError(f"{name} {value!r}: it is a whole number from {least} to {limit}")

@@ -1,10 +1,10 @@
-"""Who uses the workers: one job after another, each watched and cancelled by the page that asked for it.
+"""The queue before the workers: one job at a time, observed and cancelled by the page that submitted it.
 
     page A --submit--> [ A | B | C ] --one thread--> workers
-    page A <--view---- how many are ahead, step, preview, result
+    page A <--view---- jobs ahead, step, preview, result
 
-Pages never wait for workers: they look at views. A page that is reloaded finds its job again; a page that is gone
-leaves nothing behind, because its job is cancelled when it has not come back for a moment.
+Pages never block on workers: they read views. A reloaded page finds its job again; the job of a closed page is
+cancelled after a grace period. Gradio's own queue cannot do this: see docs/decisions/0023-job-queue-beside-gradio.md.
 """
 
 import logging
@@ -17,20 +17,20 @@ from typing import Any, Literal
 from patchpar import PatchparError, PlanError, WorkerDied, WorkerHung
 
 JobState = Literal["waiting", "running", "done", "failed", "cancelled"]
-MOST_WAITING = 8  # jobs; who comes later is told so at once, instead of waiting for minutes
-GRACE = 10.0  # seconds in which a page that was reloaded comes back
+MAX_WAITING = 8  # jobs; a further one is refused at once instead of waiting for minutes
+GRACE = 10.0  # seconds for a reloaded page to reconnect
 CLOSE_SECONDS = 3.0  # a first call may be minutes from its next step, and `docker stop` waits for ten seconds
-KEPT = 16  # pages whose last result is remembered; a picture and its trace are some MB
+MAX_PAGES = 16  # pages whose last results are kept; an image and its trace take some MB
 log = logging.getLogger(__name__)
 
 
 class Cancelled(Exception):
-    """Raised inside a job that its page has cancelled."""
+    """Raised inside a job that was cancelled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """A job as it is now. `ahead`: jobs before it. `preview`: a small PIL picture. `error`: a sentence for the person.
+    """Snapshot of a job. `ahead`: jobs before it. `preview`: a small PIL image. `error`: a message for the user.
 
     `version` grows with every change.
     """
@@ -47,12 +47,12 @@ class JobView:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will happen."""
+        """Whether the job has ended."""
         return self.state in ("done", "failed", "cancelled")
 
 
 class Job:
-    """One piece of work for the workers. `work` gets the job, to show how far it is, and returns the result."""
+    """Work for the workers. `work` gets the job, to report progress, and returns the result."""
 
     def __init__(self, work: "Callable[[Job], Any]") -> None:
         self._work = work
@@ -62,26 +62,26 @@ class Job:
 
     @property
     def view(self) -> JobView:
-        """How it stands."""
+        """The current snapshot."""
         return self._view
 
     def show(self, **changes: Any) -> None:
-        """Fields of the view that have changed."""
+        """Update fields of the view."""
         self._change(**changes)
 
     def check(self) -> None:
-        """Raise Cancelled where nobody wants the result any more."""
+        """Raise Cancelled if the job was cancelled."""
         if self._is_unwanted:
             raise Cancelled
 
     def cancel(self) -> None:
-        """End it: at once if it waits, at its next check if it runs."""
+        """Cancel: at once while it waits, at its next check while it runs."""
         self._is_unwanted = True
         if self._view.state == "waiting":
             self._change(state="cancelled")
 
     def run(self) -> None:
-        """Do the work. Whatever happens becomes the view."""
+        """Do the work. The outcome is in the view."""
         if self._view.is_over:
             return
         self._change(state="running", ahead=0)
@@ -92,12 +92,12 @@ class Job:
         except Exception as error:
             if not isinstance(error, PatchparError):
                 log.exception("a job failed")
-            self._change(state="failed", error=sentence_of(error), preview=None)
+            self._change(state="failed", error=job_error_message(error), preview=None)
         else:
             self._change(state="done", result=result, preview=None)
 
-    def stand(self, ahead: int) -> None:
-        """So many jobs are before it."""
+    def set_ahead(self, ahead: int) -> None:
+        """Set the number of jobs before it."""
         if self._view.state == "waiting" and self._view.ahead != ahead:
             self._change(ahead=ahead)
 
@@ -107,10 +107,10 @@ class Job:
                 self._view = replace(self._view, **changes, version=self._view.version + 1)
 
 
-def sentence_of(error: Exception) -> str:
-    """An error for the page: the package's own as they are, others with their kind; a worker's traceback is left out.
+def job_error_message(error: Exception) -> str:
+    """Message for the page: the package's own errors as they are, others with their kind, without tracebacks.
 
-    The traceback is in the terminal of the server.
+    The traceback is in the server's terminal.
     """
     text = str(error) or "no message"
     first = text.split("\nTraceback", 1)[0].strip()
@@ -121,75 +121,75 @@ def sentence_of(error: Exception) -> str:
 
 @dataclass(slots=True)
 class _PageJobs:
-    """What is known of one page: its last job of each kind, and what cancels the last if the page stays away."""
+    """Jobs and values of one page. `leaving`: cancels its job if the page does not reconnect."""
 
-    jobs: dict[str, Job] = field(default_factory=dict)
+    job_queue: dict[str, Job] = field(default_factory=dict)
     last: Job | None = None
     leaving: threading.Timer | None = None
-    kept: dict[str, Any] = field(default_factory=dict)
+    stored: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether no job of the page waits or runs."""
         return self.last is None or self.last.view.is_over
 
 
 class JobQueue:
-    """The one queue before the workers. `close` ends it."""
+    """The only queue before the workers. `close` ends it."""
 
-    def __init__(self, *, most_waiting: int = MOST_WAITING, grace: float = GRACE) -> None:
-        self._most, self._grace = most_waiting, grace
+    def __init__(self, *, max_waiting: int = MAX_WAITING, grace: float = GRACE) -> None:
+        self._most, self._grace = max_waiting, grace
         self._changed = threading.Condition(threading.RLock())
         self._waiting: deque[Job] = deque()
         self._running: Job | None = None
         self._pages: OrderedDict[str, _PageJobs] = OrderedDict()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._serve, name="patchpar-desk", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="patchpar-jobs", daemon=True)
         self._thread.start()
 
     def submit(self, owner: str, kind: str, work: Callable[[Job], Any]) -> Job:
-        """A new job at the end of the queue. Raises PlanError if there is no room, or the page has one under way."""
+        """Append a job. Raises PlanError if the queue is full, or the page's last job has not ended."""
         with self._changed:
             page = self._page(owner)
             if self._is_closed:
                 raise PlanError("the server is closing: start it again")
             if not page.is_idle:
-                raise PlanError("this page has a job under way: wait for it, or cancel it")
+                raise PlanError("this page already has a job: wait for it, or cancel it")
             self._waiting = deque(job for job in self._waiting if not job.view.is_over)
             if len(self._waiting) >= self._most:
-                raise PlanError(f"{len(self._waiting)} jobs are waiting, which is all there is room for: try later")
-            page.last = page.jobs[kind] = job = Job(work)
+                raise PlanError(f"{len(self._waiting)} jobs are waiting, which is the limit: try later")
+            page.last = page.job_queue[kind] = job = Job(work)
             self._waiting.append(job)
-            self._count()
+            self._update_positions()
             self._changed.notify_all()
             return job
 
     def job_of(self, owner: str, kind: str) -> Job | None:
-        """The last job of this kind that a page had."""
+        """The page's last job of this kind."""
         with self._changed:
-            return self._page(owner).jobs.get(kind)
+            return self._page(owner).job_queue.get(kind)
 
-    def keep(self, owner: str, name: str, value: Any) -> None:
-        """Remember something for a page, until pages that came later take its place."""
+    def store(self, owner: str, name: str, value: Any) -> None:
+        """Store a value for a page; the least recent pages are dropped beyond MAX_PAGES."""
         with self._changed:
-            self._page(owner).kept[name] = value
+            self._page(owner).stored[name] = value
 
-    def kept(self, owner: str, name: str) -> Any:
-        """What was remembered, or None."""
+    def stored(self, owner: str, name: str) -> Any:
+        """The stored value, or None."""
         with self._changed:
-            return self._page(owner).kept.get(name)
+            return self._page(owner).stored.get(name)
 
     def cancel(self, owner: str) -> None:
-        """Cancel the page's job, if it has one under way."""
+        """Cancel the page's job, if it has not ended."""
         with self._changed:
             page = self._page(owner)
             page.leaving = None
             if page.last is not None:
                 page.last.cancel()
-            self._count()
+            self._update_positions()
 
-    def left(self, owner: str) -> None:
-        """The page is gone; perhaps it is only being reloaded."""
+    def page_left(self, owner: str) -> None:
+        """The page disconnected, perhaps for a reload: cancel its job after the grace period."""
         with self._changed:
             page = self._page(owner)
             if not page.is_idle and page.leaving is None:
@@ -197,8 +197,8 @@ class JobQueue:
                 page.leaving.daemon = True
                 page.leaving.start()
 
-    def back(self, owner: str) -> None:
-        """The page is here again."""
+    def page_returned(self, owner: str) -> None:
+        """The page reconnected: keep its job."""
         with self._changed:
             page = self._page(owner)
             if page.leaving is not None:
@@ -206,13 +206,13 @@ class JobQueue:
                 page.leaving = None
 
     def _give_up(self, owner: str) -> None:
-        """Cancel the job of a page that has not come back."""
+        """Cancel the job of a page that has not reconnected."""
         with self._changed:
-            if self._page(owner).leaving is not None:  # it may have come back in this very moment
+            if self._page(owner).leaving is not None:  # it may have reconnected just now
                 self.cancel(owner)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Cancel everything, and wait a little for the job that runs: it ends with its step. Idempotent."""
+        """Cancel everything, and wait up to `timeout` seconds for the running job. Idempotent."""
         with self._changed:
             self._is_closed = True
             for job in (*self._waiting, *filter(None, [self._running])):
@@ -227,7 +227,7 @@ class JobQueue:
         page = self._pages.setdefault(owner, _PageJobs())
         self._pages.move_to_end(owner)
         idle = [name for name, other in self._pages.items() if other.is_idle]
-        for name in idle[: max(0, len(self._pages) - KEPT)]:
+        for name in idle[: max(0, len(self._pages) - MAX_PAGES)]:
             if name != owner:
                 del self._pages[name]
         return page
@@ -239,15 +239,15 @@ class JobQueue:
                 if not self._waiting:
                     return
                 self._running = self._waiting.popleft()
-                self._count()
+                self._update_positions()
             self._running.run()
             with self._changed:
                 self._running = None
-                self._count()
+                self._update_positions()
 
-    def _count(self) -> None:
-        """Tell those who wait how many are ahead. Under the lock."""
+    def _update_positions(self) -> None:
+        """Update `ahead` of waiting jobs. Needs the lock."""
         ahead = int(self._running is not None)
         for job in self._waiting:
-            job.stand(ahead)
+            job.set_ahead(ahead)
             ahead += not job.view.is_over

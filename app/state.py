@@ -1,44 +1,44 @@
-"""Everything behind the page: one desk, one set of workers, and who is there."""
+"""State behind the page: one job queue, one set of workers, the page sessions."""
 
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from .drawing import ImageJobRunner
-from .jobs import JobQueue
-from .live import Feeds
-from .visits import PageSessions
+from .feeds import Feeds
+from .image_runner import ImageJobRunner
+from .job_queue import JobQueue
+from .sessions import PageSessions
 from .workers import AppConfig, AppWorkers
 
 HOUR = 3600.0  # seconds that a page's files are kept
 
 
 def _scratch() -> TemporaryDirectory[str]:
-    return TemporaryDirectory(prefix="patchpar-app-", ignore_cleanup_errors=True)  # a job may still write into it
+    return TemporaryDirectory(prefix="patchpar-app-", ignore_cleanup_errors=True)  # a job may still be writing
 
 
 @dataclass(frozen=True, slots=True)
 class AppState:
-    """What every tab is given. `scratch`: files to and from pages, for nobody else to read. `close` ends it all."""
+    """Shared by all tabs. `scratch`: files of pages, readable by this user only. `close` ends everything."""
 
     workers: AppWorkers
-    artist: ImageJobRunner
-    desk: JobQueue
-    visits: PageSessions
+    image_runner: ImageJobRunner
+    job_queue: JobQueue
+    sessions: PageSessions
     feeds: Feeds
     scratch: TemporaryDirectory[str] = field(default_factory=_scratch)
 
     @classmethod
     def open(cls, setup: AppConfig) -> "AppState":
-        """Nothing is started before a job needs it; the first is to get ready."""
-        workers, desk = AppWorkers(setup), JobQueue()
-        studio = cls(workers, ImageJobRunner(workers), desk, PageSessions(desk), Feeds())
-        desk.submit("", "prepare", studio.artist.prepare)
-        return studio
+        """Workers are started by the first job, which prepares them."""
+        workers, job_queue = AppWorkers(setup), JobQueue()
+        state = cls(workers, ImageJobRunner(workers), job_queue, PageSessions(job_queue), Feeds())
+        job_queue.submit("", "prepare", state.image_runner.prepare)
+        return state
 
     def folder_of(self, owner: str) -> Path:
-        """Where a page's files are put. Those of any page that are older than an hour are deleted."""
+        """Folder of a page's files. Files of any page older than an hour are deleted."""
         pages = self._folder("pages")
         for old in pages.glob("*/*"):
             if time.time() - old.stat().st_mtime > HOUR:
@@ -49,7 +49,7 @@ class AppState:
 
     @property
     def uploads(self) -> Path:
-        """Where Gradio puts what people upload, and previews and results; it deletes them after an hour."""
+        """Gradio's folder of uploads, previews and results; Gradio deletes them after an hour."""
         return self._folder("uploads")
 
     def _folder(self, name: str) -> Path:
@@ -60,7 +60,7 @@ class AppState:
     def close(self) -> None:
         """End jobs and workers. Idempotent."""
         self.feeds.close()
-        self.desk.close()
-        self.workers.close()  # which ends the job that has not ended by itself
-        self.desk.close()
+        self.job_queue.close()
+        self.workers.close()  # ends a job that is still running
+        self.job_queue.close()
         self.scratch.cleanup()

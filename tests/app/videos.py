@@ -1,4 +1,4 @@
-"""Films to upload, made when they are needed: each frame is grey, ten steps brighter than the one before."""
+"""Videos to upload, made when they are needed: each frame is grey, ten steps brighter than the one before."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 BRIGHTER = 10
 
 
-def grey_film(path: Path, *, frames: int, fps: int, size: tuple[int, int] = (96, 64)) -> Path:
+def grey_video(path: Path, *, frames: int, fps: int, size: tuple[int, int] = (96, 64)) -> Path:
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libvpx-vp9" if path.suffix == ".webm" else "libx264", rate=fps)
         stream.width, stream.height, stream.pix_fmt = *size, "yuv420p"

@@ -1,4 +1,4 @@
-"""Noise that changes a little from picture to picture, so that a prompt alone becomes a film.
+"""Noise that changes a little from image to image, which turns a single prompt into a video.
 
 noise(t) = cos(a) first + sin(a) second        a circle: as white as its two ends everywhere, and closed
 """
@@ -6,11 +6,11 @@ noise(t) = cos(a) first + sin(a) second        a circle: as white as its two end
 import math
 from typing import Any
 
-PICTURES_PER_ROUND = 96
+PERIOD = 96
 
 
 class NoiseWalk:
-    """Latents (1, channels, height, width) for picture after picture. The same seed, the same walk."""
+    """Initial latents (1, channels, height, width) of successive images. The same seed gives the same walk."""
 
     def __init__(self, seed: int, shape: tuple[int, int, int]) -> None:
         import torch
@@ -19,6 +19,6 @@ class NoiseWalk:
         self._first, self._second = (torch.randn((1, *shape), generator=generator) for _ in range(2))
 
     def at(self, number: int) -> Any:
-        """The noise of a picture."""
-        angle = 2 * math.pi * number / PICTURES_PER_ROUND
+        """The noise of image `number`, shape (1, channels, height, width)."""
+        angle = 2 * math.pi * number / PERIOD
         return math.cos(angle) * self._first + math.sin(angle) * self._second

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from app.jobs import Job, JobView
+from app.job_queue import Job, JobView
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:

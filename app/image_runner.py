@@ -1,0 +1,149 @@
+"""Runs image jobs: progress and previews during generation, run statistics with the result."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from patchpar import ParallelPipeline, PlanError, Run, upscale
+
+from .job_queue import Job
+from .presets import Preset
+from .preview import ColourMap
+from .requests import GenerateRequest
+from .workers import AppWorkers
+
+READY_STEPS = 4  # of the first image, which loads and verifies the model and fits the preview
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobImage:
+    """A PIL image, its exact values (H, W, 3) in 0..1 if requested, and the run."""
+
+    image: Any
+    run: Run
+    why: str
+    values: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """`title`: shown as progress. `traced`: record all events. `exact`: return float values with the image."""
+
+    title: str = "generating"
+    traced: bool = True
+    exact: bool = False
+
+
+class ImageJobRunner:
+    """Runs generation on the workers, and fits the latent preview to each result."""
+
+    def __init__(self, workers: AppWorkers) -> None:
+        self.workers = workers
+        self.colours = ColourMap()
+
+    def prepare(self, job: Job) -> None:
+        """Start the workers and generate once, so that the first real image is as fast as later ones."""
+        job.show(note="starting the workers and loading the model")
+        pipe = self.workers.image_pipeline(self.workers.presets[0])
+        job.show(note="verifying the split model against the plain one", steps=READY_STEPS)
+        arguments = {"prompt": "an image", "num_inference_steps": READY_STEPS}
+        self._call(pipe, arguments, job, RunOptions(title="warming up", traced=False))
+
+    def generate(
+        self, job: Job, request: GenerateRequest, preset: Preset, options: RunOptions | None = None
+    ) -> JobImage:
+        """One image. Raises PlanError, Cancelled, and what the pipeline raises."""
+        options = options or RunOptions()
+        job.check()
+        job.show(note=options.title, step=0, steps=request.steps)
+        pipe = self.workers.image_pipeline(preset)
+        arguments = request.arguments(pipe.description.parameters)
+        if options.exact:
+            arguments["output_type"] = "np"
+        return self._call(pipe, arguments, job, options)
+
+    def upscale(self, job: Job, request: GenerateRequest, image: Any, *, scale: float, strength: float) -> JobImage:
+        """Upscale a PIL image by `scale` with the model. Raises as `generate` does."""
+        job.check()
+        job.show(note="starting the image-to-image workers")
+        pipe = self.workers.upscaler()
+        arguments = request.arguments(set(pipe.description.parameters) - {"height", "width"})
+        with self._watched(pipe, job, RunOptions(title="upscaling")) as watched:
+            larger = upscale(pipe, image, scale=scale, strength=strength, **arguments, **watched.arguments)
+        return _job_image(pipe, larger)
+
+    def _call(self, pipe: ParallelPipeline, arguments: dict[str, Any], job: Job, options: RunOptions) -> JobImage:
+        with self._watched(pipe, job, options) as watched:
+            output = pipe(**arguments, **watched.arguments)
+        image, values = image_of(output)
+        watched.fit_colours(image)
+        return _job_image(pipe, image, values)
+
+    @contextmanager
+    def _watched(self, pipe: ParallelPipeline, job: Job, options: RunOptions) -> Iterator["WatchedCall"]:
+        """Report the steps of a pipeline call to the job's page."""
+        has_callback = "callback_on_step_end" in pipe.description.parameters
+        watched = WatchedCall(job, options.title, self.colours, has_callback=has_callback)
+        pipe.tracing, pipe.on_step = options.traced, watched.count
+        try:
+            yield watched
+        finally:
+            pipe.on_step, pipe.tracing = None, False
+
+
+def _job_image(pipe: ParallelPipeline, image: Any, values: Any = None) -> JobImage:
+    assert pipe.last_run is not None
+    return JobImage(image=image, values=values, run=pipe.last_run, why=pipe.explain())
+
+
+class WatchedCall:
+    """Reports the steps of one call. Cancelling ends it between two steps, and the workers stay usable.
+
+    This takes `callback_on_step_end`. A pipeline without callbacks is interrupted inside a step instead, which ends
+    its workers: they are started again for the next image.
+    """
+
+    def __init__(self, job: Job, title: str, colours: ColourMap, *, has_callback: bool) -> None:
+        self._job, self._title, self._colours, self._has_callback = job, title, colours, has_callback
+        self._latents: Any = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the call that report its steps."""
+        return {"callback_on_step_end": self.after_step} if self._has_callback else {}
+
+    def after_step(self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        """A callback_on_step_end. Raises Cancelled."""
+        self._job.check()
+        latents = tensors.get("latents")
+        if latents is not None:
+            self._latents = latents[0].detach().float().cpu().numpy()
+            self._job.show(preview=self._colours.show(self._latents))
+        return {}
+
+    def count(self, step: int, steps: int) -> None:
+        """A hook of `pipe.on_step`. Raises Cancelled where there is no callback to do so."""
+        self._job.show(step=step, steps=steps, note=self._title)
+        if not self._has_callback:
+            self._job.check()
+
+    def fit_colours(self, image: Any) -> None:
+        """Fit the preview to the finished image and its last latents."""
+        if self._latents is not None:
+            self._colours.fit(self._latents, image)
+
+
+def image_of(output: Any) -> tuple[Any, Any]:
+    """(PIL image, exact values or None) of a pipeline's output. Raises PlanError where there are no images."""
+    images = getattr(output, "images", None)
+    if images is None:
+        raise PlanError(
+            f"this model returns {type(output).__name__}, which has no images: load a model that generates images"
+        )
+    first = images[0]
+    if hasattr(first, "convert"):
+        return first, None
+    from patchpar.pipeline.image_metrics import as_picture
+
+    return as_picture(first), first
