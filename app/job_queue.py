@@ -4,7 +4,7 @@
     page A <--view---- jobs ahead, step, preview, result
 
 Pages never block on workers: they read views. A reloaded page finds its job again; the job of a closed page is
-cancelled after a grace period. Gradio's own queue cannot do this: see docs/decisions/0023-job-queue-beside-gradio.md.
+cancelled after a grace period. Gradio's own queue cannot do this: see docs/decisions/0024-job-queue-beside-gradio.md.
 """
 
 import logging
