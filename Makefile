@@ -1,13 +1,13 @@
-# make demo     a picture by two workers on this machine, from a fresh clone
+# make demo     an image by two workers on this machine, from a fresh clone
 # make app      the demo, a page in the browser
 # make test     the whole test suite
 # make test-all the same for every model, scheduler and option that a promise names, and every tab of the page
 # make test-lowest  a part of it with the lowest versions that pyproject.toml allows, in .venv-lowest
 # make check    lint, types, direction of imports
 # make docs     the docs as a site, in build/site
-# make drawings the drawings of the docs, drawn again
-# make figures  draw the drawings of the docs again, and measure again what they state
-# make figures-long  the same for what takes hours: large pictures, half an hour of stream
+# make diagrams the diagrams of the docs, as SVG
+# make figures  the diagrams of the docs, and every measurement that they quote
+# make figures-long  the same for what takes hours: large images, half an hour of stream
 # make coverage every transformer, UNet and pipeline class of diffusers, split and held against the plain one
 # make plans    find the token plans anew that come with the package
 # Each makes what it needs in .venv first; the second time that costs nothing.
@@ -19,12 +19,12 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --quiet --disable-pip-version-check
 PROMPT ?= a red house on the left and a pine on the right, green hills at sunset
 
-.PHONY: demo app browser test test-all test-lowest lint format types imports check docs drawings figures figures-long coverage plans clean
+.PHONY: demo app browser test test-all test-lowest lint format types imports check docs diagrams figures figures-long coverage plans clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
 	$(BIN)/patchpar generate "$(PROMPT)" --devices 2 --output demo.png
-	@echo "Look at demo.png. Next: make app, a page in the browser to draw, compare and stream."
+	@echo "Look at demo.png. Next: make app, a page in the browser to generate, compare and stream."
 
 app: $(VENV)/installed-app
 	$(BIN)/patchpar app
@@ -67,11 +67,11 @@ imports: $(VENV)/installed-dev
 docs: $(VENV)/installed-docs
 	$(BIN)/mkdocs build --quiet
 
-drawings: $(VENV)/installed
-	$(BIN)/python -m benchmarks.drawings
+diagrams: $(VENV)/installed
+	$(BIN)/python -m benchmarks.diagrams
 
 # Takes the better part of an hour, and an otherwise idle machine.
-figures: $(VENV)/installed-dev drawings
+figures: $(VENV)/installed-dev diagrams
 	$(BIN)/python -m benchmarks.scaling --write docs/figures/scaling.md
 	$(BIN)/python -m benchmarks.parity --write docs/figures/parity.md
 	$(BIN)/python -m benchmarks.parity.half --write docs/figures/parity-half.md
@@ -82,7 +82,7 @@ figures: $(VENV)/installed-dev drawings
 	$(BIN)/python -m benchmarks.vae --turns 3 --write docs/figures/vae.md
 	$(BIN)/python -m benchmarks.stream --write docs/figures/stream.md
 	$(BIN)/python -m benchmarks.stream.onset --model assets/face-stream --variant fp16 --write docs/figures/stream-onset.md
-	$(BIN)/python -m benchmarks.stream.pictures --write docs/figures/stream-pictures.md
+	$(BIN)/python -m benchmarks.stream.images --write docs/figures/stream-images.md
 	$(BIN)/python -m benchmarks.overlap --latency 1 --latency 5 --latency 20 --load 0.3 --load 0.6 --load 1 --write docs/figures/overlap.md
 	$(BIN)/python -m benchmarks.overlap --strategy displaced --strategy pcpp --latency 20 --load 0.3 --load 0.6 --load 1 \
 	  --steps 7 --no-rule --write docs/figures/hidden.md
@@ -95,7 +95,7 @@ figures: $(VENV)/installed-dev drawings
 
 # Hours, on an otherwise idle machine.
 figures-long: $(VENV)/installed-dev
-	$(BIN)/python -m benchmarks.highres --draw 2x16x20 --draw 4x4x20 --write docs/figures/highres.md
+	$(BIN)/python -m benchmarks.highres --generate 2x16x20 --generate 4x4x20 --write docs/figures/highres.md
 	$(BIN)/python -m benchmarks.stream.long --devices cpu:2 --write docs/figures/stream-long.md
 	$(BIN)/python -m benchmarks.stream.long --model assets/face-stream --variant fp16 --devices cpu:2 --blocks 300 \
 	  --write docs/figures/stream-face.md

@@ -1,7 +1,7 @@
 """What the first call of a transformer costs where a plan for its tokens is shipped, and where it has to be found.
 
     python -m benchmarks.first_call              a minute or two, on an otherwise idle machine
-    python -m benchmarks.first_call --latents 64 another size of the picture
+    python -m benchmarks.first_call --latents 64 another size of the image
 
 Two ranks of one thread, nothing kept from before, everything verified. The models are those of `benchmarks.tokens`.
 All ways take turns; times are medians over the turns, ratios medians of the ratios.
@@ -79,7 +79,7 @@ def _step(layer: Any, forward: Any) -> Any:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--latents", type=int, default=64, help="a side of the picture, two to a token")
+    parser.add_argument("--latents", type=int, default=64, help="a side of the image, two to a token")
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
     with LocalExecutor(["cpu"] * 2, "benchmarks.first_call:Bench", deadline=DEADLINE) as ranks:

@@ -68,7 +68,7 @@ def test_make_writes_every_page_of_figures_again() -> None:
     makefile = (REPOSITORY / "Makefile").read_text().replace("--table --plot", "--table docs/figures/quality.md --plot")
     written = set(re.findall(r"(?:--write|--table) docs/figures/([\w-]+\.md)", makefile))
     assert written == {page.name for page in (REPOSITORY / "docs" / "figures").glob("*.md")}
-    assert re.search(r"^figures: .*\bdrawings\b", makefile, re.MULTILINE)
+    assert re.search(r"^figures: .*\bdiagrams\b", makefile, re.MULTILINE)
 
 
 def test_folders_of_tests() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import patchpar
-from benchmarks.drawings.__main__ import DRAWINGS
+from benchmarks.diagrams.__main__ import DIAGRAMS
 
 REPOSITORY = Path(__file__).parent.parent
 DOCS = REPOSITORY / "docs"
@@ -55,14 +55,14 @@ HOW_TOS = (
 
 
 @pytest.mark.parametrize("concept", CONCEPTS)
-def test_a_concept_is_drawn(concept: str) -> None:
-    """Each has a drawing of its own, which `make drawings` makes again, with words for those who do not see it."""
+def test_a_concept_is_generated(concept: str) -> None:
+    """Each has a diagram of its own, which `make diagrams` makes again, with words for those who do not see it."""
     others = "".join((DOCS / f"{other}.md").read_text() for other in CONCEPTS if other != concept)
-    drawings = re.findall(
+    diagrams = re.findall(
         r"!\[([^\]]{20,})\]\(\.\./assets/figures/([\w-]+)\.svg\)", (DOCS / f"{concept}.md").read_text()
     )
-    own = {name for _, name in drawings if name in DRAWINGS and f"/{name}.svg" not in others}
-    assert own, f"{concept}.md has no drawing of its own"
+    own = {name for _, name in diagrams if name in DIAGRAMS and f"/{name}.svg" not in others}
+    assert own, f"{concept}.md has no diagram of its own"
 
 
 def test_every_how_to_is_there() -> None:

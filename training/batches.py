@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import CLIPTokenizer
 
 from training.latents import CELL, object_mask, to_latent, to_tensor
-from training.render import picture
+from training.render import sample_render
 from training.scenes import Scene, caption, flipped, look_indices
 from training.stages import Bucket
 from training.tokenizer import token_ids
@@ -43,7 +43,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One training picture: latent (4, H, W), object mask (1, H, W), what it shows, in words too."""
+    """One training image: latent (4, H, W), object mask (1, H, W), what it shows, in words too."""
 
     latent: Tensor
     mask: Tensor
@@ -52,8 +52,8 @@ class Sample:
 
 
 def draw_sample(key: str, height: int, width: int) -> Sample:
-    """The training picture of a key, height and width in latent cells; half of them mirrored, caption and all."""
-    shown = picture(key, height=height * CELL, width=width * CELL)
+    """The training image of a key, height and width in latent cells; half of them mirrored, caption and all."""
+    shown = sample_render(key, height=height * CELL, width=width * CELL)
     latent, mask = to_latent(to_tensor(shown.pixels))[0], object_mask(shown)
     rng = random.Random(f"mirror {key}")
     if rng.random() < 0.5:
@@ -64,7 +64,7 @@ def draw_sample(key: str, height: int, width: int) -> Sample:
 
 
 def draw_batch(key: str, bucket: Bucket, tokenizer: CLIPTokenizer, executor: Executor | None = None) -> Batch:
-    """The batch of a key. Pictures are drawn in the executor's processes where one is given."""
+    """The batch of a key. Images are drawn in the executor's processes where one is given."""
     keys = [f"{key} {index}" for index in range(bucket.batch)]
     spread: Callable = map if executor is None else executor.map
     samples = list(spread(draw_sample, keys, [bucket.height] * bucket.batch, [bucket.width] * bucket.batch))
@@ -86,7 +86,7 @@ def draw_timesteps(count: int, shift: float, generator: torch.Generator) -> Tens
     """Stratified timesteps 0..999: a quarter uniform, the rest logit-normal around the shift.
 
     What is where gets decided at the higher noise levels; v-prediction with uniform timesteps would spend a third of
-    the work on the lowest ones, where the picture is all but finished.
+    the work on the lowest ones, where the image is all but finished.
     """
     order = torch.randperm(count, generator=generator)
     quantile = ((order + torch.rand(count, generator=generator)) / count).clamp(1e-4, 1 - 1e-4)

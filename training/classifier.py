@@ -1,9 +1,9 @@
-"""What a picture shows: a small network that names the object on each side, the terrain and the time of day.
+"""What an image shows: a small network that names the object on each side, the terrain and the time of day.
 
     python -m training.classifier --steps 3000          # writes training/classifier.safetensors
 
-It is trained on renders alone, never on generated pictures, and has to name held-out renders before it may judge.
-Each half of a picture is looked at separately, the right one in a mirror, so "left" and "right" cannot be confused.
+It is trained on renders alone, never on generated images, and has to name held-out renders before it may judge.
+Each half of an image is looked at separately, the right one in a mirror, so "left" and "right" cannot be confused.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from training.latents import to_tensor
-from training.render import picture
+from training.render import sample_render
 from training.scenes import LOOKS, SIDES, TERRAINS, TIMES, Look, Scene, look_indices, look_of
 from training.stages import Schedule
 
 WEIGHTS = Path(__file__).with_name("classifier.safetensors")
 SIDE_PX = 128
-"""Pictures are looked at with their shorter side at this many pixels."""
+"""Images are looked at with their shorter side at this many pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Verdict:
 
 
 class Classifier(nn.Module):
-    """Pictures (B, 3, H, W) in -1..1 to logits: looks (B, 2, 21), terrain (B, 4), time (B, 3)."""
+    """Images (B, 3, H, W) in -1..1 to logits: looks (B, 2, 21), terrain (B, 4), time (B, 3)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,9 +57,9 @@ class Classifier(nn.Module):
         self.terrain = nn.Linear(256, len(TERRAINS))
         self.time = nn.Linear(256, len(TIMES))
 
-    def forward(self, picture_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, image_BCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits of the two sides, the terrain and the time."""
-        left, right = picture_BCHW.chunk(2, -1)
+        left, right = image_BCHW.chunk(2, -1)
         seen = self.trunk(torch.cat([left, right.flip(-1)]))
         features = torch.cat([seen.mean((2, 3)), seen.amax((2, 3))], 1)
         sides = torch.stack(features.chunk(2), 1)
@@ -74,10 +74,10 @@ def targets(scenes: list[Scene]) -> tuple[Tensor, Tensor, Tensor]:
     return torch.tensor(looks), torch.tensor(terrains), torch.tensor([TIMES.index(scene.time) for scene in scenes])
 
 
-def judge(classifier: Classifier, pictures_BCHW: Tensor) -> list[Verdict]:
-    """What the pictures (B, 3, H, W) in -1..1 show, whatever their size."""
+def judge(classifier: Classifier, images_BCHW: Tensor) -> list[Verdict]:
+    """What the images (B, 3, H, W) in -1..1 show, whatever their size."""
     with torch.no_grad():
-        look, terrain, time = (logits.argmax(-1).tolist() for logits in classifier(_seen(pictures_BCHW)))
+        look, terrain, time = (logits.argmax(-1).tolist() for logits in classifier(_seen(images_BCHW)))
     rows = zip(look, terrain, time, strict=True)
     return [Verdict(left=LOOKS[a], right=LOOKS[b], terrain=TERRAINS[c], time=TIMES[d]) for (a, b), c, d in rows]
 
@@ -93,7 +93,7 @@ def accuracy(classifier: Classifier, count: int, *, height: int = 256, width: in
     """Share of held-out renders of that size whose two looks, terrain and time are named rightly."""
     right = {"objects": 0, "terrain": 0, "time": 0}
     for seed in range(count):
-        shown = picture(f"judge {seed}", height=height, width=width, held_out=True)
+        shown = sample_render(f"judge {seed}", height=height, width=width, held_out=True)
         verdict = judge(classifier, to_tensor(shown.pixels))[0]
         right["objects"] += all(verdict.on(side) == look_of(shown.scene.on(side)) for side in SIDES)
         right["terrain"] += verdict.terrain == shown.scene.terrain
@@ -122,10 +122,10 @@ def train(steps: int, *, batch: int = 48, rate: float = 2e-3, seed: int = 0) -> 
 def _loss(classifier: Classifier, key: str, batch: int) -> Tensor:
     rng = random.Random(f"judge {key}")
     height, width = rng.choice(((128, 128), (128, 128), (192, 128), (128, 192)))
-    shown = [picture(f"judge train {key} {index}", height=height, width=width) for index in range(batch)]
-    pictures = _worn(torch.cat([to_tensor(one.pixels) for one in shown]), rng)
+    shown = [sample_render(f"judge train {key} {index}", height=height, width=width) for index in range(batch)]
+    images = _worn(torch.cat([to_tensor(one.pixels) for one in shown]), rng)
     wanted = targets([one.scene for one in shown])
-    look, terrain, time = classifier(pictures)
+    look, terrain, time = classifier(images)
     return (
         functional.cross_entropy(look.flatten(0, 1), wanted[0].flatten())
         + 0.3 * functional.cross_entropy(terrain, wanted[1])
@@ -133,17 +133,17 @@ def _loss(classifier: Classifier, key: str, batch: int) -> Tensor:
     )
 
 
-def _worn(pictures: Tensor, rng: random.Random) -> Tensor:
+def _worn(images: Tensor, rng: random.Random) -> Tensor:
     if rng.random() < 0.3:
-        pictures = functional.interpolate(functional.avg_pool2d(pictures, 2), scale_factor=2, mode="bilinear")
-    return pictures + rng.choice((0.0, 0.03, 0.08)) * torch.randn_like(pictures)
+        images = functional.interpolate(functional.avg_pool2d(images, 2), scale_factor=2, mode="bilinear")
+    return images + rng.choice((0.0, 0.03, 0.08)) * torch.randn_like(images)
 
 
-def _seen(pictures: Tensor) -> Tensor:
-    scale = SIDE_PX / min(pictures.shape[-2:])
+def _seen(images: Tensor) -> Tensor:
+    scale = SIDE_PX / min(images.shape[-2:])
     if scale == 1:
-        return pictures
-    return functional.interpolate(pictures, scale_factor=scale, mode="bilinear", antialias=True)
+        return images
+    return functional.interpolate(images, scale_factor=scale, mode="bilinear", antialias=True)
 
 
 def main() -> None:

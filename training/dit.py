@@ -22,9 +22,9 @@ from training.model import POOLED_WIDTH, TEXT_WIDTH, text_config
 EMPTY_TOKENS = 256
 """The pipeline's default `max_sequence_length`."""
 PATCH = 4
-"""Latent cells per token and side: a picture of 256x256 pixels is 16x16 tokens."""
+"""Latent cells per token and side: an image of 256x256 pixels is 16x16 tokens."""
 SIDE_TOKENS, MOST_TOKENS = 16, 32
-"""Tokens per side of a trained picture, and of the largest one that there are positions for."""
+"""Tokens per side of a trained image, and of the largest one that there are positions for."""
 
 DIT_CONFIG = {
     "sample_size": PATCH * SIDE_TOKENS,
@@ -74,7 +74,7 @@ class DitNetworks(nn.Module):
         return functional.pad(words, (0, 0, 0, 1)), torch.cat([first[0], second[0]], -1)
 
     def forward(self, noisy_BCHW: Tensor, timestep_B: Tensor, ids_BT: Tensor) -> Tensor:
-        """The flow (B, 4, H, W), noise minus picture, at noise levels timestep / 1000 for captions as token ids."""
+        """The flow (B, 4, H, W), noise minus image, at noise levels timestep / 1000 for captions as token ids."""
         words, pooled = self.encode(ids_BT)
         return self.transformer(noisy_BCHW, words, pooled, timestep_B, return_dict=False)[0]
 
@@ -101,9 +101,9 @@ class CountedEmptyAttention:
 
 
 def spread_positions(transformer: SD3Transformer2DModel) -> None:
-    """Let the tokens of small pictures be where the same things are in a picture of SIDE_TOKENS, for training only.
+    """Let the tokens of small images be where the same things are in an image of SIDE_TOKENS, for training only.
 
-    The model itself takes the middle positions for small pictures, so what it learns of their layout would be lost.
+    The model itself takes the middle positions for small images, so what it learns of their layout would be lost.
     """
     embedding, crop = transformer.pos_embed, transformer.pos_embed.cropped_pos_embed
 
@@ -117,6 +117,6 @@ def spread_positions(transformer: SD3Transformer2DModel) -> None:
 
 
 def ready_for_training(networks: DitNetworks) -> None:
-    """Use what only training needs: counted empty tokens and positions of small pictures. Weights do not change."""
+    """Use what only training needs: counted empty tokens and positions of small images. Weights do not change."""
     networks.transformer.set_attn_processor(CountedEmptyAttention())
     spread_positions(networks.transformer)

@@ -50,7 +50,7 @@ SHEET = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How pictures are made: height and width in pixels, denoising steps, guidance scale, seed of the first one."""
+    """How images are made: height and width in pixels, denoising steps, guidance scale, seed of the first one."""
 
     height: int
     width: int
@@ -73,12 +73,12 @@ class Scores:
 
 
 def generate(pipe: DiffusionPipeline, captions: Sequence[str], settings: Settings, *, batch: int = 8) -> Tensor:
-    """One picture (3, H, W) in -1..1 per caption; picture i has its own generator with seed settings.seed + i."""
+    """One image (3, H, W) in -1..1 per caption; image i has its own generator with seed settings.seed + i."""
     made = []
     for start in range(0, len(captions), batch):
         words = list(captions[start : start + batch])
         seeds = range(settings.seed + start, settings.seed + start + len(words))
-        pictures = pipe(
+        images = pipe(
             words,
             height=settings.height,
             width=settings.width,
@@ -87,7 +87,7 @@ def generate(pipe: DiffusionPipeline, captions: Sequence[str], settings: Setting
             generator=[torch.Generator().manual_seed(seed) for seed in seeds],
             output_type="pt",
         ).images
-        made.append(pictures.float().cpu() * 2 - 1)
+        made.append(images.float().cpu() * 2 - 1)
     return torch.cat(made)
 
 
@@ -110,14 +110,14 @@ def score(verdicts: Sequence[Verdict], scenes: Sequence[Scene]) -> Scores:
     )
 
 
-def to_image(picture_CHW: Tensor) -> Image.Image:
-    """A picture (3, H, W) in -1..1 as an image."""
-    pixels = ((picture_CHW.clamp(-1, 1) + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
+def to_image(image_CHW: Tensor) -> Image.Image:
+    """An image (3, H, W) in -1..1 as an image."""
+    pixels = ((image_CHW.clamp(-1, 1) + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
     return Image.fromarray(pixels)
 
 
 def sample_sheet(pipe: DiffusionPipeline, settings: Settings) -> Image.Image:
-    """The pictures of SHEET in rows: eight squares, both aspects, and one of twice the size."""
+    """The images of SHEET in rows: eight squares, both aspects, and one of twice the size."""
     sheet = Image.new("RGB", (1536, 768), "white")
     squares = [(256 * column, 256 * row) for row in range(2) for column in range(3)] + [(1024, 512), (1280, 512)]
     places = {(256, 256): squares, (256, 384): [(0, 512), (384, 512)], (384, 256): [(768, 0), (768, 384)]}
@@ -147,7 +147,7 @@ def check_judge(classifier: Classifier, settings: Settings) -> float:
 
 
 def square_sheet(pipe: DiffusionPipeline, settings: Settings) -> Image.Image:
-    """The squares of 256 pixels among the pictures of SHEET, in two rows."""
+    """The squares of 256 pixels among the images of SHEET, in two rows."""
     captions = [caption for caption, height, width in SHEET if height == width == 256]
     return contact_sheet(generate(pipe, captions, replace(settings, height=256, width=256)), len(captions) // 2)
 
@@ -171,18 +171,18 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1000)
     parser.add_argument("--sheet", type=Path, help="draw the sample sheet there instead of measuring")
     parser.add_argument("--squares", action="store_true", help="only the squares of 256 pixels on the sheet")
-    parser.add_argument("--pictures", type=Path, help="also write the judged pictures, side by side, to this file")
+    parser.add_argument("--images", type=Path, help="also write the judged images, side by side, to this file")
     parser.add_argument("--dry", action="store_true", help="print only, leave figures and document as they are")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     return parser.parse_args()
 
 
-def contact_sheet(pictures_BCHW: Tensor, columns: int = 8) -> Image.Image:
-    """All pictures in rows."""
-    height, width = pictures_BCHW.shape[-2:]
-    sheet = Image.new("RGB", (columns * width, -(-len(pictures_BCHW) // columns) * height))
-    for index, one in enumerate(pictures_BCHW):
+def contact_sheet(images_BCHW: Tensor, columns: int = 8) -> Image.Image:
+    """All images in rows."""
+    height, width = images_BCHW.shape[-2:]
+    sheet = Image.new("RGB", (columns * width, -(-len(images_BCHW) // columns) * height))
+    for index, one in enumerate(images_BCHW):
         sheet.paste(to_image(one), (index % columns * width, index // columns * height))
     return sheet
 
@@ -203,10 +203,10 @@ def main() -> None:
     classifier = load_classifier()
     own = check_judge(classifier, settings)
     captions, scenes = zip(*held_out_captions(arguments.count), strict=True)
-    pictures = generate(pipe, captions, settings)
-    if arguments.pictures:
-        contact_sheet(pictures).save(arguments.pictures)
-    shares = asdict(score(judge(classifier, pictures), scenes))
+    images = generate(pipe, captions, settings)
+    if arguments.images:
+        contact_sheet(images).save(arguments.images)
+    shares = asdict(score(judge(classifier, images), scenes))
     figures = {**asdict(settings), "dtype": arguments.dtype, **shares, "classifier": own}
     print(json.dumps(figures), flush=True)
     if not arguments.dry:

@@ -1,10 +1,10 @@
-"""How well the avatar speaks: its mouth against the sound of held-out talks, and its colours against the reference.
+"""How well the avatar speaks: its mouth against the audio of held-out talks, and its colours against the reference.
 
     python -m training.evaluate_face                                      # the packaged avatar, 8 talks of 6 seconds
     python -m training.evaluate_face --sheet assets/figures/samples-face.png
     python -m training.evaluate_face --face runs/face.pt --vae runs/face_vae.pt --talks 2    # a run in between
 
-Faces and speech come from keys that training never draws. `shuffled` is the same with the sound of other moments: a
+Faces and speech come from keys that training never draws. `shuffled` is the same with the audio of other moments: a
 mouth that moves by itself would score there too.
 """
 
@@ -62,7 +62,7 @@ class Talk:
 
     @property
     def reference(self) -> np.ndarray:
-        """The picture (H, W, 3) uint8 that the avatar is shown: at rest and calm."""
+        """The image (H, W, 3) uint8 that the avatar is shown: at rest and calm."""
         return draw_face(self.identity, Pose(), side=SIDE)
 
     @property
@@ -96,7 +96,7 @@ def held_out_talk(number: int, seconds: float) -> Talk:
 
 @torch.no_grad()
 def frames_of(avatar: Avatar, talk: Talk, levels_PC: Tensor) -> np.ndarray:
-    """The frames (F, H, W, 3) uint8 of a talk, by one process, with the sound of these levels; whole blocks only."""
+    """The frames (F, H, W, 3) uint8 of a talk, by one process, with the audio of these levels; whole blocks only."""
     decoder = WanDecoder(avatar.vae)
     sink = decoder.encode(from_pixels(torch.from_numpy(talk.reference.copy())))
     options = WanStreamOptions(
@@ -119,7 +119,7 @@ def frames_of(avatar: Avatar, talk: Talk, levels_PC: Tensor) -> np.ndarray:
 
 
 def judge(avatar: Avatar, talk: Talk) -> dict[str, float]:
-    """Correlations of mouth and loudness by lag and with shuffled sound, share of right moods, errors of colours."""
+    """Correlations of mouth and loudness by lag and with shuffled audio, share of right moods, errors of colours."""
     levels = talk.levels
     wanted = openings(levels).numpy()
     frames = frames_of(avatar, talk, levels)

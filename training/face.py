@@ -104,7 +104,7 @@ class ClipTraining:
             hook.remove()
 
     def velocity(self, noisy_BCFHW: Tensor, batch: Batch) -> Tensor:
-        """The flow (B, 4, F, H, W) from picture to noise, at the batch's noise levels and under its conditions."""
+        """The flow (B, 4, F, H, W) from image to noise, at the batch's noise levels and under its conditions."""
         frames, blocks = self.options.frames, batch.level.shape[1]
         prompts = self.networks.prompts()
         self.course.begin_sink(noisy_BCFHW)

@@ -1,7 +1,7 @@
 """Training clips of talking faces: what is drawn, what is heard and what is asked for, all from one key.
 
-A clip is a reference picture and some frames that follow sound: mouth opening follows the loudness of a frame, mouth
-width the brightness of its sound, and brows and cheeks the prompt. Head and lids move by themselves.
+A clip is a reference image and some frames that follow audio: mouth opening follows the loudness of a frame, mouth
+width the brightness of its audio, and brows and cheeks the prompt. Head and lids move by themselves.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ QUIET_LEVEL, LOUD_LEVEL = 0.0, 0.78
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
-    """Frames (F, H, W, 3) uint8 with their sound as tokens (F, n, C), and a reference picture (H, W, 3).
+    """Frames (F, H, W, 3) uint8 with their audio as tokens (F, n, C), and a reference image (H, W, 3).
 
     `openings`: of the mouth, 0 to 1, one per frame. `moods`: what is asked for, one per frame. `sink_mood`: under which
     prompt the reference is read.
@@ -68,7 +68,7 @@ class Batch:
     """Clean latents (B, 4, F, H, W), reference latents (B, 4, 1, H, W), audio tokens (B, F, n, C).
 
     `moods` (B, N) and `sink_mood` (B): indices of prompts, per block. `mask` (B, 1, 1, H, W): 1 at mouth and eyes.
-    `noise` as the latents, `level` (B, N): noise levels from 0 (picture) to 1 (noise), one per block.
+    `noise` as the latents, `level` (B, N): noise levels from 0 (image) to 1 (noise), one per block.
     """
 
     latent: Tensor
@@ -105,18 +105,18 @@ PROMPTS = (*(prompt_of(mood) for mood in MOODS), "")
 
 
 def openings(levels_PC: Tensor) -> Tensor:
-    """How far the mouth is open, 0 to 1, in picture frames of these sound levels."""
+    """How far the mouth is open, 0 to 1, in image frames of these audio levels."""
     return ((levels_PC[:, 0] - QUIET_LEVEL) / (LOUD_LEVEL - QUIET_LEVEL)).clamp(0, 1)
 
 
 def spreads(levels_PC: Tensor) -> Tensor:
-    """How wide the mouth is, 0 to 1: by how much sound above 1500 Hz is weaker than below, from 30 dB to none."""
+    """How wide the mouth is, 0 to 1: by how much audio above 1500 Hz is weaker than below, from 30 dB to none."""
     high, low = levels_PC[:, 6:].amax(1), levels_PC[:, 1:6].amax(1)
     return (1 + (high - low) * (50 / 30)).clamp(0, 1)
 
 
 def draw_clip(key: str, shape: ClipShape) -> Clip:
-    """The clip of a key. One in five begins with its sound; the others have been going on."""
+    """The clip of a key. One in five begins with its audio; the others have been going on."""
     rng = random.Random(f"face {key}")
     identity = draw_identity(rng)
     count = shape.blocks * shape.frames
@@ -195,8 +195,8 @@ def draw_levels(size: int, blocks: int, generator: torch.Generator) -> Tensor:
 
 def latents_of(pixels_FHWC: np.ndarray) -> Tensor:
     """Anchored latents (4, F, H/4, W/4) of frames."""
-    pictures = torch.from_numpy(np.array(pixels_FHWC)).permute(0, 3, 1, 2).float() / 127.5 - 1
-    return to_latent(pictures).transpose(0, 1)
+    images = torch.from_numpy(np.array(pixels_FHWC)).permute(0, 3, 1, 2).float() / 127.5 - 1
+    return to_latent(images).transpose(0, 1)
 
 
 def speaking_mask(side: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a face in a picture does and looks like, read from its pixels alone.
+"""What a face in an image does and looks like, read from its pixels alone.
 
 Heads stay within a few units of their place, so all boxes are fixed; see `training.faces` for the units.
 """
@@ -43,7 +43,7 @@ def identity_error(frames_FHWC: np.ndarray, reference_HWC: np.ndarray) -> dict[s
 
 
 def moods_of(frames_FHWC: np.ndarray, identity: Identity) -> list[str]:
-    """The mood of each frame: that of the drawing of this person, the head at one of nine places, that is nearest."""
+    """The mood of each frame: that of the diagram of this person, the head at one of nine places, that is nearest."""
     places = [(dx, dy) for dx in (-2, 0, 2) for dy in (-2, -0.5, 1)]
     known = [(mood, Pose(mood=mood, dx=dx, dy=dy)) for mood in MOODS for dx, dy in places]
     side = frames_FHWC.shape[1]

@@ -50,9 +50,9 @@ def decode(vae: AutoencoderKLWan, latent_BCFHW: Tensor) -> Tensor:
     return unpatchify(vae.decoder(vae.post_quant_conv(latent_BCFHW)), FACE_VAE_CONFIG["patch_size"])
 
 
-def encode(vae: AutoencoderKLWan, pictures_BCHW: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and log variance (B, 4, H/4, W/4) of single pictures."""
-    patches = patchify(pictures_BCHW[:, :, None], FACE_VAE_CONFIG["patch_size"])
+def encode(vae: AutoencoderKLWan, images_BCHW: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and log variance (B, 4, H/4, W/4) of single images."""
+    patches = patchify(images_BCHW[:, :, None], FACE_VAE_CONFIG["patch_size"])
     mean, log_variance = vae.quant_conv(vae.encoder(patches))[:, :, 0].chunk(2, 1)
     return mean, log_variance
 

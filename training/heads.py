@@ -5,7 +5,7 @@ distance to the nearest border, draws both objects of a caption on both sides an
 while it is trained, small linear heads must read two things from the features at its lowest resolution: before
 attention the horizontal place of every token, which convolutions carry from the border inwards (padding as a source of
 position: Islam, Jia and Bruce, arXiv:2001.08248), and after attention the object that the caption puts on the token's
-half of the picture. The heads are no part of the packaged model.
+half of the image. The heads are no part of the packaged model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Anchored latents: what the four latent channels mean is defined, not learnt.
 
 A latent cell stands for 4x4 pixels. Channels 0-2 are twice the mean colour of the cell, channel 3 is eight times the
-standard deviation of its luma, minus one half. So training pictures need no encoder, the decoder is a 4x upsampler
-with one hint about detail, and the first three channels of any latent, halved, are a small picture.
+standard deviation of its luma, minus one half. So training images need no encoder, the decoder is a 4x upsampler
+with one hint about detail, and the first three channels of any latent, halved, are a small image.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ CELL = 4
 
 
 def to_tensor(pixels: np.ndarray) -> Tensor:
-    """Pixels (H, W, 3) uint8 to a picture (1, 3, H, W) in -1..1."""
+    """Pixels (H, W, 3) uint8 to an image (1, 3, H, W) in -1..1."""
     return torch.from_numpy(np.array(pixels)).permute(2, 0, 1)[None].float() / 127.5 - 1
 
 
-def to_latent(picture_BCHW: Tensor) -> Tensor:
-    """Pictures (B, 3, H, W) in -1..1 to latents (B, 4, H/4, W/4)."""
-    luma = picture_BCHW.mean(1, keepdim=True)
+def to_latent(image_BCHW: Tensor) -> Tensor:
+    """Images (B, 3, H, W) in -1..1 to latents (B, 4, H/4, W/4)."""
+    luma = image_BCHW.mean(1, keepdim=True)
     variance = functional.avg_pool2d(luma * luma, CELL) - functional.avg_pool2d(luma, CELL) ** 2
     detail = 8 * variance.clamp_min(0).sqrt() - 0.5
-    return torch.cat([2 * functional.avg_pool2d(picture_BCHW, CELL), detail], 1)
+    return torch.cat([2 * functional.avg_pool2d(image_BCHW, CELL), detail], 1)
 
 
 def object_mask(shown: RenderedImage) -> Tensor:

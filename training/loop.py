@@ -21,7 +21,7 @@ from training.stop import StopSignal
 from training.tokenizer import build_tokenizer
 
 OBJECT_WEIGHT = 5.0
-"""Objects cover a tenth of a picture; with this weight they make about a third of the loss. The best prediction stays
+"""Objects cover a tenth of an image; with this weight they make about a third of the loss. The best prediction stays
 the same, because every cell has its own."""
 SAVE_EVERY_SECONDS, REPORT_EVERY_STEPS = 120, 25
 
@@ -107,7 +107,7 @@ def report(run: Run, schedule: Schedule, losses: Mapping[str, float]) -> None:
 
 @contextmanager
 def renderers(count: int) -> Iterator[Executor | None]:
-    """Processes that draw pictures; none where count is 0, and the training process draws them itself."""
+    """Processes that draw images; none where count is 0, and the training process draws them itself."""
     with ProcessPoolExecutor(count) if count else nullcontext() as executor:
         yield executor
 
@@ -137,6 +137,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume-from", type=Path, help="packaged pipeline to start from where there is no state file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch-scale", type=float, default=1.0, help="factor on batch sizes; 16 suits a large GPU")
-    parser.add_argument("--render-workers", type=int, default=0, help="processes that draw pictures; 0: this one")
+    parser.add_argument("--render-workers", type=int, default=0, help="processes that draw images; 0: this one")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--seed", type=int, default=0)

@@ -86,7 +86,7 @@ class Networks(nn.Module):
 
 
 def time_ids(latent_BCHW: Tensor) -> Tensor:
-    """SDXL's size conditioning (B, 6) in pixels: original size, crop corner, target size, for an uncropped picture."""
+    """SDXL's size conditioning (B, 6) in pixels: original size, crop corner, target size, for an uncropped image."""
     batch, _, height, width = latent_BCHW.shape
     size = [CELL * height, CELL * width]
     return torch.tensor([*size, 0, 0, *size], dtype=torch.float32, device=latent_BCHW.device).repeat(batch, 1)

@@ -1,7 +1,7 @@
-"""Scenes to pictures of any size and aspect: sky, sun or moon, terrain, objects, and a lake that mirrors it all.
+"""Scenes to images of any size and aspect: sky, sun or moon, terrain, objects, and a lake that mirrors it all.
 
 Lengths are in `unit`, the shorter side of the canvas, so that objects keep their shape at every aspect; places across
-the picture are in parts of its width. Everything random comes from one generator, in an order that does not depend on
+the image are in parts of its width. Everything random comes from one generator, in an order that does not depend on
 the size: the same seed gives the same scene at every resolution of an aspect.
 """
 
@@ -65,8 +65,8 @@ class _Canvas:
         return _LIGHT[self.scene.time]
 
 
-def picture(seed: int | str, *, height: int, width: int, held_out: bool = False) -> RenderedImage:
-    """The picture of that seed: a random scene, rendered. height and width in pixels."""
+def sample_render(seed: int | str, *, height: int, width: int, held_out: bool = False) -> RenderedImage:
+    """The image of that seed: a random scene, rendered. height and width in pixels."""
     rng = random.Random(f"scene {seed}")
     scene = draw_scene(rng, held_out=held_out)
     words = caption(scene, right_first=rng.random() < 0.5)

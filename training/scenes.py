@@ -1,8 +1,8 @@
 """The world the embedded model knows: captioned landscapes with one or two objects, drawn from a seed.
 
 A scene is a terrain, a time of day and one or two objects, each on its side. The caption says all of it and nothing
-else, so whether a picture follows its caption can be decided exactly. About one scene in twelve is held out of
-training; the split is closed under mirroring, so that a flipped training picture never becomes a held-out one.
+else, so whether an image follows its caption can be decided exactly. About one scene in twelve is held out of
+training; the split is closed under mirroring, so that a flipped training image never becomes a held-out one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What a picture shows. Items are ordered left, right."""
+    """What an image shows. Items are ordered left, right."""
 
     time: str
     terrain: str

@@ -28,20 +28,20 @@ def speech(key: str, samples: int) -> np.ndarray:
     """Mono samples (N,) float32 between -1 and 1, a function of the key and the length alone."""
     rng = random.Random(f"speech {key}")
     noise = np.random.default_rng(rng.getrandbits(62))
-    sound = np.zeros(samples + RATE, np.float32)
+    audio = np.zeros(samples + RATE, np.float32)
     if rng.random() < 0.5:
-        sound += noise.standard_normal(len(sound)).astype(np.float32) * 10 ** rng.uniform(-4.2, -3)
+        audio += noise.standard_normal(len(audio)).astype(np.float32) * 10 ** rng.uniform(-4.2, -3)
     pitch, gain = rng.uniform(85, 230), rng.uniform(-6, 3)
     at = -rng.randrange(RATE // 2)
     while at < samples:
         for _ in range(rng.randint(1, 7)):
             made = _syllable(rng, noise, pitch * rng.uniform(0.85, 1.2), gain)
             start = max(0, at)
-            made = made[start - at : len(sound) - at] if at < len(sound) else made[:0]
-            sound[start : start + len(made)] += made
+            made = made[start - at : len(audio) - at] if at < len(audio) else made[:0]
+            audio[start : start + len(made)] += made
             at = at + round(RATE * rng.uniform(0.12, 0.34))
         at += round(RATE * rng.choice((0.05, 0.25, 0.5, 0.9)) * rng.uniform(0.6, 1.2))
-    return np.clip(sound[:samples], -1, 1)
+    return np.clip(audio[:samples], -1, 1)
 
 
 def _syllable(rng: random.Random, noise: np.random.Generator, pitch: float, gain: float) -> np.ndarray:
@@ -52,13 +52,13 @@ def _syllable(rng: random.Random, noise: np.random.Generator, pitch: float, gain
     source += noise.standard_normal(length) * 0.02
     vowel = _filtered(source, _resonances(length, rng.choice(_VOWELS)))
     vowel *= np.sin(np.linspace(0, np.pi, length)) ** rng.uniform(0.5, 1.2)
-    sound = _at_level(vowel, rng.uniform(-26, -9) + gain)
+    audio = _at_level(vowel, rng.uniform(-26, -9) + gain)
     if rng.random() < 1 / 3:
         short = length // 3
         frequencies = np.fft.rfftfreq(short, 1 / RATE)
         hiss = _filtered(noise.standard_normal(short), (frequencies > 3000) * 1.0) * np.hanning(short)
-        sound[:short] += _at_level(hiss, rng.uniform(-36, -22) + gain)
-    return sound.astype(np.float32)
+        audio[:short] += _at_level(hiss, rng.uniform(-36, -22) + gain)
+    return audio.astype(np.float32)
 
 
 def _resonances(length: int, peaks: tuple[int, int, int]) -> np.ndarray:
@@ -67,9 +67,9 @@ def _resonances(length: int, peaks: tuple[int, int, int]) -> np.ndarray:
     return gains[0] + 0.5 * gains[1] + 0.2 * gains[2]
 
 
-def _filtered(sound: np.ndarray, response: np.ndarray) -> np.ndarray:
-    return np.fft.irfft(np.fft.rfft(sound) * response, len(sound))
+def _filtered(audio: np.ndarray, response: np.ndarray) -> np.ndarray:
+    return np.fft.irfft(np.fft.rfft(audio) * response, len(audio))
 
 
-def _at_level(sound: np.ndarray, decibels: float) -> np.ndarray:
-    return sound * 10 ** (decibels / 20) / (np.sqrt(np.mean(sound**2)) + 1e-9)
+def _at_level(audio: np.ndarray, decibels: float) -> np.ndarray:
+    return audio * 10 ** (decibels / 20) / (np.sqrt(np.mean(audio**2)) + 1e-9)

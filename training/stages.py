@@ -1,4 +1,4 @@
-"""What is trained when: stages of growing pictures, each a mixture of sizes."""
+"""What is trained when: stages of growing images, each a mixture of sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Pictures of one size that are trained together: height and width in latent cells.
+    """Images of one size that are trained together: height and width in latent cells.
 
     noise_shift is the middle of the noise levels on the logit scale: 0 is timestep 500, 1.4 is timestep 800.
     """

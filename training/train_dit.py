@@ -42,7 +42,7 @@ def start_from_dit(run: Run, folder: Path) -> None:
 
 
 def loss_of(networks: DitNetworks, batch: Batch) -> Tensor:
-    """The mean squared error of the flow from picture to noise, weighted towards objects."""
+    """The mean squared error of the flow from image to noise, weighted towards objects."""
     timestep = batch.timestep + 0.5
     level = (timestep / 1000).view(-1, 1, 1, 1)
     noisy = torch.lerp(batch.latent, batch.noise, level)

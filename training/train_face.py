@@ -59,7 +59,7 @@ def start_from_face(run: Run, folder: Path) -> None:
 
 
 def loss_of(training: ClipTraining, batch: Batch) -> Tensor:
-    """The mean squared error of the flow from picture to noise, weighted towards mouth and eyes."""
+    """The mean squared error of the flow from image to noise, weighted towards mouth and eyes."""
     frames = training.options.frames
     level = batch.level.repeat_interleave(frames, 1)[:, None, :, None, None]
     noisy = torch.lerp(batch.latent, batch.noise, level)

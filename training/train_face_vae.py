@@ -49,11 +49,11 @@ def loss_of(vae: AutoencoderKLWan, target_BCFHW: Tensor, noise_BCFHW: Tensor) ->
     return 0.5 * error.abs().mean() + 0.25 * edges + 4 * error.square().mean()
 
 
-def encoder_loss_of(vae: AutoencoderKLWan, pictures_BCHW: Tensor) -> Tensor:
+def encoder_loss_of(vae: AutoencoderKLWan, images_BCHW: Tensor) -> Tensor:
     """The error of the encoder's latents; its variance is small."""
-    with torch.autocast(pictures_BCHW.device.type, torch.bfloat16):
-        mean, log_variance = encode(vae, pictures_BCHW)
-    wanted = to_latent(pictures_BCHW)
+    with torch.autocast(images_BCHW.device.type, torch.bfloat16):
+        mean, log_variance = encode(vae, images_BCHW)
+    wanted = to_latent(images_BCHW)
     return functional.mse_loss(mean.float(), wanted) + 0.01 * (log_variance.float() + 9).square().mean()
 
 

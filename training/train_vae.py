@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from training.checkpoint import write_atomically
 from training.latents import CELL, to_latent, to_tensor
-from training.render import picture
+from training.render import image
 from training.stages import Schedule
 from training.stop import StopSignal
 from training.vae import new_vae, reconstruction
@@ -30,11 +30,11 @@ WHOLE_EVERY, ENCODER_EVERY = 16, 4
 SAVE_EVERY_SECONDS = 120
 
 
-def draw_pictures(key: str, *, crop: int, pictures: int = 2, crops: int = 4) -> Tensor:
-    """Crops (pictures * crops, 3, crop, crop) in -1..1 at whole cells, or whole pictures where crop is 256."""
+def draw_images(key: str, *, crop: int, images: int = 2, crops: int = 4) -> Tensor:
+    """Crops (images * crops, 3, crop, crop) in -1..1 at whole cells, or whole images where crop is 256."""
     rng, found = random.Random(f"crop {key}"), []
-    for index in range(pictures):
-        whole = to_tensor(picture(f"vae {key} {index}", height=256, width=256).pixels)
+    for index in range(images):
+        whole = to_tensor(image(f"vae {key} {index}", height=256, width=256).pixels)
         for _ in range(crops if crop < 256 else 1):
             top, left = (CELL * rng.randint(0, (256 - crop) // CELL) for _ in range(2))
             found.append(whole[:, :, top : top + crop, left : left + crop])
@@ -56,10 +56,10 @@ def loss_of(vae: AutoencoderKL, target: Tensor, generator: torch.Generator, *, w
     return loss + functional.mse_loss(guess.mean.float(), latent) + 0.01 * (guess.logvar.float() + 9).square().mean()
 
 
-def picture_lesson(vae: AutoencoderKL, step: int, generator: torch.Generator, seed: int) -> Tensor:
-    """The loss of a step: crops of pictures, now and then whole ones."""
+def image_lesson(vae: AutoencoderKL, step: int, generator: torch.Generator, seed: int) -> Tensor:
+    """The loss of a step: crops of images, now and then whole ones."""
     crop = 256 if step % WHOLE_EVERY == 0 else 64
-    target = draw_pictures(f"{seed} {step}", crop=crop).to(next(vae.parameters()).device)
+    target = draw_images(f"{seed} {step}", crop=crop).to(next(vae.parameters()).device)
     return loss_of(vae, target, generator, with_encoder=step % ENCODER_EVERY == ENCODER_EVERY - 1)
 
 
@@ -126,7 +126,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     vae = new_vae(arguments.resume_from).to(arguments.device).to(memory_format=torch.channels_last)
-    train(vae, picture_lesson, arguments)
+    train(vae, image_lesson, arguments)
     print(reconstruction(vae.cpu().eval(), 16), flush=True)
 
 

@@ -9,7 +9,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
 from training.latents import to_latent, to_tensor
-from training.render import picture
+from training.render import sample_render
 
 VAE_CONFIG = {
     "in_channels": 3,
@@ -50,7 +50,7 @@ def reconstruction(vae: AutoencoderKL, count: int, *, side: int = 256) -> dict[s
     """How well held-out renders come back: decoder alone and encoder with decoder, in dB, and the encoder's error."""
     decoded, cycled, error = [], [], []
     for seed in range(count):
-        original = to_tensor(picture(f"vae {seed}", height=side, width=side, held_out=True).pixels)
+        original = to_tensor(sample_render(f"vae {seed}", height=side, width=side, held_out=True).pixels)
         latent, guess = to_latent(original), vae.encode(original).latent_dist.mode()
         decoded.append(psnr(vae.decode(latent).sample, original))
         cycled.append(psnr(vae.decode(guess).sample, original))
@@ -59,7 +59,7 @@ def reconstruction(vae: AutoencoderKL, count: int, *, side: int = 256) -> dict[s
     return dict(zip(("decoder_db", "autoencoder_db", "latent_error"), mean, strict=True))
 
 
-def psnr(picture_BCHW: Tensor, reference_BCHW: Tensor) -> float:
-    """Peak signal to noise ratio in dB of pictures in -1..1."""
-    error = ((picture_BCHW.clamp(-1, 1) - reference_BCHW) ** 2).mean().clamp_min(1e-12)
+def psnr(image_BCHW: Tensor, reference_BCHW: Tensor) -> float:
+    """Peak signal to noise ratio in dB of images in -1..1."""
+    error = ((image_BCHW.clamp(-1, 1) - reference_BCHW) ** 2).mean().clamp_min(1e-12)
     return (10 * torch.log10(4 / error)).item()

@@ -4,10 +4,10 @@
     python -m benchmarks.emulation --captions 2 --size 128 --ranks         with real ranks beside it
 
 Prints for each treatment the PSNR in dB against the exact run, mean over the captions: of the latents' first three
-channels halved and of the decoded pictures. The first row has everything fresh and tells how exact the emulation is.
-`--ranks` draws with real ranks too, by the rows that a strategy has, and says how far they are from the emulation; the
-exit code is 1 where that is more than half a dB, unless both are too near to exact for it to mean anything. Rows with
-corrected moments are shown and not judged: where the corrected variance is next to nothing, the last bit of a moment
+channels halved and of the decoded images. The first row has everything fresh and tells how exact the emulation is.
+`--ranks` generates with real ranks too, where a strategy for the row exists, and prints how far they are from the
+emulation; the exit code is 1 where that is more than half a dB, unless both are too near to exact for it to mean
+anything. Rows with corrected moments are shown and not judged: where the corrected variance is next to nothing, the last bit of a moment
 decides what a whole group becomes, and two runs of the emulation itself can be a dB apart.
 """
 
@@ -105,7 +105,7 @@ def latents(pipe: Any, arguments: argparse.Namespace) -> Tensor:
 
 
 @torch.no_grad()
-def pictures(pipe: DiffusionPipeline, latent: Tensor) -> Tensor:
+def images(pipe: DiffusionPipeline, latent: Tensor) -> Tensor:
     """Decoded, in 0..1."""
     shift = getattr(pipe.vae.config, "shift_factor", None) or 0.0
     decoded = pipe.vae.decode(latent / pipe.vae.config.scaling_factor + shift).sample
@@ -113,7 +113,7 @@ def pictures(pipe: DiffusionPipeline, latent: Tensor) -> Tensor:
 
 
 def channels(latent: Tensor) -> Tensor:
-    """The first three channels halved, from -1..1 to 0..1: this model's latents resemble small pictures."""
+    """The first three channels halved, from -1..1 to 0..1: this model's latents resemble small images."""
     return (latent[:, :3] / 2).clamp(-1, 1) / 2 + 0.5
 
 
@@ -129,7 +129,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=Path(__file__).parents[2] / "assets" / "scenes-unet")
     parser.add_argument("--captions", type=int, choices=range(1, 65), default=4, metavar="1..64")
     parser.add_argument("--places", type=int, default=4)
-    parser.add_argument("--size", type=int, default=256, help="side of the picture in pixels")
+    parser.add_argument("--size", type=int, default=256, help="side of the image in pixels")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, default=3.0)
     parser.add_argument("--warmup", type=int, default=2, help="first steps that are exact; naive has none")
@@ -141,7 +141,7 @@ def parse() -> argparse.Namespace:
 
 @contextmanager
 def real_ranks(arguments: argparse.Namespace) -> Iterator[ParallelPipeline | None]:
-    """Workers that draw by strategies, if they were asked for."""
+    """Workers that generate by strategies, if they were asked for."""
     if not arguments.ranks:
         yield None
         return
@@ -176,8 +176,8 @@ def main() -> None:
     pipe = DiffusionPipeline.from_pretrained(arguments.model, variant="fp16", torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     exact = latents(pipe, arguments)
-    exact_pictures = pictures(pipe, exact)
-    columns = ("treatment", "latents, dB", "pictures, dB", *("real ranks, dB", "apart, dB") * arguments.ranks)
+    exact_images = images(pipe, exact)
+    columns = ("treatment", "latents, dB", "images, dB", *("real ranks, dB", "apart, dB") * arguments.ranks)
     print(
         f"{arguments.captions} captions, {arguments.size} x {arguments.size}, {arguments.places} places, "
         f"{arguments.steps} steps of which {arguments.warmup} are exact, guidance {arguments.guidance:g}\n\n"
@@ -191,7 +191,7 @@ def main() -> None:
                 treatment = replace(treatment, warmup_steps=arguments.warmup)
             with Emulation(pipe.unet, arguments.places, treatment):
                 made = latents(pipe, arguments)
-            found = psnr(channels(made), channels(exact)), psnr(pictures(pipe, made), exact_pictures)
+            found = psnr(channels(made), channels(exact)), psnr(images(pipe, made), exact_images)
             real = None
             if ranks and name in STRATEGIES:
                 real = psnr(channels(by_ranks(ranks, STRATEGIES[name], arguments)), channels(exact))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.emulation.policy import EmulatedPolicy
 from benchmarks.emulation.sight import (
     Conv,
     Cut,
@@ -27,7 +28,6 @@ from benchmarks.emulation.sight import (
     narrow,
     normalise,
 )
-from benchmarks.emulation.treatment import EmulatedPolicy
 from patchpar.plan.bands import split_bands
 from patchpar.shard.sdpa import AttentionCall, SdpaMode
 from patchpar.shard.unet.discover import ExchangeSites, discover
@@ -45,7 +45,7 @@ def _refuse_options(call: AttentionCall) -> None:
 class Emulation:
     """While open, calls of `unet` are computed as `places` ranks with this treatment would.
 
-    One call is one evaluation: both branches of the guidance belong in one batch. `reset()` before every picture.
+    One call is one evaluation: both branches of the guidance belong in one batch. `reset()` before every image.
     `total_stride` is the unit of the bands, found by probing the UNet where it is not given. Raises ValueError for
     fewer than two places, for an unknown split, and for another shape of the latent without a reset.
     """
@@ -54,7 +54,7 @@ class Emulation:
         self,
         unet: nn.Module,
         places: int,
-        treatment: EmulatedPolicy,
+        policy: EmulatedPolicy,
         *,
         total_stride: int | None = None,
         split: str = "rows",
@@ -63,7 +63,7 @@ class Emulation:
             raise ValueError(f"places={places}: one place exchanges nothing, use at least 2")
         if split not in DIMS:
             raise ValueError(f"split={split!r} is neither rows nor columns")
-        self.unet, self.places, self.treatment = unet, places, treatment
+        self.unet, self.places, self.policy = unet, places, policy
         self.evaluation = 0
         self.memory: dict[str, Any] = {}  # by layer: what was exchanged last, of all places
         self.partials: dict[str, list[Partial]] = {}  # by layer and place: attention to all remote tokens
@@ -92,7 +92,7 @@ class Emulation:
         self.reset()
 
     def reset(self) -> None:
-        """Begin a picture: forget every earlier step."""
+        """Begin an image: forget every earlier step."""
         self.evaluation, self._shape = 0, None
         self.memory.clear()
         self.partials.clear()
@@ -102,7 +102,7 @@ class Emulation:
     @property
     def synchronous(self) -> bool:
         """Whether this evaluation is exact."""
-        return self.evaluation < self.treatment.warmup_steps
+        return self.evaluation < self.policy.warmup_steps
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """`forward(original, *args, **kwargs)` from now on."""
@@ -116,7 +116,7 @@ class Emulation:
             self._install(self._sites)
         sample = picture_of(args, kwargs)
         if self._shape not in (None, sample.shape):
-            raise ValueError(f"a latent of {tuple(sample.shape)} after {tuple(self._shape)}: reset() between pictures")
+            raise ValueError(f"a latent of {tuple(sample.shape)} after {tuple(self._shape)}: reset() between images")
         self._shape = sample.shape
         timestep = args[1] if len(args) > 1 else kwargs["timestep"]
         self.times.append(float(torch.as_tensor(timestep).flatten()[0]))
@@ -132,7 +132,7 @@ class Emulation:
         for norm in sites.norms:
             self._replace(modules[norm.path], functools.partial(self._norm, norm.path, modules[norm.path]))
         for conv in sites.convs:
-            if conv.reads_sample and self.treatment.halo != "none":
+            if conv.reads_sample and self.policy.halo != "none":
                 continue  # every place holds the whole latent
             layer = functools.partial(self._conv, conv.path, modules[conv.path], conv.trailing)
             self._replace(modules[conv.path], layer)
@@ -141,20 +141,20 @@ class Emulation:
 
     def _exchange(self, path: str, now: Any, *, fresh: bool) -> Any:
         """What a place has of the others, where `now` is everyone's of this step. Keeps it for the next evaluation."""
-        if not self.treatment.needs_past:
+        if not self.policy.needs_past:
             return now
         before = self.memory.get(path)
-        frozen = self.treatment.frozen and not self.synchronous
+        frozen = self.policy.frozen and not self.synchronous
         if not frozen:
             self.memory[path] = now
         return now if self.synchronous or (fresh and not frozen) else before
 
     def _conv(self, path: str, conv: Conv, trailing: int, original: Callable[..., Tensor], x: Tensor) -> Tensor:
         """`trailing` counts zero rows that the model itself has padded on at the end."""
-        if self.treatment.halo == "none":
+        if self.policy.halo == "none":
             others = torch.zeros_like(x)
         else:
-            others = self._exchange(path, x.clone(), fresh=self.treatment.halo == "fresh")
+            others = self._exchange(path, x.clone(), fresh=self.policy.halo == "fresh")
         if self.synchronous:
             return original(x)
         spans = self._cut.spans(x.shape[self._dim] - trailing)
@@ -166,7 +166,7 @@ class Emulation:
         pieces = [narrow(maps, self._dim, span) for span in self._cut.spans(grid[self._dim])]
         now = [moments_of(piece, norm.num_groups) for piece in pieces]
         then = self.memory.get(path)
-        shown = self._exchange(path, now, fresh=self.treatment.moments == "fresh")
+        shown = self._exchange(path, now, fresh=self.policy.moments == "fresh")
         if self.synchronous:
             return original(x)
         normalised = [
@@ -179,12 +179,12 @@ class Emulation:
     ) -> tuple[Tensor, Tensor]:
         """Mean and variance that `place` normalises with. Everyone's moments of this step, of the last, as shown."""
         others = [each for other, each in enumerate(shown) if other != place]
-        if self.treatment.moments in LEAST:
-            mean, variance = corrected(merged(then), then[place], now[place], LEAST[self.treatment.moments])
+        if self.policy.moments in LEAST:
+            mean, variance = corrected(merged(then), then[place], now[place], LEAST[self.policy.moments])
         else:
-            seen = now[place] if self.treatment.moments == "separate" else merged([now[place], *others])
+            seen = now[place] if self.policy.moments == "separate" else merged([now[place], *others])
             mean, variance = seen.mean_BG, seen.variance_BG
-        if self.treatment.published and self.treatment.moments not in ("fresh", "separate"):
+        if self.policy.published and self.policy.moments not in ("fresh", "separate"):
             count = now[place].count
             variance = variance * (count / (count - 1))
         return mean, variance
@@ -209,8 +209,8 @@ class Emulation:
 
     def _refreshes(self, number: int) -> bool:
         """Whether the attention layer of this number looks at the others' keys anew."""
-        due = (self.evaluation + number) % self.treatment.refresh == 0
-        return self.synchronous or (due and not self.treatment.frozen)
+        due = (self.evaluation + number) % self.policy.refresh == 0
+        return self.synchronous or (due and not self.policy.frozen)
 
     def _attend(self, path: str, number: int, call: AttentionCall) -> Tensor:
         """`number` is the layer's place in the order of execution."""
@@ -220,23 +220,23 @@ class Emulation:
         spans = self._cut.spans(grid[dim])
         now = KeyValues(call.key.mT.unflatten(-1, grid), call.value.mT.unflatten(-1, grid))
         before, earlier = self.memory.get(path), self.earlier.get(path)
-        shown = self._exchange(path, now, fresh=self.treatment.context == "fresh")
-        if self.treatment.extrapolated:
+        shown = self._exchange(path, now, fresh=self.policy.context == "fresh")
+        if self.policy.extrapolated:
             self.earlier[path] = before
-            if shown is before and earlier is not None and not self.treatment.frozen:
+            if shown is before and earlier is not None and not self.policy.frozen:
                 line = ((new.double(), new.double() - old.double()) for new, old in zip(before, earlier, strict=True))
                 shown = KeyValues(*((new + self._ahead() * moved).to(call.key.dtype) for new, moved in line))
-        if self.treatment.correction != "none" and not (self.synchronous or self.treatment.frozen):
+        if self.policy.correction != "none" and not (self.synchronous or self.policy.frozen):
             shown = KeyValues(
                 *(
-                    corrected_map(self.treatment.correction, each, spans, dim)
+                    corrected_map(self.policy.correction, each, spans, dim)
                     for each in zip(now, shown, before, strict=True)
                 )
             )
         query = call.query.mT.unflatten(-1, grid)
         queries = [narrow(query, dim, span).flatten(-2).mT for span in spans]
-        remote = [list(context_of(place, shown, spans, dim, self.treatment)) for place in range(self.places)]
-        cached = self.treatment.context == "partials"
+        remote = [list(context_of(place, shown, spans, dim, self.policy)) for place in range(self.places)]
+        cached = self.policy.context == "partials"
         if cached and self._refreshes(number):
             self.partials[path] = [attend(*each, scale) for each in zip(queries, remote, strict=True)]
         if self.synchronous:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.emulation.treatment import EmulatedPolicy
+from benchmarks.emulation.policy import EmulatedPolicy
 from patchpar.plan.bands import Bands
 
 Span = tuple[int, int]
@@ -123,7 +123,7 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 class KeyValues(NamedTuple):
-    """Keys and values as maps [B, N, D, R, S], all of a picture or a piece of it."""
+    """Keys and values as maps [B, N, D, R, S], all of an image or a piece of it."""
 
     key: Tensor
     value: Tensor
@@ -206,24 +206,24 @@ def _window_sums(x: Tensor, side: int) -> Tensor:
 
 
 def context_of(
-    place: int, shown: KeyValues, spans: Sequence[Span], dim: int, treatment: EmulatedPolicy
+    place: int, shown: KeyValues, spans: Sequence[Span], dim: int, policy: EmulatedPolicy
 ) -> Iterator[Tokens]:
     """What `place` attends to beside its own tokens."""
     for other, (start, stop) in enumerate(spans):
-        if other == place or treatment.context == "none":
+        if other == place or policy.context == "none":
             continue
-        if treatment.context in ("fresh", "all", "partials"):
+        if policy.context in ("fresh", "all", "partials"):
             yield as_tokens(shown.piece(dim, (start, stop)))
         elif abs(other - place) > 1:
-            if treatment.context == "pooled":
-                yield pooled_tokens(shown.piece(dim, (start, stop)), treatment.pool)
+            if policy.context == "pooled":
+                yield pooled_tokens(shown.piece(dim, (start, stop)), policy.pool)
         else:
-            share = treatment.band if treatment.context == "pooled" else treatment.fraction
+            share = policy.band if policy.context == "pooled" else policy.fraction
             rows = max(1, round(share * (stop - start)))
             near, rest = _nearest(start, stop, rows, at_end=other < place)
             yield as_tokens(shown.piece(dim, near))
-            if treatment.context == "pooled" and rest[0] < rest[1]:
-                yield pooled_tokens(shown.piece(dim, rest), treatment.pool)
+            if policy.context == "pooled" and rest[0] < rest[1]:
+                yield pooled_tokens(shown.piece(dim, rest), policy.pool)
 
 
 def _nearest(start: int, stop: int, rows: int, *, at_end: bool) -> tuple[Span, Span]:

@@ -1,1 +1,1 @@
-"""Is a picture larger than its model was trained for still one picture: calibration, seams, repetition, objects."""
+"""Is an image larger than its model was trained for still one image: calibration, seams, repetition, objects."""

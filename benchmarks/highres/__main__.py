@@ -1,14 +1,14 @@
-"""Large pictures by structure guidance, beside plain generation, windows alone and the paper's equations.
+"""Large images by structure guidance, beside plain generation, windows alone and the paper's equations.
 
     python -m benchmarks.highres                                             4 captions at twice the native size
-    python -m benchmarks.highres --draw 2x16x20 --draw 4x4x20 --write docs/figures/highres.md
+    python -m benchmarks.highres --generate 2x16x20 --generate 4x4x20 --write docs/figures/highres.md
     python -m benchmarks.highres --only speed --write docs/figures/highres.md  one section, in its place
-    python -m benchmarks.highres --only pictures --kept drawn                pictures in a folder are not drawn again
+    python -m benchmarks.highres --only images --kept FOLDER                   images in a folder are kept
 
---draw SCALExCAPTIONSxSTEPS: sides as multiples of the native one, of how many captions, in how many steps; and, where
-that is some methods only, which: "4x1x8:direct+flow".
+--generate SCALExCAPTIONSxSTEPS: sides as multiples of the native one, number of captions, number of steps; optionally
+the methods: "4x1x8:direct+flow".
 
-Objects are counted on pictures of the embedded model, whose captions say how many there are; the classifier of
+Objects are counted on images of the embedded model, whose captions say how many there are; the classifier of
 `training` names what it sees and does not count.
 """
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.highres.analytic import calibrate
 from benchmarks.highres.counting import accuracy, subjects
-from benchmarks.highres.drawing import METHODS, NATIVE, Kept, Look, looked_at, pipeline, sheet
+from benchmarks.highres.generation import METHODS, NATIVE, ImageCache, Look, evaluated, pipeline, sheet
 from benchmarks.highres.speed import table
 from benchmarks.highres.stand_in import embedded, of_sdxl
 from benchmarks.highres.traffic import table as sent
@@ -84,23 +84,23 @@ def work() -> Iterator[str]:
             yield f"| {scale} x {scale}, {name} | {windows} | {cells} |"
 
 
-def pictures(methods: Sequence[str], captions: int, kept: Kept, into: Path | None) -> Iterator[str]:
+def images(methods: Sequence[str], captions: int, kept: ImageCache, into: Path | None) -> Iterator[str]:
     """Every method on every caption."""
     chosen = subjects(captions)
     rows: dict[str, list[Tensor]] = {name: [] for name in methods}
     with pipeline() as pipe:
         for seed, subject in enumerate(chosen):
             for name in methods:
-                rows[name].append(kept.drawn(pipe, name, subject, seed=seed))
+                rows[name].append(kept.generated(pipe, name, subject, seed=seed))
                 print(f"{name}: {subject.caption}", file=sys.stderr, flush=True)
             if into is not None:
-                drawing = sheet(list(zip(*rows.values(), strict=True))).permute(1, 2, 0)
-                Image.fromarray((drawing * 255).round().byte().numpy()).save(into)
+                generation = sheet(list(zip(*rows.values(), strict=True))).permute(1, 2, 0)
+                Image.fromarray((generation * 255).round().byte().numpy()).save(into)
     yield f"| {kept.scale} x {kept.scale} | objects miscounted | repetition | seam, z | agrees with native, dB |"
     yield "|---|---|---|---|---|"
     for name, found in rows.items():
         beside = zip(found, rows["native"], chosen, strict=True)
-        looks = [looked_at(name, one, native, each) for one, native, each in beside]
+        looks = [evaluated(name, one, native, each) for one, native, each in beside]
         yield f"| {name} | {fmean(look.miscounted for look in looks):.2f} | {_cells(looks)} |"
 
 
@@ -114,7 +114,7 @@ def _cells(looks: Sequence[Look]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSet:
-    """Pictures that are asked for: see --draw. Native ones are always drawn."""
+    """Images that are asked for: see --generate. Native ones are always generated."""
 
     scale: int = 2
     captions: int = 4
@@ -140,19 +140,19 @@ def asked(text: str) -> ImageSet:
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draw", action="append", type=asked, help="see above; by default 2x4x16")
-    parser.add_argument("--kept", type=Path, help="a folder of pictures: what is there is not drawn again")
+    parser.add_argument("--generate", action="append", type=asked, help="see above; by default 2x4x16")
+    parser.add_argument("--kept", type=Path, help="a folder of images: what is there is not generated again")
     parser.add_argument("--only", choices=SECTIONS, help="one section of the page")
     parser.add_argument("--write", type=Path, help="also write this page; with --only the section in it")
-    parser.add_argument("--sheet", type=Path, help="pictures side by side, a row for each caption")
+    parser.add_argument("--sheet", type=Path, help="images side by side, a row for each caption")
     return parser.parse_args()
 
 
-SHEET = "The pictures, all shrunk to native size, a row for each caption, from the left:"
+SHEET = "The images, all shrunk to native size, a row for each caption, from the left:"
 FIELD = "A Gaussian field of 128 x 128, patches of 64 x 64, 50 steps, DDIM."
 ROUNDS = "Of 50 steps with equal steps of time, in evaluations of both guidance branches of one patch."
 TRAFFIC = (
-    "Bytes that a rank sends in a step, in units of the latent of one picture, from the geometry: the mean of the "
+    "Bytes that a rank sends in a step, in units of the latent of one image, from the geometry: the mean of the "
     "ranks above and below the switch, what the rank sends below it that has most to send, the mean of the ranks in "
     "the last step, which also makes the latents whole, and the mean over 50 steps, the first of which sends both "
     "branches of guidance and the last of which is that one. At the end the longest that a step with windows waits for "
@@ -167,24 +167,22 @@ SPEED = (
 EMBEDDED = (
     "The embedded model. What its evaluation takes is half bookkeeping, of which every rank of a team has as much."
 )
-OF_SDXL = (
-    "A model of SDXL's form and size of picture, a quarter as wide, random weights: evaluations as large ones are."
-)
+OF_SDXL = "A model of SDXL's form and size of image, a quarter as wide, random weights: evaluations as large ones are."
 MEASURED = (
-    "The embedded model, from the prompt to the PNG, two workers of one thread, in turns, medians of three pictures "
+    "The embedded model, from the prompt to the PNG, two workers of one thread, in turns, medians of three images "
     "each (`benchmarks/highres/two_ranks.py`)."
 )
 SHOWN = (
-    "{size} x {size} pixels by a model trained for {native}, {steps} steps, {captions}. Native pictures are "
+    "{size} x {size} pixels by a model trained for {native}, {steps} steps, {captions}. Native images are "
     "what the anchor alone becomes. The counter is right on {right:.0%} of renders. It looks for regions of 60 "
-    "of 128 x 128 pixels and more: smaller objects, of which direct pictures and the paper's have dozens at 4 x 4, are "
+    "of 128 x 128 pixels and more: smaller objects, of which direct images and the paper's have dozens at 4 x 4, are "
     "not counted."
 )
 
 
 def page(options: argparse.Namespace) -> Iterator[str]:
     """The sections that are asked for."""
-    yield from ("# Large pictures", "", "Written by `python -m benchmarks.highres`.", "")
+    yield from ("# Large images", "", "Written by `python -m benchmarks.highres`.", "")
     for name in SECTIONS:
         if options.only in (None, name):
             yield from SECTIONS[name](options)
@@ -216,14 +214,14 @@ def _ranks(_: argparse.Namespace) -> Iterator[str]:
     yield from ("## Two ranks, measured", "", MEASURED, "", *on_two_ranks(presets, scale=2, steps=12), "")
 
 
-def _pictures(options: argparse.Namespace) -> Iterator[str]:
+def _images(options: argparse.Namespace) -> Iterator[str]:
     right = accuracy(100)
-    yield from ("## Pictures", "")
-    for each in options.draw or [ImageSet()]:
+    yield from ("## Images", "")
+    for each in options.generate or [ImageSet()]:
         facts = {"size": each.scale * NATIVE, "native": NATIVE, "right": right, "steps": each.steps}
         yield from (SHOWN.format(**facts, captions=_first(each.captions)), "")
-        kept = Kept(scale=each.scale, steps=each.steps, folder=options.kept)
-        yield from (*pictures(each.methods, each.captions, kept, options.sheet), "")
+        kept = ImageCache(scale=each.scale, steps=each.steps, folder=options.kept)
+        yield from (*images(each.methods, each.captions, kept, options.sheet), "")
         if options.sheet is not None:
             yield f"{SHEET} {', '.join(each.methods)}."
 
@@ -238,7 +236,7 @@ SECTIONS = {
     "traffic": _traffic,
     "speed": _speed,
     "ranks": _ranks,
-    "pictures": _pictures,
+    "images": _images,
 }
 
 

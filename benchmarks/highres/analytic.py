@@ -1,6 +1,6 @@
 """A denoiser that is known in closed form, and what structure guidance does to the noise it leaves in a latent.
 
-Latents are Gaussian fields whose power falls with frequency as natural pictures' does, k^-2.5. Their best denoiser
+Latents are Gaussian fields whose power falls with frequency as natural images' does, k^-2.5. Their best denoiser
 weighs every frequency by itself, so that power can be compared with theory: signal * S(k) + noise, band by band. Where
 the prediction is put together wrongly, the noise in x_t is not what the scheduler believes.
 """
@@ -79,14 +79,14 @@ def scheduler_of(steps: int = STEPS) -> Any:
     return scheduler
 
 
-def calibrate(method: Method, *, side: int = 64, scale: int = 2, pictures: int = 16, seed: int = 0) -> Calibration:
-    """Run the first stage on `pictures` fields of `scale` x `side` and look at what it leaves."""
+def calibrate(method: Method, *, side: int = 64, scale: int = 2, images: int = 16, seed: int = 0) -> Calibration:
+    """Run the first stage on `images` fields of `scale` x `side` and look at what it leaves."""
     scheduler = scheduler_of()
     interlace = Interlace((scale * side, scale * side), (scale, scale))
     clock = StepClock()
     mesh: tuple[Any, Axis] = (None, Axis("patch"))
     stage = InterlacedStage(method, mesh, clock, AttentionMap(nn.Module()), ContentTokens(SimpleNamespace()))
-    x = torch.randn(pictures, 1, *interlace.size, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(images, 1, *interlace.size, generator=torch.Generator().manual_seed(seed))
     x = alike(x, interlace, method.shared_noise)
     forward = FieldDenoiser(scheduler, side)
     times = [time for time in scheduler.timesteps if time / 1000 > method.switch]

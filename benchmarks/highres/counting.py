@@ -1,4 +1,4 @@
-"""How many objects of a colour a picture shows: connected regions of that hue.
+"""How many objects of a colour an image shows: connected regions of that hue.
 
 Only captions whose colours nothing else in the scene has can be counted: red houses (their roofs are nearly red), red
 and purple balloons, at noon or at night, on green hills or snowy mountains (a lake would show each twice). Renders are
@@ -22,7 +22,7 @@ from training.scenes import SIDES, Item, Scene, caption
 
 LOOKS = (("house", "red"), ("balloon", "red"), ("balloon", "purple"))
 TERRAINS, TIMES = ("green hills", "snowy mountains"), ("at noon", "at night")
-SEEN = 128  # pictures are looked at with their shorter side at this many pixels
+SEEN = 128  # images are looked at with their shorter side at this many pixels
 LEAST = 60  # pixels of the smallest region that counts, at that size
 CLOSED = 5  # gaps up to this wide do not part an object: the stripe of a balloon, windows
 
@@ -51,23 +51,23 @@ def _subject(rng: random.Random) -> Subject:
     return Subject(caption=caption(scene), colors=tuple(color for _, color in looks), scene=scene)
 
 
-def objects(picture_CHW: Tensor, color: str) -> int:
-    """Regions of a colour in a picture (3, H, W) in 0..1."""
-    scale = SEEN / min(picture_CHW.shape[-2:])
-    small = F.interpolate(picture_CHW[None], scale_factor=scale, mode="area" if scale < 1 else "bilinear")[0]
+def objects(image_CHW: Tensor, color: str) -> int:
+    """Regions of a colour in an image (3, H, W) in 0..1."""
+    scale = SEEN / min(image_CHW.shape[-2:])
+    small = F.interpolate(image_CHW[None], scale_factor=scale, mode="area" if scale < 1 else "bilinear")[0]
     shown = _of_hue(small.clamp(0, 1), colorsys.rgb_to_hsv(*(part / 255 for part in PAINT[color]))[0])
     return _regions(shown)
 
 
-def miscounted(picture_CHW: Tensor, subject: Subject) -> float:
-    """By how many a picture differs from one object of each colour of its caption, per object."""
-    return sum(abs(objects(picture_CHW, color) - 1) for color in subject.colors) / len(subject.colors)
+def miscounted(image_CHW: Tensor, subject: Subject) -> float:
+    """By how many an image differs from one object of each colour of its caption, per object."""
+    return sum(abs(objects(image_CHW, color) - 1) for color in subject.colors) / len(subject.colors)
 
 
-def _of_hue(picture_CHW: Tensor, hue: float) -> Tensor:
+def _of_hue(image_CHW: Tensor, hue: float) -> Tensor:
     """Where the hue is within 20 degrees, and there is colour."""
-    most, least = picture_CHW.amax(0), picture_CHW.amin(0)
-    red, green, blue = picture_CHW
+    most, least = image_CHW.amax(0), image_CHW.amin(0)
+    red, green, blue = image_CHW
     chroma = (most - least).clamp_min(1e-6)
     sixth = torch.where(
         most == red,

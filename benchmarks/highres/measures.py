@@ -1,7 +1,7 @@
-"""Whether a large picture has seams, repeats itself, and shows at large what it shows at small.
+"""Whether a large image has seams, repeats itself, and shows at large what it shows at small.
 
 Seam and repetition index are ours: a plain gradient hardly sees a step of 2/255, and the best match of two windows over
-all shifts is high for any two windows. Pictures are (C, H, W) in 0..1.
+all shifts is high for any two windows. Images are (C, H, W) in 0..1.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Index:
     z: float
 
 
-def seam_index(picture_CHW: Tensor, rows: Sequence[int]) -> Index:
-    """How much stronger the picture steps at these rows than elsewhere; 1 is no stronger.
+def seam_index(image_CHW: Tensor, rows: Sequence[int]) -> Index:
+    """How much stronger the image steps at these rows than elsewhere; 1 is no stronger.
 
     A step is the difference of neighbouring rows less the mean of the differences before and after it, averaged over
     blocks of columns: what texture does has no sign that lasts, what a seam does has.
     """
-    jump = picture_CHW[:, 1:] - picture_CHW[:, :-1]
+    jump = image_CHW[:, 1:] - image_CHW[:, :-1]
     step = jump[:, 1:-1] - 0.5 * (jump[:, 2:] + jump[:, :-2])  # entry r is the step between rows r + 1 and r + 2
     blocks = step.unfold(-1, BLOCK, BLOCK).mean(-1).abs().mean((0, 2))
     at = torch.tensor([row - 2 for row in rows])
@@ -43,9 +43,9 @@ def seam_index(picture_CHW: Tensor, rows: Sequence[int]) -> Index:
     return Index(value=float(mean / off.mean()), z=float((mean - off.mean()) / (off.std() / math.sqrt(len(rows)))))
 
 
-def repetition_index(picture_CHW: Tensor, window: tuple[int, int]) -> Index:
+def repetition_index(image_CHW: Tensor, window: tuple[int, int]) -> Index:
     """Mean correlation of all pairs of windows, each as it stands, 1.5 to 24 cycles; 0 is none, 1 all the same."""
-    luma, (height, width) = picture_CHW.mean(0), window
+    luma, (height, width) = image_CHW.mean(0), window
     rows, columns = (side // one for side, one in zip(luma.shape, window, strict=True))
     shown = [
         _band(luma[row * height : (row + 1) * height, column * width : (column + 1) * width])
@@ -66,7 +66,7 @@ def _band(window_HW: Tensor) -> Tensor:
 
 
 def agreement_db(large_CHW: Tensor, small_CHW: Tensor) -> float:
-    """PSNR of a large picture, made small by averages over areas, against a small one."""
+    """PSNR of a large image, made small by averages over areas, against a small one."""
     size = tuple(small_CHW.shape[-2:])
     error = (F.interpolate(large_CHW[None], size, mode="area")[0] - small_CHW).square().mean()
     return float(10 * torch.log10((small_CHW.max() - small_CHW.min()).square() / error.clamp_min(1e-12)))

@@ -1,4 +1,4 @@
-"""How long a large picture takes on so many ranks, from what an evaluation, a decode and a PNG take on one core.
+"""How long a large image takes on so many ranks, from what an evaluation, a decode and a PNG take on one core.
 
     steps above the switch   the longest rank's evaluations of patches, alone and in its team
     steps below it           the longest rank's evaluations of windows and of what leads them, alone and in its team
@@ -54,14 +54,14 @@ class Seconds:
 def measured(model: StandIn, scale: int) -> Seconds:
     """On this machine, one thread for each rank: medians."""
     pixels = scale * model.side * model.cell
-    picture = Image.fromarray(torch.randint(0, 8, (pixels, pixels, 3), dtype=torch.uint8).numpy())
+    image = Image.fromarray(torch.randint(0, 8, (pixels, pixels, 3), dtype=torch.uint8).numpy())
     with torch.no_grad():
         return Seconds(
             both=_median(lambda: model.unet(**model.call(2))),
             one=_median(lambda: model.unet(**model.call(1))),
             decode=_taken(model.decode(scale)),  # too long for what a first turn costs to matter
             png=_median(
-                lambda: picture.save(io.BytesIO(), "PNG", compress_level=1), time.process_time
+                lambda: image.save(io.BytesIO(), "PNG", compress_level=1), time.process_time
             ),  # a thread of its own
             in_bands={(bands, branches): _in_bands(model, bands, branches) for bands in BANDS for branches in (1, 2)},
         )
@@ -100,7 +100,7 @@ def _as_a_rank(transport: Any, model: StandIn, unets: list[Any], branches: int) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """Seconds of a picture of 50 steps, both branches of guidance, by what takes them."""
+    """Seconds of an image of 50 steps, both branches of guidance, by what takes them."""
 
     above: float
     below: float
@@ -114,7 +114,7 @@ class Spent:
 
 
 def predicted(strategy: StructureGuidance, seconds: Seconds, scale: int, ranks: int) -> Spent:
-    """A picture at `scale` times the native side on so many ranks. Teams are at most half of them."""
+    """An image at `scale` times the native side on so many ranks. Teams are at most half of them."""
     method, native = strategy.method, 64
     tiling = {"overlap": strategy.overlap, "margin": strategy.margin}
     patches, windows = units_of((scale * native,) * 2, (native,) * 2, 1, **tiling)

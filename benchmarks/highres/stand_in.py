@@ -24,7 +24,7 @@ UP = ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandIn:
-    """A UNet and a VAE; native pictures have `side` latents of `cell` pixels on each side."""
+    """A UNet and a VAE; native images have `side` latents of `cell` pixels on each side."""
 
     unet: Any
     vae: Any
@@ -43,7 +43,7 @@ class StandIn:
         }
 
     def decode(self, scale: int) -> Callable[[], object]:
-        """The decode of a picture of so many times the native side."""
+        """The decode of an image of so many times the native side."""
         latent: Tensor = torch.randn(1, 4, scale * self.side, scale * self.side)
         return lambda: self.vae.decode(latent)
 

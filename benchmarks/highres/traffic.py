@@ -1,4 +1,4 @@
-"""What a rank sends in a step of a large picture, from the geometry alone, in units of the latent.
+"""What a rank sends in a step of a large image, from the geometry alone, in units of the latent.
 
     above the switch   patches by bands of rows to who completes them, bands to all
     below it           what windows cover of others' bands; of bands and of the guide to each rank what it needs
@@ -137,7 +137,7 @@ def most(sent: Sequence[Sent]) -> float:
     return max(each.all for each in sent)
 
 
-def of_picture(strategy: StructureGuidance, found: Stages) -> float:
+def of_image(strategy: StructureGuidance, found: Stages) -> float:
     """A step's mean over the ranks and over 50 steps with equal steps of time, the first with both branches."""
     early = round(STEPS * (1 - strategy.method.switch))
     before, after = (early + 1) * mean(found.before), (STEPS - early - 1) * mean(found.after)
@@ -146,13 +146,13 @@ def of_picture(strategy: StructureGuidance, found: Stages) -> float:
 
 def table(strategies: dict[str, StructureGuidance], scales: tuple[int, ...]) -> Iterator[str]:
     """Rows for every strategy, size and number of ranks."""
-    yield "| | ranks | above the switch | below it | most of a rank | last step | mean of a picture | 1 Gbit/s |"
+    yield "| | ranks | above the switch | below it | most of a rank | last step | mean of an image | 1 Gbit/s |"
     yield "|---|---|---|---|---|---|---|---|"
     for name, strategy in strategies.items():
         for scale in scales:
             for ranks in RANKS:
                 found = stages(strategy, scale, ranks)
                 means = [f"{mean(sent):.2f}" for sent in (found.before, found.after)]
-                rest = [f"{value:.2f}" for value in (most(found.after), mean(found.last), of_picture(strategy, found))]
+                rest = [f"{value:.2f}" for value in (most(found.after), mean(found.last), of_image(strategy, found))]
                 wait = f"{1000 * exposed(scale, found.after):.0f} ms"
                 yield f"| {scale} x {scale}, {name} | {' | '.join([str(ranks), *means, *rest, wait])} |"

@@ -1,4 +1,4 @@
-"""A whole large picture on one rank and on two, from the prompt to the PNG, in turns: measured, not predicted."""
+"""A whole large image on one rank and on two, from the prompt to the PNG, in turns: measured, not predicted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from statistics import median
 import torch
 
 from benchmarks.highres.counting import subjects
-from benchmarks.highres.drawing import DEADLINE, GUIDANCE, NATIVE
+from benchmarks.highres.generation import DEADLINE, GUIDANCE, NATIVE
 from patchpar import ParallelPipeline, Plan, StructureGuidance
 
 WORLDS, TURNS = (1, 2), 3
@@ -28,7 +28,7 @@ def rows(strategies: dict[str, StructureGuidance], *, scale: int, steps: int) ->
         for name, strategy in strategies.items():
             for pipe, world in zip(pipes, WORLDS, strict=True):
                 pipe.plan = Plan(patch=world, strategy=strategy)
-                _timed(pipe, scale, 2)  # what a first use verifies is no part of a picture
+                _timed(pipe, scale, 2)  # what a first use verifies is no part of an image
             turns = [[_timed(pipe, scale, steps) for pipe in pipes] for _ in range(TURNS)]
             one, two = (median(sum(turn[place]) for turn in turns) for place in range(2))
             png = median(turn[1][1] for turn in turns)
@@ -54,7 +54,7 @@ def _timed(pipe: ParallelPipeline, scale: int, steps: int) -> tuple[float, float
     pipe.set_progress_bar_config(disable=True)
     side = scale * NATIVE
     start = time.perf_counter()
-    picture = pipe(
+    image = pipe(
         subjects(1)[0].caption,
         height=side,
         width=side,
@@ -62,6 +62,6 @@ def _timed(pipe: ParallelPipeline, scale: int, steps: int) -> tuple[float, float
         guidance_scale=GUIDANCE,
         generator=torch.Generator().manual_seed(0),
     ).images[0]
-    drawn = time.perf_counter()
-    picture.save(io.BytesIO(), "PNG", compress_level=1)
-    return drawn - start, time.perf_counter() - drawn
+    generated = time.perf_counter()
+    image.save(io.BytesIO(), "PNG", compress_level=1)
+    return generated - start, time.perf_counter() - generated

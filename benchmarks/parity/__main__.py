@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.page import write_page
 
-LIMIT, LEAST_DB, CONTROL = 1e-5, 100.0, 1e-2
+LIMIT, MIN_DB, CONTROL = 1e-5, 100.0, 1e-2
 PLANS = (
     ("patch=2", True),
     ("patch=3", True),
@@ -68,7 +68,7 @@ def _row(name: str, scheduler: str, found: Sequence[Any]) -> tuple[str, bool]:
     errors = [max(each.relative_error for each in found[i : i + count]) for i in range(0, len(found), count)]
     (control,) = (each.control_error for each in found if each.control_error is not None)
     psnr = min(each.psnr_db for each in found)
-    good = max(errors) <= LIMIT and psnr >= LEAST_DB and control >= CONTROL
+    good = max(errors) <= LIMIT and psnr >= MIN_DB and control >= CONTROL
     cells = " | ".join(f"{error:.1e}" for error in errors)
     return f"| {name} | {scheduler} | {cells} | {control:.2f} | {psnr:.0f} dB |", good
 
@@ -86,7 +86,7 @@ def main() -> int:
     lead = [
         "# Parity with one process",
         "",
-        f"Relative error of the final latents, fp32, {options.steps} steps, worst of pictures of "
+        f"Relative error of the final latents, fp32, {options.steps} steps, worst of images of "
         + " and ".join(f"{height} x {width}" for height, width in SIZES)
         + " pixels; `alone`: two bands without the exchange. The promise is 1e-5 and 100 dB.",
         "",

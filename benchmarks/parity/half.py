@@ -39,7 +39,7 @@ def lead(steps: int) -> list[str]:
         "# Parity in half precision",
         "",
         f"Relative differences of final latents, DDIM, {steps} steps, CPU, worst of {', '.join(PLANS)} and of",
-        f"pictures of {sizes} pixels. `ranks beside one process`: this package's. `another batch`,",
+        f"images of {sizes} pixels. `ranks beside one process`: this package's. `another batch`,",
         "`another kernel`: plain diffusers beside itself, in a batch of two, and with torch's plain kernel of",
         "attention (`SDPBackend.MATH`) in place of the fused one. `off`: how far ranks, and one process of plain",
         "diffusers, are from the same half weights computed in fp32. The promise is that ranks are no farther off",

@@ -4,11 +4,11 @@
     python -m benchmarks.quality                                        everything; days on two cores
     python -m benchmarks.quality --strategy pcpp --strategy frozen --ranks 4 --size 512x512 --steps 20
     python -m benchmarks.quality --model assets/scenes-dit --scheduler flow --strategy displaced --strategy naive
-    python -m benchmarks.quality --table --plot                         nothing is drawn: what is known, as documents
+    python -m benchmarks.quality --table --plot                         no generation: documents of what is known
 
-Pictures of held-out captions by the embedded model are compared before they are rounded to 8 bits with those of plain
-diffusers in one process: same captions, same seeds, same scheduler. Every picture is a line in a file, and what is in
-the file is not drawn again: interrupt it, run it in pieces, ask for more captions later. Rows that the table has and
+Images of held-out captions by the embedded model are compared before they are rounded to 8 bits with those of plain
+diffusers in one process: same captions, same seeds, same scheduler. Every image is a line in a file, and what is in
+the file is not generated again: interrupt it, run it in pieces, add captions later. Rows that the table has and
 the file lacks, or has of fewer captions, stay as they are; a row of 8 captions is made one of 32 by drawing the others,
 `--first 8 --captions 32`, in a file of their own or not. "naive" lets every band work alone, "frozen" (with the
 options of displaced) sends nothing after the synchronous steps: the negative controls.
@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.quality.bench import Bench
-from benchmarks.quality.drawing import SCHEDULERS, Caption, Meter, OneProcess, hash_of
+from benchmarks.quality.generation import SCHEDULERS, Caption, Meter, OneProcess, hash_of
 from benchmarks.quality.known import rows_of_page, with_measured
 from benchmarks.quality.perceptual import Lpips, fetch
 from benchmarks.quality.plot import write_plot
@@ -44,7 +44,7 @@ GUIDANCE, SEED = 3.5, 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """What is drawn where a flag is not given. Sizes are height x width in pixels."""
+    """What is generated where a flag is not given. Sizes are height x width in pixels."""
 
     strategy: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -124,14 +124,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--first", type=count_of, default=0, help="leave out captions before this one: the table has them"
     )
     parser.add_argument("--quick", action="store_true", help="smaller defaults")
-    parser.add_argument("--again", action="store_true", help="draw again what the file knows; the new lines count")
-    parser.add_argument("--batch", type=count_of, default=8, help="captions drawn together")
+    parser.add_argument("--again", action="store_true", help="generate again what the file knows; the new lines count")
+    parser.add_argument("--batch", type=count_of, default=8, help="captions generated together")
     parser.add_argument("--guidance", type=float, default=GUIDANCE)
     parser.add_argument("--seed", type=int, default=SEED, help="of the first caption")
     parser.add_argument("--threads", type=count_of, default=1, help="of the one process")
     parser.add_argument("--model", type=Path, default=embedded_model(), help="pipeline folder")
     parser.add_argument("--records", type=Path, default=REPOSITORY / "runs/quality/records.jsonl")
-    parser.add_argument("--cache", type=Path, default=REPOSITORY / "runs/quality", help="exact pictures, LPIPS")
+    parser.add_argument("--cache", type=Path, default=REPOSITORY / "runs/quality", help="exact images, LPIPS")
     parser.add_argument("--lpips", default="fetch", help='file of weights, "fetch" (62 MB, once), or "none"')
     for name, path in (("table", TABLE), ("plot", PLOT)):
         told = f"write {path.relative_to(REPOSITORY)}"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.quality.drawing import Caption, Comparison, Meter, OneProcess, Ranks
+from benchmarks.quality.generation import Caption, Comparison, Meter, OneProcess, Ranks
 from benchmarks.quality.records import ONE_PROCESS, Named, Record, Records, Setting
 from patchpar import Run
 from patchpar.errors import PatchparError
@@ -21,7 +21,7 @@ PLAIN = Named(label="one process", text="", method=ONE_PROCESS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What drawing took, for one picture of those drawn together. See `Record`."""
+    """What drawing took, for one image of those generated together. See `Record`."""
 
     bytes_per_step: float
     stale_step_bytes: float | None
@@ -29,16 +29,16 @@ class Cost:
     exact_steps: int
 
 
-def cost_of(run: Run, pictures: int) -> Cost:
-    """The cost of one call that drew so many pictures."""
+def cost_of(run: Run, images: int) -> Cost:
+    """The cost of one call that drew so many images."""
     stale = [
         statistics.fmean(sum(step.bytes_sent.values()) for step in rank.steps if step.stale_calls)
         for rank in run.ranks
         if rank.stale_calls
     ]
     return Cost(
-        bytes_per_step=max(run.bytes_per_step) / pictures,
-        stale_step_bytes=max(stale) / pictures if stale else None,
+        bytes_per_step=max(run.bytes_per_step) / images,
+        stale_step_bytes=max(stale) / images if stale else None,
         seconds_waited=max(sum(rank.seconds_waited.values()) for rank in run.ranks) / run.steps,
         exact_steps=run.steps if run.exact_steps is None else run.exact_steps,
     )
@@ -75,7 +75,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What every cell needs. `batch`: captions drawn together; `again`: draw also what is known."""
+    """What every cell needs. `batch`: captions generated together; `again`: generate also what is known."""
 
     model: Path
     one: OneProcess
@@ -86,7 +86,7 @@ class Bench:
     again: bool
 
     def measure(self, settings: Sequence[Setting], methods: Sequence[Named], ranks: Sequence[int]) -> int:
-        """Draw and write down all that is missing; the number of cells that could not be drawn."""
+        """Generate and write down all that is missing; the number of cells that could not be generated."""
         for setting in settings:
             self._write_exact(Cell(setting=setting, named=PLAIN))
         failed = 0
@@ -108,7 +108,7 @@ class Bench:
         return known is None or self.again or (known.lpips is None and self.meter.lpips is not None)
 
     def _write_exact(self, cell: Cell) -> None:
-        """The row of one process: what the classifier says of the exact pictures."""
+        """The row of one process: what the classifier says of the exact images."""
         nothing = Cost(bytes_per_step=0.0, stale_step_bytes=None, seconds_waited=0.0, exact_steps=cell.setting.steps)
         for batch in self._missing(cell):
             exact = self.one.exact(cell.setting, batch)
@@ -130,7 +130,7 @@ class Bench:
         with ranks.under(cell.named, cell.setting, self.one.scheduler(cell.setting.scheduler), batches[0][0]):
             for batch in batches:
                 exact, start = self.one.exact(cell.setting, batch), time.perf_counter()
-                latents, run = ranks.draw(cell.setting, batch)
+                latents, run = ranks.generate(cell.setting, batch)
                 comparisons = self.meter.compare(self.one.decode(latents), exact, batch)
                 self.records.add(cell.records(batch, comparisons, cost_of(run, len(batch))))
                 mean = statistics.fmean(comparison.psnr_db for comparison in comparisons)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.page import contents
-from benchmarks.quality.records import MOST_DB, ONE_PROCESS, Named, Setting
+from benchmarks.quality.records import MAX_DB, ONE_PROCESS, Named, Setting
 from benchmarks.quality.table import Row, in_order
 
 HEADING = re.compile(r"(\d+) x (\d+) pixels, (\d+) steps, (.+)")
@@ -48,8 +48,8 @@ def _more_of(known: Row, row: Row) -> Row:
 def _from_the_start(row: Row, known: int) -> Row:
     if row.first not in (0, known):
         raise ValueError(
-            f"{row.setting}, {row.ranks} ranks, {row.label}: drawn from caption {row.first} on, and the table has "
-            f"{known} of it: draw the others too (--first {known})"
+            f"{row.setting}, {row.ranks} ranks, {row.label}: generated from caption {row.first} on, and the table has "
+            f"{known} of it: generate the others too (--first {known})"
         )
     return row
 
@@ -89,8 +89,8 @@ def _row(section: Mapping[str, object], cells: Mapping[str, str]) -> Row:
         label=label,
         ranks=int(cells["ranks"]),
         captions=int(cells["captions"]),
-        psnr_db=MOST_DB if one else float(cells["PSNR, dB"]),
-        worst_db=MOST_DB if one else float(cells["worst"]),
+        psnr_db=MAX_DB if one else float(cells["PSNR, dB"]),
+        worst_db=MAX_DB if one else float(cells["worst"]),
         ssim=1.0 if one else float(cells["SSIM"]),
         lpips=None if one or cells["LPIPS"] == "not measured" else float(cells["LPIPS"]),
         right=float(cells["captions right"].removesuffix(" %")) / 100,

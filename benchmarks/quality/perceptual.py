@@ -1,4 +1,4 @@
-"""LPIPS: how differently two pictures look to a network trained on photographs, calibrated on people's judgement.
+"""LPIPS: how differently two images look to a network trained on photographs, calibrated on people's judgement.
 
     Zhang et al., The Unreasonable Effectiveness of Deep Features as a Perceptual Metric, CVPR 2018, arXiv:1801.03924
 
@@ -52,10 +52,10 @@ class Lpips:
 
     @torch.no_grad()
     def __call__(self, one_BCHW: Tensor, other_BCHW: Tensor) -> Tensor:
-        """Distance of each pair, shape (B): pictures (B, 3, H, W) in -1..1. 0 for equal ones, around 0.7 at worst."""
+        """Distance of each pair, shape (B): images (B, 3, H, W) in -1..1. 0 for equal ones, around 0.7 at worst."""
         if one_BCHW.shape != other_BCHW.shape:
             shapes = f"{tuple(one_BCHW.shape)} and {tuple(other_BCHW.shape)}"
-            raise ValueError(f"pictures of different shape cannot be compared: {shapes}")
+            raise ValueError(f"images of different shape cannot be compared: {shapes}")
         pairs = zip(self._features(one_BCHW), self._features(other_BCHW), self._scales, strict=True)
         parts = [functional.conv2d((_unit(a) - _unit(b)).square(), scale).mean((1, 2, 3)) for a, b, scale in pairs]
         return torch.stack(parts).sum(0)

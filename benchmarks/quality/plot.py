@@ -1,4 +1,4 @@
-"""What `benchmarks.quality` measured as a picture: quality against bytes, one point per method, as SVG."""
+"""What `benchmarks.quality` measured as an image: quality against bytes, one point per method, as SVG."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Scale:
 
 
 PARTS_LEFT_OUT = ("extrapolated=false", "correction=none", "group_norm=", "quality=")
-"""Options that vary a method or take a part of it away: tables have these rows, the picture would be full of them."""
+"""Options that vary a method or take a part of it away: tables have these rows, the image would be full of them."""
 WARMUP = re.compile(r"[:,]warmup_steps=\d+")
 
 
@@ -77,7 +77,7 @@ def chosen(rows: Iterable[Row]) -> list[Row]:
 
 
 def plot(rows: Iterable[Row]) -> str:
-    """The picture as SVG. Raises ValueError if there is nothing to show."""
+    """The image as SVG. Raises ValueError if there is nothing to show."""
     rows = chosen(rows)
     x, y = _scales(rows)
     points = [(x(row.bytes_per_step), y(min(row.psnr_db, y.high))) for row in rows]
@@ -95,9 +95,9 @@ def plot(rows: Iterable[Row]) -> str:
 
 
 def write_plot(path: Path, rows: Iterable[Row]) -> None:
-    """Write the picture. Raises ValueError if there is nothing to show, or the file is not to be an SVG."""
+    """Write the image. Raises ValueError if there is nothing to show, or the file is not to be an SVG."""
     if path.suffix != ".svg":
-        raise ValueError(f"{path} does not end with .svg: the picture is one")
+        raise ValueError(f"{path} does not end with .svg: the image is one")
     text = plot(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -132,7 +132,7 @@ def _axes(x: Scale, y: Scale) -> list[str]:
     turned = f'<g transform="rotate(-90 22 {middle:.0f})">'
     return [
         *lines,
-        _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 18, "sent per step, rank and picture, MB (logarithmic)", "middle"),
+        _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 18, "sent per step, rank and image, MB (logarithmic)", "middle"),
         turned + _text(22, middle, "PSNR to one process, dB", "middle") + "</g>",
     ]
 

@@ -1,6 +1,6 @@
-"""What a run of `benchmarks.quality` measures, one line of JSON per picture, so that an interrupted run goes on.
+"""What a run of `benchmarks.quality` measures, one line of JSON per image, so that an interrupted run goes on.
 
-A `Setting` is how pictures are made, a `Method` how the work is shared, a `Record` what one picture came to.
+A `Setting` is how images are made, a `Method` how the work is shared, a `Record` what one image came to.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from patchpar.strategies import parse_strategy
 
-MOST_DB = 150.0
-"""What equal pictures are booked with, for infinity has no mean."""
+MAX_DB = 150.0
+"""What equal images are booked with, for infinity has no mean."""
 
 Key = tuple["Setting", "Method", int, int]
 """Setting, method, ranks, caption."""
@@ -21,7 +21,7 @@ Key = tuple["Setting", "Method", int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How pictures are made. `height`, `width` in pixels; caption i has the seed `seed` + i; `model` is a hash."""
+    """How images are made. `height`, `width` in pixels; caption i has the seed `seed` + i; `model` is a hash."""
 
     model: str
     height: int
@@ -68,11 +68,11 @@ class Named:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One picture against that of one process.
+    """One image against that of one process.
 
-    `lpips`: None where it was not measured. `right`: both sides of the picture show what its caption says.
+    `lpips`: None where it was not measured. `right`: both sides of the image show what its caption says.
     `bytes_per_step`: the most that a rank sent in a step, on average over the steps, for this one of the `batch`
-    pictures drawn together; `stale_step_bytes`: the same of steps that used values of the last one, None without any.
+    images generated together; `stale_step_bytes`: the same of steps that used values of the last one, None without any.
     `seconds_waited`: by the rank that waited most, in a step of the batch. `exact_steps`: steps without old values.
     """
 

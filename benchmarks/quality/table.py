@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.page import write_page
-from benchmarks.quality.records import MOST_DB, ONE_PROCESS, Method, Record, Setting
+from benchmarks.quality.records import MAX_DB, ONE_PROCESS, Method, Record, Setting
 
 CONTROLS = {"off": "negative control: no exchange", "frozen": "negative control: exchange frozen"}
 INTRO = f"""# Quality against bytes
 
 Real ranks against plain diffusers in one process: the embedded model in fp32 on CPUs, held-out captions, same seeds.
-Pictures are compared before rounding to 8 bits; all latents are decoded by one process. Means over the captions;
-`worst` is the caption with the least PSNR. Equal pictures are booked with {MOST_DB:g} dB. `captions right`: a
+Images are compared before rounding to 8 bits; all latents are decoded by one process. Means over the captions;
+`worst` is the caption with the least PSNR. Equal images are booked with {MAX_DB:g} dB. `captions right`: a
 classifier sees on both sides what the caption says. `sent`: MB (10⁶ bytes) in a step, both guidance branches, fp32, for
-one picture, by the rank that sends most: the mean of all steps, warm-up included, and of the `stale` ones alone, which
+one image, by the rank that sends most: the mean of all steps, warm-up included, and of the `stale` ones alone, which
 use values of the step before. `waited`: by the rank that waits most, in a step of a whole batch; a star where there
 were more ranks than cores, so that most of it is waiting for a core.
 Measured by `python -m benchmarks.quality`, written by `python -m benchmarks.quality --table`.
@@ -126,7 +126,7 @@ def table(rows: Iterable[Row]) -> str:
     """The whole document, of rows in order. Raises ValueError if there is nothing to say."""
     rows = list(rows)
     if not rows:
-        raise ValueError("no picture of this selection has been measured: leave flags out, or measure first")
+        raise ValueError("no image of this selection has been measured: leave flags out, or measure first")
     lines = [INTRO]
     for setting in dict.fromkeys(row.setting for row in rows):
         same = [str(row) for row in rows if row.setting == setting]

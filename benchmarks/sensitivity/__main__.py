@@ -5,7 +5,7 @@
 The latent is cut into strips of rows. Every convolution, group norm and self-attention of the UNet is then computed
 strip by strip, as on ranks, with the other strips' values either missing ("off") or one step old ("stale"), one kind of
 exchange at a time while everything else is exact. A model on which a missing exchange costs little can tell nothing
-about strategies. Prints dB of the pictures against the exact run, a verdict per bar; exit code 1 if a bar is missed.
+about strategies. Prints dB of the images against the exact run, a verdict per bar; exit code 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LEAST_COST_DB, MOST_NAIVE_DB, LEAST_COSINE = 3.0, 18.0, 0.98
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How pictures are made, how many strips there are, and how many first steps stay exact."""
+    """How images are made, how many strips there are, and how many first steps stay exact."""
 
     captions: int
     side: int
@@ -136,8 +136,8 @@ def cosines(noises: Sequence[Tensor]) -> list[float]:
     return [functional.cosine_similarity(a.flatten(1), b.flatten(1)).min().item() for a, b in pairs]
 
 
-def pictures(pipe: DiffusionPipeline, settings: Settings) -> Tensor:
-    """One picture (3, H, W) in 0..1 per caption, the same noise on every call."""
+def images(pipe: DiffusionPipeline, settings: Settings) -> Tensor:
+    """One image (3, H, W) in 0..1 per caption, the same noise on every call."""
     return pipe(
         list(CAPTIONS[: settings.captions]),
         height=settings.side,
@@ -159,18 +159,18 @@ def measure(pipe: DiffusionPipeline, settings: Settings) -> list[Bar]:
     """Run everything, print as it goes, judge."""
     log = NoiseLog(pipe.scheduler.alphas_cumprod)
     handle = pipe.unet.register_forward_hook(log, with_kwargs=True)
-    exact = pictures(pipe, settings)
+    exact = images(pipe, settings)
     handle.remove()
     bars = [cosine_bar(cosines(log.noises)), _terminal_bar(pipe.scheduler.alphas_cumprod[-1].item())]
     for kind in KINDS:
         found = {}
         for stale in (True, False):
             with cut(pipe.unet, [kind], settings, stale=stale):
-                found[stale] = psnr(pictures(pipe, settings), exact)
+                found[stale] = psnr(images(pipe, settings), exact)
             print(f"{kind:16s} {'stale' if stale else 'off':6s} {found[stale]:6.2f} dB", flush=True)
         bars.append(cost_bar(kind, found))
     with cut(pipe.unet, KINDS, settings, stale=False):
-        naive = psnr(pictures(pipe, settings), exact)
+        naive = psnr(images(pipe, settings), exact)
     print(f"{'naive':16s} {'off':6s} {naive:6.2f} dB", flush=True)
     return [*bars, Bar(name=f"naive <= {MOST_NAIVE_DB:g} dB", figure=f"{naive:.2f} dB", met=naive <= MOST_NAIVE_DB)]
 
@@ -199,7 +199,7 @@ def parse(description: str | None, folder: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path(__file__).parents[2] / "assets" / folder)
     parser.add_argument("--captions", type=int, choices=range(1, len(CAPTIONS) + 1), default=4, metavar="1..8")
-    parser.add_argument("--size", type=int, default=256, help="side of the picture in pixels")
+    parser.add_argument("--size", type=int, default=256, help="side of the image in pixels")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--guidance", type=float, default=3.0)
     parser.add_argument("--strips", type=int, default=4)

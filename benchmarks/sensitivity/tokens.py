@@ -4,7 +4,7 @@
 
 As `benchmarks.sensitivity`, for a joint transformer: image tokens are cut into strips of rows, and every strip has its
 own text tokens, as every rank has. The keys and values of the other strips' image tokens are missing ("off") or one
-step old ("stale"). Prints dB of the pictures against the exact run, a verdict per bar; exit code 1 if one is missed.
+step old ("stale"). Prints dB of the images against the exact run, a verdict per bar; exit code 1 if one is missed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.sensitivity.__main__ import Bar, Settings, cosine_bar, cosines, cost_bar, parse, pictures, psnr, run
+from benchmarks.sensitivity.__main__ import Bar, Settings, cosine_bar, cosines, cost_bar, images, parse, psnr, run
 
 KIND = "keys and values"
 
@@ -104,11 +104,11 @@ def measure(pipe: DiffusionPipeline, settings: Settings) -> list[Bar]:
     """Run everything, print as it goes, judge."""
     log, found = FlowLog(), {}
     handle = pipe.transformer.register_forward_hook(log, with_kwargs=True)
-    exact = pictures(pipe, settings)
+    exact = images(pipe, settings)
     handle.remove()
     for stale in (True, False):
         with cut_tokens(pipe.transformer, settings, stale=stale):
-            found[stale] = psnr(pictures(pipe, settings), exact)
+            found[stale] = psnr(images(pipe, settings), exact)
         print(f"{KIND:16s} {'stale' if stale else 'off':6s} {found[stale]:6.2f} dB", flush=True)
     return [cosine_bar(cosines(log.noises)), cost_bar(KIND, found)]
 

@@ -1,1 +1,1 @@
-"""Streams: stages, half an hour, from a sound to its image, images."""
+"""Streams: stages, half an hour, from an audio signal to its image, images."""

@@ -35,7 +35,7 @@ from patchpar.stream.stage_link import BlockSignal
 LATENTS = (1, 16, 3, 90, 50)
 """One block of Live Avatar at 720 x 400 (arXiv:2512.04677)."""
 FRAMES = 12
-PICTURE_STEPS = 4
+IMAGE_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,15 +91,15 @@ def on_rank(place: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tu
     return start, out
 
 
-def pictures_on_rank(place: Any, count: int, seconds: float) -> list[float]:
-    """When pictures came out of a small img2img pipeline whose denoiser sleeps, by time.time."""
+def images_on_rank(place: Any, count: int, seconds: float) -> list[float]:
+    """When images came out of a small img2img pipeline whose denoiser sleeps, by time.time."""
     from patchpar.stream.images.stage import ImageStage  # with diffusers, which sleeping stages can do without
     from tests.tiny import image_pipelines
 
     pipe, arguments = image_pipelines.sd_img2img()
     pipe.set_progress_bar_config(disable=True)
     pipe.unet.conv_in.register_forward_pre_hook(lambda *_: time.sleep(seconds))  # only where it is computed
-    arguments |= {"num_inference_steps": PICTURE_STEPS, "strength": 1.0, "output_type": "latent"}
+    arguments |= {"num_inference_steps": IMAGE_STEPS, "strength": 1.0, "output_type": "latent"}
     orders = iter([ImageRequest(number=n, arguments=arguments, seed=n) for n in range(count)])
     out: list[float] = []
     stage = ImageStage(pipe, place.rank, place.world, Communicator(place.transport), lambda where: None)
@@ -107,8 +107,8 @@ def pictures_on_rank(place: Any, count: int, seconds: float) -> list[float]:
     return out
 
 
-def picture_rows(pool: LocalExecutor, seconds: float, count: int) -> list[str]:
-    """Pictures per second by number of ranks."""
+def image_rows(pool: LocalExecutor, seconds: float, count: int) -> list[str]:
+    """Images per second by number of ranks."""
     rates: list[tuple[int, float]] = []
     for ranks in (1, 2, 4):
         found = pool.call("run", "benchmarks.stream.__main__:pictures_on_rank", ranks, "auto", (count, seconds))
@@ -141,8 +141,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--step", type=float, default=0.2, help="seconds per denoising step (default: 0.2)")
     parser.add_argument("--decode", type=float, default=0.15, help="seconds per block to decode (default: 0.15)")
     parser.add_argument("--blocks", type=int, default=40, help="blocks per stream (default: 40)")
-    parser.add_argument("--picture", type=float, default=1.5, help="seconds per denoiser call of a picture (1.5)")
-    parser.add_argument("--pictures", type=int, default=9, help="pictures per stream (default: 9)")
+    parser.add_argument("--image", type=float, default=1.5, help="seconds per denoiser call of an image (1.5)")
+    parser.add_argument("--images", type=int, default=9, help="images per stream (default: 9)")
     options = parser.parse_args(arguments)
     costs = StreamCosts(step=options.step, decode=options.decode, frames=FRAMES)
     plans = [StreamPlan.even(steps, steps + 1) for steps in (2, 3, 4)] + [StreamPlan.even(4, 2), StreamPlan.even(4, 3)]
@@ -159,9 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     with LocalExecutor(["cpu"] * 5, "tests.ranks:Ranks", deadline=120.0) as pool:
         lines += [row(pool, plan, costs, options.blocks) for plan in plans]
-        lines += ["", f"Pictures of {PICTURE_STEPS} steps, whose denoiser sleeps {options.picture:g} s per call:", ""]
-        lines += ["| ranks | pictures/s | against one |", "|---|---|---|"]
-        lines += picture_rows(pool, options.picture, options.pictures)
+        lines += ["", f"Images of {IMAGE_STEPS} steps, whose denoiser sleeps {options.image:g} s per call:", ""]
+        lines += ["| ranks | images/s | against one |", "|---|---|---|"]
+        lines += image_rows(pool, options.image, options.images)
     publish(lines, options.write)
 
 

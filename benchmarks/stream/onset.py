@@ -1,14 +1,14 @@
-"""From a sound to its picture: the budget that is printed beforehand against what is measured, in live streams.
+"""From an audio signal to its image: the budget that is printed beforehand against what is measured, in live streams.
 
     python -m benchmarks.stream.onset                                               # stages that sleep
     python -m benchmarks.stream.onset --model assets/face-stream --variant fp16      # and a face, from voice to mouth
     python -m benchmarks.stream.onset --write docs/figures/stream-onset.md
 
-A sound that comes live waits until its block is full, is denoised and decoded, and is shown by the clock. Stages that
+Live audio waits until its block is full, is denoised and decoded, and is shown by the clock. Stages that
 sleep show what messages and waiting add, on any machine. A face shows all of it: its own costs are taken from a stream
 as fast as can be; then it is silent and begins to speak, in pieces of 12.5 ms. What counts is when a watcher sees the
-frame that should be the first with a mouth half open, after its sound; a mouth that lags by frames is so much later.
-`--slow` is for machines that do not keep up with life: sound and clock go slower, and the budget is of the same.
+frame that should be the first with a mouth half open, after its audio; a mouth that lags by frames is so much later.
+`--slow` is for machines that do not keep up with life: audio and clock go slower, and the budget is of the same.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from patchpar.stream.stage_link import BlockSignal
 
 FRAMES = 12
 PIECE = 0.0125
-"""Seconds of sound that are pushed at once."""
+"""Seconds of audio that are pushed at once."""
 HEAD_START = 0.5
-"""Seconds before the sound begins, in which all ranks are there."""
+"""Seconds before the audio begins, in which all ranks are there."""
 QUIET_BLOCKS, SPOKEN_BLOCKS = 4, 16
 MEASURED_BLOCKS = 12
 LAGS = 8
-"""Frames, fewer, by which a mouth may be behind its sound."""
+"""Frames, fewer, by which a mouth may be behind its audio."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Found:
 
 
 def on_rank(place: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tuple[float, list[float]]:
-    """When the sound began and when blocks came out, by time.time; block b has its sound (b + 1) costs.source later."""
+    """When the audio began and when blocks came out, by time.time; block b has its audio (b + 1) costs.source later."""
     out: list[float] = []
     begin = time.time() + HEAD_START
 
@@ -88,7 +88,7 @@ def on_rank(place: Any, plan: StreamPlan, costs: StreamCosts, blocks: int) -> tu
 
 
 def asleep(pool: LocalExecutor, plan: StreamPlan, costs: StreamCosts, blocks: int) -> Found:
-    """Shown by the clock, the first frame of block b is due a fixed time after its first sound: the longest way."""
+    """Shown by the clock, the first frame of block b is due a fixed time after its first audio: the longest way."""
     for count in (1, blocks):  # the first time ranks import what they need
         found = pool.call("run", "benchmarks.stream.onset:on_rank", plan.ranks, "auto", (plan, costs, count))
     (begin, _), (_, out) = found[0], found[plan.ranks - 1]
@@ -171,7 +171,7 @@ def _shown(chunks: Iterable[Chunk], slow: float, fps: float) -> Iterator[tuple[f
 
 
 def _speak(session: Any, samples: torch.Tensor, rate: int, slow: float, stop: threading.Event) -> None:
-    """Push the sound as a microphone would."""
+    """Push the audio as a microphone would."""
     piece, began = round(PIECE * rate), time.monotonic()
     for number, place in enumerate(range(0, len(samples), piece), 1):
         if stop.wait(max(0.0, began + number * slow * PIECE - time.monotonic())):
@@ -184,10 +184,10 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step", type=float, default=0.2, help="seconds per denoising step of stages that sleep (0.2)")
     parser.add_argument("--decode", type=float, default=0.15, help="seconds to decode a block (0.15)")
-    parser.add_argument("--source", type=float, default=0.48, help="seconds of sound of a block (0.48)")
+    parser.add_argument("--source", type=float, default=0.48, help="seconds of audio of a block (0.48)")
     parser.add_argument("--blocks", type=int, default=20, help="blocks per stream of stages that sleep (20)")
     parser.add_argument("--model", help="a folder of a face that talks")
-    parser.add_argument("--slow", type=float, default=1.0, help="sound and clock of the face so many times slower (1)")
+    parser.add_argument("--slow", type=float, default=1.0, help="audio and clock of the face so many times slower (1)")
     parser.add_argument("--variant", help="weight files to take of it, such as fp16; computed in float32")
     parser.add_argument("--devices", default="cpu:2", help="for the face (cpu:2)")
     parser.add_argument("--write", type=Path, help="a Markdown file to write")
@@ -204,10 +204,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.model is not None:
         found.append(awake(options.model, options.devices, loading_of(options.variant), options.slow))
     lines = [
-        "# From a sound to its picture",
+        "# From an audio signal to its image",
         "",
         f"Seconds, in live streams that are shown by the clock. Stages that sleep: {options.step:g} s per step, "
-        f"{options.decode:g} s to decode, {options.source:g} s of sound per block. By benchmarks/stream/onset.py.",
+        f"{options.decode:g} s to decode, {options.source:g} s of audio per block. By benchmarks/stream/onset.py.",
         "",
         "| stream | until a block is full | steps | decoding | for the slowest block | budget | measured | off by |",
         "|---|---|---|---|---|---|---|---|",

@@ -2,7 +2,7 @@
 
 Both have twelve heads of 64 in five blocks of self-attention, attention to a text, and a feed-forward layer:
 
-    pixart      as PixArt: a picture of 128 x 128 latents, patches of 2 x 2
+    pixart      as PixArt: an image of 128 x 128 latents, patches of 2 x 2
     wan         as Wan: four frames of 64 x 64 latents, patches of 2 x 2; diffusers can split this one, too
 
 Either makes 4,096 tokens. A toy of the same kind is narrow, has four blocks, and makes 256.
@@ -22,7 +22,7 @@ from patchpar.shard.transformer.token_plan import TokenPlan
 Call = dict[str, Any]
 TEXT, TEXT_WIDTH, TOY_TEXT_WIDTH = 120, 2048, 64
 DRIFT = 0.02  # of the latent's size, from one step to the next
-LATENTS, TOY_LATENTS = 128, 32  # a side of the picture
+LATENTS, TOY_LATENTS = 128, 32  # a side of the image
 PROBE = 8  # latents a side of the call that is watched: where the tokens are does not depend on how many there are
 
 
@@ -47,7 +47,7 @@ class Subject:
         return copy.deepcopy(self.model, {id(x): x for x in tensors})
 
     def of_size(self, latents: int) -> "Subject":
-        """The same model, called with a picture of so many latents a side."""
+        """The same model, called with an image of so many latents a side."""
         call = _KINDS[self.name][1](self.model, latents)
         return replace(self, call=call, tokens=(latents // 2) ** 2)
 

@@ -24,7 +24,7 @@ Step = Callable[[dict[str, Any]], Any]
 Figures = dict[str, Any]
 THEIRS = "diffusers"
 FEWEST = 3  # rounds, however long they take
-FEW_LATENTS = 16  # a side of the picture whose tokens cost next to nothing
+FEW_LATENTS = 16  # a side of the image whose tokens cost next to nothing
 
 
 class Bench:

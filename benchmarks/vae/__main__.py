@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.page import write_page
 
-LEAST_DB, CONTROL_DB = 100.0, 60.0
+MIN_DB, CONTROL_DB = 100.0, 60.0
 WORLDS = (2, 3, 4)
 PEAK_SIZE = (32, 8)
 SIZE = (17, 12)  # latent rows and columns: no number of ranks shares 17 rows evenly
@@ -58,7 +58,7 @@ def _accuracy_row(lead: str, found: Sequence[Sequence[Any]], tiled: float | None
     sent = max(each.bytes_sent for each in found[-1])
     cells = " | ".join(f"{value:.0f} dB" for value in (*exact, alone))
     tiles = "" if tiled is None else f"{tiled:.0f} dB"
-    good = min(exact) >= LEAST_DB and alone < CONTROL_DB
+    good = min(exact) >= MIN_DB and alone < CONTROL_DB
     line = f"| {lead} | {cells} | {tiles} | {sent / 1024:.0f} KiB | {found[-1][0].rounds} |"
     return line, good
 
@@ -99,7 +99,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=list(KINDS), help=f"some of {', '.join(KINDS)}")
     parser.add_argument("--only", choices=("accuracy", "peak", "time"), help="one of the tables")
-    parser.add_argument("--pixels", type=int, default=512, help="side of the picture that is timed")
+    parser.add_argument("--pixels", type=int, default=512, help="side of the image that is timed")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--write", type=Path, help="also write the tables to this file")
     options = parser.parse_args()
@@ -122,7 +122,7 @@ def _tables(pool: Any, options: Any) -> Iterator[tuple[str, list[str], Iterator[
     size = f"{SIZE[0]} x {SIZE[1]}"
     yield (
         "accuracy",
-        [f"Latents of {size}, fp32, against the plain method. The promise is {LEAST_DB:.0f} dB.", "", *ACCURACY],
+        [f"Latents of {size}, fp32, against the plain method. The promise is {MIN_DB:.0f} dB.", "", *ACCURACY],
         accuracy_rows(pool, options.names),
     )
     yield (

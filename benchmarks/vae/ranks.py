@@ -42,7 +42,7 @@ class Times:
 
 
 def accuracy(place: Place, name: str, method: str, size: tuple[int, int]) -> Accuracy:
-    """Of one class of VAE, on a latent of that size or the picture of one."""
+    """Of one class of VAE, on a latent of that size or the image of one."""
     vae, (x, kwargs) = build(name), given(name, method, *size)
     call = VaeCall(getattr(vae, method), x, (), kwargs)
     split = _split(place, vae, method)
@@ -99,16 +99,16 @@ PEAKS: dict[str, tuple[Callable[[], Any], tuple[int, ...], tuple[int, ...]]] = {
     "AutoencoderKLHunyuanVideo": (_hunyuan, (1, 16, 2), (1, 3, 5)),
     "AutoencoderKLCogVideoX": (_cogvideox, (1, 16, 2), (1, 3, 5)),
 }
-"""Builders, and shapes of a latent and a picture: narrower than the real ones, but as much wider than their pictures'
+"""Builders, and shapes of a latent and an image: narrower than the real ones, but as much wider than their images'
 three channels as lets those not count."""
 
 
 def peak(place: Place, name: str, method: str, size: tuple[int, int]) -> tuple[int, int]:
     """Bytes that the plain method allocates at most, and this rank in bands."""
-    make, latent, picture = PEAKS[name]
+    make, latent, image = PEAKS[name]
     vae: Any = make().eval()
     height, width = size
-    x = structured(*latent, height, width) if method == "decode" else structured(*picture, 8 * height, 8 * width)
+    x = structured(*latent, height, width) if method == "decode" else structured(*image, 8 * height, 8 * width)
     call, split = VaeCall(getattr(vae, method), x, (), {}), _split(place, vae, method)
     with torch.no_grad():
         split.takes(call)
@@ -151,7 +151,7 @@ def together(place: Place, split: SplitMethod) -> None:
 
 
 def _split(place: Place, vae: Any, method: str) -> SplitMethod:
-    axis = Axis("picture", place.rank, place.world, tuple(range(place.world)))
+    axis = Axis("image", place.rank, place.world, tuple(range(place.world)))
     return SplitMethod(vae, method, (place.door(), axis), None)
 
 

@@ -83,13 +83,13 @@ def table_of_sdxl(shapes: Mapping[int, Shapes]) -> Iterator[str]:
     told = ", ".join(f"{megabytes:.3f} MB at {pixels}²" for pixels, megabytes in prediction.items())
     yield (
         f"SDXL base on {MOST} ranks, one guidance branch, half precision, from shapes alone. MB that an inner rank "
-        "**receives** per step; it sends as much, because all bands are equally tall. A rank at the picture's edge has "
+        "**receives** per step; it sends as much, because all bands are equally tall. A rank at the image's edge has "
         "one neighbour less: the sum of the first rank stands beside. Every strategy also joins the prediction, not "
         f"counted here: {told}. `held` is what a rank keeps for the next step, beside messages on their way. An exact "
         f"step is {kv_rounds} exchanges of keys and values and {rounds} others."
     )
     yield ""
-    yield "| picture | strategy | keys, values | halo | moments | correction | sum | first | of DistriFusion's | held |"
+    yield "| image | strategy | keys, values | halo | moments | correction | sum | first | of DistriFusion's | held |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for pixels in PIXELS:
         whole = received(shapes[pixels], MOST, PUBLISHED, inner(MOST)).seams
@@ -110,10 +110,10 @@ def table_of_fewer(shapes: Mapping[int, Shapes]) -> Iterator[str]:
 
 
 def table_of_embedded(shapes: Mapping[int, Shapes]) -> Iterator[str]:
-    """The packaged UNet, as `benchmarks.quality` draws with it."""
+    """The packaged UNet, as `benchmarks.quality` generates with it."""
     yield (
         "Embedded model, both guidance branches, fp32, from shapes alone: the sums that an inner rank receives, and "
-        "their share of DistriFusion's. Its pictures are small, so that halos weigh more than in SDXL:"
+        "their share of DistriFusion's. Its images are small, so that halos weigh more than in SDXL:"
     )
     yield ""
     yield from _sums(shapes, (4, MOST), itemsize=4, digits=2)
@@ -175,8 +175,8 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="also write the tables to this file")
     options = parser.parse_args()
     shapes = sdxl_shapes(*PIXELS)
-    drawn = embedded_shapes(EMBEDDED, 256, 512)
-    tables = (table_of_sdxl(shapes), table_of_fewer(shapes), table_of_embedded(drawn), table_of_tiny())
+    generated = embedded_shapes(EMBEDDED, 256, 512)
+    tables = (table_of_sdxl(shapes), table_of_fewer(shapes), table_of_embedded(generated), table_of_tiny())
     text = "\n".join([INTRODUCTION, *(line for table in tables for line in ("", *table)), ""])
     print(text)
     if options.write:

@@ -1,4 +1,4 @@
-"""What the layers of one denoiser call see: sizes of the whole picture's maps. The meta device will do."""
+"""What the layers of one denoiser call see: sizes of the whole image's maps. The meta device will do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from patchpar.shard.unet.spatial_arguments import with_sample_size
 
 
 class Attended(NamedTuple):
-    """One self-attention: batch, tokens of the whole picture, heads, numbers of a head."""
+    """One self-attention: batch, tokens of the whole image, heads, numbers of a head."""
 
     batch: int
     tokens: int
@@ -111,13 +111,13 @@ def sdxl() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def sdxl_shapes(*pixels: int) -> dict[int, Shapes]:
-    """What SDXL's layers see of one guidance branch, for square pictures of these sizes."""
+    """What SDXL's layers see of one guidance branch, for square images of these sizes."""
     unet, call = sdxl()
     return {size: shapes_of(unet, with_sample_size((), call, (size // 8, size // 8))[1]) for size in pixels}
 
 
 def embedded_shapes(folder: Path, *pixels: int) -> dict[int, Shapes]:
-    """What layers of the UNet in this folder see of both guidance branches, for square pictures of these sizes."""
+    """What layers of the UNet in this folder see of both guidance branches, for square images of these sizes."""
     from diffusers import AutoencoderKL, UNet2DConditionModel
 
     config = UNet2DConditionModel.load_config(folder, subfolder="unet")

@@ -94,7 +94,7 @@ def test_a_page_that_is_reloaded_goes_on_with_its_run_and_says_that_it_is_busy(o
     expect(status(page, "image")).to_contain_text(re.compile(r"step \d+ of 60"))
     tab(page, "Compare")
     press(page, "compare-run")
-    expect(status(page, "compare")).to_contain_text("this page has already has a job: wait for it, or cancel it")
+    expect(status(page, "compare")).to_contain_text("this page already has a job: wait for it, or cancel it")
     page.reload()
     expect(status(page, "image")).to_contain_text("of 60")
     page.reload()
@@ -160,7 +160,7 @@ def test_a_stream_is_seen_while_it_runs_and_follows_a_new_prompt(opened: Any) ->
 def test_a_face_talks_as_a_video_with_audio(opened: Any) -> None:
     page = opened(viewport={"width": 1280, "height": 900})
     tab(page, "Stream")
-    tab(page, "Face")
+    tab(page, "Talking face")
     text = "a person with a happy face is talking"
     prompt = page.get_by_label("Prompt", exact=True).locator("visible=true")
     retry_until(page.get_by_text(text).click, lambda soon: expect(prompt).to_have_value(text, timeout=soon))
@@ -202,7 +202,9 @@ def test_an_uploaded_image_is_generated_again_larger(opened: Any, tmp_path: Path
     tab(page, "From an image")
     press(page, "upscale-run")
     expect(status(page, "high-res")).to_contain_text("there is no prompt: describe the image")
-    page.get_by_label("Prompt").fill("a red house on the left, green hills at sunset")
+    page.get_by_label("Prompt", exact=True).locator("visible=true").fill(
+        "a red house on the left, green hills at sunset"
+    )
     press(page, "upscale-run")
     expect(status(page, "high-res")).to_contain_text("there is no image: choose one")
     small_one = tmp_path / "small.png"

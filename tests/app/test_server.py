@@ -56,7 +56,7 @@ def test_files_of_this_machine_are_not_served(client: TestClient, path: str) -> 
 
 def test_a_stream_is_found_by_its_name_only(client: TestClient, state: AppState) -> None:
     feed = state.feeds.add(VideoFeed())
-    feed.put(Mp4Header(mime="video/mp4", data=b"fi"), [Mp4Fragment(data=b"lm", is_key=True)])
+    feed.put(Mp4Header(mime="video/mp4", data=b"vi"), [Mp4Fragment(data=b"deo", is_key=True)])
     feed.close()
     response = client.get(feed.address)
     assert (response.content, response.headers["content-type"]) == (b"video", "video/mp4")

@@ -47,32 +47,32 @@ def lpips(tmp_path_factory: pytest.TempPathFactory) -> Lpips:
     return Lpips(stored(tmp_path_factory.mktemp("lpips") / "weights", weights()))
 
 
-def picture(seed: int = 0, batch: int = 2) -> Tensor:
+def image(seed: int = 0, batch: int = 2) -> Tensor:
     small = torch.rand(batch, 3, 8, 8, generator=torch.Generator().manual_seed(seed)) * 2 - 1
     return functional.interpolate(small, size=(64, 72), mode="bilinear")
 
 
 def noisy(sigma: float) -> Tensor:
-    return picture() + sigma * torch.randn(2, 3, 64, 72, generator=torch.Generator().manual_seed(9))
+    return image() + sigma * torch.randn(2, 3, 64, 72, generator=torch.Generator().manual_seed(9))
 
 
-def test_equal_pictures_are_at_no_distance(lpips: Lpips) -> None:
-    assert lpips(picture(), picture()).tolist() == [0.0, 0.0]
+def test_equal_images_are_at_no_distance(lpips: Lpips) -> None:
+    assert lpips(image(), image()).tolist() == [0.0, 0.0]
 
 
 def test_more_noise_is_farther(lpips: Lpips) -> None:
-    far = [lpips(picture(), noisy(sigma)) for sigma in (0.02, 0.1, 0.4)]
+    far = [lpips(image(), noisy(sigma)) for sigma in (0.02, 0.1, 0.4)]
     assert (far[0] > 0).all()
     assert (far[0] < far[1]).all()
     assert (far[1] < far[2]).all()
 
 
 def test_it_is_symmetric(lpips: Lpips) -> None:
-    assert torch.allclose(lpips(picture(), noisy(0.2)), lpips(noisy(0.2), picture()))
+    assert torch.allclose(lpips(image(), noisy(0.2)), lpips(noisy(0.2), image()))
 
 
-def test_every_picture_is_judged_alone(lpips: Lpips) -> None:
-    one, other = picture(), torch.cat([picture()[:1], picture(1)[:1]])
+def test_every_image_is_judged_alone(lpips: Lpips) -> None:
+    one, other = image(), torch.cat([image()[:1], image(1)[:1]])
     both = lpips(one, other)
     assert both[0] == 0
     assert torch.allclose(both[1:], lpips(one[1:], other[1:]), rtol=1e-4)
@@ -80,12 +80,12 @@ def test_every_picture_is_judged_alone(lpips: Lpips) -> None:
 
 def test_the_last_layer_weighs_the_differences(tmp_path: Path, lpips: Lpips) -> None:
     heavier = Lpips(stored(tmp_path / "weights", weights(scale=3.0)))
-    assert torch.allclose(heavier(picture(), noisy(0.2)), 3 * lpips(picture(), noisy(0.2)))
+    assert torch.allclose(heavier(image(), noisy(0.2)), 3 * lpips(image(), noisy(0.2)))
 
 
-def test_pictures_of_different_size(lpips: Lpips) -> None:
+def test_images_of_different_size(lpips: Lpips) -> None:
     with pytest.raises(ValueError, match=r"\(2, 3, 64, 72\) and \(2, 3, 64, 64\)"):
-        lpips(picture(), picture()[..., :64])
+        lpips(image(), image()[..., :64])
 
 
 def test_a_file_that_would_run_something_is_refused(tmp_path: Path) -> None:

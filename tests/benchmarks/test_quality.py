@@ -16,10 +16,10 @@ from torch import Tensor
 from benchmarks.quality import __main__ as quality
 from benchmarks.quality import bench as quality_bench
 from benchmarks.quality.bench import Bench, cost_of
-from benchmarks.quality.drawing import Caption, Comparison, Meter, OneProcess, arguments, hash_of
+from benchmarks.quality.generation import Caption, Comparison, Meter, OneProcess, arguments, hash_of
 from benchmarks.quality.known import rows_of_page, with_measured
 from benchmarks.quality.plot import Box, _box, plot, write_plot
-from benchmarks.quality.records import MOST_DB, ONE_PROCESS, Method, Named, Record, Records, Setting
+from benchmarks.quality.records import MAX_DB, ONE_PROCESS, Method, Named, Record, Records, Setting
 from benchmarks.quality.table import rows_of, table
 from patchpar import Plan, Run
 from patchpar.errors import PlanError, WorkerDied
@@ -27,7 +27,7 @@ from patchpar.models.files import embedded_model
 from patchpar.pipeline.rank_stats import RankStats, StepStats
 from training.classifier import load_classifier
 from training.latents import to_tensor
-from training.render import picture
+from training.render import sample_render
 from training.scenes import flipped, held_out_captions
 
 SETTING = Setting(model="abc", height=256, width=384, steps=20, scheduler="DDIM", guidance=3.5, seed=1000)
@@ -179,7 +179,7 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
 class FakeRanks:
     """Ranks that write down what they were asked. `fail`: what happens instead of the first draw of that method."""
 
-    drawn: list[tuple[int, str, list[int]]]
+    generated: list[tuple[int, str, list[int]]]
     fail: dict[str, BaseException]
 
     def __init__(self, model: Path, count: int) -> None:
@@ -196,10 +196,10 @@ class FakeRanks:
         self.label = named.label
         yield
 
-    def draw(self, setting: Setting, captions: Sequence[Caption]) -> tuple[Tensor, Any]:
+    def generate(self, setting: Setting, captions: Sequence[Caption]) -> tuple[Tensor, Any]:
         if self.label in self.fail:
             raise self.fail.pop(self.label)
-        self.drawn.append((self.count, self.label, [caption.index for caption in captions]))
+        self.generated.append((self.count, self.label, [caption.index for caption in captions]))
         return torch.full((len(captions), 1), 0.5), RUN
 
 
@@ -224,7 +224,7 @@ class FakeMeter:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> type[FakeRanks]:
-    FakeRanks.drawn, FakeRanks.fail = [], {}
+    FakeRanks.generated, FakeRanks.fail = [], {}
     monkeypatch.setattr(quality_bench, "Ranks", FakeRanks)
     return FakeRanks
 
@@ -242,7 +242,7 @@ def measure(path: Path, *, captions: int = 5, methods: Sequence[Named] = (STALE,
     return bench.measure([SETTING], methods, changes.pop("ranks", [4]))
 
 
-def test_figures_are_of_one_picture(tmp_path: Path, ranks: type[FakeRanks]) -> None:
+def test_figures_are_of_one_image(tmp_path: Path, ranks: type[FakeRanks]) -> None:
     measure(tmp_path / "file", captions=2)
     one, _, stale, _ = Records(tmp_path / "file").all()
     assert (one.method, one.ranks, one.bytes_per_step) == (ONE_PROCESS, 1, 0.0)
@@ -257,15 +257,15 @@ def test_a_method_without_old_values_has_no_stale_steps() -> None:
     assert (found.stale_step_bytes, found.exact_steps) == (None, 4)
 
 
-def test_what_is_known_is_not_drawn(tmp_path: Path, ranks: type[FakeRanks]) -> None:
+def test_what_is_known_is_not_generated(tmp_path: Path, ranks: type[FakeRanks]) -> None:
     measure(tmp_path / "file", captions=3)
-    assert ranks.drawn == [(4, "displaced", [0, 1]), (4, "displaced", [2])]
-    ranks.drawn.clear()
+    assert ranks.generated == [(4, "displaced", [0, 1]), (4, "displaced", [2])]
+    ranks.generated.clear()
     measure(tmp_path / "file", captions=3)
-    assert ranks.drawn == []
+    assert ranks.generated == []
     measure(tmp_path / "file", captions=5, methods=[STALE, FRESH], ranks=[4, 2])
-    assert ranks.drawn[0] == (4, "displaced", [3, 4])
-    assert [each for each in ranks.drawn if each[:2] == (4, FRESH.label)] == [
+    assert ranks.generated[0] == (4, "displaced", [3, 4])
+    assert [each for each in ranks.generated if each[:2] == (4, FRESH.label)] == [
         (4, FRESH.label, [0, 1]),
         (4, FRESH.label, [2, 3]),
         (4, FRESH.label, [4]),
@@ -273,19 +273,19 @@ def test_what_is_known_is_not_drawn(tmp_path: Path, ranks: type[FakeRanks]) -> N
     assert len(Records(tmp_path / "file")) == 5 + 4 * 5
 
 
-def test_asked_again_it_is_drawn_again(tmp_path: Path, ranks: type[FakeRanks]) -> None:
+def test_asked_again_it_is_generated_again(tmp_path: Path, ranks: type[FakeRanks]) -> None:
     measure(tmp_path / "file")
     measure(tmp_path / "file", again=True)
-    assert len(ranks.drawn) == 6
+    assert len(ranks.generated) == 6
     assert len(Records(tmp_path / "file")) == 10
 
 
 def test_lpips_can_come_later(tmp_path: Path, ranks: type[FakeRanks]) -> None:
     measure(tmp_path / "file", lpips=None)
     measure(tmp_path / "file", lpips=None)
-    assert len(ranks.drawn) == 3
+    assert len(ranks.generated) == 3
     measure(tmp_path / "file", lpips=0.2)
-    assert len(ranks.drawn) == 6
+    assert len(ranks.generated) == 6
     measure(tmp_path / "file", lpips=None)
     assert {each.lpips for each in Records(tmp_path / "file").all()} == {0.2}
 
@@ -295,14 +295,14 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, ranks: type[FakeRanks]) -> N
     with pytest.raises(KeyboardInterrupt):
         measure(tmp_path / "file", captions=2, methods=[STALE, FRESH])
     measure(tmp_path / "file", captions=2, methods=[STALE, FRESH])
-    assert ranks.drawn == [(4, "displaced", [0, 1]), (4, FRESH.label, [0, 1])]
+    assert ranks.generated == [(4, "displaced", [0, 1]), (4, FRESH.label, [0, 1])]
 
 
-def test_a_cell_that_cannot_be_drawn(tmp_path: Path, ranks: type[FakeRanks], capsys: Any) -> None:
+def test_a_cell_that_cannot_be_generated(tmp_path: Path, ranks: type[FakeRanks], capsys: Any) -> None:
     ranks.fail["displaced"] = WorkerDied("rank 3 is gone")
     assert measure(tmp_path / "file", captions=2, methods=[STALE, FRESH]) == 1
     assert "displaced: rank 3 is gone" in capsys.readouterr().err
-    assert ranks.drawn == [(4, FRESH.label, [0, 1])]
+    assert ranks.generated == [(4, FRESH.label, [0, 1])]
 
 
 # --- table and plot -----------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def test_the_table() -> None:
                 label="one process",
                 method=ONE_PROCESS,
                 ranks=1,
-                psnr_db=MOST_DB,
+                psnr_db=MAX_DB,
                 bytes_per_step=0.0,
                 stale_step_bytes=None,
                 exact_steps=20,
@@ -349,7 +349,7 @@ def table_of(records: Sequence[Record]) -> str:
 
 
 def test_what_a_table_has_stays_until_more_captions_are_measured(tmp_path: Path) -> None:
-    one = record(label="one process", method=ONE_PROCESS, ranks=1, psnr_db=MOST_DB, bytes_per_step=0.0)
+    one = record(label="one process", method=ONE_PROCESS, ranks=1, psnr_db=MAX_DB, bytes_per_step=0.0)
     before = [one, *(record(STALE, caption=number) for number in (0, 1)), record(NAIVE, lpips=None), record(FRESH)]
     options = quality.parse(["--table", str(tmp_path / "it.md")])
     assert quality.write_documents(options, before, "abc") == 0
@@ -359,7 +359,7 @@ def test_what_a_table_has_stays_until_more_captions_are_measured(tmp_path: Path)
     fewer, as_many = record(STALE, psnr_db=1.0), record(FRESH, psnr_db=2.0)
     assert quality.write_documents(options, [fewer, as_many], "abc") == 0
     assert {row.label: (row.captions, row.psnr_db) for row in rows_of_page(tmp_path / "it.md")} == {
-        "one process": (1, MOST_DB),
+        "one process": (1, MAX_DB),
         STALE.label: (2, 30.0),
         NAIVE.label: (1, 30.0),
         FRESH.label: (1, 2.0),
@@ -367,7 +367,7 @@ def test_what_a_table_has_stays_until_more_captions_are_measured(tmp_path: Path)
     assert quality.write_documents(options, [], "of another model") == 2
 
 
-def test_captions_drawn_later_go_on_where_the_table_ends(tmp_path: Path) -> None:
+def test_captions_generated_later_go_on_where_the_table_ends(tmp_path: Path) -> None:
     page, options = tmp_path / "it.md", quality.parse(["--table", str(tmp_path / "it.md")])
     assert quality.write_documents(options, [record(), record(caption=1, psnr_db=20.0)], "abc") == 0
     later = [record(caption=number, psnr_db=14.0, ssim=0.8, lpips=0.1) for number in (2, 3, 4)]
@@ -386,7 +386,8 @@ def test_captions_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert quality.write_documents(options, [record()], "abc") == 0
     assert quality.write_documents(options, [record(caption=3)], "abc") == 2
     assert (
-        "drawn from caption 3 on, and the table has 1 of it: draw the others too (--first 1)" in capsys.readouterr().err
+        "generated from caption 3 on, and the table has 1 of it: generate the others too (--first 1)"
+        in capsys.readouterr().err
     )
     assert [row.captions for row in rows_of_page(tmp_path / "it.md")] == [1]
 
@@ -452,11 +453,11 @@ def test_labels_of_close_points_do_not_cover_each_other() -> None:
     assert sum(one.overlap(other) for one in boxes for other in boxes if one is not other) == 0
 
 
-# --- figures and pictures -----------------------------------------------------------------------------------------
+# --- figures and images -----------------------------------------------------------------------------------------
 
 
 def test_the_meter() -> None:
-    scene = picture("judge 3", height=128, width=128, held_out=True)
+    scene = sample_render("judge 3", height=128, width=128, held_out=True)
     good = Caption(index=0, text="", scene=scene.scene)
     exact = (to_tensor(scene.pixels) + 1) / 2
     noisy = (exact + 0.1 * torch.randn(exact.shape, generator=torch.Generator().manual_seed(0))).clamp(0, 1)
@@ -464,7 +465,7 @@ def test_the_meter() -> None:
     assert mirrored.scene != good.scene
     meter = Meter(load_classifier(), None)
     same, worse = meter.compare(torch.cat([exact, noisy]), torch.cat([exact, exact]), [good, good])
-    assert (same.psnr_db, same.ssim, same.lpips, same.right) == (MOST_DB, pytest.approx(1.0), None, True)
+    assert (same.psnr_db, same.ssim, same.lpips, same.right) == (MAX_DB, pytest.approx(1.0), None, True)
     assert 15 < worse.psnr_db < 25
     assert worse.ssim < 0.9
     assert not meter.compare(exact, exact, [mirrored])[0].right
@@ -485,7 +486,7 @@ def test_the_hash_of_a_model(tmp_path: Path) -> None:
     assert hash_of(tmp_path) != before
 
 
-def test_exact_pictures_are_the_pipelines_own_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_images_are_the_pipelines_own_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = OneProcess(embedded_model(), tmp_path)
     setting = replace(SETTING, height=64, width=96, steps=2, scheduler="DPM++ 2M")
     found = one.exact(setting, CAPTIONS[:2])

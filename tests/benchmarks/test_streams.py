@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from benchmarks.stream.drift import rows
+from benchmarks.stream.image_ranks import WARM, Streamed
 from benchmarks.stream.long import Record, table
 from benchmarks.stream.onset import Found, half_open, lag_of
-from benchmarks.stream.pictures_ranks import WARM, Streamed
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.simulate import StreamCosts, onset
 
@@ -52,7 +52,7 @@ def test_how_far_a_mouth_is_behind(lag: int) -> None:
     assert half_open(np.array([0.0, 0.4, 0.6, 1.0])) == 2
 
 
-def test_the_first_pictures_of_a_stream_do_not_count() -> None:
+def test_the_first_images_of_a_stream_do_not_count() -> None:
     times = [0.0, 100.0, *(100.0 + number for number in range(1, 6))]
     assert WARM == 2
-    assert Streamed(times=tuple(times), pictures=()).gap == 1.0
+    assert Streamed(times=tuple(times), images=()).gap == 1.0

@@ -33,8 +33,8 @@ STALE = (
 EVERYTHING = EmulatedPolicy(halo="stale", moments="corrected", context="all")
 
 
-def title(treatment: EmulatedPolicy) -> str:
-    return f"{treatment.halo}-{treatment.moments}-{treatment.context}{'-frozen' * treatment.frozen}"
+def title(policy: EmulatedPolicy) -> str:
+    return f"{policy.halo}-{policy.moments}-{policy.context}{'-frozen' * policy.frozen}"
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -62,10 +62,10 @@ def plain(name: str, size: tuple[int, int], steps: Sequence[int]) -> list[Tensor
 
 
 def emulated(
-    treatment: EmulatedPolicy, name: str, size: tuple[int, int], steps: Sequence[int], *, places: int = 3
+    policy: EmulatedPolicy, name: str, size: tuple[int, int], steps: Sequence[int], *, places: int = 3
 ) -> list[Tensor]:
     denoiser = build(name)
-    with Emulation(denoiser, places, treatment, split="rows" if size[0] >= size[1] else "columns"):
+    with Emulation(denoiser, places, policy, split="rows" if size[0] >= size[1] else "columns"):
         return predictions(denoiser, name, size, steps)
 
 
@@ -90,9 +90,9 @@ def test_all_fresh_is_the_plain_unet(name: str, size: tuple[int, int], places: i
     ],
     ids=title,
 )
-def test_exact_in_the_warm_up_and_not_after(treatment: EmulatedPolicy, size: tuple[int, int]) -> None:
+def test_exact_in_the_warm_up_and_not_after(policy: EmulatedPolicy, size: tuple[int, int]) -> None:
     want = plain("sdxl", size, (0, 1, 2))
-    got = emulated(replace(treatment, warmup_steps=2), "sdxl", size, (0, 1, 2))
+    got = emulated(replace(policy, warmup_steps=2), "sdxl", size, (0, 1, 2))
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
     assert error(got[2], want[2]) >= DIFFERS
@@ -108,12 +108,12 @@ def test_stale_matters_in_every_kind(name: str) -> None:
 
 
 @pytest.mark.parametrize("treatment", first_of(STALE, STALE[0], EVERYTHING), ids=title)
-def test_frozen_is_stale_at_first_and_older_then(treatment: EmulatedPolicy) -> None:
+def test_frozen_is_stale_at_first_and_older_then(policy: EmulatedPolicy) -> None:
     """What a treatment has fresh is not sent either, so that only where everything is stale the first step is alike."""
-    stale = emulated(treatment, "sd", UNEVEN, (0, 1, 2))
-    frozen = emulated(replace(treatment, frozen=True), "sd", UNEVEN, (0, 1, 2))
+    stale = emulated(policy, "sd", UNEVEN, (0, 1, 2))
+    frozen = emulated(replace(policy, frozen=True), "sd", UNEVEN, (0, 1, 2))
     assert error(frozen[2], stale[2]) >= DIFFERS
-    if treatment == EVERYTHING:
+    if policy == EVERYTHING:
         assert torch.equal(frozen[1], stale[1])
     else:
         assert error(frozen[1], stale[1]) >= DIFFERS
@@ -129,8 +129,8 @@ def test_frozen_is_stale_at_first_and_older_then(treatment: EmulatedPolicy) -> N
     ids=["band of whole neighbours", "windows of one token", "refreshed at every step"],
 )
 @pytest.mark.parametrize("size", [UNEVEN, pytest.param(WIDE, marks=pytest.mark.breadth)])
-def test_contexts_that_leave_nothing_out(treatment: EmulatedPolicy, places: int, size: tuple[int, int]) -> None:
-    got = emulated(treatment, "sdxl", size, (0, 1, 2), places=places)
+def test_contexts_that_leave_nothing_out(policy: EmulatedPolicy, places: int, size: tuple[int, int]) -> None:
+    got = emulated(policy, "sdxl", size, (0, 1, 2), places=places)
     want = emulated(EmulatedPolicy(context="all"), "sdxl", size, (0, 1, 2), places=places)
     assert max(map(error, got, want)) <= SAME
 
@@ -144,8 +144,8 @@ def test_contexts_that_leave_nothing_out(treatment: EmulatedPolicy, places: int,
     ],
     ids=title,
 )
-def test_contexts_that_leave_something_out(treatment: EmulatedPolicy) -> None:
-    got = emulated(treatment, "sdxl", UNEVEN, (0, 1, 2))
+def test_contexts_that_leave_something_out(policy: EmulatedPolicy) -> None:
+    got = emulated(policy, "sdxl", UNEVEN, (0, 1, 2))
     want = emulated(EmulatedPolicy(context="all"), "sdxl", UNEVEN, (0, 1, 2))
     assert error(got[2], want[2]) >= DIFFERS
 
@@ -167,12 +167,12 @@ def test_layers_take_turns_at_refreshing() -> None:
 
 
 @pytest.mark.parametrize("treatment", [t for t in STALE if t.context in ("fresh", "all", "partials")], ids=title)
-def test_where_nothing_changes_stale_is_fresh(treatment: EmulatedPolicy) -> None:
-    got = emulated(treatment, "sdxl", UNEVEN, (1, 1, 1))
+def test_where_nothing_changes_stale_is_fresh(policy: EmulatedPolicy) -> None:
+    got = emulated(policy, "sdxl", UNEVEN, (1, 1, 1))
     assert error(got[2], plain("sdxl", UNEVEN, (1,))[0]) <= SAME
 
 
-def test_a_picture_begins_with_nothing_of_the_last() -> None:
+def test_a_image_begins_with_nothing_of_the_last() -> None:
     denoiser = build("sd")
     with Emulation(denoiser, 2, EVERYTHING) as emulation:
         first = predictions(denoiser, "sd", EVEN, (0, 1))

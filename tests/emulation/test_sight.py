@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.emulation.policy import EmulatedPolicy
 from benchmarks.emulation.sight import (
     Cut,
     KeyValues,
@@ -23,7 +24,6 @@ from benchmarks.emulation.sight import (
     moments_of,
     pooled_tokens,
 )
-from benchmarks.emulation.treatment import EmulatedPolicy
 from patchpar.plan.bands import split_bands
 
 
@@ -102,18 +102,18 @@ def test_merged_partials_are_attention_over_all() -> None:
 BANDS = [(0, 8), (8, 16), (16, 24), (24, 28)]  # rows of four places
 
 
-def rows_seen(place: int, treatment: EmulatedPolicy) -> list[tuple[list[float], list[float]]]:
+def rows_seen(place: int, policy: EmulatedPolicy) -> list[tuple[list[float], list[float]]]:
     """Keys that say which row they are of, and how many tokens each stands for: by piece."""
     keys = torch.arange(28.0, dtype=torch.float64).view(1, 1, 1, 28, 1)
-    pieces = context_of(place, KeyValues(keys, keys), BANDS, -2, treatment)
+    pieces = context_of(place, KeyValues(keys, keys), BANDS, -2, policy)
     return [(part.key.flatten().tolist(), part.bias.exp().flatten().round().tolist()) for part in pieces]
 
 
 def test_band_is_the_nearest_rows_of_the_two_neighbours() -> None:
-    treatment = EmulatedPolicy(context="band", fraction=0.3)
-    assert rows_seen(1, treatment) == [([6, 7], [1, 1]), ([16, 17], [1, 1])]
-    assert rows_seen(2, treatment) == [([14, 15], [1, 1]), ([24], [1])]
-    assert rows_seen(3, treatment) == [([22, 23], [1, 1])]
+    policy = EmulatedPolicy(context="band", fraction=0.3)
+    assert rows_seen(1, policy) == [([6, 7], [1, 1]), ([16, 17], [1, 1])]
+    assert rows_seen(2, policy) == [([14, 15], [1, 1]), ([24], [1])]
+    assert rows_seen(3, policy) == [([22, 23], [1, 1])]
 
 
 def test_a_band_has_at_least_one_row() -> None:
@@ -121,8 +121,8 @@ def test_a_band_has_at_least_one_row() -> None:
 
 
 def test_pooled_is_a_band_of_the_neighbours_and_averages_of_the_rest() -> None:
-    treatment = EmulatedPolicy(context="pooled", band=0.1, pool=4)
-    assert rows_seen(2, treatment) == [
+    policy = EmulatedPolicy(context="pooled", band=0.1, pool=4)
+    assert rows_seen(2, policy) == [
         ([1.5, 5.5], [4, 4]),  # place 0, far
         ([15], [1]),
         ([9.5, 13], [4, 3]),  # rows 8 to 14: windows start at the piece's first row

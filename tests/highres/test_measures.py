@@ -20,7 +20,7 @@ SEAMS = (128, 256, 384)
 
 
 def field(side: int, slope: float, seed: int = 0) -> Tensor:
-    """A picture whose power falls with frequency."""
+    """An image whose power falls with frequency."""
     along = torch.fft.fftfreq(side)
     power = torch.sqrt(along[:, None] ** 2 + along**2).clamp_min(1 / side) ** (-slope / 2)
     white = torch.randn(3, side, side, generator=torch.Generator().manual_seed(seed))
@@ -29,12 +29,12 @@ def field(side: int, slope: float, seed: int = 0) -> Tensor:
 
 
 def test_a_step_of_two_grey_levels_is_a_seam() -> None:
-    picture = field(512, 3.0)
-    assert abs(seam_index(picture, SEAMS).z) < 2
+    image = field(512, 3.0)
+    assert abs(seam_index(image, SEAMS).z) < 2
     for number, row in enumerate(SEAMS):
-        picture[:, row:] += 2 / 255 * (-1) ** number
-    assert seam_index(picture, SEAMS).z > 4
-    assert abs(seam_index(picture, (100, 200, 300)).z) < 2
+        image[:, row:] += 2 / 255 * (-1) ** number
+    assert seam_index(image, SEAMS).z > 4
+    assert abs(seam_index(image, (100, 200, 300)).z) < 2
 
 
 def test_a_planted_copy_is_repetition() -> None:
@@ -62,7 +62,7 @@ def test_a_second_object_is_counted() -> None:
     assert miscounted(F.interpolate(tiled[None], (256, 256))[0], subject) == 3
 
 
-def test_which_pictures_are_asked_for() -> None:
+def test_which_images_are_asked_for() -> None:
     """Native ones are drawn beside any, in the order of the table; what is none is told."""
     assert asked("2x4x16") == ImageSet()
     assert asked("4x1x8:flow+calibrated, not kept") == ImageSet(

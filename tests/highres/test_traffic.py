@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.highres.traffic import forecast, mean, most, of_picture, stages, with_windows
+from benchmarks.highres.traffic import forecast, mean, most, of_image, stages, with_windows
 from patchpar.comm.transport import DelayedTransport
 from patchpar.errors import UnsupportedModel
 from patchpar.strategies.structure.after_guidance import AfterGuidance
@@ -42,7 +42,7 @@ def values(sent: dict[str, int]) -> int:
 def test_bytes_are_those_of_the_forecast(world: int, options: dict[str, Any]) -> None:
     """From the second step on, in both stages and in the last step: what the geometry says, to the byte."""
     case = Case(options={"switch": 0.5} | options, steps=4)
-    drawn, patches = together(case, world), 4 if options else 1
+    generated, patches = together(case, world), 4 if options else 1
     late: dict[str, Any] = {"native": 8, "guide": options.get("kept", 1.0) > 0}
     told = {
         1: forecast(2, world, native=8, patches=patches),
@@ -50,23 +50,23 @@ def test_bytes_are_those_of_the_forecast(world: int, options: dict[str, Any]) ->
         3: with_windows(2, world, key="0 3", to="last", **late),
     }
     for step, sent in told.items():
-        assert [values(each.sent_in(step)) for each in drawn] == [each.all * LATENT for each in sent]
-        assert all(each.sent_in(step)["weights"] == (world - 1) * 3 * 3 * 8 for each in drawn)
+        assert [values(each.sent_in(step)) for each in generated] == [each.all * LATENT for each in sent]
+        assert all(each.sent_in(step)["weights"] == (world - 1) * 3 * 3 * 8 for each in generated)
 
 
 def test_everything_is_sent_where_somebody_looks() -> None:
     """The whole prediction in every step with windows, the last one too, and no latents."""
-    drawn = together(Case(options={"switch": 0.5}, steps=4, watched=True), 2)
+    generated = together(Case(options={"switch": 0.5}, steps=4, watched=True), 2)
     for step in (2, 3):
         told = with_windows(2, 2, native=8, guide=True, key=f"0 {step}", to="all")
-        assert [values(each.sent_in(step)) for each in drawn] == [each.all * LATENT for each in told]
-    assert all("latents" not in each.bytes_sent for each in drawn)
+        assert [values(each.sent_in(step)) for each in generated] == [each.all * LATENT for each in told]
+    assert all("latents" not in each.bytes_sent for each in generated)
 
 
 def test_half_of_what_branches_take() -> None:
     """The first step sends every branch, the next what guidance makes of them."""
-    drawn = together(Case(options={"weight": 0.5, "switch": 0.2}, steps=3), 2)
-    first, second = (sum(values(each.sent_in(step)) for each in drawn) for step in (0, 1))
+    generated = together(Case(options={"weight": 0.5, "switch": 0.2}, steps=3), 2)
+    first, second = (sum(values(each.sent_in(step)) for each in generated) for step in (0, 1))
     assert first == 2 * second
 
 
@@ -80,7 +80,7 @@ def test_no_step_sends_more_than_its_latent(scale: int, ranks: int) -> None:
         assert mean(found.before) <= 1
         assert mean(found.last) <= 1.17
         assert most(found.last) <= 1.4
-        assert of_picture(strategy, found) <= (0.5 if preset == "calibrated" else 0.8)
+        assert of_image(strategy, found) <= (0.5 if preset == "calibrated" else 0.8)
         for step in range(10):
             moved = with_windows(scale, ranks, guide=strategy.method.kept > 0, key=f"0 {step}")
             assert mean(moved) <= 0.76
@@ -150,7 +150,7 @@ def test_nothing_is_sent_that_nobody_needs(scale: int, ranks: int, guide: bool) 
 
 
 def test_a_slow_link() -> None:
-    """The same picture over 1 Gbit/s with a millisecond of latency."""
+    """The same image over 1 Gbit/s with a millisecond of latency."""
     case = Case(steps=3)
     tinies = [prepared(case) for _ in range(2)]
 
@@ -158,17 +158,17 @@ def test_a_slow_link() -> None:
         return draw(DelayedTransport(transport, latency=1e-3, rate=125e6), case, tinies)
 
     want = alone(case)
-    for drawn in on_threads(2, behind, deadline=60.0):
-        assert relative(drawn.latents, want) < LIMIT
+    for generated in on_threads(2, behind, deadline=60.0):
+        assert relative(generated.latents, want) < LIMIT
 
 
 def test_guidance_that_depends_on_the_whole_is_given_the_whole() -> None:
-    """guidance_rescale divides by a deviation over the picture: the first step shows that, and all branches go on."""
+    """guidance_rescale divides by a deviation over the image: the first step shows that, and all branches go on."""
     case = Case(arguments={"height": 128, "width": 128, "guidance_rescale": 0.7})
     want = alone(case)
-    drawn = together(case, 2)
-    assert all(relative(each.latents, want) < LIMIT for each in drawn)
-    assert all("weights" not in each.bytes_sent for each in drawn)
+    generated = together(case, 2)
+    assert all(relative(each.latents, want) < LIMIT for each in generated)
+    assert all("weights" not in each.bytes_sent for each in generated)
     assert relative(alone(Case()), want) > 1e-3
 
 
@@ -184,10 +184,10 @@ def test_sizes_that_patches_do_not_make_exactly() -> None:
     """A patch then holds more than the latent, and goes to all by branches; windows do not."""
     case = Case(arguments={"height": 168, "width": 96})
     want = alone(case)
-    drawn = together(case, 2)
-    assert all(relative(each.latents, want) < LIMIT for each in drawn)
-    assert "weights" not in drawn[0].sent_in(1)
-    assert drawn[0].sent_in(2)["weights"] > 0
+    generated = together(case, 2)
+    assert all(relative(each.latents, want) < LIMIT for each in generated)
+    assert "weights" not in generated[0].sent_in(1)
+    assert generated[0].sent_in(2)["weights"] > 0
 
 
 def test_evidence_of_two_ranks_is_that_of_one() -> None:
@@ -212,7 +212,7 @@ def test_a_guide_whose_branches_are_on_two_ranks() -> None:
     """Nineteen units on two ranks would never part it; on seven they do."""
     case = Case(steps=2, options={"switch": 0.7}, scheduler=diffusers.DDIMScheduler)
     want = alone(case)
-    drawn = together(replace(case), 7)
-    assert sum("anchor" in each.sent_in(1) and each.sent_in(1)["anchor"] > 0 for each in drawn) == 1
-    assert all(relative(each.latents, want) < LIMIT for each in drawn)
+    generated = together(replace(case), 7)
+    assert sum("anchor" in each.sent_in(1) and each.sent_in(1)["anchor"] > 0 for each in generated) == 1
+    assert all(relative(each.latents, want) < LIMIT for each in generated)
     assert relative(plain(case), want) > 1e-2

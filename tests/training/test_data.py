@@ -7,7 +7,7 @@ import torch
 from training.batches import draw_batch, draw_sample
 from training.classifier import judge, load_classifier
 from training.latents import object_mask, to_latent, to_tensor
-from training.render import picture, render
+from training.render import render, sample_render
 from training.scenes import (
     COLORLESS,
     SIDES,
@@ -32,8 +32,8 @@ def classifier():
     return load_classifier()
 
 
-def test_a_seed_decides_the_picture():
-    one, again, other = (picture(seed, height=64, width=96) for seed in (3, 3, 4))
+def test_a_seed_decides_the_image():
+    one, again, other = (sample_render(seed, height=64, width=96) for seed in (3, 3, 4))
     assert np.array_equal(one.pixels, again.pixels)
     assert one.caption == again.caption
     assert not np.array_equal(one.pixels, other.pixels)
@@ -42,7 +42,7 @@ def test_a_seed_decides_the_picture():
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_one_seed_is_one_scene_at_every_resolution(seed):
-    small, large = (picture(seed, height=side, width=side) for side in (128, 512))
+    small, large = (sample_render(seed, height=side, width=side) for side in (128, 512))
     assert small.caption == large.caption
     shrunk = torch.nn.functional.avg_pool2d(to_tensor(large.pixels), 4)
     assert (shrunk - to_tensor(small.pixels)).abs().mean() < 0.02
@@ -80,7 +80,7 @@ def test_too_many_held_out_captions_are_refused():
 
 @pytest.mark.parametrize(("height", "width"), SIZES)
 def test_renders_show_their_attributes_at_every_aspect(classifier, height, width):
-    shown = [picture(f"test {seed}", height=height, width=width, held_out=True) for seed in range(12)]
+    shown = [sample_render(f"test {seed}", height=height, width=width, held_out=True) for seed in range(12)]
     verdicts = judge(classifier, torch.cat([to_tensor(one.pixels) for one in shown]))
     for verdict, one in zip(verdicts, shown, strict=True):
         assert [verdict.on(side) for side in SIDES] == [look_of(one.scene.on(side)) for side in SIDES]
@@ -94,10 +94,10 @@ def test_the_classifier_sees_a_wrong_side(classifier):
     assert (verdict.left, verdict.right) == (None, ("house", "red"))
 
 
-def test_mirrored_training_pictures_have_mirrored_captions(classifier):
+def test_mirrored_training_images_have_mirrored_captions(classifier):
     captions = {}
     for index in range(24):
-        sample, source = draw_sample(f"flip {index}", 32, 32), picture(f"flip {index}", height=128, width=128)
+        sample, source = draw_sample(f"flip {index}", 32, 32), sample_render(f"flip {index}", height=128, width=128)
         latent = to_latent(to_tensor(source.pixels))[0]
         mirrored = not torch.equal(sample.latent, latent)
         captions.setdefault(mirrored, []).append(sample.caption)
@@ -130,7 +130,7 @@ def test_latents_mean_what_they_say():
 
 
 def test_the_object_mask_covers_the_object_and_little_else():
-    shown = picture("mask", height=256, width=256)
+    shown = sample_render("mask", height=256, width=256)
     mask = object_mask(shown)
     assert mask.shape == (1, 64, 64)
     assert 0.01 < mask.mean() < 0.4

@@ -5,7 +5,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, SD3Transformer2DModel, StableDiffusion3Pipeline, StableDiffusionXLPipeline
 
-from benchmarks.sensitivity.__main__ import Settings, pictures
+from benchmarks.sensitivity.__main__ import Settings, images
 from benchmarks.sensitivity.tokens import cut_tokens
 from patchpar.models.files import inspect_folder, resolve_model
 from training import package
@@ -87,7 +87,7 @@ def test_the_pipeline_encodes_as_training_did(networks):
     assert torch.allclose(pooled, both_pooled, atol=1e-5)
 
 
-def test_small_pictures_are_spread_over_the_places_of_a_large_one():
+def test_small_images_are_spread_over_the_places_of_a_large_one():
     transformer = DitNetworks().transformer
     side = PATCH * SIDE_TOKENS
     middle = transformer.pos_embed.cropped_pos_embed(side, side)
@@ -161,7 +161,7 @@ def averaged_copy(networks):
     return made
 
 
-def test_flow_points_from_the_picture_to_the_noise():
+def test_flow_points_from_the_image_to_the_noise():
     """A network that knew the answer would have no loss; one that says the opposite has four times the target's."""
     batch = draw_batch("flow", BUCKET, build_tokenizer())
     flow = batch.noise - batch.latent
@@ -180,12 +180,12 @@ def test_cutting_tokens_matters_only_where_there_is_more_than_one_strip_and_afte
     pipe = assemble(stock, shared_vae())
     pipe.set_progress_bar_config(disable=True)
     options = {"captions": 1, "side": 64, "steps": 3, "guidance": 3.0}
-    exact = pictures(pipe, Settings(**options, strips=1, warmup=0))
+    exact = images(pipe, Settings(**options, strips=1, warmup=0))
     for strips, warmup, same in ((1, 0, True), (2, 3, True), (2, 1, False)):
         settings = Settings(**options, strips=strips, warmup=warmup)
         with cut_tokens(pipe.transformer, settings, stale=stale):
-            assert torch.allclose(pictures(pipe, settings), exact, atol=1e-4) == same, (strips, warmup)
-    assert torch.equal(pictures(pipe, Settings(**options, strips=1, warmup=0)), exact)
+            assert torch.allclose(images(pipe, settings), exact, atol=1e-4) == same, (strips, warmup)
+    assert torch.equal(images(pipe, Settings(**options, strips=1, warmup=0)), exact)
 
 
 def test_the_packaged_transformer_is_what_the_code_builds():

@@ -49,7 +49,7 @@ def test_the_packaged_model_is_small_and_safetensors_only():
     assert all(name.endswith(".fp16.safetensors") for name in weights)
 
 
-def test_the_last_noise_level_keeps_a_trace_of_the_picture():
+def test_the_last_noise_level_keeps_a_trace_of_the_image():
     assert noise_scheduler().alphas_cumprod[-1] > 1e-3
     config = json.loads((MODEL / "scheduler" / "scheduler_config.json").read_text())
     assert not config["rescale_betas_zero_snr"]

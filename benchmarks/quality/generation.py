@@ -1,4 +1,4 @@
-"""How `benchmarks.quality` draws its pictures and compares them: by one process, by ranks, side by side.
+"""How `benchmarks.quality` generates its images and compares them: by one process, by ranks, side by side.
 
 Ranks return latents, and one process decodes all of them: what differs then is what the denoiser did.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.quality.perceptual import Lpips
-from benchmarks.quality.records import MOST_DB, Named, Setting
+from benchmarks.quality.records import MAX_DB, Named, Setting
 from patchpar import ParallelPipeline, Plan, Run
 from patchpar.models.files import inspect_folder
 from patchpar.pipeline.image_metrics import psnr, ssim
@@ -36,7 +36,7 @@ DEADLINE = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caption:
-    """One of the held-out captions, its place in the list, and what the picture should show."""
+    """One of the held-out captions, its place in the list, and what the image should show."""
 
     index: int
     text: str
@@ -45,7 +45,7 @@ class Caption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One picture beside the exact one. See `Record`."""
+    """One image beside the exact one. See `Record`."""
 
     psnr_db: float
     ssim: float
@@ -76,7 +76,7 @@ def arguments(setting: Setting, captions: Sequence[Caption]) -> dict[str, Any]:
 
 
 class OneProcess:
-    """The plain pipeline in this process: makes the exact pictures and keeps them in a folder, decodes latents."""
+    """The plain pipeline in this process: makes the exact images and keeps them in a folder, decodes latents."""
 
     def __init__(self, folder: Path, cache: Path) -> None:
         absent = dict.fromkeys(inspect_folder(folder, "fp16").absent)
@@ -91,18 +91,18 @@ class OneProcess:
         return getattr(diffusers, kind).from_config(self._config, **options)
 
     def exact(self, setting: Setting, captions: Sequence[Caption]) -> Tensor:
-        """Pictures (B, 3, H, W) in 0..1, drawn where they are not kept yet."""
+        """Images (B, 3, H, W) in 0..1, generated where they are not kept yet."""
         missing = [caption for caption in captions if not self._file(setting, caption).is_file()]
         if missing:
             self.pipe.scheduler = self.scheduler(setting.scheduler)
             latents = self.pipe(**arguments(setting, missing)).images
-            for caption, picture in zip(missing, self.decode(latents), strict=True):
-                self._keep(self._file(setting, caption), picture)
+            for caption, image in zip(missing, self.decode(latents), strict=True):
+                self._keep(self._file(setting, caption), image)
         return torch.stack([torch.from_numpy(np.load(self._file(setting, caption))) for caption in captions])
 
     @torch.no_grad()
     def decode(self, latents_BChw: Tensor) -> Tensor:
-        """As the pipeline itself does, one by one: pictures (B, 3, H, W) in 0..1."""
+        """As the pipeline itself does, one by one: images (B, 3, H, W) in 0..1."""
         scaled = latents_BChw / self.pipe.vae.config.scaling_factor
         decoded = torch.cat([self.pipe.vae.decode(one[None]).sample for one in scaled])
         return self.pipe.image_processor.postprocess(decoded, output_type="pt").float()
@@ -113,10 +113,10 @@ class OneProcess:
         return self._cache / setting.model / f"{name}.npy"
 
     @staticmethod
-    def _keep(file: Path, picture_CHW: Tensor) -> None:
+    def _keep(file: Path, image_CHW: Tensor) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(".part.npy")
-        np.save(part, picture_CHW.numpy())
+        np.save(part, image_CHW.numpy())
         part.replace(file)
 
 
@@ -137,7 +137,7 @@ class Ranks:
 
     @contextmanager
     def under(self, named: Named, setting: Setting, scheduler: Any, caption: Caption) -> Iterator[None]:
-        """Draw by this method while open. A short call first lets ranks make their seams and check them."""
+        """Generate by this method while open. A short call first lets ranks make their seams and check them."""
         pipe = self._pipe
         pipe.scheduler, pipe.plan = scheduler, Plan(patch=self.count, strategy=named.text)
         pipe(**arguments(setting, [caption]) | {"num_inference_steps": 2})
@@ -147,7 +147,7 @@ class Ranks:
         finally:
             pipe._executor.call("control", exchange="on")
 
-    def draw(self, setting: Setting, captions: Sequence[Caption]) -> tuple[Tensor, Run]:
+    def generate(self, setting: Setting, captions: Sequence[Caption]) -> tuple[Tensor, Run]:
         """Latents (B, C, h, w), and the figures of the call."""
         latents = self._pipe(**arguments(setting, captions)).images
         run = self._pipe.last_run
@@ -156,21 +156,21 @@ class Ranks:
 
 
 class Meter:
-    """Compares pictures. Without `lpips` that figure is None."""
+    """Compares images. Without `lpips` that figure is None."""
 
     def __init__(self, classifier: Classifier, lpips: Lpips | None) -> None:
         self._classifier, self.lpips = classifier, lpips
 
-    def compare(self, pictures_BCHW: Tensor, exact_BCHW: Tensor, captions: Sequence[Caption]) -> list[Comparison]:
-        """Figures of each picture, in 0..1, beside its exact one."""
-        pairs = zip(pictures_BCHW[:, None], exact_BCHW[:, None], captions, strict=True)
+    def compare(self, images_BCHW: Tensor, exact_BCHW: Tensor, captions: Sequence[Caption]) -> list[Comparison]:
+        """Figures of each image, in 0..1, beside its exact one."""
+        pairs = zip(images_BCHW[:, None], exact_BCHW[:, None], captions, strict=True)
         return [self._compared(made, exact, caption) for made, exact, caption in pairs]
 
     def _compared(self, made_1CHW: Tensor, exact_1CHW: Tensor, caption: Caption) -> Comparison:
-        made, exact = (picture[0].permute(1, 2, 0).numpy() for picture in (made_1CHW, exact_1CHW))
+        made, exact = (image[0].permute(1, 2, 0).numpy() for image in (made_1CHW, exact_1CHW))
         seen = judge(self._classifier, made_1CHW * 2 - 1)[0]
         return Comparison(
-            psnr_db=min(psnr(made, exact), MOST_DB),
+            psnr_db=min(psnr(made, exact), MAX_DB),
             ssim=ssim(made, exact),
             lpips=self.lpips(made_1CHW * 2 - 1, exact_1CHW * 2 - 1).item() if self.lpips else None,
             right=all(seen.on(side) == look_of(caption.scene.on(side)) for side in SIDES),

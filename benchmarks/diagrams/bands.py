@@ -1,8 +1,8 @@
-"""A picture in bands: what a band is, what crosses its edges, how a VAE decodes it, and the picture of the README."""
+"""An image in bands: what a band is, what crosses its edges, how a VAE decodes it, and the image of the README."""
 
 from __future__ import annotations
 
-from benchmarks.drawings.canvas import MARGIN, Rect, arrow, box, line, page, place, text
+from benchmarks.diagrams.canvas import MARGIN, Rect, arrow, box, line, page, place, text
 from patchpar.plan.bands import Stencil, split_bands
 
 ROWS, RANKS, STRIDE = 40, 3, 8
@@ -74,7 +74,7 @@ def _needs(x: float, y: float) -> list[str]:
 
 
 def vae() -> str:
-    """The decoder in bands, and who gets the picture."""
+    """The decoder in bands, and who gets the image."""
     ranks, top = 4, 92
     columns = ((60, 1.0), (92, 1.25), (124, 1.5), (150, 1.75))
     parts = [
@@ -101,7 +101,7 @@ def vae() -> str:
             x += width + 14
         parts.append(arrow(x + 2, middle, x + 52, top + 2 * (step + 8) - 4))
     right = 110.0 + sum(width + 14 for width, _ in columns) + 60
-    parts.append(box(Rect(right, top + 40, 140, 4 * (step + 8) - 88), place(0), "the picture,\non rank 0"))
+    parts.append(box(Rect(right, top + 40, 140, 4 * (step + 8) - 88), place(0), "the image,\non rank 0"))
     under = top + ranks * (step + 8) + 16
     parts.append(text(MARGIN, under, "A rank of n holds an nth of the activations, and keys and values of the middle."))
     return page((820, under + MARGIN), "A VAE's decoder in four bands", parts)
@@ -114,10 +114,10 @@ def icon() -> str:
 
 
 def overview() -> str:
-    """One picture over four ranks: the picture of the README."""
+    """One image over four ranks: the image of the README."""
     ranks, left, top, side, gap = 4, 110, 64, 300, 16
     height = side / ranks
-    parts = [text(MARGIN, 38, "One picture on four devices", size=18)]
+    parts = [text(MARGIN, 38, "One image on four devices", size=18)]
     for number in range(ranks):
         y = top + number * (height + gap)
         parts += [
@@ -140,7 +140,7 @@ def overview() -> str:
         ),
         *_travels(x + 24, top),
     ]
-    return page((900, int(bottom) + MARGIN), "One picture over four ranks: bands, halos, and what travels", parts)
+    return page((900, int(bottom) + MARGIN), "One image over four ranks: bands, halos, and what travels", parts)
 
 
 def _edges(number: int, ranks: int, y: float, height: float) -> list[float]:
@@ -162,12 +162,12 @@ def _travels(x: float, y: float) -> list[str]:
         (
             "All: three numbers a group",
             "count, mean and spread, for group norms: each band is",
-            "normalised as part of the whole picture.",
+            "normalised as part of the whole image.",
         ),
         (
             "All: keys and values",
             "for self-attention, the other 98 %. This step's, so that the",
-            "picture is the same; or, if you ask for it, the last step's.",
+            "image is the same; or, if you ask for it, the last step's.",
         ),
     )
     parts = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.drawings.canvas import MARGIN, Rect, arrow, box, page, place, text
+from benchmarks.diagrams.canvas import MARGIN, Rect, arrow, box, page, place, text
 from patchpar.plan.mesh import Mesh
 from patchpar.plan.plan import Plan
 from patchpar.stream.plan import StreamPlan

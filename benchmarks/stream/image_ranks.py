@@ -1,4 +1,4 @@
-"""What one rank does in benchmarks.stream.pictures: its steps of pictures that follow one another, timed."""
+"""What one rank does in benchmarks.stream.images: its steps of images that follow one another, timed."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from patchpar.stream.messages import EndStream
 
 PROMPT = "a red house on the left and a pine on the right, green hills at sunset"
 WARM = 2
-"""Pictures of a stream that do not count: the first is drawn whole on every rank, the second fills the stages. As many
-at its end, where the stages empty."""
+"""Images of a stream that do not count: the first is generated whole on every rank, the second fills the stages. As
+many at its end, where the stages empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is streamed. `size`: pixels of both sides. `pictures`: of which the first and last do not count."""
+    """What is streamed. `size`: pixels of both sides. `images`: of which the first and last do not count."""
 
     model: str
     size: int
     steps: int
     guidance: float
-    pictures: int
+    images: int
 
     def arguments(self) -> dict[str, Any]:
         """For the pipeline."""
@@ -45,51 +45,51 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streamed:
-    """When pictures came out, by time.time, and what they were, in the order of their numbers."""
+    """When images came out, by time.time, and what they were, in the order of their numbers."""
 
     times: tuple[float, ...]
-    pictures: tuple[Any, ...]
+    images: tuple[Any, ...]
 
     @property
     def gap(self) -> float:
-        """Seconds from picture to picture, the mean over those that count: ranks that take turns make pairs."""
+        """Seconds from image to image, the mean over those that count: ranks that take turns make pairs."""
         counted = self.times[WARM - 1 : -WARM]
         return (counted[-1] - counted[0]) / (len(counted) - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """A picture that ended on a rank, at a moment of time.time."""
+    """An image that ended on a rank, at a moment of time.time."""
 
     number: int
     moment: float
-    picture: Any
+    image: Any
 
 
 def in_order(ended: Iterable[Ended]) -> Streamed:
-    """What all ranks ended, as one stream: a picture comes out when those before it have."""
-    times, pictures = list[float](), list[Any]()
+    """What all ranks ended, as one stream: an image comes out when those before it have."""
+    times, images = list[float](), list[Any]()
     for one in sorted(ended, key=lambda one: one.number):
         times.append(max([one.moment, *times[-1:]]))
-        pictures.append(one.picture)
-    return Streamed(times=tuple(times), pictures=tuple(pictures))
+        images.append(one.picture)
+    return Streamed(times=tuple(times), images=tuple(images))
 
 
 class Bench(ImageRunner):
     """The engine of one rank, which takes its orders from a list."""
 
     def stream(self, case: Case, ranks: int) -> list[Ended]:
-        """Draw on the first `ranks` ranks, others rest; what ended here."""
+        """Generate on the first `ranks` ranks, others rest; what ended here."""
         context = self._context
         if context.rank >= ranks:
             return []
         torch.set_num_threads(1)
         door = None if ranks == 1 else Communicator(self._transport, context.mark)
-        orders = iter([ImageRequest(number=n, arguments=case.arguments(), seed=n) for n in range(case.pictures)])
+        orders = iter([ImageRequest(number=n, arguments=case.arguments(), seed=n) for n in range(case.images)])
         ended = list[Ended]()
 
         def put(number: int, result: Any) -> None:
-            ended.append(Ended(number=number, moment=time.time(), picture=np.asarray(result.images[0])))
+            ended.append(Ended(number=number, moment=time.time(), image=np.asarray(result.images[0])))
 
         stage = ImageStage(self._pipe, context.rank, ranks, door, context.mark)
         stage.run(lambda patience: next(orders, EndStream()), put)

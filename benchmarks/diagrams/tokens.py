@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from benchmarks.drawings.canvas import MARGIN, Rect, box, page, place, text
+from benchmarks.diagrams.canvas import MARGIN, Rect, box, page, place, text
 
 RANKS = 4
 Rounds = Sequence[Callable[[int], tuple[int, ...]]]

@@ -1,4 +1,4 @@
-"""The drawings of the docs are those that `python -m benchmarks.drawings` draws, and can be read."""
+"""The diagrams of the docs are those that `python -m benchmarks.diagrams` draws, and can be read."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.drawings.__main__ import DRAWINGS, FOLDER
-from benchmarks.drawings.canvas import DARK, LETTER, LIGHT
+from benchmarks.diagrams.__main__ import DIAGRAMS, FOLDER
+from benchmarks.diagrams.canvas import DARK, LETTER, LIGHT
 
 REPOSITORY = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -27,27 +27,27 @@ PAGES = {
 }
 
 
-@pytest.mark.parametrize("name", DRAWINGS)
-def test_what_is_shown_is_what_is_drawn(name: str) -> None:
-    assert (FOLDER / f"{name}.svg").read_text() == DRAWINGS[name](), "draw them again: make drawings"
+@pytest.mark.parametrize("name", DIAGRAMS)
+def test_what_is_shown_is_what_is_generated(name: str) -> None:
+    assert (FOLDER / f"{name}.svg").read_text() == DIAGRAMS[name](), "draw them again: make diagrams"
 
 
-def test_every_concept_has_its_drawing() -> None:
-    assert set(PAGES) == set(DRAWINGS)
+def test_every_concept_has_its_diagram() -> None:
+    assert set(PAGES) == set(DIAGRAMS)
     for name, page in PAGES.items():
         assert f"assets/figures/{name}.svg" in (REPOSITORY / page).read_text(), page
 
 
-@pytest.mark.parametrize("name", DRAWINGS)
+@pytest.mark.parametrize("name", DIAGRAMS)
 def test_words_stay_on_the_page_and_colours_follow_the_reader(name: str) -> None:
-    drawing = ET.fromstring(DRAWINGS[name]())
-    width = float(drawing.get("width", "0"))
-    for words in drawing.iter(f"{SVG}text"):
+    diagram = ET.fromstring(DIAGRAMS[name]())
+    width = float(diagram.get("width", "0"))
+    for words in diagram.iter(f"{SVG}text"):
         long = LETTER * float(words.get("font-size", "0")) * len(words.text or "")
         before = {"start": 0.0, "middle": long / 2, "end": long}[words.get("text-anchor", "start")]
         left = float(words.get("x", "0")) - before
         assert left >= 0, words.text
         assert left + long <= width, words.text
-    style = "".join(found.text or "" for found in drawing.iter(f"{SVG}style"))
+    style = "".join(found.text or "" for found in diagram.iter(f"{SVG}style"))
     assert set(LIGHT) == set(DARK)
     assert "prefers-color-scheme: dark" in style

@@ -1,4 +1,4 @@
-"""The pictures that `benchmarks.highres` compares: one caption and one noise, every way, by the embedded model."""
+"""The images that `benchmarks.highres` compares: one caption and one noise, every way, by the embedded model."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ METHODS: dict[str, Any] = {
     "flow": StructureGuidance(guide="flow"),
     "grown, flow": StructureGuidance(margin=0.125, guide="flow"),
 }
-"""Native pictures are drawn from every s-th sample of the noise of the large ones: the anchor's own beginning."""
+"""Native images are generated from every s-th sample of the noise of the large ones: the anchor's own beginning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """Figures of one picture, see `measures` and `counting`; of a native one only objects are counted."""
+    """Figures of one image, see `measures` and `counting`; of a native one only objects are counted."""
 
     miscounted: float
     repetition: float | None = None
@@ -58,28 +58,28 @@ def pipeline() -> Iterator[ParallelPipeline]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """How pictures are drawn, and a `folder` that those drawn before are taken from, as a PNG shows them."""
+class ImageCache:
+    """How images are generated, and a `folder` that those generated before are taken from, as a PNG shows them."""
 
     scale: int
     steps: int
     folder: Path | None = None
 
-    def drawn(self, pipe: ParallelPipeline, name: str, subject: Subject, *, seed: int) -> Tensor:
-        """A picture (3, H, W) in 0..1, drawn now or before."""
+    def generated(self, pipe: ParallelPipeline, name: str, subject: Subject, *, seed: int) -> Tensor:
+        """An image (3, H, W) in 0..1, generated now or before."""
         if self.folder is None:
-            return drawn(pipe, name, subject, scale=self.scale, steps=self.steps, seed=seed)
+            return generated(pipe, name, subject, scale=self.scale, steps=self.steps, seed=seed)
         path = self.folder / f"{name.replace(', ', '-').replace(' ', '-')}-x{self.scale}-{self.steps}-{seed}.png"
         if not path.exists():
-            picture = drawn(pipe, name, subject, scale=self.scale, steps=self.steps, seed=seed)
+            image = generated(pipe, name, subject, scale=self.scale, steps=self.steps, seed=seed)
             self.folder.mkdir(parents=True, exist_ok=True)
-            Image.fromarray((picture.permute(1, 2, 0) * 255).round().byte().numpy()).save(path)
+            Image.fromarray((image.permute(1, 2, 0) * 255).round().byte().numpy()).save(path)
         shown = np.asarray(Image.open(path).convert("RGB"))
         return torch.from_numpy(shown.copy()).permute(2, 0, 1).float() / 255
 
 
-def drawn(pipe: ParallelPipeline, name: str, subject: Subject, *, scale: int, steps: int, seed: int) -> Tensor:
-    """A picture (3, H, W) in 0..1."""
+def generated(pipe: ParallelPipeline, name: str, subject: Subject, *, scale: int, steps: int, seed: int) -> Tensor:
+    """An image (3, H, W) in 0..1."""
     side = scale * NATIVE // CELL
     noise = torch.randn(1, 4, side, side, generator=torch.Generator().manual_seed(seed))
     latents, pixels = (noise[..., ::scale, ::scale], NATIVE) if name == "native" else (noise, scale * NATIVE)
@@ -93,12 +93,12 @@ def drawn(pipe: ParallelPipeline, name: str, subject: Subject, *, scale: int, st
         latents=latents.contiguous(),
         output_type="pt",
     )
-    picture: Tensor = output.images[0]
-    return picture.float().clamp(0, 1)
+    image: Tensor = output.images[0]
+    return image.float().clamp(0, 1)
 
 
 def borders(name: str, side: int) -> list[int]:
-    """Rows in pixels at which windows of a method begin or end within a picture; of others those of half overlap."""
+    """Rows in pixels at which windows of a method begin or end within an image; of others those of half overlap."""
     tiling = (METHODS[name] or StructureGuidance()).method.tiling
     cells = side // CELL
     windows = replace(tiling, moved=False).lay((cells, cells), (NATIVE // CELL,) * 2, key="", step=STRIDE)
@@ -106,22 +106,22 @@ def borders(name: str, side: int) -> list[int]:
     return sorted(CELL * row for row in starts | {start + windows.window[0] for start in starts} if 0 < row < cells)
 
 
-def looked_at(name: str, picture_CHW: Tensor, native_CHW: Tensor, subject: Subject) -> Look:
-    """The figures of a method's picture beside the native one of the same caption."""
-    side = picture_CHW.shape[-1]
+def evaluated(name: str, image_CHW: Tensor, native_CHW: Tensor, subject: Subject) -> Look:
+    """The figures of a method's image beside the native one of the same caption."""
+    side = image_CHW.shape[-1]
     if side == NATIVE:
-        return Look(miscounted=miscounted(picture_CHW, subject))
+        return Look(miscounted=miscounted(image_CHW, subject))
     rows = borders(name, side)
     return Look(
-        miscounted=miscounted(picture_CHW, subject),
-        repetition=repetition_index(picture_CHW, (NATIVE, NATIVE)).value,
-        seam_z=max(seam_index(each, rows).z for each in (picture_CHW, picture_CHW.transpose(1, 2))),
-        agreement_db=agreement_db(picture_CHW, native_CHW),
+        miscounted=miscounted(image_CHW, subject),
+        repetition=repetition_index(image_CHW, (NATIVE, NATIVE)).value,
+        seam_z=max(seam_index(each, rows).z for each in (image_CHW, image_CHW.transpose(1, 2))),
+        agreement_db=agreement_db(image_CHW, native_CHW),
     )
 
 
 def sheet(rows: Sequence[Sequence[Tensor]], side: int = NATIVE) -> Tensor:
-    """Pictures side by side, each at `side` pixels: (3, H, W)."""
+    """Images side by side, each at `side` pixels: (3, H, W)."""
     shrunk = [
         torch.cat([torch.nn.functional.interpolate(one[None], (side, side), mode="area")[0] for one in row], 2)
         for row in rows

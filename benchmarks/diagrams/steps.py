@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.drawings.canvas import MARGIN, Rect, arrow, box, page, place, text
+from benchmarks.diagrams.canvas import MARGIN, Rect, arrow, box, page, place, text
 from patchpar.plan.kv_selection import AllRows, KVSelection, NearRows, NearRowsAndPooled, TokensAcross
 from patchpar.plan.step_clock import StepClock
 

@@ -1,6 +1,6 @@
-"""What every drawing is made of: boxes, words, lines and arrows as SVG, and the style that they share.
+"""What every diagram is made of: boxes, words, lines and arrows as SVG, and the style that they share.
 
-A drawing brings its own background, so that it can be read on any page; its colours follow the reader's preference for
+A diagram brings its own background, so that it can be read on any page; its colours follow the reader's preference for
 light or dark. Places are told apart by colours that people who see few colours can tell apart too (Okabe and Ito).
 """
 
@@ -107,7 +107,7 @@ def arrow(x1: float, y1: float, x2: float, y2: float, look: str = "now", *, both
 
 
 def page(size: tuple[int, int], title: str, parts: Iterable[str]) -> str:
-    """The whole drawing, `size` in pixels; `title` is said to who cannot see it."""
+    """The whole diagram, `size` in pixels; `title` is said to who cannot see it."""
     width, height = size
     return "\n".join(
         (

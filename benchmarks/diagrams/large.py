@@ -1,8 +1,8 @@
-"""Pictures larger than the model was trained for: interlaced patches first, windows after."""
+"""Images larger than the model was trained for: interlaced patches first, windows after."""
 
 from __future__ import annotations
 
-from benchmarks.drawings.canvas import MARGIN, Rect, arrow, box, page, place, text
+from benchmarks.diagrams.canvas import MARGIN, Rect, arrow, box, page, place, text
 from patchpar.strategies.structure.sizing import scale_of, starts_of
 
 SIDE, NATIVE = 12, 6
@@ -13,7 +13,7 @@ def structure() -> str:
     scale, cell, top = scale_of(SIDE, NATIVE), 19, 112
     parts = [
         text(MARGIN, 36, "Twice the size the model was trained for", size=17),
-        text(MARGIN, 58, "The denoiser never sees more than a picture of native size.", look="soft"),
+        text(MARGIN, 58, "The denoiser never sees more than an image of native size.", look="soft"),
         text(MARGIN, 92, "above the switch: interlaced patches", size=14),
     ]
     for row in range(SIDE):

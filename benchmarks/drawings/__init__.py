@@ -1,1 +1,0 @@
-"""The drawings of the README and the docs: one style, light and dark, from the arithmetic of the package itself."""
