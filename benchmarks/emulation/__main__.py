@@ -7,8 +7,8 @@ Prints for each treatment the PSNR in dB against the exact run, mean over the ca
 channels halved and of the decoded images. The first row has everything fresh and tells how exact the emulation is.
 `--ranks` generates with real ranks too, where a strategy for the row exists, and prints how far they are from the
 emulation; the exit code is 1 where that is more than half a dB, unless both are too near to exact for it to mean
-anything. Rows with corrected moments are shown and not judged: where the corrected variance is next to nothing, the last bit of a moment
-decides what a whole group becomes, and two runs of the emulation itself can be a dB apart.
+anything. Rows with corrected moments are shown and not judged: where the corrected variance is next to nothing, the
+last bit of a moment decides what a whole group becomes, and two runs of the emulation itself can be a dB apart.
 """
 
 from __future__ import annotations
