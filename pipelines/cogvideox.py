@@ -1,4 +1,4 @@
-"""CogVideoX on four GPUs: guidance on two halves, tokens of the film on two GPUs each."""
+"""CogVideoX on four GPUs: guidance on two halves, tokens of the video on two GPUs each."""
 
 import av
 import torch
@@ -16,7 +16,7 @@ def build(plan: Plan = PLAN) -> ParallelPipeline:
 
 
 def main() -> None:
-    """Draw one film and say what happened."""
+    """Generate one video and print the statistics."""
     with build() as pipe:
         frames = pipe(
             "a panda plays the guitar in a bamboo forest",
@@ -25,11 +25,11 @@ def main() -> None:
             **FILM,
         ).frames[0]
         print(pipe.explain(), pipe.last_run, sep="\n")  # noqa: T201
-    with av.open("cogvideox.mp4", "w") as film:
-        stream = film.add_stream("libx264", rate=8, width=frames.shape[2], height=frames.shape[1], pix_fmt="yuv420p")
+    with av.open("cogvideox.mp4", "w") as file:
+        stream = file.add_stream("libx264", rate=8, width=frames.shape[2], height=frames.shape[1], pix_fmt="yuv420p")
         for frame in (frames * 255).round().astype("uint8"):
-            film.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        film.mux(stream.encode())
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        file.mux(stream.encode())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""DiT-XL/2, which draws classes of ImageNet, on two GPUs: one with the class, one without."""
+"""DiT-XL/2, which generates classes of ImageNet, on two GPUs: one with the class, one without."""
 
 import torch
 
@@ -14,15 +14,15 @@ def build(plan: Plan = PLAN) -> ParallelPipeline:
 
 
 def main() -> None:
-    """Draw one picture and say what happened."""
+    """Generate one image and print the statistics."""
     with build() as pipe:
-        picture = pipe(
+        image = pipe(
             class_labels=[437],  # lighthouse
             num_inference_steps=50,
             guidance_scale=4.0,
             generator=torch.Generator("cpu").manual_seed(0),
         ).images[0]
-        picture.save("dit.png")
+        image.save("dit.png")
         print(pipe.explain(), pipe.last_run, sep="\n")  # noqa: T201
 
 

@@ -14,9 +14,9 @@ def build(plan: Plan = PLAN) -> ParallelPipeline:
 
 
 def main() -> None:
-    """Draw one picture and say what happened."""
+    """Generate one image and print the statistics."""
     with build() as pipe:
-        picture = pipe(
+        image = pipe(
             "a cat that holds a sign which says hello world",
             height=1280,
             width=1536,
@@ -24,7 +24,7 @@ def main() -> None:
             guidance_scale=3.5,
             generator=torch.Generator("cpu").manual_seed(0),
         ).images[0]
-        picture.save("flux.png")
+        image.save("flux.png")
         print(pipe.explain(), pipe.last_run, sep="\n")  # noqa: T201
 
 

@@ -14,9 +14,9 @@ def build(plan: Plan = PLAN) -> ParallelPipeline:
 
 
 def main() -> None:
-    """Draw one picture and say what happened."""
+    """Generate one image and print the statistics."""
     with build() as pipe:
-        picture = pipe(
+        image = pipe(
             prompt="a cat that holds a sign which says hello world",
             height=2048,
             width=2048,
@@ -24,7 +24,7 @@ def main() -> None:
             guidance_scale=4.0,
             generator=torch.Generator("cpu").manual_seed(0),
         ).images[0]
-        picture.save("flux2.png")
+        image.save("flux2.png")
         print(pipe.explain(), pipe.last_run, sep="\n")  # noqa: T201
 
 

@@ -20,7 +20,7 @@ def build(plan: Plan = PLAN) -> ParallelPipeline:
 
 
 def main() -> None:
-    """Draw one film and say what happened."""
+    """Generate one video and print the statistics."""
     with build() as pipe:
         frames = pipe(
             "a cat walks on the grass, realistic",
@@ -28,11 +28,11 @@ def main() -> None:
             **FILM,
         ).frames[0]
         print(pipe.explain(), pipe.last_run, sep="\n")  # noqa: T201
-    with av.open("hunyuan_video.mp4", "w") as film:
-        stream = film.add_stream("libx264", rate=15, width=frames.shape[2], height=frames.shape[1], pix_fmt="yuv420p")
+    with av.open("hunyuan_video.mp4", "w") as file:
+        stream = file.add_stream("libx264", rate=15, width=frames.shape[2], height=frames.shape[1], pix_fmt="yuv420p")
         for frame in (frames * 255).round().astype("uint8"):
-            film.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        film.mux(stream.encode())
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        file.mux(stream.encode())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""PixArt-Sigma on four GPUs: guidance on two halves, the picture's tokens on two GPUs each."""
+"""PixArt-Sigma on four GPUs: guidance on two halves, the image's tokens on two GPUs each."""
 
 import torch
 
@@ -14,9 +14,9 @@ def build(plan: Plan = PLAN) -> ParallelPipeline:
 
 
 def main() -> None:
-    """Draw one picture and say what happened."""
+    """Generate one image and print the statistics."""
     with build() as pipe:
-        picture = pipe(
+        image = pipe(
             "a small cactus with a happy face in the desert",
             height=1024,
             width=1024,
@@ -24,7 +24,7 @@ def main() -> None:
             guidance_scale=4.5,
             generator=torch.Generator("cpu").manual_seed(0),
         ).images[0]
-        picture.save("pixart_sigma.png")
+        image.save("pixart_sigma.png")
         print(pipe.explain(), pipe.last_run, sep="\n")  # noqa: T201
 
 

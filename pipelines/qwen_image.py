@@ -14,9 +14,9 @@ def build(plan: Plan = PLAN) -> ParallelPipeline:
 
 
 def main() -> None:
-    """Draw one picture and say what happened."""
+    """Generate one image and print the statistics."""
     with build() as pipe:
-        picture = pipe(
+        image = pipe(
             'a bookshop at dusk, the sign above its door says "Open late"',
             negative_prompt=" ",
             true_cfg_scale=4.0,
@@ -25,7 +25,7 @@ def main() -> None:
             num_inference_steps=50,
             generator=torch.Generator("cpu").manual_seed(0),
         ).images[0]
-        picture.save("qwen_image.png")
+        image.save("qwen_image.png")
         print(pipe.explain(), pipe.last_run, sep="\n")  # noqa: T201
 
 

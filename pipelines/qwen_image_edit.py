@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit on eight GPUs: guidance on two halves, tokens of both pictures on four GPUs each."""
+"""Qwen-Image-Edit on eight GPUs: guidance on two halves, tokens of both images on four GPUs each."""
 
 import torch
 from PIL import Image
@@ -15,17 +15,17 @@ def build(plan: Plan = PLAN) -> ParallelPipeline:
 
 
 def main() -> None:
-    """Change one picture and say what happened."""
+    """Edit one image and print the statistics."""
     with build() as pipe:
-        picture = pipe(
-            Image.open("picture.png").convert("RGB"),
+        image = pipe(
+            Image.open("image.png").convert("RGB"),
             prompt="make it snow",
             negative_prompt=" ",
             true_cfg_scale=4.0,
             num_inference_steps=50,
             generator=torch.Generator("cpu").manual_seed(0),
         ).images[0]
-        picture.save("qwen_image_edit.png")
+        image.save("qwen_image_edit.png")
         print(pipe.explain(), pipe.last_run, sep="\n")  # noqa: T201
 
 

@@ -12,7 +12,7 @@ def build(plan: Plan | str = "auto") -> ParallelPipeline:
 
 
 def main() -> None:
-    """Draw one picture and say what happened."""
+    """Generate one image and print the statistics."""
     with build() as pipe:
         pipe(PROMPT, num_inference_steps=25).images[0].save("scene.png")
         print(pipe.last_run)  # noqa: T201

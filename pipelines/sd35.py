@@ -1,4 +1,4 @@
-"""Stable Diffusion 3.5 large on four GPUs: guidance on two halves, the picture's tokens on two GPUs each."""
+"""Stable Diffusion 3.5 large on four GPUs: guidance on two halves, the image's tokens on two GPUs each."""
 
 import torch
 
@@ -14,9 +14,9 @@ def build(plan: Plan = PLAN) -> ParallelPipeline:
 
 
 def main() -> None:
-    """Draw one picture and say what happened."""
+    """Generate one image and print the statistics."""
     with build() as pipe:
-        picture = pipe(
+        image = pipe(
             "a lighthouse in a storm, oil on canvas",
             height=1024,
             width=1024,
@@ -24,7 +24,7 @@ def main() -> None:
             guidance_scale=3.5,
             generator=torch.Generator("cpu").manual_seed(0),
         ).images[0]
-        picture.save("sd35.png")
+        image.save("sd35.png")
         print(pipe.explain(), pipe.last_run, sep="\n")  # noqa: T201
 
 

@@ -16,11 +16,11 @@ def build(plan: Plan | str = "auto") -> ParallelPipeline:
 
 
 def main() -> None:
-    """Draw one picture and say what happened."""
+    """Generate one image and print the statistics."""
     with build() as pipe:
         generator = torch.Generator("cpu").manual_seed(0)
-        picture = pipe("a lighthouse in a storm", height=2048, width=2048, generator=generator).images[0]
-        picture.save("lighthouse.png")
+        image = pipe("a lighthouse in a storm", height=2048, width=2048, generator=generator).images[0]
+        image.save("lighthouse.png")
         print(pipe.explain(), pipe.last_run, sep="\n")  # noqa: T201
 
 

@@ -1,4 +1,4 @@
-"""Wan 2.2 on eight GPUs, picture to video: guidance on two halves, tokens of the film on four GPUs each."""
+"""Wan 2.2 on eight GPUs, image to video: guidance on two halves, tokens of the video on four GPUs each."""
 
 import av
 import torch
@@ -18,10 +18,10 @@ def build(plan: Plan = PLAN) -> ParallelPipeline:
 
 
 def main() -> None:
-    """Draw one film and say what happened."""
+    """Generate one video and print the statistics."""
     with build() as pipe:
         frames = pipe(
-            Image.open("picture.png").convert("RGB").resize((832, 480)),
+            Image.open("image.png").convert("RGB").resize((832, 480)),
             prompt="the camera moves slowly to the right",
             negative_prompt="overexposed, static, worst quality",
             guidance_scale=3.5,
@@ -29,11 +29,11 @@ def main() -> None:
             **FILM,
         ).frames[0]
         print(pipe.explain(), pipe.last_run, sep="\n")  # noqa: T201
-    with av.open("wan_i2v.mp4", "w") as film:
-        stream = film.add_stream("libx264", rate=16, width=frames.shape[2], height=frames.shape[1], pix_fmt="yuv420p")
+    with av.open("wan_i2v.mp4", "w") as file:
+        stream = file.add_stream("libx264", rate=16, width=frames.shape[2], height=frames.shape[1], pix_fmt="yuv420p")
         for frame in (frames * 255).round().astype("uint8"):
-            film.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        film.mux(stream.encode())
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        file.mux(stream.encode())
 
 
 if __name__ == "__main__":

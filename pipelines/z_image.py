@@ -14,9 +14,9 @@ def build(plan: Plan = PLAN) -> ParallelPipeline:
 
 
 def main() -> None:
-    """Draw one picture and say what happened."""
+    """Generate one image and print the statistics."""
     with build() as pipe:
-        picture = pipe(
+        image = pipe(
             "a paper boat on a rainy street, shallow depth of field",
             height=1536,
             width=1536,
@@ -24,7 +24,7 @@ def main() -> None:
             guidance_scale=0.0,
             generator=torch.Generator("cpu").manual_seed(0),
         ).images[0]
-        picture.save("z_image.png")
+        image.save("z_image.png")
         print(pipe.explain(), pipe.last_run, sep="\n")  # noqa: T201
 
 

@@ -98,7 +98,7 @@ def recipe(request: Any, workers: ParallelPipeline, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(type(vae), "from_pretrained", lambda *_, **__: vae)  # some recipes open it beforehand
     monkeypatch.setattr(module, "ParallelPipeline", Loaded(workers, found, Plan(patch=2)))
     monkeypatch.chdir(tmp_path)
-    pictures.scene(64, 64).save("picture.png")
+    pictures.scene(64, 64).save("image.png")
     return module
 
 
@@ -109,7 +109,7 @@ def plans_for_two(plan: Plan) -> list[Plan]:
 
 def result_in(folder: Path) -> tuple[int, int]:
     """Number of frames and height of what a recipe has written."""
-    (written,) = (path for path in folder.iterdir() if path.name != "picture.png")
+    (written,) = (path for path in folder.iterdir() if path.name != "image.png")
     if written.suffix == ".png":
         return 1, Image.open(written).size[1]
     with av.open(str(written)) as film:

@@ -1,0 +1,115 @@
+"""Pages, the README and the help of the commands use the words that people search for: image, video, audio, generate.
+
+A word that patchpar used before is refused wherever prose is read, so that it cannot come back. Code in pages is not
+prose: names of an interface are checked where they are defined.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from patchpar.cli import app
+
+REPOSITORY = Path(__file__).parent.parent
+DOCS = REPOSITORY / "docs"
+WRITTEN_BY_SCRIPTS = {DOCS / "coverage.md", *(DOCS / "figures").glob("*.md")}
+"""Their sentences are in benchmarks/."""
+PAGES = sorted(
+    {
+        *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "mkdocs.yml")),
+        *DOCS.rglob("*.md"),
+        *(REPOSITORY / "pipelines").glob("*.md"),
+    }
+    - WRITTEN_BY_SCRIPTS
+)
+INSTEAD = {
+    r"pictures?": "image",
+    r"films?": "video",
+    r"footage": "video",
+    r"sounds?": "audio",
+    r"ears?": "audio",
+    r"draw(s|n|ing)?|drew": "generate, sample",
+    r"door": "communicator",
+    r"seam": "exchange point",
+    r"crew": "worker group",
+    r"treatments?": "exchange policy",
+    r"summands?": "shift",
+    r"led on|lead on|leads on": "extrapolate",
+    r"disturb(s|ed|ing)?": "perturb",
+    r"self-check": "verification",
+    r"verdicts?": "verification result",
+    r"places? of a rank": "group rank",
+    r"rooms?": "subpackage",
+}
+"""What is refused, and what to write."""
+ALLOWED = (
+    r"visible seams?",  # in an image
+)
+"""Where a refused word is the right one."""
+CODE = re.compile(
+    r"^```.*?^```$|`[^`\n]*`|\]\([^)]*\)|\{[^}\n]*\}|^[ -]*[^:\n]*: [\w/-]+\.md$", re.MULTILINE | re.DOTALL
+)
+VERBS = sorted({*typer.main.get_command(app).commands} - {"stream", "replay"})  # type: ignore[attr-defined]
+
+
+def prose(page: Path) -> str:
+    """What a reader reads: without code, targets of links and file names of the menu."""
+    text = page.read_text()
+    if page.suffix == ".yml":
+        return "\n".join(re.findall(r"- ([^:\n]+):", text))
+    return CODE.sub(" ", text)
+
+
+def refused(text: str) -> list[str]:
+    """Words of a text that have another one, each with what to write instead."""
+    for words in ALLOWED:
+        text = re.sub(words, " ", text, flags=re.IGNORECASE)
+    return [
+        f"{found[0]!r}: write {word!r}"
+        for pattern, word in INSTEAD.items()
+        for found in re.finditer(rf"\b(?:{pattern})\b", text, re.IGNORECASE)
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_a_page_uses_the_words_of_the_field(page: Path) -> None:
+    assert refused(prose(page)) == []
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_uses_the_words_of_the_field(verb: str) -> None:
+    found = CliRunner().invoke(app, [verb, "--help"])
+    assert found.exit_code == 0
+    assert refused(found.output) == []
+
+
+def test_pages_are_named_by_the_words_of_the_field() -> None:
+    assert refused(" ".join(page.stem.replace("-", " ") for page in PAGES)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("The picture is the same.", "picture"),
+        ("Pictures of ranks", "Pictures"),
+        ("a film\nwith audio", "film"),
+        ("it is drawn again", "drawn"),
+        ("the edge is a seam between ranks", "seam"),
+        ("[two pictures](docs/stream.md)", "pictures"),
+    ],
+)
+def test_a_planted_word_is_found(text: str, word: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    assert [found.partition(":")[0] for found in refused(prose(page))] == [repr(word)]
+
+
+def test_a_word_in_its_right_sense_passes(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("No visible seam.\n\n```python\npicture = draw()\n```\n\n`/film`, [images](figures/pictures.md)\n")
+    assert refused(prose(page)) == []
