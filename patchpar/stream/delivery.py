@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from patchpar.errors import PlanError
+from patchpar.plan.scalars import is_number, is_whole, make_plain
 from patchpar.stream.audio.track import first_picture
 from patchpar.stream.output_queue import Output, check_output
 
@@ -90,12 +91,13 @@ class StreamDelivery:
     record: str | Path | None = None
 
     def __post_init__(self) -> None:
+        make_plain(self)
         check_output(self.output)
         if self.pace not in get_args(Pacing):
             raise PlanError(f"pace={self.pace!r}: use 'fast' or 'realtime'")
-        if self.lead < 1 or self.restarts < 0:
-            raise PlanError(f"lead={self.lead}, restarts={self.restarts}: at least 1 and 0")
-        if self.hold is not None and not 0 < self.hold < float("inf"):
-            raise PlanError(f"hold={self.hold}: seconds above 0, or None")
-        if self.fps is not None and not 0 < self.fps <= 1000:
-            raise PlanError(f"fps={self.fps:g}: it must be above 0, and at most 1000")
+        if not is_whole(self.lead) or not is_whole(self.restarts, 0):
+            raise PlanError(f"lead={self.lead!r}, restarts={self.restarts!r}: whole numbers of at least 1 and 0")
+        if self.hold is not None and not (is_number(self.hold) and 0 < self.hold < float("inf")):
+            raise PlanError(f"hold={self.hold!r}: seconds above 0, or None")
+        if self.fps is not None and not (is_number(self.fps, 0, 1000) and self.fps):
+            raise PlanError(f"fps={self.fps!r}: it must be above 0, and at most 1000")

@@ -11,6 +11,7 @@ from itertools import combinations, pairwise
 from typing import Literal
 
 from patchpar.errors import PlanError
+from patchpar.plan.scalars import is_whole
 
 Decode = Literal["own", "last"]
 
@@ -40,12 +41,12 @@ class StreamPlan:
     inner: int = 1
 
     def __post_init__(self) -> None:
-        if not self.sizes or min(self.sizes) < 1:
+        if not self.sizes or not all(map(is_whole, self.sizes)):
             raise PlanError(f"sizes={self.sizes}: there is at least one stage, and each has at least one step")
         if self.decode not in ("own", "last"):
             raise PlanError(f"decode={self.decode!r}: use 'own' or 'last'")
-        if self.inner < 1:
-            raise PlanError(f"inner={self.inner}: at least 1 rank does a step")
+        if not is_whole(self.inner):
+            raise PlanError(f"inner={self.inner!r}: at least 1 rank does a step")
         if self.inner > 1 and max(self.sizes) > 1:
             raise PlanError(
                 f"{self.inner} ranks per stage, but stages of {max(self.sizes)} steps: give each step a stage of "

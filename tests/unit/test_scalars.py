@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from patchpar.strategies.exact import ExactPatch
 from patchpar.strategies.fresh_edges import FreshEdges
 from patchpar.strategies.pcpp import PartiallyConditioned
 from patchpar.strategies.structure.options import StructureGuidance
+from patchpar.stream.delivery import StreamDelivery
+from patchpar.stream.images.driver import ImageStreamOptions
+from patchpar.stream.plan import StreamPlan
 from tests.tiny import build
 
 REPOSITORY = Path(__file__).parents[2]
@@ -78,6 +82,8 @@ def test_plans_and_options(kind: Any) -> None:
         (DisplacedPatch(warmup_steps=kind(3)), DisplacedPatch(warmup_steps=3)),
         (PartiallyConditioned(warmup_steps=kind(3)), PartiallyConditioned(warmup_steps=3)),
         (StructureGuidance(seed=kind(7), bands=kind(2)), StructureGuidance(seed=7, bands=2)),
+        (StreamDelivery(lead=kind(3)), StreamDelivery(lead=3)),
+        (ImageStreamOptions(ranks=1, seed=kind(7)), ImageStreamOptions(ranks=1, seed=7)),
     ]:
         assert made == own
         assert repr(made) == repr(own)
@@ -116,6 +122,23 @@ def test_what_is_no_number_within_limits(wrong: Any) -> None:
 def test_true_is_no_count_of_structure_guidance(option: str) -> None:
     with pytest.raises(PlanError, match=f"{option}=True"):
         StructureGuidance(**{option: True})
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "wrong"),
+    [
+        *((StreamDelivery, "lead", wrong) for wrong in (True, 1.5, "2", None)),
+        *((StreamDelivery, name, "1") for name in ("restarts", "hold", "fps")),
+        *((partial(ImageStreamOptions, ranks=1), name, 1.5) for name in ("lead", "seed")),
+        (partial(StreamPlan, sizes=(1,)), "inner", True),
+        (StreamPlan, "sizes", (1, 1.5)),
+    ],
+)
+def test_options_of_streams(options: Any, name: str, wrong: Any) -> None:
+    """What is no such number is refused in words, before there are ranks."""
+    given = {"seed": 0} if isinstance(options, partial) and options.func is ImageStreamOptions else {}
+    with pytest.raises(PlanError, match=f"{name}="):
+        options(**{**given, name: wrong})
 
 
 def test_what_a_number_is_is_said_in_one_place() -> None:

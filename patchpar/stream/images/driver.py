@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from patchpar.errors import PlanError
+from patchpar.plan.scalars import is_whole, make_plain
 from patchpar.stream.images.messages import GeneratedImage, ImageRequest
 from patchpar.stream.messages import EndStream
 from patchpar.stream.output_queue import Output, check_output
@@ -45,13 +46,14 @@ class ImageStreamOptions:
     lead: int = 2
 
     def __post_init__(self) -> None:
+        make_plain(self)
         check_output(self.output)
-        if self.lead < 1:
-            raise PlanError(f"lead={self.lead}: at least 1")
+        if not is_whole(self.lead):
+            raise PlanError(f"lead={self.lead!r}: a whole number of at least 1")
         if self.intake not in get_args(Intake):
             raise PlanError(f"intake={self.intake!r}: use one of {', '.join(get_args(Intake))}")
-        if not 0 <= self.seed < 2**63:
-            raise PlanError(f"seed={self.seed}: it must be at least 0 and below 2**63")
+        if not is_whole(self.seed, 0, 2**63 - 1):
+            raise PlanError(f"seed={self.seed!r}: it must be a whole number of at least 0 and below 2**63")
 
 
 class ImageDriver(RankDriver):
