@@ -26,6 +26,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from benchmarks.emulation import EmulatedPolicy, Emulation
+from benchmarks.image_quality import psnr_db
 from benchmarks.sensitivity.__main__ import CAPTIONS
 from patchpar import ParallelPipeline, Plan
 from patchpar.strategies import parse_strategy
@@ -117,12 +118,6 @@ def channels(latent: Tensor) -> Tensor:
     return (latent[:, :3] / 2).clamp(-1, 1) / 2 + 0.5
 
 
-def psnr(made: Tensor, exact: Tensor) -> float:
-    """Mean over the captions of the peak signal to noise ratio in dB, for values in 0..1."""
-    error = (made.double() - exact.double()).square().mean((1, 2, 3)).clamp_min(1e-15)
-    return (-10 * torch.log10(error)).mean().item()
-
-
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -191,10 +186,10 @@ def main() -> None:
                 treatment = replace(treatment, warmup_steps=arguments.warmup)
             with Emulation(pipe.unet, arguments.places, treatment):
                 made = latents(pipe, arguments)
-            found = psnr(channels(made), channels(exact)), psnr(images(pipe, made), exact_images)
+            found = psnr_db(channels(made), channels(exact)), psnr_db(images(pipe, made), exact_images)
             real = None
             if ranks and name in STRATEGIES:
-                real = psnr(channels(by_ranks(ranks, STRATEGIES[name], arguments)), channels(exact))
+                real = psnr_db(channels(by_ranks(ranks, STRATEGIES[name], arguments)), channels(exact))
             try:
                 print(cells(name, found, real), flush=True)
             except ValueError as error:

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.image_quality import psnr_db, ssim
 from benchmarks.quality.perceptual import Lpips
-from benchmarks.quality.records import MAX_DB, Named, Setting
+from benchmarks.quality.records import Named, Setting
 from patchpar import ParallelPipeline, Plan, Run
 from patchpar.models.files import inspect_folder
-from patchpar.pipeline.image_metrics import psnr, ssim
 from training.classifier import Classifier, judge
 from training.scenes import SIDES, Scene, look_of
 
@@ -167,11 +167,10 @@ class Meter:
         return [self._compared(made, exact, caption) for made, exact, caption in pairs]
 
     def _compared(self, made_1CHW: Tensor, exact_1CHW: Tensor, caption: Caption) -> Comparison:
-        made, exact = (image[0].permute(1, 2, 0).numpy() for image in (made_1CHW, exact_1CHW))
         seen = judge(self._classifier, made_1CHW * 2 - 1)[0]
         return Comparison(
-            psnr_db=min(psnr(made, exact), MAX_DB),
-            ssim=ssim(made, exact),
+            psnr_db=psnr_db(made_1CHW, exact_1CHW),
+            ssim=ssim(made_1CHW, exact_1CHW),
             lpips=self.lpips(made_1CHW * 2 - 1, exact_1CHW * 2 - 1).item() if self.lpips else None,
             right=all(seen.on(side) == look_of(caption.scene.on(side)) for side in SIDES),
         )

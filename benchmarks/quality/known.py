@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.image_quality import MAX_DB
 from benchmarks.page import contents
-from benchmarks.quality.records import MAX_DB, ONE_PROCESS, Named, Setting
+from benchmarks.quality.records import ONE_PROCESS, Named, Setting
 from benchmarks.quality.table import Row, in_order
 
 HEADING = re.compile(r"(\d+) x (\d+) pixels, (\d+) steps, (.+)")

@@ -12,9 +12,6 @@ from pathlib import Path
 
 from patchpar.strategies import parse_strategy
 
-MAX_DB = 150.0
-"""What equal images are booked with, for infinity has no mean."""
-
 Key = tuple["Setting", "Method", int, int]
 """Setting, method, ranks, caption."""
 

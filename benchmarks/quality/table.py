@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.image_quality import MAX_DB
 from benchmarks.page import write_page
-from benchmarks.quality.records import MAX_DB, ONE_PROCESS, Method, Record, Setting
+from benchmarks.quality.records import ONE_PROCESS, Method, Record, Setting
 
 CONTROLS = {"off": "negative control: no exchange", "frozen": "negative control: exchange frozen"}
 INTRO = f"""# Quality against bytes

@@ -23,6 +23,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.image_quality import psnr_db
 from patchpar.models.files import inspect_folder
 
 CAPTIONS = (
@@ -149,12 +150,6 @@ def images(pipe: DiffusionPipeline, settings: Settings) -> Tensor:
     ).images
 
 
-def psnr(made: Tensor, exact: Tensor) -> float:
-    """Mean over the captions of the peak signal to noise ratio in dB."""
-    error = (made - exact).square().mean((1, 2, 3)).clamp_min(1e-13)
-    return (-10 * torch.log10(error)).mean().item()
-
-
 def measure(pipe: DiffusionPipeline, settings: Settings) -> list[Bar]:
     """Run everything, print as it goes, judge."""
     log = NoiseLog(pipe.scheduler.alphas_cumprod)
@@ -166,11 +161,11 @@ def measure(pipe: DiffusionPipeline, settings: Settings) -> list[Bar]:
         found = {}
         for stale in (True, False):
             with cut(pipe.unet, [kind], settings, stale=stale):
-                found[stale] = psnr(images(pipe, settings), exact)
+                found[stale] = psnr_db(images(pipe, settings), exact)
             print(f"{kind:16s} {'stale' if stale else 'off':6s} {found[stale]:6.2f} dB", flush=True)
         bars.append(cost_bar(kind, found))
     with cut(pipe.unet, KINDS, settings, stale=False):
-        naive = psnr(images(pipe, settings), exact)
+        naive = psnr_db(images(pipe, settings), exact)
     print(f"{'naive':16s} {'off':6s} {naive:6.2f} dB", flush=True)
     return [*bars, Bar(name=f"naive <= {MOST_NAIVE_DB:g} dB", figure=f"{naive:.2f} dB", met=naive <= MOST_NAIVE_DB)]
 

@@ -20,7 +20,8 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.sensitivity.__main__ import Bar, Settings, cosine_bar, cosines, cost_bar, images, parse, psnr, run
+from benchmarks.image_quality import psnr_db
+from benchmarks.sensitivity.__main__ import Bar, Settings, cosine_bar, cosines, cost_bar, images, parse, run
 
 KIND = "keys and values"
 
@@ -108,7 +109,7 @@ def measure(pipe: DiffusionPipeline, settings: Settings) -> list[Bar]:
     handle.remove()
     for stale in (True, False):
         with cut_tokens(pipe.transformer, settings, stale=stale):
-            found[stale] = psnr(images(pipe, settings), exact)
+            found[stale] = psnr_db(images(pipe, settings), exact)
         print(f"{KIND:16s} {'stale' if stale else 'off':6s} {found[stale]:6.2f} dB", flush=True)
     return [cosine_bar(cosines(log.noises)), cost_bar(KIND, found)]
 

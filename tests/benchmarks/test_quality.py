@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.image_quality import MAX_DB
 from benchmarks.quality import __main__ as quality
 from benchmarks.quality import bench as quality_bench
 from benchmarks.quality.bench import Bench, cost_of
 from benchmarks.quality.generation import Caption, Comparison, Meter, OneProcess, arguments, hash_of
 from benchmarks.quality.known import rows_of_page, with_measured
 from benchmarks.quality.plot import Box, _box, plot, write_plot
-from benchmarks.quality.records import MAX_DB, ONE_PROCESS, Method, Named, Record, Records, Setting
+from benchmarks.quality.records import ONE_PROCESS, Method, Named, Record, Records, Setting
 from benchmarks.quality.table import rows_of, table
 from patchpar import Plan, Run
 from patchpar.errors import PlanError, WorkerDied
