@@ -10,7 +10,7 @@ Each starts at once and returns a `Work`, to be waited for. Nothing here knows a
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -46,6 +46,11 @@ class ExchangePart:
         """Bytes that come to this rank."""
         return sum(spec.num_bytes for specs in self.incoming.values() for spec in specs)
 
+    def kept(self) -> "ExchangePart":
+        """The same with tensors of their own, to be sent later, whatever becomes of those that they are parts of."""
+        outgoing = [(peers, tuple(x.clone() for x in tensors)) for peers, tensors in self.outgoing]
+        return replace(self, outgoing=outgoing)
+
 
 class Communicator:
     """The one way out of this rank."""
@@ -73,18 +78,18 @@ class Communicator:
         return self._start(label, where, outgoing, incoming).then(partial(_by_part, tuple(parts), incoming))
 
     def gather_with_edges(
-        self, axis: Axis, where: str, shared: Sequence[Tensor], edges: "Edges | None"
+        self, axis: Axis, where: str, shared: Sequence[Tensor], edges: ExchangePart | None
     ) -> Work[tuple[Received, "Halo"]]:
-        """Send small values to all places of the axis and edge rows to the two neighbours, in one message to each.
+        """Send small values to all places of the axis and edge rows (`edges_part`) to the two neighbours.
 
-        What is returned waits for (`shared` of the others by place, the neighbours' rows).
+        One message to each. What is returned waits for (`shared` of the others by place, the neighbours' rows).
         """
         parts = [moments_part(axis, shared)] if shared else []
-        parts += [] if edges is None else [edges.part(axis)]
+        parts += [] if edges is None else [edges]
 
         def arranged(found: list[Received]) -> tuple[Received, Halo]:
             by_place = {axis.ranks.index(peer): tensors for peer, tensors in found[0].items()} if shared else {}
-            return by_place, Halo(None, None) if edges is None else edges.received(axis, found[-1])
+            return by_place, Halo(None, None) if edges is None else halo_of(axis, edges, found[-1])
 
         return self.exchange(where, parts).then(arranged)
 
@@ -198,32 +203,28 @@ class Halo(NamedTuple):
     after: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class Edges:
+def edges_part(
+    axis: Axis,
+    first: Tensor | None = None,
+    last: Tensor | None = None,
+    before: TensorSpec | None = None,
+    after: TensorSpec | None = None,
+) -> ExchangePart:
     """Our `first` rows for the place before, our `last` ones for the place after, and what comes back from them.
 
     None where there is nobody, or nothing is needed.
     """
+    ranks = {-1: axis.ranks[axis.rank - 1], 1: axis.ranks[(axis.rank + 1) % axis.size]}
+    outgoing = [((ranks[side],), (x,)) for side, x in ((-1, first), (1, last)) if x is not None]
+    incoming = {ranks[side]: (spec,) for side, spec in ((-1, before), (1, after)) if spec is not None}
+    return ExchangePart("halo", outgoing, incoming)
 
-    first: Tensor | None = None
-    last: Tensor | None = None
-    before: TensorSpec | None = None
-    after: TensorSpec | None = None
 
-    def part(self, axis: Axis) -> ExchangePart:
-        """As part of an exchange."""
-        ranks = {-1: axis.ranks[axis.rank - 1], 1: axis.ranks[(axis.rank + 1) % axis.size]}
-        outgoing = [((ranks[side],), (x,)) for side, x in ((-1, self.first), (1, self.last)) if x is not None]
-        incoming = {ranks[side]: (s,) for side, s in ((-1, self.before), (1, self.after)) if s is not None}
-        return ExchangePart("halo", outgoing, incoming)
+def halo_of(axis: Axis, edges: ExchangePart, found: Received) -> Halo:
+    """The neighbours' rows out of what an `edges_part` brought."""
 
-    def kept(self) -> "Edges":
-        """The same with rows of their own, to be sent later, whatever becomes of the map they are of."""
-        first, last = (None if x is None else x.clone() for x in (self.first, self.last))
-        return Edges(first, last, self.before, self.after)
+    def rows(place: int) -> Tensor | None:
+        peer = axis.ranks[place] if 0 <= place < axis.size else None
+        return found[peer][0] if peer is not None and peer in edges.incoming else None
 
-    def received(self, axis: Axis, found: Mapping[int, Sequence[Tensor]]) -> Halo:
-        """The neighbours' rows out of what a part brought."""
-        before = found[axis.ranks[axis.rank - 1]][0] if self.before is not None else None
-        after = found[axis.ranks[axis.rank + 1]][0] if self.after is not None else None
-        return Halo(before, after)
+    return Halo(rows(axis.rank - 1), rows(axis.rank + 1))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import AllGather, Communicator, Edges, Halo
+from patchpar.comm.collectives import AllGather, Communicator, ExchangePart, Halo, edges_part
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.bands import Bands
@@ -71,7 +71,7 @@ class LocalPatch:
         shares = AllGather(self.door, self.axis, kind, where).shares(own.contiguous(), self.dim, sizes)
         return torch.cat(shares, self.dim)
 
-    def edges(self, x: Tensor, before: int, after: int) -> Edges:
+    def edges(self, x: Tensor, before: int, after: int) -> ExchangePart:
         """Rows to send to the places before and after, and what comes back, for a reach of `before` and `after`."""
         size, shape = x.shape[self.dim], list(x.shape)
         reach = max(before, after)
@@ -85,7 +85,7 @@ class LocalPatch:
         up, down = self.place > 0, self.place + 1 < len(self.bands)
         first = x.narrow(self.dim, 0, after) if up and after else None
         last = x.narrow(self.dim, size - before, before) if down and before else None
-        return Edges(first, last, spec(before) if up else None, spec(after) if down else None)
+        return edges_part(self.axis, first, last, spec(before) if up else None, spec(after) if down else None)
 
     def _refuse_thin(self, own_rows: int, reach: int) -> None:
         """All ranks look at all bands, so that all refuse together."""

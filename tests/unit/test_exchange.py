@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import AllGather, Communicator, Edges, moments_part
+from patchpar.comm.collectives import AllGather, Communicator, edges_part, moments_part
 from patchpar.comm.transport import Messages, TensorSpec, Work
 from patchpar.plan.mesh import Axis, Mesh
 from tests.unit.threads import on_threads
@@ -72,7 +72,7 @@ def test_a_round_brings_moments_of_all_and_rows_of_neighbours(world: int, before
         last = x[:, 4 - before :] if axis.rank + 1 < world and before else None
         above = TensorSpec((1, before, 5), x.dtype) if axis.rank > 0 and before else None
         below = TensorSpec((1, after, 5), x.dtype) if axis.rank + 1 < world and after else None
-        pending = door.gather_with_edges(axis, "norm1", [moments], Edges(first, last, above, below))
+        pending = door.gather_with_edges(axis, "norm1", [moments], edges_part(axis, first, last, above, below))
         return pending.wait(), door.traffic.total_bytes
 
     for place, ((shared, (above, below)), num_bytes) in enumerate(along(world, run)):
@@ -95,7 +95,7 @@ def test_a_round_of_rows_alone_leaves_the_others_in_peace() -> None:
         spec = TensorSpec((1, 1, 5), x.dtype)
         first, above = (x[:, :1], spec) if axis.rank > 0 else (None, None)
         last, below = (x[:, 1:], spec) if axis.rank < 3 else (None, None)
-        pending = door.gather_with_edges(axis, "conv", [], Edges(first, last, above, below))
+        pending = door.gather_with_edges(axis, "conv", [], edges_part(axis, first, last, above, below))
         return pending.wait()[1], door.traffic.total_bytes
 
     for place, ((above, below), num_bytes) in enumerate(along(4, run)):
@@ -145,7 +145,8 @@ def test_one_handle_from_the_transport_to_whoever_waits() -> None:
 
         transport.swap = noted  # type: ignore[method-assign]
         x, spec = share(axis.rank), TensorSpec.of(share(0))
-        edges = Edges(None, x[:, 1:], None, None) if axis.rank == 0 else Edges(before=TensorSpec((1, 1, 5), x.dtype))
+        ours = {"last": x[:, 1:]} if axis.rank == 0 else {"before": TensorSpec((1, 1, 5), x.dtype)}
+        edges = edges_part(axis, **ours)  # type: ignore[arg-type]
         started: list[Work[Any]] = [
             door.gather_with_edges(axis, "norm1", [x], edges),
             AllGather(door, axis, "kv", "attn1").start([x], lambda _: [spec]),

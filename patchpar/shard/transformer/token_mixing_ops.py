@@ -7,7 +7,7 @@ rows of the two neighbours that are next to ours.
 import torch
 from torch import Tensor
 
-from patchpar.comm.collectives import AllGather, Edges, Halo
+from patchpar.comm.collectives import AllGather, ExchangePart, Halo, edges_part
 from patchpar.comm.transport import TensorSpec
 from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.plan.kv_selection import TokensAcross
@@ -55,13 +55,14 @@ def convolve_rows(split: TokenSplit, where: str, shares: TokenRanges, convolutio
     return convolve_with_halo(convolution, x_BChW, ROWS, stencil, halo)
 
 
-def _edges(split: TokenSplit, x_BChW: Tensor, rows: int) -> Edges:
+def _edges(split: TokenSplit, x_BChW: Tensor, rows: int) -> ExchangePart:
     """As many of our rows for each neighbour as we need of its."""
     if not rows:
-        return Edges()
+        return edges_part(split.axis)
     first, last = split.axis.rank == 0, split.axis.rank == split.axis.size - 1
     spec = TensorSpec((*x_BChW.shape[:2], rows, x_BChW.shape[3]), x_BChW.dtype)
-    return Edges(
+    return edges_part(
+        split.axis,
         first=None if first else x_BChW[:, :, :rows].contiguous(),
         last=None if last else x_BChW[:, :, -rows:].contiguous(),
         before=None if first else spec,

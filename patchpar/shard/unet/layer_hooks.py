@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from diffusers.hooks import ModelHook
 from torch import Tensor, nn
 
-from patchpar.comm.collectives import ExchangePart, Halo, Received, moments_part
+from patchpar.comm.collectives import ExchangePart, Halo, Received, halo_of, moments_part
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.exchange_policy import LEAST_VARIANCE
 from patchpar.shard.local_patch import LocalPatch
@@ -159,12 +159,12 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         """The neighbours' rows of the last step; ours leave for the next."""
         share = self.share
         edges, found = share.edges(x, before, after), slot.collect()
-        halo = edges.received(share.axis, found)
+        halo = halo_of(share.axis, edges, found)
         if share.memory is not None and not share.frozen:
             if share.treatment.published:
                 slot.coming = _send_to_everyone(share, x, before, after, self.where)
             else:
-                slot.coming = share.memory.send(edges.kept().part(share.axis), self.where)
+                slot.coming = share.memory.send(edges.kept(), self.where)
         return halo
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from patchpar.comm.collectives import Edges, Halo, Received
+from patchpar.comm.collectives import ExchangePart, Halo, Received
 from patchpar.shard.local_patch import LocalPatch
 
 NOTHING = Halo(None, None)
@@ -68,7 +68,7 @@ class VaeBand:
 
     # --- exchange -----------------------------------------------------------------------------------------------
 
-    def start(self, shared: Sequence[Tensor], edges: Edges | None) -> Callable[[], tuple[Received, Halo]]:
+    def start(self, shared: Sequence[Tensor], edges: ExchangePart | None) -> Callable[[], tuple[Received, Halo]]:
         """Send `shared` to all and edge rows to the neighbours; what is returned waits for theirs."""
         if not self.exchanging:
             return lambda: ({}, NOTHING)
