@@ -21,7 +21,7 @@ WRITTEN_BY_SCRIPTS = {DOCS / "coverage.md", *(DOCS / "figures").glob("*.md")}
 """Their sentences are in benchmarks/."""
 PAGES = sorted(
     {
-        *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "mkdocs.yml")),
+        *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "mkdocs.yml")),
         *DOCS.rglob("*.md"),
         *(REPOSITORY / "pipelines").glob("*.md"),
     }
@@ -44,7 +44,7 @@ INSTEAD = {
     r"self-check": "verification",
     r"verdicts?": "verification result",
     r"places? of a rank": "group rank",
-    r"rooms?": "subpackage",
+    r"rooms": "subpackage",
 }
 """What is refused, and what to write."""
 ALLOWED = (
