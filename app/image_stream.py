@@ -167,7 +167,7 @@ class ImageStreamJob:
     def _take(self, results: Iterator[Any], job: Job) -> StreamSummary:
         began, latencies = time.perf_counter(), []
         for result in results:
-            image = result.picture.images[0] if hasattr(result.picture, "images") else result.picture
+            image = result.image.images[0] if hasattr(result.image, "images") else result.image
             self._feed.put(image)
             self._saved.add(image, self._request.fps)
             latencies.append(result.latency)

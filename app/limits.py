@@ -9,7 +9,7 @@ from PIL.Image import Image
 
 from patchpar import PlanError
 from patchpar.models.image_file import read_picture
-from patchpar.stream.audio.audio_file import read_sound
+from patchpar.stream.audio.audio_file import read_audio
 
 MAX_BYTES = 20 * 2**20
 MAX_IMAGE_PIXELS = 40_000_000  # a decoded image takes three bytes for each
@@ -65,7 +65,7 @@ def read_audio_file(path: str | Path | None) -> tuple[Any, int]:
             raise PlanError("the audio file does not declare its length and is not short: save it in another format")
         if seconds is not None and seconds > MAX_SECONDS:
             raise PlanError(f"the audio has {seconds:.0f} s: at most {MAX_SECONDS:.0f} s are taken")
-        found = read_sound(Path(path), RATE)
+        found = read_audio(Path(path), RATE)
     except PlanError as error:  # the user knows the file's name, not the server's path
         raise PlanError(str(error).replace(str(path), Path(path).name)) from error
     return found.samples, found.rate

@@ -22,7 +22,7 @@ from diffusers import AutoencoderKLWan, WanPipeline
 from PIL import Image
 from torch import Tensor
 
-from patchpar.stream.audio.conditioner import AudioConditioner, latent_tokens, sound_levels
+from patchpar.stream.audio.conditioner import AudioConditioner, audio_levels, latent_tokens
 from patchpar.stream.causal.causal_wan import CausalWan
 from patchpar.stream.causal.decoder import WanDecoder, from_pixels
 from patchpar.stream.causal.wan import WanStream, WanStreamOptions
@@ -68,7 +68,7 @@ class Talk:
     @property
     def levels(self) -> Tensor:
         """Sound levels (P, C) per frame."""
-        return sound_levels(torch.from_numpy(self.samples), AUDIO)
+        return audio_levels(torch.from_numpy(self.samples), AUDIO)
 
 
 def avatar_of(networks: FaceNetworks, vae: AutoencoderKLWan) -> Avatar:

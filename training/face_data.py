@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from patchpar.stream.audio.conditioner import AudioConfig, latent_tokens, sound_levels
+from patchpar.stream.audio.conditioner import AudioConfig, audio_levels, latent_tokens
 from patchpar.stream.flow_schedule import FlowSchedule
 from training.faces import (
     EYE_X,
@@ -121,7 +121,7 @@ def draw_clip(key: str, shape: ClipShape) -> Clip:
     identity = draw_identity(rng)
     count = shape.blocks * shape.frames
     before = 0 if rng.random() < 0.2 else AUDIO.tokens - 1
-    levels = sound_levels(torch.from_numpy(_sound(rng, (before + count) * RATE // FPS)), AUDIO)
+    levels = audio_levels(torch.from_numpy(_sound(rng, (before + count) * RATE // FPS)), AUDIO)
     heard = levels[before:]
     moods = _moods(rng, shape)
     motion = zip(openings(heard).tolist(), spreads(heard).tolist(), poses(rng, count), moods, strict=True)

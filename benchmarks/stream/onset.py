@@ -32,7 +32,7 @@ from benchmarks.stream.long import loading_of
 from patchpar import StreamDelivery, StreamingPipeline, StreamPlan
 from patchpar.comm.collectives import Communicator
 from patchpar.launch.local import LocalExecutor
-from patchpar.stream.audio.conditioner import sound_levels
+from patchpar.stream.audio.conditioner import audio_levels
 from patchpar.stream.delivery import Chunk
 from patchpar.stream.simulate import OnsetBudget, StreamCosts, onset
 from patchpar.stream.stage import FinishedBlock, StageIO, StageLoop, StageOrder
@@ -143,7 +143,7 @@ def awake(model: str, devices: str, loading: dict[str, Any], slow: float) -> Fou
             stop.set()
             speaker.join()
     mouths = mouth_opening(np.stack([frame for _, frame in shown]))
-    meant = openings(sound_levels(samples, AUDIO)).numpy()[: len(mouths)]
+    meant = openings(audio_levels(samples, AUDIO)).numpy()[: len(mouths)]
     opens = half_open(meant)
     seen = shown[opens + lag_of(mouths, meant)][0]
     return Found(what=f"a face: {pipe.plan}", budget=budget, measured=seen - (began + slow * opens / form.fps))

@@ -36,7 +36,7 @@ class CausalModel(Protocol):
         """An empty memory for denoising step `step`."""
 
     def begin(self, block: int, inputs: Payload) -> Payload:
-        """What step 0 of a block starts from: noise, and `inputs` such as the block's sound."""
+        """What step 0 of a block starts from: noise, and `inputs` such as the block's audio."""
 
     def apply(self, state: Any, change: Change) -> None:
         """Change a condition of one step's memory, from its next block on. Raises PlanError."""

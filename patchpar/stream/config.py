@@ -24,7 +24,7 @@ class StreamConfig:
 
     `sigmas`: noise levels of the denoising steps, from 1 to 0. `fps`: frames per second. `height`, `width`: pixels.
     `blocks`: latent frames per block, window, sink. `text_tokens`: tokens of a prompt. `adapt_sink`: the first finished
-    frame becomes the sink. `prompts`: those it was trained on, where they are few. `reference`: a picture beside it,
+    frame becomes the sink. `prompts`: those it was trained on, where they are few. `reference`: an image beside it,
     for streams that are given none.
     """
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_number, is_whole, make_plain
-from patchpar.stream.audio.track import first_picture
+from patchpar.stream.audio.track import first_frame_number
 from patchpar.stream.output_queue import Output, check_output
 
 Pacing = Literal["fast", "realtime"]
@@ -43,7 +43,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamFormat:
-    """Frames per second, their height and width, latent frames per block, pictures per latent frame."""
+    """Frames per second, their height and width, latent frames per block, images per latent frame."""
 
     fps: float
     height: int
@@ -53,7 +53,7 @@ class StreamFormat:
 
     def first_frame(self, block: int) -> int:
         """The number of a block's first frame."""
-        return first_picture(block * self.frames, self.per_latent)
+        return first_frame_number(block * self.frames, self.per_latent)
 
     def seconds(self, block: int) -> float:
         """When a block's first frame is due, from the beginning of the stream."""

@@ -45,13 +45,13 @@ class StreamLimits:
 
 
 class AudioSource(Protocol):
-    """Where the sound of a stream comes from."""
+    """Where the audio of a stream comes from."""
 
     def is_here(self, block: int) -> bool:
         """Whether all that block `block` hears has come."""
 
     def is_over(self, block: int) -> bool:
-        """Whether the sound ended before this block begins."""
+        """Whether the audio ended before this block begins."""
 
     def take(self, block: int) -> tuple[Tensor, Tensor]:
         """(audio tokens (1, F, n, C), samples (N,)) of a block."""
@@ -59,12 +59,12 @@ class AudioSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputBlock:
-    """A block that has come out: what was produced, of which order, its sound, in which course."""
+    """A block that has come out: what was produced, of which order, its audio, in which run."""
 
     produced: ProducedBlock
     begun: BeginBlock
     samples: Tensor | None
-    course: StreamRun
+    run: StreamRun
     epoch: int
 
 
@@ -72,19 +72,23 @@ class OutputBlock:
 class ResumeState:
     """What an interrupted stream is taken up with: conditions that hold, by kind, and the block to go on at."""
 
-    wishes: dict[str, Update] = field(default_factory=dict)
+    updates: dict[str, Update] = field(default_factory=dict)
     next_out: int = 0
     epoch: int = 0
     has_sink: bool = False
 
     def note(self, produced: ProducedBlock, begun: BeginBlock) -> None:
-        """A block has come out: its wishes hold until others of their kind do."""
+        """A block has come out: its updates hold until others of their kind do."""
         self.next_out = produced.block + 1
-        for wish in begun.wishes:
-            kind = "reference" if isinstance(wish, (ReferenceUpdate, Reference)) else getattr(wish, "name", "prompt")
-            self.wishes[kind] = replace(wish, transition="switch", over=0) if isinstance(wish, PromptUpdate) else wish
+        for update in begun.updates:
+            kind = (
+                "reference" if isinstance(update, (ReferenceUpdate, Reference)) else getattr(update, "name", "prompt")
+            )
+            self.updates[kind] = (
+                replace(update, transition="switch", over=0) if isinstance(update, PromptUpdate) else update
+            )
         if produced.sink is not None:
-            self.wishes["reference"], self.has_sink = Reference(latents=produced.sink), True
+            self.updates["reference"], self.has_sink = Reference(latents=produced.sink), True
 
 
 class StreamDriver(RankDriver):
@@ -161,9 +165,7 @@ class StreamDriver(RankDriver):
                 if self.status == "degraded":
                     self.status = "paused" if self._is_paused else "running"
                 epoch = self._resume_state.epoch
-                self._deliver(
-                    OutputBlock(produced=event, begun=begun, samples=samples, course=self._current, epoch=epoch)
-                )
+                self._deliver(OutputBlock(produced=event, begun=begun, samples=samples, run=self._current, epoch=epoch))
             self.changed.notify_all()
 
     def _order(self) -> None:
@@ -185,8 +187,8 @@ class StreamDriver(RankDriver):
     def _next_order(self, block: int) -> tuple[BeginBlock, Tensor | None]:
         tokens, samples = (None, None) if self._track is None else self._track.take(block)
         self._next = block + 1
-        wishes = tuple(self._updates.pop(block, ()))
-        return BeginBlock(inputs=() if tokens is None else (tokens,), wishes=wishes), samples
+        updates = tuple(self._updates.pop(block, ()))
+        return BeginBlock(inputs=() if tokens is None else (tokens,), updates=updates), samples
 
     def _has_ended(self, block: int) -> bool:
         if self._is_stopping or block == self._limits.blocks:
@@ -204,10 +206,10 @@ class StreamDriver(RankDriver):
             return None
         state.epoch += 1
         self.status = "degraded"
-        again = tuple(state.wishes.values())
+        again = tuple(state.updates.values())
         if state.next_out in self._sent:
             begin, samples = self._sent[state.next_out]
-            self._sent[state.next_out] = (replace(begin, wishes=(*again, *begin.wishes)), samples)
+            self._sent[state.next_out] = (replace(begin, updates=(*again, *begin.updates)), samples)
         else:
             self._updates.setdefault(state.next_out, [])[:0] = again
         adapts = self._current.adapt_sink and not state.has_sink

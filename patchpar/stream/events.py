@@ -1,7 +1,7 @@
 """What may change in the middle of a stream, and how it travels: with the block from which it holds.
 
 An event goes from rank to rank in front of its block, so that every denoising step changes at the very same block and
-nothing has to be drained or restarted. What a stream shows depends on its seed, its sound and its events, never on when
+nothing has to be drained or restarted. What a stream shows depends on its seed, its audio and its events, never on when
 they happened to arrive.
 """
 
@@ -50,16 +50,16 @@ class Prompt:
 class Reference:
     """Another sink: one clean latent frame (1, C, 1, H, W).
 
-    `film`: for models that draw from a picture, latents (1, C, F, H, W) of it with nothing behind it.
+    `video`: for models that generate from an image, latents (1, C, F, H, W) of it with nothing behind it.
     """
 
     latents: Tensor
-    film: Tensor | None = None
+    video: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """Another value of one of PARAMETERS. "audio_scale": how much of what sound says is added, 1 as it was trained."""
+    """Another value of one of PARAMETERS. "audio_scale": how much of what audio says is added, 1 as it was trained."""
 
     name: str
     value: float

@@ -1,13 +1,13 @@
 """A stream taken down, so that it can be made again bit for bit: one line of JSON per block, after one that opens it.
 
     {"format": 1, "model": ..., "config": {...}, "options": {...}, "seed": ..., ...}           how it was begun
-    {"block": 0, "epoch": 0, "frames": "9f...", "wishes": [{"kind": "PromptUpdate", ...}], ...}        what came out
+    {"block": 0, "epoch": 0, "frames": "9f...", "updates": [{"kind": "PromptUpdate", ...}], ...}        what came out
 
 It is data: of how the model was loaded it keeps the dtype and the variant and nothing else, and nothing else is taken
 from it. A token or a path that were options of from_pretrained are in no journal. Only its owner can read the file.
 
-A line has what the block was made of (conditions that hold from it on, sound as the model hears it, sound as it is
-played in 16 bits) and a digest of its frames. Sound takes about 30 kB a second, silence next to nothing; beyond `limit`
+A line has what the block was made of (conditions that hold from it on, audio as the model hears it, audio as it is
+played in 16 bits) and a digest of its frames. Audio takes about 30 kB a second, silence next to nothing; beyond `limit`
 bytes no more is taken down, which is said once. A file whose end is missing is good up to there.
 """
 
@@ -45,7 +45,7 @@ VARIANT = re.compile(r"\w[\w.-]{0,63}")
 MOST_DIMS = 8
 MOST_BYTES = 2**28
 """Of one tensor: a hundred times the largest reference that streams take."""
-WISHES: dict[str, type[Any]] = {
+UPDATES: dict[str, type[Any]] = {
     kind.__name__: kind for kind in (PromptUpdate, ReferenceUpdate, Parameter, Prompt, Reference)
 }
 log = logging.getLogger(__name__)
@@ -113,13 +113,13 @@ class StreamJournal:
     def _line(self, came: OutputBlock, frames: Tensor) -> dict[str, Any]:
         line: dict[str, Any] = {"block": came.produced.block, "epoch": came.epoch, "frames": digest(frames)}
         if came.epoch != self._epoch:
-            self._epoch, line["adapt_sink"] = came.epoch, came.course.adapt_sink
-        if came.begun.wishes:
-            line["wishes"] = [as_words(wish) for wish in came.begun.wishes]
+            self._epoch, line["adapt_sink"] = came.epoch, came.run.adapt_sink
+        if came.begun.updates:
+            line["updates"] = [as_words(update) for update in came.begun.updates]
         if came.begun.inputs:
             line["heard"] = [_packed(x) for x in came.begun.inputs]
         if came.samples is not None:
-            line["sound"] = _packed((came.samples.clamp(-1, 1) * 32767).round().to(torch.int16))
+            line["audio"] = _packed((came.samples.clamp(-1, 1) * 32767).round().to(torch.int16))
         return line
 
     def _write(self, line: str) -> bool:
@@ -151,22 +151,22 @@ def _private(path: Path) -> IO[str]:
     return os.fdopen(file, "w", encoding="utf-8")
 
 
-def as_words(wish: Update) -> dict[str, Any]:
+def as_words(update: Update) -> dict[str, Any]:
     """A change as JSON has it."""
-    values = {field.name: getattr(wish, field.name) for field in fields(wish)}
+    values = {field.name: getattr(update, field.name) for field in fields(update)}
     words = {name: _packed(x) if isinstance(x, Tensor) else x for name, x in values.items()}
-    return {"kind": type(wish).__name__, **words}
+    return {"kind": type(update).__name__, **words}
 
 
-def as_wish(words: Any) -> Update:
+def as_update(words: Any) -> Update:
     """The change that `as_words` was given. Raises PlanError, KeyError, TypeError, ValueError for something else."""
-    kind = WISHES[words["kind"]]
+    kind = UPDATES[words["kind"]]
     given = {name: value for name, value in words.items() if name != "kind"}
     values = {name: unpacked(value) if isinstance(value, Mapping) else value for name, value in given.items()}
     for name, value in values.items():
         _KINDS[name](name, value)
-    wish: Update = kind(**values)
-    return wish
+    update: Update = kind(**values)
+    return update
 
 
 def _tensor(name: str, value: Any, *, is_needed: bool = True) -> None:
@@ -180,8 +180,8 @@ _KINDS: dict[str, Callable[[str, Any], Any]] = {
     "over": partial(whole, least=0, most=MOST_FRAMES),
     "name": partial(text, most=64),
     "value": partial(number, least=-1e6, most=1e6),
-    **dict.fromkeys(("picture", "latents"), _tensor),
-    **dict.fromkeys(("film", "negative"), partial(_tensor, is_needed=False)),
+    **dict.fromkeys(("image", "latents"), _tensor),
+    **dict.fromkeys(("video", "negative"), partial(_tensor, is_needed=False)),
 }
 """Of the fields of a change, what each may be."""
 

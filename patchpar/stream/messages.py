@@ -1,7 +1,7 @@
 """What a session and the ranks say to one another while a stream runs.
 
 first rank --- BlockReady(block) -----> session        what is to be done?
-session ------ BeginBlock, EndStream -> first rank     when there is sound, credit, and nobody has paused
+session ------ BeginBlock, EndStream -> first rank     when there is audio, credit, and nobody has paused
 session ------ CancelStream ----------> every rank     from now on nothing is computed
 last rank ---- ProducedBlock ---------> session
 """
@@ -28,9 +28,9 @@ class PromptUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceUpdate:
-    """Another reference, as a picture (height, width, 3) in uint8. The first rank makes a Reference of it."""
+    """Another reference, as an image (height, width, 3) in uint8. The first rank makes a Reference of it."""
 
-    picture: Tensor
+    image: Tensor
 
 
 Update = Change | PromptUpdate | ReferenceUpdate
@@ -48,7 +48,7 @@ class BeginBlock:
     """Begin the block that was announced. `inputs`: audio tokens (1, F, n, C), if the model hears."""
 
     inputs: tuple[Tensor, ...]
-    wishes: tuple[Update, ...]
+    updates: tuple[Update, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +93,13 @@ class StreamRun:
 class ModelFacts:
     """What a session must know of a model. `audio` is the model's AudioConfig, or None if it hears nothing.
 
-    `draws_from_pictures`: it cannot begin without a reference. `late`: latent frames that have to come, at most, before
-    the pictures of one are decoded.
+    `starts_from_image`: it cannot begin without a reference. `late`: latent frames that have to come, at most, before
+    the images of one are decoded.
     """
 
     audio: Any
     per_latent: int
     spatial: int
-    speaks: bool
-    draws_from_pictures: bool = False
+    takes_prompt: bool
+    starts_from_image: bool = False
     late: int = 0

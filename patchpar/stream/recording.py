@@ -12,7 +12,7 @@ from patchpar.errors import PlanError
 from patchpar.plan.json_files import object_of
 from patchpar.stream.config import LIMITS, MOST_FPS, StreamConfig
 from patchpar.stream.delivery import Chunk
-from patchpar.stream.journal import FORMAT, LIMIT, JournalHeader, as_wish, digest, kept_options, unpacked
+from patchpar.stream.journal import FORMAT, LIMIT, JournalHeader, as_update, digest, kept_options, unpacked
 from patchpar.stream.json_fields import flag, number, text, whole
 from patchpar.stream.messages import ReferenceUpdate, StreamRun, Update
 
@@ -22,15 +22,15 @@ VERSION = re.compile(r"[\w.+-]{1,64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedBlock:
-    """One line. `adapt_sink` where an epoch begins; `heard` and `sound` of a model that hears."""
+    """One line. `adapt_sink` where an epoch begins; `heard` and `audio` of a model that hears."""
 
     block: int
     epoch: int
     frames: str
     adapt_sink: bool | None = None
-    wishes: tuple[Update, ...] = ()
+    updates: tuple[Update, ...] = ()
     heard: tuple[Tensor, ...] = ()
-    sound: Tensor | None = None
+    audio: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class StreamRecording:
             raise PlanError(f"{path} has no block: nothing had come out of this stream")
         return cls(origin=origin, blocks=blocks)
 
-    def courses(self, ranks: int) -> tuple[StreamRun, ...]:
+    def runs(self, ranks: int) -> tuple[StreamRun, ...]:
         """One for each epoch."""
         rows, columns = self.origin.size
         return tuple(
@@ -76,27 +76,27 @@ class StreamRecording:
         for block in self.blocks:
             if [tuple(x.shape) for x in block.heard] != ([] if heard is None else [tuple(heard)]):
                 raise PlanError(f"block {block.block} hears what this model does not: it is another one")
-            if heard is not None and (block.sound is None or block.sound.dim() != 1):
-                raise PlanError(f"block {block.block} has no sound that could be played")
-            for wish in block.wishes:
-                if isinstance(wish, ReferenceUpdate) and tuple(wish.picture.shape) != self._picture:
-                    raise PlanError(f"block {block.block} shows a picture of {tuple(wish.picture.shape)}")
+            if heard is not None and (block.audio is None or block.audio.dim() != 1):
+                raise PlanError(f"block {block.block} has no audio that could be played")
+            for update in block.updates:
+                if isinstance(update, ReferenceUpdate) and tuple(update.image.shape) != self._image:
+                    raise PlanError(f"block {block.block} shows an image of {tuple(update.image.shape)}")
 
     @property
-    def _picture(self) -> tuple[int, int, int]:
+    def _image(self) -> tuple[int, int, int]:
         return self.origin.config.height, self.origin.config.width, 3
 
     def is_as_it_was(self, chunk: Chunk) -> bool:
         """Whether these are the very frames that were taken down."""
         return self.blocks[chunk.block].frames == digest(chunk.frames)
 
-    def wishes(self) -> Iterator[tuple[int, Update]]:
+    def updates(self) -> Iterator[tuple[int, Update]]:
         """Every change with the block from which it holds."""
-        return ((block.block, wish) for block in self.blocks for wish in block.wishes)
+        return ((block.block, update) for block in self.blocks for update in block.updates)
 
 
 class RecordedAudio:
-    """The sound of a recording, see driver.AudioSource."""
+    """The audio of a recording, see driver.AudioSource."""
 
     def __init__(self, blocks: Sequence[RecordedBlock]) -> None:
         self._blocks = blocks
@@ -111,9 +111,9 @@ class RecordedAudio:
 
     def take(self, block: int) -> tuple[Tensor, Tensor]:
         """See AudioSource."""
-        (heard,), sound = self._blocks[block].heard, self._blocks[block].sound
-        assert sound is not None, "who hears is heard"
-        return heard, sound.float() / 32767
+        (heard,), audio = self._blocks[block].heard, self._blocks[block].audio
+        assert audio is not None, "who hears is heard"
+        return heard, audio.float() / 32767
 
 
 def _lines(path: Path) -> list[str]:
@@ -199,7 +199,7 @@ def _checked_block(facts: Mapping[str, Any]) -> dict[str, Any]:
         "epoch": whole("epoch", facts["epoch"], 0, 2**48),
         "frames": text("frames", facts["frames"], 64),
         "adapt_sink": None if adapt_sink is None else flag("adapt_sink", adapt_sink),
-        "wishes": tuple(as_wish(words) for words in facts.get("wishes", ())),
+        "updates": tuple(as_update(words) for words in facts.get("updates", ())),
         "heard": tuple(unpacked(x) for x in facts.get("heard", ())),
-        "sound": unpacked(facts["sound"]) if "sound" in facts else None,
+        "audio": unpacked(facts["audio"]) if "audio" in facts else None,
     }

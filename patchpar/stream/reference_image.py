@@ -1,4 +1,4 @@
-"""The picture whose looks a stream keeps, from whatever a caller has: a file, a PIL picture, an array."""
+"""The image whose looks a stream keeps, from whatever a caller has: a file, a PIL image, an array."""
 
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from patchpar.errors import PlanError
 from patchpar.models.image_file import read_picture
 
 
-def reference_picture(reference: Any, height: int, width: int) -> Tensor:
-    """As (height, width, 3) in uint8. Files and PIL pictures are turned upright, cut and scaled. Raises PlanError."""
+def load_reference_image(reference: Any, height: int, width: int) -> Tensor:
+    """As (height, width, 3) in uint8. Files and PIL images are turned upright, cut and scaled. Raises PlanError."""
     if isinstance(reference, (str, Path)):
         path = Path(reference).expanduser()
         reference = read_picture(path, f"the reference {path}")
@@ -21,15 +21,15 @@ def reference_picture(reference: Any, height: int, width: int) -> Tensor:
         upright = ImageOps.exif_transpose(reference).convert("RGB")
         reference = np.array(ImageOps.fit(upright, (width, height)))
     try:
-        picture = torch.tensor(reference) if isinstance(reference, np.ndarray) else torch.as_tensor(reference)
+        image = torch.tensor(reference) if isinstance(reference, np.ndarray) else torch.as_tensor(reference)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise PlanError(f"a reference of {type(reference).__name__} is no picture: {_ways(height, width)}") from error
-    if picture.dtype is not torch.uint8 or tuple(picture.shape) != (height, width, 3):
+        raise PlanError(f"a reference of {type(reference).__name__} is no image: {_ways(height, width)}") from error
+    if image.dtype is not torch.uint8 or tuple(image.shape) != (height, width, 3):
         raise PlanError(
-            f"a reference of shape {tuple(picture.shape)} in {picture.dtype} does not fit: {_ways(height, width)}"
+            f"a reference of shape {tuple(image.shape)} in {image.dtype} does not fit: {_ways(height, width)}"
         )
-    return picture
+    return image
 
 
 def _ways(height: int, width: int) -> str:
-    return f"give a file, a PIL picture, or {(height, width, 3)} in uint8"
+    return f"give a file, a PIL image, or {(height, width, 3)} in uint8"

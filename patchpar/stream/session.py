@@ -23,7 +23,7 @@ from patchpar.stream.driver import AudioSource, OutputBlock, Run, StreamDriver, 
 from patchpar.stream.events import Parameter, Transition
 from patchpar.stream.journal import StreamJournal
 from patchpar.stream.messages import PromptUpdate, ReferenceUpdate, StreamRun, Update
-from patchpar.stream.reference_image import reference_picture
+from patchpar.stream.reference_image import load_reference_image
 from patchpar.stream.stage import StageStats
 
 
@@ -128,8 +128,8 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
 
     def set_reference(self, reference: Any, *, at: int | None = None) -> Effect:
         """Another reference image: a file, a PIL image, or (height, width, 3) in uint8 of the stream's size."""
-        picture = reference_picture(reference, self._format.height, self._format.width)
-        return self._update(ReferenceUpdate(picture=picture), at)
+        image = load_reference_image(reference, self._format.height, self._format.width)
+        return self._update(ReferenceUpdate(image=image), at)
 
     def close(self) -> None:
         """Cancel what is left and wait until the ranks are free. Raises PlanError if they are not within a minute."""

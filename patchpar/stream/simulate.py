@@ -2,7 +2,7 @@
 
 A block starts on a stage when it has arrived, the stage is done with the block before, and there is credit for it:
 
-    start[s][b] = max(arrived[s][b],  done[s][b-1],  (s = 0) sound of b is here and block b - credit has come out)
+    start[s][b] = max(arrived[s][b],  done[s][b-1],  (s = 0) audio of b is here and block b - credit has come out)
     arrived[s][b] = max(done[s-1][b],  arrived[s][b-1]) + link
 
 For steady stages this gives the law FPS = F / max(stage, link) and TTFF = S c + v + links (Live Avatar,
@@ -24,8 +24,8 @@ from patchpar.stream.plan import StreamPlan, plans
 class StreamCosts:
     """Seconds. `step`: one denoising step of one block. `decode`: one block. `link`: one block to the next rank.
 
-    `frames`: pictures per block. `inner_speedup`: how much faster a step is for each doubling of its ranks. `jitter`:
-    spread of every cost, as a share, one-sided. `source`: seconds between blocks of sound that arrive live; 0 where all
+    `frames`: images per block. `inner_speedup`: how much faster a step is for each doubling of its ranks. `jitter`:
+    spread of every cost, as a share, one-sided. `source`: seconds between blocks of audio that arrive live; 0 where all
     of it is there.
     """
 
@@ -88,7 +88,7 @@ def law(plan: StreamPlan, costs: StreamCosts) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnsetBudget:
-    """Seconds from a sound to its picture, in a live stream that is shown by the clock.
+    """Seconds from audio to its image, in a live stream that is shown by the clock.
 
     `buffer`: by how much the clock is behind the usual block, so that the slowest is shown in time as well.
     """
@@ -106,26 +106,26 @@ class OnsetBudget:
 
     def __str__(self) -> str:
         return (
-            f"{self.seconds:.2f} s from sound to picture: {self.fill:.2f} until a block is full, {self.steps:.2f} to "
+            f"{self.seconds:.2f} s from audio to image: {self.fill:.2f} until a block is full, {self.steps:.2f} to "
             f"denoise it, {self.decode:.2f} to decode it, {self.link:.2f} on the way, {self.buffer:.2f} for the slowest"
         )
 
 
 def onset(plan: StreamPlan, costs: StreamCosts, *, spread: float = 0.0) -> OnsetBudget:
-    """What is between a sound and its picture where `costs.source` seconds of sound make a block. Raises PlanError.
+    """What is between audio and its image where `costs.source` seconds of audio make a block. Raises PlanError.
 
     `spread`: how much longer than the usual block the slowest takes, as a share.
 
-    The same for each sound of a block: those that come first wait until the block is full, and those that come last
-    until they are due. Nothing waits in a queue, as long as every stage keeps pace.
+    The same for all audio of a block: what comes first waits until the block is full, and what comes last until it is
+    due. Nothing waits in a queue, as long as every stage keeps pace.
     """
     if costs.source <= 0:
-        raise PlanError("source=0: say how many seconds of live sound make a block")
+        raise PlanError("source=0: say how many seconds of live audio make a block")
     slowest = max(*stage_seconds(plan, costs), costs.link)
     if slowest > costs.source:
         raise PlanError(
-            f"the slowest stage takes {slowest:.2f} s for a block, but {costs.source:.2f} s of sound make one, so that "
-            "pictures would come later and later: use more ranks, fewer steps, or larger blocks"
+            f"the slowest stage takes {slowest:.2f} s for a block, but {costs.source:.2f} s of audio make one, so that "
+            "images would come later and later: use more ranks, fewer steps, or larger blocks"
         )
     *denoise, last = stage_seconds(plan, costs)
     steps = sum(denoise) + last - costs.decode

@@ -80,8 +80,8 @@ class StageInlet(Protocol):
 class OrderInlet:
     """Where blocks come from on the first stage: from orders."""
 
-    def __init__(self, model: CausalModel, around: StageIO, patience: float, first_block: int) -> None:
-        self._model, self._around, self._patience = model, around, patience
+    def __init__(self, model: CausalModel, stage_io: StageIO, patience: float, first_block: int) -> None:
+        self._model, self._stage_io, self._patience = model, stage_io, patience
         self._block = self._first_block = first_block
         self._back: Work[Messages] | None = None
         self._first: Payload | None = None
@@ -97,8 +97,8 @@ class OrderInlet:
 
     def take(self) -> BlockEnvelope:
         """See StageInlet."""
-        cancelled = self._around.is_cancelled()
-        order = StageOrder(sign=BlockSignal.END) if cancelled else self._around.order(self._block, self._patience)
+        cancelled = self._stage_io.is_cancelled()
+        order = StageOrder(sign=BlockSignal.END) if cancelled else self._stage_io.order(self._block, self._patience)
         if order.sign is not BlockSignal.BLOCK:
             if order.sign is BlockSignal.END and self._block > self._first_block:
                 self._fetch_first()
@@ -132,35 +132,35 @@ class StageLoop:
         model: CausalModel,
         plan: StreamPlan,
         rank: int,
-        door: Communicator | None,
-        around: StageIO,
+        communicator: Communicator | None,
+        stage_io: StageIO,
         first_block: int = 0,
     ) -> None:
         stages = plan.stages
         number = plan.stage_of(rank)
-        _check(model, plan, stages[number], door)
+        _check(model, plan, stages[number], communicator)
         stage, specs = stages[number], model.payload()
-        leader, *mates = stage.ranks
+        leader, *peers = stage.ranks
         leads = rank == leader
-        self._model, self._rank, self._around, self._door = model, rank, around, door
+        self._model, self._rank, self._stage_io, self._communicator = model, rank, stage_io, communicator
         self._first_block = first_block
         self._makes_first = leads and bool(stage.steps) and stage.steps[-1] == plan.steps - 1
         self._states = [model.new_state(step) for step in stage.steps]
         self._decodes = leads and stage.decodes
         self._decoder = model.new_decoder() if self._decodes else None
         self._beginning: OrderInlet | None = None
-        self._mates = Downstream(_there(door), mates, specs) if leads and mates else None
+        self._peers = Downstream(_there(communicator), peers, specs) if leads and peers else None
         self._out: Downstream | None = None
         if rank == 0:
-            patience = 1.0 if door is None else door.transport.deadline / 4
-            self._beginning = OrderInlet(model, around, patience, first_block)
+            patience = 1.0 if communicator is None else communicator.transport.deadline / 4
+            self._beginning = OrderInlet(model, stage_io, patience, first_block)
             if model.adapts_sink and not self._makes_first:
-                back = _there(door).receive("first", "stream", stages[len(plan.sizes) - 1].ranks[0], specs)
+                back = _there(communicator).receive("first", "stream", stages[len(plan.sizes) - 1].ranks[0], specs)
                 self._beginning.expect_first(back)
         before = stages[number - 1].ranks[0] if leads else leader
-        self._in: StageInlet = self._beginning or Upstream(_there(door), before, specs, ahead=leads)
+        self._in: StageInlet = self._beginning or Upstream(_there(communicator), before, specs, ahead=leads)
         if leads and number + 1 < len(stages):
-            self._out = Downstream(_there(door), [stages[number + 1].ranks[0]], specs)
+            self._out = Downstream(_there(communicator), [stages[number + 1].ranks[0]], specs)
         self._leads = leads
         self._first_sent: Work[Messages] | None = None
 
@@ -186,10 +186,10 @@ class StageLoop:
     def _taken(self) -> BlockEnvelope:
         """The next message, which all ranks of the stage have: whether its block is wanted is told by the first."""
         envelope = self._in.take()
-        if self._leads and envelope.sign is BlockSignal.BLOCK and self._around.is_cancelled():
+        if self._leads and envelope.sign is BlockSignal.BLOCK and self._stage_io.is_cancelled():
             envelope = replace(envelope, sign=BlockSignal.VOID)
-        if self._mates is not None:
-            self._mates.send(envelope)
+        if self._peers is not None:
+            self._peers.send(envelope)
         return envelope
 
     def _work(self, envelope: BlockEnvelope) -> BlockEnvelope:
@@ -204,32 +204,32 @@ class StageLoop:
             self._send_first(payload)
         if self._decodes and is_wanted:
             frames = self._model.decode(self._decoder, payload)
-            self._around.put(FinishedBlock(block=envelope.block, frames=frames, latents=payload, born=envelope.born))
+            self._stage_io.put(FinishedBlock(block=envelope.block, frames=frames, latents=payload, born=envelope.born))
         return replace(envelope, payload=payload)
 
     def _send_first(self, payload: Payload) -> None:
         if self._beginning is not None:
             self._beginning.keep_first(payload)
         else:
-            self._first_sent = _there(self._door).send("first", "stream", [0], payload)
+            self._first_sent = _there(self._communicator).send("first", "stream", [0], payload)
 
     def _settle(self) -> None:
         if self._first_sent is not None:
             self._first_sent.wait()
-        for way in (self._mates, self._out):
+        for way in (self._peers, self._out):
             if way is not None:
                 way.settle()
 
 
-def _there(door: Communicator | None) -> Communicator:
-    assert door is not None, "stages on several ranks have a door"
-    return door
+def _there(communicator: Communicator | None) -> Communicator:
+    assert communicator is not None, "stages on several ranks have a communicator"
+    return communicator
 
 
-def _check(model: CausalModel, plan: StreamPlan, stage: StageSteps, door: Communicator | None) -> None:
+def _check(model: CausalModel, plan: StreamPlan, stage: StageSteps, communicator: Communicator | None) -> None:
     if plan.steps != model.steps:
         raise PlanError(f"the plan has {plan.steps} steps, but the model has {model.steps}")
     if stage.steps and plan.inner != model.inner:
         raise PlanError(f"the plan has {plan.inner} ranks for each step, but the model was made for {model.inner}")
-    if plan.ranks > 1 and door is None:
+    if plan.ranks > 1 and communicator is None:
         raise PlanError(f"the plan has {plan.ranks} ranks, but there is no way to the others")

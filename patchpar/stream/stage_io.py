@@ -17,10 +17,10 @@ REST_SECONDS = 5.0
 
 
 class RankStageIO:
-    """One stream's talk. `resolve`: text and pictures as what the stages take."""
+    """One stream's talk. `resolve`: text and images as what the stages take."""
 
-    def __init__(self, context: InteractiveRankContext, course: StreamRun, resolve: Callable[[Update], Change]) -> None:
-        self._context, self._course, self._resolve = context, course, resolve
+    def __init__(self, context: InteractiveRankContext, run: StreamRun, resolve: Callable[[Update], Change]) -> None:
+        self._context, self._run, self._resolve = context, run, resolve
         self._device = torch.device(context.device)
         self._cancelled, self._asked = False, False
         self._announced = -1
@@ -44,7 +44,7 @@ class RankStageIO:
         if not isinstance(heard, BeginBlock):
             return StageOrder(sign=BlockSignal.REST)
         inputs = tuple(x.to(self._device) for x in heard.inputs)
-        return StageOrder(sign=BlockSignal.BLOCK, inputs=inputs, changes=tuple(map(self._resolve, heard.wishes)))
+        return StageOrder(sign=BlockSignal.BLOCK, inputs=inputs, changes=tuple(map(self._resolve, heard.updates)))
 
     def _is_cancelled(self) -> bool:
         """Between two orders a session says nothing else; what answers a question is left for the next `order`."""
@@ -53,7 +53,7 @@ class RankStageIO:
         return self._cancelled
 
     def _put(self, finished: FinishedBlock) -> None:
-        is_first = finished.block == self._course.first_block and self._course.adapt_sink
+        is_first = finished.block == self._run.first_block and self._run.adapt_sink
         sink: Tensor | None = finished.latents[0][:, :, :1].cpu() if is_first else None
         seconds = (time.time_ns() - finished.born) / 1e9
         self._context.emit(ProducedBlock(block=finished.block, frames=finished.frames, seconds=seconds, sink=sink))

@@ -83,14 +83,14 @@ class WorkerGroup:
         """Process ids of the workers, by rank; none where the only rank is this process."""
         return getattr(self._ranks, "pids", ())
 
-    def run(self, course: StreamRun, on_event: OnEvent, on_start: OnStart) -> list[Any]:
-        """One course, on all ranks. Raises WorkerError when a rank dies: the next course finds others there."""
+    def run(self, run: StreamRun, on_event: OnEvent, on_start: OnStart) -> list[Any]:
+        """One run, on all ranks. Raises WorkerError when a rank dies: the next run finds others there."""
         while True:
             if self._deaths >= PATIENCE:
                 self._do_without(self._at_fault)
             heard, begun = self._hearing(on_event), self._beginning(on_start)
             try:
-                return self._ranks.call("run", course, on_event=heard, on_start=begun)
+                return self._ranks.call("run", run, on_event=heard, on_start=begun)
             except WorkerError as error:
                 self._deaths += 1
                 self._at_fault = error.rank

@@ -139,4 +139,4 @@ class FakeSession:
 
         for number, request in enumerate(requests):
             self._workers.streamed.append({**self._arguments, **request})
-            yield SimpleNamespace(number=number, picture=Image.new("RGB", (32, 32), (number,) * 3), latency=0.25)
+            yield SimpleNamespace(number=number, image=Image.new("RGB", (32, 32), (number,) * 3), latency=0.25)

@@ -148,10 +148,10 @@ def test_a_stream_without_end_is_watched_on_two_pages_until_a_signal_and_what_ca
     try:
         assert process.stderr is not None
         pictures, shown = (line.split()[-1] for line in (process.stderr.readline(), process.stderr.readline()))
-        with connect(shown.replace("http", "ws") + "/film", open_timeout=60, close_timeout=0.5) as watcher:
+        with connect(shown.replace("http", "ws") + "/video", open_timeout=60, close_timeout=0.5) as watcher:
             kind = json.loads(watcher.recv(120))
             received = b"".join(watcher.recv(60) for _ in range(20))
-        with urllib.request.urlopen(f"{pictures}/pictures", timeout=60) as answer:
+        with urllib.request.urlopen(f"{pictures}/images", timeout=60) as answer:
             seen = jpegs(answer)
             assert min(next(seen), next(seen)) > 0
         with urllib.request.urlopen(f"{shown}/status", timeout=60) as answer:
@@ -199,9 +199,9 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_started(folder: Path
             "--audio is not for streams with --input",
         ),
         (("--model", "m", "-o", "a.mp4", "--input", "f", "--height", "64"), "--height and --width: give both or none"),
-        (("--model", "m", "-o", "a.mp4", "--input", "none"), "--input none: there is no such folder or film"),
-        (("--model", "m", "-o", "a.mp4", "--input", "."), "--input .: this folder has no pictures"),
-        (("--model", "m", "-o", "a.mp4", "--input", "text.mp4"), "--input text.mp4 cannot be read as a film"),
+        (("--model", "m", "-o", "a.mp4", "--input", "none"), "--input none: there is no such folder or video"),
+        (("--model", "m", "-o", "a.mp4", "--input", "."), "--input .: this folder has no images"),
+        (("--model", "m", "-o", "a.mp4", "--input", "text.mp4"), "--input text.mp4 cannot be read as a video"),
         (("--model", "none", "-o", "a.mp4"), "'none' is no model"),
         (("--model", "m", "-o", "a.mp4", "--costs", "step=1"), "--costs goes with --dry-run"),
         (("--model", "m", "--dry-run", "--input", "."), "leave out --input"),
@@ -220,7 +220,7 @@ def test_sound_and_face_are_looked_at_before_anything_is_started(folder: Path, t
     mute = write_folder(tmp_path / "mute", hears=False)
     common = ("-o", tmp_path / "a.mp4", "--devices", "cpu:99")  # too many: it would be said if it came so far
     for words, said in (
-        (("--model", folder, "--audio", tmp_path / "a.wav"), "cannot be read as sound"),
+        (("--model", folder, "--audio", tmp_path / "a.wav"), "cannot be read as audio"),
         (("--model", folder, "--reference", tmp_path / "a.wav"), "cannot be read as a picture"),
         (("--model", mute, "--audio", tmp_path / "a.wav"), "takes no audio"),
     ):
@@ -244,7 +244,7 @@ def test_a_stream_that_was_taken_down_is_made_again(folder: Path, tmp_path: Path
     assert "3 blocks, every frame as it was" in result.stdout
     assert np.array_equal(film(tmp_path / "a.mp4")[0], film(tmp_path / "b.mp4")[0])
     head, *lines = journal.read_text().splitlines()
-    lines[1] = json.dumps({**json.loads(lines[1]), "wishes": [{"kind": "PromptUpdate", "text": "a hen"}]})
+    lines[1] = json.dumps({**json.loads(lines[1]), "updates": [{"kind": "PromptUpdate", "text": "a hen"}]})
     journal.write_text("\n".join([head, *lines]) + "\n")
     result = again("--json")
     assert result.exit_code == 1
@@ -377,7 +377,7 @@ def test_an_error_before_the_first_frame_leaves_no_film(tmp_path: Path) -> None:
         raise RuntimeError("out of memory")
         yield
 
-    with pytest.raises(RuntimeError), stream_film.film_at(tmp_path / "a.mp4", 20, None) as film:
+    with pytest.raises(RuntimeError), stream_film.video_at(tmp_path / "a.mp4", 20, None) as film:
         show_all(parts(), SimpleNamespace(in_flight=0, dropped=0), [film], ProgressMeter(), print, 20)
     assert list(tmp_path.iterdir()) == []
 

@@ -39,7 +39,7 @@ def decoded(data: bytes) -> tuple[list[float], list[float], np.ndarray]:
 @pytest.mark.parametrize(("container", "sounds"), [("mp4", "aac"), ("matroska", "aac"), ("webm", "libopus")])
 def test_frames_and_sound_at_their_times(container: str, sounds: str, tmp_path: Path) -> None:
     video = "libvpx-vp9" if container == "webm" else "libx264"
-    form = VideoFormat(fps=20, height=32, width=48, rate=RATE, container=container, video=video, sound=sounds)
+    form = VideoFormat(fps=20, height=32, width=48, rate=RATE, container=container, video=video, audio=sounds)
     writer = VideoWriter(str(tmp_path / "film"), form)
     for block in range(5):
         writer.add(frames(50 * block), block * 0.2, sound(loudness=0.0 if block < 3 else 0.5))

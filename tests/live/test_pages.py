@@ -61,7 +61,7 @@ def jpegs(answer: Any) -> Iterator[float]:
 
 
 def watching(screen: VideoScreen, **options: Any) -> ClientConnection:
-    url = screen.page.url.replace("http", "ws") + "/film"
+    url = screen.page.url.replace("http", "ws") + "/video"
     return connect(url, open_timeout=20, close_timeout=0.5, max_size=None, **options)
 
 
@@ -76,7 +76,7 @@ def test_pictures_follow_one_another(pictures: ImageScreen) -> None:
     """The last one is there for whoever comes."""
     pictures.show(frames(10, 1), 0.0, None)
     until(lambda: pictures.page.feed.count == 1, "a picture")  # type: ignore[attr-defined]
-    with fetch(f"{pictures.page.url}/pictures") as answer:
+    with fetch(f"{pictures.page.url}/images") as answer:
         assert answer.headers["Content-Type"] == f"multipart/x-mixed-replace; boundary={BOUNDARY}"
         seen = jpegs(answer)
         assert next(seen) == pytest.approx(10, abs=2)
@@ -158,7 +158,7 @@ def test_a_watcher_who_goes_is_forgotten_though_nothing_comes(film: VideoScreen)
 
 
 def test_the_page_and_what_it_says(pictures: ImageScreen, film: VideoScreen) -> None:
-    for screen, kind in ((pictures, "pictures"), (film, "film")):
+    for screen, kind in ((pictures, "images"), (film, "video")):
         with fetch(screen.page.url) as answer:
             assert f'data-kind="{kind}"' in answer.read().decode()
         screen.page.status = "degraded"

@@ -77,7 +77,7 @@ def read_stream(file: Path) -> None:
     StreamConfig.load(file.parent)
 
 
-def read_sound(file: Path) -> None:
+def read_audio(file: Path) -> None:
     (file.parent / "audio.json").write_bytes(file.read_bytes())
     AudioConditioner.load(file.parent)
 
@@ -104,7 +104,7 @@ READERS: list[Callable[[Path], None]] = [
     read_shards,
     read_weights,
     read_stream,
-    read_sound,
+    read_audio,
     read_scheduler,
 ]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.stream.audio.conditioner import SILENCE, AudioConditioner, AudioConfig, latent_tokens, sound_levels
+from patchpar.stream.audio.conditioner import SILENCE, AudioConditioner, AudioConfig, audio_levels, latent_tokens
 from tests.stream.tiny import conditioner, sound
 from tests.tensors import noise
 
@@ -22,7 +22,7 @@ def tone(hertz: float, seconds: float = 0.8, amplitude: float = 0.5) -> Tensor:
 
 
 def test_loudness_is_that_of_the_samples() -> None:
-    levels = sound_levels(tone(1000), CONFIG)
+    levels = audio_levels(tone(1000), CONFIG)
     assert levels.shape == (10, 5)
     decibels = 10 * math.log10(0.5**2 / 2)
     assert torch.allclose(levels[:, 0], torch.tensor((decibels + 50) / 50), atol=1e-3)
@@ -30,28 +30,28 @@ def test_loudness_is_that_of_the_samples() -> None:
 
 @pytest.mark.parametrize(("hertz", "band"), [(150, 0), (500, 1), (1500, 2), (5000, 3)])
 def test_a_tone_is_in_its_band(hertz: float, band: int) -> None:
-    levels = sound_levels(tone(hertz), CONFIG)
+    levels = audio_levels(tone(hertz), CONFIG)
     assert levels[:, 1:].argmax(1).tolist() == [band] * 10
     assert torch.allclose(levels[:, 1 + band], levels[:, 0], atol=0.02)
 
 
 def test_no_sound_is_silence() -> None:
-    assert (sound_levels(torch.zeros(16000), CONFIG) == SILENCE).all()
-    assert sound_levels(torch.zeros(10), CONFIG).shape == (0, 5)
+    assert (audio_levels(torch.zeros(16000), CONFIG) == SILENCE).all()
+    assert audio_levels(torch.zeros(10), CONFIG).shape == (0, 5)
 
 
 def test_a_frame_hears_its_own_time_only() -> None:
     samples = noise(16000) * 0.1
     louder = samples.clone()
     louder[5 * 1280 : 6 * 1280] *= 3
-    moved = (sound_levels(samples, CONFIG) != sound_levels(louder, CONFIG)).any(1)
+    moved = (audio_levels(samples, CONFIG) != audio_levels(louder, CONFIG)).any(1)
     assert moved.nonzero().flatten().tolist() == [5]
 
 
 @pytest.mark.parametrize("fps", [24, 29.97])
 def test_frames_do_not_drift(fps: float) -> None:
     config = AudioConfig(dim=24, heads=2, after=(), fps=fps)
-    assert len(sound_levels(torch.zeros(16000 * 60), config)) == math.floor(60 * fps)
+    assert len(audio_levels(torch.zeros(16000 * 60), config)) == math.floor(60 * fps)
 
 
 def test_tokens_are_the_last_frames_heard() -> None:
@@ -63,7 +63,7 @@ def test_tokens_are_the_last_frames_heard() -> None:
 
 
 def test_sound_that_is_not_there_is_refused() -> None:
-    with pytest.raises(PlanError, match="up to 3, but there is sound for frames 0 to 2 only"):
+    with pytest.raises(PlanError, match="up to 3, but there is audio for frames 0 to 2 only"):
         latent_tokens(torch.zeros(3, 5), range(4), CONFIG)
     with pytest.raises(PlanError, match="for frames 2 to 4 only"):
         latent_tokens(torch.zeros(3, 5), range(2, 4), CONFIG, first=2)

@@ -156,7 +156,7 @@ def test_a_rank_loads_the_transformers_of_its_steps(of_two: Path) -> None:
     """Levels 1 and 0.6, and 0.7 between the two transformers: a rank with both steps needs both, others one."""
     config = StreamConfig.load(of_two)
     assert low_noise_below(of_two) == 0.7
-    engine = StreamRunner(InlineContext("cpu", 10.0))
+    engine = StreamRunner(InlineContext("cpu"))
     engine.load(str(of_two), config, StreamPlan.even(2, 1), {})
     found = [network.transformer for network in engine._networks]
     assert len(found) == 2

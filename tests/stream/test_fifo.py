@@ -18,7 +18,7 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.stream.causal.decoder import DecoderState, WanDecoder, as_pixels
 from patchpar.stream.events import Change, Parameter, Prompt
 from patchpar.stream.fifo.model import FifoModel, FifoStreamOptions
-from patchpar.stream.fifo.queue import FifoOptions, draw_first_film
+from patchpar.stream.fifo.queue import FifoOptions, generate_first_video
 from patchpar.stream.fifo.stage import FifoStage, StageNeighbours, fifo_plan
 from patchpar.stream.fifo.wan import WanFrames
 from patchpar.stream.flow_schedule import FlowSchedule
@@ -277,7 +277,7 @@ def test_the_first_film_is_that_of_diffusers() -> None:
         found = net(wanted, timestep.expand(1), text(0), return_dict=False)[0]
         assert float(timestep) == pytest.approx(schedule.timestep(step), rel=1e-5)
         wanted = scheduler.step(found, timestep, wanted, return_dict=False)[0]
-    film = draw_first_film(QUEUE, start, lambda x, s: predicted(net, x, list(s), START, 1.0), lambda: True)
+    film = generate_first_video(QUEUE, start, lambda x, s: predicted(net, x, list(s), START, 1.0), lambda: True)
     assert float((film - wanted).abs().max() / wanted.abs().max()) < 1e-5
 
 

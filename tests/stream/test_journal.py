@@ -17,7 +17,7 @@ from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.delivery import Chunk, StreamDelivery
 from patchpar.stream.driver import OutputBlock
 from patchpar.stream.events import Parameter, Reference
-from patchpar.stream.journal import JournalHeader, StreamJournal, as_wish, as_words
+from patchpar.stream.journal import JournalHeader, StreamJournal, as_update, as_words
 from patchpar.stream.messages import BeginBlock, ProducedBlock, PromptUpdate, ReferenceUpdate, StreamRun
 from patchpar.stream.recording import StreamRecording
 from tests.stream.test_session import COURSE, Ranks, session
@@ -70,8 +70,8 @@ def test_another_line_is_another_stream(one: StreamingPipeline, taken_down: Any,
     """From its block on and not before, and the comparison sees it."""
     path, target = taken_down[0], tmp_path / "a.jsonl"
     wish = {"kind": "PromptUpdate", "text": "a cow", "transition": "blend", "over": 2}
-    assert differing(one, changed(path, 4, target, wishes=[wish])) == [3, 4, 5]
-    assert differing(one, changed(path, 5, target, wishes=[])) == [4, 5]
+    assert differing(one, changed(path, 4, target, updates=[wish])) == [3, 4, 5]
+    assert differing(one, changed(path, 5, target, updates=[])) == [4, 5]
     assert differing(one, changed(path, 0, target, seed=4)) == list(range(6))
     silent = StreamRecording.read(path).blocks[5].heard[0] * 0
     other = as_words(Reference(latents=silent))["latents"]
@@ -112,23 +112,23 @@ def origin() -> JournalHeader:
 
 def came(block: int, course: StreamRun = COURSE, epoch: int = 0, *wishes: Any) -> tuple[OutputBlock, Any]:
     frames = noise(4, 8, 12, 3, seed=block).to(torch.uint8)
-    begun = BeginBlock(inputs=(noise(1, 2, 3, 4),), wishes=wishes)
+    begun = BeginBlock(inputs=(noise(1, 2, 3, 4),), updates=wishes)
     produced = ProducedBlock(block=block, frames=frames, seconds=0.1, sink=None)
-    return OutputBlock(produced=produced, begun=begun, samples=torch.zeros(400), course=course, epoch=epoch), frames
+    return OutputBlock(produced=produced, begun=begun, samples=torch.zeros(400), run=course, epoch=epoch), frames
 
 
 @pytest.mark.parametrize(
     "wish",
     [
         PromptUpdate(text="a “fox”\n", transition="blend", over=3),
-        ReferenceUpdate(picture=FACE),
+        ReferenceUpdate(image=FACE),
         Parameter(name="audio_scale", value=0.1),
         Reference(latents=noise(1, 4, 1, 2, 2).to(torch.bfloat16)),
     ],
     ids=lambda wish: type(wish).__name__,
 )
 def test_every_change_survives(wish: Any) -> None:
-    found = as_wish(json.loads(json.dumps(as_words(wish))))
+    found = as_update(json.loads(json.dumps(as_words(wish))))
     assert type(found) is type(wish)
     for name in wish.__dataclass_fields__:
         a, b = getattr(found, name), getattr(wish, name)
@@ -143,15 +143,15 @@ def test_epochs_are_made_again_as_they_were(tmp_path: Path) -> None:
     ) as stream:
         before = list(stream)
     recording = StreamRecording.read(path)
-    first, second = recording.courses(2)
-    assert (first, second) == tuple(ranks.courses)
+    first, second = recording.runs(2)
+    assert (first, second) == tuple(ranks.runs)
     again = Ranks()
     replayed = session(again, blocks=7, credit=1, courses=(first, second))
-    with replayed.begin(changes=recording.wishes()) as stream:
+    with replayed.begin(changes=recording.updates()) as stream:
         after = list(stream)
-    assert again.courses == ranks.courses
+    assert again.runs == ranks.runs
     assert [(c.block, c.epoch) for c in before] == [(c.block, c.epoch) for c in after]
-    wishes = [[(b, [type(w) for w in o.wishes]) for b, o in one.begun if o.wishes] for one in (ranks, again)]
+    wishes = [[(b, [type(w) for w in o.updates]) for b, o in one.begun if o.updates] for one in (ranks, again)]
     assert wishes[1] == [(0, [PromptUpdate]), (4, [PromptUpdate, Reference])]
     assert wishes[0] == [(0, [PromptUpdate]), (4, [PromptUpdate, Reference])]
 
@@ -250,7 +250,7 @@ def test_a_recording_of_other_shapes_is_another_model(one: StreamingPipeline, ta
         (json.dumps(ORIGIN) + "\n", "has no block"),
         (json.dumps(ORIGIN) + "\nnonsense\n", "line 2 is no block of a stream"),
         (json.dumps(ORIGIN) + '\n{"block": 1, "epoch": 0, "frames": ""}\n', "a line is missing"),
-        (json.dumps(ORIGIN) + '\n{"block": 0, "epoch": 0, "frames": "", "wishes": [{"kind": "x"}]}\n', "line 2 is no"),
+        (json.dumps(ORIGIN) + '\n{"block": 0, "epoch": 0, "frames": "", "updates": [{"kind": "x"}]}\n', "line 2 is no"),
         (json.dumps(ORIGIN) + '\n{"block": 0, "epoch": 0, "frames": "", "colour": 1}\n', "line 2 is no"),
     ],
 )

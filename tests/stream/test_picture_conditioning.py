@@ -53,7 +53,7 @@ def stream(steps: int = 2) -> WanStream:
 
 def reference(picture: Tensor = PICTURE) -> Reference:
     decoder = WanDecoder(vae())
-    return Reference(latents=decoder.encode(picture), film=decoder.encode(picture, chunks=CHUNKS))
+    return Reference(latents=decoder.encode(picture), video=decoder.encode(picture, chunks=CHUNKS))
 
 
 def test_the_condition_is_that_of_diffusers() -> None:

@@ -51,7 +51,7 @@ class Ranks:
         while not isinstance(word := heard.get(timeout=10), EndStream):
             self.orders.append(word)
             assert self.go.wait(10)
-            on_event(1, GeneratedImage(number=word.number, picture=dict(word.arguments)))
+            on_event(1, GeneratedImage(number=word.number, image=dict(word.arguments)))
         return []
 
 
@@ -64,7 +64,7 @@ def test_all_come_out_in_order() -> None:
     ranks = Ranks()
     with session(ranks) as stream:
         shots = list(stream.map({"image": n} for n in range(20)))
-    assert [(shot.number, shot.picture["image"]) for shot in shots] == [(n, n) for n in range(20)]
+    assert [(shot.number, shot.image["image"]) for shot in shots] == [(n, n) for n in range(20)]
     assert ranks.stops == [0, 1]
     assert {order.seed for order in ranks.orders} == {1}
 
@@ -82,7 +82,7 @@ def test_pictures_that_end_on_several_ranks_come_out_in_order() -> None:
         on_start(lambda rank, word: heard.put(word) if rank == 0 else None)
         while not isinstance(first := heard.get(timeout=10), EndStream):
             for order in (heard.get(timeout=10), first):
-                on_event(order.number % 2, GeneratedImage(number=order.number, picture=None))
+                on_event(order.number % 2, GeneratedImage(number=order.number, image=None))
         return []
 
     with ImageSession(run, ImageStreamOptions(ranks=2, seed=1), {}) as stream:
@@ -95,7 +95,7 @@ def test_arguments_hold_from_the_next_picture() -> None:
         assert stream.set(prompt="b") == 1
         stream.push()
         stream.stop()
-        assert [shot.picture["prompt"] for shot in stream] == ["a", "b"]
+        assert [shot.image["prompt"] for shot in stream] == ["a", "b"]
         with pytest.raises(PlanError, match="takes no more"):
             stream.push()
 
@@ -119,7 +119,7 @@ def test_only_the_latest_frame_waits() -> None:
             stream.push_frame(number)
         ranks.go.set()
         stream.stop()
-        assert [shot.picture["image"] for shot in stream] == [0, 1, 2, 9]
+        assert [shot.image["image"] for shot in stream] == [0, 1, 2, 9]
         assert stream.dropped == 6
 
 
@@ -213,8 +213,8 @@ def test_frames_are_those_of_the_plain_pipeline(pipe: ImageStreamingPipeline, fo
     for shot, frame in zip(shots, frames, strict=True):
         generator = torch.Generator().manual_seed(5)
         wanted = oracle(prompt="a fox", image=frame, generator=generator, **ARGUMENTS).images[0]
-        assert same(shot.picture, wanted)
-    assert not same(shots[0].picture, shots[1].picture)
+        assert same(shot.image, wanted)
+    assert not same(shots[0].image, shots[1].image)
 
 
 def test_a_mistake_is_told_and_the_next_stream_is_well(pipe: ImageStreamingPipeline) -> None:

@@ -1,4 +1,4 @@
-"""A reference from whatever a caller has; what is no picture is refused by name."""
+"""A reference from whatever a caller has; what is no image is refused by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from patchpar.errors import PlanError
-from patchpar.stream.reference_image import reference_picture
+from patchpar.stream.reference_image import load_reference_image
 
 RED_ABOVE = np.zeros((8, 12, 3), np.uint8)
 RED_ABOVE[:4, :, 0] = 200
@@ -33,13 +33,13 @@ def test_every_kind_is_the_same_picture(kind: str, tmp_path: Path) -> None:
     }[kind]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns of arrays that it must not write to
-        found = reference_picture(given, 8, 12)
+        found = load_reference_image(given, 8, 12)
     assert torch.equal(found, torch.from_numpy(RED_ABOVE))
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK"])
 def test_other_modes_and_sizes_are_converted(mode: str) -> None:
-    found = reference_picture(Image.new("RGB", (100, 30), "teal").convert(mode), 8, 12)
+    found = load_reference_image(Image.new("RGB", (100, 30), "teal").convert(mode), 8, 12)
     assert (found.shape, found.dtype) == ((8, 12, 3), torch.uint8)
 
 
@@ -48,7 +48,7 @@ def test_a_picture_of_a_camera_held_upright_is_turned(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter, clockwise
     picture.save(tmp_path / "a.png", exif=exif)
-    assert torch.equal(reference_picture(tmp_path / "a.png", 8, 12), torch.from_numpy(RED_ABOVE))
+    assert torch.equal(load_reference_image(tmp_path / "a.png", 8, 12), torch.from_numpy(RED_ABOVE))
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,12 @@ def test_a_picture_of_a_camera_held_upright_is_turned(tmp_path: Path) -> None:
     [
         ("none.png", "none.png cannot be read as a picture"),
         (__file__, "test_reference.py cannot be read as a picture"),
-        (object(), "a reference of object is no picture: give a file"),
-        (np.array(["a"]), "a reference of ndarray is no picture"),
+        (object(), "a reference of object is no image: give a file"),
+        (np.array(["a"]), "a reference of ndarray is no image"),
         (np.zeros((8, 12, 3)), r"shape \(8, 12, 3\) in torch.float64"),
         (np.zeros((4, 4, 3), np.uint8), r"or \(8, 12, 3\) in uint8"),
     ],
 )
 def test_what_is_no_picture(given: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        reference_picture(given, 8, 12)
+        load_reference_image(given, 8, 12)

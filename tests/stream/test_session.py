@@ -47,7 +47,7 @@ class Ranks:
 
     def __init__(self, *dies: tuple[int, int]) -> None:
         self.dies = set(dies)
-        self.courses: list[StreamRun] = []
+        self.runs: list[StreamRun] = []
         self.begun: list[tuple[int, BeginBlock]] = []
         self.told: list[tuple[int, Any]] = []
         self.idle = threading.Event()
@@ -62,7 +62,7 @@ class Ranks:
             if rank == 0:
                 heard.put(value)
 
-        self.courses.append(course)
+        self.runs.append(course)
         on_start(tell)
         block = course.first_block
         while True:
@@ -73,7 +73,7 @@ class Ranks:
             if isinstance(word, (EndStream, CancelStream)):
                 return []
             self.begun.append((block, word))
-            if (len(self.courses) - 1, block) in self.dies:
+            if (len(self.runs) - 1, block) in self.dies:
                 raise WorkerDied("rank 1 was killed")
             first = block == 0 and course.adapt_sink
             frames = torch.full((3 if block == course.first_block else 4, 8, 12, 3), block, dtype=torch.uint8)
@@ -187,7 +187,7 @@ def test_a_wish_holds_from_the_block_that_it_names() -> None:
         list(stream)
         with pytest.raises(PlanError, match="is finished"):
             stream.set_prompt("over")
-    wishes = {block: begin.wishes for block, begin in ranks.begun if begin.wishes}
+    wishes = {block: begin.updates for block, begin in ranks.begun if begin.updates}
     assert wishes[0] == (PromptUpdate(text="first"),)
     assert wishes[5] == (PromptUpdate(text="later", transition="blend", over=2),)
     assert soon.block == shown.block
@@ -274,9 +274,7 @@ def test_flush_throws_away_what_is_ready() -> None:
 def test_a_dead_worker_begins_a_new_epoch() -> None:
     """The stream goes on where it was, under the conditions that held, with the sink it had made."""
     ranks = Ranks((0, 4))
-    with session(ranks, blocks=7, credit=1).begin(
-        PromptUpdate(text="first"), ReferenceUpdate(picture=PICTURE)
-    ) as stream:
+    with session(ranks, blocks=7, credit=1).begin(PromptUpdate(text="first"), ReferenceUpdate(image=PICTURE)) as stream:
         next(stream)
         stream.set_prompt("second", at=2, transition="recache")
         stream.set_param("audio_scale", 0.5, at=4)
@@ -284,8 +282,8 @@ def test_a_dead_worker_begins_a_new_epoch() -> None:
     assert [(chunk.block, chunk.epoch, len(chunk.frames)) for chunk in chunks] == [
         (1, 0, 4), (2, 0, 4), (3, 0, 4), (4, 1, 4), (5, 1, 4), (6, 1, 4),
     ]  # fmt: skip
-    assert ranks.courses[1] == StreamRun(ranks=2, seed=0, rows=4, columns=6, first_block=4, adapt_sink=False)
-    said, shown, param = next(begin for block, begin in ranks.begun[5:] if block == 4).wishes
+    assert ranks.runs[1] == StreamRun(ranks=2, seed=0, rows=4, columns=6, first_block=4, adapt_sink=False)
+    said, shown, param = next(begin for block, begin in ranks.begun[5:] if block == 4).updates
     assert said == PromptUpdate(text="second")
     assert isinstance(shown, Reference)
     assert torch.equal(shown.latents, sink(5))
@@ -339,8 +337,8 @@ def test_before_its_first_block_a_stream_begins_as_it_was() -> None:
     ranks = Ranks((0, 0))
     with session(ranks, blocks=2).begin(PromptUpdate(text="first")) as stream:
         assert [chunk.epoch for chunk in stream] == [1, 1]
-    assert ranks.courses[1] == ranks.courses[0]
-    assert [begin.wishes for block, begin in ranks.begun if block == 0] == [(PromptUpdate(text="first"),)] * 2
+    assert ranks.runs[1] == ranks.runs[0]
+    assert [begin.updates for block, begin in ranks.begun if block == 0] == [(PromptUpdate(text="first"),)] * 2
 
 
 def test_the_last_death_is_told_to_the_watcher() -> None:
@@ -351,7 +349,7 @@ def test_the_last_death_is_told_to_the_watcher() -> None:
             with pytest.raises(WorkerDied, match="killed"):
                 next(stream)
         assert stream.status == "failed"
-        assert len(ranks.courses) == restarts + 1
+        assert len(ranks.runs) == restarts + 1
 
 
 def test_the_clock_paces_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_from_sound_to_picture(ranks: int) -> None:
     budget = onset(plan, live)
     assert budget.seconds == pytest.approx(0.48 + simulate(plan, live).first_frame)
     assert budget.steps == pytest.approx(0.4)
-    assert str(budget).startswith(f"{budget.seconds:.2f} s from sound to picture: 0.48 until a block is full, 0.40 to")
+    assert str(budget).startswith(f"{budget.seconds:.2f} s from audio to image: 0.48 until a block is full, 0.40 to")
 
 
 def test_the_clock_waits_for_the_slowest_block() -> None:

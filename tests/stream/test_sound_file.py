@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from patchpar.errors import PlanError
-from patchpar.stream.audio.audio_file import read_sound
+from patchpar.stream.audio.audio_file import read_audio
 
 
 def tone(rate: int, seconds: float, hertz: float = 220.0) -> np.ndarray:
@@ -29,7 +29,7 @@ def write_wav(path: Path, samples: np.ndarray, rate: int, channels: int = 1) -> 
 
 @pytest.mark.parametrize(("rate", "channels"), [(16000, 1), (44100, 2), (8000, 1)])
 def test_any_rate_and_channels(rate: int, channels: int, tmp_path: Path) -> None:
-    found = read_sound(write_wav(tmp_path / "a.wav", tone(rate, 1.0), rate, channels), 16000)
+    found = read_audio(write_wav(tmp_path / "a.wav", tone(rate, 1.0), rate, channels), 16000)
     assert found.rate == 16000
     assert abs(len(found.samples) - 16000) < 40
     wanted = tone(16000, 1.0)[: len(found.samples)]
@@ -39,20 +39,20 @@ def test_any_rate_and_channels(rate: int, channels: int, tmp_path: Path) -> None
 
 
 def test_files_without_sound(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"none.wav: there is no such sound file"):
-        read_sound(tmp_path / "none.wav", 16000)
+    with pytest.raises(PlanError, match=r"none.wav: there is no such audio file"):
+        read_audio(tmp_path / "none.wav", 16000)
     (tmp_path / "text.wav").write_text("no sound at all")
-    with pytest.raises(PlanError, match=r"text.wav cannot be read as sound"):
-        read_sound(tmp_path / "text.wav", 16000)
+    with pytest.raises(PlanError, match=r"text.wav cannot be read as audio"):
+        read_audio(tmp_path / "text.wav", 16000)
     with pytest.raises(PlanError, match=r"pcm_s16le, 8000 samples/s, 1 channel\) holds no samples"):
-        read_sound(write_wav(tmp_path / "empty.wav", tone(8000, 0), 8000), 16000)
+        read_audio(write_wav(tmp_path / "empty.wav", tone(8000, 0), 8000), 16000)
     with av.open(str(tmp_path / "mute.mp4"), "w") as container:
         stream = container.add_stream("libx264", rate=5)
         stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
         container.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8))))
         container.mux(stream.encode())
-    with pytest.raises(PlanError, match=r"mute.mp4 has no sound"):
-        read_sound(tmp_path / "mute.mp4", 16000)
+    with pytest.raises(PlanError, match=r"mute.mp4 has no audio"):
+        read_audio(tmp_path / "mute.mp4", 16000)
 
 
 def write_flac(path: Path) -> Path:
@@ -74,11 +74,11 @@ def test_a_file_that_is_broken_says_where(tmp_path: Path) -> None:
     data[middle : middle + 4000] = bytes(4000)
     path.write_bytes(data)
     with pytest.raises(PlanError, match=r"a.flac \(flac, 16000 samples/s, 1 channel\) is broken after [012]\.\d s"):
-        read_sound(path, 16000)
+        read_audio(path, 16000)
 
 
 def test_a_file_that_was_cut_off(tmp_path: Path) -> None:
     path = write_flac(tmp_path / "a.flac")
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(PlanError, match=r"(ends|is broken) after [012]\.\d s"):
-        read_sound(path, 16000)
+        read_audio(path, 16000)

@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.stream.audio.conditioner import AudioConditioner, latent_tokens, sound_levels
+from patchpar.stream.audio.conditioner import AudioConditioner, audio_levels, latent_tokens
 from patchpar.stream.causal.causal_wan import CausalWan
 from patchpar.stream.causal.decoder import WanDecoder, from_pixels
 from patchpar.stream.causal.pipeline import StreamingPipeline
@@ -50,7 +50,7 @@ def plain(face_folder: Path, changes: dict[int, list[Any]], seed: int = 3) -> li
         network, config.schedule, decoder, WanStreamOptions(height=ROWS, width=COLUMNS, seed=seed, text=text)
     )
     states = [model.new_state(step) for step in range(config.steps)]
-    levels = sound_levels(torch.cat([SOUND, torch.zeros(1000)]), AUDIO)
+    levels = audio_levels(torch.cat([SOUND, torch.zeros(1000)]), AUDIO)
     memory, frames, first = model.new_decoder(), [], None
     for block in range(BLOCKS):
         due = [change(wish) for wish in changes.get(block, [])]
@@ -154,7 +154,7 @@ def test_a_rate_that_a_model_was_not_made_for_is_said(tmp_path: Path) -> None:
         ({"seed": -1}, "seed=-1"),
         ({"seconds": 0}, "seconds=0"),
         ({"audio": 3}, r"\(samples, rate\)"),
-        ({"audio": "speech.wav"}, "there is no such sound file"),
+        ({"audio": "speech.wav"}, "there is no such audio file"),
         ({"delivery": StreamDelivery(fps=12)}, "fps=12, but this model takes audio for 20 frames a second"),
         ({"delivery": StreamDelivery(record="no/such/folder/a.jsonl")}, "cannot be written"),
         ({"reference": "face.png"}, "face.png cannot be read as a picture"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from patchpar.stream.audio.conditioner import sound_levels
+from patchpar.stream.audio.conditioner import audio_levels
 from patchpar.stream.causal.causal_wan import BlockAudio, CausalWan
 from patchpar.stream.causal.pipeline import StreamingPipeline
 from patchpar.stream.causal_options import CausalOptions
@@ -121,7 +121,7 @@ def test_speech_has_syllables_and_pauses():
     sound = speech("a", 4 * RATE)
     assert np.array_equal(sound, speech("a", 4 * RATE))
     assert not np.array_equal(sound, speech("b", 4 * RATE))
-    opened = torch.cat([openings(sound_levels(torch.from_numpy(speech(str(i), 4 * RATE)), AUDIO)) for i in range(5)])
+    opened = torch.cat([openings(audio_levels(torch.from_numpy(speech(str(i), 4 * RATE)), AUDIO)) for i in range(5)])
     assert (opened < 0.1).float().mean() > 0.1
     assert (opened > 0.5).float().mean() > 0.1
 

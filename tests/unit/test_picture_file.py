@@ -18,7 +18,7 @@ from patchpar.cli.upscale import UpscaleFlags, enlarge
 from patchpar.cli.video import VideoFlags
 from patchpar.errors import PlanError
 from patchpar.models.image_file import MOST_PIXELS, read_picture
-from patchpar.stream.reference_image import reference_picture
+from patchpar.stream.reference_image import load_reference_image
 
 SIDE = 9_400  # pixels, of a picture that would take most of a gigabyte while it is decoded
 
@@ -53,7 +53,7 @@ def test_a_small_file_of_a_huge_picture_is_refused_before_it_is_decoded(tmp_path
         lambda: read_picture(io.BytesIO(path.read_bytes()), "it"),
         lambda: request.picture(),
         lambda: list(ImageFrames.of(tmp_path, None)),
-        lambda: reference_picture(path, 96, 96),
+        lambda: load_reference_image(path, 96, 96),
     ):
         with pytest.raises(PlanError, match=f"has {SIDE} x {SIDE} pixels: at most 80 million are taken"):
             read()

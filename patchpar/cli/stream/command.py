@@ -1,4 +1,4 @@
-"""`patchpar stream`: video while it is being made, out of sound, a face and a prompt; or frames drawn anew."""
+"""`patchpar stream`: video while it is being made, out of audio, a face and a prompt; or frames generated anew."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from patchpar.cli.stream.flags import StreamFlags
 
 
 def stream(request: StreamFlags) -> None:
-    """Show a video while it is made; save it with its sound."""
+    """Show a video while it is made; save it with its audio."""
     with friendly_errors(request.debug):
         request.check()
         if request.dry_run:
@@ -15,9 +15,9 @@ def stream(request: StreamFlags) -> None:
 
             forecast(request)
         elif request.input is not None:
-            from patchpar.cli.stream.images import stream_pictures
+            from patchpar.cli.stream.images import stream_images
 
-            stream_pictures(request)
+            stream_images(request)
         else:
             from patchpar.cli.stream.video import stream_video
 

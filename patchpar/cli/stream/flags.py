@@ -15,7 +15,7 @@ from patchpar.errors import PlanError
 from patchpar.stream.web.server import check_port
 
 OF_VIDEO = ("audio", "reference", "seconds", "record")
-OF_PICTURES = ("steps", "strength", "guidance_scale", "negative_prompt", "height", "width")
+OF_IMAGES = ("steps", "strength", "guidance_scale", "negative_prompt", "height", "width")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,15 +25,15 @@ class StreamFlags:
     prompt: Annotated[str, typer.Argument(help="What to show, where the model reads text.")] = ""
     model: Annotated[str | None, typer.Option(help="By default embedded-face; with --input, embedded.")] = None
     devices: Devices = "auto"
-    audio: Annotated[Path | None, typer.Option(help="Sound to speak; it gives the length.")] = None
-    reference: Annotated[Path | None, typer.Option(help="A picture whose looks the stream keeps.")] = None
+    audio: Annotated[Path | None, typer.Option(help="Audio to speak; it gives the length.")] = None
+    reference: Annotated[Path | None, typer.Option(help="An image whose appearance the stream keeps.")] = None
     seconds: Annotated[float | None, typer.Option(help="How long; else as --audio, or until ctrl-C.")] = None
-    input: Annotated[Path | None, typer.Option(help="Draw these anew: a folder of pictures, a film.")] = None
+    input: Annotated[Path | None, typer.Option(help="Generate these anew: a folder of images, a video.")] = None
     seed: Annotated[int, typer.Option(help="Same seed, same video.")] = 0
-    fps: Annotated[float | None, typer.Option(help="Frames per second; else the model's or film's.")] = None
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Frames and sound: .mp4, .mkv or .webm.")] = None
-    mjpeg: Annotated[int | None, typer.Option(help="A port to watch pictures at; 0 is any free one.")] = None
-    ws: Annotated[int | None, typer.Option(help="A port to watch film and sound at; 0 is any.")] = None
+    fps: Annotated[float | None, typer.Option(help="Frames per second; else the model's or video's.")] = None
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Frames and audio: .mp4, .mkv or .webm.")] = None
+    mjpeg: Annotated[int | None, typer.Option(help="A port to watch images at; 0 is any free one.")] = None
+    ws: Annotated[int | None, typer.Option(help="A port to watch video and audio at; 0 is any.")] = None
     host: Annotated[str | None, typer.Option(help="Of these ports; else this machine only.")] = None
     record: Annotated[Path | None, typer.Option(help="Take it down, for `patchpar replay`.")] = None
     steps: Annotated[int | None, typer.Option(help="With --input: denoising steps.")] = None
@@ -67,7 +67,7 @@ class StreamFlags:
 
     def _check_kind(self) -> None:
         takes_frames = self.input is not None
-        for name in OF_VIDEO if takes_frames else OF_PICTURES:
+        for name in OF_VIDEO if takes_frames else OF_IMAGES:
             if getattr(self, name) is not None:
                 raise PlanError(f"--{name.replace('_', '-')} is {'not ' * takes_frames}for streams with --input")
         if self.dry_run and takes_frames:

@@ -1,4 +1,4 @@
-"""`patchpar stream --input`: the frames of a folder or a film, each drawn anew by an image pipeline."""
+"""`patchpar stream --input`: the frames of a folder or a video, each generated anew by an image pipeline."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from patchpar.cli.stream.flags import StreamFlags
 
 FPS = 16.0
-"""Of a folder of pictures, where --fps does not say otherwise."""
+"""Of a folder of images, where --fps does not say otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFrames:
-    """Pictures of `source` one after another, at `fps` frames per second."""
+    """Images of `source` one after another, at `fps` frames per second."""
 
     source: Path
     fps: float
@@ -39,21 +39,21 @@ class ImageFrames:
     def of(cls, source: Path, fps: float | None) -> ImageFrames:
         """Look whether there are any. Raises PlanError."""
         if source.is_dir():
-            if not _pictures_in(source):
-                raise PlanError(f"--input {source}: this folder has no pictures, that is {', '.join(SUFFIXES)}")
+            if not _images_in(source):
+                raise PlanError(f"--input {source}: this folder has no images, that is {', '.join(SUFFIXES)}")
             return cls(source=source, fps=fps or FPS)
         if not source.is_file():
-            raise PlanError(f"--input {source}: there is no such folder or film")
+            raise PlanError(f"--input {source}: there is no such folder or video")
         rate = _rate_of(source)
         return cls(source=source, fps=fps or rate)
 
     def __iter__(self) -> Iterator[Image]:
-        return self._from_folder() if self.source.is_dir() else self._from_film()
+        return self._from_folder() if self.source.is_dir() else self._from_video()
 
     def _from_folder(self) -> Iterator[Image]:
-        return (read_picture(path, f"--input {path}") for path in _pictures_in(self.source))
+        return (read_picture(path, f"--input {path}") for path in _images_in(self.source))
 
-    def _from_film(self) -> Iterator[Image]:
+    def _from_video(self) -> Iterator[Image]:
         import av
 
         try:
@@ -65,12 +65,12 @@ class ImageFrames:
             raise PlanError(f"--input {self.source} is broken: {error}") from error
 
 
-def stream_pictures(request: StreamFlags) -> None:
+def stream_images(request: StreamFlags) -> None:
     """Run it and report. Raises PlanError and what the ranks raise."""
     assert request.input is not None
     frames = ImageFrames.of(request.input, request.fps)
     RequestedTask(verb="stream", has_picture=None).check_model(request.weights, request.for_loading())
-    with stdout_kept_clean(request.json), ExitStack() as ranks, ExitStack() as stack:  # films are closed before ranks
+    with stdout_kept_clean(request.json), ExitStack() as ranks, ExitStack() as stack:  # videos are closed before ranks
         report = _run(request, frames, stack, ranks)
     report.tell(request.json)
     report.finish(is_endless=False)
@@ -114,23 +114,23 @@ def _parts(shots: Iterator[Any], fps: float) -> Iterator[TimedFrames]:
     import torch
 
     for shot in shots:
-        picture = torch.from_numpy(np.array(shot.picture.convert("RGB")))
-        yield TimedFrames(frames=picture[None], pts=shot.number / fps, audio=None, status="running")
+        image = torch.from_numpy(np.array(shot.image.convert("RGB")))
+        yield TimedFrames(frames=image[None], pts=shot.number / fps, audio=None, status="running")
 
 
-def _pictures_in(folder: Path) -> list[Path]:
+def _images_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
 
 
-def _rate_of(film: Path) -> float:
+def _rate_of(video: Path) -> float:
     import av
 
     try:
-        with av.open(os.fspath(film)) as container:
+        with av.open(os.fspath(video)) as container:
             if not container.streams.video:
-                raise PlanError(f"--input {film} has no pictures: {container.format.name}")
+                raise PlanError(f"--input {video} has no images: {container.format.name}")
             stream = container.streams.video[0]
-            check_pixels(stream.codec_context.width, stream.codec_context.height, f"a frame of --input {film}")
+            check_pixels(stream.codec_context.width, stream.codec_context.height, f"a frame of --input {video}")
             return float(stream.average_rate or FPS)
     except av.FFmpegError as error:
-        raise PlanError(f"--input {film} cannot be read as a film: {error}") from error
+        raise PlanError(f"--input {video} cannot be read as a video: {error}") from error

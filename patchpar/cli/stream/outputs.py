@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from patchpar.cli.stream.video_file import StreamVideoFile, film_at
+from patchpar.cli.stream.video_file import StreamVideoFile, video_at
 from patchpar.stream.web.server import HOME, is_local
 
 if TYPE_CHECKING:
@@ -23,19 +23,19 @@ class FrameOutputs:
     """Live pages, which are served from the beginning, and a file, which is whole at the end."""
 
     live: tuple[ImageScreen | VideoScreen, ...]
-    films: tuple[StreamVideoFile, ...]
+    videos: tuple[StreamVideoFile, ...]
 
     @classmethod
     def opened(cls, request: StreamFlags, fps: float, rate: int | None, stack: ExitStack) -> FrameOutputs:
         """Those that were asked for, until `stack` is left. Raises PlanError for a port that is not free."""
         live = _live(request, fps, rate, stack) if request.is_live else ()
-        films = () if request.output is None else (stack.enter_context(film_at(request.output, fps, rate)),)
-        return cls(live=live, films=films)
+        videos = () if request.output is None else (stack.enter_context(video_at(request.output, fps, rate)),)
+        return cls(live=live, videos=videos)
 
     @property
     def all(self) -> list[FrameOutput]:
         """Each is shown every frame."""
-        return [*self.live, *self.films]
+        return [*self.live, *self.videos]
 
     def heard_by(self, say: Callable[[str], None]) -> Callable[[str], None]:
         """Who is told how the stream is getting on: `say`, and the pages."""

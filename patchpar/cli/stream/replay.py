@@ -16,7 +16,7 @@ from patchpar.cli.flags import DEADLINE, Deadline, Debug, Devices, Json, check_d
 from patchpar.cli.stream.progress_line import ProgressMeter, living_line
 from patchpar.cli.stream.run import StreamReport, show_all
 from patchpar.cli.stream.video import parts_of
-from patchpar.cli.stream.video_file import film_at
+from patchpar.cli.stream.video_file import video_at
 from patchpar.cli.video_file import check_film
 from patchpar.errors import PatchparError, PlanError
 
@@ -31,7 +31,7 @@ class ReplayFlags:
     session: Annotated[Path, typer.Argument(help="What `patchpar stream --record` has written.")]
     model: Annotated[str | None, typer.Option(help="Where the model is now; needed unless it is a shipped one.")] = None
     devices: Devices = "auto"
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="A file for frames and sound.")] = None
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="A file for frames and audio.")] = None
     deadline: Deadline = DEADLINE
     json: Json = False
     debug: Debug = False
@@ -88,7 +88,7 @@ def _run(
     pipe = stack.enter_context(StreamingPipeline.from_pretrained(model, **opened))
     meter, plan = ProgressMeter(), str(pipe.plan)
     session = pipe.replay(recording)
-    screens = [] if request.output is None else [stack.enter_context(film_at(request.output, origin.fps, pipe.rate))]
+    screens = [] if request.output is None else [stack.enter_context(video_at(request.output, origin.fps, pipe.rate))]
     parts = parts_of(_compared(session, recording, differing), session)
     ending = show_all(parts, session, screens, meter, say, origin.fps)
     written = [] if request.output is None else [request.output]

@@ -23,7 +23,7 @@ class FrameOutput(Protocol):
     """Where frames are shown."""
 
     def show(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
-        """Frames in uint8, due at `pts` seconds from the beginning, and their sound."""
+        """Frames in uint8, due at `pts` seconds from the beginning, and their audio."""
 
 
 class ReportedSession(Protocol):
@@ -31,7 +31,7 @@ class ReportedSession(Protocol):
 
     @property
     def in_flight(self) -> int:
-        """Blocks or pictures under way."""
+        """Blocks or images under way."""
 
     @property
     def dropped(self) -> int:

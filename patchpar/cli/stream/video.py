@@ -1,4 +1,4 @@
-"""`patchpar stream` with a block-causal model: sound, face and prompt in, frames and sound out."""
+"""`patchpar stream` with a block-causal model: audio, face and prompt in, frames and audio out."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ HOLD = 0.5
 def stream_video(request: StreamFlags) -> None:
     """Run it and report. Raises PlanError and what the ranks raise."""
     from patchpar.stream.causal.model_folder import StreamFolder
-    from patchpar.stream.reference_image import reference_picture
+    from patchpar.stream.reference_image import load_reference_image
 
     folder = StreamFolder.read(request.weights)
     config, reference = folder.config, None
     if request.reference is not None:
-        reference = reference_picture(request.reference, config.height, config.width)
-    given = {"reference": reference, "audio": _sound(request, folder)}
-    with stdout_kept_clean(request.json), ExitStack() as ranks, ExitStack() as stack:  # films are closed before ranks
+        reference = load_reference_image(request.reference, config.height, config.width)
+    given = {"reference": reference, "audio": _audio(request, folder)}
+    with stdout_kept_clean(request.json), ExitStack() as ranks, ExitStack() as stack:  # videos are closed before ranks
         report = _run(request, folder, given, stack, ranks)
     report.tell(request.json)
     report.finish(is_endless=request.audio is None and request.seconds is None)
 
 
-def _sound(request: StreamFlags, folder: StreamFolder) -> Any:
+def _audio(request: StreamFlags, folder: StreamFolder) -> Any:
     """Read before the ranks are started: a file that is broken is refused at once."""
     if request.audio is None:
         return None
     if folder.rate is None:
         raise PlanError(f"--audio {request.audio}: this model takes no audio; leave it out")
-    from patchpar.stream.audio.audio_file import read_sound
+    from patchpar.stream.audio.audio_file import read_audio
 
-    sound = read_sound(request.audio, folder.rate)
-    typer.echo(f"{request.audio}: {sound.facts}", err=True)
-    return sound.samples, sound.rate
+    audio = read_audio(request.audio, folder.rate)
+    typer.echo(f"{request.audio}: {audio.facts}", err=True)
+    return audio.samples, audio.rate
 
 
 def _run(

@@ -1,4 +1,4 @@
-"""A stream's frames and sound into a file, as they come: whole at the end, or not there at all."""
+"""A stream's frames and audio into a file, as they come: whole at the end, or not there at all."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ CONTAINERS = {".mp4": ("mp4", "aac"), ".mkv": ("matroska", "aac"), ".webm": ("we
 
 
 class StreamVideoFile:
-    """One film. Its size is that of the first frames."""
+    """One video. Its size is that of the first frames."""
 
     def __init__(self, path: Path, suffix: str, fps: float, rate: int | None) -> None:
         self._path, self._suffix, self._fps, self._rate = path, suffix, fps, rate
         self._writer: Any = None
 
     def show(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
-        """Frames in uint8, due at `pts` seconds, and their sound. Raises PlanError for sides that are odd."""
+        """Frames in uint8, due at `pts` seconds, and their audio. Raises PlanError for sides that are odd."""
         if self._writer is None:
             self._writer = self._opened(*frames_FHWC.shape[1:3])
         self._writer.add(frames_FHWC, pts, audio_N)
@@ -39,7 +39,7 @@ class StreamVideoFile:
     def _opened(self, height: int, width: int) -> Any:
         from patchpar.stream.web.video_encoder import VideoFormat, VideoWriter
 
-        container, sound = CONTAINERS[self._suffix]
+        container, audio = CONTAINERS[self._suffix]
         codec = CODECS[self._suffix]
         form = VideoFormat(
             fps=self._fps,
@@ -48,16 +48,16 @@ class StreamVideoFile:
             rate=self._rate,
             container=container,
             video=codec,
-            sound=sound,
+            audio=audio,
             options=GOOD[codec],
         )
         return VideoWriter(str(self._path), form)
 
 
 @contextmanager
-def film_at(path: Path, fps: float, rate: int | None) -> Iterator[StreamVideoFile]:
-    """A film that lies at `path` when all has gone well."""
+def video_at(path: Path, fps: float, rate: int | None) -> Iterator[StreamVideoFile]:
+    """A video that lies at `path` when all has gone well."""
     with written_whole(path) as beside:
-        film = StreamVideoFile(beside, path.suffix.lower(), fps, rate)
-        yield film
-        film.close()
+        video = StreamVideoFile(beside, path.suffix.lower(), fps, rate)
+        yield video
+        video.close()

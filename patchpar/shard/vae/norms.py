@@ -55,12 +55,12 @@ def group_norm(
     """F.group_norm of our rows, with the moments of all. Raises ExchangeError."""
     norm = GroupNormArguments(num_groups, input.shape[1], weight, bias, eps)
     own = pack_moments(_moments(norm, input))
-    speaks = input.ndim >= 4 and band.feeds.get(band.where, True)
-    received, halo = band.start([own], band.share.edges(input, 1, 1) if speaks else None)()
+    takes_prompt = input.ndim >= 4 and band.feeds.get(band.where, True)
+    received, halo = band.start([own], band.share.edges(input, 1, 1) if takes_prompt else None)()
     everyone = [received[place][0] if place in received else own for place in range(len(band.share.bands))]
     moments = merge_moments(everyone if received else [own], (input.shape[0], num_groups))
     y = _normalised(norm, moments, input)
-    if speaks:
+    if takes_prompt:
         rows = Halo(*(None if x is None else _normalised(norm, moments, x) for x in halo))
         band.leave(NeighbourRows(weakref.ref(y), lambda: rows, norm=band.where))
     return y

@@ -1,4 +1,4 @@
-"""Sound out of a file, as one channel at the rate that a model hears. Read by PyAV: sound files, and films' sound."""
+"""Audio out of a file, as one channel at the rate that a model hears. Read by PyAV: audio files, and videos' audio."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class AudioFile:
     facts: str
 
 
-def read_sound(path: Path, rate: int) -> AudioFile:
-    """The whole first sound track. Raises PlanError, with the file's facts, if it cannot be read or is empty."""
+def read_audio(path: Path, rate: int) -> AudioFile:
+    """The whole first audio track. Raises PlanError, with the file's facts, if it cannot be read or is empty."""
     if not path.is_file():
-        raise PlanError(f"{path}: there is no such sound file")
+        raise PlanError(f"{path}: there is no such audio file")
     import av
 
     try:
         with av.open(str(path)) as container:
             if not container.streams.audio:
-                raise PlanError(f"{path} has no sound: {container.format.name}, {len(container.streams)} other tracks")
+                raise PlanError(f"{path} has no audio: {container.format.name}, {len(container.streams)} other tracks")
             facts = _facts(container.streams.audio[0])
             declared = _declared(container)
             samples = _decoded(container, rate, f"{path} ({facts})")
     except av.FFmpegError as error:
-        raise PlanError(f"{path} cannot be read as sound: {error}") from error
+        raise PlanError(f"{path} cannot be read as audio: {error}") from error
     if not len(samples):
         raise PlanError(f"{path} ({facts}) holds no samples")
     if declared - len(samples) / rate > MISSING:

@@ -1,12 +1,12 @@
-"""What a block-causal model hears: levels of sound per picture frame, and cross-attention to them after chosen blocks.
+"""What a block-causal model hears: levels of audio per image frame, and cross-attention to them after chosen blocks.
 
-    samples --sound_levels--> one row of levels per picture frame --latent_tokens--> n tokens per latent frame
+    samples --audio_levels--> one row of levels per image frame --latent_tokens--> n tokens per latent frame
             --AudioConditioner.encode--> width of the transformer --forward--> added to the tokens of that frame
 
 Levels are loudness and the energy of a few bands, both in decibels: no other network is needed. A latent frame hears
-its own picture frames and some before, none after.
+its own image frames and some before, none after.
 
-Shapes: B batch, F latent frames, n audio tokens per latent frame, C levels per picture frame, D width, L tokens.
+Shapes: B batch, F latent frames, n audio tokens per latent frame, C levels per image frame, D width, L tokens.
 """
 
 import json
@@ -30,18 +30,18 @@ from patchpar.stream.json_fields import number, whole
 WEIGHTS, CONFIG = "audio.safetensors", "audio.json"
 LIMITS = {"dim": 2**16, "heads": 2**16, "rate": 2**20, "bands": 2**12, "tokens": 2**12, "per_latent": 2**12}
 SILENCE = -1.0
-"""The level of no sound at all: -100 dB of full scale. Full scale is 1."""
+"""The level of no audio at all: -100 dB of full scale. Full scale is 1."""
 LOWEST_BAND = 100.0
 """Hz; there is no speech below."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AudioConfig:
-    """How sound reaches a transformer of width `dim`.
+    """How audio reaches a transformer of width `dim`.
 
-    `rate`: samples per second. `fps`: picture frames per second. `bands`: bands beside the loudness, evenly spaced in
-    pitch. `tokens`: how many picture frames a latent frame hears, its last one and those before. `per_latent`: picture
-    frames that one latent frame stands for; where it is more than 1, the first latent frame is one picture frame, as in
+    `rate`: samples per second. `fps`: image frames per second. `bands`: bands beside the loudness, evenly spaced in
+    pitch. `tokens`: how many image frames a latent frame hears, its last one and those before. `per_latent`: image
+    frames that one latent frame stands for; where it is more than 1, the first latent frame is one image frame, as in
     the causal video autoencoders. `after`: numbers of the transformer's blocks that an audio attention follows.
     """
 
@@ -73,12 +73,12 @@ class AudioConfig:
 
     @property
     def levels(self) -> int:
-        """Numbers per picture frame: the loudness and the bands."""
+        """Numbers per image frame: the loudness and the bands."""
         return 1 + self.bands
 
 
-def sound_levels(samples_N: Tensor, config: AudioConfig) -> Tensor:
-    """Levels (picture frames, 1 + bands) of mono samples (N,) between -1 and 1 at `config.rate`, about -1 to 1.
+def audio_levels(samples_N: Tensor, config: AudioConfig) -> Tensor:
+    """Levels (image frames, 1 + bands) of mono samples (N,) between -1 and 1 at `config.rate`, about -1 to 1.
 
     Frame i hears samples i * rate / fps to (i + 1) * rate / fps and no other. A last frame that is not full is left
     out.
@@ -112,22 +112,22 @@ def _bands(width: int, config: AudioConfig) -> Tensor:
 
 
 def last_heard(latent: int, per_latent: int) -> int:
-    """The last picture frame that latent frame `latent` stands for."""
+    """The last image frame that latent frame `latent` stands for."""
     return latent * per_latent
 
 
 def latent_tokens(levels_PC: Tensor, latents: range, config: AudioConfig, *, first: int = 0) -> Tensor:
-    """What each of the latent frames `latents` hears: (F, n, C) out of levels (P, C) of picture frames from `first` on.
+    """What each of the latent frames `latents` hears: (F, n, C) out of levels (P, C) of image frames from `first` on.
 
-    Before picture frame 0 there is silence. Raises PlanError if a frame is not among the levels.
+    Before image frame 0 there is silence. Raises PlanError if a frame is not among the levels.
     """
     last = torch.tensor([last_heard(latent, config.per_latent) for latent in latents])
     heard = last[:, None] + torch.arange(1 - config.tokens, 1)
     missing = (heard >= first + len(levels_PC)) | ((heard >= 0) & (heard < first))
     if missing.any():
         raise PlanError(
-            f"latent frames {latents.start} to {latents.stop - 1} hear picture frames up to {int(last[-1])}, but there "
-            f"is sound for frames {first} to {first + len(levels_PC) - 1} only"
+            f"latent frames {latents.start} to {latents.stop - 1} hear image frames up to {int(last[-1])}, but there "
+            f"is audio for frames {first} to {first + len(levels_PC) - 1} only"
         )
     silence = levels_PC.new_full((1, levels_PC.shape[1]), SILENCE)
     rows = torch.where(heard < 0, 0, heard - first + 1)

@@ -1,4 +1,4 @@
-"""Sound on its way to a stream: pushed in pieces of any length, taken block by block."""
+"""Audio on its way to a stream: pushed in pieces of any length, taken block by block."""
 
 import math
 
@@ -7,17 +7,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from patchpar.errors import PlanError
-from patchpar.stream.audio.conditioner import AudioConfig, last_heard, latent_tokens, sound_levels
+from patchpar.stream.audio.conditioner import AudioConfig, audio_levels, last_heard, latent_tokens
 from patchpar.stream.audio.resample import Resampler
 
 
-def first_picture(latent: int, per_latent: int) -> int:
-    """The first picture frame that latent frame `latent` decodes to: the very first latent frame is one picture."""
+def first_frame_number(latent: int, per_latent: int) -> int:
+    """The first image frame that latent frame `latent` decodes to: the very first latent frame is one image."""
     return 0 if latent == 0 else last_heard(latent - 1, per_latent) + 1
 
 
 class AudioTrack:
-    """Mono sound for blocks of `frames` latent frames. What no later block can hear is dropped."""
+    """Mono audio for blocks of `frames` latent frames. What no later block can hear is dropped."""
 
     def __init__(self, config: AudioConfig, frames: int) -> None:
         self._config, self._frames = config, frames
@@ -28,17 +28,17 @@ class AudioTrack:
 
     @property
     def seconds_ahead(self) -> float:
-        """Sound that is kept, in seconds."""
+        """Audio that is kept, in seconds."""
         return len(self._samples) / self._config.rate
 
     def push(self, samples: Tensor, rate: int) -> None:
-        """More sound, (N,) or (channels, N) between -1 and 1. Channels are averaged. Raises PlanError.
+        """More audio, (N,) or (channels, N) between -1 and 1. Channels are averaged. Raises PlanError.
 
         In which pieces it comes makes no difference, at any rate.
         """
         mono = _checked(samples, rate)
         if self._has_ended:
-            raise PlanError("the sound of this stream has ended: begin another stream, or do not end it")
+            raise PlanError("the audio of this stream has ended: begin another stream, or do not end it")
         if rate != self._resampler.rate:
             self._add(self._resampler.end())
             self._resampler = Resampler(rate, self._config.rate)
@@ -51,46 +51,46 @@ class AudioTrack:
         self._has_ended = True
 
     def be_silent(self) -> None:
-        """There is no sound and no end."""
+        """There is no audio and no end."""
         self._is_silent = True
 
     def is_over(self, block: int) -> bool:
-        """Whether the sound ended before this block begins."""
-        return self._has_ended and self._start + len(self._samples) <= self._sample(self._pictures(block)[0])
+        """Whether the audio ended before this block begins."""
+        return self._has_ended and self._start + len(self._samples) <= self._sample(self._images(block)[0])
 
     def is_here(self, block: int) -> bool:
         """Whether all that block `block` hears has come."""
         return (
             self._has_ended
             or self._is_silent
-            or self._start + len(self._samples) >= self._last_sample(self._pictures(block)[1])
+            or self._start + len(self._samples) >= self._last_sample(self._images(block)[1])
         )
 
     def take(self, block: int) -> tuple[Tensor, Tensor]:
         """(audio tokens (1, F, n, C), samples (N,)) of a block; what has not come is silence."""
-        first, end = self._pictures(block)
+        first, end = self._images(block)
         heard = max(0, first - self._config.tokens + 1)
         missing = self._last_sample(end) - self._start - len(self._samples)
         self._samples = functional.pad(self._samples, (0, max(0, missing)))
-        levels = sound_levels(self._between(self._sample(heard), self._last_sample(end)), self._config)
+        levels = audio_levels(self._between(self._sample(heard), self._last_sample(end)), self._config)
         latents = range(block * self._frames, (block + 1) * self._frames)
         tokens = latent_tokens(levels[: end - heard], latents, self._config, first=heard)
         samples = self._between(self._sample(first), self._sample(end)).clone()
         self._drop(self._sample(max(0, end - self._config.tokens + 1)))
         return tokens[None], samples
 
-    def _pictures(self, block: int) -> tuple[int, int]:
-        """First picture frame of a block, and that of the next."""
-        ends = (first_picture(number * self._frames, self._config.per_latent) for number in (block, block + 1))
+    def _images(self, block: int) -> tuple[int, int]:
+        """First image frame of a block, and that of the next."""
+        ends = (first_frame_number(number * self._frames, self._config.per_latent) for number in (block, block + 1))
         return next(ends), next(ends)
 
-    def _sample(self, picture: int) -> int:
-        """The first sample of a picture frame."""
-        return math.floor(picture * self._config.rate / self._config.fps)
+    def _sample(self, image: int) -> int:
+        """The first sample of an image frame."""
+        return math.floor(image * self._config.rate / self._config.fps)
 
-    def _last_sample(self, picture: int) -> int:
-        """The end of all samples that frames before `picture` may hear."""
-        return math.ceil(picture * self._config.rate / self._config.fps)
+    def _last_sample(self, image: int) -> int:
+        """The end of all samples that frames before `image` may hear."""
+        return math.ceil(image * self._config.rate / self._config.fps)
 
     def _add(self, samples: Tensor) -> None:
         self._samples = torch.cat([self._samples, samples])
@@ -106,13 +106,13 @@ def _checked(samples: Tensor, rate: int) -> Tensor:
     """As one channel of float32. Raises PlanError that says what is wrong."""
     if samples.ndim not in (1, 2) or (samples.ndim == 2 and samples.shape[0] > 8):
         raise PlanError(
-            f"sound of shape {tuple(samples.shape)}: it has to be (samples,) or (at most 8 channels, samples)"
+            f"audio of shape {tuple(samples.shape)}: it has to be (samples,) or (at most 8 channels, samples)"
         )
     if not 1000 <= rate <= 384_000:
-        raise PlanError(f"sound at {rate} samples per second: 1000 to 384000 are understood")
+        raise PlanError(f"audio at {rate} samples per second: 1000 to 384000 are understood")
     if not samples.is_floating_point():
-        raise PlanError(f"sound in {samples.dtype}: divide it by its largest value, so that it lies between -1 and 1")
+        raise PlanError(f"audio in {samples.dtype}: divide it by its largest value, so that it lies between -1 and 1")
     mono = samples.float() if samples.ndim == 1 else samples.float().mean(0)
     if not torch.isfinite(mono).all():
-        raise PlanError("the sound has values that are no numbers")
+        raise PlanError("the audio has values that are no numbers")
     return mono

@@ -27,7 +27,7 @@ from patchpar.stream.causal_options import CausalOptions
 
 
 class BlockAudio(NamedTuple):
-    """The sound of a block: audio tokens (B, F, n, C), and how much of what they say is added."""
+    """The audio of a block: audio tokens (B, F, n, C), and how much of what they say is added."""
 
     tokens_BFnC: Tensor
     scale: float = 1.0
@@ -36,7 +36,7 @@ class BlockAudio(NamedTuple):
 class CausalWan:
     """A `WanTransformer3DModel` that sees one block of a stream at a time. Raises UnsupportedModel.
 
-    `audio`: cross-attention to sound after some of its blocks, or None. `inner`: our place among ranks that share every
+    `audio`: cross-attention to audio after some of its blocks, or None. `inner`: our place among ranks that share every
     forward pass but `banded`; each of them has to make the same calls.
     """
 
@@ -101,7 +101,7 @@ class CausalWan:
         """What the transformer predicts for block number `block`, (1, C, F, H, W).
 
         Its keys and values stay in `memory`; blocks come one after another. `timestep` is 0 to 1000; `heard` is
-        the block's sound.
+        the block's audio.
         """
         memory.advance()
         now = BlockPass(memory, self._at(x_BCFHW), self.options, block)
@@ -226,7 +226,7 @@ class CausalProcessor:
 
 
 class AudioHook:
-    """What a frame's tokens take from its sound, after one block of the transformer."""
+    """What a frame's tokens take from its audio, after one block of the transformer."""
 
     def __init__(self, layer: int, audio: AudioConditioner, passing: CurrentPass) -> None:
         self._layer, self._audio, self._passing = layer, audio, passing
@@ -265,5 +265,5 @@ def _refuse(transformer: WanTransformer3DModel) -> None:
     if config.image_dim is not None or config.added_kv_proj_dim is not None:
         raise UnsupportedModel(
             "this transformer looks at an embedded image beside its text: load a text-to-video checkpoint, whose "
-            "reference is its sink frame, or Wan 2.2, which is given pictures in channels"
+            "reference is its sink frame, or Wan 2.2, which is given images in channels"
         )

@@ -61,7 +61,7 @@ def load_transformer(folder: Path, part: str, options: Mapping[str, Any]) -> Wan
 
 
 def hollow_transformer(kind: type[Any], folder: Path, options: Mapping[str, Any]) -> Any:
-    """Shapes without weights of a transformer of this class, for a rank that draws nothing."""
+    """Shapes without weights of a transformer of this class, for a rank that generates nothing."""
     config = kind.load_config(str(folder), subfolder=HIGH_NOISE)
     with torch.device("meta"):
         hollow = kind.from_config(config)

@@ -21,7 +21,7 @@ LOADED_BY_US = (HIGH_NOISE, LOW_NOISE, "scheduler")
 class StreamFolder:
     """A WanPipeline folder. `options`: those to load it with. `rate`: samples per second that it hears, or None.
 
-    `per_latent`: pictures that one latent frame stands for.
+    `per_latent`: images that one latent frame stands for.
     """
 
     path: str
@@ -49,7 +49,7 @@ class StreamFolder:
 
     @property
     def frames(self) -> int:
-        """Pictures of one block, in the steady state."""
+        """Images of one block, in the steady state."""
         return self.config.blocks.frames * self.per_latent
 
 

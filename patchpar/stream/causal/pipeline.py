@@ -11,7 +11,7 @@ from torch import Tensor
 from patchpar.errors import PlanError
 from patchpar.launch.devices import Devices, resolve_devices
 from patchpar.models.files import shipped_name
-from patchpar.stream.audio.audio_file import read_sound
+from patchpar.stream.audio.audio_file import read_audio
 from patchpar.stream.audio.track import AudioTrack
 from patchpar.stream.causal.model_folder import StreamFolder
 from patchpar.stream.config import StreamConfig
@@ -21,7 +21,7 @@ from patchpar.stream.journal import JournalHeader, StreamJournal
 from patchpar.stream.messages import ModelFacts, PromptUpdate, ReferenceUpdate, StreamRun, Update
 from patchpar.stream.plan import StreamPlan
 from patchpar.stream.recording import RecordedAudio, StreamRecording
-from patchpar.stream.reference_image import reference_picture
+from patchpar.stream.reference_image import load_reference_image
 from patchpar.stream.session import StreamSession
 from patchpar.stream.video_pipeline import VideoStreamingPipeline
 from patchpar.stream.worker_group import ModelLoading, WorkerGroup
@@ -112,9 +112,9 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         recording.check_fits((run.rows, run.columns), audio_shape)
         source: AudioSource | None = None if audio is None else RecordedAudio(blocks)
         limits = StreamLimits(credit=self.plan.depth + delivery.lead, blocks=len(blocks), restarts=0)
-        runs = recording.courses(self.plan.ranks)
+        runs = recording.runs(self.plan.ranks)
         self._session = StreamSession(workers.run, runs, limits, form, delivery, source)
-        return self._session.begin(changes=recording.wishes())
+        return self._session.begin(changes=recording.updates())
 
     def _format_at(self, fps: float) -> StreamFormat:
         """Frames at this rate. Raises PlanError where audio and frames would drift apart."""
@@ -133,10 +133,11 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         updates: list[Update] = [PromptUpdate(text=prompt)]
         if reference is None and self.config.reference is not None:
             reference = Path(self._loading.folder) / self.config.reference
-        if reference is None and self._facts.draws_from_pictures:
+        if reference is None and self._facts.starts_from_image:
             raise PlanError("this model starts from an image: give one, reference=")
         if reference is not None:
-            updates.append(ReferenceUpdate(picture=reference_picture(reference, self.config.height, self.config.width)))
+            image = load_reference_image(reference, self.config.height, self.config.width)
+            updates.append(ReferenceUpdate(image=image))
         return updates
 
     def _origin(self, run: StreamRun, fps: float) -> JournalHeader:
@@ -167,7 +168,7 @@ class StreamingPipeline(VideoStreamingPipeline[StreamConfig, StreamSession]):
         elif not isinstance(audio, (str, Path)):
             raise PlanError(f"audio={audio!r}: give a file, (samples, rate), 'live', or None")
         elif audio != "live":
-            found = read_sound(Path(audio).expanduser(), config.rate)
+            found = read_audio(Path(audio).expanduser(), config.rate)
             track.push(found.samples, found.rate)
             track.end()
         return track

@@ -66,8 +66,8 @@ class StreamRunner(StageRunner):
             audio=None if audio is None else audio.config,
             per_latent=int(vae.scale_factor_temporal),
             spatial=int(vae.scale_factor_spatial),
-            speaks=self._pipe.text_encoder is not None,
-            draws_from_pictures=self._starts_from_image,
+            takes_prompt=self._pipe.text_encoder is not None,
+            starts_from_image=self._starts_from_image,
         )
 
     def _run_stage(self, run: StreamRun) -> StageStats:
@@ -107,9 +107,9 @@ class StreamRunner(StageRunner):
             return Prompt(text=text, transition=update.transition, over=update.over)
         if isinstance(update, ReferenceUpdate):
             assert self._decoder is not None
-            image = from_pixels(update.picture).to(self._device)
+            image = from_pixels(update.image).to(self._device)
             video = self._decoder.encode(image, chunks=TRAINING_CHUNKS) if self._starts_from_image else None
-            return Reference(latents=self._decoder.encode(image), film=video)
+            return Reference(latents=self._decoder.encode(image), video=video)
         return update
 
 

@@ -44,7 +44,7 @@ def check_inner(ranks: int, *, heads: int, tokens: int | None = None) -> None:
 class ShardedFrames:
     """One forward pass over `frames` frames, of which each rank on `axis` has the tokens that `bands` say."""
 
-    door: Communicator
+    communicator: Communicator
     axis: Axis
     frames: int
     bands: Bands
@@ -61,7 +61,9 @@ class ShardedFrames:
 
     def whole(self, where: str, hidden_BlD: Tensor) -> Tensor:
         """Everybody's tokens in their order, (B, L, D). Raises ExchangeError."""
-        gathered = AllGather(self.door, self.axis, "tokens", where).shares(hidden_BlD.contiguous(), 1, self.sizes)
+        gathered = AllGather(self.communicator, self.axis, "tokens", where).shares(
+            hidden_BlD.contiguous(), 1, self.sizes
+        )
         return self._by_frame(torch.cat(gathered, 1), 1)
 
     def attend(self, where: str, qkv_BlNd: tuple[Tensor, Tensor, Tensor], see: See) -> Tensor:
@@ -69,10 +71,10 @@ class ShardedFrames:
         q, k, v = (x.transpose(1, 2) for x in qkv_BlNd)
         split = split_heads(q.shape[1], k.shape[1], self.axis.size)
         asked = ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=self.sizes, place=self.axis.rank)
-        ours = tokens_to_heads(self.door, self.axis, where, asked, split, self.sizes)
+        ours = tokens_to_heads(self.communicator, self.axis, where, asked, split, self.sizes)
         seen = (self._by_frame(x, 2).transpose(1, 2) for x in (ours.q_BNlD, ours.k_BMlD, ours.v_BMlD))
         out_BnLd = self._by_place(see(*seen).transpose(1, 2), 2)
-        return heads_to_tokens(self.door, self.axis, where, out_BnLd, split, (0, self.sizes)).transpose(1, 2)
+        return heads_to_tokens(self.communicator, self.axis, where, out_BnLd, split, (0, self.sizes)).transpose(1, 2)
 
     def _by_frame(self, x: Tensor, dim: int) -> Tensor:
         """Tokens rank by rank put in the order of frames."""
@@ -89,8 +91,8 @@ class ShardedFrames:
 class StepGroup:
     """This rank's place among those that share a step."""
 
-    def __init__(self, door: Communicator, axis: Axis) -> None:
-        self._door, self.axis = door, axis
+    def __init__(self, communicator: Communicator, axis: Axis) -> None:
+        self._communicator, self.axis = communicator, axis
 
     @property
     def ranks(self) -> int:
@@ -106,4 +108,4 @@ class StepGroup:
         """A forward pass over frames of `tokens` tokens each. Raises PlanError."""
         check_inner(self.ranks, heads=self.ranks, tokens=tokens)
         bands = split_bands(tokens, self.ranks, 1)
-        return ShardedFrames(door=self._door, axis=self.axis, frames=frames, bands=bands)
+        return ShardedFrames(communicator=self._communicator, axis=self.axis, frames=frames, bands=bands)

@@ -59,7 +59,7 @@ class PromptBlend:
 class StepState:
     """What one denoising step remembers. `recent`: number and payload of the last blocks, for a window made anew.
 
-    `film`: see Reference.
+    `video`: see Reference.
     """
 
     step: int
@@ -67,7 +67,7 @@ class StepState:
     text: Tensor
     sink: Tensor | None
     blending: PromptBlend | None = None
-    film: Tensor | None = None
+    video: Tensor | None = None
     audio_scale: float = 1.0
     recent: deque[tuple[int, Payload]] = field(default_factory=deque)
 
@@ -149,7 +149,7 @@ class WanStream:
             self._change_text(state, change)
         elif isinstance(change, Reference):
             state.sink = self._own(change.latents)
-            state.film = state.film if change.film is None else self._own(change.film)
+            state.video = state.video if change.video is None else self._own(change.video)
             self._fill_sink(state)
         else:
             self._set(state, change)
@@ -188,8 +188,8 @@ class WanStream:
         state.recent.append((block, payload))
         noise = None
         if self._schedule.needs_noise(state.step):
-            drawn = keyed_noise(self._options.seed, block, state.step + 1, self._latents.shape)
-            noise = drawn.to(self._device)
+            generated = keyed_noise(self._options.seed, block, state.step + 1, self._latents.shape)
+            noise = generated.to(self._device)
         return self._schedule.advance(state.step, payload[0], velocity, noise), *payload[1:]
 
     def _velocity(self, state: StepState, block: int, payload: Payload) -> Tensor:
@@ -205,16 +205,16 @@ class WanStream:
             self._of(state.step).remember_sink(state.memory, sink, state.text)
 
     def _with_condition(self, state: StepState, x_BCFHW: Tensor, first: int) -> Tensor:
-        """Latent frames from number `first` on, with what such a model draws from behind their channels.
+        """Latent frames from number `first` on, with what such a model generates from behind their channels.
 
-        As WanImageToVideoPipeline has it: which frame is given, and the latents of the picture and of nothing after it.
+        As WanImageToVideoPipeline has it: which frame is given, and the latents of the image and of nothing after it.
         """
         if not self._is_conditioned:
             return x_BCFHW
-        if state.film is None:
-            raise PlanError("this model draws from a picture: begin the stream with reference=")
+        if state.video is None:
+            raise PlanError("this model generates from an image: begin the stream with reference=")
         numbers = torch.arange(first, first + x_BCFHW.shape[2], device=x_BCFHW.device)
-        latents = state.film[:, :, numbers.clamp(max=state.film.shape[2] - 1)]
+        latents = state.video[:, :, numbers.clamp(max=state.video.shape[2] - 1)]
         masks = self._network.transformer.config.in_channels - x_BCFHW.shape[1] - latents.shape[1]
         given = (numbers == 0).to(x_BCFHW.dtype)[None, None, :, None, None]
         return torch.cat([x_BCFHW, given.expand(1, masks, -1, *x_BCFHW.shape[3:]), latents], 1)

@@ -1,4 +1,4 @@
-"""How a model of short films is streamed (FIFO-Diffusion, arXiv:2405.11473)."""
+"""How a model of short videos is streamed (FIFO-Diffusion, arXiv:2405.11473)."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from patchpar.stream.fifo.queue import FifoOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FifoConfig:
-    """How a model of short films is streamed; by default as Wan 2.1 of 480p. Raises PlanError.
+    """How a model of short videos is streamed; by default as Wan 2.1 of 480p. Raises PlanError.
 
     `fps`: frames per second. `height`, `width`: pixels. `queue`: its windows and noise levels. `text_tokens`: tokens of
     a prompt.

@@ -1,4 +1,4 @@
-"""LTX-Video as a model that draws frames at noise levels of their own.
+"""LTX-Video as a model that generates frames at noise levels of their own.
 
 It takes one timestep per token, as its image-to-video pipeline uses for the frame that is given.
 """
@@ -77,7 +77,7 @@ class LtxFamily:
             audio=None,
             per_latent=vae.temporal_compression_ratio,
             spatial=vae.spatial_compression_ratio,
-            speaks=True,
+            takes_prompt=True,
             late=latents_late(vae),
         )
 

@@ -1,10 +1,10 @@
-"""LTX-Video's decoder, latent frame by latent frame, with the pictures of the whole film decoded at once.
+"""LTX-Video's decoder, latent frame by latent frame, with the images of the whole video decoded at once.
 
 Its convolutions look one frame ahead, so that none can answer before the next frame has come. Each layer here remembers
-what it still needs and hands on what is settled; nothing is computed twice, and pictures come some latent frames late.
+what it still needs and hands on what is settled; nothing is computed twice, and images come some latent frames late.
 
     latents    0 1 2 3 4 5 6 ...
-    pictures   . . . . 0 1 2 ...      and the rest when the film ends
+    images   . . . . 0 1 2 ...      and the rest when the video ends
 """
 
 import math
@@ -40,7 +40,7 @@ class PerFrameLayer:
 
 
 class StreamingConvolution:
-    """An `LTXVideoCausalConv3d`: beyond both ends of a film it sees the outermost frame again."""
+    """An `LTXVideoCausalConv3d`: beyond both ends of a video it sees the outermost frame again."""
 
     def __init__(self, convolution: Any) -> None:
         self._inner, self._size = convolution.conv, convolution.kernel_size[0]
@@ -106,47 +106,47 @@ class StreamingChain:
 
 
 class LtxDecoder:
-    """`AutoencoderKLLTXVideo`. The first latent frame gives one picture, each further one several.
+    """`AutoencoderKLLTXVideo`. The first latent frame gives one image, each further one several.
 
-    Raises UnsupportedModel for one that draws noise as it decodes.
+    Raises UnsupportedModel for one that generates noise as it decodes.
     """
 
     def __init__(self, vae: AutoencoderKLLTXVideo) -> None:
         if any(vae.config.decoder_inject_noise):
             raise UnsupportedModel(
-                "this decoder draws noise of its own (decoder_inject_noise), which is another one for every piece of a "
-                "film: use a checkpoint without, such as LTX-Video 0.9.5 and later"
+                "this decoder generates noise of its own (decoder_inject_noise), another for every piece of a video: "
+                "use a checkpoint without, such as LTX-Video 0.9.5 and later"
             )
         self._vae = vae
 
     @property
     def per_latent(self) -> int:
-        """Pictures of a latent frame, beyond the first."""
+        """Images of a latent frame, beyond the first."""
         return int(self._vae.temporal_compression_ratio)
 
     def new_state(self) -> StreamingLayer:
-        """What is remembered of a film: nothing yet."""
+        """What is remembered of a video: nothing yet."""
         return _decoder(self._vae)
 
     def decode(self, state: StreamingLayer, latents_BCFHW: Tensor) -> Tensor:
-        """Pictures (frames, 3, height, width) of latents (1, C, F, H, W) as they were denoised, as far as settled."""
+        """Images (frames, 3, height, width) of latents (1, C, F, H, W) as they were denoised, as far as settled."""
         vae = self._vae
         mean, std = (x.view(1, -1, 1, 1, 1).to(latents_BCFHW) for x in (vae.latents_mean, vae.latents_std))
         latents = latents_BCFHW * std / vae.config.scaling_factor + mean  # as LTXPipeline does it
-        return self._pictures(state.push(latents.to(vae.dtype), is_last=False))
+        return self._images(state.push(latents.to(vae.dtype), is_last=False))
 
     def finish(self, state: StreamingLayer) -> Tensor:
-        """The pictures that are still missing when a film ends."""
-        return self._pictures(state.push(None, is_last=True))
+        """The images that are still missing when a video ends."""
+        return self._images(state.push(None, is_last=True))
 
-    def _pictures(self, found_BCFHW: Tensor | None) -> Tensor:
+    def _images(self, found_BCFHW: Tensor | None) -> Tensor:
         if found_BCFHW is None:
             return torch.empty(0, 3, 1, 1, device=self._vae.device)
         return found_BCFHW[0].transpose(0, 1)
 
 
 def latents_late(vae: AutoencoderKLLTXVideo) -> int:
-    """Latent frames that have to come, at most, before the pictures of one are settled. Weights do not matter."""
+    """Latent frames that have to come, at most, before the images of one are settled. Weights do not matter."""
     decoder, late, rate = vae.decoder, 0.0, 1
     late += _after_all([decoder.conv_in, decoder.mid_block])
     for block in decoder.up_blocks:

@@ -15,7 +15,7 @@ from patchpar.stream.causal.decoder import as_pixels
 from patchpar.stream.causal.wan import PromptBlend
 from patchpar.stream.events import Change, Prompt
 from patchpar.stream.fifo.network import FrameDecoder, FrameNetwork
-from patchpar.stream.fifo.queue import FifoOptions, FrameQueue, draw_first_film, entering_noise, first_queue
+from patchpar.stream.fifo.queue import FifoOptions, FrameQueue, entering_noise, first_queue, generate_first_video
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class FifoStreamOptions:
 class FifoModel:
     """A stream of one network. Each rank has its own.
 
-    `decoder`: None on ranks that decode nothing; those that draw nothing need the shapes of the network only.
+    `decoder`: None on ranks that decode nothing; those that generate nothing need the shapes of the network only.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class FifoModel:
         """The queue that a stream begins with, of these zones; whatever has been reached if it is no longer wanted."""
         first, window = self._options.first_frame, self.queue.window
         noise = torch.cat([self.entering(first + frame) for frame in range(window)], 2)
-        film = draw_first_film(self.queue, noise, self._velocity, wanted)
-        return first_queue(self.queue, zones, film, self._options.seed, first)
+        video = generate_first_video(self.queue, noise, self._velocity, wanted)
+        return first_queue(self.queue, zones, video, self._options.seed, first)
 
     @torch.no_grad()
     def advance(self, queue: FrameQueue) -> None:
@@ -128,6 +128,6 @@ class FifoModel:
 
     @torch.no_grad()
     def decode(self, memory: object, frame: Tensor | None) -> Tensor:
-        """Pictures (frames, height, width, 3) in uint8, as far as settled by this latent frame; None ends the film."""
+        """Images (frames, height, width, 3) in uint8, as far as settled by this latent frame; None ends the video."""
         decoder = self.decoder
         return as_pixels(decoder.finish(memory) if frame is None else decoder.decode(memory, frame))

@@ -39,20 +39,20 @@ class FrameNetwork(ABC):
 
 
 class FrameDecoder(Protocol):
-    """From finished latent frames to pictures, as they come. The first gives one, each further one `per_latent`."""
+    """From finished latent frames to images, as they come. The first gives one, each further one `per_latent`."""
 
     @property
     def per_latent(self) -> int:
-        """Pictures of a latent frame, beyond the first."""
+        """Images of a latent frame, beyond the first."""
 
     def new_state(self) -> Any:
-        """What is remembered of a film: nothing yet."""
+        """What is remembered of a video: nothing yet."""
 
     def decode(self, state: Any, latents_BCFHW: Tensor) -> Tensor:
-        """Pictures (frames, 3, height, width) between -1 and 1, as far as they are settled."""
+        """Images (frames, 3, height, width) between -1 and 1, as far as they are settled."""
 
     def finish(self, state: Any) -> Tensor:
-        """Those that are still missing when a film ends."""
+        """Those that are still missing when a video ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class ModelFamily(Protocol):
         """What a session must know, from the folder alone."""
 
     def network(self, transformer: Any, facts: ModelFacts, fps: float) -> FrameNetwork:
-        """Its transformer, which may have no weights where nothing is drawn. Raises UnsupportedModel."""
+        """Its transformer, which may have no weights where nothing is generated. Raises UnsupportedModel."""
 
     def decoder(self, vae: Any) -> FrameDecoder:
         """Its decoder. Raises UnsupportedModel."""

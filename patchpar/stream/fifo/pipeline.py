@@ -1,4 +1,4 @@
-"""`FifoStreamingPipeline`: video without end from a model of short films (FIFO-Diffusion, arXiv:2405.11473)."""
+"""`FifoStreamingPipeline`: video without end from a model of short videos (FIFO-Diffusion, arXiv:2405.11473)."""
 
 from dataclasses import asdict
 from pathlib import Path

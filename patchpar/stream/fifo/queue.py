@@ -1,10 +1,10 @@
-"""FIFO-Diffusion (Kim et al., arXiv:2405.11473): a queue of frames at rising noise levels, drawn on and on.
+"""FIFO-Diffusion (Kim et al., arXiv:2405.11473): a queue of frames at rising noise levels, generated on and on.
 
-A video model that was made for short films makes one without end, without training.
+A video model that was made for short videos makes one without end, without training.
 
     time                 --->
     finished | zone 3 | zone 2 | zone 1 | zone 0 | <- noise          a zone: half as many frames as the model sees
-      clean    ........ noisier ........... noise                    a window: two zones, of which it draws the later
+      clean    ........ noisier ........... noise                    a window: two zones, the later of which is denoised
     window of zone 1:   [ zone 2 | zone 1 ]
 
 In each tick every frame goes one noise level down, the first one leaves clean, and noise enters at the end. A window
@@ -26,7 +26,7 @@ from patchpar.stream.keyed_noise import keyed_noise
 Velocity = Callable[[Tensor, Sequence[float]], Tensor]
 """What a model predicts for frames (1, C, F, H, W) at these F noise levels, 0 to 1: noise less clean frame."""
 FIRST_NOISE, AGAIN_NOISE, BEFORE_NOISE = range(3)
-"""Which draw of a frame's noise: as it enters; for its place in the first queue; that of frames before the first."""
+"""Which sample of a frame's noise: as it enters; for its place in the first queue; that of frames before the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class FifoOptions:
 
     `window`: latent frames that the model sees at once, an even number not above those of its training. `partitions`:
     windows in the queue, so that there are `window * partitions` noise levels. `first_steps`: denoising steps of the
-    first film, of `window` frames, out of which the queue is made. `shift`: towards the higher noise levels.
+    first video, of `window` frames, out of which the queue is made. `shift`: towards the higher noise levels.
     """
 
     window: int = 20
@@ -127,10 +127,10 @@ def entering_noise(seed: int, block: int, shape: tuple[int, ...]) -> Tensor:
     return keyed_noise(seed, block, FIRST_NOISE, shape)
 
 
-def draw_first_film(
+def generate_first_video(
     options: FifoOptions, noise_BCFHW: Tensor, velocity: Velocity, wanted: Callable[[], bool]
 ) -> Tensor:
-    """Denoise one film of a window's length in the ordinary way; no further than it is `wanted`."""
+    """Denoise one video of a window's length in the ordinary way; no further than it is `wanted`."""
     schedule = FlowSchedule.shifted(options.first_steps, shift=options.shift)
     x_BCFHW = noise_BCFHW
     for step in range(schedule.steps):
@@ -141,12 +141,12 @@ def draw_first_film(
     return x_BCFHW
 
 
-def first_queue(options: FifoOptions, zones: range, film_BCFHW: Tensor, seed: int, first: int) -> FrameQueue:
-    """A queue as if ticks had been before: the film's frames at the noisy end, its first one over and over before them.
+def first_queue(options: FifoOptions, zones: range, video_BCFHW: Tensor, seed: int, first: int) -> FrameQueue:
+    """A queue as if ticks had been before: the video's frames at the noisy end, its first one repeated before them.
 
-    `first`: the number of the film's first frame.
+    `first`: the number of the video's first frame.
     """
-    frames = torch.split(film_BCFHW, 1, 2)
+    frames = torch.split(video_BCFHW, 1, 2)
     extra = options.levels - options.window
 
     def at(time: int) -> Tensor:

@@ -28,18 +28,18 @@ from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, Downstream, O
 class FrameEntrance:
     """Where frames come from: orders, then as many ticks as the last of them needs to come out."""
 
-    def __init__(self, model: FifoModel, around: StageIO, patience: float) -> None:
-        self._model, self._around, self._patience = model, around, patience
+    def __init__(self, model: FifoModel, stage_io: StageIO, patience: float) -> None:
+        self._model, self._stage_io, self._patience = model, stage_io, patience
         self._block = model.first_frame
         self._left: int | None = None  # ticks until the last frame has come out
 
     def take(self) -> BlockEnvelope:
         """See StageInlet."""
-        if self._around.is_cancelled():
+        if self._stage_io.is_cancelled():
             return BlockEnvelope(sign=BlockSignal.END)
         if self._left is not None:
             return self._drained()
-        order = self._around.order(self._block, self._patience)
+        order = self._stage_io.order(self._block, self._patience)
         if order.sign is BlockSignal.END and self._block > self._model.first_frame:
             self._left = self._model.queue.levels
             return self.take()
@@ -64,23 +64,23 @@ class StageNeighbours:
     """The rank that is cleaner, from which comes what is before our frames, and the one that is noisier."""
 
     def __init__(
-        self, door: Communicator | None, frame: TensorSpec, half: int, cleaner: int | None, noisier: int | None
+        self, communicator: Communicator | None, frame: TensorSpec, half: int, cleaner: int | None, noisier: int | None
     ) -> None:
-        self._door, self._cleaner, self._noisier = door, cleaner, noisier
+        self._communicator, self._cleaner, self._noisier = communicator, cleaner, noisier
         batch, channels, _, *size = frame.shape
         self._spec = TensorSpec((batch, channels, half - 1, *size), frame.dtype)
         self._leaving = OutgoingMessages()
 
     def tell(self, last: Tensor) -> None:
         """Send the noisier rank what it has to know before its next tick. Raises ExchangeError."""
-        if self._door is not None and self._noisier is not None:
-            self._leaving.add(self._door.send("context", "queue", [self._noisier], [last.contiguous()]))
+        if self._communicator is not None and self._noisier is not None:
+            self._leaving.add(self._communicator.send("context", "queue", [self._noisier], [last.contiguous()]))
 
     def hear(self) -> Tensor | None:
         """The same of the cleaner rank; None if there is none. Raises ExchangeError."""
-        if self._door is None or self._cleaner is None:
+        if self._communicator is None or self._cleaner is None:
             return None
-        return self._door.receive("context", "queue", self._cleaner, [self._spec]).wait_for(0)[0]
+        return self._communicator.receive("context", "queue", self._cleaner, [self._spec]).wait_for(0)[0]
 
     def settle(self) -> None:
         """Wait until everything has left. Raises ExchangeError."""
@@ -88,64 +88,68 @@ class StageNeighbours:
 
 
 class FrameExit:
-    """Where finished frames are decoded, and wait until all of their pictures are there."""
+    """Where finished frames are decoded, and wait until all of their images are there."""
 
-    def __init__(self, model: FifoModel, around: StageIO) -> None:
-        self._model, self._around = model, around
+    def __init__(self, model: FifoModel, stage_io: StageIO) -> None:
+        self._model, self._stage_io = model, stage_io
         self._memory = model.decoder.new_state()
         self._born: dict[int, int] = {}  # of the frames under way
         self._waiting: deque[tuple[int, Tensor]] = deque()
-        self._pictures: list[Tensor] = []
+        self._images: list[Tensor] = []
         self._count = 1  # of the next frame
 
     def take(self, envelope: BlockEnvelope, frame: Tensor) -> None:
         """A frame has left the queue in this tick. Those before the first are not shown."""
         self._born[envelope.block] = envelope.born
         number = envelope.block - self._model.queue.levels
-        if number < self._model.first_frame or self._around.is_cancelled():
+        if number < self._model.first_frame or self._stage_io.is_cancelled():
             return
         self._waiting.append((number, frame))
         self._show(self._model.decode(self._memory, frame))
 
     def finish(self) -> None:
         """The last frame has left."""
-        if self._waiting and not self._around.is_cancelled():
+        if self._waiting and not self._stage_io.is_cancelled():
             self._show(self._model.decode(self._memory, None))
 
-    def _show(self, pictures_FHWC: Tensor) -> None:
-        self._pictures += pictures_FHWC.unbind(0)
-        while self._waiting and len(self._pictures) >= self._count:
+    def _show(self, images_FHWC: Tensor) -> None:
+        self._images += images_FHWC.unbind(0)
+        while self._waiting and len(self._images) >= self._count:
             number, frame = self._waiting.popleft()
-            frames, self._pictures = torch.stack(self._pictures[: self._count]), self._pictures[self._count :]
+            frames, self._images = torch.stack(self._images[: self._count]), self._images[self._count :]
             self._count = self._model.decoder.per_latent
-            self._around.put(FinishedBlock(block=number, frames=frames, latents=(frame,), born=self._born.pop(number)))
+            self._stage_io.put(
+                FinishedBlock(block=number, frames=frames, latents=(frame,), born=self._born.pop(number))
+            )
 
 
 class FifoStage:
     """What rank `rank` of `plan`, whose steps are zones, does in one stream. Raises PlanError."""
 
     def __init__(
-        self, model: FifoModel, plan: StreamPlan, rank: int, door: Communicator | None, around: StageIO
+        self, model: FifoModel, plan: StreamPlan, rank: int, communicator: Communicator | None, stage_io: StageIO
     ) -> None:
-        _check(model, plan, door)
+        _check(model, plan, communicator)
         stages, specs = plan.stages, model.payload()
         stage = stages[rank]
-        self._model, self._rank, self._around = model, rank, around
+        self._model, self._rank, self._stage_io = model, rank, stage_io
         self._zones = stage.steps
         self._queue: FrameQueue | None = None
         is_last = stage.steps.stop == plan.steps
         noisier = rank - 1 if rank and stage.steps else None
         cleaner = None if is_last else rank + 1
-        self._neighbours = StageNeighbours(door, specs[0], model.queue.half, cleaner, noisier)
-        self._out = Downstream(_there(door), [rank + 1], specs) if rank + 1 < len(stages) else None
+        self._neighbours = StageNeighbours(communicator, specs[0], model.queue.half, cleaner, noisier)
+        self._out = Downstream(_there(communicator), [rank + 1], specs) if rank + 1 < len(stages) else None
         self._exit: FrameExit | None = None
         if stage.decodes:
-            self._exit = FrameExit(model, around)
+            self._exit = FrameExit(model, stage_io)
         self._in: FrameEntrance | Upstream
         if rank == 0:
-            self._in = FrameEntrance(model, around, 1.0 if door is None else door.transport.deadline / 4)
+            self._in = FrameEntrance(
+                model, stage_io, 1.0 if communicator is None else communicator.transport.deadline / 4
+            )
         else:
-            self._in = Upstream(_there(door), rank - 1, specs)
+            self._in = Upstream(_there(communicator), rank - 1, specs)
 
     def run(self) -> StageStats:
         """Until the stream ends. Raises ExchangeError if another rank is late or gone."""
@@ -171,7 +175,7 @@ class FifoStage:
     def _tick(self, envelope: BlockEnvelope) -> None:
         entering, queue = envelope.payload[0], self._queue
         first = self._model.first_frame
-        is_tick = envelope.block >= first + self._model.queue.window  # frames before are those of the first film
+        is_tick = envelope.block >= first + self._model.queue.window  # frames before are those of the first video
         leaving = queue.first if queue is not None and is_tick else entering
         if self._out is not None:
             self._out.send(replace(envelope, payload=(leaving,)))
@@ -185,12 +189,12 @@ class FifoStage:
     def _draw(self, is_first: bool, is_tick: bool, entering: Tensor) -> None:
         """Our zones, a tick further."""
         if is_first:
-            self._queue = self._model.first_queue(self._zones, lambda: not self._around.is_cancelled())
+            self._queue = self._model.first_queue(self._zones, lambda: not self._stage_io.is_cancelled())
         queue = self._queue
         assert queue is not None, "a stream begins with its first frame"
         if is_tick:
             queue.shift(entering, self._neighbours.hear())
-            if not self._around.is_cancelled():
+            if not self._stage_io.is_cancelled():
                 self._model.advance(queue)
         if is_first or is_tick:
             self._neighbours.tell(queue.last())
@@ -213,15 +217,17 @@ def fifo_plan(zones: int, ranks: int) -> StreamPlan:
     return StreamPlan.even(zones, ranks)
 
 
-def _there(door: Communicator | None) -> Communicator:
-    assert door is not None, "a queue on several ranks has a door"
-    return door
+def _there(communicator: Communicator | None) -> Communicator:
+    assert communicator is not None, "a queue on several ranks has a communicator"
+    return communicator
 
 
-def _check(model: FifoModel, plan: StreamPlan, door: Communicator | None) -> None:
+def _check(model: FifoModel, plan: StreamPlan, communicator: Communicator | None) -> None:
     if plan.steps != model.queue.zones:
         raise PlanError(f"the plan has {plan.steps} zones, but the queue has {model.queue.zones}")
     if plan.inner > 1:
-        raise PlanError(f"inner={plan.inner}: a zone is drawn by one rank; use more partitions to have work for more")
-    if plan.ranks > 1 and door is None:
+        raise PlanError(
+            f"inner={plan.inner}: a zone is denoised by one rank; use more partitions to have work for more"
+        )
+    if plan.ranks > 1 and communicator is None:
         raise PlanError(f"the plan has {plan.ranks} ranks, but there is no way to the others")

@@ -1,4 +1,4 @@
-"""Wan as a model that draws frames at noise levels of their own.
+"""Wan as a model that generates frames at noise levels of their own.
 
 Nothing of it is changed: Wan takes one timestep per token since its 2.2, and so do the weights of 2.1.
 """
@@ -20,7 +20,7 @@ from patchpar.stream.model_index import low_noise_below
 
 
 class WanFrames(FrameNetwork):
-    """A FrameNetwork. Raises UnsupportedModel if it cannot be told a level for every frame, or needs a picture."""
+    """A FrameNetwork. Raises UnsupportedModel if it cannot be told a level for every frame, or needs an image."""
 
     def __init__(self, transformer: WanTransformer3DModel) -> None:
         config = transformer.config
@@ -30,8 +30,8 @@ class WanFrames(FrameNetwork):
             )
         if config.in_channels != config.out_channels or config.image_dim is not None:
             raise UnsupportedModel(
-                f"this transformer takes {config.in_channels} channels and gives {config.out_channels}: it draws from "
-                "a picture, of which there is none for later frames; load a text-to-video checkpoint"
+                f"this transformer takes {config.in_channels} channels and gives {config.out_channels}: it starts "
+                "from an image, of which there is none for later frames; load a text-to-video checkpoint"
             )
         super().__init__(transformer)
 
@@ -65,7 +65,7 @@ class WanFamily:
             audio=None,
             per_latent=int(vae.get("scale_factor_temporal", 4)),
             spatial=int(vae.get("scale_factor_spatial", 8)),
-            speaks=True,
+            takes_prompt=True,
         )
 
     def network(self, transformer: WanTransformer3DModel, facts: ModelFacts, fps: float) -> WanFrames:

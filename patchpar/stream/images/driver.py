@@ -26,7 +26,7 @@ class ImageResult:
     """An image as the pipeline returned it. `number`: which push it answers. `latency`: seconds since that push."""
 
     number: int
-    picture: Any
+    image: Any
     latency: float
 
 
@@ -114,7 +114,7 @@ class ImageDriver(RankDriver):
     def _on_event(self, rank: int, event: Any) -> None:
         with self.changed:
             if isinstance(event, GeneratedImage) and self.status != "cancelled":
-                self._generated[event.number] = event.picture
+                self._generated[event.number] = event.image
                 while self._due and self._due[0] in self._generated:
                     self._release(self._due.popleft())
                 self._order()
@@ -122,7 +122,7 @@ class ImageDriver(RankDriver):
 
     def _release(self, number: int) -> None:
         latency = time.perf_counter() - self._pushed.pop(number)
-        self._deliver(ImageResult(number=number, picture=self._generated.pop(number), latency=latency))
+        self._deliver(ImageResult(number=number, image=self._generated.pop(number), latency=latency))
 
     def _upcoming(self) -> int:
         return self._waiting[0][0] if self._waiting else self.number

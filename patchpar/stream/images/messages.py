@@ -1,4 +1,4 @@
-"""What a picture session and the ranks say to one another: orders to all, pictures from the rank that ends them."""
+"""What an image session and the ranks say to one another: orders to all, images from the rank that ends them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageRequest:
-    """One picture to draw: arguments of the pipeline, and the seed of its generator."""
+    """One image to generate: arguments of the pipeline, and the seed of its generator."""
 
     number: int
     arguments: Mapping[str, Any]
@@ -16,7 +16,7 @@ class ImageRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedImage:
-    """A finished picture: the first image of what the pipeline returned."""
+    """A finished image: the first image of what the pipeline returned."""
 
     number: int
-    picture: Any
+    image: Any

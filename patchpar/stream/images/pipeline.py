@@ -1,4 +1,4 @@
-"""`ImageStreamingPipeline`: any image pipeline of diffusers as a stream of pictures, its steps on several ranks."""
+"""`ImageStreamingPipeline`: any image pipeline of diffusers as a stream of images, its steps on several ranks."""
 
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ class ImageStreamingPipeline(HeldRanks[Ranks, ImageSession]):
     ) -> "ImageStreamingPipeline":
         """Load the same pipeline on every device. Options are those of diffusers' from_pretrained.
 
-        `takes_image`: where the model's own pipeline draws from text alone, take the one of its family that starts
+        `takes_image`: where the model's own pipeline generates from text alone, take the one of its family that starts
         from an image. `deadline`: seconds that a rank may wait for another. Raises PlanError, LaunchError.
         """
         path, options, _ = resolve_model(model, options)
@@ -44,11 +44,11 @@ class ImageStreamingPipeline(HeldRanks[Ranks, ImageSession]):
     def stream(
         self, *, seed: int = 0, intake: Intake = "all", output: Output = "block", lead: int = 2, **arguments: Any
     ) -> ImageSession:
-        """Begin a stream of pictures with these arguments of the pipeline, such as `prompt` and `num_inference_steps`.
+        """Begin a stream of images with these arguments of the pipeline, such as `prompt` and `num_inference_steps`.
 
-        Each `push(image=...)`, or each entry of `map`, gives one picture, the very one of `pipe(image=...,
+        Each `push(image=...)`, or each entry of `map`, gives one image, the very one of `pipe(image=...,
         **arguments)` with a CPU generator of `seed`. `intake`, `output`, `lead`: see ImageStreamOptions. The number of
-        denoiser calls is that of the first picture throughout. Raises PlanError.
+        denoiser calls is that of the first image throughout. Raises PlanError.
         """
         executor = self._free_ranks()
         options = ImageStreamOptions(ranks=executor.world_size, seed=seed, intake=intake, output=output, lead=lead)

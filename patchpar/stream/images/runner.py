@@ -38,7 +38,7 @@ class ImageRunner(RankRunner):
         return heard if isinstance(heard, ImageRequest | EndStream) else None
 
     def _put(self, number: int, result: Any) -> None:
-        self._context.emit(GeneratedImage(number=number, picture=result.images[0]))
+        self._context.emit(GeneratedImage(number=number, image=result.images[0]))
 
 
 def _taking_image(pipe: Any) -> Any:

@@ -1,11 +1,11 @@
-"""One rank's part in a stream of pictures: each runs through the plain pipeline, and our denoiser calls are ours.
+"""One rank's part in a stream of images: each runs through the plain pipeline, and our denoiser calls are ours.
 
-The first picture is drawn whole on every rank, which tells how many calls there are and what they return. From then on
-rank r hands the results of all calls so far to rank r + 1, and begins the next picture. The ranks take turns at what is
+The first image is generated whole on every rank, which shows how many calls there are and what they return. From then
+on rank r sends the results of all calls so far to rank r + 1, and begins the next image. Ranks take turns at what is
 left when all calls are done, which is mostly decoding, so that none of them has more to do than the others.
 
-    rank 0    0 1 |   0 1 | picture |   0 1 | ...      of pictures 1, 2, 1, 3
-    rank 1            2 3 |     2 3 picture | ...      of pictures 1, 2
+    rank 0    0 1 |   0 1 | image |   0 1 | ...      of images 1, 2, 1, 3
+    rank 1            2 3 |     2 3 image | ...      of images 1, 2
 """
 
 import time
@@ -28,7 +28,7 @@ from patchpar.stream.stage_link import OutgoingMessages
 REST_SECONDS = 5.0
 """How often a rank that waits for orders shows that it is there."""
 LOOK_SECONDS = 0.002
-"""How often a rank without orders looks whether a picture that it is to end has come."""
+"""How often a rank without orders looks whether an image that it is to end has come."""
 Take = Callable[[float], ImageRequest | EndStream | None]
 
 
@@ -38,20 +38,20 @@ def calls_of(rank: int, ranks: int, calls: int) -> range:
     Raises PlanError if there are more ranks than calls.
     """
     if ranks > calls:
-        raise PlanError(f"{ranks} ranks, but a picture takes {calls} denoiser calls: use at most {calls} ranks")
+        raise PlanError(f"{ranks} ranks, but an image takes {calls} denoiser calls: use at most {calls} ranks")
     return range(rank * calls // ranks, (rank + 1) * calls // ranks)
 
 
-def finisher_of(picture: int, ranks: int, calls: int) -> int:
-    """The rank that ends the `picture`-th of a stream: in turn those that have the fewest calls."""
+def finisher_of(image: int, ranks: int, calls: int) -> int:
+    """The rank that ends the `image`-th of a stream: in turn those that have the fewest calls."""
     shares = [len(calls_of(rank, ranks, calls)) for rank in range(ranks)]
     least = [rank for rank, share in enumerate(shares) if share == min(shares)]
-    return least[-1 - picture % len(least)]
+    return least[-1 - image % len(least)]
 
 
 @dataclass(frozen=True, slots=True)
 class ImageTail:
-    """A picture that this rank is to end. `since`: when that was known, by time.monotonic."""
+    """An image that this rank is to end. `since`: when that was known, by time.monotonic."""
 
     order: ImageRequest
     results: Work[Messages]
@@ -59,25 +59,25 @@ class ImageTail:
 
 
 class ImageStage:
-    """What a rank does with its pipeline. `place` of `ranks`; `door` is None where there is one rank only.
+    """What a rank does with its pipeline. `place` of `ranks`; `communicator` is None where there is one rank only.
 
     `mark`: see StepAssignment.
     """
 
     def __init__(
-        self, pipe: Any, place: int, ranks: int, door: Communicator | None, mark: Callable[[str], object]
+        self, pipe: Any, place: int, ranks: int, communicator: Communicator | None, mark: Callable[[str], object]
     ) -> None:
-        self._pipe, self._place, self._ranks, self._door, self._mark = pipe, place, ranks, door, mark
+        self._pipe, self._place, self._ranks, self._communicator, self._mark = pipe, place, ranks, communicator, mark
         self._tails: deque[ImageTail] = deque()
         self._leaving = OutgoingMessages()
 
     def run(self, take: Take, put: Callable[[int, Any], object]) -> int:
-        """Draw our part of all that `take` orders, until it says EndStream; how many pictures were ordered.
+        """Generate our part of all that `take` orders, until it says EndStream; how many images were ordered.
 
         `take` is given the seconds that it may wait, and returns None if there is nothing by then. `put` gets the
-        pictures that end here. Raises ExchangeError if another rank is late or gone, and what the pipeline raises.
+        images that end here. Raises ExchangeError if another rank is late or gone, and what the pipeline raises.
         """
-        drawn = 0
+        generated = 0
         with shared_steps(self._pipe, self._mark) as share:
             heard: ImageRequest | EndStream | None = None
             while not isinstance(heard, EndStream):
@@ -86,27 +86,25 @@ class ImageStage:
                     continue
                 heard = take(LOOK_SECONDS if self._tails else REST_SECONDS)
                 if isinstance(heard, ImageRequest):
-                    self._draw(share, heard, drawn, put)
-                    drawn += 1
+                    self._draw(share, heard, generated, put)
+                    generated += 1
             while self._tails:
                 self._end(share, put)
         self._leaving.settle()
-        return drawn
+        return generated
 
-    def _draw(
-        self, share: StepAssignment, order: ImageRequest, picture: int, put: Callable[[int, Any], object]
-    ) -> None:
+    def _draw(self, share: StepAssignment, order: ImageRequest, image: int, put: Callable[[int, Any], object]) -> None:
         is_last = self._place == self._ranks - 1
         if not share.calls:
             result = share.record(self._plain(order))
             calls_of(self._place, self._ranks, share.calls)
         else:
-            result = self._share(share, order, finisher_of(picture, self._ranks, share.calls))
+            result = self._share(share, order, finisher_of(image, self._ranks, share.calls))
         if is_last and result is not None:
             put(order.number, result)
 
     def _share(self, share: StepAssignment, order: ImageRequest, finisher: int) -> Any:
-        """Our calls of a picture; the picture if it ends with them, None if they were handed on."""
+        """Our calls of an image; the image if it ends with them, None if they were handed on."""
         place, last = self._place, self._ranks - 1
         own = calls_of(place, self._ranks, share.calls)
         before = self._before(share, own)
@@ -123,27 +121,27 @@ class ImageStage:
 
     def _before(self, share: StepAssignment, own: range) -> list[Tensor]:
         """All results before ours. They are kept, to be handed on."""
-        if not own.start or self._door is None:
+        if not own.start or self._communicator is None:
             return []
-        return self._door.receive("steps", "stream", self._place - 1, share.specs(range(own.start))).wait_for(0)
+        return self._communicator.receive("steps", "stream", self._place - 1, share.specs(range(own.start))).wait_for(0)
 
     def _send(self, place: int, results: list[Tensor]) -> None:
-        assert self._door is not None
-        self._leaving.add(self._door.send("steps", "stream", [place], results))
+        assert self._communicator is not None
+        self._leaving.add(self._communicator.send("steps", "stream", [place], results))
 
     def _tail(self, share: StepAssignment, order: ImageRequest) -> ImageTail:
-        """A picture that comes back from the last rank. Expected now, so that messages keep their order."""
-        assert self._door is not None
-        results = self._door.receive("steps", "stream", self._ranks - 1, share.specs(range(share.calls)))
+        """An image that comes back from the last rank. Expected now, so that messages keep their order."""
+        assert self._communicator is not None
+        results = self._communicator.receive("steps", "stream", self._ranks - 1, share.specs(range(share.calls)))
         return ImageTail(order, results, time.monotonic())
 
     def _is_due(self, tail: ImageTail) -> bool:
         """Whether it is here, or so late that it is to be waited for, which says so if it does not come."""
-        assert self._door is not None
-        return tail.results.is_here(0) or time.monotonic() - tail.since > self._door.transport.deadline
+        assert self._communicator is not None
+        return tail.results.is_here(0) or time.monotonic() - tail.since > self._communicator.transport.deadline
 
     def _end(self, share: StepAssignment, put: Callable[[int, Any], object]) -> None:
-        """Run through the oldest picture that we are to end, all calls of which are given, and decode it."""
+        """Run through the oldest image that we are to end, all calls of which are given, and decode it."""
         tail = self._tails.popleft()
         nothing = range(share.calls, share.calls)
         put(tail.order.number, share.run(self._plain(tail.order), nothing, tail.results.wait_for(0), ends=True))

@@ -1,12 +1,12 @@
 """A pipeline's own loop, run on every rank, of which each rank computes some denoiser calls and is given those before.
 
-    rank 0    0 1 | stop                     computes calls 0 and 1, hands their results on, begins the next picture
+    rank 0    0 1 | stop                     computes calls 0 and 1, hands their results on, begins the next image
     rank 1    . . 2 3 | stop                 is given 0 and 1
-    rank 2    . . . . 4 5 picture            is given 0 to 3, ends the loop and decodes
+    rank 2    . . . . 4 5 image            is given 0 to 3, ends the loop and decodes
       or      . . . . 4 5 | stop             and another rank is given 0 to 5, and decodes
 
-Schedulers, guidance and noise are diffusers' own and see what they would see in one process, so that the picture is the
-same to the last bit. What every rank repeats is all that is not the denoiser: text and picture encoders, the scheduler.
+Schedulers, guidance and noise are diffusers' own and see what they would see in one process, so that the image is the
+same to the last bit. What every rank repeats is all that is not the denoiser: text and image encoders, the scheduler.
 """
 
 from collections.abc import Callable, Iterator
@@ -72,7 +72,7 @@ class StepAssignment:
             result = run()
         if self._number != own.stop or (result is None) == ends:
             raise PlanError(
-                f"a picture took {self._number} denoiser calls, the first one {self.calls}: the number of steps and "
+                f"an image took {self._number} denoiser calls, the first one {self.calls}: the number of steps and "
                 "guidance must stay the same throughout a stream"
             )
         return result

@@ -1,8 +1,8 @@
 """From one who shows to any number who watch, each as slow as it likes: what it cannot take it misses.
 
-    stream --put--> feed [ newest picture, or newest fragments ] <--looks-- any number of browsers
+    stream --put--> feed [ newest image, or newest fragments ] <--looks-- any number of browsers
 
-Nobody waits for a browser, and no browser has a queue: all look at the same few pictures or fragments.
+Nobody waits for a browser, and no browser has a queue: all look at the same few images or fragments.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from patchpar.stream.web.mp4_fragments import Mp4Fragment, Mp4Header
 
 LOOK_SECONDS = 0.02
 AGAIN_SECONDS = 0.5
-"""After which a picture is sent again where there is no other: browsers show one when the next begins."""
+"""After which an image is sent again where there is no other: browsers show one when the next begins."""
 BOUNDARY = "patchpar-picture"
 QUALITY = 88
 """Of JPEG."""
@@ -71,17 +71,17 @@ class ImageFeed(MediaFeed):
 
     @property
     def count(self) -> int:
-        """How many pictures there were."""
+        """How many images there were."""
         return self._newest[0]
 
-    def put(self, picture: Any) -> None:
-        """A new PIL picture."""
+    def put(self, image: Any) -> None:
+        """A new PIL image."""
         data = io.BytesIO()
-        picture.convert("RGB").save(data, "JPEG", quality=QUALITY)
+        image.convert("RGB").save(data, "JPEG", quality=QUALITY)
         self._newest = (self._newest[0] + 1, data.getvalue())
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """See MediaFeed. The last picture comes twice."""
+        """See MediaFeed. The last image comes twice."""
         with self._watched():
             yield f"--{BOUNDARY}".encode()
             seen, sent_at = 0, 0.0
@@ -99,9 +99,9 @@ class ImageFeed(MediaFeed):
 
 
 class VideoFeed(MediaFeed):
-    """A film in fragments, with its sound.
+    """A video in fragments, with its audio.
 
-    `kept`: how many frames that one can begin with are held, with all that follows them; None: the whole film, so that
+    `kept`: how many frames that one can begin with are held, with all that follows them; None: the whole video, so that
     whoever comes late begins at its beginning. A watcher who falls behind what is held goes on with the newest frame
     that one can begin with.
     """
@@ -127,7 +127,7 @@ class VideoFeed(MediaFeed):
             return sum(len(fragment.data) for fragment in self._fragments)
 
     def put(self, head: Mp4Header, fragments: Iterable[Mp4Fragment]) -> None:
-        """More of the film, whose head is always the same."""
+        """More of the video, whose head is always the same."""
         with self._lock:
             self._head = head
             for fragment in fragments:

@@ -1,4 +1,4 @@
-"""The page of a live stream and what it fetches: pictures, fragments over a WebSocket, a line that says how it goes."""
+"""The page of a live stream and what it fetches: images, fragments over a WebSocket, a line that says how it goes."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ NOT_OURS = 1008
 FRESH = {"Cache-Control": "no-store"}
 
 
-def picture_page(feed: ImageFeed, status: Callable[[], str], names: list[str]) -> FastAPI:
+def image_page(feed: ImageFeed, status: Callable[[], str], names: list[str]) -> FastAPI:
     """Shows JPEGs that follow one another. `names`: by which browsers may call it."""
-    app = _page("pictures", status, names)
+    app = _page("images", status, names)
 
-    async def pictures() -> StreamingResponse:
+    async def images() -> StreamingResponse:
         return StreamingResponse(feed.parts(), media_type=feed.kind, headers=FRESH)
 
-    app.add_api_route("/pictures", pictures, methods=["GET"], response_model=None)
+    app.add_api_route("/images", images, methods=["GET"], response_model=None)
     return app
 
 
-def film_page(feed: VideoFeed, status: Callable[[], str], names: list[str]) -> FastAPI:
-    """Plays fragments that come over a WebSocket: the kind of film, the head, then fragments."""
-    app = _page("film", status, names)
+def video_page(feed: VideoFeed, status: Callable[[], str], names: list[str]) -> FastAPI:
+    """Plays fragments that come over a WebSocket: the kind of video, the head, then fragments."""
+    app = _page("video", status, names)
 
-    async def film(socket: WebSocket) -> None:
+    async def video(socket: WebSocket) -> None:
         if not _is_ours(socket):
             await socket.close(NOT_OURS)
             return
@@ -45,7 +45,7 @@ def film_page(feed: VideoFeed, status: Callable[[], str], names: list[str]) -> F
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    app.add_api_websocket_route("/film", film)
+    app.add_api_websocket_route("/video", video)
     return app
 
 

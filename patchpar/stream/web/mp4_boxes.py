@@ -18,7 +18,7 @@ START = re.compile(b"\x00\x00\x00?\x01")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mp4Sample:
-    """A frame or a bit of sound. `time` and `duration`: in units of its track. `is_key`: it needs no other."""
+    """A frame or a bit of audio. `time` and `duration`: in units of its track. `is_key`: it needs no other."""
 
     track: int
     time: int
@@ -28,7 +28,7 @@ class Mp4Sample:
 
 
 def fragment(number: int, sample: Mp4Sample) -> bytes:
-    """Fragment `number` of a film, with this sample."""
+    """Fragment `number` of a video, with this sample."""
     flags = ALONE if sample.is_key else NEEDS_OTHERS
     header = _full(b"tfhd", 0, TFHD, struct.pack(">4I", sample.track, sample.duration, len(sample.data), flags))
     time = _full(b"tfdt", 1, 0, struct.pack(">Q", sample.time))

@@ -1,4 +1,4 @@
-"""A film in fragments of MP4, each of which a browser can play when it has the head.
+"""A video in fragments of MP4, each of which a browser can play when it has the head.
 
 FFmpeg's own writer of fragments holds frames back until others have come, and times them by those; ours needs no other.
 """
@@ -19,7 +19,7 @@ QUICK = {"preset": "veryfast", "tune": "zerolatency", "forced-idr": "1", "profil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mp4Header:
-    """What a player needs before the first fragment, and what sort of film it is, as HTML names it."""
+    """What a player needs before the first fragment, and what sort of video it is, as HTML names it."""
 
     mime: str
     data: bytes
@@ -27,7 +27,7 @@ class Mp4Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mp4Fragment:
-    """One frame, or a bit of sound. `is_key`: a frame that needs no other, so that one can begin with it."""
+    """One frame, or a bit of audio. `is_key`: a frame that needs no other, so that one can begin with it."""
 
     data: bytes
     is_key: bool
@@ -44,11 +44,11 @@ class FragmentEncoder:
         self._container: Any = av.open(target, "w", format="mp4", options=EMPTY)
         self._encoder = VideoEncoder(self._container, form)
         self._container.start_encoding()
-        self.head = _head_of(target.getvalue(), has_sound=rate is not None)
+        self.head = _head_of(target.getvalue(), has_audio=rate is not None)
         self._count = 0
 
     def add(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> list[Mp4Fragment]:
-        """These frames and their sound, in the order of time. See VideoEncoder.add."""
+        """These frames and their audio, in the order of time. See VideoEncoder.add."""
         return list(self._fragments(self._encoder.add(frames_FHWC, pts, audio_N)))
 
     def close(self) -> list[Mp4Fragment]:
@@ -60,15 +60,15 @@ class FragmentEncoder:
     def _fragments(self, packets: Iterable[Any]) -> Iterator[Mp4Fragment]:
         for packet in sorted(packets, key=lambda packet: packet.pts * packet.time_base):
             self._count += 1
-            is_picture = packet.stream.type == "video"
+            is_image = packet.stream.type == "video"
             sample = Mp4Sample(
                 track=packet.stream.index + 1,
                 time=_in_units(packet.pts, packet),
                 duration=_in_units(packet.duration, packet),
-                is_key=packet.is_keyframe or not is_picture,
-                data=with_lengths(bytes(packet)) if is_picture else bytes(packet),
+                is_key=packet.is_keyframe or not is_image,
+                data=with_lengths(bytes(packet)) if is_image else bytes(packet),
             )
-            yield Mp4Fragment(data=fragment(self._count, sample), is_key=is_picture and sample.is_key)
+            yield Mp4Fragment(data=fragment(self._count, sample), is_key=is_image and sample.is_key)
 
 
 def _in_units(value: int, packet: Any) -> int:
@@ -76,7 +76,7 @@ def _in_units(value: int, packet: Any) -> int:
     return round(value * packet.time_base / packet.stream.time_base)
 
 
-def _head_of(data: bytes, *, has_sound: bool) -> Mp4Header:
+def _head_of(data: bytes, *, has_audio: bool) -> Mp4Header:
     place = data.index(b"avcC") + 5  # profile and level, as RFC 6381 wants them
-    codecs = [f"avc1.{data[place : place + 3].hex()}", *(["mp4a.40.2"] if has_sound else [])]
+    codecs = [f"avc1.{data[place : place + 3].hex()}", *(["mp4a.40.2"] if has_audio else [])]
     return Mp4Header(mime=f'video/mp4; codecs="{", ".join(codecs)}"', data=data)

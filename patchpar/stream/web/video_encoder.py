@@ -1,4 +1,4 @@
-"""Frames and sound of a stream encoded as they come, by PyAV: into a file, or for browsers that watch meanwhile."""
+"""Frames and audio of a stream encoded as they come, by PyAV: into a file, or for browsers that watch meanwhile."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,24 +10,24 @@ from torch import Tensor
 
 from patchpar.errors import PlanError
 
-SOUND_RATE = 48_000
-"""Both sound codecs take it."""
+AUDIO_RATE = 48_000
+"""Both audio codecs take it."""
 
 PRIMING = 1024
-"""Samples that an AAC encoder begins before the sound. In fragments nothing tells a player to skip them."""
+"""Samples that an AAC encoder begins before the audio. In fragments nothing tells a player to skip them."""
 
 KEY_SECONDS = 0.4
-"""At least so much lies between two frames of a live film that need no other, for these are large."""
+"""At least so much lies between two frames of a live video that need no other, for these are large."""
 
 TOLERANCE = 0.005
-"""Seconds between two blocks of sound that are rounding, and no gap."""
+"""Seconds between two blocks of audio that are rounding, and no gap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoFormat:
-    """How a film is encoded. `rate`: samples per second of its sound, None for none.
+    """How a video is encoded. `rate`: samples per second of its audio, None for none.
 
-    `container`, `video` and `sound` are FFmpeg's names, `options` those of the video encoder.
+    `container`, `video` and `audio` are FFmpeg's names, `options` those of the video encoder.
     `is_live`: no time is below 0, and blocks begin with a frame that needs no other, where to begin to watch.
     """
 
@@ -37,7 +37,7 @@ class VideoFormat:
     rate: int | None = None
     container: str = "mp4"
     video: str = "libx264"
-    sound: str = "aac"
+    audio: str = "aac"
     options: dict[str, str] = field(default_factory=dict)
     is_live: bool = False
 
@@ -54,7 +54,7 @@ class VideoSink(Protocol):
 
 
 class VideoWriter:
-    """Writes a film to `target`, a path or a file object. Frames that were lost leave a gap in it, of right length."""
+    """Writes a video to `target`, a path or a file object. Frames that were lost leave a gap in it, of right length."""
 
     def __init__(self, target: str | VideoSink, form: VideoFormat) -> None:
         import av
@@ -75,7 +75,7 @@ class VideoWriter:
 
 
 class VideoEncoder:
-    """Makes packets of frames and sound, for the first two tracks of a container of PyAV's."""
+    """Makes packets of frames and audio, for the first two tracks of a container of PyAV's."""
 
     def __init__(self, container: Any, form: VideoFormat) -> None:
         import av
@@ -88,32 +88,32 @@ class VideoEncoder:
             raise PlanError(f"this PyAV cannot encode {form.video}: {error}") from error
         self._video.width, self._video.height, self._video.pix_fmt = form.width, form.height, "yuv420p"
         self._video.codec_context.time_base = 1 / self._pace
-        self._sound: Any = None
+        self._audio: Any = None
         if form.rate is not None:
-            self._sound = container.add_stream(form.sound, rate=SOUND_RATE, layout="mono")
-            self._resampler: Any = av.AudioResampler(format="fltp", layout="mono", rate=SOUND_RATE)
+            self._audio = container.add_stream(form.audio, rate=AUDIO_RATE, layout="mono")
+            self._resampler: Any = av.AudioResampler(format="fltp", layout="mono", rate=AUDIO_RATE)
         self._heard = self._written = 0
         self._last_key: int | None = None
 
     def add(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None = None) -> Iterator[Any]:
-        """Frames in uint8, the first of which is due at `pts` seconds; the sound of the same time."""
+        """Frames in uint8, the first of which is due at `pts` seconds; the audio of the same time."""
         import av
 
         first = round(pts * self._form.fps)
-        for number, picture in enumerate(frames_FHWC.numpy()):
-            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
+        for number, image in enumerate(frames_FHWC.numpy()):
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format="rgb24")
             frame.pts, frame.time_base = first + number, 1 / self._pace
             if number == 0 and self._begins_anew(first):
                 frame.pict_type = av.video.frame.PictureType.I
             yield from self._timed(self._video.encode(frame))
-        if self._sound is not None and audio_N is not None:
+        if self._audio is not None and audio_N is not None:
             yield from self._encoded(audio_N, round(pts * self._rate))
 
     def rest(self) -> Iterator[Any]:
         """What the encoders still hold."""
         yield from self._timed(self._video.encode())
-        if self._sound is not None:
-            yield from self._sound.encode()
+        if self._audio is not None:
+            yield from self._audio.encode()
 
     def _begins_anew(self, frame: int) -> bool:
         """Whether this first frame of a block is one to begin with."""
@@ -135,7 +135,7 @@ class VideoEncoder:
         return self._form.rate
 
     def _encoded(self, audio_N: Tensor, at: int) -> Iterator[Any]:
-        """Packets of sound. Where frames were lost there is silence, since an encoder knows no gaps."""
+        """Packets of audio. Where frames were lost there is silence, since an encoder knows no gaps."""
         import av
 
         lost = at - self._heard if at - self._heard > self._rate * TOLERANCE else 0
@@ -144,9 +144,9 @@ class VideoEncoder:
         frame.sample_rate = self._rate
         self._heard += len(samples)
         for made in self._resampler.resample(frame):
-            yield from self._sound_packets(made.to_ndarray())
+            yield from self._audio_packets(made.to_ndarray())
 
-    def _sound_packets(self, samples_1N: Any) -> Iterator[Any]:
+    def _audio_packets(self, samples_1N: Any) -> Iterator[Any]:
         """Times are counted, so that nothing is rounded twice. Live, the first samples make room for PRIMING."""
         import av
 
@@ -155,5 +155,5 @@ class VideoEncoder:
         samples = np.ascontiguousarray(samples_1N[:, missing:])
         if samples.size:
             frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout="mono")
-            frame.sample_rate, frame.pts, frame.time_base = SOUND_RATE, first + missing, Fraction(1, SOUND_RATE)
-            yield from self._sound.encode(frame)
+            frame.sample_rate, frame.pts, frame.time_base = AUDIO_RATE, first + missing, Fraction(1, AUDIO_RATE)
+            yield from self._audio.encode(frame)

@@ -1,4 +1,4 @@
-"""Where a stream is shown live: a page with its frames as pictures, or as a film with sound."""
+"""Where a stream is shown live: a page with its frames as images, or as a video with audio."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from patchpar.stream.web.mp4_fragments import FragmentEncoder
 from patchpar.stream.web.server import WebServer, names_of
 
 KEPT = 4
-"""Frames that one can begin with, of a film: some seconds, in which a watcher may be slow and miss nothing."""
+"""Frames that one can begin with, of a video: some seconds, in which a watcher may be slow and miss nothing."""
 LINGER_SECONDS = 2.0
 """So long may watchers fetch what is left at the end."""
 WAITING_SECONDS = 1.0
@@ -49,7 +49,7 @@ class WebPage:
 
 
 class ImageScreen:
-    """Frames as JPEG, one after another (MJPEG): every browser shows it, without sound. Raises PlanError."""
+    """Frames as JPEG, one after another (MJPEG): every browser shows it, without audio. Raises PlanError."""
 
     def __init__(self, host: str, port: int, fps: float) -> None:
         self._feed = ImageFeed()
@@ -58,10 +58,10 @@ class ImageScreen:
 
     def open(self) -> None:
         """Begin to serve. Raises LaunchError."""
-        from patchpar.stream.web.http_page import picture_page  # which needs the extra that WebPage has looked for
+        from patchpar.stream.web.http_page import image_page  # which needs the extra that WebPage has looked for
 
         self._player.start()
-        self.page.open(picture_page)
+        self.page.open(image_page)
 
     def show(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
         """Show these to whoever watches; waits for nobody."""
@@ -79,7 +79,7 @@ class ImageScreen:
 
 
 class VideoScreen:
-    """Fragments of MP4 over a WebSocket, with sound. `rate`: its samples per second. Raises PlanError."""
+    """Fragments of MP4 over a WebSocket, with audio. `rate`: its samples per second. Raises PlanError."""
 
     def __init__(self, host: str, port: int, fps: float, rate: int | None) -> None:
         self._feed = VideoFeed(KEPT)
@@ -89,9 +89,9 @@ class VideoScreen:
 
     def open(self) -> None:
         """Begin to serve. Raises LaunchError."""
-        from patchpar.stream.web.http_page import film_page
+        from patchpar.stream.web.http_page import video_page
 
-        self.page.open(film_page)
+        self.page.open(video_page)
 
     def show(self, frames_FHWC: Tensor, pts: float, audio_N: Tensor | None) -> None:
         """Show these to whoever watches; waits for nobody. Raises PlanError for sides that are odd."""
