@@ -1,4 +1,4 @@
-"""`patchpar stream`: video while it is being made, out of audio, a face and a prompt; or frames generated anew."""
+"""`patchpar stream`: video while it is generated, from audio, a reference image and a prompt; or new frames."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from patchpar.cli.stream.flags import StreamFlags
 
 
 def stream(request: StreamFlags) -> None:
-    """Show a video while it is made; save it with its audio."""
+    """Stream a video with audio while it is generated."""
     with friendly_errors(request.debug):
         request.check()
         if request.dry_run:

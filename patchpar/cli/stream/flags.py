@@ -22,29 +22,29 @@ OF_IMAGES = ("steps", "strength", "guidance_scale", "negative_prompt", "height",
 class StreamFlags:
     """The flags of `stream`."""
 
-    prompt: Annotated[str, typer.Argument(help="What to show, where the model reads text.")] = ""
-    model: Annotated[str | None, typer.Option(help="By default embedded-face; with --input, embedded.")] = None
+    prompt: Annotated[str, typer.Argument(help="What to generate, for models with a text encoder.")] = ""
+    model: Annotated[str | None, typer.Option(help="Default: embedded-face; with --input, embedded.")] = None
     devices: Devices = "auto"
-    audio: Annotated[Path | None, typer.Option(help="Audio to speak; it gives the length.")] = None
+    audio: Annotated[Path | None, typer.Option(help="Audio to speak; it sets the length.")] = None
     reference: Annotated[Path | None, typer.Option(help="An image whose appearance the stream keeps.")] = None
-    seconds: Annotated[float | None, typer.Option(help="How long; else as --audio, or until ctrl-C.")] = None
-    input: Annotated[Path | None, typer.Option(help="Generate these anew: a folder of images, a video.")] = None
-    seed: Annotated[int, typer.Option(help="Same seed, same video.")] = 0
-    fps: Annotated[float | None, typer.Option(help="Frames per second; else the model's or video's.")] = None
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Frames and audio: .mp4, .mkv or .webm.")] = None
-    mjpeg: Annotated[int | None, typer.Option(help="A port to watch images at; 0 is any free one.")] = None
-    ws: Annotated[int | None, typer.Option(help="A port to watch video and audio at; 0 is any.")] = None
-    host: Annotated[str | None, typer.Option(help="Of these ports; else this machine only.")] = None
-    record: Annotated[Path | None, typer.Option(help="Take it down, for `patchpar replay`.")] = None
+    seconds: Annotated[float | None, typer.Option(help="Length; default: of --audio, or until ctrl-C.")] = None
+    input: Annotated[Path | None, typer.Option(help="Frames to generate anew: image folder or video.")] = None
+    seed: Annotated[int, typer.Option(help="The same seed gives the same video.")] = 0
+    fps: Annotated[float | None, typer.Option(help="Frames per second; default: the input's.")] = None
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File with audio: .mp4, .mkv or .webm.")] = None
+    mjpeg: Annotated[int | None, typer.Option(help="Port of a page with images; 0: any free port.")] = None
+    ws: Annotated[int | None, typer.Option(help="Port of a page with video and audio; 0: any.")] = None
+    host: Annotated[str | None, typer.Option(help="Of these pages; default: this machine only.")] = None
+    record: Annotated[Path | None, typer.Option(help="Record the stream for `patchpar replay`.")] = None
     steps: Annotated[int | None, typer.Option(help="With --input: denoising steps.")] = None
-    strength: Annotated[float | None, typer.Option(help="With --input: how far from the frame, 0 to 1.")] = None
-    guidance_scale: Annotated[float | None, typer.Option(help="With --input: by default the pipeline's own.")] = None
-    negative_prompt: Annotated[str | None, typer.Option(help="With --input: what must not be seen.")] = None
-    height: Annotated[int | None, typer.Option(help="With --input: frames are cut and scaled to it.")] = None
-    width: Annotated[int | None, typer.Option(help="With --input: frames are cut and scaled to it.")] = None
+    strength: Annotated[float | None, typer.Option(help="With --input: amount of noise, from 0 to 1.")] = None
+    guidance_scale: Annotated[float | None, typer.Option(help="With --input; default: the pipeline's own.")] = None
+    negative_prompt: Annotated[str | None, typer.Option(help="With --input: what not to show.")] = None
+    height: Annotated[int | None, typer.Option(help="With --input: frames are cropped and scaled.")] = None
+    width: Annotated[int | None, typer.Option(help="With --input: frames are cropped and scaled.")] = None
     dtype: Format = None
-    variant: Annotated[str | None, typer.Option(help="Weight files to take, such as fp16.")] = None
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print which rank would do what.")] = False
+    variant: Annotated[str | None, typer.Option(help="Variant of the weight files, such as fp16.")] = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the assignment of steps to ranks.")] = False
     costs: Annotated[str | None, typer.Option(help="With --dry-run: seconds of one block, step=0.265,decode=0.15.")] = (
         None
     )
@@ -53,7 +53,7 @@ class StreamFlags:
     debug: Debug = False
 
     def check(self) -> None:
-        """Raise PlanError for flags that cannot be, before anything is started."""
+        """Raise PlanError for invalid flags, before anything is started."""
         self._check_kind()
         for name in ("seconds", "fps", "steps", "height", "width"):
             value = getattr(self, name)

@@ -1,4 +1,4 @@
-"""`patchpar replay SESSION`: a stream that was taken down, made again bit for bit, and compared with what it was."""
+"""`patchpar replay SESSION`: a recorded stream, generated again bit for bit, and compared with the recording."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 class ReplayFlags:
     """The flags of `replay`."""
 
-    session: Annotated[Path, typer.Argument(help="What `patchpar stream --record` has written.")]
-    model: Annotated[str | None, typer.Option(help="Where the model is now; needed unless it is a shipped one.")] = None
+    session: Annotated[Path, typer.Argument(help="File written by `patchpar stream --record`.")]
+    model: Annotated[str | None, typer.Option(help="Where the model is now; optional for embedded models.")] = None
     devices: Devices = "auto"
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="A file for frames and audio.")] = None
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File with audio: .mp4, .mkv or .webm.")] = None
     deadline: Deadline = DEADLINE
     json: Json = False
     debug: Debug = False
 
 
 def replay(request: ReplayFlags) -> None:
-    """Make a stream again, on any devices, and compare its frames with those that were."""
+    """Generate a recorded stream again and compare it."""
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
         if request.output is not None:
