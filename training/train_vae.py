@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from training.checkpoint import write_atomically
 from training.latents import CELL, to_latent, to_tensor
-from training.render import image
+from training.render import sample_render
 from training.stages import Schedule
 from training.stop import StopSignal
 from training.vae import new_vae, reconstruction
@@ -34,7 +34,7 @@ def draw_images(key: str, *, crop: int, images: int = 2, crops: int = 4) -> Tens
     """Crops (images * crops, 3, crop, crop) in -1..1 at whole cells, or whole images where crop is 256."""
     rng, found = random.Random(f"crop {key}"), []
     for index in range(images):
-        whole = to_tensor(image(f"vae {key} {index}", height=256, width=256).pixels)
+        whole = to_tensor(sample_render(f"vae {key} {index}", height=256, width=256).pixels)
         for _ in range(crops if crop < 256 else 1):
             top, left = (CELL * rng.randint(0, (256 - crop) // CELL) for _ in range(2))
             found.append(whole[:, :, top : top + crop, left : left + crop])

@@ -3,7 +3,7 @@
     python -m benchmarks.emulation --captions 4 --places 4 --steps 20 --size 256
     python -m benchmarks.emulation --captions 2 --size 128 --ranks         with real ranks beside it
 
-Prints for each treatment the PSNR in dB against the exact run, mean over the captions: of the latents' first three
+Prints for each policy the PSNR in dB against the exact run, mean over the captions: of the latents' first three
 channels halved and of the decoded images. The first row has everything fresh and tells how exact the emulation is.
 `--ranks` generates with real ranks too, where a strategy for the row exists, and prints how far they are from the
 emulation; the exit code is 1 where that is more than half a dB, unless both are too near to exact for it to mean
@@ -172,7 +172,7 @@ def main() -> None:
     pipe.set_progress_bar_config(disable=True)
     exact = latents(pipe, arguments)
     exact_images = images(pipe, exact)
-    columns = ("treatment", "latents, dB", "images, dB", *("real ranks, dB", "apart, dB") * arguments.ranks)
+    columns = ("policy", "latents, dB", "images, dB", *("real ranks, dB", "apart, dB") * arguments.ranks)
     print(
         f"{arguments.captions} captions, {arguments.size} x {arguments.size}, {arguments.places} places, "
         f"{arguments.steps} steps of which {arguments.warmup} are exact, guidance {arguments.guidance:g}\n\n"
@@ -181,10 +181,10 @@ def main() -> None:
     )
     with real_ranks(arguments) as ranks:
         for name in arguments.row or (STRATEGIES if ranks else ROWS):
-            treatment = ROWS[name]
-            if treatment.warmup_steps:
-                treatment = replace(treatment, warmup_steps=arguments.warmup)
-            with Emulation(pipe.unet, arguments.places, treatment):
+            policy = ROWS[name]
+            if policy.warmup_steps:
+                policy = replace(policy, warmup_steps=arguments.warmup)
+            with Emulation(pipe.unet, arguments.places, policy):
                 made = latents(pipe, arguments)
             found = psnr_db(channels(made), channels(exact)), psnr_db(images(pipe, made), exact_images)
             real = None

@@ -43,7 +43,7 @@ def _refuse_options(call: AttentionCall) -> None:
 
 
 class Emulation:
-    """While open, calls of `unet` are computed as `places` ranks with this treatment would.
+    """While open, calls of `unet` are computed as `places` ranks with this policy would.
 
     One call is one evaluation: both branches of the guidance belong in one batch. `reset()` before every image.
     `total_stride` is the unit of the bands, found by probing the UNet where it is not given. Raises ValueError for

@@ -16,8 +16,9 @@ from patchpar.plan.mesh import Axis
 from patchpar.shard.vae.outputs import tensors_of
 from patchpar.shard.vae.split import SplitMethod, VaeCall
 from tests.ranks import Place
+from tests.tensors import psnr_db
 from tests.vae.allocations import Allocations
-from tests.vae.autoencoders import build, given, psnr_db, structured
+from tests.vae.autoencoders import build, given, structured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from app.saved_video import SavedVideo
 from app.talking_face import TalkingFaceJob, TalkingFaceRequest
 from app.video_file import VideoFile
 from patchpar import PlanError
-from tests.unit.test_picture_file import huge_png
+from tests.unit.test_image_file import huge_png
 
 from .fakes import FakePipeline, FakeWorkers
 from .videos import grey_video

@@ -80,7 +80,7 @@ def test_all_fresh_is_the_plain_unet(name: str, size: tuple[int, int], places: i
 
 @pytest.mark.parametrize("size", [UNEVEN, pytest.param(WIDE, marks=pytest.mark.breadth)])
 @pytest.mark.parametrize(
-    "treatment",
+    "policy",
     [
         *STALE,
         EmulatedPolicy(halo="none"),
@@ -107,9 +107,9 @@ def test_stale_matters_in_every_kind(name: str) -> None:
     assert error(got[1], plain(name, size, (1,))[0]) >= DIFFERS
 
 
-@pytest.mark.parametrize("treatment", first_of(STALE, STALE[0], EVERYTHING), ids=title)
+@pytest.mark.parametrize("policy", first_of(STALE, STALE[0], EVERYTHING), ids=title)
 def test_frozen_is_stale_at_first_and_older_then(policy: EmulatedPolicy) -> None:
-    """What a treatment has fresh is not sent either, so that only where everything is stale the first step is alike."""
+    """What a policy has fresh is not sent either, so that only where everything is stale the first step is alike."""
     stale = emulated(policy, "sd", UNEVEN, (0, 1, 2))
     frozen = emulated(replace(policy, frozen=True), "sd", UNEVEN, (0, 1, 2))
     assert error(frozen[2], stale[2]) >= DIFFERS
@@ -120,7 +120,7 @@ def test_frozen_is_stale_at_first_and_older_then(policy: EmulatedPolicy) -> None
 
 
 @pytest.mark.parametrize(
-    ("treatment", "places"),
+    ("policy", "places"),
     [
         (EmulatedPolicy(context="band", fraction=1), 2),
         (EmulatedPolicy(context="pooled", pool=1), 3),
@@ -136,7 +136,7 @@ def test_contexts_that_leave_nothing_out(policy: EmulatedPolicy, places: int, si
 
 
 @pytest.mark.parametrize(
-    "treatment",
+    "policy",
     [
         EmulatedPolicy(context="band", fraction=1),
         EmulatedPolicy(context="pooled", pool=2),
@@ -166,7 +166,7 @@ def test_layers_take_turns_at_refreshing() -> None:
     assert renewed[1:] == [[k for k in range(layers) if (step + k) % 3 == 0] for step in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("treatment", [t for t in STALE if t.context in ("fresh", "all", "partials")], ids=title)
+@pytest.mark.parametrize("policy", [t for t in STALE if t.context in ("fresh", "all", "partials")], ids=title)
 def test_where_nothing_changes_stale_is_fresh(policy: EmulatedPolicy) -> None:
     got = emulated(policy, "sdxl", UNEVEN, (1, 1, 1))
     assert error(got[2], plain("sdxl", UNEVEN, (1,))[0]) <= SAME
@@ -216,7 +216,7 @@ def test_leaves_the_unet_as_it_was() -> None:
     ],
     ids=str,
 )
-def test_refuses_what_is_no_treatment(wrong: dict[str, Any]) -> None:
+def test_refuses_what_is_no_policy(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong)) if "warmup_steps" not in wrong else "warmup_steps"):
         EmulatedPolicy(**wrong)
 
