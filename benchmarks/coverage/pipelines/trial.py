@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.coverage.trial import LIMIT, SEEN, distance
+from patchpar.comm.collectives import AllGather
 from patchpar.comm.pytree import with_own_lists
 from patchpar.errors import PatchparError
 from patchpar.pipeline.messages import CallOptions, RandomState
 from patchpar.pipeline.runner import PipelineRunner
+from patchpar.plan.mesh import Axis
 from patchpar.plan.plan import Plan
 from patchpar.strategies.data.split import PICTURES
 from tests.ranks import Place
@@ -93,23 +95,34 @@ class _Trial:
     def run(self) -> Outcome | None:
         text = self.text
         self.engine.restore()
-        try:
-            want = self._wanted()
-        except Exception as failure:  # noqa: BLE001 - on all ranks of the plan alike: none waits for another
-            return Outcome(plan=text, verdict="plain fails", said=f"{type(failure).__name__}: {failure}")
+        if self.place.rank >= self.plan.world_size:
+            self.engine.draw({}, self.options)  # without a pipeline: it takes part in nothing but the meeting of ranks
+            return None
+        want, failure_of_plain = self._wanted()
+        if not self._on_all_ranks(not failure_of_plain):
+            return Outcome(plan=text, verdict="plain fails", said=failure_of_plain)
         try:
             error, control = self._errors(want)
         except PatchparError as refusal:
             return Outcome(plan=text, verdict="refused", said=f"{type(refusal).__name__}: {refusal}")
         except Exception as failure:  # noqa: BLE001 - this is what the table is about
             return Outcome(plan=text, verdict="failed", said=f"{type(failure).__name__}: {failure}")
-        return judged(text, error, control) if self.place.rank < self.plan.world_size else None
+        return judged(text, error, control)
 
-    def _wanted(self) -> list[Tensor]:
-        """What this rank has to return, as far as it takes part."""
-        if self.place.rank >= self.plan.world_size:
-            return []
-        return results(_of_rank(self.subject.wanted(self.plan.data), self.place.rank, self.plan.data))
+    def _wanted(self) -> tuple[list[Tensor], str]:
+        """What this rank has to return, nothing where rank 0 returns it for all, and why plain diffusers cannot."""
+        if self.place.rank and self.plan.data == 1:
+            return [], ""
+        try:
+            return results(_of_rank(self.subject.wanted(self.plan.data), self.place.rank, self.plan.data)), ""
+        except Exception as failure:  # noqa: BLE001 - an entry, or diffusers' own code, is wrong
+            return [], f"{type(failure).__name__}: {failure}"
+
+    def _on_all_ranks(self, is_so: bool) -> bool:
+        """Whether it is so on every rank of the plan. Collective."""
+        ranks = self.plan.world_size
+        axis = Axis("patch", self.place.rank, ranks, tuple(range(ranks)))
+        return all(map(bool, AllGather(self.place.door(), axis, "plain", "plain").same(torch.tensor([is_so]))))
 
     def _errors(self, want: Sequence[Tensor]) -> tuple[float, float | None]:
         engine = self.engine
@@ -149,7 +162,7 @@ def outcomes_of(of_ranks: Sequence[Sequence[Outcome]], plans: Sequence[str]) -> 
 def merged(of_ranks: Sequence[Outcome]) -> Outcome:
     """One outcome of those of all ranks: the worst verdict, the largest error, the smallest control that was seen."""
     order = ("plain fails", "failed", "wrong", "refused", "exact")
-    worst = min(of_ranks, key=lambda each: order.index(each.verdict))
+    worst = min(of_ranks, key=lambda each: (order.index(each.verdict), not each.said))
     if worst.verdict in ("refused", "failed", "plain fails"):
         return worst
     error = max(each.error or 0.0 for each in of_ranks)

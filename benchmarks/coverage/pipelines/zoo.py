@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from .entry import Entry, pipeline_classes
+import diffusers
+
+from .entry import Entry
 
 _FAMILIES = (
     "bria",
@@ -40,10 +42,26 @@ _FAMILIES = (
 _MODULES = [import_module(f".{family}", __package__) for family in _FAMILIES]
 _ENTRIES = {entry.name: entry for module in _MODULES for entry in module.ENTRIES}
 
-ZOO: dict[str, Entry] = {name: _ENTRIES[name] for name in sorted(_ENTRIES) if name in pipeline_classes()}
+ZOO: dict[str, Entry] = {name: _ENTRIES[name] for name in sorted(_ENTRIES) if name in dir(diffusers)}
 """Class -> its entry, for all that the installed diffusers has."""
 
+_NEEDS = {
+    "librosa": ("AudioDiffusionPipeline",),
+    "onnxruntime": (
+        "OnnxStableDiffusionImg2ImgPipeline",
+        "OnnxStableDiffusionInpaintPipeline",
+        "OnnxStableDiffusionPipeline",
+        "OnnxStableDiffusionUpscalePipeline",
+        "StableDiffusionOnnxPipeline",
+    ),
+    "opencv-python": ("ConsisIDPipeline",),
+    "sentencepiece": ("KolorsImg2ImgPipeline", "KolorsPAGPipeline", "KolorsPipeline"),
+    "note-seq": ("SpectrogramDiffusionPipeline",),
+}
+"""Packages beyond those of the tests, and the classes that diffusers cannot import without them."""
+
 LEFT_OUT: dict[str, str] = {
+    **{name: f"needs {package}, which the tests do not install" for package, names in _NEEDS.items() for name in names},
     "BlipDiffusionPipeline": "its own call fails: what reads its image needs transformers before 5",
     "BlipDiffusionControlNetPipeline": "its own call fails: what reads its image needs transformers before 5",
     "LTX2LatentUpsamplePipeline": "it has no denoiser: a network makes latents larger in one call",
