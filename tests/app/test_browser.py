@@ -57,6 +57,7 @@ def test_an_image_is_cancelled_and_the_workers_are_free(opened: Any) -> None:
     done(page, "image")
 
 
+@pytest.mark.breadth
 def test_two_browsers_wait_for_each_other_and_see_their_own(opened: Any) -> None:
     one, other = opened(), opened()
     small(one, steps=30)

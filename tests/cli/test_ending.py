@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from patchpar.cli.shutdown import ended_at_once
+from tests.breadth import first_of
 
 PRELUDE = """
 import hashlib, sys, threading, time
@@ -39,7 +40,9 @@ def after(source: str, *signals: signal.Signals) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), first_of([(signal.SIGINT, 130), (signal.SIGTERM, 143)], (signal.SIGINT, 130))
+)
 def test_in_the_middle_of_a_kernel(number: signal.Signals, code: int) -> None:
     source = """
     with ended_by_signals(), ended_at_once():
@@ -51,7 +54,7 @@ def test_in_the_middle_of_a_kernel(number: signal.Signals, code: int) -> None:
     assert f"ended by {number.name}, in the middle of a computation" in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", first_of([signal.SIGINT, signal.SIGTERM], signal.SIGTERM))
 def test_what_is_open_is_closed_where_the_main_thread_hears(number: signal.Signals) -> None:
     """Also when closing takes longer than a kernel may, outside of what ends at once."""
     source = """

@@ -123,6 +123,7 @@ def test_all_workers_raise_alike(parallel: ParallelPipeline, plain: Any) -> None
     assert parallel._executor.pids == pids
 
 
+@pytest.mark.breadth  # tests/launch has calls that are interrupted
 def test_a_listener_raises(parallel: ParallelPipeline, plain: Any) -> None:
     def on_step(step: int, total: int) -> None:
         raise KeyboardInterrupt  # as ctrl-C does, wherever this process then is

@@ -65,6 +65,7 @@ def test_a_program_from_standard_input(sdxl_folder: Path, environment: dict[str,
     assert result.stderr.rstrip().endswith("LookupError: the script's own mistake")
 
 
+@pytest.mark.breadth  # tests/cli has a command that is interrupted, tests/launch workers
 def test_ctrl_c(sdxl_folder: Path, environment: dict[str, str]) -> None:
     command = [sys.executable, str(SCRIPTS / "for_ever.py"), str(sdxl_folder)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

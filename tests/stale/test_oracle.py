@@ -105,7 +105,8 @@ def test_exact_in_the_warm_up_and_not_after(ranks: Any) -> None:
         assert found[2] > 10 * SAME
 
 
-@pytest.mark.parametrize("context", first_of(["all", "pooled"], "pooled"))
+@pytest.mark.breadth
+@pytest.mark.parametrize("context", ["all", "pooled"])
 def test_fewer_bits_are_farther_from_all(ranks: Any, context: str) -> None:
     """What rounding leaves out follows in the next difference, so that the error does not pile up."""
     texts = [f"fresh-edges:context={context},bits={bits}" for bits in (16, 8, 4)]

@@ -45,7 +45,6 @@ def compiled(name: str, counter: Any) -> nn.Module:
     ("name", "strategy"),
     first_of(
         [*((name, "exact") for name in LONGER), ("Flux", "exact:attention=ring"), ("SD3", "displaced:warmup_steps=1")],
-        ("Flux", "exact"),
         ("Wan", "exact"),
     ),
 )

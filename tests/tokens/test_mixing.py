@@ -112,7 +112,7 @@ def test_rows_and_columns_of_a_square_are_told_apart() -> None:
 SIZES = ((7, 5, 3), (3, 6, 3), (8, 8, 2), (5, 9, 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.breadth)])
 def test_in_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
     """What is summed is fp32 there, made of numbers that are rounded to less. Verified as always."""
 

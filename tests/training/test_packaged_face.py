@@ -69,6 +69,7 @@ def test_it_has_the_looks_of_the_reference_and_of_nobody_else(talk: Talk, frames
     assert sum(identity_error(frames, other).values()) > 3 * sum(own.values())
 
 
+@pytest.mark.breadth  # tests/stream has ranks that stream a tiny model
 def test_ranks_stream_what_one_process_does(avatar: Avatar, talk: Talk) -> None:
     samples = talk.samples[: RATE // 2]
     with StreamingPipeline.from_pretrained("embedded-face", devices=2) as pipe:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,25 +49,30 @@ class Outcome:
     said: str = ""
 
 
-def examined(place: Place, name: str, plans: Sequence[str], verdicts: str) -> list[Outcome]:
+def examined(place: Place, name: str, plans: Sequence[str], verdicts: str, has_controls: bool = True) -> list[Outcome]:
     """What each plan gives, on this rank, without those that leave it idle.
 
-    Collective: every rank of the pool calls it.
+    `has_controls`: plans with patches are tried without exchange too. Collective: every rank of the pool calls it.
     """
-    from .zoo import ZOO
-
-    engine, subject = PipelineRunner(place.context), _Subject(ZOO[name])
-    trials = [_Trial(place, engine, subject, plan, Path(verdicts)) for plan in plans]
+    engine, subject = PipelineRunner(place.context), _Subject(name)
+    trials = [_Trial(place, engine, subject, plan, Path(verdicts), has_controls) for plan in plans]
     return [outcome for trial in trials if (outcome := trial.run()) is not None]
 
 
 class _Subject:
     """One pipeline: copies of it, and what plain diffusers returns for one prompt and for several."""
 
-    def __init__(self, entry: Entry) -> None:
-        self.entry = entry
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._made: Built | None = None
         self._wanted: dict[int, Any] = {}
+
+    @cached_property
+    def entry(self) -> Entry:
+        """Found when it is asked for, since the zoo takes seconds to import and idle ranks need none of it."""
+        from .zoo import ZOO
+
+        return ZOO[self._name]
 
     def make(self, prompts: int) -> Built:
         """A pipeline that nothing has been done to, and the arguments of a call for so many prompts."""
@@ -85,8 +91,10 @@ class _Subject:
 class _Trial:
     """One plan, on one rank. Each plan has a pipeline of its own, so that none sees what another has left."""
 
-    def __init__(self, place: Place, engine: PipelineRunner, subject: _Subject, plan: str, verdicts: Path) -> None:
-        self.place, self.engine, self.subject = place, engine, subject
+    def __init__(
+        self, place: Place, engine: PipelineRunner, subject: _Subject, plan: str, verdicts: Path, has_controls: bool
+    ) -> None:
+        self.place, self.engine, self.subject, self.has_controls = place, engine, subject, has_controls
         self.text, self.plan = plan, Plan.parse(plan)
         self.options = CallOptions(
             plan=self.plan, verify=verdicts / str(place.rank), random=RandomState(seed=SEED), quiet=True
@@ -129,7 +137,7 @@ class _Trial:
         pipe, call = self.subject.make(self.plan.data)
         engine.adopt(pipe)
         got = [engine.draw(_seeded(call), self.options)]
-        if self.plan.patch > 1:
+        if self.plan.patch > 1 and self.has_controls:
             engine.control(exchange="off")
             got.append(engine.draw(_seeded(call), self.options))
         errors = [self._error(each, want) for each in got]

@@ -29,7 +29,7 @@ ALWAYS = (
 )
 """Residuals, reference images, three branches, another scale: one of each in every run, under every plan."""
 QUARTER = tuple(sorted({*ALWAYS, *list(ZOO)[2::4]}))
-"""Every run; those that are not in ALWAYS under two plans each."""
+"""Every run; those that are not in ALWAYS under two plans each, and without controls."""
 
 
 @pytest.mark.parametrize("name", first_of(ZOO, *QUARTER))
@@ -38,7 +38,8 @@ def test_no_pipeline_is_wrong_or_ends_in_an_error(ranks: Any, tmp_path: Path, na
     entry = ZOO[name]
     is_quick = name in QUARTER and name not in ALWAYS
     plans = entry.quick_plans if is_quick else entry.plans
-    found = ranks.run("benchmarks.coverage.pipelines.trial:examined", POOL_SIZE, name, plans, str(tmp_path))
+    arguments = (name, plans, str(tmp_path), not is_quick)
+    found = ranks.run("benchmarks.coverage.pipelines.trial:examined", POOL_SIZE, *arguments)
     assert not Report(name=name, guidance=entry.guidance, outcomes=outcomes_of(found, plans)).failures
 
 
