@@ -1,4 +1,4 @@
-"""What the site takes from outside docs/: pictures, recipes, how to contribute. A hook of mkdocs, see mkdocs.yml.
+"""What the site takes from outside docs/: images, recipes, how to contribute. A hook of mkdocs, see mkdocs.yml.
 
 Pages link to one another as they lie in the repository, so that they can be read there too. Here every such link is
 led to where the site has its target: `docs/plan.md` is `plan.md`, a recipe `pipelines/flux.py` is the page

@@ -158,3 +158,22 @@ def test_make_demo_is_the_first_command_of_the_readme() -> None:
     verb, *words = shlex.split(line)[1:]
     flags = get_command(app).commands[verb].make_context(verb, words).params  # type: ignore[attr-defined]
     assert (verb, flags["devices"], str(flags["output"]), flags["model"]) == ("generate", "2", "demo.png", "embedded")
+
+
+def missing_messages(page: str, sources: str) -> list[str]:
+    """Pieces of the messages in the first column of a page's tables, in italics, that no source has."""
+    cells = re.findall(r"^\| (.*?) \|", page, re.MULTILINE)
+    quoted = [message for cell in cells for message in re.findall(r"\*([^*]+)\*", cell)]
+    pieces = [piece.strip(" ,'") for message in quoted for piece in re.split(r"…|\b[NM]\b", message)]
+    return [piece for piece in pieces if len(piece) > 3 and piece not in sources]
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    """Somebody who searches for a message finds it. Strings that go on in the next line are joined first."""
+    page = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
+    sources = " ".join(path.read_text() for path in sorted((REPOSITORY / "patchpar").rglob("*.py")))
+    sources = re.sub(r'"\s*\n\s*f?"', "", sources)
+    assert missing_messages(page, sources) == []
+    assert missing_messages(page.replace("cannot be split by", "can't be split by"), sources) == [
+        "can't be split by tokens"
+    ]

@@ -21,7 +21,10 @@ WRITTEN_BY_SCRIPTS = {DOCS / "coverage.md", *(DOCS / "figures").glob("*.md")}
 """Their sentences are in benchmarks/."""
 PAGES = sorted(
     {
-        *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "mkdocs.yml")),
+        *(
+            REPOSITORY / name
+            for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "mkdocs.yml", "app/README.md")
+        ),
         *DOCS.rglob("*.md"),
         *(REPOSITORY / "pipelines").glob("*.md"),
     }
@@ -36,6 +39,7 @@ INSTEAD = {
     r"draw(s|n|ing)?|drew": "generate, sample",
     r"door": "communicator",
     r"seam": "exchange point",
+    r"promises?": "guarantee",
     r"crew": "worker group",
     r"treatments?": "exchange policy",
     r"summands?": "shift",
