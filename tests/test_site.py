@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 import patchpar
 from benchmarks.diagrams.__main__ import DIAGRAMS
@@ -25,6 +26,15 @@ def test_every_page_is_in_the_menu_once(page: str) -> None:
 def test_the_menu_has_no_page_that_is_gone() -> None:
     named = set(re.findall(r"(?<=[ -])[\w/-]+\.md$", MENU, re.MULTILINE))
     assert named - {"CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "pipelines/README.md"} == set(PAGES)
+
+
+def test_the_menu_can_be_read() -> None:
+    """Plain YAML: what a colon without quotes does to it is seen here, and not only by `make docs`."""
+    site = yaml.safe_load(MENU)
+    pages = [page for section in site["nav"] for page in next(iter(section.values()))]
+    assert {"README.md"} | {path for page in pages if isinstance(page, dict) for path in page.values()} >= set(PAGES)
+    with pytest.raises(yaml.YAMLError):
+        yaml.safe_load("site_description: several GPUs: the same image")
 
 
 def test_the_reference_has_every_public_name() -> None:
