@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from .classes import class_reports
@@ -35,10 +34,9 @@ def main() -> int:
     if not chosen and not names:
         sys.stderr.write(f"no class has {' or '.join(asked.only)} in its name\n")
         return 2
-    with ThreadPoolExecutor(2) as both:  # each leaves cores idle while its ranks wait for one another
-        of_classes = both.submit(class_reports, chosen, asked.ranks)
-        of_pipelines = both.submit(pipeline_reports, names, KeptReports(asked.kept))
-    classes, zoo = of_classes.result(), of_pipelines.result()
+    with class_reports(chosen, asked.ranks) as reports_of_classes:  # at the same time: either leaves cores idle
+        zoo = pipeline_reports(names, KeptReports(asked.kept))
+        classes = reports_of_classes()
     if not asked.only and tuple(asked.ranks) == RANKS:
         PAGE.write_text(_page(classes, zoo, PAGE.read_text()))
         sys.stderr.write(f"written to {PAGE}\n")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 
 import diffusers
@@ -14,13 +15,18 @@ from .report import Report, examine
 from .subjects import Subject, subjects
 
 
-def class_reports(chosen: Sequence[Subject], ranks: Sequence[int]) -> list[Report]:
-    """Every mode of each subject on so many ranks, in the order of the subjects."""
-    if not chosen:
-        return []
-    keys = [(each.name, each.family) for each in chosen]
-    with ProcessPoolExecutor(1, get_context("spawn"), initializer=_prepare) as process:
-        return list(process.map(_examined, keys, [tuple(ranks)] * len(keys)))
+@contextmanager
+def class_reports(chosen: Sequence[Subject], ranks: Sequence[int]) -> Iterator[Callable[[], list[Report]]]:
+    """Try every mode of each subject on so many ranks, from now on; what is given waits for the reports, in order.
+
+    Whatever ends the block ends the process after the subject that it is at.
+    """
+    process = ProcessPoolExecutor(1, get_context("spawn"), initializer=_prepare)
+    try:
+        under_way = [process.submit(_examined, (each.name, each.family), tuple(ranks)) for each in chosen]
+        yield lambda: [each.result() for each in under_way]
+    finally:
+        process.shutdown(cancel_futures=True)
 
 
 def _prepare() -> None:
