@@ -28,7 +28,7 @@ VERBS = {
 def test_one_that_cannot_be_is_refused_before_anything_starts(run: Any, verb: str, seconds: str) -> None:
     found = run(verb, *VERBS[verb], "--deadline", seconds)
     assert found.exit_code == 2
-    assert f"--deadline {seconds}: it must be a number of seconds above 0" in found.stderr
+    assert f"--deadline {seconds}: it must be a finite number of seconds above 0" in found.stderr
 
 
 def test_it_reaches_pipelines_and_streams() -> None:

@@ -184,9 +184,9 @@ def test_any_value_of_a_token_plan_may_be_wrong() -> None:
 @pytest.fixture(scope="module")
 def journal(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path = tmp_path_factory.mktemp("journal") / "a.jsonl"
-    picture = torch.zeros(8, 12, 3, dtype=torch.uint8)
+    image = torch.zeros(8, 12, 3, dtype=torch.uint8)
     taken = StreamJournal(path, origin())
-    taken.note(*came(0, came_course(), 0, PromptUpdate(text="a"), ReferenceUpdate(picture=picture)))
+    taken.note(*came(0, came_course(), 0, PromptUpdate(text="a"), ReferenceUpdate(image=image)))
     taken.close()
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -214,8 +214,8 @@ def test_any_value_of_a_journal_may_be_wrong(line: int, journal: list[dict[str, 
 
 def test_a_small_line_may_not_become_a_large_tensor(journal: list[dict[str, Any]], tmp_path: Path) -> None:
     """A gibibyte of zeros is a mebibyte when it is packed."""
-    bomb = as_words(ReferenceUpdate(picture=torch.zeros(2**25, dtype=torch.uint8)))["picture"]
-    line = {**journal[1], "wishes": [{"kind": "ReferenceUpdate", "picture": {**bomb, "shape": [1, 1, 3]}}]}
+    bomb = as_words(ReferenceUpdate(image=torch.zeros(2**25, dtype=torch.uint8)))["image"]
+    line = {**journal[1], "updates": [{"kind": "ReferenceUpdate", "image": {**bomb, "shape": [1, 1, 3]}}]}
     (tmp_path / "a.jsonl").write_text(json.dumps(journal[0]) + "\n" + json.dumps(line) + "\n")
     with pytest.raises(PlanError, match="of which another number is there"):
         StreamRecording.read(tmp_path / "a.jsonl")
