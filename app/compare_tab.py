@@ -44,14 +44,14 @@ class CompareTab:
     async def run(self, owner: str, one: str, other: str, *fields: Any) -> AsyncIterator[Any]:
         """The button."""
         job = self.submit(owner, fields, (one, other))
-        async for shown in updates_of(job, show):
-            yield shown
+        async for update in updates_of(job, show):
+            yield update
 
     @reports_errors(failed)
     async def resume(self, owner: str) -> AsyncIterator[Any]:
         """The page was reloaded."""
-        async for shown in updates_of(self._state.job_queue.job_of(owner, KIND), show):
-            yield shown
+        async for update in updates_of(self._state.job_queue.job_of(owner, KIND), show):
+            yield update
 
 
 def show(view: JobView | None) -> tuple[Any, ...]:

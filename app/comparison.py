@@ -34,7 +34,7 @@ class Comparison:
         return cls(
             one=one,
             other=other,
-            difference=found.picture,
+            difference=found.image,
             gain=found.gain,
             psnr_db=psnr(one.values, other.values),
             ssim=ssim(one.values, other.values),

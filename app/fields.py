@@ -104,8 +104,8 @@ def clears_error(status: gr.HTML, hint: str, fields: Iterable[Any]) -> None:
 
 def result(label: str, name: str, **options: Any) -> gr.Image:
     """An output image."""
-    shown = {"elem_id": name, "elem_classes": ["generated"], "format": "png", "buttons": IMAGE_BUTTONS}
-    return gr.Image(label=label, interactive=False, **shown, **options)
+    update = {"elem_id": name, "elem_classes": ["generated"], "format": "png", "buttons": IMAGE_BUTTONS}
+    return gr.Image(label=label, interactive=False, **update, **options)
 
 
 def result_pair(label: str, name: str, **options: Any) -> gr.ImageSlider:

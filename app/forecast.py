@@ -58,8 +58,8 @@ class PlanOffer:
         degrees = self.plan.degrees()
         if isinstance(self.plan.strategy, StructureGuidance):
             return f"patches and windows of native size, split between {degrees['patch']} ranks"
-        shares = [f"{meaning} ({degrees[name]} in all)" for name, meaning in AXIS_MEANINGS.items() if degrees[name] > 1]
-        return f"each rank has {', '.join(shares)}" if shares else "one rank does everything"
+        scales = [f"{meaning} ({degrees[name]} in all)" for name, meaning in AXIS_MEANINGS.items() if degrees[name] > 1]
+        return f"each rank has {', '.join(scales)}" if scales else "one rank does everything"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,20 +120,20 @@ def plan_diagram(plan: Plan, model: Any, size: tuple[int, int]) -> str:
     height, width = size
     is_wide, long = width > height, max(size)
     unit = model.vae_scale * model.total_stride if model.splits_into_bands else model.size_unit
-    share = WIDTH / (plan.cfg * width + (plan.cfg - 1) * width * 0.08)
+    scale = WIDTH / (plan.cfg * width + (plan.cfg - 1) * width * 0.08)
     parts = []
     for rank, (branch, first, end) in enumerate(rank_regions(plan, long, unit)[: plan.cfg * plan.patch]):
-        left = branch * width * 1.08 * share
-        x, y = (left + first * share, 0.0) if is_wide else (left, first * share)
-        w, h = ((end - first) * share, height * share) if is_wide else (width * share, (end - first) * share)
+        left = branch * width * 1.08 * scale
+        x, y = (left + first * scale, 0.0) if is_wide else (left, first * scale)
+        w, h = ((end - first) * scale, height * scale) if is_wide else (width * scale, (end - first) * scale)
         parts.append(
             f'<rect class="place p{rank % 4}" x="{x:.1f}" y="{y + LINE:.1f}" width="{w:.1f}" height="{h:.1f}"/>'
             f'<text x="{x + w / 2:.1f}" y="{y + LINE + h / 2 + 4:.1f}" text-anchor="middle">{rank}</text>'
         )
     names = ("negative prompt", "prompt") if plan.cfg == 2 else ("the image",)
     for branch, name in enumerate(names):
-        parts.append(f'<text class="small" x="{branch * width * 1.08 * share:.1f}" y="12">{name}</text>')
-    tall = height * share + LINE + 4
+        parts.append(f'<text class="small" x="{branch * width * 1.08 * scale:.1f}" y="12">{name}</text>')
+    tall = height * scale + LINE + 4
     return (
         f'<svg class="plan" viewBox="0 0 {WIDTH} {tall:.0f}" role="img" aria-label="plan {plan}">{"".join(parts)}</svg>'
     )

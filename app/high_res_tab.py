@@ -51,8 +51,8 @@ class LargeTab:
                 owner, lambda job: generate_high_res(state.image_runner, job, request, preset, baseline=bool(baseline))
             )
 
-        async for shown in self._started(start):
-            yield shown
+        async for update in self._started(start):
+            yield update
 
     @reports_errors(failed)
     async def upscale(self, owner: str, image: Any, scale: Any, strength: Any, *fields: Any) -> AsyncIterator[Any]:
@@ -67,14 +67,14 @@ class LargeTab:
             )
             return self._submit(owner, lambda job: upscale_image(self._state.image_runner, job, upscale))
 
-        async for shown in self._started(start):
-            yield shown
+        async for update in self._started(start):
+            yield update
 
     @reports_errors(failed)
     async def resume(self, owner: str) -> AsyncIterator[Any]:
         """The page was reloaded."""
-        async for shown in updates_of(self._state.job_queue.job_of(owner, KIND), show):
-            yield shown
+        async for update in updates_of(self._state.job_queue.job_of(owner, KIND), show):
+            yield update
 
     def _submit(self, owner: str, generated: Callable[[Job], UpscaleResult]) -> Job:
         """Raises PlanError."""
@@ -88,15 +88,15 @@ class LargeTab:
 
     async def _started(self, start: Callable[[], Job]) -> AsyncIterator[Any]:
         job = await asyncio.to_thread(start)  # decodes an image, which must not block other pages
-        async for shown in updates_of(job, show):
-            yield shown
+        async for update in updates_of(job, show):
+            yield update
 
 
 def show(view: JobView | None) -> tuple[Any, ...]:
     """Image, pair, status, statistics, buttons."""
     if view is None or view.state != "done":
-        shown = view.preview if view is not None and view.preview is not None else gr.skip()
-        return shown, gr.skip(), html.status(view, HINT), "", *_buttons(view)
+        update = view.preview if view is not None and view.preview is not None else gr.skip()
+        return update, gr.skip(), html.status(view, HINT), "", *_buttons(view)
     found: UpscaleResult = view.result
     pair = gr.update(visible=False)
     if found.baseline is not None:
@@ -140,7 +140,9 @@ class _PromptFields:
     def __init__(self, forms: Forms) -> None:
         gr.HTML(html.notice(EXPLAINED))
         fields = image_fields(forms, times=2)
-        options = gr.Textbox(label="Structure guidance options", placeholder="overlap=0.25,kept=0.5", max_lines=1)
+        options = gr.Textbox(
+            label="Structure guidance options", placeholder="overlap=0.25,structure_strength=0.5", max_lines=1
+        )
         baseline = gr.Checkbox(False, label="Also without structure guidance, to compare")
         self.start = gr.Button("Generate", variant="primary", interactive=False, elem_id="high-res-run")
         self.components = [options, baseline, *fields.components]

@@ -92,11 +92,11 @@ def _line(kind: str, message: str) -> str:
 def _bar(view: JobView) -> str:
     if not view.step:
         return _line("running", f"{view.note or 'working'} …")
-    share = 100 * view.step / max(1, view.steps)
+    percent = 100 * view.step / max(1, view.steps)
     text = f"{view.note}: step {view.step} of {view.steps}"
     return (
         f'<div class="state running" role="status">{escape(text)}'
-        f'<div class="bar"><div style="width:{share:.0f}%"></div></div></div>'
+        f'<div class="bar"><div style="width:{percent:.0f}%"></div></div></div>'
     )
 
 

@@ -144,6 +144,6 @@ def image_of(output: Any) -> tuple[Any, Any]:
     first = images[0]
     if hasattr(first, "convert"):
         return first, None
-    from patchpar.pipeline.image_metrics import as_picture
+    from patchpar.pipeline.image_metrics import as_image
 
-    return as_picture(first), first
+    return as_image(first), first

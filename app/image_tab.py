@@ -71,14 +71,14 @@ class ImageTab:
         """The button. `rest`: whether to trace, then the fields of a request."""
         traced, *fields = rest
         job = self.submit(owner, Fields.request(*fields), self.preset(label, degrees, strategy), bool(traced))
-        async for shown in updates_of(job, show):
-            yield shown
+        async for update in updates_of(job, show):
+            yield update
 
     @reports_errors(failed)
     async def resume(self, owner: str) -> AsyncIterator[Any]:
         """The page was reloaded: show its last job."""
-        async for shown in updates_of(self._state.job_queue.job_of(owner, KIND), show):
-            yield shown
+        async for update in updates_of(self._state.job_queue.job_of(owner, KIND), show):
+            yield update
 
 
 def show(view: JobView | None) -> tuple[Any, ...]:
@@ -86,8 +86,8 @@ def show(view: JobView | None) -> tuple[Any, ...]:
     if view is not None and view.state == "done":
         image: JobImage = view.result
         return image.image, html.status(view), html.facts(image.run, image.why), *buttons(view)
-    shown = view.preview if view is not None and view.preview is not None else gr.skip()
-    return shown, html.status(view, HINT), "", *buttons(view)
+    update = view.preview if view is not None and view.preview is not None else gr.skip()
+    return update, html.status(view, HINT), "", *buttons(view)
 
 
 def buttons(view: JobView | None) -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from PIL.Image import Image
 
 from patchpar import PlanError
-from patchpar.models.image_file import read_picture
+from patchpar.models.image_file import read_image_file
 from patchpar.stream.audio.audio_file import read_audio
 
 MAX_BYTES = 20 * 2**20
@@ -41,7 +41,7 @@ def read_image(path: str | Path | None, most_pixels: int | None = None) -> Image
     if path is None:
         raise PlanError("there is no image: choose one, or take one with the camera")
     check_size(path)
-    return read_picture(Path(path), FILE, most_pixels=limit, formats=IMAGE_FORMATS)
+    return read_image_file(Path(path), FILE, most_pixels=limit, formats=IMAGE_FORMATS)
 
 
 def bytes_of(url: str) -> bytes:

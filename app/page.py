@@ -56,11 +56,11 @@ def build(state: AppState) -> gr.Blocks:
                 high_res = high_res_tab.build(state, owner, forms)
             with gr.Tab("Stream"):
                 stream = stream_tab.build(state, owner, forms)
-            with gr.Tab("Timeline") as shown:
+            with gr.Tab("Timeline") as update:
                 timeline, lanes = timeline_tab.build(state, owner)
             with gr.Tab("Plan") as planned:
                 plan, plan_inputs, plan_outputs = plan_tab.build(state, owner, forms)
-        shown.select(timeline.refresh, owner, lanes, show_progress="hidden")
+        update.select(timeline.refresh, owner, lanes, show_progress="hidden")
         planned.select(plan.show, plan_inputs, plan_outputs, show_progress="hidden")
         _welcome(page, state, owner, page_name, (image, pair, high_res, stream))
         loaded = page.load(_Readiness(state).show, None, ready, show_progress="hidden")

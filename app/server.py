@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from patchpar import PlanError
-from patchpar.models.quiet_libraries import hush
+from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.stream.web.server import HOME, WebServer, check_port, is_local, names_of
 from patchpar.stream.web.shutdown import signals_unwind
 
@@ -142,7 +142,7 @@ def serve(setup: AppConfig, address: Address, announce: Callable[[str], Any], en
 
     Raises PlanError, and SystemExit where SIGTERM or SIGHUP have ended it.
     """
-    hush()
+    silence_libraries()
     setup.check()
     with signals_unwind(), closing(Server(setup, address)) as server:
         try:

@@ -55,8 +55,8 @@ class StreamTab:
             request.check_devices(workers.count)
             return self._submit(owner, ImageFeed(), partial(ImageStreamJob, workers, request))
 
-        async for shown in self._started(owner, start):
-            yield shown
+        async for update in self._started(owner, start):
+            yield update
 
     @reports_errors(failed)
     async def talk(self, owner: str, audio: Any, reference: Any, prompt: str, seconds: Any) -> AsyncIterator[Any]:
@@ -70,8 +70,8 @@ class StreamTab:
             )
             return self._submit(owner, VideoFeed(), partial(TalkingFaceJob, self._state.workers, request))
 
-        async for shown in self._started(owner, start):
-            yield shown
+        async for update in self._started(owner, start):
+            yield update
 
     @reports_errors(html.failure)
     def set_prompt(self, owner: str, prompt: str) -> str:
@@ -102,8 +102,8 @@ class StreamTab:
     @reports_errors(failed)
     async def resume(self, owner: str) -> AsyncIterator[Any]:
         """The page was reloaded."""
-        async for shown in self._updates(owner):
-            yield shown
+        async for update in self._updates(owner):
+            yield update
 
     def _submit(self, owner: str, feed: Any, stream: Callable[[StreamControls, Any, SavedVideo], Any]) -> Job:
         """Queue the job, and store its controls and its feed for the page. Raises PlanError, without changes."""
@@ -116,14 +116,14 @@ class StreamTab:
 
     async def _started(self, owner: str, start: Callable[[], Job]) -> AsyncIterator[Any]:
         await asyncio.to_thread(start)  # decodes images and audio, which must not block other pages
-        async for shown in self._updates(owner):
-            yield shown
+        async for update in self._updates(owner):
+            yield update
 
     async def _updates(self, owner: str) -> AsyncIterator[Any]:
-        feed, is_shown = self._state.job_queue.stored(owner, "feed"), False
+        feed, is_visible = self._state.job_queue.stored(owner, "feed"), False
         async for view in updates_of(self._state.job_queue.job_of(owner, KIND), lambda view: view):
-            window = gr.skip() if is_shown or view is None or view.state == "waiting" else live(feed)
-            is_shown = is_shown or (view is not None and view.state != "waiting")
+            window = gr.skip() if is_visible or view is None or view.state == "waiting" else live(feed)
+            is_visible = is_visible or (view is not None and view.state != "waiting")
             yield window, *show(view)
 
 
@@ -230,8 +230,8 @@ class _FaceFields:
             if face in EMBEDDED:
                 folder = embedded_model(str(face))
                 speech = _static_path(folder, "speech.wav")
-                shown = [[text, speech] for text in StreamConfig.load(folder).prompts]
-                gr.Examples(shown, [prompt, audio], label="Examples for the embedded model")
+                update = [[text, speech] for text in StreamConfig.load(folder).prompts]
+                gr.Examples(update, [prompt, audio], label="Examples for the embedded model")
             reference = uploaded("Reference image", sources=["upload", "webcam"], height=240)
             seconds = gr.Slider(1, MAX_SECONDS, 5, step=1, label="Seconds (without audio)")
             self.start = gr.Button("Talk", variant="primary", interactive=False, elem_id="stream-talk")
@@ -242,5 +242,5 @@ class _FaceFields:
 def _fields_of(source: str) -> tuple[Any, ...]:
     """Visibility of the fields for a source."""
     kind = SOURCES.get(source)
-    shown = (kind == "image", kind == "video", kind == "video", kind == "camera", kind != "prompt")
-    return tuple(gr.update(visible=each) for each in shown)
+    update = (kind == "image", kind == "video", kind == "video", kind == "camera", kind != "prompt")
+    return tuple(gr.update(visible=each) for each in update)

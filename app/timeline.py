@@ -64,7 +64,7 @@ def count_steps(traces: Sequence[RankTrace]) -> int:
     return len(_steps(traces))
 
 
-def shares(trace: RankTrace, window: TimeWindow, columns: int = COLUMNS) -> dict[str, Any]:
+def time_fractions(trace: RankTrace, window: TimeWindow, columns: int = COLUMNS) -> dict[str, Any]:
     """For each kind the fraction (0..1) of each column of the window, shape (columns,)."""
     found = {kind: np.zeros(columns) for kind in KINDS}
     inside = np.zeros(columns)
@@ -104,7 +104,7 @@ def to_svg(traces: Sequence[RankTrace], first: int, last: int) -> str:
     label = f"what {len(traces)} ranks did in {window.seconds:.2f} seconds"
     return (
         f'<div class="wide"><svg class="timeline" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">'
-        f"{_marks(traces, window, height)}{lanes}{_axis(window, height)}</svg></div>{_legend()}"
+        f"{_step_lines(traces, window, height)}{lanes}{_axis(window, height)}</svg></div>{_legend()}"
     )
 
 
@@ -115,7 +115,7 @@ def _lane(trace: RankTrace, window: TimeWindow, top: int) -> str:
         f'<rect class="idle" x="{LEFT}" y="{top}" width="{WIDTH - LEFT}" height="{LANE}"/>'
     ]
     below = np.zeros(COLUMNS)
-    found = shares(trace, window)
+    found = time_fractions(trace, window)
     for kind in KINDS:
         above = np.minimum(below + found[kind], 1.0)
         parts.append(f'<path class="{kind}" d="{_area(below, above, top)}"/>')
@@ -137,7 +137,7 @@ def _x(at: float, window: TimeWindow) -> float:
     return LEFT + (WIDTH - LEFT) * (at - window.start) / window.seconds
 
 
-def _marks(traces: Sequence[RankTrace], window: TimeWindow, height: int) -> str:
+def _step_lines(traces: Sequence[RankTrace], window: TimeWindow, height: int) -> str:
     """Where steps end."""
     parts = []
     for number, step in enumerate(_steps(traces)):

@@ -36,9 +36,9 @@ class Bench:
     def __init__(self, context: RankContext) -> None:
         torch.set_num_threads(1)
         self.context = context
-        self.door = Communicator(connect(context), context.mark)
+        self.comm = Communicator(connect(context), context.beat)
         self.axis: Axis = Mesh(context.rank, range(2), patch=2)["patch"]
-        self.meet = AllGather(self.door, self.axis, "meet", "meeting")
+        self.meet = AllGather(self.comm, self.axis, "meet", "meeting")
 
     @torch.no_grad()
     def measure(self, name: str, latents: int, turns: int) -> dict[str, Any]:
@@ -52,12 +52,14 @@ class Bench:
                 if way == "found":
                     model.__class__ = _of_ones_own(type(model))
                 with tempfile.TemporaryDirectory() as folder:
-                    layer = ExactPatch().install(model, self.door, self.axis, verdicts=VerificationCache(Path(folder)))
+                    layer = ExactPatch().install(
+                        model, self.comm, self.axis, verifications=VerificationCache(Path(folder))
+                    )
                     step = _step(layer, model.forward)
                     found[way].append(self._timed(step, whole.call))
                     found["split"].append(self._timed(step, whole.call))
                     layer.restore()
-                self.context.mark(way)
+                self.context.beat(way)
         return {"tokens": whole.tokens, "parameters": whole.parameters, "seconds": found}
 
     def _timed(self, step: Any, call: dict[str, Any]) -> float:

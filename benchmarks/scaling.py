@@ -60,9 +60,9 @@ class Bench:
 
         torch.set_num_threads(1)
         self.context = context
-        self.door = Communicator(connect(context), context.mark)
+        self.comm = Communicator(connect(context), context.beat)
         self.axis = Mesh(context.rank, range(2), patch=2)["patch"]
-        self.meet = AllGather(self.door, self.axis, "meet", "meeting")
+        self.meet = AllGather(self.comm, self.axis, "meet", "meeting")
 
     def transport(self) -> dict[str, float]:
         """Latency in microseconds of a tiny exchange, and MiB per second each way of a large one."""
@@ -96,7 +96,7 @@ class Bench:
                 now = moved(args, number)
                 single, want = self._timed(denoiser.forward if self.context.rank == 0 else None, now, kwargs)
                 for case, split in splits.items():
-                    self.door.traffic.clear()
+                    self.comm.traffic.clear()
                     pair, got = self._timed(split, now, kwargs)
                     found[case]["single"].append(single)
                     found[case]["pair"].append(pair)
@@ -104,7 +104,7 @@ class Bench:
         return found
 
     def _figures(self, found: dict, got: object, want: object) -> dict[str, object]:
-        traffic = self.door.traffic
+        traffic = self.comm.traffic
         waited = sum(seconds for kind, seconds in traffic.seconds_waited.items() if kind != "meet")
         error = 0.0 if want is None else ((got[0] - want[0]).norm() / want[0].norm()).item()
         sent = traffic.total_bytes - traffic.bytes_sent["meet"]
@@ -126,10 +126,10 @@ class Bench:
 
         clock, forward = StepClock(guided=True), denoiser.forward
         if case == "cfg=2":
-            layer = GuidanceSplit(self.door, self.axis, clock)
+            layer = GuidanceSplit(self.comm, self.axis, clock)
         else:
             text = "exact" if case == "patch=2" else f"{case}:warmup_steps=1"
-            layer = parse_strategy(text).install(denoiser, self.door, self.axis, clock=clock)
+            layer = parse_strategy(text).install(denoiser, self.comm, self.axis, clock=clock)
 
         def step(*args, **kwargs):
             clock.next_call()

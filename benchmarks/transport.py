@@ -39,9 +39,9 @@ def measured(place: Place, sizes: Sequence[int], rounds: int) -> Found:
     if rank > 1:
         return {}
 
-    def swap(line: Transport, x: torch.Tensor) -> float:
+    def send_recv(line: Transport, x: torch.Tensor) -> float:
         start = time.perf_counter()
-        line.swap([Outgoing((1 - rank,), (x,))], [Incoming(1 - rank, (TensorSpec.of(x),))], "benchmark").wait()
+        line.send_recv([Outgoing((1 - rank,), (x,))], [Incoming(1 - rank, (TensorSpec.of(x),))], "benchmark").wait()
         return time.perf_counter() - start
 
     seconds: dict[str, dict[int, list[float]]] = {name: {size: [] for size in sizes} for name in TRANSPORTS}
@@ -50,7 +50,7 @@ def measured(place: Place, sizes: Sequence[int], rounds: int) -> Found:
         repeats = max(3, min(20, (4 << 20) // size))
         for number in range(rounds + 1):
             for name, line in lines.items():
-                taken = [swap(line, x) for _ in range(repeats)]
+                taken = [send_recv(line, x) for _ in range(repeats)]
                 seconds[name][size] += taken if number else []  # the first round warms up
     for line in lines.values():
         line.close()

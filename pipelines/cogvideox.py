@@ -7,7 +7,7 @@ from patchpar import ParallelPipeline, Plan
 
 MODEL = "THUDM/CogVideoX-5b"
 PLAN = Plan(cfg=2, patch=2)
-FILM = {"num_frames": 49, "num_inference_steps": 50, "output_type": "np"}
+VIDEO = {"num_frames": 49, "num_inference_steps": 50, "output_type": "np"}
 
 
 def build(plan: Plan = PLAN) -> ParallelPipeline:
@@ -22,7 +22,7 @@ def main() -> None:
             "a panda plays the guitar in a bamboo forest",
             guidance_scale=6.0,
             generator=torch.Generator("cpu").manual_seed(0),
-            **FILM,
+            **VIDEO,
         ).frames[0]
         print(pipe.explain(), pipe.last_run, sep="\n")  # noqa: T201
     with av.open("cogvideox.mp4", "w") as file:

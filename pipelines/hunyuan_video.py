@@ -8,7 +8,7 @@ from patchpar import ParallelPipeline, Plan
 
 MODEL = "hunyuanvideo-community/HunyuanVideo"
 PLAN = Plan(patch=8)
-FILM = {"height": 544, "width": 960, "num_frames": 61, "num_inference_steps": 30, "output_type": "np"}
+VIDEO = {"height": 544, "width": 960, "num_frames": 61, "num_inference_steps": 30, "output_type": "np"}
 
 
 def build(plan: Plan = PLAN) -> ParallelPipeline:
@@ -25,7 +25,7 @@ def main() -> None:
         frames = pipe(
             "a cat walks on the grass, realistic",
             generator=torch.Generator("cpu").manual_seed(0),
-            **FILM,
+            **VIDEO,
         ).frames[0]
         print(pipe.explain(), pipe.last_run, sep="\n")  # noqa: T201
     with av.open("hunyuan_video.mp4", "w") as file:

@@ -7,7 +7,7 @@ from patchpar import ParallelPipeline, Plan
 
 MODEL = "Lightricks/LTX-Video"
 PLAN = Plan(cfg=2, patch=2)
-FILM = {"height": 480, "width": 704, "num_frames": 161, "num_inference_steps": 50, "output_type": "np"}
+VIDEO = {"height": 480, "width": 704, "num_frames": 161, "num_inference_steps": 50, "output_type": "np"}
 
 
 def build(plan: Plan = PLAN) -> ParallelPipeline:
@@ -23,7 +23,7 @@ def main() -> None:
             negative_prompt="worst quality, inconsistent motion, blurry",
             guidance_scale=3.0,
             generator=torch.Generator("cpu").manual_seed(0),
-            **FILM,
+            **VIDEO,
         ).frames[0]
         print(pipe.explain(), pipe.last_run, sep="\n")  # noqa: T201
     with av.open("ltx.mp4", "w") as file:

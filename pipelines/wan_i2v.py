@@ -8,7 +8,7 @@ from patchpar import ParallelPipeline, Plan
 
 MODEL = "Wan-AI/Wan2.2-I2V-A14B-Diffusers"
 PLAN = Plan(cfg=2, patch=4)
-FILM = {"height": 480, "width": 832, "num_frames": 81, "num_inference_steps": 40, "output_type": "np"}
+VIDEO = {"height": 480, "width": 832, "num_frames": 81, "num_inference_steps": 40, "output_type": "np"}
 
 
 def build(plan: Plan = PLAN) -> ParallelPipeline:
@@ -26,7 +26,7 @@ def main() -> None:
             negative_prompt="overexposed, static, worst quality",
             guidance_scale=3.5,
             generator=torch.Generator("cpu").manual_seed(0),
-            **FILM,
+            **VIDEO,
         ).frames[0]
         print(pipe.explain(), pipe.last_run, sep="\n")  # noqa: T201
     with av.open("wan_i2v.mp4", "w") as file:

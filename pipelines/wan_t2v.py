@@ -7,7 +7,7 @@ from patchpar import ParallelPipeline, Plan
 
 MODEL = "Wan-AI/Wan2.2-T2V-A14B-Diffusers"
 PLAN = Plan(cfg=2, patch=4)
-FILM = {"height": 720, "width": 1280, "num_frames": 81, "num_inference_steps": 40, "output_type": "np"}
+VIDEO = {"height": 720, "width": 1280, "num_frames": 81, "num_inference_steps": 40, "output_type": "np"}
 
 
 def build(plan: Plan = PLAN) -> ParallelPipeline:
@@ -25,7 +25,7 @@ def main() -> None:
             guidance_scale=4.0,
             guidance_scale_2=3.0,
             generator=torch.Generator("cpu").manual_seed(0),
-            **FILM,
+            **VIDEO,
         ).frames[0]
         print(pipe.explain(), pipe.last_run, sep="\n")  # noqa: T201
     with av.open("wan_t2v.mp4", "w") as file:

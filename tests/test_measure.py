@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from patchpar.pipeline.image_metrics import as_array, as_picture, difference_map, max_abs_diff, psnr, ssim
+from patchpar.pipeline.image_metrics import as_array, as_image, difference_map, max_abs_diff, psnr, ssim
 
 
 def noise(seed: int, shape: tuple[int, ...] = (24, 20, 3)) -> np.ndarray:
@@ -32,7 +32,7 @@ def test_storage_does_not_matter() -> None:
     picture = Image.fromarray(eight_bit)
     assert psnr(picture, eight_bit / 255) > 300
     assert as_array(picture.convert("L")).shape == (24, 20, 1)
-    assert np.array_equal(np.asarray(as_picture(eight_bit / 255)), eight_bit)
+    assert np.array_equal(np.asarray(as_image(eight_bit / 255)), eight_bit)
 
 
 def test_ssim_of_flat_pictures_is_its_luminance_term() -> None:

@@ -14,7 +14,7 @@ from tests.ranks import Place
 def gathered(place: Place, scale: float) -> list[float]:
     axis = place.mesh(patch=place.world)["patch"]
     own = torch.tensor([scale * place.rank])
-    return [float(x) for x in AllGather(place.door(), axis, "test", "here").same(own)]
+    return [float(x) for x in AllGather(place.comm(), axis, "test", "here").same(own)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -82,8 +82,8 @@ class Loaded:
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelPipeline]:
-    verdicts = tmp_path_factory.mktemp("verdicts")
-    with ParallelPipeline(tiny.build("sd3").pipe, devices="cpu:2", verify=verdicts) as pipe:
+    verifications = tmp_path_factory.mktemp("verdicts")
+    with ParallelPipeline(tiny.build("sd3").pipe, devices="cpu:2", verify=verifications) as pipe:
         pipe.set_progress_bar_config(disable=True)
         yield pipe
 

@@ -91,9 +91,9 @@ def generate(pipe: DiffusionPipeline, captions: Sequence[str], settings: Setting
     return torch.cat(made)
 
 
-def score(verdicts: Sequence[Verdict], scenes: Sequence[Scene]) -> Scores:
+def score(verifications: Sequence[Verdict], scenes: Sequence[Scene]) -> Scores:
     """Compare what is seen with what was asked for."""
-    judged = list(zip(verdicts, scenes, strict=True))
+    judged = list(zip(verifications, scenes, strict=True))
     sides = [[(verdict.on(side), look_of(scene.on(side))) for side in SIDES] for verdict, scene in judged]
     pairs = [pair for both in sides for pair in both]
     objects = [(seen, asked) for seen, asked in pairs if asked is not None]

@@ -88,11 +88,11 @@ class ClipTraining:
 
     def __init__(self, networks: FaceNetworks, options: CausalOptions = OPTIONS) -> None:
         self.networks, self.options = networks, options
-        self.course = _Course(options)
+        self.state = _Course(options)
         self._heard: Tensor | None = None
         self._plain, self._hooks = networks.transformer.attn_processors, []
         for layer, block in enumerate(networks.transformer.blocks):
-            block.attn1.processor = _ClipAttention(layer, self.course)
+            block.attn1.processor = _ClipAttention(layer, self.state)
             block.attn2.processor = _TextAttention()
             if layer in networks.audio.config.after:
                 self._hooks.append(block.register_forward_hook(partial(self._listen, layer)))
@@ -107,10 +107,10 @@ class ClipTraining:
         """The flow (B, 4, F, H, W) from image to noise, at the batch's noise levels and under its conditions."""
         frames, blocks = self.options.frames, batch.level.shape[1]
         prompts = self.networks.prompts()
-        self.course.begin_sink(noisy_BCFHW)
+        self.state.begin_sink(noisy_BCFHW)
         clean = batch.reference.new_zeros(len(batch.reference))
         self._forward(batch.reference, clean, prompts[batch.sink_mood])
-        self.course.begin_blocks(blocks)
+        self.state.begin_blocks(blocks)
         self._heard = self.networks.audio.encode(batch.audio.unflatten(1, (blocks, frames)).flatten(0, 1))
         rows = noisy_BCFHW.unflatten(2, (blocks, frames)).transpose(1, 2).flatten(0, 1)
         flow = self._forward(rows, 1000 * batch.level.flatten(), prompts[batch.moods].flatten(0, 1))
@@ -168,28 +168,28 @@ def _turned(x: Tensor, rotary: Rotary) -> Tensor:
 class _ClipAttention:
     """Self-attention (a diffusers processor): the sink by itself, or all blocks of clips, (B * N, L, C)."""
 
-    def __init__(self, layer: int, course: _Course) -> None:
-        self._layer, self._course = layer, course
+    def __init__(self, layer: int, state: _Course) -> None:
+        self._layer, self._course = layer, state
 
     def __call__(self, attn: nn.Module, hidden_states: Tensor, *_: object) -> Tensor:
-        course = self._course
+        state = self._course
         q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
         q, k, v = (x.to(v.dtype).unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
-        if course.blocks:
-            q, k, v = (x.unflatten(0, (-1, course.blocks)) for x in (q, k, v))
-            seen = self._blocks(_turned(q, course.own), _turned(k, course.own), v)
+        if state.blocks:
+            q, k, v = (x.unflatten(0, (-1, state.blocks)) for x in (q, k, v))
+            seen = self._blocks(_turned(q, state.own), _turned(k, state.own), v)
         else:
-            course.sinks[self._layer] = (k, v)
-            seen = _attend(_turned(q, course.own), _turned(k, course.own), v)
+            state.sinks[self._layer] = (k, v)
+            seen = _attend(_turned(q, state.own), _turned(k, state.own), v)
         return attn.to_out[0](seen.flatten(2))
 
     def _blocks(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Queries, keys, values (B, N, L, h, d) to what each block sees, (B * N, L, h, d)."""
-        course = self._course
-        sink_k, sink_v = course.sinks[self._layer]
+        state = self._course
+        sink_k, sink_v = state.sinks[self._layer]
         rows = []
-        for block, place in enumerate(course.sink):
-            window = slice(max(0, block + 1 - course.options.window), block + 1)
+        for block, place in enumerate(state.sink):
+            window = slice(max(0, block + 1 - state.options.window), block + 1)
             keys = torch.cat([_turned(sink_k, place), k[:, window].flatten(1, 2)], 1)
             values = torch.cat([sink_v, v[:, window].flatten(1, 2)], 1)
             rows.append(_attend(q[:, block], keys, values))

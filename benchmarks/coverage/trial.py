@@ -93,7 +93,7 @@ class Trial:
         """As a user does it: two ranks, exact, nothing known, verified."""
         with TemporaryDirectory() as folder:
             mode = Mode(name="first use", strategy="exact", evaluations=(FIRST, SECOND))
-            found = self._on_ranks(2, lambda door: self._use(mode, door, 2, verdicts=Path(folder)))
+            found = self._on_ranks(2, lambda comm: self._use(mode, comm, 2, verifications=Path(folder)))
         errors = [each for each in found if isinstance(each, Exception)]
         if not errors:
             return Found(known=found[0][1])
@@ -103,7 +103,7 @@ class Trial:
 
     def run(self, mode: Mode, ranks: int, known: Any) -> Result:
         """One mode; `known` is what the first use has found."""
-        found = self._on_ranks(ranks, lambda door: self._use(mode, door, ranks, known=known))
+        found = self._on_ranks(ranks, lambda comm: self._use(mode, comm, ranks, known=known))
         errors = [each for each in found if isinstance(each, Exception)]
         if errors:
             refused = len(errors) == ranks and all(isinstance(each, UnsupportedModel) for each in errors)
@@ -129,34 +129,34 @@ class Trial:
         return on_threads(ranks, lambda transport: use(Communicator(transport)), deadline=DEADLINE)
 
     def _use(
-        self, mode: Mode, door: Communicator, ranks: int, *, known: Any = None, verdicts: Path | None = None
+        self, mode: Mode, comm: Communicator, ranks: int, *, known: Any = None, verifications: Path | None = None
     ) -> Any:
         """Predictions of one picture on this rank, and what is known of the denoiser then."""
-        rank, clock = door.transport.rank, StepClock()
+        rank, clock = comm.transport.rank, StepClock()
         model = self.models[rank]
         layer: Any = parse_strategy(mode.strategy).install(
             model,
-            door,
+            comm,
             Axis("patch", rank, ranks, tuple(range(ranks))),
             clock=clock,
-            verdicts=None if verdicts is None else VerificationCache(verdicts / str(rank)),
+            verifications=None if verifications is None else VerificationCache(verifications / str(rank)),
         )
         known_as = "plan" if isinstance(layer, TokenDenoiser) else "sites"
         setattr(layer, known_as, known)
         layer.exchange = mode.exchange
-        door.traffic.events = []
+        comm.traffic.events = []
         try:
             found = [self._evaluation(layer, clock, name) for name in mode.evaluations]
             layer.finish()
         finally:
             layer.restore()
         if mode.name == "ring":
-            self._look_at(door)
+            self._look_at(comm)
         return found, getattr(layer, known_as)
 
-    def _look_at(self, door: Communicator) -> None:
+    def _look_at(self, comm: Communicator) -> None:
         """Tell attention calls whose keys went round from those whose keys came at once."""
-        events = door.traffic.events or []
+        events = comm.traffic.events or []
         self.by_mode |= {event.where for event in events if event.kind == "kv"}
         at_once = {event.where for event in events if event.kind == "tokens" and " attention " in event.where}
         self.gathered |= at_once - self.by_mode

@@ -31,7 +31,7 @@ from benchmarks.emulation.sight import (
 from patchpar.plan.bands import split_bands
 from patchpar.shard.sdpa import AttentionCall, SdpaMode
 from patchpar.shard.unet.discover import ExchangeSites, discover
-from patchpar.shard.unet.spatial_arguments import picture_of
+from patchpar.shard.unet.spatial_arguments import map_of
 
 DIMS = {"rows": -2, "columns": -1}
 LEAST = {"corrected": 0.0, "guarded": 0.3}  # of the own variance: one below is replaced by it
@@ -65,7 +65,7 @@ class Emulation:
             raise ValueError(f"split={split!r} is neither rows nor columns")
         self.unet, self.places, self.policy = unet, places, policy
         self.evaluation = 0
-        self.memory: dict[str, Any] = {}  # by layer: what was exchanged last, of all places
+        self.cache: dict[str, Any] = {}  # by layer: what was exchanged last, of all places
         self.partials: dict[str, list[Partial]] = {}  # by layer and place: attention to all remote tokens
         self.earlier: dict[str, Any] = {}  # by layer: keys and values of the evaluation before
         self.times: list[float] = []  # timesteps of all evaluations
@@ -94,7 +94,7 @@ class Emulation:
     def reset(self) -> None:
         """Begin an image: forget every earlier step."""
         self.evaluation, self._shape = 0, None
-        self.memory.clear()
+        self.cache.clear()
         self.partials.clear()
         self.earlier.clear()
         self.times.clear()
@@ -114,7 +114,7 @@ class Emulation:
         if self._sites is None:
             self._sites = discover(self.unet, original, args, kwargs)
             self._install(self._sites)
-        sample = picture_of(args, kwargs)
+        sample = map_of(args, kwargs)
         if self._shape not in (None, sample.shape):
             raise ValueError(f"a latent of {tuple(sample.shape)} after {tuple(self._shape)}: reset() between images")
         self._shape = sample.shape
@@ -143,10 +143,10 @@ class Emulation:
         """What a place has of the others, where `now` is everyone's of this step. Keeps it for the next evaluation."""
         if not self.policy.needs_past:
             return now
-        before = self.memory.get(path)
+        before = self.cache.get(path)
         frozen = self.policy.frozen and not self.synchronous
         if not frozen:
-            self.memory[path] = now
+            self.cache[path] = now
         return now if self.synchronous or (fresh and not frozen) else before
 
     def _conv(self, path: str, conv: Conv, trailing: int, original: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ class Emulation:
         maps = x.unflatten(-1, grid) if x.dim() == 3 else x
         pieces = [narrow(maps, self._dim, span) for span in self._cut.spans(grid[self._dim])]
         now = [moments_of(piece, norm.num_groups) for piece in pieces]
-        then = self.memory.get(path)
+        then = self.cache.get(path)
         shown = self._exchange(path, now, fresh=self.policy.moments == "fresh")
         if self.synchronous:
             return original(x)
@@ -219,7 +219,7 @@ class Emulation:
         grid, dim = self._cut.grid(call.key.shape[2]), self._dim
         spans = self._cut.spans(grid[dim])
         now = KeyValues(call.key.mT.unflatten(-1, grid), call.value.mT.unflatten(-1, grid))
-        before, earlier = self.memory.get(path), self.earlier.get(path)
+        before, earlier = self.cache.get(path), self.earlier.get(path)
         shown = self._exchange(path, now, fresh=self.policy.context == "fresh")
         if self.policy.extrapolated:
             self.earlier[path] = before

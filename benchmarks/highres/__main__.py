@@ -108,8 +108,8 @@ def _cells(looks: Sequence[Look]) -> str:
     if looks[0].repetition is None:
         return " | | "
     repetition = fmean(look.repetition or 0.0 for look in looks)
-    seam, agrees = (fmean(getattr(look, name) for look in looks) for name in ("seam_z", "agreement_db"))
-    return f"{repetition:.2f} | {seam:.1f} | {agrees:.1f}"
+    point, agrees = (fmean(getattr(look, name) for look in looks) for name in ("seam_z", "agreement_db"))
+    return f"{repetition:.2f} | {point:.1f} | {agrees:.1f}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +220,7 @@ def _images(options: argparse.Namespace) -> Iterator[str]:
     for each in options.generate or [ImageSet()]:
         facts = {"size": each.scale * NATIVE, "native": NATIVE, "right": right, "steps": each.steps}
         yield from (SHOWN.format(**facts, captions=_first(each.captions)), "")
-        kept = ImageCache(scale=each.scale, steps=each.steps, folder=options.kept)
+        kept = ImageCache(scale=each.scale, steps=each.steps, folder=options.structure_strength)
         yield from (*images(each.methods, each.captions, kept, options.sheet), "")
         if options.sheet is not None:
             yield f"{SHEET} {', '.join(each.methods)}."
@@ -258,8 +258,8 @@ def with_section(page: str, found: str) -> str:
     new = found[found.index("\n## ") + 1 :].rstrip()
     title = new.splitlines()[0]
     before, _, rest = f"{page.rstrip()}\n".partition(f"\n{title}\n")
-    _, mark, after = rest.partition("\n## ")
-    return f"{before.rstrip()}\n\n{new}\n{mark}{after}"
+    _, beat, after = rest.partition("\n## ")
+    return f"{before.rstrip()}\n\n{new}\n{beat}{after}"
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ DEADLINE = 600.0
 METHODS: dict[str, Any] = {
     "native": None,
     "direct": None,
-    "windows alone": StructureGuidance(switch=1.0, kept=0.0),
+    "windows alone": StructureGuidance(switch=1.0, structure_strength=0.0),
     "paper": StructureGuidance(preset="paper"),
-    "calibrated, not kept": StructureGuidance(kept=0.0),
+    "calibrated, not kept": StructureGuidance(structure_strength=0.0),
     "calibrated": StructureGuidance(),
     "touching": StructureGuidance(margin=0.0),
     "touching, context": StructureGuidance(margin=0.0, context=0.25),

@@ -124,7 +124,7 @@ def predicted(strategy: StructureGuidance, seconds: Seconds, scale: int, ranks: 
     larger = (1 + (strategy.margin or 0)) ** 2  # evaluations grow with the area of a window
     return Spent(
         above=before * _step(1 if follows else patches, seconds, ranks, 1 if masked else bands),
-        below=(STEPS - before) * larger * _step(windows + (method.kept > 0), seconds, ranks, bands),
+        below=(STEPS - before) * larger * _step(windows + (method.structure_strength > 0), seconds, ranks, bands),
         decode=seconds.decode / (1 if ranks == 1 else ranks * DECODED),
         png=seconds.png / ranks,
     )
@@ -136,7 +136,7 @@ def _step(patches: int, seconds: Seconds, ranks: int, bands: int) -> float:
     return max(
         sum(seconds.of(len(call.branches), 1) for call in evaluations_of(alone, 2))
         + sum(seconds.of(len(call.branches), bands) for call in evaluations_of(together, 2))
-        for alone, together in zip(schedule.alone, schedule.together, strict=True)
+        for alone, together in zip(schedule.whole_units, schedule.split_units, strict=True)
     )
 
 

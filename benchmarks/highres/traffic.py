@@ -18,7 +18,7 @@ from patchpar.strategies.structure.blending import BlendPlan
 from patchpar.strategies.structure.interlace import Interlace
 from patchpar.strategies.structure.needed_regions import NeededRegions, WindowPlan
 from patchpar.strategies.structure.windows import Tiling, Windows
-from patchpar.strategies.structure.work_schedule import merged, scheduled, share_out
+from patchpar.strategies.structure.work_schedule import assign_units, merged, scheduled
 
 STEPS, NATIVE = 50, 64
 RANKS = (2, 3, 4, 8)
@@ -44,7 +44,7 @@ def forecast(scale: int, ranks: int, *, native: int = NATIVE, patches: int, bran
     side = scale * native
     stacked = tuple((number * native, 0) for number in range(patches))
     windows = Windows((patches * native, native), (native, native), stacked)
-    blend = BlendPlan.of(windows, merged(share_out(patches, branches, ranks)), 1)
+    blend = BlendPlan.of(windows, merged(assign_units(patches, branches, ranks)), 1)
     return [
         Sent(
             pieces=_pieces(blend, place, ranks) / side**2,
@@ -64,11 +64,11 @@ def with_windows(
     size = (scale * native, scale * native)
     windows = Tiling(moved=bool(key)).lay(size, (native, native), key=key)
     schedule = scheduled(len(windows) + guide, 2, ranks)
-    blend = BlendPlan.of(windows, merged(schedule.shares), 1)
-    has_guide = [any(unit.patch == len(windows) for unit in units) for units in schedule.shares]
+    blend = BlendPlan.of(windows, merged(schedule.assignment), 1)
+    has_guide = [any(unit.patch == len(windows) for unit in units) for units in schedule.assignment]
     zones = Tiling().zones(size, (native, native))
-    course = WindowPlan(zones=zones, schedule=schedule, interlace=Interlace.of(size, (native, native)))
-    regions = None if to == "all" else NeededRegions.of(course, last=to == "last")
+    state = WindowPlan(zones=zones, schedule=schedule, interlace=Interlace.of(size, (native, native)))
+    regions = None if to == "all" else NeededRegions.of(state, last=to == "last")
     needed = _everything(ranks, blend, native) if regions is None else _needed(regions, ranks)
     latent = size[0] * size[1]
     return [
@@ -118,7 +118,7 @@ class Stages:
 
 def stages(strategy: StructureGuidance, scale: int, ranks: int) -> Stages:
     """Of a strategy with overlapping windows and no teams."""
-    guidance, guide = strategy.method.guidance, strategy.method.kept > 0
+    guidance, guide = strategy.method.guidance, strategy.method.structure_strength > 0
     follows = guidance.strength(0) == 1 and guidance.decay == "none" and not guidance.masked
     return Stages(
         before=forecast(scale, ranks, patches=1 if follows else scale**2),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.page import write_page
 from patchpar.launch.local import LocalExecutor
-from patchpar.plan.link_model import EXPOSED_SHARE, LinkModel, TimedMessage, edges_for, link_seconds, step_seconds
+from patchpar.plan.link_model import EXPOSED_FRACTION, LinkModel, TimedMessage, edges_for, link_seconds, step_seconds
 
 STRATEGIES = ("exact", "displaced", "pcpp", "fresh-edges", "fresh-edges:context=pooled")
 STALE = ("displaced", "pcpp")  # these are held to hiding what a link needs
@@ -75,7 +75,7 @@ class Profile:
     """A strategy's exchanges in one step on the bare link, and how long that step took."""
 
     seconds: float
-    seams: tuple[str, ...]
+    points: tuple[str, ...]
     messages: tuple[TimedMessage, ...]
 
     @property
@@ -86,7 +86,7 @@ class Profile:
     @property
     def edges(self) -> list[TimedMessage]:
         """What is waited for in the same step, but for the prediction."""
-        return [m for seam, m in zip(self.seams, self.messages, strict=True) if not m.age and seam != "prediction"]
+        return [m for point, m in zip(self.points, self.messages, strict=True) if not m.age and point != "prediction"]
 
     def at(self, seconds: float) -> list[TimedMessage]:
         """The same exchanges in a step of `seconds`."""
@@ -97,8 +97,8 @@ class Profile:
 def profile(ranks: LocalExecutor) -> Profile:
     """Record one step of what is prepared: of three, the one that took neither longest nor shortest."""
     found = sorted((ranks.call("record", expected=60.0)[0] for _ in range(3)), key=lambda each: each["seconds"])[1]
-    seams = tuple(seam for seam, *_ in found["messages"])
-    return Profile(found["seconds"], seams, tuple(TimedMessage(*rest) for _, *rest in found["messages"]))
+    points = tuple(point for point, *_ in found["messages"])
+    return Profile(found["seconds"], points, tuple(TimedMessage(*rest) for _, *rest in found["messages"]))
 
 
 def links(seen: Profile, options: argparse.Namespace) -> Iterator[LinkModel]:
@@ -218,7 +218,7 @@ def rule(ranks: LocalExecutor, options: argparse.Namespace) -> Iterator[str]:
     for link, fresh, stale in zip((LinkModel(), *chosen), found["fresh-edges"], found["displaced"], strict=True):
         choice = edges_for(link, rounds=rounds, edge_bytes=edge_bytes, step_seconds=bare, queued_bytes=queued).edges
         cost = (fresh - stale) / bare
-        right = (choice == "fresh") == (cost <= EXPOSED_SHARE)
+        right = (choice == "fresh") == (cost <= EXPOSED_FRACTION)
         yield f"| {link} | {fresh:.3f} | {stale:.3f} | {cost:+.1%} | {choice} | {'yes' if right else 'NO'} |"
 
 

@@ -45,10 +45,10 @@ class Recorder:
         self.inner, self.rank, self.device, self.deadline = inner, inner.rank, inner.device, inner.deadline
         self.swaps: list[Swap] = []
 
-    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> RecordedWork:
-        swap = Swap(where, self.clock(), sum(message.num_bytes for message in outgoing))
-        self.swaps.append(swap)
-        return RecordedWork(self.inner.swap(outgoing, incoming, where), swap, self.clock)
+    def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> RecordedWork:
+        send_recv = Swap(where, self.clock(), sum(message.num_bytes for message in outgoing))
+        self.swaps.append(send_recv)
+        return RecordedWork(self.inner.send_recv(outgoing, incoming, where), send_recv, self.clock)
 
     def close(self) -> None:
         self.inner.close()
@@ -57,9 +57,9 @@ class Recorder:
 class RecordedWork(Work[Messages]):
     """Notes when it is first waited for."""
 
-    def __init__(self, pending: Work[Messages], swap: Swap, clock: Callable[[], float]) -> None:
+    def __init__(self, pending: Work[Messages], send_recv: Swap, clock: Callable[[], float]) -> None:
         super().__init__(pending.incoming, pending.where)
-        self._pending, self._swap, self._clock = pending, swap, clock
+        self._pending, self._send_recv, self._clock = pending, send_recv, clock
 
     def is_here(self, index: int) -> bool:
         return self._pending.is_here(index)
@@ -73,8 +73,8 @@ class RecordedWork(Work[Messages]):
         self._pending.wait()
 
     def _note(self) -> None:
-        if self._swap.needed is None:
-            self._swap.needed = self._clock()
+        if self._send_recv.needed is None:
+            self._send_recv.needed = self._clock()
 
 
 def sleeping() -> Any:
@@ -106,12 +106,12 @@ MODELS = {"large": large, "sleeping": sleeping}
 class Steps:
     """Steps of one strategy at a time, on one of two ranks. `bare` is the way to the other."""
 
-    def __init__(self, bare: Transport, mark: Callable[[str], object] | None = None) -> None:
+    def __init__(self, bare: Transport, beat: Callable[[str], object] | None = None) -> None:
         self.line = DelayedTransport(bare)
         self.recorder = Recorder(self.line)
-        self.door = Communicator(self.recorder, mark)
+        self.comm = Communicator(self.recorder, beat)
         self.axis = Mesh(bare.rank, range(2), patch=2)["patch"]
-        self.meet = AllGather(Communicator(bare, mark), self.axis, "meet", "meeting")
+        self.meet = AllGather(Communicator(bare, beat), self.axis, "meet", "meeting")
         self.clock = StepClock()
         self.forward, self.patched, self.inputs = None, None, None
 
@@ -125,7 +125,7 @@ class Steps:
         self.recorder.clock = time.perf_counter if model == "sleeping" else time.thread_time
         self.clock = StepClock()
         self._link(0.0, float("inf"), 0)
-        self.patched = options.install(denoiser, self.door, self.axis, clock=self.clock, verdicts=None)
+        self.patched = options.install(denoiser, self.comm, self.axis, clock=self.clock, verifications=None)
         self._steps(WARM)
 
     def release(self) -> None:
@@ -151,7 +151,7 @@ class Steps:
         self._steps(1)
         swaps, end = list(self.recorder.swaps), self.recorder.clock()
         self._steps(1)
-        return {"seconds": end - start, "messages": [_seen(swap, start, end) for swap in swaps]}
+        return {"seconds": end - start, "messages": [_seen(send_recv, start, end) for send_recv in swaps]}
 
     def _link(self, latency: float, rate: float, overtake: int) -> None:
         self.line.latency, self.line.rate, self.line.overtake = latency, rate, overtake
@@ -173,10 +173,10 @@ class Bench(Steps):
 
     def __init__(self, context: RankContext) -> None:
         torch.set_num_threads(1)
-        super().__init__(connect(context), context.mark)
+        super().__init__(connect(context), context.beat)
 
 
-def _seen(swap: Swap, start: float, end: float) -> tuple[str, float, float, int, int]:
-    assert swap.needed is not None, f"{swap.where} was not waited for within two steps"
-    age = int(swap.needed > end)
-    return swap.where, swap.sent - start, swap.needed - (end if age else start), swap.num_bytes, age
+def _seen(send_recv: Swap, start: float, end: float) -> tuple[str, float, float, int, int]:
+    assert send_recv.needed is not None, f"{send_recv.where} was not waited for within two steps"
+    age = int(send_recv.needed > end)
+    return send_recv.where, send_recv.sent - start, send_recv.needed - (end if age else start), send_recv.num_bytes, age

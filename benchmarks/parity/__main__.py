@@ -56,9 +56,9 @@ def rows(pool: Any, names: Sequence[str], steps: int) -> Iterator[tuple[str, boo
     from tests.exact.test_pipelines import SCHEDULERS
 
     for name in names:
-        with tempfile.TemporaryDirectory() as verdicts:
+        with tempfile.TemporaryDirectory() as verifications:
             for scheduler in SCHEDULERS:
-                arguments = (name, cases(scheduler, steps), verdicts)
+                arguments = (name, cases(scheduler, steps), verifications)
                 found = pool.call("run", "tests.exact.pipelines:compared", 4, "auto", arguments)[0]
                 yield _row(name, scheduler, found)
 

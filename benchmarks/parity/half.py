@@ -58,8 +58,10 @@ def rows(pool: Any, names: Sequence[str], steps: int) -> Iterator[tuple[str, boo
     cases = [Case(plan=plan, scheduler="DDIM", size=size, steps=steps) for plan in PLANS for size in SIZES]
     for name in (name for name in NAMES if name in names):
         for dtype in (torch.float16, torch.bfloat16):
-            with tempfile.TemporaryDirectory() as verdicts:
-                found = pool.call("run", "tests.exact.pipelines:halved", 4, "auto", (name, dtype, cases, verdicts))[0]
+            with tempfile.TemporaryDirectory() as verifications:
+                found = pool.call(
+                    "run", "tests.exact.pipelines:halved", 4, "auto", (name, dtype, cases, verifications)
+                )[0]
             worst = {field: max(getattr(each, field) for each in found) for field in ("ours", "batched", "math")}
             off, plain = max(each.ours_off for each in found), max(each.plain_off for each in found)
             cells = " | ".join(f"{value:.1e}" for value in (*worst.values(), off, plain))

@@ -67,7 +67,7 @@ def _frames(avatar: Avatar, talk: Talk, blocks: int, *, has_sink: bool) -> Itera
 def _take_sinks(states: Sequence[StepState]) -> None:
     """Not offered by the stream itself: nobody should want it."""
     for state in states:
-        state.sink, state.memory._has_sink = None, False
+        state.sink, state.cache._has_sink = None, False
 
 
 def rows(kept: Sequence[Colours], without: Sequence[Colours]) -> list[str]:

@@ -84,13 +84,13 @@ class Bench(ImageRunner):
         if context.rank >= ranks:
             return []
         torch.set_num_threads(1)
-        door = None if ranks == 1 else Communicator(self._transport, context.mark)
+        comm = None if ranks == 1 else Communicator(self._transport, context.beat)
         orders = iter([ImageRequest(number=n, arguments=case.arguments(), seed=n) for n in range(case.images)])
         ended = list[Ended]()
 
         def put(number: int, result: Any) -> None:
             ended.append(Ended(number=number, moment=time.time(), image=np.asarray(result.images[0])))
 
-        stage = ImageStage(self._pipe, context.rank, ranks, door, context.mark)
+        stage = ImageStage(self._pipe, context.rank, ranks, comm, context.beat)
         stage.run(lambda patience: next(orders, EndStream()), put)
         return ended

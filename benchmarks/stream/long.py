@@ -112,10 +112,10 @@ def table(record: Record, plan: object, fps: float) -> list[str]:
         "| rank | resident at the end, MB | floor | peak | up and down | |",
         "|---|---|---|---|---|---|",
     ]
-    for rank, (course, last) in enumerate(zip(record.courses(), record.resident[-1], strict=True)):
-        verdict = "flat" if course.is_flat else "not flat"
+    for rank, (state, last) in enumerate(zip(record.courses(), record.resident[-1], strict=True)):
+        verdict = "flat" if state.is_flat else "not flat"
         lines.append(
-            f"| {rank} | {last / 1e6:.0f} | {course.floor:+.1%} | {course.peak:+.1%} | {course.wave:.1%} | {verdict} |"
+            f"| {rank} | {last / 1e6:.0f} | {state.floor:+.1%} | {state.peak:+.1%} | {state.wave:.1%} | {verdict} |"
         )
     return lines
 

@@ -33,9 +33,9 @@ class Bench:
     def __init__(self, context: RankContext) -> None:
         torch.set_num_threads(1)
         self.context = context
-        self.door = Communicator(connect(context), context.mark)
+        self.comm = Communicator(connect(context), context.beat)
         self.axis = Mesh(context.rank, range(2), patch=2)["patch"]
-        self.meet = AllGather(self.door, self.axis, "meet", "meeting")
+        self.meet = AllGather(self.comm, self.axis, "meet", "meeting")
 
     def form_group(self, path: str) -> None:
         """Torch's default group, which diffusers' ways need and our workers have not. `path`: a new file."""
@@ -67,7 +67,7 @@ class Bench:
         call = whole.at(number)
         single, want = self._timed((lambda call: whole.model(**call)) if self.context.rank == 0 else None, call)
         for case, step in steps.items():
-            traffic = self.door.traffic
+            traffic = self.comm.traffic
             traffic.clear()
             pair, got = self._timed(step, call)
             figures = found[case]
@@ -98,7 +98,7 @@ class Bench:
         """A call of the model split as the case says."""
         if not case.startswith(THEIRS):
             text = case if case.startswith("exact") else f"{case}:warmup_steps=1"
-            return installed(whole, text, self.door, self.axis)
+            return installed(whole, text, self.comm, self.axis)
         if case.endswith("ulysses"):
             return split_by_diffusers(whole.twin(), ulysses=2)
         step = split_by_diffusers(whole.twin(), ring=2)
@@ -129,7 +129,7 @@ class Bench:
     def _hooked(self, whole: Subject, seconds: float) -> Figures:
         steps = {
             "plain": lambda call: whole.model(**call),
-            "hooked": installed(whole, "exact", self.door, Axis("patch", 0, 1, (0,))),
+            "hooked": installed(whole, "exact", self.comm, Axis("patch", 0, 1, (0,))),
         }
         found: Figures = {"plain": [], "hooked": [], "same": True}
         for step in steps.values():
@@ -141,16 +141,16 @@ class Bench:
                 start = time.perf_counter()
                 outputs.append(steps[name](call)[0])
                 found[name].append(time.perf_counter() - start)
-            self.context.mark(f"call {number}")  # nothing travels here: we are alive nevertheless
+            self.context.beat(f"call {number}")  # nothing travels here: we are alive nevertheless
             found["same"] &= torch.equal(*outputs)
             number += 1
         return found
 
 
-def installed(whole: Subject, strategy: str, door: Communicator, axis: Axis) -> Step:
+def installed(whole: Subject, strategy: str, comm: Communicator, axis: Axis) -> Step:
     """A call of the model with its tokens split by one of our strategies, between the places of `axis`."""
     clock, model = StepClock(guided=False), whole.twin()
-    layer = parse_strategy(strategy).install(model, door, axis, clock=clock)
+    layer = parse_strategy(strategy).install(model, comm, axis, clock=clock)
     layer.plan = whole.plan
     forward = model.forward
 

@@ -37,7 +37,7 @@ class Formula:
 
     def num_bytes(self, n: int, tokens: int, heads: int, hidden: int) -> Fraction:
         """Of fp32 values, for a batch of one."""
-        return ITEMSIZE * tokens * (self.share(n) * hidden + self.log_sums(n) * heads)
+        return ITEMSIZE * tokens * (self.part(n) * hidden + self.log_sums(n) * heads)
 
 
 def _ring(n: int) -> Fraction:
@@ -49,20 +49,20 @@ def _usp(n: int, ulysses: int) -> Fraction:
 
 
 FORMULAS = (
-    Formula(strategy="exact", text="2(N-1)/N", share=_ring),
-    Formula(strategy="exact:attention=ring", text="2(N-1)/N", share=_ring),
-    Formula(strategy="exact:attention=two-way-ring", text="2(N-1)/N", share=_ring),
+    Formula(strategy="exact", text="2(N-1)/N", part=_ring),
+    Formula(strategy="exact:attention=ring", text="2(N-1)/N", part=_ring),
+    Formula(strategy="exact:attention=two-way-ring", text="2(N-1)/N", part=_ring),
     Formula(
         strategy="exact:attention=token-ring",
         text="2(N-1)/N, and (N-1)/N of S heads",
-        share=_ring,
+        part=_ring,
         log_sums=lambda n: Fraction(n - 1, n),
     ),
     *(
         Formula(
             strategy=f"exact:ulysses={n}",
             text="4(N-1)/N²",
-            share=lambda n: Fraction(4 * (n - 1), n**2),
+            part=lambda n: Fraction(4 * (n - 1), n**2),
             ranks=(n,),
         )
         for n in RANKS
@@ -71,7 +71,7 @@ FORMULAS = (
         Formula(
             strategy=f"exact:attention={way}:ulysses=2",
             text="(4(U-1)/U + 2(R-1))/N",
-            share=lambda n: _usp(n, 2),
+            part=lambda n: _usp(n, 2),
             ranks=(4,),
         )
         for way in ("gather", "ring", "two-way-ring")
@@ -98,19 +98,19 @@ def counted_per_layer(whole: Subject, strategy: str, ranks: int) -> list[Fractio
     """Bytes that each of so many ranks sends in a layer, that is without the prediction. Raises what a rank raises."""
     from tests.unit.threads import on_threads
 
-    keys = parse_strategy(strategy).treatment.keys
+    keys = parse_strategy(strategy).policy.keys
     layers = sum(len(block.paths) for block in whole.plan.blocks)
 
     @torch.no_grad()
     def sent(transport: Any) -> Fraction:
-        door, axis, model = (
+        comm, axis, model = (
             Communicator(transport),
             Axis("patch", transport.rank, ranks, tuple(range(ranks))),
             whole.twin(),
         )
-        shard = TransformerSharder(model, whole.plan, TokenSplit(door, axis, partial(attend_together, keys)))
+        shard = TransformerSharder(model, whole.plan, TokenSplit(comm, axis, partial(attend_together, keys)))
         shard.denoise(model.forward, **whole.call)
-        return Fraction(door.traffic.total_bytes - door.traffic.bytes_sent["tokens"], layers)
+        return Fraction(comm.traffic.total_bytes - comm.traffic.bytes_sent["tokens"], layers)
 
     found = on_threads(ranks, sent, deadline=60.0)
     for each in found:

@@ -50,9 +50,9 @@ def accuracy(place: Place, name: str, method: str, size: tuple[int, int]) -> Acc
     with torch.no_grad():
         split.takes(call)
         want = tensors_of(call.on(x))[0]
-        split.door.traffic.clear()
+        split.comm.traffic.clear()
         got = tensors_of(split(call, everywhere=True))[0]
-        traffic = split.door.traffic
+        traffic = split.comm.traffic
         sent, rounds = traffic.total_bytes, sum(traffic.rounds.values())
         split.exchanging = False
         alone = tensors_of(split(call, everywhere=True))[0]
@@ -131,16 +131,16 @@ def times(place: Place, widths: tuple[int, ...], method: str, pixels: int, turns
         split.takes(call)
         for turn in range(turns + 1):
             plain = _timed(lambda: call.on(x)) if place.rank == 0 else (0.0, 0.0)
-            split.door.transport.deadline = 600.0
+            split.comm.transport.deadline = 600.0
             together(place, split)
-            split.door.traffic.clear()
+            split.comm.traffic.clear()
             own = _timed(lambda: split(call, everywhere=False))
             if turn:  # the first warms up
                 found.plain.append(plain[0])
                 found.plain_processor.append(plain[1])
                 found.split.append(own[0])
                 found.split_processor.append(own[1])
-                found.waited.append(sum(split.door.traffic.seconds_waited.values()))
+                found.waited.append(sum(split.comm.traffic.seconds_waited.values()))
     return found
 
 
@@ -148,12 +148,12 @@ def together(place: Place, split: SplitMethod) -> None:
     """Wait until all are here."""
     from patchpar.comm.collectives import AllGather
 
-    AllGather(split.door, split.axis, "begin", "begin").same(torch.zeros(1))
+    AllGather(split.comm, split.axis, "begin", "begin").same(torch.zeros(1))
 
 
 def _split(place: Place, vae: Any, method: str) -> SplitMethod:
     axis = Axis("image", place.rank, place.world, tuple(range(place.world)))
-    return SplitMethod(vae, method, (place.door(), axis), None)
+    return SplitMethod(vae, method, (place.comm(), axis), None)
 
 
 def _timed(function: Any) -> tuple[float, float]:

@@ -36,7 +36,7 @@ STRATEGIES = (
 )
 EMBEDDED = Path(__file__).parents[2] / "assets" / "scenes-unet"
 PIXELS, WORLDS, MOST = (1024, 2048, 3840), (2, 4), 8
-SEAMS = {"kv": 1, "halo": 1, "moments": 3, "correction": 1}
+EXCHANGE_POINTS = {"kv": 1, "halo": 1, "moments": 3, "correction": 1}
 """Kinds of values that seams exchange, and with how many digits their MB are told."""
 INTRODUCTION = """\
 # What ranks send each other
@@ -54,9 +54,9 @@ class Received:
     held: float
 
     @property
-    def seams(self) -> float:
+    def points(self) -> float:
         """Keys, values, halo, moments, and how keys and values have changed."""
-        return sum(self.by_kind[kind] for kind in SEAMS)
+        return sum(self.by_kind[kind] for kind in EXCHANGE_POINTS)
 
 
 def received(shapes: Shapes, world: int, strategy: str, place: int, *, itemsize: int = 2) -> Received:
@@ -64,7 +64,7 @@ def received(shapes: Shapes, world: int, strategy: str, place: int, *, itemsize:
     volumes = Volumes(
         shapes=shapes,
         bands=split_bands(shapes.prediction[-2], world, 4),
-        treatment=parse_strategy(strategy).treatment,
+        policy=parse_strategy(strategy).policy,
         itemsize=itemsize,
     )
     by_kind = {kind: count / 1e6 for kind, count in volumes.received_per_step(place).items()}
@@ -92,13 +92,13 @@ def table_of_sdxl(shapes: Mapping[int, Shapes]) -> Iterator[str]:
     yield "| image | strategy | keys, values | halo | moments | correction | sum | first | of DistriFusion's | held |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for pixels in PIXELS:
-        whole = received(shapes[pixels], MOST, PUBLISHED, inner(MOST)).seams
+        whole = received(shapes[pixels], MOST, PUBLISHED, inner(MOST)).points
         for strategy in STRATEGIES:
             own, first = (received(shapes[pixels], MOST, strategy, place) for place in (inner(MOST), 0))
             parts = " | ".join(
-                f"{own.by_kind[kind]:.{digits}f}" for kind, digits in zip(SEAMS, (1, 1, 3, 1), strict=True)
+                f"{own.by_kind[kind]:.{digits}f}" for kind, digits in zip(EXCHANGE_POINTS, (1, 1, 3, 1), strict=True)
             )
-            sums = f"{own.seams:.1f} | {first.seams:.1f} | {100 * own.seams / whole:.1f} %"
+            sums = f"{own.points:.1f} | {first.points:.1f} | {100 * own.points / whole:.1f} %"
             yield f"| {pixels}² | {strategy} | {parts} | {sums} | {own.held:.0f} |"
 
 
@@ -128,7 +128,7 @@ def _sums(shapes: Mapping[int, Shapes], worlds: Sequence[int], *, itemsize: int,
         cells = []
         for pixels, world in columns:
             own, whole = (
-                received(shapes[pixels], world, each, inner(world), itemsize=itemsize).seams
+                received(shapes[pixels], world, each, inner(world), itemsize=itemsize).points
                 for each in (strategy, PUBLISHED)
             )
             cells.append(f"{own:.{digits}f} ({100 * own / whole:.{digits - 1}f} %)")
@@ -159,12 +159,14 @@ def table_of_tiny(name: str = "sdxl", height: int = 36, width: int = 24) -> Iter
 
 
 def _row(world: int, strategy: str, each: Mapping[str, Any]) -> str:
-    cycle = cycle_of(parse_strategy(strategy).treatment)
+    cycle = cycle_of(parse_strategy(strategy).policy)
     steps = each["counted"]["received"][:cycle]
     counted, formula = (
         [sum(step.values()) for step in each[how]["received"][:cycle]] for how in ("counted", "formula")
     )
-    kinds = " | ".join(f"{sum(step[kind] for step in steps) / len(steps):,.0f}" for kind in (*SEAMS, "prediction"))
+    kinds = " | ".join(
+        f"{sum(step[kind] for step in steps) / len(steps):,.0f}" for kind in (*EXCHANGE_POINTS, "prediction")
+    )
     sums = " | ".join(f"{sum(found) / len(found):,.0f}" for found in (counted, formula))
     return f"| {world} | {strategy} | {kinds} | {sums} | {each['counted']['held']:,} |"
 

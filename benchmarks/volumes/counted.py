@@ -35,48 +35,48 @@ def counted(
     found = {}
     for text in strategies:
         method = parse_strategy(text)
-        method = replace(method, warmup_steps=1) if method.treatment.remembers else method
-        door = place.door()
-        bands = method.install(denoiser, door, place.mesh(patch=place.world)["patch"], clock=StepClock(), split="rows")
+        method = replace(method, warmup_steps=1) if method.policy.remembers else method
+        comm = place.comm()
+        bands = method.install(denoiser, comm, place.mesh(patch=place.world)["patch"], clock=StepClock(), split="rows")
         bands.sites = sites  # found once for all strategies
         volumes = Volumes(
             shapes=shapes,
             bands=split_bands(size[0], place.world, sites.total_stride),
-            treatment=method.treatment,
+            policy=method.policy,
             itemsize=dtype.itemsize,
         )
         found[text] = {
             "counted": measured(bands, denoiser, call),
             "formula": expected(volumes, place.rank),
-            "rounds": dict(door.traffic.rounds),
+            "rounds": dict(comm.traffic.rounds),
         }
     return found
 
 
-def first_stale(treatment: ExchangePolicy) -> int:
+def first_stale(policy: ExchangePolicy) -> int:
     """The first step after those that are exact: where drift decides, none is known before the second."""
-    return 1 if treatment.resync is None else 2
+    return 1 if policy.resync is None else 2
 
 
-def num_steps(treatment: ExchangePolicy) -> int:
+def num_steps(policy: ExchangePolicy) -> int:
     """How many are measured: one more than a cycle, for what is held of the exact step is gone after two."""
-    return 1 + cycle_of(treatment)
+    return 1 + cycle_of(policy)
 
 
 def measured(bands: Any, denoiser: nn.Module, call: Mapping[str, Any]) -> Figures:
     """Run the first, exact steps, and those that are measured."""
-    door, history, ways = bands.share.door, bands.history, {"sent": [], "received": []}
-    first = first_stale(bands.share.treatment)
-    for _ in range(first + num_steps(bands.share.treatment)):
+    comm, history, ways = bands.part.comm, bands.history, {"sent": [], "received": []}
+    first = first_stale(bands.part.policy)
+    for _ in range(first + num_steps(bands.part.policy)):
         if history is not None:
             history.clock.next_call()
-        door.traffic.clear()
+        comm.traffic.clear()
         bands.denoise(denoiser.forward, **call)
         if history is not None:
             history.clock.tick()
-        ways["sent"].append({kind: door.traffic.bytes_sent[kind] for kind in KINDS})
-        ways["received"].append({kind: door.traffic.bytes_received[kind] for kind in KINDS})
-    held = history.memory.num_bytes() if history is not None else 0
+        ways["sent"].append({kind: comm.traffic.bytes_sent[kind] for kind in KINDS})
+        ways["received"].append({kind: comm.traffic.bytes_received[kind] for kind in KINDS})
+    held = history.cache.num_bytes() if history is not None else 0
     bands.finish()
     bands.restore()
     return {way: steps[first:] for way, steps in ways.items()} | {"held": held}
@@ -84,8 +84,8 @@ def measured(bands: Any, denoiser: nn.Module, call: Mapping[str, Any]) -> Figure
 
 def expected(volumes: Volumes, place: int) -> Figures:
     """What the formula says of the measured steps."""
-    first = first_stale(volumes.treatment)
-    evaluations = range(first, first + num_steps(volumes.treatment))
+    first = first_stale(volumes.policy)
+    evaluations = range(first, first + num_steps(volumes.policy))
     return {
         "sent": [dict(volumes.sent(place, evaluation)) for evaluation in evaluations],
         "received": [dict(volumes.received(place, evaluation)) for evaluation in evaluations],

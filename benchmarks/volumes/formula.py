@@ -51,7 +51,7 @@ class Volumes:
 
     shapes: Shapes
     bands: Bands
-    treatment: ExchangePolicy
+    policy: ExchangePolicy
     itemsize: int
 
     def sent(self, place: int, evaluation: int = 0) -> Counter[str]:
@@ -64,22 +64,22 @@ class Volumes:
 
     def received_per_step(self, place: int) -> dict[str, float]:
         """Bytes that come to `place` in a step, on average over the steps after which they repeat."""
-        cycle = cycle_of(self.treatment)
+        cycle = cycle_of(self.policy)
         total = _sum(self.received(place, evaluation) for evaluation in range(cycle))
         return {kind: count / cycle for kind, count in total.items()}
 
     def held(self, place: int) -> Counter[str]:
         """Bytes that `place` keeps for the next step, by kind, beside what is on its way."""
-        treatment, places = self.treatment, len(self.bands)
+        policy, places = self.policy, len(self.bands)
         kept = Counter(dict.fromkeys(KINDS[:3], 0))
-        if not treatment.remembers:
+        if not policy.remembers:
             return kept
         kept["kv"] = sum(self._kept_tokens(layer, place) for layer in self.shapes.attentions)
-        if treatment.halo == "stale":
+        if policy.halo == "stale":
             neighbours = sum(abs(other - place) == 1 for other in self._others(place))
             read = sum(self._read_rows(place, other) for other in self._others(place))
-            kept["halo"] = neighbours * self._both_rows() // 2 if treatment.published else read
-        if treatment.moments in ("stale", "corrected", "guarded"):
+            kept["halo"] = neighbours * self._both_rows() // 2 if policy.published else read
+        if policy.moments in ("stale", "corrected", "guarded"):
             kept["moments"] = places * self._moments()
         return kept
 
@@ -87,9 +87,9 @@ class Volumes:
         return [other for other in range(len(self.bands)) if other != place]
 
     def _between(self, sender: int, receiver: int, evaluation: int) -> Counter[str]:
-        treatment, shapes = self.treatment, self.shapes
-        rows = self._both_rows() if treatment.published else self._read_rows(receiver, sender)
-        told = 3 * FLOAT_BYTES if treatment.resync is not None else 0
+        policy, shapes = self.policy, self.shapes
+        rows = self._both_rows() if policy.published else self._read_rows(receiver, sender)
+        told = 3 * FLOAT_BYTES if policy.resync is not None else 0
         band = math.prod(shapes.prediction[:-2]) * self.bands.size(sender) * shapes.prediction[-1]
         sent = {
             "kv": sum(
@@ -99,14 +99,14 @@ class Volumes:
             ),
             "halo": rows,
             "correction": sum(self._correction(layer, sender) for layer in shapes.attentions),
-            "moments": 0 if treatment.moments == "separate" else self._moments(),
+            "moments": 0 if policy.moments == "separate" else self._moments(),
             "prediction": self.itemsize * band + told,
         }
         return Counter(sent)
 
     def _correction(self, layer: Attended, sender: int) -> int:
         """Bytes of what a place says of its keys and values."""
-        context = self.treatment.context
+        context = self.policy.context
         if not isinstance(context, StaleKV) or context.correction == "none":
             return 0
         matrices = self._tells_matrices(layer, math.prod(self._grid(layer, sender)))
@@ -114,12 +114,12 @@ class Volumes:
         return 2 * layer.batch * layer.heads * numbers * self.itemsize
 
     def _tells_matrices(self, layer: Attended, tokens: int) -> bool:
-        context = self.treatment.context
+        context = self.policy.context
         return isinstance(context, StaleKV) and context.correction == "linear" and tokens >= 4 * (layer.width + 1)
 
     def _is_due(self, layer: int, evaluation: int) -> bool:
         """Whether the keys of a layer leave in this evaluation: with partials, for a refresh in the next."""
-        context = self.treatment.context
+        context = self.policy.context
         return not isinstance(context, CachedPartials) or (evaluation + 1 + layer) % context.refresh == 0
 
     def _moments(self) -> int:
@@ -138,7 +138,7 @@ class Volumes:
 
     def _token_bytes(self, layer: Attended) -> int:
         """Bytes of the key and the value of one token of every sample, as they are sent."""
-        context = self.treatment.context
+        context = self.policy.context
         bits = context.bits if isinstance(context, StaleKV) else 16
         head = self.itemsize * layer.width if bits == 16 else math.ceil(layer.width * bits / 8) + SCALE_BYTES
         return 2 * layer.batch * layer.heads * head
@@ -166,8 +166,8 @@ class Volumes:
     def _kept_tokens(self, layer: Attended, place: int) -> int:
         """Bytes that attention keeps at one layer."""
         own, heads = math.prod(self._grid(layer, place)), layer.batch * layer.heads
-        drift = FLOAT_BYTES * heads * layer.width * math.ceil(own / DRIFT_STRIDE) if self.treatment.resync else 0
-        if isinstance(self.treatment.context, CachedPartials):
+        drift = FLOAT_BYTES * heads * layer.width * math.ceil(own / DRIFT_STRIDE) if self.policy.resync else 0
+        if isinstance(self.policy.context, CachedPartials):
             return heads * own * (layer.width * self.itemsize + FLOAT_BYTES) + drift
         came = sum(self._tokens(layer, other, place) for other in self._others(place))
         tokens = own + came
@@ -184,7 +184,7 @@ class Volumes:
 
     def _own_steps(self) -> int:
         """Of how many steps our own tokens are kept, to tell how they have changed."""
-        context = self.treatment.context
+        context = self.policy.context
         if not isinstance(context, StaleKV) or context.correction == "none":
             return 0
         return 2 if context.extrapolated else 1
@@ -194,7 +194,7 @@ class Volumes:
 
         Where that is led on from the last two steps, and where differences are added up to what it is made of.
         """
-        context = self.treatment.context
+        context = self.policy.context
         if not isinstance(context, StaleKV):
             return 0
         of_differences = context.bits < 16 and (context.extrapolated or context.correction != "none")
@@ -202,7 +202,7 @@ class Volumes:
 
     def _copied_tokens(self, layer: Attended, place: int) -> int:
         """Tokens of ours that others hold and differences are taken to, once for all that get the same."""
-        context = self.treatment.context
+        context = self.policy.context
         if not isinstance(context, StaleKV) or context.bits == 16:
             return 0
         others = self._others(place)
@@ -232,7 +232,7 @@ class Volumes:
 
     @property
     def _selection(self) -> KVSelection | None:
-        context = self.treatment.context
+        context = self.policy.context
         return context.selection if isinstance(context, StaleKV) else None
 
     def _near(self, rows: int) -> int:
@@ -242,9 +242,9 @@ class Volumes:
         return min(rows, max(1, round(share * rows)))
 
 
-def cycle_of(treatment: ExchangePolicy) -> int:
+def cycle_of(policy: ExchangePolicy) -> int:
     """After how many steps the bytes repeat."""
-    return treatment.context.refresh if isinstance(treatment.context, CachedPartials) else 1
+    return policy.context.refresh if isinstance(policy.context, CachedPartials) else 1
 
 
 def _sum(counted: Iterable[Counter[str]]) -> Counter[str]:

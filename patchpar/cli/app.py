@@ -17,7 +17,7 @@ from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Format, Model, c
 from patchpar.errors import PlanError
 from patchpar.models.task_check import RequestedTask
 
-ERRAND = RequestedTask(verb="app")
+TASK = RequestedTask(verb="app")
 NAME = "patchpar_app"
 """Under this name the package of the demo is imported, wherever it lies: `app` itself could be anybody's."""
 
@@ -46,7 +46,7 @@ def serve_app(request: AppFlags) -> None:
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
         typer.echo("Starting the page.", err=True)  # importing what it needs takes seconds
-        ERRAND.check_model(request.model, _loading(request))  # before gradio is missed: that can be installed
+        TASK.check_model(request.model, _loading(request))  # before gradio is missed: that can be installed
         demo = demo_package()
         server, workers = (import_module(f"{demo.__name__}.{name}") for name in ("server", "workers"))
         address = server.Address(
@@ -87,8 +87,8 @@ def demo_package() -> ModuleType:
 
 
 def _imported(folder: Path) -> ModuleType:
-    places = [str(folder)]
-    found = importlib.util.spec_from_file_location(NAME, folder / "__init__.py", submodule_search_locations=places)
+    locations = [str(folder)]
+    found = importlib.util.spec_from_file_location(NAME, folder / "__init__.py", submodule_search_locations=locations)
     assert found is not None
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)

@@ -37,7 +37,7 @@ class ComparedRun(NamedTuple):
     """One side of the comparison: statistics of the run, and float images (H, W, C) in 0..1."""
 
     run: Any
-    pictures: list[Any]
+    images: list[Any]
 
 
 def compare(request: CompareFlags) -> None:
@@ -45,16 +45,16 @@ def compare(request: CompareFlags) -> None:
     with friendly_errors(request.debug):
         request.check()
         paths = {
-            side: names_for(request.output.with_stem(f"{request.output.stem}-{side}"), request.pictures)
+            side: names_for(request.output.with_stem(f"{request.output.stem}-{side}"), request.images)
             for side in ("plan", "single", "difference")
         }
         every = list(chain.from_iterable(paths.values()))
         for path in every:
             check_writable(path)
-        errand = RequestedTask(verb="compare", per_prompt=request.num_images)
-        errand.check_model(request.model, request.for_loading())
+        requested_task = RequestedTask(verb="compare", per_prompt=request.num_images)
+        requested_task.check_model(request.model, request.for_loading())
         with stdout_kept_clean(request.json):
-            planned, single = _both(request, errand)
+            planned, single = _both(request, requested_task)
         figures = measure_pair(planned, single)
         _save_all(planned, single, paths)
         if request.trace is not None:
@@ -63,7 +63,7 @@ def compare(request: CompareFlags) -> None:
         _report({**planned.run.as_dict(), **found}, planned, single, as_json=request.json)
 
 
-def _both(request: CompareFlags, errand: RequestedTask) -> tuple[ComparedRun, ComparedRun]:
+def _both(request: CompareFlags, requested_task: RequestedTask) -> tuple[ComparedRun, ComparedRun]:
     from patchpar.launch.devices import resolve_devices
     from patchpar.launch.torchrun import torchrun_world
 
@@ -71,8 +71,8 @@ def _both(request: CompareFlags, errand: RequestedTask) -> tuple[ComparedRun, Co
         raise PlanError("compare runs one process beside the plan's, which torchrun cannot: start it without torchrun")
     plan = plan_of(request.plan, request.strategy, request.devices)
     alone = resolve_devices(request.devices).names[:1]
-    planned, used = _draw(request, errand, {"devices": request.devices, "plan": plan}, "under the plan")
-    single, _ = _draw(request, errand, {"devices": alone, "plan": of_one(used)}, "on one process")
+    planned, used = _generate(request, requested_task, {"devices": request.devices, "plan": plan}, "under the plan")
+    single, _ = _generate(request, requested_task, {"devices": alone, "plan": of_one(used)}, "on one process")
     return planned, single
 
 
@@ -83,19 +83,21 @@ def of_one(plan: Plan) -> Plan:
     return Plan(strategy=plan.strategy) if plan.strategy.for_one_rank else Plan()
 
 
-def _draw(request: CompareFlags, errand: RequestedTask, where: dict[str, Any], title: str) -> tuple[ComparedRun, Plan]:
+def _generate(
+    request: CompareFlags, requested_task: RequestedTask, where: dict[str, Any], title: str
+) -> tuple[ComparedRun, Plan]:
     from patchpar import ParallelPipeline, Plan
-    from patchpar.models.quiet_libraries import hush
+    from patchpar.models.quiet_libraries import silence_libraries
 
-    hush()
+    silence_libraries()
     opened = {**where, **request.for_loading()}
     with progress(title) as step, ended_at_once(), ParallelPipeline.from_pretrained(request.model, **opened) as pipe:
-        errand.check(purpose_of(pipe.description.pipeline))
+        requested_task.check(purpose_of(pipe.description.pipeline))
         pipe.set_progress_bar_config(disable=True)
         exact = {"output_type": "np"}  # not rounded to 8 bits: small errors show
-        pipe(**request.for_drawing() | exact | {"num_inference_steps": WARM_UP_STEPS})
+        pipe(**request.for_images() | exact | {"num_inference_steps": WARM_UP_STEPS})
         pipe.on_step, pipe.tracing = step, request.trace is not None
-        output = pipe(**request.for_drawing() | exact)
+        output = pipe(**request.for_images() | exact)
         return ComparedRun(pipe.last_run, images_of(output) or []), pipe.plan or Plan()
 
 
@@ -103,7 +105,7 @@ def measure_pair(planned: ComparedRun, single: ComparedRun) -> dict[str, float]:
     """The figures of `compare`: the worst image counts. max_abs_diff is on the 0..1 scale."""
     from patchpar.pipeline.image_metrics import max_abs_diff, psnr, ssim
 
-    pairs = list(zip(planned.pictures, single.pictures, strict=True))
+    pairs = list(zip(planned.images, single.images, strict=True))
     return {
         "psnr_db": min(psnr(a, b) for a, b in pairs),
         "ssim": min(ssim(a, b) for a, b in pairs),
@@ -113,12 +115,12 @@ def measure_pair(planned: ComparedRun, single: ComparedRun) -> dict[str, float]:
 
 
 def _save_all(planned: ComparedRun, single: ComparedRun, paths: dict[str, list[Path]]) -> None:
-    from patchpar.pipeline.image_metrics import as_picture, difference_map
+    from patchpar.pipeline.image_metrics import as_image, difference_map
 
-    for number, (a, b) in enumerate(zip(planned.pictures, single.pictures, strict=True)):
-        save(as_picture(a), paths["plan"][number])
-        save(as_picture(b), paths["single"][number])
-        save(difference_map(a, b).picture, paths["difference"][number])
+    for number, (a, b) in enumerate(zip(planned.images, single.images, strict=True)):
+        save(as_image(a), paths["plan"][number])
+        save(as_image(b), paths["single"][number])
+        save(difference_map(a, b).image, paths["difference"][number])
 
 
 def _report(figures: dict[str, Any], planned: ComparedRun, single: ComparedRun, *, as_json: bool) -> None:

@@ -81,8 +81,8 @@ def print_json(values: dict[str, Any]) -> None:
 
 def _text_of(error: Exception) -> str:
     text, is_cut, _ = (str(error) or "no message").partition("\nTraceback")  # a worker's own
-    said = text if isinstance(error, PatchparError) else f"{type(error).__name__}: {text}"
-    return f"{said} (--debug shows where)" if is_cut or said is not text else said
+    message = text if isinstance(error, PatchparError) else f"{type(error).__name__}: {text}"
+    return f"{message} (--debug shows where)" if is_cut or message is not text else message
 
 
 def _exit_code(error: Exception) -> int:

@@ -23,7 +23,7 @@ from patchpar.models.task import purpose_of
 from patchpar.models.task_check import RequestedTask
 
 PACKAGES = ("patchpar", "torch", "diffusers", "transformers", "accelerate", "safetensors", "pillow", "av")
-ERRAND = RequestedTask(verb="doctor")
+TASK = RequestedTask(verb="doctor")
 """Its model has to generate an image."""
 
 
@@ -43,7 +43,7 @@ def doctor(request: DoctorFlags) -> None:
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
         with stdout_kept_clean(request.json), ended_at_once():
-            ERRAND.check_model(request.model, {})
+            TASK.check_model(request.model, {})
             findings = examine(request)
         if request.json:
             print_json(findings)
@@ -134,12 +134,12 @@ def collective_test(devices: Sequence[str]) -> dict[str, Any]:
 def choice(request: DoctorFlags) -> dict[str, Any]:
     """The plan that is chosen for one step of an image of the model's own size, and why; that step is run."""
     from patchpar import ParallelPipeline
-    from patchpar.models.quiet_libraries import hush
+    from patchpar.models.quiet_libraries import silence_libraries
 
-    hush()
+    silence_libraries()
     devices, deadline = request.devices, request.deadline
     with ParallelPipeline.from_pretrained(request.model, devices=devices, deadline=deadline) as pipe:
-        ERRAND.check(purpose_of(pipe.description.pipeline))
+        TASK.check(purpose_of(pipe.description.pipeline))
         pipe.set_progress_bar_config(disable=True)
         pipe("a test image", num_inference_steps=1)
         return {"model": request.model, "chosen": str(pipe.plan), "why": pipe.explain(), "ran": str(pipe.last_run)}
@@ -157,8 +157,8 @@ def _tell(findings: dict[str, Any]) -> None:
     if findings["links"]:
         typer.echo(f"links     {findings['links']}")
     test = findings["collective"]
-    verdict = "works" if test["ok"] else f"FAILS: {test['error']}"
-    typer.echo(f"workers   one exchange among {', '.join(test['devices'])}: {verdict} ({test['seconds']:.1f} s)")
+    result = "works" if test["ok"] else f"FAILS: {test['error']}"
+    typer.echo(f"workers   one exchange among {', '.join(test['devices'])}: {result} ({test['seconds']:.1f} s)")
     plan = findings["plan"]
     typer.echo(f"plan      {plan['model']}: {plan['why']}")
     typer.echo(f"image     {plan['ran']}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from patchpar.cli.output_files import check_place
+from patchpar.cli.output_files import check_can_write
 from patchpar.cli.shutdown import ended_by_signals
 from patchpar.errors import PlanError
 
@@ -68,7 +68,7 @@ class ModelFlags:
                 raise PlanError(f"--{name.replace('_', '-')} {value}: it must be at least 1")
         check_deadline(self.deadline)
         if self.trace is not None:
-            check_place(self.trace, "--trace", "trace.json")
+            check_can_write(self.trace, "--trace", "trace.json")
 
     def for_loading(self) -> dict[str, Any]:
         """Keyword arguments of `ParallelPipeline.from_pretrained`, devices and plan aside."""
@@ -112,14 +112,14 @@ class ImageFlags(SizedFlags):
         """Raise PlanError for invalid flags, before anything is started."""
         self.check_counts("num_images")
 
-    def for_drawing(self) -> dict[str, Any]:
+    def for_images(self) -> dict[str, Any]:
         """Keyword arguments of the pipeline's call, as diffusers names them.
 
         Each image has a generator of its own, so that it is the same alone as among others.
         """
         from torch import Generator
 
-        generators = [Generator("cpu").manual_seed(self.seed + number) for number in range(self.pictures)]
+        generators = [Generator("cpu").manual_seed(self.seed + number) for number in range(self.images)]
         several = len(self.prompt) > 1
         negative = self.negative_prompt
         return given(
@@ -131,7 +131,7 @@ class ImageFlags(SizedFlags):
         )
 
     @property
-    def pictures(self) -> int:
+    def images(self) -> int:
         """Number of images that are generated."""
         return len(self.prompt) * self.num_images
 

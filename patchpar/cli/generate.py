@@ -11,7 +11,7 @@ import typer
 from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
 from patchpar.cli.flags import ImageFlags
 from patchpar.cli.image_files import check_writable, names_for, save
-from patchpar.cli.run_pipeline import draw
+from patchpar.cli.run_pipeline import run_and_save
 from patchpar.errors import PlanError
 from patchpar.models.task_check import RequestedTask
 
@@ -27,12 +27,12 @@ def generate(request: GenerateFlags) -> None:
     """Generate images from a prompt on several devices."""
     with friendly_errors(request.debug):
         request.check()
-        paths = names_for(request.output, request.pictures)
+        paths = names_for(request.output, request.images)
         for path in paths:
             check_writable(path)
         with stdout_kept_clean(request.json):
-            errand = RequestedTask(verb="generate", per_prompt=request.num_images)
-            run, saved = draw(request, errand, request.for_drawing, lambda output: _saved(output, paths))
+            requested_task = RequestedTask(verb="generate", per_prompt=request.num_images)
+            run, saved = run_and_save(request, requested_task, request.for_images, lambda output: _saved(output, paths))
         if not saved:
             return  # under torchrun, a rank that has no result: rank 0 saves and reports
         if request.trace is not None:
@@ -42,10 +42,10 @@ def generate(request: GenerateFlags) -> None:
 
 def _saved(output: Any, paths: list[Path]) -> bool:
     """Save the images, if this rank has any."""
-    pictures = images_of(output)
-    for picture, path in zip(pictures or (), paths if pictures else (), strict=True):
-        save(picture, path)
-    return pictures is not None
+    images = images_of(output)
+    for image, path in zip(images or (), paths if images else (), strict=True):
+        save(image, path)
+    return images is not None
 
 
 def images_of(output: Any) -> list[Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from patchpar.cli.output_files import check_place, written_whole
+from patchpar.cli.output_files import check_can_write, written_whole
 from patchpar.errors import PlanError
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ def check_writable(path: Path) -> None:
     if path.suffix.lower() not in SUFFIXES:
         known = ", ".join(SUFFIXES)
         raise PlanError(f"cannot write {path}: the suffix {path.suffix!r} names no image format; use one of {known}")
-    check_place(path, "--output", "image.png")
+    check_can_write(path, "--output", "image.png")
 
 
-def save(picture: Image, path: Path) -> None:
+def save(image: Image, path: Path) -> None:
     """Whole, or not at all. PNG of a large image is compressed less: a fifth of the time, for a sixth more bytes."""
-    is_large = picture.width * picture.height > LARGE
+    is_large = image.width * image.height > LARGE
     options: dict[str, Any] = {"compress_level": 1} if path.suffix.lower() == ".png" and is_large else {}
     with written_whole(path) as beside:
-        picture.save(beside, **options)
+        image.save(beside, **options)

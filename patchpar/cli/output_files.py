@@ -11,7 +11,7 @@ from pathlib import Path
 from patchpar.errors import PlanError
 
 
-def check_place(path: Path, flag: str, example: str) -> None:
+def check_can_write(path: Path, flag: str, example: str) -> None:
     """Raise PlanError if no file can be written to `path`, which came with `flag`; `example` is a file's name."""
     if path.is_dir():
         raise PlanError(f"cannot write {path}: it is a folder; name a file, such as {path / example}")

@@ -21,32 +21,32 @@ def itself(output: Any) -> Any:
     return output
 
 
-def draw(
-    request: SizedFlags, errand: RequestedTask, arguments: Callable[[], dict[str, Any]], keep: Keep = itself
+def run_and_save(
+    request: SizedFlags, requested_task: RequestedTask, arguments: Callable[[], dict[str, Any]], keep: Keep = itself
 ) -> tuple[Any, Any]:
     """(figures of the call, what `keep` made of its output). `arguments` may be slow: workers start meanwhile."""
-    return drawn_by(request, errand, lambda pipe: pipe(**arguments()), keep)
+    return returned_by(request, requested_task, lambda pipe: pipe(**arguments()), keep)
 
 
-def drawn_by(
-    request: ModelFlags, errand: RequestedTask, call: Callable[[Any], Any], keep: Keep = itself, **options: Any
+def returned_by(
+    request: ModelFlags, requested_task: RequestedTask, call: Callable[[Any], Any], keep: Keep = itself, **options: Any
 ) -> tuple[Any, Any]:
     """(figures of the call, what `keep` made of its result). `options` are of how the pipeline is loaded.
 
     `call` takes the pipeline. `keep` works while the workers stop, on the cores that they leave. Raises PlanError for a
-    model that cannot do `errand`: before it is loaded where its folder tells, else before any rank works.
+    model that cannot do `requested_task`: before it is loaded where its folder tells, else before any rank works.
     """
-    errand.check_model(request.model, request.for_loading())
+    requested_task.check_model(request.model, request.for_loading())
     from patchpar import ParallelPipeline
-    from patchpar.models.quiet_libraries import hush
+    from patchpar.models.quiet_libraries import silence_libraries
 
-    hush()
+    silence_libraries()
     plan = plan_of(request.plan, request.strategy, request.devices)
     opened = {"devices": request.devices, "plan": plan, **request.for_loading(), **options}
     with ThreadPoolExecutor(1) as aside, progress("generating") as step, ExitStack() as stack:
         with ended_at_once():
             pipe = stack.enter_context(ParallelPipeline.from_pretrained(request.model, **opened))
-            errand.check(purpose_of(pipe.description.pipeline))
+            requested_task.check(purpose_of(pipe.description.pipeline))
             pipe.set_progress_bar_config(disable=True)
             pipe.on_step, pipe.tracing = step, request.trace is not None
             output = call(pipe)

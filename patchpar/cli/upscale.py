@@ -12,9 +12,9 @@ import typer
 from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
 from patchpar.cli.flags import ModelFlags, given
 from patchpar.cli.image_files import check_writable, save
-from patchpar.cli.run_pipeline import drawn_by
+from patchpar.cli.run_pipeline import returned_by
 from patchpar.errors import PlanError
-from patchpar.models.image_file import read_picture
+from patchpar.models.image_file import read_image_file
 from patchpar.models.task_check import RequestedTask
 
 
@@ -36,7 +36,7 @@ class UpscaleFlags(ModelFlags):
             raise PlanError(f"{self.image}: there is no such file")
         check_writable(self.output)
 
-    def for_drawing(self) -> dict[str, Any]:
+    def for_images(self) -> dict[str, Any]:
         """Keyword arguments of `patchpar.upscale`."""
         from torch import Generator
 
@@ -54,12 +54,12 @@ def enlarge(request: UpscaleFlags) -> None:
     """Upscale an image on several devices."""
     with friendly_errors(request.debug):
         request.check()
-        image = read_picture(request.image, str(request.image))
+        image = read_image_file(request.image, str(request.image))
         with stdout_kept_clean(request.json):
             keep = partial(_saved, request.output)
-            errand = RequestedTask(verb="upscale", has_picture=None)
+            requested_task = RequestedTask(verb="upscale", has_image=None)
             work = partial(_upscaled, image=image, request=request)
-            run, size = drawn_by(request, errand, work, keep, task="image-to-image")
+            run, size = returned_by(request, requested_task, work, keep, task="image-to-image")
         if size is None:
             return  # under torchrun, a rank that has no result: rank 0 saves and reports
         if request.trace is not None:
@@ -70,7 +70,7 @@ def enlarge(request: UpscaleFlags) -> None:
 def _upscaled(pipe: Any, image: Any, request: UpscaleFlags) -> Any:
     from patchpar import upscale
 
-    return upscale(pipe, image, **request.for_drawing())
+    return upscale(pipe, image, **request.for_images())
 
 
 def _saved(path: Path, larger: Any) -> tuple[int, int] | None:

@@ -10,10 +10,10 @@ import typer
 
 from patchpar.cli.console import friendly_errors, print_json, stdout_kept_clean
 from patchpar.cli.flags import SizedFlags, given
-from patchpar.cli.run_pipeline import draw
-from patchpar.cli.video_file import check_film, check_folder, frames_of, save_film, save_frames
+from patchpar.cli.run_pipeline import run_and_save
+from patchpar.cli.video_file import check_folder, check_video, frames_of, save_frames, save_video
 from patchpar.errors import PlanError
-from patchpar.models.image_file import read_picture
+from patchpar.models.image_file import read_image_file
 from patchpar.models.task_check import RequestedTask
 
 
@@ -39,40 +39,40 @@ class VideoFlags(SizedFlags):
             raise PlanError("nothing to generate: give a prompt, or --image for a model that starts from an image")
         if self.image is not None and not self.image.is_file():
             raise PlanError(f"--image {self.image}: there is no such file")
-        check_film(self.output)
+        check_video(self.output)
         if self.frames is not None:
             check_folder(self.frames)
 
-    def for_drawing(self, picture: Any) -> dict[str, Any]:
+    def for_images(self, loaded_image: Any) -> dict[str, Any]:
         """Keyword arguments of the pipeline's call, as diffusers names them."""
         from torch import Generator
 
         return given(
             prompt=self.prompt,
             negative_prompt=self.negative_prompt,
-            image=picture,
+            image=loaded_image,
             num_frames=self.num_frames,
             generator=Generator("cpu").manual_seed(self.seed),
             **self.for_sampling(),
         )
 
-    def picture(self) -> Any:
+    def opened_image(self) -> Any:
         """The first frame, None without. Raises PlanError."""
-        return None if self.image is None else read_picture(self.image, f"--image {self.image}")
+        return None if self.image is None else read_image_file(self.image, f"--image {self.image}")
 
 
 def video(request: VideoFlags) -> None:
     """Generate a video on several devices."""
     with friendly_errors(request.debug):
         request.check()
-        picture = request.picture()
+        loaded_image = request.opened_image()
         with stdout_kept_clean(request.json):
-            errand = RequestedTask(verb="video", product="video", has_picture=picture is not None)
-            run, output = draw(request, errand, lambda: request.for_drawing(picture))
+            requested_task = RequestedTask(verb="video", product="video", has_image=loaded_image is not None)
+            run, output = run_and_save(request, requested_task, lambda: request.for_images(loaded_image))
         frames = frames_of(output)
         if frames is None:
             return  # under torchrun, a rank that has no result: rank 0 saves and reports
-        save_film(frames, request.output, request.fps)
+        save_video(frames, request.output, request.fps)
         paths = [request.output, *(save_frames(frames, request.frames) if request.frames is not None else [])]
         if request.trace is not None:
             run.save_trace(request.trace)

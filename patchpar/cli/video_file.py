@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patchpar.cli.image_files import save
-from patchpar.cli.output_files import check_place, written_whole
+from patchpar.cli.output_files import check_can_write, written_whole
 from patchpar.errors import PlanError
 
 if TYPE_CHECKING:
@@ -18,12 +18,12 @@ CODECS = {".mp4": "libx264", ".mkv": "libx264", ".webm": "libvpx-vp9"}
 GOOD = {"libx264": {"crf": "16"}, "libvpx-vp9": {"crf": "24", "b:v": "0"}}  # quality, where 0 is lossless
 
 
-def check_film(path: Path) -> None:
+def check_video(path: Path) -> None:
     """Raise PlanError if no video can be written to `path`. To be called before the work is done."""
     if path.suffix.lower() not in CODECS:
         known = ", ".join(CODECS)
         raise PlanError(f"cannot write {path}: the suffix {path.suffix!r} names no video format; use one of {known}")
-    check_place(path, "--output", "video.mp4")
+    check_can_write(path, "--output", "video.mp4")
 
 
 def check_folder(folder: Path) -> None:
@@ -56,7 +56,7 @@ def frames_of(output: Any) -> NDArray[np.uint8] | None:
     return found
 
 
-def save_film(frames: NDArray[np.uint8], path: Path, fps: int) -> None:
+def save_video(frames: NDArray[np.uint8], path: Path, fps: int) -> None:
     """Encode them, whole or not at all. Raises PlanError."""
     with written_whole(path) as beside:
         _encode(frames, beside, fps)

@@ -26,8 +26,8 @@ _COPIES = {"float", "half", "bfloat16", "double", "to", "type", "clone"}
 class AsyncMessage:
     """Tensors of one message. `fetch` blocks until it is here and returns their values.
 
-    `own_shares`: what this rank has already of each, where the tensors are whole batches; see `Batch.share`.
-    `share_shapes`: of each, the shapes of the shares of all ranks, where these differ.
+    `own_parts`: what this rank has already of each, where the tensors are whole batches; see `Batch.share`.
+    `part_shapes`: of each, the shapes of the shares of all ranks, where these differ.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class AsyncMessage:
         specs: Sequence[tuple[tuple[int, ...], torch.dtype]],
         device: torch.device,
         fetch: Callable[[], Sequence[Tensor]],
-        own_shares: Sequence[Tensor] = (),
-        share_shapes: Sequence[Sequence[tuple[int, ...]]] = (),
+        own_parts: Sequence[Tensor] = (),
+        part_shapes: Sequence[Sequence[tuple[int, ...]]] = (),
     ) -> None:
         self._fetch: Callable[[], Sequence[Tensor]] | None = fetch
         self._buffers = [_void(shape, dtype, device) for shape, dtype in specs]
         self._later: list[Callable[[], object]] = []
-        self._own_shares, self._share_shapes = list(own_shares), list(share_shapes)
+        self._own_parts, self._part_shapes = list(own_parts), list(part_shapes)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -64,13 +64,13 @@ class AsyncMessage:
         self._fetch = None
         self._later.clear()
 
-    def own_share(self, index: int | None) -> Tensor | None:
+    def own_part(self, index: int | None) -> Tensor | None:
         """What this rank has of a promised whole, as long as nobody had need of the rest, who may have changed it."""
-        return self._own_shares[index] if self.pending and self._own_shares and index is not None else None
+        return self._own_parts[index] if self.pending and self._own_parts and index is not None else None
 
-    def share_shapes(self, index: int | None) -> Sequence[tuple[int, ...]] | None:
+    def part_shapes(self, index: int | None) -> Sequence[tuple[int, ...]] | None:
         """The shapes of all ranks' shares of a promised whole, where they differ."""
-        return self._share_shapes[index] if self._share_shapes and index is not None else None
+        return self._part_shapes[index] if self._part_shapes and index is not None else None
 
     def copied(self, copy: Callable[[], Tensor]) -> Tensor:
         """A promise of what `copy` makes of the values once they are here."""
@@ -87,29 +87,29 @@ def _void(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 class AsyncTensor(Tensor):
     """See the head of this file. Made by `AsyncMessage` only."""
 
-    _delivery: AsyncMessage
+    _message: AsyncMessage
     _index: int | None
 
     @classmethod
-    def on(cls, buffer: Tensor, delivery: AsyncMessage, index: int | None = None) -> "AsyncTensor":
-        """The promise that `delivery` will fill `buffer`, which is its tensor `index` or a part or copy of one."""
-        promise = buffer.as_subclass(cls)
-        promise._delivery, promise._index = delivery, index
-        return promise
+    def on(cls, buffer: Tensor, message: AsyncMessage, index: int | None = None) -> "AsyncTensor":
+        """The promise that `message` will fill `buffer`, which is its tensor `index` or a part or copy of one."""
+        async_tensor = buffer.as_subclass(cls)
+        async_tensor._message, async_tensor._index = message, index
+        return async_tensor
 
     @property
-    def own_share(self) -> Tensor | None:
-        """See `AsyncMessage.own_share`."""
-        return self._delivery.own_share(self._index)
+    def own_part(self) -> Tensor | None:
+        """See `AsyncMessage.own_part`."""
+        return self._message.own_part(self._index)
 
     @property
-    def share_shapes(self) -> Sequence[tuple[int, ...]] | None:
-        """See `AsyncMessage.share_shapes`."""
-        return self._delivery.share_shapes(self._index)
+    def part_shapes(self) -> Sequence[tuple[int, ...]] | None:
+        """See `AsyncMessage.part_shapes`."""
+        return self._message.part_shapes(self._index)
 
     def with_values(self, values: Tensor) -> Tensor:
         """A promise like this one that is kept already, with values of the same shape."""
-        return AsyncTensor.on(values, self._delivery, self._index)
+        return AsyncTensor.on(values, self._message, self._index)
 
     @classmethod
     def __torch_function__(
@@ -123,23 +123,23 @@ class AsyncTensor(Tensor):
         def run() -> Any:
             return func(*plain_args, **plain_kwargs)
 
-        if first is not None and first._delivery.pending and not _promises_in((args[1:], kwargs)):
+        if first is not None and first._message.pending and not _async_tensors_in((args[1:], kwargs)):
             if name in _ASKS:
                 return run()
             if name in _PARTS or name in _COPIES:
                 result = run()
                 if _are_parts(result, plain_args[0]):
                     return map_leaves(
-                        lambda x: AsyncTensor.on(x, first._delivery) if isinstance(x, Tensor) else x, result
+                        lambda x: AsyncTensor.on(x, first._message) if isinstance(x, Tensor) else x, result
                     )
                 if name in _COPIES and isinstance(result, Tensor):
-                    return first._delivery.copied(run)
-        for promise in _promises_in((args, kwargs)):
-            promise._delivery.wait()
+                    return first._message.copied(run)
+        for async_tensor in _async_tensors_in((args, kwargs)):
+            async_tensor._message.wait()
         return run()
 
 
-def _promises_in(tree: Any) -> list[AsyncTensor]:
+def _async_tensors_in(tree: Any) -> list[AsyncTensor]:
     return [leaf for leaf in leaves(tree) if isinstance(leaf, AsyncTensor)]
 
 

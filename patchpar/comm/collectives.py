@@ -55,11 +55,13 @@ class ExchangePart:
 class Communicator:
     """The one way out of this rank."""
 
-    def __init__(self, transport: Transport, mark: Callable[[str], object] | None = None) -> None:
+    def __init__(self, transport: Transport, beat: Callable[[str], object] | None = None) -> None:
         self.transport, self.traffic = transport, CommStats()
-        self._mark = mark
+        self._beat = beat
 
-    def swap(self, kind: str, where: str, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> Work[Messages]:
+    def send_recv(
+        self, kind: str, where: str, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]
+    ) -> Work[Messages]:
         """Start one exchange of `kind` at the exchange point `where`."""
         self.traffic.bytes_sent[kind] += sum(message.num_bytes for message in outgoing)
         self.traffic.bytes_received[kind] += sum(message.num_bytes for message in incoming)
@@ -88,34 +90,34 @@ class Communicator:
         parts += [] if edges is None else [edges]
 
         def arranged(found: list[Received]) -> tuple[Received, Halo]:
-            by_place = {axis.ranks.index(peer): tensors for peer, tensors in found[0].items()} if shared else {}
-            return by_place, Halo(None, None) if edges is None else halo_of(axis, edges, found[-1])
+            by_rank = {axis.ranks.index(peer): tensors for peer, tensors in found[0].items()} if shared else {}
+            return by_rank, Halo(None, None) if edges is None else halo_of(axis, edges, found[-1])
 
         return self.exchange(where, parts).then(arranged)
 
     def _start(
         self, kind: str, where: str, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]
     ) -> Work[Messages]:
-        self.mark(where)
+        self.beat(where)
         self.traffic.rounds[kind] += 1
         start = time.perf_counter()
-        pending = self.transport.swap(outgoing, incoming, where)
+        pending = self.transport.send_recv(outgoing, incoming, where)
         self.traffic.note("send", kind, where, start)
         pending.on_wait = partial(self.traffic.waited, kind, where)
         return pending
 
-    def mark(self, where: str) -> None:
+    def beat(self, where: str) -> None:
         """Show that this rank has come to `where`, without an exchange."""
-        if self._mark is not None:
-            self._mark(where)
+        if self._beat is not None:
+            self._beat(where)
 
     def send(self, kind: str, where: str, peers: Sequence[int], tensors: Sequence[Tensor]) -> Work[Messages]:
         """Start sending `tensors` to each of `peers` (global ranks). Hold the result until it has been waited for."""
-        return self.swap(kind, where, [Outgoing(tuple(peers), tuple(tensors))], [])
+        return self.send_recv(kind, where, [Outgoing(tuple(peers), tuple(tensors))], [])
 
     def receive(self, kind: str, where: str, peer: int, specs: Sequence[TensorSpec]) -> Work[Messages]:
         """Expect one message from `peer` (a global rank)."""
-        return self.swap(kind, where, [], [Incoming(peer, tuple(specs))])
+        return self.send_recv(kind, where, [], [Incoming(peer, tuple(specs))])
 
 
 def _outgoing(parts: Sequence[ExchangePart]) -> list[Outgoing]:
@@ -150,24 +152,24 @@ def _by_part(parts: Sequence[ExchangePart], incoming: Sequence[Incoming], receiv
 class AllGather:
     """Every place's tensors on one axis; shares may differ in size."""
 
-    def __init__(self, door: Communicator, axis: Axis, kind: str, where: str) -> None:
-        self.door, self.axis, self.kind, self.where = door, axis, kind, where
+    def __init__(self, comm: Communicator, axis: Axis, kind: str, where: str) -> None:
+        self.comm, self.axis, self.kind, self.where = comm, axis, kind, where
 
     def start(self, own: Sequence[Tensor], specs: Callable[[int], Sequence[TensorSpec]]) -> Work[Messages]:
-        """Send `own` to everyone; `specs(place)` tells what comes from each other place.
+        """Send `own` to everyone; `specs(group_rank)` tells what comes from each other place.
 
         What is returned waits for the tensors of every place, own included, in order; `arriving` gives those of
         `axis.others`, the nearest first, each as soon as it is here.
         """
         axis, own_tensors = self.axis, list(own)
-        outgoing = [Outgoing(tuple(axis.ranks[place] for place in axis.others), tuple(own))]
-        incoming = [Incoming(axis.ranks[place], tuple(specs(place))) for place in axis.others]
+        outgoing = [Outgoing(tuple(axis.ranks[group_rank] for group_rank in axis.others), tuple(own))]
+        incoming = [Incoming(axis.ranks[group_rank], tuple(specs(group_rank))) for group_rank in axis.others]
 
         def in_order(received: Messages) -> Messages:
             of_others = dict(zip(axis.others, received, strict=True))
-            return [of_others.get(place, own_tensors) for place in range(axis.size)]
+            return [of_others.get(group_rank, own_tensors) for group_rank in range(axis.size)]
 
-        return self.door.swap(self.kind, self.where, outgoing, incoming).then(in_order)
+        return self.comm.send_recv(self.kind, self.where, outgoing, incoming).then(in_order)
 
     def same(self, own: Tensor) -> list[Tensor]:
         """Tensors of one shape from every place, in order, now."""
@@ -176,22 +178,22 @@ class AllGather:
         spec = TensorSpec.of(own)
         return [tensors[0] for tensors in self.start([own], lambda _: [spec]).wait()]
 
-    def shares(self, own: Tensor, dim: int, sizes: Sequence[int]) -> list[Tensor]:
+    def parts(self, own: Tensor, dim: int, sizes: Sequence[int]) -> list[Tensor]:
         """Tensors whose size along `dim` differs by place, in order, now."""
         if self.axis.size == 1:
             return [own]
         dim %= own.ndim
         before, after = own.shape[:dim], own.shape[dim + 1 :]
 
-        def specs(place: int) -> list[TensorSpec]:
-            return [TensorSpec((*before, sizes[place], *after), own.dtype)]
+        def specs(group_rank: int) -> list[TensorSpec]:
+            return [TensorSpec((*before, sizes[group_rank], *after), own.dtype)]
 
         return [tensors[0] for tensors in self.start([own], specs).wait()]
 
 
 def moments_part(axis: Axis, shared: Sequence[Tensor]) -> ExchangePart:
     """Small values of one shape, to and from everyone."""
-    peers = tuple(axis.ranks[place] for place in axis.others)
+    peers = tuple(axis.ranks[group_rank] for group_rank in axis.others)
     specs = tuple(TensorSpec.of(x) for x in shared)
     return ExchangePart("moments", [(peers, tuple(shared))], dict.fromkeys(peers, specs))
 
@@ -223,8 +225,8 @@ def edges_part(
 def halo_of(axis: Axis, edges: ExchangePart, found: Received) -> Halo:
     """The neighbours' rows out of what an `edges_part` brought."""
 
-    def rows(place: int) -> Tensor | None:
-        peer = axis.ranks[place] if 0 <= place < axis.size else None
+    def rows(group_rank: int) -> Tensor | None:
+        peer = axis.ranks[group_rank] if 0 <= group_rank < axis.size else None
         return found[peer][0] if peer is not None and peer in edges.incoming else None
 
     return Halo(rows(axis.rank - 1), rows(axis.rank + 1))

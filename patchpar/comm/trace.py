@@ -16,7 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 STEPS = ("step", "call", "vae")  # a step of the scheduler, a call of the denoiser, one of a VAE in bands
-SEAMS = ("send", "wait", "check")  # inside or between them; check: the comparison with the plain denoiser at first use
+EXCHANGE_POINTS = (
+    "send",
+    "wait",
+    "check",
+)  # inside or between them; check: the comparison with the plain denoiser at first use
 
 
 class TraceEvent(NamedTuple):
@@ -73,12 +77,12 @@ def _name(rank: int, what: str, name: str, thread: int = 0) -> dict[str, Any]:
 
 def _computing(events: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
     """The time inside calls of denoiser and VAE that no seam took: computation up to the seam that follows it."""
-    seams = sorted((event for event in events if event.what in SEAMS), key=lambda event: event.start)
+    points = sorted((event for event in events if event.what in EXCHANGE_POINTS), key=lambda event: event.start)
     for call in (event for event in events if event.what in ("call", "vae")):
         now, end = call.start, call.start + call.seconds
-        for seam in (seam for seam in seams if call.start <= seam.start <= end):
-            if seam.start > now:
-                yield TraceEvent("compute", "", seam.where, now, seam.start - now)
-            now = max(now, seam.start + seam.seconds)
+        for point in (point for point in points if call.start <= point.start <= end):
+            if point.start > now:
+                yield TraceEvent("compute", "", point.where, now, point.start - now)
+            now = max(now, point.start + point.seconds)
         if end > now:
             yield TraceEvent("compute", "", call.where, now, end - now)

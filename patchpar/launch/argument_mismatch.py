@@ -51,7 +51,7 @@ def compare(calls: Sequence[bytes]) -> None:
             (ours, own), (theirs, other) = first.get(name, NOT_GIVEN), call.get(name, NOT_GIVEN)
             if ours == theirs:
                 continue
-            what = "the call" if name == "method" else f"{first['method'][1]}: argument {_shown(name)}"
+            what = "the call" if name == "method" else f"{first['method'][1]}: argument {_displayed(name)}"
             raise ArgumentMismatch(
                 f"{what} differs: {own} on rank 0, {other} on rank {rank}. Under torchrun every process makes the same "
                 "call with the same arguments; send what only one of them knows to the others first"
@@ -63,19 +63,19 @@ NOT_GIVEN = ("", "not given")
 
 def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Arguments with names, no two alike; those of mappings and dataclasses one by one."""
-    for place, value in enumerate(args):
+    for index, value in enumerate(args):
         if isinstance(value, Mapping):
-            yield from ((f"{place}:{name}", each) for name, each in value.items())
+            yield from ((f"{index}:{name}", each) for name, each in value.items())
         elif _is_dataclass(value):
-            yield from ((f"{place}:{name}", each) for name, each in _fields(value))
+            yield from ((f"{index}:{name}", each) for name, each in _fields(value))
         else:
-            yield f"{place}:", value
+            yield f"{index}:", value
     yield from ((f"{len(args)}:{name}", value) for name, value in kwargs.items())
 
 
-def _shown(name: str) -> str:
-    place, _, own = name.partition(":")
-    return repr(own) if own else str(int(place) + 1)
+def _displayed(name: str) -> str:
+    index, _, own = name.partition(":")
+    return repr(own) if own else str(int(index) + 1)
 
 
 def _in_words(value: Any) -> str:

@@ -26,7 +26,7 @@ EMPTY = EncodedMessage(stream=b"")
 class FrameKind(enum.IntEnum):
     """What a frame is. The first line goes to a worker, the second comes from it."""
 
-    HELLO, FORM, CALL, REPLY, PING, STOP, TELL = range(7)
+    CONFIG, FORM, CALL, REPLY, PING, STOP, TELL = range(7)
     EVENT, ASK, PONG, RESULT, FAILED = range(10, 15)
 
 

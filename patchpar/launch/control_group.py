@@ -236,7 +236,7 @@ class GroupControl:
         import torch.distributed as dist
 
         group = self.group
-        with _told_by_gloo(REPLY_SECONDS):
+        with _with_gloo_errors(REPLY_SECONDS):
             size = torch.tensor([len(data)])
             dist.broadcast(size, 0, group=group)
             body = torch.zeros(int(size), dtype=torch.uint8)
@@ -262,7 +262,7 @@ class GroupControl:
 
         group = self.group
         found = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
-        with _told_by_gloo(patience):
+        with _with_gloo_errors(patience):
             work = dist.all_gather(found, own, group=group, async_op=True)
             assert work is not None
             work.wait(timedelta(seconds=patience))
@@ -279,7 +279,7 @@ class GroupControl:
 
 
 @contextlib.contextmanager
-def _told_by_gloo(patience: float) -> Iterator[None]:
+def _with_gloo_errors(patience: float) -> Iterator[None]:
     """What gloo says, as WorkerHung and WorkerDied."""
     try:
         yield

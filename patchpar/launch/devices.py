@@ -25,24 +25,24 @@ class Devices:
     note: str
 
 
-def resolve_devices(devices: object = "auto", *, share: bool = False) -> Devices:
+def resolve_devices(devices: object = "auto", *, oversubscribe: bool = False) -> Devices:
     """The devices that a user means.
 
     `devices`: "auto" (all GPUs, else the CPU); a number (GPUs where there are any, else CPU workers); "cpu"; "cpu:N"
     (N CPU workers); "cuda" (all GPUs); "cuda:i"; a list such as ["cuda:0", "cuda:2"] or ["cpu", "cpu"].
-    `share`: allow a list to name a GPU more than once; its ranks then talk through shared memory.
+    `oversubscribe`: allow a list to name a GPU more than once; its ranks then talk through shared memory.
 
     Raises PlanError for devices that do not exist, repeat, or cannot work together.
     """
     devices = plain(devices)
     if isinstance(devices, (list, tuple)):
-        return _from_list(devices, share)
+        return _from_list(devices, oversubscribe)
     if is_whole(devices, float("-inf")):
         return _from_number(devices)
     if type(devices).__module__ == "torch":
-        return _from_list([devices], share)
+        return _from_list([devices], oversubscribe)
     if isinstance(devices, str):
-        return _from_text(devices.strip(), share)
+        return _from_text(devices.strip(), oversubscribe)
     raise PlanError(f"devices={devices!r} is a {type(devices).__name__}; {ACCEPTED}")
 
 
@@ -63,9 +63,9 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def _from_text(text: str, share: bool) -> Devices:
+def _from_text(text: str, oversubscribe: bool) -> Devices:
     if "," in text:
-        return _from_list([part.strip() for part in text.split(",")], share)
+        return _from_list([part.strip() for part in text.split(",")], oversubscribe)
     if text.lstrip("-").isdigit():
         return _from_number(int(text))
     if text == "auto":
@@ -79,7 +79,7 @@ def _from_text(text: str, share: bool) -> Devices:
         if not number.isdigit():
             raise PlanError(f"devices={text!r}: 'cpu:N' means N CPU workers, such as 'cpu:4'")
         return _cpu_workers(int(number), text)
-    return _from_list([text], share)
+    return _from_list([text], oversubscribe)
 
 
 def _from_number(number: int) -> Devices:
@@ -94,7 +94,7 @@ def _from_number(number: int) -> Devices:
     return _gpus(number)
 
 
-def _from_list(devices: Sequence[object], share: bool) -> Devices:
+def _from_list(devices: Sequence[object], oversubscribe: bool) -> Devices:
     if not devices:
         raise PlanError(f"devices is an empty list; {ACCEPTED}")
     names = tuple(_one_device(device) for device in devices)
@@ -103,7 +103,7 @@ def _from_list(devices: Sequence[object], share: bool) -> Devices:
     if names[0] == "cpu":
         return _cpu_workers(len(names), list(names))
     repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated and not share:
+    if repeated and not oversubscribe:
         raise PlanError(f"devices={list(names)}: {', '.join(repeated)} repeats; name each GPU once")
     return Devices(names=names, note=", ".join(names) + (" (shared, without NCCL)" if repeated else ""))
 

@@ -1,6 +1,6 @@
 """What an engine sees of its rank, and what a caller sees of the ranks.
 
-    caller --- Executor.call("draw", ...) ---> PipelineRunner.draw(...) on every rank
+    caller --- Executor.call("generate", ...) ---> PipelineRunner.generate(...) on every rank
     on_event(rank, event)  <--- context.emit(event)          any rank, fire and forget
     on_ask(question)       <--- context.ask(question)        all ranks together; all get the one reply
     tell(rank, value)      ---> context.hear(timeout)        at any time during a call, to one rank
@@ -76,7 +76,7 @@ class RankContext(Protocol):
         Raises CallAborted on all ranks if the caller's `on_ask` raised, and RuntimeError if it gave none.
         """
 
-    def mark(self, where: str) -> None:
+    def beat(self, where: str) -> None:
         """Say that this rank has reached the seam `where`. Costs about 0.2 microseconds."""
 
 

@@ -35,7 +35,7 @@ class WorkerConfig:
     threads: int
     path: tuple[str, ...]
     nccl_store: str | None  # a path, where the ranks talk through NCCL
-    beacon: int  # descriptors, inherited under the same numbers
+    heartbeat: int  # descriptors, inherited under the same numbers
     lifeline: int
     links: dict[int, int]  # by the rank at the other end
 
@@ -103,8 +103,8 @@ def loopback_interface() -> str:
     return next((name for name in ("lo", "lo0") if name in names), "")
 
 
-def share_of_cores(cores: int, workers: int) -> int:
+def threads_per_rank(cores: int, workers: int) -> int:
     """Threads per worker: an equal share of the cores, at most what OMP_NUM_THREADS asks for, at least 1."""
-    wish = os.environ.get("OMP_NUM_THREADS", "")
-    share = max(1, cores // workers)
-    return min(share, int(wish)) if wish.isdigit() and int(wish) > 0 else share
+    requested = os.environ.get("OMP_NUM_THREADS", "")
+    equal = max(1, cores // workers)
+    return min(equal, int(requested)) if requested.isdigit() and int(requested) > 0 else equal

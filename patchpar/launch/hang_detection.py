@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 WORK_TIMES = 30  # deadlines that a rank may work without a mark; single layers took eight of them on two loaded cores
-WORK_SHARE = 0.02  # of a core: less than that is not work, but answers to pings and the like
+WORK_FRACTION = 0.02  # of a core: less than that is not work, but answers to pings and the like
 MORE_TIME = "a longer deadline= (--deadline on the command line)"
 
 
@@ -41,7 +41,7 @@ class HangLimits:
 class RankActivity(NamedTuple):
     """What a rank shows: marks made, seconds of processor time used, whether it waits for another rank."""
 
-    marks: int
+    beats: int
     work: float
     waits: bool
 
@@ -69,13 +69,13 @@ class RequestProgress:
         for rank, sign in enumerate(signs):
             self._idle[rank] += seconds
             self._markless[rank] += seconds
-            if sign.marks != self._signs[rank].marks:
+            if sign.beats != self._signs[rank].beats:
                 self.heard(rank)
                 self._worked[rank] = sign.work
             if sign.waits:
                 self._idle[rank] = self._markless[rank] = 0.0
                 self._worked[rank] = sign.work
-            elif sign.work - self._worked[rank] >= WORK_SHARE * self.limits.patience:
+            elif sign.work - self._worked[rank] >= WORK_FRACTION * self.limits.patience:
                 self._idle[rank] = self.idle = 0.0
                 self._worked[rank] = sign.work
             self._signs[rank] = sign

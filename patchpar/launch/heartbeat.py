@@ -19,7 +19,7 @@ from patchpar.launch.hang_detection import RankActivity
 
 PAGE_BYTES = 256 * 1024  # only the part in use takes memory
 HEAD = struct.Struct("<QQQQ")
-COUNT, PLACE, WAITS, WORK = range(4)
+COUNT, OFFSET, WAITS, WORK = range(4)
 LENGTH = struct.Struct("<H")
 MAX_TEXT = 200
 
@@ -30,18 +30,18 @@ class Heartbeat:
     def __init__(self, fd: int) -> None:
         self._page = mmap.mmap(fd, PAGE_BYTES)
         self._head = memoryview(self._page)[: HEAD.size].cast("Q")
-        self.waiting = WaitingMark(self._head)
-        self._places: dict[str, int] = {}
+        self.waiting = WaitingFlag(self._head)
+        self._offsets: dict[str, int] = {}
         self._end = HEAD.size
         self._count = 0
 
-    def mark(self, where: str) -> None:
+    def beat(self, where: str) -> None:
         """Count one mark and say where it was made."""
-        place = self._places.get(where)
-        if place is None:
-            place = self._learn(where)
+        offset = self._offsets.get(where)
+        if offset is None:
+            offset = self._learn(where)
         self._count += 1
-        self._head[PLACE] = place
+        self._head[OFFSET] = offset
         self._head[COUNT] = self._count
 
     def show_work(self) -> None:
@@ -51,17 +51,17 @@ class Heartbeat:
     def _learn(self, where: str) -> int:
         text = where.encode()[:MAX_TEXT]
         if self._end + LENGTH.size + len(text) > PAGE_BYTES:  # full of texts that were used once: begin again
-            self._places.clear()
+            self._offsets.clear()
             self._end = HEAD.size
-        place = self._end
-        LENGTH.pack_into(self._page, place, len(text))
-        self._page[place + LENGTH.size : place + LENGTH.size + len(text)] = text
-        self._end = place + LENGTH.size + len(text)
-        self._places[where] = place
-        return place
+        offset = self._end
+        LENGTH.pack_into(self._page, offset, len(text))
+        self._page[offset + LENGTH.size : offset + LENGTH.size + len(text)] = text
+        self._end = offset + LENGTH.size + len(text)
+        self._offsets[where] = offset
+        return offset
 
 
-class WaitingMark:
+class WaitingFlag:
     """While this is entered, once or several times over, the rank waits for another: what it burns is no work."""
 
     def __init__(self, head: memoryview) -> None:
@@ -87,16 +87,16 @@ class HeartbeatReader:
     def sign(self) -> RankActivity:
         """What the rank shows of itself."""
         count, _, waits, work = HEAD.unpack_from(self._page, 0)
-        return RankActivity(marks=count, work=work / 1000, waits=waits > 0)
+        return RankActivity(beats=count, work=work / 1000, waits=waits > 0)
 
     @property
     def where(self) -> str:
         """The text of the last mark; empty before the first."""
-        place = HEAD.unpack_from(self._page, 0)[PLACE]
-        if place == 0:
+        offset = HEAD.unpack_from(self._page, 0)[OFFSET]
+        if offset == 0:
             return ""
-        (length,) = LENGTH.unpack_from(self._page, place)
-        return bytes(self._page[place + LENGTH.size : place + LENGTH.size + length]).decode(errors="replace")
+        (length,) = LENGTH.unpack_from(self._page, offset)
+        return bytes(self._page[offset + LENGTH.size : offset + LENGTH.size + length]).decode(errors="replace")
 
     def close(self) -> None:
         """Let go of the page: of a rank that could not be started. It goes by itself when this is dropped."""

@@ -39,7 +39,7 @@ class OwnProcessContext(ABC):
     def ask(self, question: object) -> Any:
         """See RankContext."""
 
-    def mark(self, where: str) -> None:
+    def beat(self, where: str) -> None:
         """See RankContext."""
         self.where = where
 
@@ -69,7 +69,7 @@ class InlineContext(OwnProcessContext):
 
     def __init__(self, device: str) -> None:
         super().__init__(0, (device,), {})
-        self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def ask(self, question: object) -> Any:
         """See RankContext. An exception of the caller's own passes through."""
@@ -78,7 +78,7 @@ class InlineContext(OwnProcessContext):
     def hear(self, timeout: float) -> Any:
         """See InteractiveRankContext."""
         try:
-            return self.told.get(timeout=timeout)
+            return self.messages.get(timeout=timeout)
         except queue.Empty:
             return None
 
@@ -99,8 +99,8 @@ class InlineExecutor(OwnProcessExecutor):
     def _call(self, call: EngineCall) -> list[Any]:
         context = self._context
         before, context.callbacks = context.callbacks, call.callbacks
-        told = context.told = queue.SimpleQueue()
-        call.callbacks.start(lambda rank, value: told.put(value))
+        messages = context.messages = queue.SimpleQueue()
+        call.callbacks.start(lambda rank, value: messages.put(value))
         context.deadline = self._deadline + call.expected
         try:
             return [self._run_here(call)]

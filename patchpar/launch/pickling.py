@@ -72,7 +72,7 @@ class BlockPickler(pickle.Pickler):
         elif _is_a(value, "torch", "Tensor") and _is_plain(value):
             parts = self._reduce_tensor(value)
         elif _is_a(value, "PIL.Image", "Image"):
-            parts = _picture, _picture_parts(value)
+            parts = _image, _image_parts(value)
         elif _is_a(value, "numpy", "ndarray") and not (value.flags.forc or value.dtype.hasobject):
             parts = value.copy().__reduce_ex__(5)  # contiguous; numpy itself would put a copy into the stream
         return parts
@@ -105,9 +105,9 @@ class BlockPickler(pickle.Pickler):
         whole = tensor.detach()
         if whole.numel() * whole.element_size() < whole.untyped_storage().nbytes():
             whole = whole.clone(memory_format=torch.contiguous_format)
-        place = (whole.storage_offset(), tuple(whole.shape), whole.stride())
+        layout = (whole.storage_offset(), tuple(whole.shape), whole.stride())
         parameter = isinstance(tensor, torch.nn.Parameter)
-        return _tensor, (self._storage(whole), whole.dtype, place, parameter, tensor.requires_grad and tensor.is_leaf)
+        return _tensor, (self._storage(whole), whole.dtype, layout, parameter, tensor.requires_grad and tensor.is_leaf)
 
     def _storage(self, tensor: torch.Tensor) -> _Storage:
         storage = tensor.untyped_storage()
@@ -178,21 +178,21 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_meta)
 
 
-def _picture_parts(picture: Image) -> tuple[Any, ...]:
-    data = pickle.PickleBuffer(picture.tobytes())  # loads a picture that is still in its file
-    palette = picture.palette
-    colours = None if palette is None else (palette.mode, picture.getpalette(palette.mode))
-    return picture.mode, picture.size, picture.info, colours, data
+def _image_parts(image: Image) -> tuple[Any, ...]:
+    data = pickle.PickleBuffer(image.tobytes())  # loads a picture that is still in its file
+    palette = image.palette
+    colours = None if palette is None else (palette.mode, image.getpalette(palette.mode))
+    return image.mode, image.size, image.info, colours, data
 
 
-def _picture(mode: str, size: tuple[int, int], info: dict[Any, Any], colours: Any, data: Any) -> Image:
+def _image(mode: str, size: tuple[int, int], info: dict[Any, Any], colours: Any, data: Any) -> Image:
     from PIL import Image
 
-    picture = Image.frombytes(mode, size, data)
+    image = Image.frombytes(mode, size, data)
     if colours is not None:
-        picture.putpalette(colours[1], colours[0])
-    picture.info = info
-    return picture
+        image.putpalette(colours[1], colours[0])
+    image.info = info
+    return image
 
 
 def _storage(data: Any) -> torch.UntypedStorage:
@@ -207,11 +207,11 @@ def _storage(data: Any) -> torch.UntypedStorage:
 
 
 def _tensor(
-    storage: torch.UntypedStorage, dtype: torch.dtype, place: tuple[Any, ...], parameter: bool, requires_grad: bool
+    storage: torch.UntypedStorage, dtype: torch.dtype, layout: tuple[Any, ...], parameter: bool, requires_grad: bool
 ) -> torch.Tensor:
     import torch
 
-    tensor = torch.empty(0, dtype=dtype).set_(storage, *place)
+    tensor = torch.empty(0, dtype=dtype).set_(storage, *layout)
     if parameter:
         return torch.nn.Parameter(tensor, requires_grad)
     return tensor.requires_grad_(requires_grad)

@@ -21,14 +21,14 @@ from patchpar.launch.handshake import (
     NcclStore,
     WorkerConfig,
     needs_nccl,
-    share_of_cores,
+    threads_per_rank,
     versions,
     worker_environment,
 )
 from patchpar.launch.hang_detection import HangLimits
 from patchpar.launch.messages import EncodedMessage, decode, encode
 from patchpar.launch.process import WorkerProcess
-from patchpar.launch.request_failure import is_reusable, verdict
+from patchpar.launch.request_failure import error_of, is_reusable
 from patchpar.launch.request_loop import RequestLoop, RequestOutcome
 from patchpar.launch.socket_pairs import SocketPairs
 from patchpar.launch.worker_output import FirstPrinter
@@ -74,7 +74,7 @@ class WorkerPool:
 
     def _spawn(self, links: SocketPairs) -> None:
         spec, store, world = self.spec, self._store, len(self.spec.devices)
-        threads = share_of_cores(available_cores(), world)
+        threads = threads_per_rank(available_cores(), world)
         environment, speakers = worker_environment(threads), FirstPrinter()
         path = tuple(sys.path) if PACKAGE_ROOT in sys.path else (*sys.path, PACKAGE_ROOT)
         for rank, device in enumerate(spec.devices):
@@ -83,7 +83,7 @@ class WorkerPool:
             worker = WorkerProcess(rank, device, environment=environment, speakers=speakers, inherit=inherit)
             self._workers.append(worker)
             links.release(rank)
-            hello = WorkerConfig(
+            config = WorkerConfig(
                 rank=rank,
                 world_size=world,
                 device=device,
@@ -95,11 +95,11 @@ class WorkerPool:
                 threads=threads,
                 path=path,
                 nccl_store=store.path if store else None,
-                beacon=worker.beacon_fd,
+                heartbeat=worker.heartbeat_fd,
                 lifeline=worker.lifeline_fd,
                 links=ends,
             )
-            worker.greet(encode(hello))
+            worker.greet(encode(config))
 
     def after_fork(self) -> None:
         """See Forkable."""
@@ -139,11 +139,11 @@ class WorkerPool:
         self, kind: FrameKind | None, message: EncodedMessage, callbacks: Callbacks, limits: HangLimits
     ) -> list[Any]:
         self.is_usable = False  # until it has ended well: also if an interrupt ends it anywhere
-        dialogue = RequestLoop(self._workers, self._request, callbacks, limits=limits)
+        loop = RequestLoop(self._workers, self._request, callbacks, limits=limits)
         opening = None if kind is None else ChannelFrame(kind, self._request, message)
         self._request += 1
-        outcome = dialogue.run(opening)
-        error = verdict(outcome, self._workers, limits)
+        outcome = loop.run(opening)
+        error = error_of(outcome, self._workers, limits)
         self.is_usable = is_reusable(outcome, self._workers)
         if error is not None:
             _drop(outcome)

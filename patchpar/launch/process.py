@@ -35,16 +35,16 @@ class WorkerProcess:
         self.rank, self.device = rank, device
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as undo:
             ours, end = socket.socketpair()
-            beacon = FileIO(anonymous_file("patchpar-beacon"), "r+")
+            heartbeat = FileIO(anonymous_file("patchpar-beacon"), "r+")
             (read_life, self._write_life), (read_output, write_output) = _pipe(), _pipe()
-            for file in (end, beacon, read_life, write_output):
+            for file in (end, heartbeat, read_life, write_output):
                 theirs.enter_context(file)
             for file in (ours, self._write_life, read_output):
                 undo.enter_context(file)
             # The numbers they have in the worker.
-            self.beacon_fd, self.lifeline_fd = beacon.fileno(), read_life.fileno()
-            self.beacon = HeartbeatReader(self.beacon_fd)
-            undo.callback(self.beacon.close)
+            self.heartbeat_fd, self.lifeline_fd = heartbeat.fileno(), read_life.fileno()
+            self.heartbeat = HeartbeatReader(self.heartbeat_fd)
+            undo.callback(self.heartbeat.close)
             self.channel = Channel(ours, send_timeout=SEND_TIMEOUT)
             try:
                 self._popen = subprocess.Popen(
@@ -52,7 +52,7 @@ class WorkerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=write_output,
                     stderr=write_output,
-                    pass_fds=(end.fileno(), self.beacon_fd, self.lifeline_fd, *inherit),
+                    pass_fds=(end.fileno(), self.heartbeat_fd, self.lifeline_fd, *inherit),
                     env=environment,
                     start_new_session=True,  # the terminal's ctrl-C is for us; we end the workers
                 )
@@ -61,10 +61,10 @@ class WorkerProcess:
             self._output = WorkerOutput(rank, read_output, speakers)
             undo.pop_all()
 
-    def greet(self, hello: EncodedMessage) -> None:
+    def greet(self, config: EncodedMessage) -> None:
         """Say the hello, which is request 0. If it has died already, the dialogue will find out."""
         with contextlib.suppress(ChannelClosed, TimeoutError):
-            self.channel.send(ChannelFrame(FrameKind.HELLO, 0, hello))
+            self.channel.send(ChannelFrame(FrameKind.CONFIG, 0, config))
 
     @property
     def pid(self) -> int:
@@ -78,9 +78,9 @@ class WorkerProcess:
         """Whether the process has not ended. One that has is not reaped by this: its group can still be told by it."""
         return self._popen.returncode is None and not _has_ended(self._popen)
 
-    def last_seam(self) -> str:
+    def last_exchange_point(self) -> str:
         """Where it was last, in words."""
-        where = self.beacon.where
+        where = self.heartbeat.where
         return f"last seam {where!r}" if where else "before its first seam"
 
     def last_output(self) -> str:

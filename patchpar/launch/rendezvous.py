@@ -21,11 +21,11 @@ from pathlib import Path
 
 from patchpar.errors import LaunchError
 
-HELLO = struct.Struct("<II")  # rank, number of ranks
+CONFIG = struct.Struct("<II")  # rank, number of ranks
 WELCOME = b"w"
 CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 RETRY_SECONDS = 0.02
-HELLO_SECONDS = 5.0  # for a process that has connected to say who it is
+HANDSHAKE_SECONDS = 5.0  # for a process that has connected to say who it is
 JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
 
@@ -60,12 +60,12 @@ def meet(name: str, rank: int, world_size: int, deadline: float) -> dict[int, so
 def _received(address: str, world_size: int, give_up: float, deadline: float) -> dict[int, socket.socket]:
     links: dict[int, socket.socket] = {}
     try:
-        with socket.socket(socket.AF_UNIX) as door:
-            door.bind(address)
-            door.listen(world_size)
+        with socket.socket(socket.AF_UNIX) as comm:
+            comm.bind(address)
+            comm.listen(world_size)
             while len(links) < world_size - 1:
-                door.settimeout(max(RETRY_SECONDS, give_up - time.monotonic()))
-                _take_in(door.accept()[0], links, world_size)
+                comm.settimeout(max(RETRY_SECONDS, give_up - time.monotonic()))
+                _take_in(comm.accept()[0], links, world_size)
                 if time.monotonic() > give_up:
                     raise TimeoutError
         for link in links.values():
@@ -83,9 +83,9 @@ def _received(address: str, world_size: int, give_up: float, deadline: float) ->
 def _take_in(link: socket.socket, links: dict[int, socket.socket], world_size: int) -> None:
     """Keep the link of a rank that was missing; close that of anybody else."""
     with contextlib.suppress(OSError, struct.error):
-        link.settimeout(HELLO_SECONDS)
+        link.settimeout(HANDSHAKE_SECONDS)
         if user_of(link) == os.geteuid():
-            rank, world = HELLO.unpack(link.recv(HELLO.size))
+            rank, world = CONFIG.unpack(link.recv(CONFIG.size))
             if world == world_size and 0 < rank < world and rank not in links:
                 links[rank] = link
                 return
@@ -116,7 +116,7 @@ def _introduce(link: socket.socket, rank: int, world_size: int) -> None:
     if user != os.geteuid():
         raise LaunchError(f"a process of user {user} answers in the place of rank 0: start the job again")
     try:
-        link.sendall(HELLO.pack(rank, world_size))
+        link.sendall(CONFIG.pack(rank, world_size))
         answer = link.recv(len(WELCOME))
         link.settimeout(None)
     except OSError as error:

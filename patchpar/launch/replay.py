@@ -82,17 +82,17 @@ class ReplayLog:
 
     def _settle(self, entry: ReplayedCall, change: CallEffects) -> bool:
         """Keep a call about parts, and of those before it what still holds; whether that could be done."""
-        places = [place for place, each in enumerate(self._entries) if each.change.kind == change.kind]
-        known = [each.change.parts for each in (*(self._entries[place] for place in places), entry)]
+        indices = [index for index, each in enumerate(self._entries) if each.change.kind == change.kind]
+        known = [each.change.parts for each in (*(self._entries[index] for index in indices), entry)]
         parts = [each for each in known if each is not None]
         if len(parts) < len(known) or any(each.change.kind in change.unless for each in self._entries):
             return False
         calls: dict[int, ReplayedCall] = dict(enumerate((*self._entries, entry)))
-        for place, left in zip((*places, len(self._entries)), settled(parts), strict=True):
-            call = calls.pop(place)
+        for index, left in zip((*indices, len(self._entries)), settled(parts), strict=True):
+            call = calls.pop(index)
             if left is not None:
-                calls[place] = call.about(left)
-        self._entries = [calls[place] for place in sorted(calls)]
+                calls[index] = call.about(left)
+        self._entries = [calls[index] for index in sorted(calls)]
         return True
 
     def _take_back(self, kind: str, unless: Collection[str]) -> bool:
@@ -104,9 +104,9 @@ class ReplayLog:
 
     def _replace(self, name: str, given: frozenset[str | int]) -> None:
         """Forget calls that set the same with no more arguments, back to one that may have to do with it."""
-        for place in reversed(range(len(self._entries))):
-            entry = self._entries[place]
+        for index in reversed(range(len(self._entries))):
+            entry = self._entries[index]
             if entry.change.sets == name and entry.change.given <= given:
-                del self._entries[place]
+                del self._entries[index]
             elif entry.change.concerns(name):
                 return

@@ -14,7 +14,7 @@ from patchpar.launch.request_loop import RequestOutcome
 STACK_SECONDS = 0.3  # for a hung worker to print where it is
 
 
-def verdict(outcome: RequestOutcome, workers: Sequence[WorkerProcess], limits: HangLimits) -> Exception | None:
+def error_of(outcome: RequestOutcome, workers: Sequence[WorkerProcess], limits: HangLimits) -> Exception | None:
     """The exception for the caller; None if every rank has returned a result.
 
     The cause comes first: a dead worker before what its death did to others; what the caller's own function raised;
@@ -24,7 +24,7 @@ def verdict(outcome: RequestOutcome, workers: Sequence[WorkerProcess], limits: H
         return _died(outcome, workers)
     if outcome.deaf:
         worker = workers[outcome.deaf[0]]
-        text = f"{worker} has not read its messages for {SEND_TIMEOUT:g} s; {worker.last_seam()}."
+        text = f"{worker} has not read its messages for {SEND_TIMEOUT:g} s; {worker.last_exchange_point()}."
         return WorkerHung(text, rank=worker.rank)
     if outcome.aborted is not None:
         return outcome.aborted
@@ -47,14 +47,14 @@ def is_reusable(outcome: RequestOutcome, workers: Sequence[WorkerProcess]) -> bo
         return False
     if not outcome.failures:
         return True
-    in_step = len({count for rank, count in outcome.marks.items() if rank not in outcome.bystanders}) == 1
+    in_step = len({count for rank, count in outcome.beats.items() if rank not in outcome.bystanders}) == 1
     return in_step and not any(failure.transport for failure in outcome.failures.values())
 
 
 def _died(outcome: RequestOutcome, workers: Sequence[WorkerProcess]) -> WorkerDied:
     worker = workers[outcome.died[0]]
     end = worker.how_it_ended()
-    return WorkerDied(f"{worker} {end}; {worker.last_seam()}.{worker.last_output()}", rank=worker.rank)
+    return WorkerDied(f"{worker} {end}; {worker.last_exchange_point()}.{worker.last_output()}", rank=worker.rank)
 
 
 def _raised(failures: dict[int, RemoteError], outcome: RequestOutcome, workers: Sequence[WorkerProcess]) -> Exception:
@@ -77,14 +77,16 @@ def _hung(
     silent = [worker for worker in left if worker.rank in outcome.silent]
     stuck = [worker for worker in left if worker.rank in outcome.stuck]
     moving = [worker for worker in left if worker.rank not in outcome.waiting]
-    guilty = min(silent or stuck or moving or left, key=lambda worker: outcome.marks[worker.rank])
+    guilty = min(silent or stuck or moving or left, key=lambda worker: outcome.beats[worker.rank])
     guilty.dump_stack()
     time.sleep(STACK_SECONDS)
     answers = "does not answer" if silent else "answers, but does not get on"
-    others = "; ".join(f"rank {worker.rank}: {worker.last_seam()}" for worker in workers if worker is not guilty)
-    told = f" ({others})" if others else ""
+    others = "; ".join(
+        f"rank {worker.rank}: {worker.last_exchange_point()}" for worker in workers if worker is not guilty
+    )
+    suffix = f" ({others})" if others else ""
     way_out = "" if outcome.failures else f" If it is only slow, give it more time: {limits.way_out}."
-    text = f"{guilty} {answers}: {_why(outcome, guilty, limits)}; {guilty.last_seam()}{told}.{way_out}"
+    text = f"{guilty} {answers}: {_why(outcome, guilty, limits)}; {guilty.last_exchange_point()}{suffix}.{way_out}"
     return WorkerHung(f"{text}{guilty.last_output()}", rank=guilty.rank)
 
 

@@ -48,7 +48,7 @@ class RequestOutcome:
     stuck: list[int] = field(default_factory=list)  # did not get on; all that were left if each waited for another
     waiting: list[int] = field(default_factory=list)  # for another rank, when it ended
     working: list[int] = field(default_factory=list)  # used the processor to the end
-    marks: dict[int, int] = field(default_factory=dict)  # made during the request
+    beats: dict[int, int] = field(default_factory=dict)  # made during the request
     bystanders: list[int] = field(default_factory=list)  # returned without taking part
     aborted: Exception | None = None  # what the caller's own on_ask raised
 
@@ -104,10 +104,10 @@ class RequestLoop:
         outcome.waiting = list(filter(self._progress.waits, self._active()))
         outcome.working = list(filter(self._progress.works, self._active()))
         signs = zip(self._signs(), self._first, strict=True)
-        outcome.marks = {rank: sign.marks - first.marks for rank, (sign, first) in enumerate(signs)}
+        outcome.beats = {rank: sign.beats - first.beats for rank, (sign, first) in enumerate(signs)}
 
     def _signs(self) -> list[RankActivity]:
-        return [worker.beacon.sign for worker in self._workers]
+        return [worker.heartbeat.sign for worker in self._workers]
 
     def _active(self) -> list[int]:
         return [worker.rank for worker in self._workers if not self._outcome.is_over(worker.rank)]

@@ -84,7 +84,7 @@ class TorchrunExecutor(OwnProcessExecutor):
 
         check_deadline("deadline", deadline)
         own, backend = _own_device(device)
-        rank, world_size = _place()
+        rank, world_size = _rank_and_world_size()
         job = name_of_job(world_size)
         if not dist.is_initialized() and (job is None or backend == "nccl"):
             _load_what_keeps_the_default_group()
@@ -180,7 +180,7 @@ class TorchrunExecutor(OwnProcessExecutor):
                 link.close()
 
 
-def _place() -> tuple[int, int]:
+def _rank_and_world_size() -> tuple[int, int]:
     """This process's rank, and how many there are. Raises LaunchError outside torchrun."""
     import torch.distributed as dist
 

@@ -45,10 +45,10 @@ def main(fd: int) -> None:
         first = channel.receive()
     except ChannelClosed:
         return
-    hello: WorkerConfig = decode(first.message)
-    _die_with_parent(hello.lifeline)
-    sys.path[:] = hello.path
-    Worker(channel, hello).run(first.request)
+    config: WorkerConfig = decode(first.message)
+    _die_with_parent(config.lifeline)
+    sys.path[:] = config.path
+    Worker(channel, config).run(first.request)
 
 
 def _die_with_parent(lifeline: int) -> None:
@@ -68,16 +68,16 @@ def _die_with_parent(lifeline: int) -> None:
 class WorkerContext:
     """The RankContext of a worker."""
 
-    def __init__(self, hello: WorkerConfig, channel: Channel) -> None:
-        self.rank, self.world_size, self.device = hello.rank, hello.world_size, hello.device
-        self.deadline = hello.deadline
-        self.links: Mapping[int, socket.socket] | None = inherited(hello.links)
-        self.beacon = Heartbeat(hello.beacon)
-        self.mark: Callable[[str], None] = self.beacon.mark
-        self.waiting = self.beacon.waiting
+    def __init__(self, config: WorkerConfig, channel: Channel) -> None:
+        self.rank, self.world_size, self.device = config.rank, config.world_size, config.device
+        self.deadline = config.deadline
+        self.links: Mapping[int, socket.socket] | None = inherited(config.links)
+        self.heartbeat = Heartbeat(config.heartbeat)
+        self.beat: Callable[[str], None] = self.heartbeat.beat
+        self.waiting = self.heartbeat.waiting
         self.request = 0
         self.replies: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
-        self.told: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
+        self.messages: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
         self._channel = channel
 
     @property
@@ -107,7 +107,7 @@ class WorkerContext:
         while True:
             try:
                 with self.waiting:
-                    frame = self.told.get(timeout=max(0.0, give_up - time.monotonic()))
+                    frame = self.messages.get(timeout=max(0.0, give_up - time.monotonic()))
             except queue.Empty:
                 return None
             value = decode(frame.message) if frame.request == self.request else None  # or of a call that is over
@@ -134,9 +134,9 @@ def _encode(what: str, value: object) -> EncodedMessage:
 class Worker:
     """One rank."""
 
-    def __init__(self, channel: Channel, hello: WorkerConfig) -> None:
-        self._channel, self._hello = channel, hello
-        self._context = WorkerContext(hello, channel)
+    def __init__(self, channel: Channel, config: WorkerConfig) -> None:
+        self._channel, self._config = channel, config
+        self._context = WorkerContext(config, channel)
         self._calls: queue.SimpleQueue[ChannelFrame] = queue.SimpleQueue()
         self._engine: Any = None
 
@@ -155,12 +155,12 @@ class Worker:
             while True:
                 frame = self._channel.receive()
                 if frame.kind is FrameKind.PING:
-                    self._context.beacon.show_work()
+                    self._context.heartbeat.show_work()
                     self._channel.send(ChannelFrame(FrameKind.PONG, frame.request))
                 elif frame.kind is FrameKind.REPLY:
                     self._context.replies.put(frame)
                 elif frame.kind is FrameKind.TELL:
-                    self._context.told.put(frame)
+                    self._context.messages.put(frame)
                 elif frame.kind is FrameKind.STOP:
                     break
                 else:
@@ -182,45 +182,45 @@ class Worker:
 
     def _prepare(self) -> dict[str, str]:
         """Import everything that takes time. Returns what must be the same on all ranks."""
-        load_engine(self._hello.engine)
-        for name in self._hello.preload:
+        load_engine(self._config.engine)
+        for name in self._config.preload:
             try:
                 importlib.import_module(name)
             except ImportError as error:
                 raise LaunchError(f"cannot import {name!r}, which was to be preloaded: {error}") from error
-        facts = {**versions(), "engine": self._hello.engine}
-        if self._hello.world_size > 1 or "torch" in sys.modules:  # an engine alone may do without
+        facts = {**versions(), "engine": self._config.engine}
+        if self._config.world_size > 1 or "torch" in sys.modules:  # an engine alone may do without
             import torch
 
-            torch.set_num_threads(self._hello.threads)
+            torch.set_num_threads(self._config.threads)
             facts["torch"] = str(torch.__version__)
         return facts
 
     def _form(self) -> None:
         """Make the engine, on GPUs of their own after NCCL's group."""
-        if self._hello.device.startswith("cuda"):
+        if self._config.device.startswith("cuda"):
             import torch
 
-            torch.cuda.set_device(self._hello.device)
-        if self._hello.nccl_store is not None:
-            _join_nccl(self._hello, self._hello.nccl_store)
-        self._engine = load_engine(self._hello.engine)(self._context)
+            torch.cuda.set_device(self._config.device)
+        if self._config.nccl_store is not None:
+            _join_nccl(self._config, self._config.nccl_store)
+        self._engine = load_engine(self._config.engine)(self._context)
 
     def _call(self, frame: ChannelFrame) -> object:
         method, args, kwargs, expected = decode(frame.message)
         frame.message.close()
-        self._context.deadline = self._hello.deadline + expected
+        self._context.deadline = self._config.deadline + expected
         return engine_method(self._engine, method)(*args, **kwargs)
 
 
-def _join_nccl(hello: WorkerConfig, path: str) -> None:
+def _join_nccl(config: WorkerConfig, path: str) -> None:
     import torch.distributed as dist
 
-    store = dist.FileStore(path, hello.world_size)  # type: ignore[attr-defined]  # it is documented
+    store = dist.FileStore(path, config.world_size)  # type: ignore[attr-defined]  # it is documented
     dist.init_process_group(
         "nccl",
         store=store,
-        rank=hello.rank,
-        world_size=hello.world_size,
-        timeout=timedelta(seconds=hello.group_timeout),
+        rank=config.rank,
+        world_size=config.world_size,
+        timeout=timedelta(seconds=config.group_timeout),
     )

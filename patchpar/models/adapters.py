@@ -43,13 +43,13 @@ def from_safetensors(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     if method not in READ_FILES:
         return dict(kwargs)
     source = args[0] if args else next((kwargs[each] for each in SOURCES if each in kwargs), None)
-    places = [each for each in several(source) if isinstance(each, (str, PathLike))]
-    if not places:
+    locations = [each for each in several(source) if isinstance(each, (str, PathLike))]
+    if not locations:
         return dict(kwargs)
-    check_told(name, kwargs)
+    check_strength(name, kwargs)
     folders, files = several(kwargs.get("subfolder")), several(kwargs.get("weight_name"))
-    for number, place in enumerate(places):
-        check_source(name, place, entry(folders, number), entry(files, number))
+    for number, location in enumerate(locations):
+        check_source(name, location, entry(folders, number), entry(files, number))
     for file in files:  # of one place, maybe several
         _check_name(name, file)
     return {**kwargs, "use_safetensors": True}
@@ -65,16 +65,16 @@ def entry(values: Sequence[Any], number: int) -> Any:
     return values[number] if number < len(values) else values[0]
 
 
-def check_told(name: str, kwargs: Mapping[str, Any]) -> None:
+def check_strength(name: str, kwargs: Mapping[str, Any]) -> None:
     """Raise PlanError where a method is told to read a pickle."""
     if kwargs.get("use_safetensors", True) is not True:
         raise PlanError(f"use_safetensors={kwargs['use_safetensors']!r}: {name} reads no pickle, {CONVERT}")
 
 
-def check_source(name: str, place: Any, subfolder: Any, file: Any) -> None:
+def check_source(name: str, location: Any, subfolder: Any, file: Any) -> None:
     """Raise PlanError for a file, a folder or a name of the hub out of which `name` would read no safetensors."""
     _check_name(name, file)
-    path = Path(place).expanduser()
+    path = Path(location).expanduser()
     if path.is_file():
         _check_name(name, path.name)
     elif path.is_dir():
@@ -83,8 +83,10 @@ def check_source(name: str, place: Any, subfolder: Any, file: Any) -> None:
             raise PlanError(f"{name}: {folder} has no {file}")
         if file is None:
             _check_folder(name, folder)
-    elif isinstance(place, PathLike) or not HUB_NAME.fullmatch(place):
-        raise PlanError(f"{name}: {str(place)!r} is no file or folder that is here, and no hub name such as org/model")
+    elif isinstance(location, PathLike) or not HUB_NAME.fullmatch(location):
+        raise PlanError(
+            f"{name}: {str(location)!r} is no file or folder that is here, and no hub name such as org/model"
+        )
 
 
 def _check_name(name: str, file: Any) -> None:
@@ -107,11 +109,11 @@ def _check_peft(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
 
     transformers looks for a pickle where it finds none, and on the hub nobody can look before it does.
     """
-    place = args[0] if args else kwargs.get("peft_model_id", kwargs.get("pretrained_model_name_or_path"))
-    if place is None:
+    location = args[0] if args else kwargs.get("peft_model_id", kwargs.get("pretrained_model_name_or_path"))
+    if location is None:
         return
-    check_told(name, kwargs)
-    folder = Path(place, kwargs.get("subfolder") or "")
+    check_strength(name, kwargs)
+    folder = Path(location, kwargs.get("subfolder") or "")
     if not (folder / PEFT_WEIGHTS).is_file():
         raise PlanError(
             f"{name}: {str(folder)!r} is no folder here with {PEFT_WEIGHTS} (fetch what is on the hub), and no pickle "
@@ -120,6 +122,6 @@ def _check_peft(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> No
 
 
 def _check_single_file(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    place = args[0] if args else next((value for key, value in kwargs.items() if key.startswith("pretrained_")), "")
-    if not str(place).endswith(SINGLE_FILES):
-        raise PlanError(f"{name}: {place} is neither safetensors nor GGUF, and may be a pickle, {CONVERT}")
+    location = args[0] if args else next((value for key, value in kwargs.items() if key.startswith("pretrained_")), "")
+    if not str(location).endswith(SINGLE_FILES):
+        raise PlanError(f"{name}: {location} is neither safetensors nor GGUF, and may be a pickle, {CONVERT}")

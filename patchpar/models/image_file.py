@@ -14,10 +14,10 @@ MOST_PIXELS = 80_000_000
 """Decoding takes about eight bytes for each."""
 
 
-def read_picture(
-    source: Path | IO[bytes], said: str, *, most_pixels: int = MOST_PIXELS, formats: tuple[str, ...] | None = None
+def read_image_file(
+    source: Path | IO[bytes], label: str, *, most_pixels: int = MOST_PIXELS, formats: tuple[str, ...] | None = None
 ) -> "Image":
-    """The picture in a file, in RGB, upright. `said`: what the file is called where it was asked for.
+    """The picture in a file, in RGB, upright. `label`: what the file is called where it was asked for.
 
     `formats`: those of Pillow's that are read, by default all. Raises PlanError for a file that is not there, is no
     picture, is broken, or has more than `most_pixels` pixels, which are not decoded then.
@@ -25,22 +25,22 @@ def read_picture(
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(source, formats=formats) as picture:
-            check_pixels(*picture.size, said, most_pixels)
-            return ImageOps.exif_transpose(picture).convert("RGB")
+        with Image.open(source, formats=formats) as image:
+            check_pixels(*image.size, label, most_pixels)
+            return ImageOps.exif_transpose(image).convert("RGB")
     except PlanError:
         raise
     except Image.DecompressionBombError as error:  # Pillow's own limit, twice ours, comes before anybody else's
-        raise PlanError(f"{said} has too many pixels: at most {most_pixels / 1e6:.0f} million are taken") from error
+        raise PlanError(f"{label} has too many pixels: at most {most_pixels / 1e6:.0f} million are taken") from error
     except FileNotFoundError as error:
-        raise PlanError(f"{said} cannot be read as a picture: there is no such file") from error
+        raise PlanError(f"{label} cannot be read as a picture: there is no such file") from error
     except (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error) as error:  # as Pillow's readers raise
         why = f"use {', '.join(formats)}" if formats else str(error)
-        raise PlanError(f"{said} cannot be read as a picture: {why}") from error
+        raise PlanError(f"{label} cannot be read as a picture: {why}") from error
 
 
-def check_pixels(width: int, height: int, said: str, most_pixels: int = MOST_PIXELS) -> None:
+def check_pixels(width: int, height: int, label: str, most_pixels: int = MOST_PIXELS) -> None:
     """Raise PlanError for a picture or a frame of more than `most_pixels` pixels."""
     if width * height > most_pixels:
         most = f"{most_pixels / 1e6:.0f} million"
-        raise PlanError(f"{said} has {width} x {height} pixels: at most {most} are taken, so make it smaller")
+        raise PlanError(f"{label} has {width} x {height} pixels: at most {most} are taken, so make it smaller")

@@ -40,11 +40,11 @@ class PipelineInfo:
     """A pipeline in names and numbers. `parameters` are those of its call, with defaults (None where there is none).
 
     `splits_into_tokens`: its denoisers are made of blocks, and nothing is known against splitting their tokens; whether
-    it can be done shows in the first call, and `kept_whole` says why not. `kept_native`: why pictures beyond the size
-    it was trained for are drawn as any others; empty where structure guidance can, None where nobody has looked.
-    `kept_together`: why prompts cannot be spread over ranks; empty where they can.
-    `decoded_bytes`: what decoding takes for each pixel, as far as that is known of its VAE. `guided_by_its_scale`: it
-    says itself whether it applies guidance, by its guidance scale, though it has a `true_cfg_scale` too.
+    it can be done shows in the first call, and `unsplit_reason` says why not. `native_only_reason`: why pictures beyond
+    the size it was trained for are drawn as any others; empty where structure guidance can, None where nobody has
+    looked. `one_batch_reason`: why prompts cannot be spread over ranks; empty where they can. `decoded_bytes`: what
+    decoding takes for each pixel, as far as that is known of its VAE. `guided_by_its_scale`: it says itself whether it
+    applies guidance, by its guidance scale, though it has a `true_cfg_scale` too.
     """
 
     pipeline: str
@@ -61,9 +61,9 @@ class PipelineInfo:
     default_size: tuple[int, int] | None
     methods: frozenset[str]
     networks: Mapping[str, NetworkInfo]
-    kept_whole: str = ""
-    kept_native: str | None = None
-    kept_together: str = ""
+    unsplit_reason: str = ""
+    native_only_reason: str | None = None
+    one_batch_reason: str = ""
     latent_channels: int = 4
     decoded_bytes: int = 0
     guided_by_its_scale: bool = False
@@ -98,7 +98,7 @@ class PipelineInfo:
         if isinstance(height, int) and isinstance(width, int):
             return height, width
         if "height" not in self.parameters and hasattr(kwargs.get("image"), "size"):
-            return _size_of_picture(kwargs["image"])
+            return _size_of_image(kwargs["image"])
         if self.default_size is None or any(kwargs.get(name) is not None for name in ("image", "latents", "video")):
             return None
         return height or self.default_size[0], width or self.default_size[1]
@@ -225,9 +225,9 @@ def _passes_on(kind: Any) -> bool:
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.parameters.values())
 
 
-def _size_of_picture(picture: Any) -> tuple[int, int] | None:
+def _size_of_image(image: Any) -> tuple[int, int] | None:
     """Height and width of a PIL picture."""
-    size = picture.size
+    size = image.size
     return (size[1], size[0]) if isinstance(size, tuple) and len(size) == 2 else None
 
 

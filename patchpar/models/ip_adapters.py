@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import HfApi, snapshot_download
 
 from patchpar.errors import PlanError
-from patchpar.models.adapters import CONVERT, SUFFIX, check_source, check_told, entry, several
+from patchpar.models.adapters import CONVERT, SUFFIX, check_source, check_strength, entry, several
 from patchpar.models.files import HUB_NAME, PICKLES, refuse_other_weights
 from patchpar.models.remote_code import refuse_code_of_network
 
@@ -71,7 +71,7 @@ def looked_at(
     bound.apply_defaults()
     given: Given = bound.arguments
     options = given["kwargs"]
-    check_told(METHOD, options)
+    check_strength(METHOD, options)
     adapters = _adapters(given)
     for adapter in adapters:
         if not isinstance(adapter.source, Mapping):
@@ -169,8 +169,8 @@ def _here(adapter: IPAdapter, options: Mapping[str, Any]) -> Any:
 
 def _fetched(name: str, wanted: list[str], options: Mapping[str, Any], passed_on: Iterable[str]) -> Path:
     """A folder here with the files of a repository of the hub that are wanted."""
-    told = {option: options[option] for option in passed_on if options.get(option) is not None}
+    passed = {option: options[option] for option in passed_on if options.get(option) is not None}
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted, **told))
+        return Path(snapshot_download(name, allow_patterns=wanted, **passed))
     except (OSError, ValueError) as error:
         raise PlanError(f"{METHOD}: {name!r} could not be had from the hub: {error}") from error

@@ -23,7 +23,7 @@ def for_task(pipe: Any, task: str | None) -> Any:
         raise UnsupportedModel(f"diffusers has no pipeline of task {task!r} for a {type(pipe).__name__}") from error
 
 
-def settle_in(pipe: Any) -> None:
+def prepare_pipeline(pipe: Any) -> None:
     """Tell transformers again what its models can record (hidden states): their constructors do so, once per process.
 
     Without it a text encoder that was unpickled returns no hidden states. Only transformers 5 and later keep this so.

@@ -9,7 +9,7 @@ EMPTY_LIST = "should be kept in float32: []"
 """The end of a warning of diffusers whose list of modules is empty, with every picture that is encoded."""
 
 
-def hush() -> None:
+def silence_libraries() -> None:
     """For this process: no bars for each component, no word of image processors without torchvision. Idempotent.
 
     For workers and commands. In a program of the user's it is the user who decides what libraries say.

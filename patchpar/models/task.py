@@ -119,7 +119,7 @@ def _product_of(module: ast.Module, file: Path) -> Product:
         if isinstance(node, ast.ClassDef) and _is_output(node.name):
             return _made(node)
         for name in (each.name for each in getattr(node, "names", ()) if _is_output(each.name)):
-            found = (_class_in(place, name) for place in _output_places(file))
+            found = (_class_in(location, name) for location in _output_modules(file))
             kind = next(filter(None, found), None)
             return "" if kind is None else _made(kind)
     return ""
@@ -129,7 +129,7 @@ def _is_output(name: str) -> bool:
     return name.endswith("PipelineOutput")
 
 
-def _output_places(file: Path) -> list[Path]:
+def _output_modules(file: Path) -> list[Path]:
     """Files that may define the output class of a pipeline in `file`: those beside it, and those that others share."""
     shared = sorted(_pipelines().rglob("pipeline_*output.py"))
     return [*sorted(file.parent.glob("*.py")), *shared, _pipelines() / "pipeline_utils.py"]

@@ -15,13 +15,13 @@ VERBS: Mapping[str, str] = {"pictures": "generate", "video": "video"}
 class RequestedTask:
     """What is asked of a model: `verb` of the command line, and what it makes.
 
-    `has_picture`: whether there is a picture to begin with; None where the verb sees to that itself. `per_prompt`: how
+    `has_image`: whether there is a picture to begin with; None where the verb sees to that itself. `per_prompt`: how
     many pictures for each prompt.
     """
 
     verb: str
     product: Product = "pictures"
-    has_picture: bool | None = False
+    has_image: bool | None = False
     per_prompt: int = 1
 
     def check_model(self, model: str | Path, options: Mapping[str, Any]) -> None:
@@ -34,9 +34,9 @@ class RequestedTask:
             return
         if purpose.product not in ("", self.product):
             raise PlanError(f"this model is a {purpose.pipeline}, which makes {purpose.product}: {_way_of(purpose)}")
-        if purpose.begins_with and self.has_picture is False:
+        if purpose.begins_with and self.has_image is False:
             raise PlanError(f"this model is a {purpose.pipeline}, which begins with a {self._way_to_begin(purpose)}")
-        if self.has_picture and purpose.parameters and "image" not in purpose.parameters:
+        if self.has_image and purpose.parameters and "image" not in purpose.parameters:
             raise PlanError(f"this model is a {purpose.pipeline}, which takes no picture: leave out --image")
         if self.per_prompt > 1 and purpose.parameters and "num_images_per_prompt" not in purpose.parameters:
             raise PlanError(

@@ -18,7 +18,7 @@ from patchpar.errors import PlanError, UnsupportedModel
 from patchpar.models.info import PipelineInfo
 from patchpar.plan.mesh_shape import Workload
 from patchpar.plan.plan import Plan
-from patchpar.strategies.data.split import PICTURES, split_call
+from patchpar.strategies.data.split import IMAGE_ARGUMENTS, split_call
 from patchpar.strategies.structure.memory_estimate import MemoryEstimate
 from patchpar.strategies.structure.options import StructureGuidance
 from patchpar.strategies.structure.sizing import is_large, units_of
@@ -38,12 +38,12 @@ class PlanChoice:
 def choose(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any]) -> PlanChoice:
     """The plan for a call with `kwargs` on `devices` devices."""
     size, native = model.size(kwargs), model.default_size
-    if model.kept_native is None or size is None or native is None or not is_large(size, native):
+    if model.native_only_reason is None or size is None or native is None or not is_large(size, native):
         return _exact(model, devices, kwargs)
     ratios = dict.fromkeys(f"{side / own:.3g}" for side, own in zip(size, native, strict=True))
     large = f"{' x '.join(ratios)} times the native {native[0]} x {native[1]}"
     addressed = [name for name in kwargs.get("cross_attention_kwargs") or () if name in ADDRESSED]
-    why_not = f"{addressed[0]} has places in the whole picture" if addressed else model.kept_native
+    why_not = f"{addressed[0]} has places in the whole picture" if addressed else model.native_only_reason
     if why_not:
         plain = _exact(model, devices, kwargs)
         return PlanChoice(plain.plan, f"{plain.reason}; {large}, but no structure guidance: {why_not}")
@@ -61,9 +61,9 @@ def _exact(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any]) -> Plan
     if devices == 1:
         return PlanChoice(Plan(), "one device: the plain pipeline")
     branches, prompts = model.branches(kwargs), _prompts(kwargs)
-    together = _why_together(model, kwargs) if prompts > 1 else ""
+    one_batch = _why_one_batch(model, kwargs) if prompts > 1 else ""
     work = Workload(
-        prompts=1 if together else prompts,
+        prompts=1 if one_batch else prompts,
         branches=branches,
         most_bands=_most_bands(model, devices, model.size(kwargs)),
         units=_units(model, model.size(kwargs)) if model.splits_into_bands else None,
@@ -71,8 +71,8 @@ def _exact(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any]) -> Plan
     plan, reasons = work.soonest(devices), []
     if plan.data > 1:
         reasons.append(f"{prompts} prompts over {plan.data} groups, which send one another nothing")
-    elif together:
-        reasons.append(f"{prompts} prompts stay together: {together}")
+    elif one_batch:
+        reasons.append(f"{prompts} prompts stay together: {one_batch}")
     if plan.cfg > 1:
         part = {2: "half", 3: "third"}.get(plan.cfg, f"{plan.cfg}th")
         reasons.append(f"guidance is on: a branch for each {part} of the devices")
@@ -90,20 +90,20 @@ def _exact(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any]) -> Plan
 def without(model: PipelineInfo, plan: Plan, error: Exception) -> PipelineInfo | None:
     """The model less what an automatic plan tried and could not do; None where that is not what failed."""
     if isinstance(plan.strategy, StructureGuidance):
-        return replace(model, kept_native=str(error))
+        return replace(model, native_only_reason=str(error))
     if plan.patch == 1 or not model.splits_into_tokens or not isinstance(error, UnsupportedModel):
         return None
-    return replace(model, splits_into_tokens=False, kept_whole=str(error))
+    return replace(model, splits_into_tokens=False, unsplit_reason=str(error))
 
 
 def _prompts(kwargs: Mapping[str, Any]) -> int:
     """How many prompts may be spread over ranks; pictures as input may belong to all of them."""
     prompts = kwargs.get("prompt")
-    alone = isinstance(prompts, list) and all(kwargs.get(name) is None for name in PICTURES)
+    alone = isinstance(prompts, list) and all(kwargs.get(name) is None for name in IMAGE_ARGUMENTS)
     return len(prompts) if isinstance(prompts, list) and alone else 1
 
 
-def _why_together(model: PipelineInfo, kwargs: Mapping[str, Any]) -> str:
+def _why_one_batch(model: PipelineInfo, kwargs: Mapping[str, Any]) -> str:
     """Why the prompts cannot be spread over ranks; empty where they can."""
     if kwargs.get("callback_on_step_end") is not None:
         return "callback_on_step_end looks at the latents of all"
@@ -111,7 +111,7 @@ def _why_together(model: PipelineInfo, kwargs: Mapping[str, Any]) -> str:
         split_call(kwargs, 0, _prompts(kwargs))
     except PlanError as error:
         return str(error)
-    return model.kept_together
+    return model.one_batch_reason
 
 
 def _why_no_more(model: PipelineInfo, work: Workload, plan: Plan, devices: int) -> str:
@@ -121,7 +121,7 @@ def _why_no_more(model: PipelineInfo, work: Workload, plan: Plan, devices: int) 
         return "no more bands fit into the picture"
     if model.splits_into_tokens:
         return "each needs two rows of tokens"
-    why = model.kept_whole or f"{', '.join(model.denoisers)} cannot be split"
+    why = model.unsplit_reason or f"{', '.join(model.denoisers)} cannot be split"
     return why if work.branches > 1 else f"{why}, and there is no guidance to split"
 
 

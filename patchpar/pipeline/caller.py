@@ -200,12 +200,12 @@ def _random_state() -> RandomState:
     return RandomState(cpu=torch.get_rng_state(), cuda=cuda)
 
 
-def move_generators_on(kwargs: Mapping[str, Any], drawn: Sequence[CallResult]) -> None:
+def move_generators_on(kwargs: Mapping[str, Any], results: Sequence[CallResult]) -> None:
     """Leave the caller's generators and torch's own as if the call had been made in this process."""
-    states = [state for result in drawn if result.output is not None for state in result.generators]
+    states = [state for result in results if result.output is not None for state in result.generators]
     for generator, state in zip(generators_of(kwargs), states, strict=False):
         generator.set_state(state)
-    after = drawn[0].random
+    after = results[0].random
     if after is None:
         return
     torch = sys.modules["torch"]
@@ -214,12 +214,12 @@ def move_generators_on(kwargs: Mapping[str, Any], drawn: Sequence[CallResult]) -
         torch.cuda.set_rng_state(after.cuda)
 
 
-def output_of(drawn: Sequence[CallResult]) -> Any:
+def output_of(results: Sequence[CallResult]) -> Any:
     """One output from those of the ranks that gave one."""
-    outputs = [result.output for result in drawn if result.output is not None]
+    outputs = [result.output for result in results if result.output is not None]
     return merge_outputs(outputs) if len(outputs) > 1 else next(iter(outputs), None)
 
 
-def run_of(plan: Plan, drawn: Sequence[CallResult], seconds: float) -> Run:
+def run_of(plan: Plan, results: Sequence[CallResult], seconds: float) -> Run:
     """The figures of a call."""
-    return Run(plan=plan, seconds=seconds, ranks=tuple(figures for result in drawn for figures in result.figures))
+    return Run(plan=plan, seconds=seconds, ranks=tuple(figures for result in results for figures in result.figures))

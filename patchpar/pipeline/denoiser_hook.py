@@ -42,7 +42,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         self.votes, self.check, self.plan, self._watched = votes, check, plan, False
         self._looked: int | None = None  # in which evaluation of this picture
         self._by_branch: Sequence[nn.Module] = ()
-        self.door, self.deadline = votes.door, votes.door.transport.deadline
+        self.comm, self.deadline = votes.comm, votes.comm.transport.deadline
 
     def begin(self, *, watched: bool) -> None:
         """Begin a picture. `watched`: a callback of somebody's is called between its steps, and may change things."""
@@ -55,7 +55,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         self.clock.guided = self.guided()
         self.clock.next_call()
         looks = self._look_again()
-        before = kept_by_processors(module) if looks and self._shares_calls else None
+        before = kept_by_processors(module) if looks and self._splits_calls else None
         plain = self.fn_ref.original_forward
         forward = plain
         for layer in reversed(self.layers):
@@ -75,14 +75,14 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             if before is not None:
                 refuse_what_processors_keep(module, str(self.plan), before)
         age = "stale" if self._stale_calls() > stale_before else "exact"
-        self.door.traffic.note("call", "", f"step {self.clock.evaluation}, call {self.clock.call} ({age})", start)
+        self.comm.traffic.note("call", "", f"step {self.clock.evaluation}, call {self.clock.call} ({age})", start)
         # A rank may have to wait for as long as another one computes, and that is only known once it has.
-        transport, seconds = self.door.transport, time.perf_counter() - start
+        transport, seconds = self.comm.transport, time.perf_counter() - start
         transport.deadline = max(transport.deadline, self.deadline + 2 * seconds)
         return result
 
     @property
-    def _shares_calls(self) -> bool:
+    def _splits_calls(self) -> bool:
         return self.plan.patch * self.plan.cfg > 1
 
     def _look_again(self) -> bool:

@@ -16,12 +16,12 @@ from patchpar.shard.hooks import HookSet
 class HeartbeatHooks(HookSet):
     """Marks on all blocks of all networks of a pipeline, until `close`."""
 
-    def __init__(self, pipe: Any, mark: Callable[[str], object]) -> None:
+    def __init__(self, pipe: Any, beat: Callable[[str], object]) -> None:
         super().__init__()
         for name, network in pipe.components.items():
             if isinstance(network, nn.Module):
                 for path, block in blocks(network):
-                    self.before(block, _marker(mark, f"{name}.{path}"))
+                    self.before(block, _marker(beat, f"{name}.{path}"))
 
 
 def blocks(network: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -36,8 +36,8 @@ def blocks(network: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, block) for path, block in found if not f"{path}.".startswith(compiled)]
 
 
-def _marker(mark: Callable[[str], object], where: str) -> Callable[..., None]:
+def _marker(beat: Callable[[str], object], where: str) -> Callable[..., None]:
     def hook(module: nn.Module, inputs: Any) -> None:
-        mark(where)
+        beat(where)
 
     return hook

@@ -25,20 +25,20 @@ _C1, _C2 = 0.01**2, 0.03**2
 class DifferenceMap(NamedTuple):
     """A grey picture of |a - b|, and the factor by which it was made brighter to be seen."""
 
-    picture: Image
+    image: Image
     gain: float
 
 
-def as_array(picture: Any) -> Array:
+def as_array(image: Any) -> Array:
     """The picture as float64 of shape (H, W, C), 0..1."""
-    values = np.asarray(picture)
+    values = np.asarray(image)
     scale = 255.0 if values.dtype == np.uint8 else 1.0
     if values.ndim not in (2, 3):
         raise ValueError(f"a picture has 2 or 3 dimensions (rows, columns, channels), not {values.ndim}")
     return np.atleast_3d(values.astype(np.float64)) / scale
 
 
-def as_picture(values: Any) -> Image:
+def as_image(values: Any) -> Image:
     """The picture as a PIL image of 8 bits per channel; values outside 0..1 are clipped."""
     from PIL import Image
 
@@ -80,7 +80,7 @@ def difference_map(one: Any, other: Any) -> DifferenceMap:
     a, b = _pair(one, other)
     difference = np.abs(a - b).max(axis=2)
     gain = 1.0 / max(float(difference.max()), 1e-12)
-    return DifferenceMap(as_picture(difference * gain), gain)
+    return DifferenceMap(as_image(difference * gain), gain)
 
 
 def _pair(one: Any, other: Any) -> tuple[Array, Array]:

@@ -39,7 +39,7 @@ class InstalledPlan:
     def __init__(self, pipe: Any = None) -> None:
         self.pipe = pipe
         self.mesh: Mesh | None = None
-        self.door: Communicator | None = None
+        self.comm: Communicator | None = None
         self.patched: list[PatchedDenoiser | TokenDenoiser | HighResDenoiser] = []
         self.guidance: GuidanceSplit | None = None
         self.vaes: ParallelVaes | None = None
@@ -48,45 +48,49 @@ class InstalledPlan:
 
     # --- in and out ---------------------------------------------------------------------------------------------
 
-    def put_in(
+    def install_denoisers(
         self,
         plan: Plan,
         mesh: Mesh,
-        door: Communicator,
+        comm: Communicator,
         clock: StepClock,
         guided: Callable[[], bool | None],
-        verdicts: Any,
+        verifications: Any,
     ) -> None:
         """Make the denoisers parallel. `guided`: whether the call under way uses guidance. Raises UnsupportedModel."""
         refuse_without_denoiser(type(self.pipe).__name__, self._denoisers(), plan)
-        self.mesh, self.door, strategy = mesh, door, plan.strategy
+        self.mesh, self.comm, strategy = mesh, comm, plan.strategy
         if plan.cfg > 1:  # one for all networks, since several may serve one step
-            self.guidance = GuidanceSplit(door, mesh["cfg"], clock, partial(layers_by_branch, self.pipe))
+            self.guidance = GuidanceSplit(comm, mesh["cfg"], clock, partial(layers_by_branch, self.pipe))
             for module in self._conditioners():
-                carriers = None if verdicts is None else carriers_of(module, (door, mesh["cfg"]), verdicts)
+                carriers = None if verifications is None else carriers_of(module, (comm, mesh["cfg"]), verifications)
                 self._register(module, ConditionerHook(self.guidance, carriers))
         for module in self._denoisers():
             layers: list[Any] = [] if self.guidance is None else [self.guidance]
             if isinstance(strategy, StructureGuidance):
                 axis = mesh["patch"]
-                layers.append(strategy.install(module, door, axis, pipe=self.pipe, clock=clock, verdicts=verdicts))
+                layers.append(
+                    strategy.install(module, comm, axis, pipe=self.pipe, clock=clock, verifications=verifications)
+                )
             elif plan.patch > 1:
                 axis = mesh["patch"]
-                layers.append(strategy.install(module, door, axis, clock=clock, split=plan.split, verdicts=verdicts))
+                layers.append(
+                    strategy.install(module, comm, axis, clock=clock, split=plan.split, verifications=verifications)
+                )
             self.patched += [layer for layer in layers if layer is not self.guidance]
             check = None
-            if self.guidance is not None and verdicts is not None:
+            if self.guidance is not None and verifications is not None:
                 by_branch = partial(self.guidance.layers_of, module)
-                check = GuidanceCheck(module, (door, mesh["cfg"]), clock, verdicts, by_branch)
-            votes = CacheVote(module, door, (mesh["patch"], mesh["cfg"]), clock)
+                check = GuidanceCheck(module, (comm, mesh["cfg"]), clock, verifications, by_branch)
+            votes = CacheVote(module, comm, (mesh["patch"], mesh["cfg"]), clock)
             self._register(module, DenoiserHook(clock, layers, guided, votes, check, plan=plan))
 
-    def put_in_vaes(self, way: str, door: Communicator, verdicts: VerificationCache | None) -> None:
-        """Let all ranks of one picture encode and decode it together. Their traffic is counted apart, by `door`."""
+    def install_vaes(self, mode: str, comm: Communicator, verifications: VerificationCache | None) -> None:
+        """Let all ranks of one picture encode and decode it together. Their traffic is counted apart, by `comm`."""
         assert self.mesh is not None
-        axis = self.mesh.of_one_picture()
-        if axis.size > 1 or way == "tiled":
-            self.vaes = ParallelVaes(self.pipe.components, self._denoisers(), way, (door, axis), verdicts)
+        axis = self.mesh.of_one_image()
+        if axis.size > 1 or mode == "tiled":
+            self.vaes = ParallelVaes(self.pipe.components, self._denoisers(), mode, (comm, axis), verifications)
 
     def _register(self, module: nn.Module, hook: ModelHook) -> None:
         self._hooked.append(self._hooks.install(module, hook, HOOK))
@@ -107,7 +111,7 @@ class InstalledPlan:
         if self.vaes is not None:
             self.vaes.restore()
         self.patched, self.guidance, self.vaes, self._hooked = [], None, None, []
-        self.mesh = self.door = None
+        self.mesh = self.comm = None
 
     # --- while it is in -----------------------------------------------------------------------------------------
 
@@ -129,7 +133,7 @@ class InstalledPlan:
             self.vaes.forget()
 
     @property
-    def is_for_large_pictures(self) -> bool:
+    def is_for_large_images(self) -> bool:
         """Whether pictures are put together of patches, which may be of some of the branches of guidance."""
         return any(isinstance(patched, HighResDenoiser) for patched in self.patched)
 
@@ -150,20 +154,20 @@ class InstalledPlan:
             if isinstance(patched, HighResDenoiser):
                 patched.watched = watched
             patched.reset()
-        traffic = CommStats() if self.door is None else self.door.traffic
-        of_vaes = CommStats() if self.vaes is None else self.vaes.door.traffic
+        traffic = CommStats() if self.comm is None else self.comm.traffic
+        of_vaes = CommStats() if self.vaes is None else self.vaes.comm.traffic
         traffic.clear()
         of_vaes.clear()
-        histories = [patched.history for patched in self.patched if patched.history is not None]
-        return StatsRecorder(traffic, histories, tracing=tracing, of_vaes=of_vaes)
+        stale_states = [patched.history for patched in self.patched if patched.history is not None]
+        return StatsRecorder(traffic, stale_states, tracing=tracing, of_vaes=of_vaes)
 
     def running(self) -> AbstractContextManager[None]:
         """The call of the pipeline."""
-        return nullcontext() if self.vaes is None else self.vaes.course.open()
+        return nullcontext() if self.vaes is None else self.vaes.state.open()
 
     def interrupted(self) -> AbstractContextManager[None]:
         """A function of the caller's, within the call."""
-        return nullcontext() if self.vaes is None else self.vaes.course.interrupted()
+        return nullcontext() if self.vaes is None else self.vaes.state.interrupted()
 
     def finish(self) -> None:
         """End a picture: take in what is still under way. Raises ExchangeError."""

@@ -126,32 +126,32 @@ class ParallelPipeline:
         with state.lock, caller.listening(state.on_step, state.progress):
             state.caller, start = caller, time.perf_counter()
             try:
-                plan, drawn = self._drawn(executor, caller)
+                plan, results = self._call_workers(executor, caller)
             finally:
                 state.caller = None
             state.keep(caller.changes)
             if executor.kind == "local":
-                move_generators_on(bound, drawn)
-            output = output_of(drawn)
-            state.plan, state.last_run = plan, run_of(plan, drawn, time.perf_counter() - start)
+                move_generators_on(bound, results)
+            output = output_of(results)
+            state.plan, state.last_run = plan, run_of(plan, results, time.perf_counter() - start)
         return output
 
-    def _drawn(self, executor: Executor, caller: CallController) -> tuple[Plan, list[CallResult]]:
+    def _call_workers(self, executor: Executor, caller: CallController) -> tuple[Plan, list[CallResult]]:
         """The plan and what its ranks return. The first call tells an automatic plan what cannot be done."""
         plan = self._plan_for(caller.kwargs)
         try:
-            return plan, self._draw(executor, caller, plan)
+            return plan, self._generate(executor, caller, plan)
         except (UnsupportedModel, PlanError) as error:
             state, learnt = self._state, without(self.description, plan, error)
             if state.wanted is not None or learnt is None or executor.kind != "local":
                 raise  # elsewhere the caller's generators have moved on
             state.model = learnt
-            return self._drawn(executor, caller)
+            return self._call_workers(executor, caller)
 
-    def _draw(self, executor: Executor, caller: CallController, plan: Plan) -> list[CallResult]:
+    def _generate(self, executor: Executor, caller: CallController, plan: Plan) -> list[CallResult]:
         request = self._state.request
         options = caller.options(plan, request.verify, vae=request.vae, tracing=self._state.tracing)
-        results = executor.call("draw", caller.kwargs, options, on_event=caller.on_event, on_ask=caller.on_ask)
+        results = executor.call("generate", caller.kwargs, options, on_event=caller.on_event, on_ask=caller.on_ask)
         return [result for result in results if isinstance(result, CallResult)]
 
     def _plan_for(self, kwargs: Mapping[str, Any]) -> Plan:

@@ -30,7 +30,7 @@ BAR = "_progress_bar_config"  # as diffusers keeps it
 
 
 class PipelineCall:
-    """One call. `steps` counts those of the scheduler; the `ledger` hears of each.
+    """One call. `steps` counts those of the scheduler; the `recorder` hears of each.
 
     `apart` is entered while the caller is asked; `changing` is called before its callback changes networks.
     """
@@ -41,11 +41,11 @@ class PipelineCall:
         context: RankContext,
         clock: StepClock,
         options: CallOptions,
-        ledger: StatsRecorder,
+        recorder: StatsRecorder,
         apart: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.pipe, self.context, self.clock, self.options = pipe, context, clock, options
-        self.ledger, self.apart, self.steps = ledger, apart, 0
+        self.recorder, self.apart, self.steps = recorder, apart, 0
         self.changing: Callable[[], object] = lambda: None
         self._stepped_by_copy = False  # of the scheduler, before itself
 
@@ -57,7 +57,7 @@ class PipelineCall:
         with ExitStack() as stack:
             stack.enter_context(self._stepping())
             if self.context.world_size > 1:  # somebody watches
-                stack.enter_context(HeartbeatHooks(self.pipe, self.context.mark))
+                stack.enter_context(HeartbeatHooks(self.pipe, self.context.beat))
             if self.options.quiet or self.context.rank > 0:
                 stack.enter_context(_no_progress_bar(self.pipe))
             return self.pipe(**arguments)
@@ -104,9 +104,9 @@ class PipelineCall:
 
     def _stepped(self, scheduler: Any) -> None:
         self.clock.tick()
-        self.ledger.end_step()
+        self.recorder.end_step()
         self.steps += 1
-        self.context.mark(f"step {self.steps}")
+        self.context.beat(f"step {self.steps}")
         if self.context.rank == 0:
             self.context.emit(("step", self.steps, _total_steps(self.pipe, scheduler)))
 
@@ -160,9 +160,9 @@ def _moved(value: Any, like: Any) -> Any:
 @contextmanager
 def _no_progress_bar(pipe: Any) -> Iterator[None]:
     """Neither of a pipeline nor of those that it is made of, as Kandinsky's combined ones are."""
-    shown = [pipe, *(each for each in vars(pipe).values() if hasattr(each, "set_progress_bar_config"))]
+    with_bars = [pipe, *(each for each in vars(pipe).values() if hasattr(each, "set_progress_bar_config"))]
     with HookSet() as hooks:
-        for each in shown:
+        for each in with_bars:
             hooks.replace(each, BAR, {**(vars(each).get(BAR) or {}), "disable": True})
         yield
 

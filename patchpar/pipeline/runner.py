@@ -2,7 +2,7 @@
 
     load / adopt     a pipeline from a folder or the hub, or one handed over
     install          the plan: a hook on every denoiser, every VAE in bands; nothing else of the pipeline changes
-    draw             one call of the pipeline, the same on every rank
+    generate         one call of the pipeline, the same on every rank
     apply            any other method or attribute of the pipeline, on every rank
     restore          every hook out
 
@@ -36,8 +36,8 @@ from patchpar.models.info import (
 )
 from patchpar.models.ip_adapters import looked_at
 from patchpar.models.loading import load_pipeline
-from patchpar.models.prepare import for_task, settle_in
-from patchpar.models.quiet_libraries import hush
+from patchpar.models.prepare import for_task, prepare_pipeline
+from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.pipeline.installed_plan import InstalledPlan
 from patchpar.pipeline.messages import CallOptions, CallResult, MethodResult
 from patchpar.pipeline.pipeline_call import GeneratorStates, PipelineCall, random_state, take_random_state
@@ -50,8 +50,8 @@ from patchpar.shard.generators import generators_of
 from patchpar.shard.vae.call_state import OutputNeeded
 from patchpar.shard.verification_cache import VerificationCache
 from patchpar.strategies.cfg.split import guidance_of, refuse_perturbed
-from patchpar.strategies.data.split import as_one_call, why_kept_together
-from patchpar.strategies.structure.supported_pipelines import why_kept_native
+from patchpar.strategies.data.split import as_one_call, why_one_batch
+from patchpar.strategies.structure.supported_pipelines import why_native_only
 
 
 class PipelineRunner:
@@ -67,7 +67,7 @@ class PipelineRunner:
         self._transport: Transport | None = None
         self._arguments: dict[str, Any] = {}
         if context.world_size > 1:  # before anything of a model arrives: unpickling it imports what talks
-            hush()
+            silence_libraries()
 
     # --- the pipeline -------------------------------------------------------------------------------------------
 
@@ -102,9 +102,9 @@ class PipelineRunner:
         if self.context.world_size > 1:
             refuse_compiled_denoisers(pipe)
         self.restore()
-        settle_in(pipe)
+        prepare_pipeline(pipe)
         self.pipe = pipe if offloaded or pipe.device == self.device else pipe.to(self.device)
-        return replace(describe(self.pipe), **_told_by_attributes(self.pipe))
+        return replace(describe(self.pipe), **_set_by_attributes(self.pipe))
 
     def apply(
         self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, everywhere: bool = False
@@ -129,7 +129,7 @@ class PipelineRunner:
         if owner or isinstance(value, nn.Module):
             self.restore()  # the next call puts its hooks into this one; what is set may stand where they do
         setattr(attrgetter(owner)(self.pipe) if owner else self.pipe, attribute, value)
-        return _told_by_attributes(self.pipe)
+        return _set_by_attributes(self.pipe)
 
     def get(self, name: str, *, everywhere: bool = False) -> Any:
         """An attribute of the pipeline, from rank 0 or from `everywhere`. Networks do not leave their worker."""
@@ -161,14 +161,14 @@ class PipelineRunner:
                 self._transport = watched(join(self.context), self.context)
         if self.context.rank < plan.world_size and works:
             assert self._transport is not None
-            mesh, verdicts = (
+            mesh, verifications = (
                 Mesh(self.context.rank, range(plan.world_size), **plan.degrees()),
                 VerificationCache.of(verify),
             )
-            doors = [Communicator(self._transport, self.context.mark) for _ in ("denoisers", "VAEs")]
+            communicators = [Communicator(self._transport, self.context.beat) for _ in ("denoisers", "VAEs")]
             self._installed = InstalledPlan(self.pipe)
-            self._installed.put_in(plan, mesh, doors[0], self.clock, self._guided, verdicts)
-            self._installed.put_in_vaes(vae, doors[1], verdicts)
+            self._installed.install_denoisers(plan, mesh, communicators[0], self.clock, self._guided, verifications)
+            self._installed.install_vaes(vae, communicators[1], verifications)
         self._installed_for = (plan, verify, vae)
 
     def restore(self) -> None:
@@ -181,18 +181,18 @@ class PipelineRunner:
         self._installed.control(exchange=exchange, vae=vae)
 
     def _guided(self) -> bool | None:
-        if self._installed.is_for_large_pictures:
+        if self._installed.is_for_large_images:
             refuse_perturbed(self.pipe, self._arguments)
         return guidance_of(self.pipe, self._arguments)
 
     # --- a call -------------------------------------------------------------------------------------------------
 
-    def draw(self, kwargs: Mapping[str, Any], options: CallOptions) -> CallResult | IdleRank:
+    def generate(self, kwargs: Mapping[str, Any], options: CallOptions) -> CallResult | IdleRank:
         """One call of the pipeline, under `options.plan`. Ranks that the plan leaves idle stand by."""
         if self._installed_for != (options.plan, options.verify, options.vae):
             self.install(options.plan, verify=options.verify, vae=options.vae)
         if options.same_everywhere:
-            return self._draw_together(kwargs, options)
+            return self._run_under_torchrun(kwargs, options)
         if options.random is not None:
             take_random_state(options.random, self.device)
         if self.context.rank >= options.plan.world_size:
@@ -203,48 +203,48 @@ class PipelineRunner:
             output = None  # the same as another rank's
         return self._report(output, (figures,), options)
 
-    def _draw_together(self, kwargs: Mapping[str, Any], options: CallOptions) -> CallResult:
+    def _run_under_torchrun(self, kwargs: Mapping[str, Any], options: CallOptions) -> CallResult:
         """Where every process has a caller of its own."""
-        together = TorchrunSync(self.context, self.device, kwargs)
-        together.begin()
+        sync = TorchrunSync(self.context, self.device, kwargs)
+        sync.begin()
         if self.context.rank >= options.plan.world_size:
-            return together.stand_by()
+            return sync.stand_by()
         try:
             output, own = self._run(kwargs, options)
         except Exception:
             if options.plan.world_size < self.context.world_size:
-                together.release()
+                sync.release()
             raise
-        mesh, door = self._installed.mesh, self._installed.door
-        figures = together.figures(own, mesh, door)
-        output = together.end(output, mesh["data"] if mesh else None, door)
+        mesh, comm = self._installed.mesh, self._installed.comm
+        figures = sync.figures(own, mesh, comm)
+        output = sync.end(output, mesh["data"] if mesh else None, comm)
         return self._report(output, figures, options)
 
     def _run(self, kwargs: Mapping[str, Any], options: CallOptions) -> tuple[Any, RankStats]:
         """This rank's output and figures."""
         installed, random = self._installed, GeneratorStates(kwargs, self.device)
         try:
-            return self._drawn(kwargs, options)
+            return self._call_pipeline(kwargs, options)
         except OutputNeeded:  # once for a pipeline: it needs on all ranks what it has decoded
             assert installed.vaes is not None
-            installed.vaes.course.everywhere = True
+            installed.vaes.state.everywhere = True
             random.restore()
-            return self._drawn(kwargs, options)
+            return self._call_pipeline(kwargs, options)
 
-    def _drawn(self, kwargs: Mapping[str, Any], options: CallOptions) -> tuple[Any, RankStats]:
+    def _call_pipeline(self, kwargs: Mapping[str, Any], options: CallOptions) -> tuple[Any, RankStats]:
         installed = self._installed
         self.clock.reset(order=getattr(getattr(self.pipe, "scheduler", None), "order", 1))
         watched = options.has_callback or kwargs.get("callback_on_step_end") is not None
-        ledger = installed.begin(tracing=options.tracing, watched=watched)
-        drawing = PipelineCall(self.pipe, self.context, self.clock, options, ledger, installed.interrupted)
-        drawing.changing = installed.open_up
-        with self._own_share(dict(kwargs)) as self._arguments, installed.running():
-            output = drawing.run(self._arguments)
-        ledger.end_picture()
+        recorder = installed.begin(tracing=options.tracing, watched=watched)
+        call = PipelineCall(self.pipe, self.context, self.clock, options, recorder, installed.interrupted)
+        call.changing = installed.open_up
+        with self._own_part(dict(kwargs)) as self._arguments, installed.running():
+            output = call.run(self._arguments)
+        recorder.end_image()
         installed.finish()
-        return output, ledger.figures(self.context.rank, self.context.device)
+        return output, recorder.figures(self.context.rank, self.context.device)
 
-    def _own_share(self, kwargs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
+    def _own_part(self, kwargs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
         """Our prompts' arguments, while open."""
         mesh = self._installed.mesh
         if mesh is None or mesh["data"].size == 1:
@@ -261,9 +261,9 @@ class PipelineRunner:
         )
 
 
-def _told_by_attributes(pipe: Any) -> dict[str, Any]:
+def _set_by_attributes(pipe: Any) -> dict[str, Any]:
     """What a description has of attributes that may be set, such as the scheduler."""
-    return {"kept_native": why_kept_native(pipe), "kept_together": why_kept_together(pipe)}
+    return {"native_only_reason": why_native_only(pipe), "one_batch_reason": why_one_batch(pipe)}
 
 
 def _holds_network(value: Any) -> bool:

@@ -12,7 +12,7 @@ from patchpar.launch.inline import InlineExecutor
 from patchpar.launch.local import LocalExecutor
 from patchpar.launch.torchrun import TorchrunExecutor, torchrun_world
 from patchpar.plan.plan import Plan
-from patchpar.shard.vae.modes import check_way
+from patchpar.shard.vae.modes import check_mode
 
 ENGINE = "patchpar.pipeline.runner:PipelineRunner"
 PRELOAD = ("patchpar.pipeline.runner",)
@@ -73,7 +73,7 @@ def check_request(
         deadline=_seconds("deadline", deadline),
         start_timeout=_seconds("start_timeout", start_timeout),
         verify=verify,
-        vae=check_way(vae),
+        vae=check_mode(vae),
     )
 
 
@@ -100,7 +100,7 @@ def plan_of(plan: object) -> Plan | None:
         plan = Plan.parse(plan)
     if not isinstance(plan, Plan):
         raise PlanError(f"plan={plan!r}: use 'auto', a Plan, or a text such as 'cfg=2,patch=2'")
-    plan.strategy.check_places(plan.patch)
+    plan.strategy.check_group_size(plan.patch)
     return plan
 
 

@@ -86,8 +86,8 @@ def _adapters_of(path: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> N
     """The adapters that a call of the pipeline adds, selects or deletes; None where it does not name them."""
     if path not in NAMES_ADAPTERS:
         return None
-    does, place, name = NAMES_ADAPTERS[path]
-    named = args[place] if len(args) > place else kwargs.get(name)
+    does, index, name = NAMES_ADAPTERS[path]
+    named = args[index] if len(args) > index else kwargs.get(name)
     names = [named] if isinstance(named, str) else named
     if not isinstance(names, (list, tuple)) or not names or not all(isinstance(each, str) for each in names):
         return None
@@ -100,10 +100,10 @@ def _selecting(
 ) -> tuple[Any, ...]:
     """What `asked` asks for a call of set_adapters, without some of its adapters and their weights."""
     weights = rest[0] if rest else kwargs.get("adapter_weights")
-    kept = [place for place, name in enumerate(names) if name not in gone]
+    kept = [index for index, name in enumerate(names) if name not in gone]
     if isinstance(weights, (list, tuple)):
-        weights = [weights[place] for place in kept]
-    return path, ([names[place] for place in kept], weights), {}
+        weights = [weights[index] for index in kept]
+    return path, ([names[index] for index in kept], weights), {}
 
 
 def asked(
@@ -123,7 +123,7 @@ def with_whole_paths(
     Those are paths, and the texts that name what a `load_` method loads, where they are files or folders here.
     """
     loads = path.rpartition(".")[2].startswith("load_")
-    whole = [_whole(value, loads and not place) for place, value in enumerate(args)]
+    whole = [_whole(value, loads and not index) for index, value in enumerate(args)]
     return tuple(whole), {
         name: _whole(value, loads and ("pretrained_model" in name or name == "peft_model_id"))
         for name, value in kwargs.items()

@@ -13,18 +13,18 @@ N = TypeVar("N", int, float)
 
 
 class StatsRecorder:
-    """Opened when a call begins, with `traffic` at zero. `histories`: of those of its denoisers that have one.
+    """Opened when a call begins, with `traffic` at zero. `stale_states`: of those of its denoisers that have one.
 
     `tracing`: also keep every event, for a trace. `of_vaes`: what encoding and decoding exchange, which belongs to no
     step and is booked as one kind.
     """
 
     def __init__(
-        self, traffic: CommStats, histories: Sequence[StaleState], *, tracing: bool, of_vaes: CommStats | None = None
+        self, traffic: CommStats, stale_states: Sequence[StaleState], *, tracing: bool, of_vaes: CommStats | None = None
     ) -> None:
         of_vaes = of_vaes or CommStats()
         traffic.events = of_vaes.events = [] if tracing else None
-        self._traffic, self._histories, self._of_vaes = traffic, tuple(histories), of_vaes
+        self._traffic, self._stale_states, self._of_vaes = traffic, tuple(stale_states), of_vaes
         self._epoch = time.time() - time.perf_counter()
         self._step_began = time.perf_counter()
         self._before = self._counted()
@@ -47,9 +47,9 @@ class StatsRecorder:
         self._before = now
         self._note_step()
 
-    def end_picture(self) -> None:
+    def end_image(self) -> None:
         """The pipeline has returned. Belongs before what the seams hold is given up."""
-        self._stale_bytes = sum(history.memory.num_bytes() for history in self._histories)
+        self._stale_bytes = sum(history.cache.num_bytes() for history in self._stale_states)
 
     def figures(self, rank: int, device: str) -> RankStats:
         """Everything, for the caller."""
@@ -73,8 +73,8 @@ class StatsRecorder:
             bytes_sent=dict(self._traffic.bytes_sent),
             bytes_received=dict(self._traffic.bytes_received),
             seconds_waited=dict(self._traffic.seconds_waited),
-            exact_calls=sum(history.exact_calls for history in self._histories),
-            stale_calls=sum(history.stale_calls for history in self._histories),
+            exact_calls=sum(history.exact_calls for history in self._stale_states),
+            stale_calls=sum(history.stale_calls for history in self._stale_states),
         )
 
     def _note_step(self) -> None:

@@ -2,7 +2,7 @@
 
 rank 0            the others          a rank that the plan leaves idle
 random state ---> take it             takes it
-draw              draw                answers every question of the others with nothing
+generate          generate          answers every question of the others with nothing
 last word   ----> end with it         ends with it
 """
 
@@ -36,20 +36,20 @@ class TorchrunSync:
         self._set_states(states)
         take_random_state(default, self._device)
 
-    def end(self, output: Any, data: Axis | None, door: Communicator | None) -> Any:
+    def end(self, output: Any, data: Axis | None, comm: Communicator | None) -> Any:
         """The whole output on rank 0, on the others one of the same class that holds nothing."""
         states = self._states()
-        if data is not None and door is not None and data.size > 1:
-            output, states = self._of_all(output, data, door)
+        if data is not None and comm is not None and data.size > 1:
+            output, states = self._of_all(output, data, comm)
         empty = self._hear(FinalState(emptied(output), states, random_state(self._device)))
         return output if self._context.rank == 0 else empty
 
-    def figures(self, own: RankStats, mesh: Mesh | None, door: Communicator | None) -> tuple[RankStats, ...]:
+    def figures(self, own: RankStats, mesh: Mesh | None, comm: Communicator | None) -> tuple[RankStats, ...]:
         """Those of every rank that takes part, in order."""
-        if mesh is None or door is None:
+        if mesh is None or comm is None:
             return (own,)
         everyone = Axis("all", mesh.ranks.index(self._context.rank), len(mesh.ranks), mesh.ranks)
-        return tuple(gather_objects(door, everyone, own))
+        return tuple(gather_objects(comm, everyone, own))
 
     def stand_by(self) -> CallResult:
         """Take part in every question, also where there is nothing to do."""
@@ -63,9 +63,9 @@ class TorchrunSync:
         """Let ranks that stand by go, because this call ends in an exception, on all who take part."""
         self._context.ask(FinalState(None, self._states(), random_state(self._device)))
 
-    def _of_all(self, output: Any, data: Axis, door: Communicator) -> tuple[Any, list[Any]]:
+    def _of_all(self, output: Any, data: Axis, comm: Communicator) -> tuple[Any, list[Any]]:
         """The outputs of all data ranks in one; of each generator in a list the state at the rank that drew from it."""
-        found = gather_objects(door, data, (output, self._states()))
+        found = gather_objects(comm, data, (output, self._states()))
         before = self._states_at_begin
         states = [
             next((state for state in others if not torch.equal(state, old)), old)
@@ -99,10 +99,10 @@ def emptied(output: Any) -> Any:
     return None
 
 
-def gather_objects(door: Communicator, axis: Axis, own: Any) -> list[Any]:
+def gather_objects(comm: Communicator, axis: Axis, own: Any) -> list[Any]:
     """Any picklable object from every place of `axis`, in order."""
     data = pack(encode(own))
-    packed = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(door.transport.device)
-    gather = AllGather(door, axis, "output", "output")
+    packed = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(comm.transport.device)
+    gather = AllGather(comm, axis, "output", "output")
     sizes = [int(size) for size in gather.same(torch.tensor([len(packed)], device=packed.device))]
-    return [unpack(part.cpu().numpy().tobytes()) for part in gather.shares(packed, 0, sizes)]
+    return [unpack(part.cpu().numpy().tobytes()) for part in gather.parts(packed, 0, sizes)]

@@ -21,17 +21,17 @@ GRID = 64  # pixels: a multiple of what any model's sides must be multiples of
 
 
 def upscale(
-    pipe: ParallelPipeline, picture: Image, *, scale: float = 2.0, strength: float = 0.35, **call: Any
+    pipe: ParallelPipeline, image: Image, *, scale: float = 2.0, strength: float = 0.35, **call: Any
 ) -> Image | None:
-    """`picture`, `scale` times as large on both sides, by a pipeline of task "image-to-image".
+    """`image`, `scale` times as large on both sides, by a pipeline of task "image-to-image".
 
     `strength`: how much noise it is given, from 0 to 1: more of it, more new detail and less of the old. `call` goes to
     the pipeline: prompt, generator, num_inference_steps (of which it takes the last `strength`). None on a rank of
     torchrun that has no result. Raises PlanError.
     """
     _check(pipe, scale, strength)
-    size = (round(picture.width * scale), round(picture.height * scale))
-    resized = _continued(picture.convert("RGB").resize(size, resample=3))
+    size = (round(image.width * scale), round(image.height * scale))
+    resized = _continued(image.convert("RGB").resize(size, resample=3))
     output = pipe(**{"prompt": "", "image": resized, "strength": strength, **call})
     return None if output.images is None else output.images[0].crop((0, 0, *size))
 
@@ -48,10 +48,10 @@ def _check(pipe: ParallelPipeline, scale: float, strength: float) -> None:
         )
 
 
-def _continued(picture: Image) -> Image:
+def _continued(image: Image) -> Image:
     """Right and bottom continued by their last pixels to a multiple of the grid."""
     import numpy as np
     from PIL.Image import fromarray
 
-    more = [(0, -side % GRID) for side in (picture.height, picture.width)]
-    return fromarray(np.pad(np.asarray(picture), (*more, (0, 0)), mode="edge"))
+    more = [(0, -side % GRID) for side in (image.height, image.width)]
+    return fromarray(np.pad(np.asarray(image), (*more, (0, 0)), mode="edge"))

@@ -27,8 +27,8 @@ class AttentionMode:
         if not is_whole(self.ulysses):
             raise PlanError(f"ulysses={self.ulysses!r}: it is a number of ranks, at least 1")
 
-    def check_places(self, places: int) -> None:
+    def check_group_size(self, group_ranks: int) -> None:
         """Raise PlanError unless groups of `ulysses` places are all there is."""
-        if places % self.ulysses:
-            fitting = ", ".join(str(each) for each in range(1, places + 1) if places % each == 0)
-            raise PlanError(f"ulysses={self.ulysses} does not divide {places} ranks into groups: use {fitting}")
+        if group_ranks % self.ulysses:
+            fitting = ", ".join(str(each) for each in range(1, group_ranks + 1) if group_ranks % each == 0)
+            raise PlanError(f"ulysses={self.ulysses} does not divide {group_ranks} ranks into groups: use {fitting}")

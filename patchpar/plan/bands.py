@@ -21,19 +21,19 @@ class Bands:
         """All rows."""
         return self.starts[-1]
 
-    def size(self, place: int) -> int:
+    def size(self, group_rank: int) -> int:
         """Rows of one place."""
-        return self.starts[place + 1] - self.starts[place]
+        return self.starts[group_rank + 1] - self.starts[group_rank]
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def at_level(self, place: int, own_rows: int, whole: int) -> "Bands":
-        """The same bands on a map where `place` has `own_rows` of rows: halved (rounding up) or enlarged.
+    def at_level(self, group_rank: int, own_rows: int, whole: int) -> "Bands":
+        """The same bands on a map where `group_rank` has `own_rows` of rows: halved (rounding up) or enlarged.
 
         `whole` is only used for the message when no power of two fits.
         """
-        own = self.size(place)
+        own = self.size(group_rank)
         if own_rows >= own and own_rows % own == 0:
             return Bands(tuple(start * (own_rows // own) for start in self.starts))
         stride = 2
@@ -44,15 +44,17 @@ class Bands:
         raise ValueError(f"a map with {own_rows} rows of this rank does not belong to a band of {own} of {whole} rows")
 
 
-def split_bands(total: int, places: int, unit: int) -> Bands:
-    """Share `total` rows between `places`, in multiples of `unit`; the last band also takes the remainder.
+def split_bands(total: int, group_ranks: int, unit: int) -> Bands:
+    """Share `total` rows between `group_ranks`, in multiples of `unit`; the last band also takes the remainder.
 
     Raises ValueError when there are fewer units than places.
     """
     units = total // unit
-    if places > units:
-        raise ValueError(f"{total} latent rows make {units} bands of {unit} rows, too few for {places} ranks")
-    starts = [place * (units // places) + min(place, units % places) for place in range(places)]
+    if group_ranks > units:
+        raise ValueError(f"{total} latent rows make {units} bands of {unit} rows, too few for {group_ranks} ranks")
+    starts = [
+        group_rank * (units // group_ranks) + min(group_rank, units % group_ranks) for group_rank in range(group_ranks)
+    ]
     return Bands((*(start * unit for start in starts), total))
 
 

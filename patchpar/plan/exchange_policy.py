@@ -95,7 +95,7 @@ def check_warmup(name: str, steps: object) -> None:
         )
 
 
-def check_share(name: str, option: str, value: object) -> None:
+def check_fraction(name: str, option: str, value: object) -> None:
     """Raise PlanError unless `value` is a share of a neighbour's rows."""
     if not is_number(value, 0, 1) or value == 0:
         raise PlanError(f"{name}: {option}={value!r}: it is a share of a neighbour's rows, above 0 and at most 1")

@@ -27,8 +27,8 @@ from typing import Literal, NamedTuple
 
 from patchpar.errors import PlanError
 
-EXPOSED_SHARE = 0.1  # of a step that fresh edges may wait for
-COVERED_SHARE = 0.55  # of a UNet's step: computed between sending keys and values and the next round of edges
+EXPOSED_FRACTION = 0.1  # of a step that fresh edges may wait for
+COVERED_FRACTION = 0.55  # of a UNet's step: computed between sending keys and values and the next round of edges
 SETTLED = 8  # steps after which the length is taken, as the mean of the second half of them
 
 
@@ -127,7 +127,7 @@ def edges_for(
     edge_bytes: float,
     step_seconds: float,
     queued_bytes: float = 0.0,
-    covered: float = COVERED_SHARE,
+    covered: float = COVERED_FRACTION,
 ) -> EdgeChoice:
     """Fresh edges while waiting for them takes at most 10 % of a step, else stale ones.
 
@@ -148,10 +148,10 @@ def edges_for(
         )
     queue = max(0.0, queued_bytes / link.rate - covered * step_seconds)
     exposed = link.seconds(rounds, edge_bytes) + queue
-    edges: Literal["fresh", "stale"] = "fresh" if exposed <= EXPOSED_SHARE * step_seconds else "stale"
+    edges: Literal["fresh", "stale"] = "fresh" if exposed <= EXPOSED_FRACTION * step_seconds else "stale"
     why = "at most" if edges == "fresh" else "more than"
     return EdgeChoice(
         edges,
-        f"{edges} edges: {rounds} rounds wait {1e3 * exposed:.3g} ms on a link of {link}, {why} {EXPOSED_SHARE:.0%} of "
-        f"a step of {1e3 * step_seconds:.4g} ms",
+        f"{edges} edges: {rounds} rounds wait {1e3 * exposed:.3g} ms on a link of {link}, {why} "
+        f"{EXPOSED_FRACTION:.0%} of a step of {1e3 * step_seconds:.4g} ms",
     )

@@ -53,18 +53,18 @@ class Mesh:
             shape = " x ".join(f"{name}={degree}" for name, degree in degrees.items())
             raise ValueError(f"{shape} = {product} ranks, but the mesh has {len(self.ranks)}")
         self._axes = {}
-        place, stride = self.ranks.index(me), product
+        group_rank, stride = self.ranks.index(me), product
         for name in AXES:
             size = degrees.get(name, 1)
             stride //= size
-            mine = place // stride % size
-            first = place - mine * stride
+            mine = group_rank // stride % size
+            first = group_rank - mine * stride
             self._axes[name] = Axis(name, mine, size, tuple(self.ranks[first + i * stride] for i in range(size)))
 
     def __getitem__(self, name: str) -> Axis:
         return self._axes[name]
 
-    def of_one_picture(self) -> Axis:
+    def of_one_image(self) -> Axis:
         """All ranks that work on the same pictures as we do, whatever they do there."""
         data = self["data"]
         size = len(self.ranks) // data.size

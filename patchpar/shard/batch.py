@@ -114,30 +114,30 @@ class Batch:
             return 0
         return 1 if x.ndim == 4 and x.shape[1] == self.size > 1 else None
 
-    def share(self, tree: Any, rank: int, parts: int, path: str = "") -> Any:
+    def part(self, tree: Any, rank: int, parts: int, path: str = "") -> Any:
         """Share `rank` of `parts` equal ones of the arguments (args, kwargs). `size` is a multiple of `parts`.
 
-        A promise of a whole batch may bring the share that this rank has already, as `own_share`, and the shapes that
-        shares had before they were filled up, as `share_shapes`.
+        A promise of a whole batch may bring the share that this rank has already, as `own_part`, and the shapes that
+        shares had before they were filled up, as `part_shapes`.
         """
         if isinstance(tree, Tensor):
-            own_share: Tensor | None = getattr(tree, "own_share", None)
-            if own_share is not None:
-                return own_share
+            own_part: Tensor | None = getattr(tree, "own_part", None)
+            if own_part is not None:
+                return own_part
             dim = self.known[path] if path in self.known else self._dim(tree)
-            shapes: Sequence[tuple[int, ...]] | None = getattr(tree, "share_shapes", None)
-            share = tree if dim is None else tree.chunk(parts, dim)[rank]
-            return share if dim is None or shapes is None else cut_to(share, shapes[rank])
+            shapes: Sequence[tuple[int, ...]] | None = getattr(tree, "part_shapes", None)
+            part = tree if dim is None else tree.chunk(parts, dim)[rank]
+            return part if dim is None or shapes is None else cut_to(part, shapes[rank])
         if isinstance(tree, list) and self._is_per_item(tree):
             per_part = self.size // parts
             return tree[rank * per_part : (rank + 1) * per_part]
         if isinstance(tree, dict) and type(tree) is dict:
             return {
-                key: value if key in SHARED_NAMES else self.share(value, rank, parts, f"{path}.{key}")
+                key: value if key in SHARED_NAMES else self.part(value, rank, parts, f"{path}.{key}")
                 for key, value in tree.items()
             }
         if type(tree) in (list, tuple):
-            return type(tree)(self.share(item, rank, parts, f"{path}[{at}]") for at, item in enumerate(tree))
+            return type(tree)(self.part(item, rank, parts, f"{path}[{at}]") for at, item in enumerate(tree))
         return tree
 
     def _is_per_item(self, items: list[Any]) -> bool:
@@ -170,12 +170,12 @@ class Batch:
 
     def as_joined(self, whole: Any, trees: Sequence[Any]) -> Any:
         """`whole` with zeros where `join` fills up shares of which a network has filled up less."""
-        of_shares, tensors = [tensors_in(tree) for tree in trees], tensors_in(whole)
-        if not self.by_item or any(len(each) != len(tensors) for each in of_shares):  # one tensor for each item
+        of_parts, tensors = [tensors_in(tree) for tree in trees], tensors_in(whole)
+        if not self.by_item or any(len(each) != len(tensors) for each in of_parts):  # one tensor for each item
             return whole
         cut = [
-            [cut_to(part, share.shape) for part, share in zip(x.chunk(len(trees)), shares, strict=True)]
-            for x, shares in zip(tensors, zip(*of_shares, strict=True), strict=True)
+            [cut_to(part, part.shape) for part, part in zip(x.chunk(len(trees)), parts, strict=True)]
+            for x, parts in zip(tensors, zip(*of_parts, strict=True), strict=True)
         ]
         return self.join([with_tensors(whole, parts) for parts in zip(*cut, strict=True)])
 

@@ -22,7 +22,7 @@ from patchpar.comm.pytree import floats_in, paths_of, tensors_in, with_tensors
 from patchpar.errors import UnsupportedModel, VerificationError
 from patchpar.plan.mesh import Axis
 from patchpar.shard.batch import Batch, count_branches, sample_of
-from patchpar.shard.guidance_branches import at_own_place
+from patchpar.shard.guidance_branches import at_own_index
 from patchpar.shard.returned_caches import gives_back, without_given, written
 from patchpar.shard.step_caches import caches_set_aside
 from patchpar.shard.transformer.probe.row_trace import disturbed, moved_indices
@@ -31,9 +31,9 @@ from patchpar.shard.verification import (
     TOLERANCE,
     Call,
     arguments_of,
-    form_of,
+    call_signature,
+    fingerprint_of,
     known_to_all,
-    made_of,
     relative_error,
     with_noise_for_zeros,
 )
@@ -53,11 +53,11 @@ class BatchArguments:
         self,
         network: nn.Module,
         ranks: int,
-        verdicts: VerificationCache,
+        verifications: VerificationCache,
         known_to_all: Agreement,
         by_branch: Layers = tuple,
     ) -> None:
-        self.network, self.ranks, self.verdicts, self.known_to_all = network, ranks, verdicts, known_to_all
+        self.network, self.ranks, self.verifications, self.known_to_all = network, ranks, verifications, known_to_all
         self.by_branch = by_branch
         self._known: list[tuple[Any, Found]] = []
 
@@ -66,7 +66,7 @@ class BatchArguments:
         sample = sample_of(*call)
         if count_branches(sample) == 1 or Batch.of(sample).size % self.ranks:  # there is nothing to share, or no way
             return {}
-        form = form_of(call)
+        form = call_signature(call)
         found = next((found for known, found in self._known if known == form), None)
         if found is None:
             found = self._kept_or_found(plain, call)
@@ -74,13 +74,13 @@ class BatchArguments:
         return found
 
     def _kept_or_found(self, plain: Plain, call: Call) -> Found:
-        facts = {**made_of(self.network), "carriers of the batch": arguments_of(call), "places": self.ranks}
-        key = self.verdicts.key(facts)
-        found = self.verdicts.find(key, "carriers", _read)
+        facts = {**fingerprint_of(self.network), "carriers of the batch": arguments_of(call), "places": self.ranks}
+        key = self.verifications.key(facts)
+        found = self.verifications.find(key, "carriers", _read)
         if not self.known_to_all(key, found is not None) or found is None:
             with caches_set_aside(self.network), torch.no_grad():
                 found = self._found(plain, call)
-            self.verdicts.remember(key, facts, carriers=found)
+            self.verifications.remember(key, facts, carriers=found)
         return found
 
     def _found(self, plain: Plain, call: Call) -> Found:
@@ -131,8 +131,8 @@ class BatchArguments:
 
     def _part(self, plain: Plain, call: Call, batch: Batch, rank: int) -> Any:
         """What one rank would compute."""
-        args, kwargs = batch.share(call, rank, self.ranks)
-        with at_own_place(self.by_branch(), rank, self.ranks):
+        args, kwargs = batch.part(call, rank, self.ranks)
+        with at_own_index(self.by_branch(), rank, self.ranks):
             return _without_given(plain)(*args, **kwargs)
 
 
@@ -150,11 +150,11 @@ def _whole(plain: Plain, call: Call) -> Any:
 
 
 def carriers_of(
-    network: nn.Module, mesh: tuple[Communicator, Axis], verdicts: VerificationCache, by_branch: Layers = tuple
+    network: nn.Module, mesh: tuple[Communicator, Axis], verifications: VerificationCache, by_branch: Layers = tuple
 ) -> BatchArguments:
     """Those of a network whose batch the ranks of `mesh` share."""
     agreed = partial(known_to_all, mesh, type(network).__name__)
-    return BatchArguments(network, mesh[1].size, verdicts, agreed, by_branch)
+    return BatchArguments(network, mesh[1].size, verifications, agreed, by_branch)
 
 
 def carriers_in(plain: Plain, call: Call, parts: int) -> tuple[Found, Found]:

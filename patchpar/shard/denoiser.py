@@ -19,7 +19,7 @@ from patchpar.shard.verification_cache import VerificationCache
 class SharedDenoiser:
     """A denoiser whose calls ranks compute together. Every rank passes and gets whole tensors.
 
-    `treatment` says what is exchanged and when; one that uses values of the last step needs the `clock`. `reset`
+    `policy` says what is exchanged and when; one that uses values of the last step needs the `clock`. `reset`
     belongs before every picture, `finish` after it. `exchange` is "on", or wrong on purpose, as the negative control of
     tests and figures: "off" computes every share alone, "frozen" sends nothing after the exact steps. `error`: what the
     check at first use found. `unsure`: somebody may have changed the denoiser since the last call.
@@ -29,16 +29,16 @@ class SharedDenoiser:
         self,
         denoiser: nn.Module,
         mesh: tuple[Communicator, Axis],
-        treatment: ExchangePolicy,
+        policy: ExchangePolicy,
         clock: StepClock | None,
-        verdicts: VerificationCache | None,
+        verifications: VerificationCache | None,
     ) -> None:
-        door, axis = mesh
-        self.denoiser, self.verdicts = denoiser, verdicts
-        self.share = LocalPatch(door, axis, treatment)
+        comm, axis = mesh
+        self.denoiser, self.verifications = denoiser, verifications
+        self.patch = LocalPatch(comm, axis, policy)
         self.error: float | None = None
         self.exchange = "on"
-        self.history = StaleState(door, treatment, clock) if treatment.remembers else None
+        self.history = StaleState(comm, policy, clock) if policy.remembers else None
         self.watched, self.unsure = WatchedNetwork(denoiser), False
         self._parameters = tuple(inspect.signature(type(denoiser).forward).parameters)[1:]
 
@@ -51,7 +51,7 @@ class SharedDenoiser:
     def finish(self) -> None:
         """End a picture: take in what is still under way. Raises ExchangeError."""
         if self.history is not None:
-            self.history.memory.settle()
+            self.history.cache.settle()
 
     def forget(self) -> None:
         """Take out what was put into the denoiser, and learn anew at the next call: its modules may change."""
@@ -80,7 +80,7 @@ class SharedDenoiser:
 
     def _look_back(self, history: StaleState, form: Any, call: tuple[Any, Any]) -> None:
         """What this call may use of the last step; `form` is what must not change from one to the next."""
-        share = self.share
-        share.fresh = history.begin((form, history.clock.branches))  # a share of two branches is another one
-        share.ahead = history.ahead(timestep_of(self._parameters, *call))
-        share.memory, share.frozen = history.memory, self.exchange == "frozen"
+        patch = self.patch
+        patch.fresh = history.begin((form, history.clock.branches))  # a share of two branches is another one
+        patch.step_ratio = history.step_ratio(timestep_of(self._parameters, *call))
+        patch.cache, patch.frozen = history.cache, self.exchange == "frozen"

@@ -44,7 +44,7 @@ def _divides_rows(layer: nn.Module, processor: Any) -> bool:
 
 
 @contextmanager
-def at_own_place(layers: Sequence[nn.Module], rank: int, parts: int) -> Iterator[None]:
+def at_own_index(layers: Sequence[nn.Module], rank: int, parts: int) -> Iterator[None]:
     """While open, the layers get share `rank` of `parts` of a batch as a whole batch, and give back that share."""
     with HookSet() as hooks:
         for layer in layers:

@@ -48,9 +48,9 @@ class InstalledHook:
     def take_out(self) -> None:
         """The module runs without the hook. A forward that somebody has put before it meanwhile stays."""
         registry, reached = self._registry, self.is_reached
-        place = registry._hook_order.index(self.name)
-        now, reference = vars(self.module).get("forward"), registry._fn_refs[place]
-        later = registry._fn_refs[place + 1] if place + 1 < len(registry._fn_refs) else None
+        group_rank = registry._hook_order.index(self.name)
+        now, reference = vars(self.module).get("forward"), registry._fn_refs[group_rank]
+        later = registry._fn_refs[group_rank + 1] if group_rank + 1 < len(registry._fn_refs) else None
         way = None if later is None else later.forward
         beneath = reference.original_forward or reference.forward
         registry.remove_hook(self.name, recurse=False)

@@ -20,44 +20,44 @@ THIS_STEP = ("fresh", "separate", None)  # timings that use nothing of the last 
 
 @dataclass(slots=True)
 class LocalPatch:
-    """This rank's share of the denoiser call under way. `door`, `axis` and `treatment` stay, the rest changes with it.
+    """This rank's share of the denoiser call under way. `comm`, `axis` and `policy` stay, the rest changes with it.
 
     `dim` is -2 for bands of rows, -1 for bands of columns. While `active` is off every hook is the plain layer. In a
-    `fresh` call all values are of this step. Without a `memory` nothing is remembered either. `frozen`: what is held is
-    used on and on and nothing is sent, a negative control. `ahead`: how far this step goes, in units of the last.
+    `fresh` call all values are of this step. Without a `cache` nothing is remembered either. `frozen`: what is held is
+    used on and on and nothing is sent, a negative control. `step_ratio`: how far this step goes, in units of the last.
     """
 
-    door: Communicator
+    comm: Communicator
     axis: Axis
-    treatment: ExchangePolicy = field(default_factory=ExchangePolicy)
+    policy: ExchangePolicy = field(default_factory=ExchangePolicy)
     bands: Bands = field(default_factory=lambda: Bands((0,)))
     dim: int = -2
     whole: Tensor | None = None
     active: bool = True
     fresh: bool = True
     frozen: bool = False
-    ahead: Tensor | float = 1.0
-    memory: StaleCache | None = None
+    step_ratio: Tensor | float = 1.0
+    cache: StaleCache | None = None
     halos: dict[str, Halo] = field(default_factory=dict)  # left by a norm for the convolution it feeds
 
     @property
-    def place(self) -> int:
+    def group_rank(self) -> int:
         """Which band is ours."""
         return self.axis.rank
 
     @property
     def fuses_edges(self) -> bool:
         """Whether a norm's round also carries the edge rows of the convolution it feeds."""
-        return self.fresh or (self.treatment.halo == "fresh" and self.treatment.moments == "fresh")
+        return self.fresh or (self.policy.halo == "fresh" and self.policy.moments == "fresh")
 
-    def slot(self, where: str, timing: object) -> StaleEntry | None:
+    def entry(self, where: str, timing: object) -> StaleEntry | None:
         """What the seam `where` remembers; None for one that uses values of this step only."""
-        return None if self.memory is None or timing in THIS_STEP else self.memory.slot(where)
+        return None if self.cache is None or timing in THIS_STEP else self.cache.entry(where)
 
     def level(self, own_rows: int) -> Bands:
         """The bands on a map of which we hold `own_rows`. Raises UnsupportedModel."""
         try:
-            return self.bands.at_level(self.place, own_rows, self.bands.total)
+            return self.bands.at_level(self.group_rank, own_rows, self.bands.total)
         except ValueError as error:
             raise UnsupportedModel(f"{error}: this denoiser cannot be split, use plan cfg=2 or data=N") from error
 
@@ -67,9 +67,9 @@ class LocalPatch:
         Raises UnsupportedModel, ExchangeError.
         """
         bands = self.level(own.shape[self.dim])
-        sizes = [bands.size(place) for place in range(self.axis.size)]
-        shares = AllGather(self.door, self.axis, kind, where).shares(own.contiguous(), self.dim, sizes)
-        return torch.cat(shares, self.dim)
+        sizes = [bands.size(group_rank) for group_rank in range(self.axis.size)]
+        parts = AllGather(self.comm, self.axis, kind, where).parts(own.contiguous(), self.dim, sizes)
+        return torch.cat(parts, self.dim)
 
     def edges(self, x: Tensor, before: int, after: int) -> ExchangePart:
         """Rows to send to the places before and after, and what comes back, for a reach of `before` and `after`."""
@@ -82,7 +82,7 @@ class LocalPatch:
             shape[self.dim] = rows
             return TensorSpec(tuple(shape), x.dtype) if rows else None
 
-        up, down = self.place > 0, self.place + 1 < len(self.bands)
+        up, down = self.group_rank > 0, self.group_rank + 1 < len(self.bands)
         first = x.narrow(self.dim, 0, after) if up and after else None
         last = x.narrow(self.dim, size - before, before) if down and before else None
         return edges_part(self.axis, first, last, spec(before) if up else None, spec(after) if down else None)
@@ -90,7 +90,7 @@ class LocalPatch:
     def _refuse_thin(self, own_rows: int, reach: int) -> None:
         """All ranks look at all bands, so that all refuse together."""
         bands = self.level(own_rows)
-        thinnest = min(bands.size(place) for place in range(len(bands)))
+        thinnest = min(bands.size(group_rank) for group_rank in range(len(bands)))
         if reach > thinnest:
             raise PlanError(
                 f"a convolution reads {reach} rows of its neighbours, but a band has only {thinnest} there: use fewer "
@@ -100,7 +100,7 @@ class LocalPatch:
     def grid(self, own_tokens: int) -> LevelGrid:
         """The tokens of all places on the level where we have `own_tokens`. Raises UnsupportedModel."""
         assert self.whole is not None
-        own, across = self.bands.size(self.place), self.whole.shape[-1 if self.dim == -2 else -2]
+        own, across = self.bands.size(self.group_rank), self.whole.shape[-1 if self.dim == -2 else -2]
         stride = 1
         while stride <= max(own, across):
             rows, columns = -(-own // stride), -(-across // stride)

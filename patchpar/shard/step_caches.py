@@ -73,8 +73,8 @@ class CacheVote:
     decides the same.
     """
 
-    def __init__(self, denoiser: nn.Module, door: Communicator, axes: tuple[Axis, Axis], clock: StepClock) -> None:
-        self.denoiser, self.door, self.clock = denoiser, door, clock
+    def __init__(self, denoiser: nn.Module, comm: Communicator, axes: tuple[Axis, Axis], clock: StepClock) -> None:
+        self.denoiser, self.comm, self.clock = denoiser, comm, clock
         self.patch, self.cfg = axes
 
     def renew(self) -> None:
@@ -97,10 +97,10 @@ class CacheVote:
         return bool(change / size > hook.threshold)
 
     def _everybodys(self, own: Sequence[Tensor]) -> list[float]:
-        told = torch.stack([x.float() for x in own])
+        votes = torch.stack([x.float() for x in own])
         for axis in (self.patch, *([self.cfg] if self.clock.branches > 1 else [])):
-            told = torch.stack(AllGather(self.door, axis, "cache", "vote on a cached step").same(told)).sum(0)
-        return [float(x) for x in told]
+            votes = torch.stack(AllGather(self.comm, axis, "cache", "vote on a cached step").same(votes)).sum(0)
+        return [float(x) for x in votes]
 
 
 @contextmanager

@@ -78,5 +78,5 @@ def refuse_what_processors_keep(network: nn.Module, plan: str, before: Mapping[t
 
 def in_one_line(error: Exception) -> str:
     """The error's type and what it says, cut where it says much."""
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message[:300]}" if message else type(error).__name__

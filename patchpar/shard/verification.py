@@ -36,7 +36,7 @@ class Comparison(NamedTuple):
 
 
 def verify_once(
-    verdicts: VerificationCache,
+    verifications: VerificationCache,
     facts: Mapping[str, Any],
     mesh: tuple[Communicator, Axis],
     compare: Callable[[], Iterable[Sequence[Comparison]]],
@@ -47,15 +47,15 @@ def verify_once(
 
     Raises UnsupportedModel where they do not have the same facts, VerificationError.
     """
-    door, _ = mesh
+    comm, _ = mesh
     start = time.perf_counter()
-    with _uncounted(door):
-        key = verdicts.key(facts)
-        known = verdicts.find(key, "relative_error", _error)
+    with _uncounted(comm):
+        key = verifications.key(facts)
+        known = verifications.find(key, "relative_error", _error)
         if not known_to_all(mesh, facts["denoiser"], key, known is not None) or known is None:
             known = largest_error(mesh, compare(), what, way_out)
-            verdicts.remember(key, facts, relative_error=known)  # on every rank: they need not share a home
-    door.traffic.note("check", "", "first use", start)
+            verifications.remember(key, facts, relative_error=known)  # on every rank: they need not share a home
+    comm.traffic.note("check", "", "first use", start)
     return known
 
 
@@ -67,10 +67,10 @@ def largest_error(
     Raises VerificationError with the figures, on all ranks alike, where rounding does not explain one: `what` is not
     the same as the plain model, and `way_out` says what to do.
     """
-    (door, axis), worst = mesh, 0.0
+    (comm, axis), worst = mesh, 0.0
     for each in compared:
-        own = torch.tensor(each, dtype=torch.float32, device=door.transport.device)
-        everyone = torch.stack(AllGather(door, axis, "verify", "verification").same(own))
+        own = torch.tensor(each, dtype=torch.float32, device=comm.transport.device)
+        everyone = torch.stack(AllGather(comm, axis, "verify", "verification").same(own))
         errors, limits = everyone.unbind(-1)
         worst = max(worst, float(errors.max()))
         if not bool((errors <= limits).all()):
@@ -87,16 +87,16 @@ def known_to_all(mesh: tuple[Communicator, Axis], network: str, key: str, known:
 
     Raises UnsupportedModel where they do not have the same key for a network of that class.
     """
-    door, axis = mesh
-    with _uncounted(door):
-        own = torch.tensor([known, int(key[:12], 16)], device=door.transport.device)
-        told = [(bool(each[0]), int(each[1])) for each in AllGather(door, axis, "verify", "verdicts").same(own)]
-    if len({name for _, name in told}) > 1:  # all ranks see it
+    comm, axis = mesh
+    with _uncounted(comm):
+        own = torch.tensor([known, int(key[:12], 16)], device=comm.transport.device)
+        gathered = [(bool(each[0]), int(each[1])) for each in AllGather(comm, axis, "verify", "verdicts").same(own)]
+    if len({name for _, name in gathered}) > 1:  # all ranks see it
         raise UnsupportedModel(
             f"the ranks hold different networks, or call them differently (here a {network}): what is "
             "changed in a network, such as a hook, a processor or a forward, must be changed on every rank alike"
         )
-    return all(found for found, _ in told)
+    return all(found for found, _ in gathered)
 
 
 def _error(value: Any) -> float:
@@ -107,15 +107,15 @@ def _error(value: Any) -> float:
 
 
 @contextmanager
-def _uncounted(door: Communicator) -> Iterator[None]:
-    counted, door.traffic = door.traffic, CommStats()
+def _uncounted(comm: Communicator) -> Iterator[None]:
+    counted, comm.traffic = comm.traffic, CommStats()
     try:
         yield
     finally:
-        door.traffic = counted
+        comm.traffic = counted
 
 
-def made_of(denoiser: nn.Module) -> dict[str, Any]:
+def fingerprint_of(denoiser: nn.Module) -> dict[str, Any]:
     """Facts of a denoiser that every verdict depends on: what it is made of, and what anybody has put into it.
 
     Not what diffusers notes beside its configuration: a list of defaults, in another order in every process, and paths.
@@ -128,7 +128,7 @@ def made_of(denoiser: nn.Module) -> dict[str, Any]:
     }
 
 
-def form_of(call: Call) -> Any:
+def call_signature(call: Call) -> Any:
     """What may not change from one call to the next without another check."""
     args, kwargs = call
     leaves, spec = tree_flatten((args, {name: x for name, x in kwargs.items() if not _is_the_time(name, x)}))

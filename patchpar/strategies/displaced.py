@@ -45,7 +45,7 @@ class DisplacedPatch(PatchStrategy):
         check_choice(self.name, "preset", self.preset, (None, "paper"))
 
     @property
-    def treatment(self) -> ExchangePolicy:
+    def policy(self) -> ExchangePolicy:
         """Everything of the last step."""
         found = ExchangePolicy(
             name=self.name,

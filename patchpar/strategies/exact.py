@@ -36,13 +36,13 @@ class ExactPatch(PatchStrategy):
 
     def __post_init__(self) -> None:
         make_plain(self)
-        self.treatment  # noqa: B018 - its parts check themselves
+        self.policy  # noqa: B018 - its parts check themselves
 
-    def check_places(self, places: int) -> None:
+    def check_group_size(self, group_ranks: int) -> None:
         """Raise PlanError unless `ulysses` divides the bands."""
-        self.treatment.keys.check_places(places)
+        self.policy.keys.check_group_size(group_ranks)
 
     @property
-    def treatment(self) -> ExchangePolicy:
+    def policy(self) -> ExchangePolicy:
         """Everything of this step."""
         return ExchangePolicy(name=str(self), keys=AttentionMode(way=self.attention, ulysses=self.ulysses))

@@ -25,7 +25,7 @@ from patchpar.plan.exchange_policy import (
     StaleKV,
     check_choice,
     check_count,
-    check_share,
+    check_fraction,
     check_warmup,
 )
 from patchpar.plan.kv_selection import AllRows, NearRowsAndPooled
@@ -71,21 +71,21 @@ class FreshEdges(PatchStrategy):
         check_choice(self.name, "bits", self.bits, BITS if self.context != "partials" else (16,))
         check_choice(self.name, "correction", self.correction, CORRECTIONS)
         check_choice(self.name, "extrapolated", self.extrapolated, (True, False))
-        check_share(self.name, "band", self.band)
+        check_fraction(self.name, "band", self.band)
         check_count(self.name, "pool", self.pool)
         check_count(self.name, "refresh", self.refresh)
         check_resync(self.name, self.quality, self.budget)
 
     @property
-    def treatment(self) -> ExchangePolicy:
+    def policy(self) -> ExchangePolicy:
         """Edges of this step, keys of the last."""
         selection = NearRowsAndPooled(self.band, self.pool) if self.context == "pooled" else AllRows()
         context = StaleKV(
             selection=selection, bits=self.bits, extrapolated=self.extrapolated, correction=self.correction
         )
         budget = None if self.budget is None else self.budget * MIB
-        told = "none" if self.context == "partials" else self.correction
-        rules = Resync(quality=self.quality, budget=budget, correction=told)
+        correction = "none" if self.context == "partials" else self.correction
+        rules = Resync(quality=self.quality, budget=budget, correction=correction)
         return ExchangePolicy(
             name=self.name,
             warmup_steps=self.warmup_steps,

@@ -19,7 +19,7 @@ from patchpar.plan.exchange_policy import (
     GroupNorm,
     StaleKV,
     check_choice,
-    check_share,
+    check_fraction,
     check_warmup,
 )
 from patchpar.plan.kv_selection import NearRows
@@ -43,13 +43,13 @@ class PartiallyConditioned(PatchStrategy):
 
     def __post_init__(self) -> None:
         make_plain(self)
-        check_share(self.name, "fraction", self.fraction)
+        check_fraction(self.name, "fraction", self.fraction)
         check_warmup(self.name, self.warmup_steps)
         check_choice(self.name, "context", self.context, ("band", "paper"))
         check_choice(self.name, "group_norm", self.group_norm, tuple(GROUP_NORMS))
 
     @property
-    def treatment(self) -> ExchangePolicy:
+    def policy(self) -> ExchangePolicy:
         """Everything of the last step, keys of a band only."""
         band = NearRows(self.fraction)
         sent = StaleKV(selection=band) if self.context == "band" else StaleKV(selection=NearRows(1.0), narrow_to=band)

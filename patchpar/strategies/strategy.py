@@ -23,31 +23,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchStrategy:
-    """Options of a strategy. A subclass has a `name` and a `treatment`."""
+    """Options of a strategy. A subclass has a `name` and a `policy`."""
 
     name: ClassVar[str]
     for_one_rank: ClassVar[bool] = False
     """Whether it does anything where there is one rank only."""
 
     @property
-    def treatment(self) -> ExchangePolicy:
+    def policy(self) -> ExchangePolicy:
         """What its seams do."""
         raise NotImplementedError
 
-    def check_places(self, places: int) -> None:
+    def check_group_size(self, group_ranks: int) -> None:
         """Raise PlanError unless so many ranks can do this. Most strategies take any number."""
 
     def install(
         self,
         denoiser: nn.Module,
-        door: Communicator,
+        comm: Communicator,
         axis: Axis,
         *,
         clock: StepClock | None = None,
         split: str = "auto",
-        verdicts: VerificationCache | None = None,
+        verifications: VerificationCache | None = None,
     ) -> PatchedDenoiser | TokenDenoiser:
-        """Make `denoiser` parallel over `axis`, from its first call on. Without `verdicts` it is not verified.
+        """Make `denoiser` parallel over `axis`, from its first call on. Without `verifications` it is not verified.
 
         A network of convolutions and group norms is cut into bands, any other between its tokens.
         """
@@ -58,8 +58,10 @@ class PatchStrategy:
         )
 
         if splits_into_bands(denoiser):
-            return PatchedDenoiser(denoiser, (door, axis), self.treatment, clock=clock, split=split, verdicts=verdicts)
-        return TokenDenoiser(denoiser, (door, axis), self.treatment, clock=clock, verdicts=verdicts)
+            return PatchedDenoiser(
+                denoiser, (comm, axis), self.policy, clock=clock, split=split, verifications=verifications
+            )
+        return TokenDenoiser(denoiser, (comm, axis), self.policy, clock=clock, verifications=verifications)
 
     def __str__(self) -> str:
         return as_text(self)

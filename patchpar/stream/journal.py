@@ -95,12 +95,12 @@ class StreamJournal:
         if left:
             log.warning("%s does not keep %s: give what matters again where it is replayed", path, ", ".join(left))
 
-    def note(self, came: OutputBlock, frames: Tensor) -> None:
+    def note(self, output: OutputBlock, frames: Tensor) -> None:
         """Take down a block and what it was made of. Ends the recording, with a warning, where that is impossible."""
         if self._file is None:
             return
         try:
-            self.blocks += self._write(json.dumps(self._line(came, frames)))
+            self.blocks += self._write(json.dumps(self._line(output, frames)))
         except OSError as error:
             self._give_up(str(error))
 
@@ -110,16 +110,16 @@ class StreamJournal:
         if file is not None:
             file.close()
 
-    def _line(self, came: OutputBlock, frames: Tensor) -> dict[str, Any]:
-        line: dict[str, Any] = {"block": came.produced.block, "epoch": came.epoch, "frames": digest(frames)}
-        if came.epoch != self._epoch:
-            self._epoch, line["adapt_sink"] = came.epoch, came.run.adapt_sink
-        if came.begun.updates:
-            line["updates"] = [as_words(update) for update in came.begun.updates]
-        if came.begun.inputs:
-            line["heard"] = [_packed(x) for x in came.begun.inputs]
-        if came.samples is not None:
-            line["audio"] = _packed((came.samples.clamp(-1, 1) * 32767).round().to(torch.int16))
+    def _line(self, output: OutputBlock, frames: Tensor) -> dict[str, Any]:
+        line: dict[str, Any] = {"block": output.produced.block, "epoch": output.epoch, "frames": digest(frames)}
+        if output.epoch != self._epoch:
+            self._epoch, line["adapt_sink"] = output.epoch, output.run.adapt_sink
+        if output.begun.updates:
+            line["updates"] = [as_words(update) for update in output.begun.updates]
+        if output.begun.inputs:
+            line["heard"] = [_packed(x) for x in output.begun.inputs]
+        if output.samples is not None:
+            line["audio"] = _packed((output.samples.clamp(-1, 1) * 32767).round().to(torch.int16))
         return line
 
     def _write(self, line: str) -> bool:

@@ -9,7 +9,7 @@ import torch
 from patchpar.comm.collectives import Communicator
 from patchpar.comm.transport import Transport, connect, watched
 from patchpar.launch.executor import IdleRank, InteractiveRankContext
-from patchpar.models.quiet_libraries import hush
+from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.stream.messages import ModelFacts, StreamRun
 from patchpar.stream.plan import StageSteps, StreamPlan
 from patchpar.stream.stage import StageStats
@@ -28,7 +28,7 @@ class RankRunner:
         self._transport: Transport | None = None
         self._pipe: Any = None
         if context.world_size > 1:  # before a model arrives: unpickling it imports libraries that log
-            hush()
+            silence_libraries()
 
     def _connect(self) -> Transport | None:
         """The transport to the other ranks, made once; None on a single rank."""
@@ -45,7 +45,7 @@ class RankRunner:
 class StageRunner(RankRunner):
     """One rank of a video stream: it loads what its stage needs, and runs its stage until the stream ends."""
 
-    _communicator: Communicator | None = None
+    _comm: Communicator | None = None
     _plan: StreamPlan
 
     def load(
@@ -58,8 +58,8 @@ class StageRunner(RankRunner):
         """
         self._config, self._plan = config, plan
         transport = self._connect()
-        if transport is not None and self._communicator is None:
-            self._communicator = Communicator(transport, self._context.mark)
+        if transport is not None and self._comm is None:
+            self._comm = Communicator(transport, self._context.beat)
         rank = self._context.rank
         if rank >= plan.ranks:
             return IdleRank()

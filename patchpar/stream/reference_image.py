@@ -9,14 +9,14 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from patchpar.errors import PlanError
-from patchpar.models.image_file import read_picture
+from patchpar.models.image_file import read_image_file
 
 
 def load_reference_image(reference: Any, height: int, width: int) -> Tensor:
     """As (height, width, 3) in uint8. Files and PIL images are turned upright, cut and scaled. Raises PlanError."""
     if isinstance(reference, (str, Path)):
         path = Path(reference).expanduser()
-        reference = read_picture(path, f"the reference {path}")
+        reference = read_image_file(path, f"the reference {path}")
     if isinstance(reference, Image.Image):
         upright = ImageOps.exif_transpose(reference).convert("RGB")
         reference = np.array(ImageOps.fit(upright, (width, height)))

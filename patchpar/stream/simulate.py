@@ -61,11 +61,11 @@ class StreamForecast:
     @property
     def bubbles(self) -> tuple[float, ...]:
         """Share of its time that each stage stands idle."""
-        return tuple(1 - share for share in self.busy)
+        return tuple(1 - fraction for fraction in self.busy)
 
     def __str__(self) -> str:
         gaps = ", ".join(f"{1000 * gap:.0f}" for gap in self.gaps)
-        busy = ", ".join(f"{share:.0%}" for share in self.busy)
+        busy = ", ".join(f"{fraction:.0%}" for fraction in self.busy)
         return (
             f"{self.fps:.1f} frames/s, first frame after {self.first_frame:.2f} s; ms between blocks (p50, p95, p99): "
             f"{gaps}; stages busy: {busy}; at most {self.in_flight} blocks in flight"
@@ -74,9 +74,9 @@ class StreamForecast:
 
 def stage_seconds(plan: StreamPlan, costs: StreamCosts) -> tuple[float, ...]:
     """What one block costs on each stage."""
-    share = costs.inner_speedup ** math.log2(plan.inner)
+    fraction = costs.inner_speedup ** math.log2(plan.inner)
     return tuple(
-        len(stage.steps) * costs.step / share + (costs.decode if stage.decodes else 0.0) for stage in plan.stages
+        len(stage.steps) * costs.step / fraction + (costs.decode if stage.decodes else 0.0) for stage in plan.stages
     )
 
 
@@ -192,9 +192,9 @@ def _forecast(
     return StreamForecast(
         fps=costs.frames * len(gaps) / span,
         first_frame=out[0] - costs.source,
-        gaps=tuple(gaps[min(len(gaps) - 1, int(share * len(gaps)))] for share in (0.5, 0.95, 0.99)),  # type: ignore[arg-type]
+        gaps=tuple(gaps[min(len(gaps) - 1, int(fraction * len(gaps)))] for fraction in (0.5, 0.95, 0.99)),  # type: ignore[arg-type]
         longest_gap=max(every),
-        busy=tuple(min(1.0, share) for share in busy),
+        busy=tuple(min(1.0, fraction) for fraction in busy),
         in_flight=under_way,
     )
 

@@ -132,35 +132,35 @@ class StageLoop:
         model: CausalModel,
         plan: StreamPlan,
         rank: int,
-        communicator: Communicator | None,
+        comm: Communicator | None,
         stage_io: StageIO,
         first_block: int = 0,
     ) -> None:
         stages = plan.stages
         number = plan.stage_of(rank)
-        _check(model, plan, stages[number], communicator)
+        _check(model, plan, stages[number], comm)
         stage, specs = stages[number], model.payload()
         leader, *peers = stage.ranks
         leads = rank == leader
-        self._model, self._rank, self._stage_io, self._communicator = model, rank, stage_io, communicator
+        self._model, self._rank, self._stage_io, self._comm = model, rank, stage_io, comm
         self._first_block = first_block
         self._makes_first = leads and bool(stage.steps) and stage.steps[-1] == plan.steps - 1
         self._states = [model.new_state(step) for step in stage.steps]
         self._decodes = leads and stage.decodes
         self._decoder = model.new_decoder() if self._decodes else None
         self._beginning: OrderInlet | None = None
-        self._peers = Downstream(_there(communicator), peers, specs) if leads and peers else None
+        self._peers = Downstream(_there(comm), peers, specs) if leads and peers else None
         self._out: Downstream | None = None
         if rank == 0:
-            patience = 1.0 if communicator is None else communicator.transport.deadline / 4
+            patience = 1.0 if comm is None else comm.transport.deadline / 4
             self._beginning = OrderInlet(model, stage_io, patience, first_block)
             if model.adapts_sink and not self._makes_first:
-                back = _there(communicator).receive("first", "stream", stages[len(plan.sizes) - 1].ranks[0], specs)
+                back = _there(comm).receive("first", "stream", stages[len(plan.sizes) - 1].ranks[0], specs)
                 self._beginning.expect_first(back)
         before = stages[number - 1].ranks[0] if leads else leader
-        self._in: StageInlet = self._beginning or Upstream(_there(communicator), before, specs, ahead=leads)
+        self._in: StageInlet = self._beginning or Upstream(_there(comm), before, specs, ahead=leads)
         if leads and number + 1 < len(stages):
-            self._out = Downstream(_there(communicator), [stages[number + 1].ranks[0]], specs)
+            self._out = Downstream(_there(comm), [stages[number + 1].ranks[0]], specs)
         self._leads = leads
         self._first_sent: Work[Messages] | None = None
 
@@ -211,7 +211,7 @@ class StageLoop:
         if self._beginning is not None:
             self._beginning.keep_first(payload)
         else:
-            self._first_sent = _there(self._communicator).send("first", "stream", [0], payload)
+            self._first_sent = _there(self._comm).send("first", "stream", [0], payload)
 
     def _settle(self) -> None:
         if self._first_sent is not None:
@@ -221,15 +221,15 @@ class StageLoop:
                 way.settle()
 
 
-def _there(communicator: Communicator | None) -> Communicator:
-    assert communicator is not None, "stages on several ranks have a communicator"
-    return communicator
+def _there(comm: Communicator | None) -> Communicator:
+    assert comm is not None, "stages on several ranks have a communicator"
+    return comm
 
 
-def _check(model: CausalModel, plan: StreamPlan, stage: StageSteps, communicator: Communicator | None) -> None:
+def _check(model: CausalModel, plan: StreamPlan, stage: StageSteps, comm: Communicator | None) -> None:
     if plan.steps != model.steps:
         raise PlanError(f"the plan has {plan.steps} steps, but the model has {model.steps}")
     if stage.steps and plan.inner != model.inner:
         raise PlanError(f"the plan has {plan.inner} ranks for each step, but the model was made for {model.inner}")
-    if plan.ranks > 1 and communicator is None:
+    if plan.ranks > 1 and comm is None:
         raise PlanError(f"the plan has {plan.ranks} ranks, but there is no way to the others")

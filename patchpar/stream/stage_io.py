@@ -25,7 +25,7 @@ class RankStageIO:
         self._cancelled, self._asked = False, False
         self._announced = -1
 
-    def surroundings(self) -> StageIO:
+    def as_stage_io(self) -> StageIO:
         """What the stage meets."""
         return StageIO(order=self._order, put=self._put, is_cancelled=self._is_cancelled)
 
@@ -34,7 +34,7 @@ class RankStageIO:
         if self._announced != block:
             self._context.emit(BlockReady(block=block))
             self._announced = block
-        self._context.mark("stream")
+        self._context.beat("stream")
         heard = self._context.hear(min(patience, REST_SECONDS, self._context.deadline / 4))
         self._asked = heard is None
         if isinstance(heard, CancelStream):

@@ -65,22 +65,22 @@ class OutgoingMessages:
 class Downstream:
     """The way to the next stage, or to all that share this one, on global ranks `peers`."""
 
-    def __init__(self, communicator: Communicator, peers: Sequence[int], specs: Sequence[TensorSpec]) -> None:
-        self._communicator, self._peers = communicator, tuple(peers)
-        self._nothing = tuple(torch.zeros(s.shape, dtype=s.dtype, device=communicator.transport.device) for s in specs)
+    def __init__(self, comm: Communicator, peers: Sequence[int], specs: Sequence[TensorSpec]) -> None:
+        self._comm, self._peers = comm, tuple(peers)
+        self._nothing = tuple(torch.zeros(s.shape, dtype=s.dtype, device=comm.transport.device) for s in specs)
         self._leaving = OutgoingMessages()
 
     def send(self, envelope: BlockEnvelope) -> None:
         """Start sending; waits only if the stage behind is more than HELD messages late. Raises ExchangeError."""
         packed = pack(envelope.events) if envelope.events else torch.empty(0, dtype=torch.uint8)
-        device = self._communicator.transport.device
+        device = self._comm.transport.device
         header = torch.tensor([envelope.sign, envelope.block, envelope.born, packed.numel()], device=device)
         self._start("block", (header, *(envelope.payload or self._nothing)))
         if packed.numel():
             self._start("event", (packed.to(device),))
 
     def _start(self, kind: str, tensors: Payload) -> None:
-        self._leaving.add(self._communicator.send(kind, "stream", self._peers, [x.contiguous() for x in tensors]))
+        self._leaving.add(self._comm.send(kind, "stream", self._peers, [x.contiguous() for x in tensors]))
 
     def settle(self) -> None:
         """Wait until everything has left. Raises ExchangeError."""
@@ -93,14 +93,12 @@ class Upstream:
     It cannot be where other messages of that rank come in between.
     """
 
-    def __init__(
-        self, communicator: Communicator, peer: int, specs: Sequence[TensorSpec], *, ahead: bool = True
-    ) -> None:
-        self._communicator, self._peer, self._specs, self._ahead = communicator, peer, (HEADER, *specs), ahead
+    def __init__(self, comm: Communicator, peer: int, specs: Sequence[TensorSpec], *, ahead: bool = True) -> None:
+        self._comm, self._peer, self._specs, self._ahead = comm, peer, (HEADER, *specs), ahead
         self._next = self._expect() if ahead else None
 
     def _expect(self) -> Work[Messages]:
-        return self._communicator.receive("block", "stream", self._peer, self._specs)
+        return self._comm.receive("block", "stream", self._peer, self._specs)
 
     def take(self) -> BlockEnvelope:
         """The next message. Raises ExchangeError after the deadline."""
@@ -109,7 +107,7 @@ class Upstream:
         events: tuple[StreamEvent, ...] = ()
         if num_bytes:
             spec = TensorSpec((num_bytes,), torch.uint8)
-            events = unpack(self._communicator.receive("event", "stream", self._peer, [spec]).wait_for(0)[0])
+            events = unpack(self._comm.receive("event", "stream", self._peer, [spec]).wait_for(0)[0])
         if sign != BlockSignal.END and self._ahead:
             self._next = self._expect()
         return BlockEnvelope(

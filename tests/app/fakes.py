@@ -75,9 +75,9 @@ class FakePipeline:
         self.last_run = Run(plan=Plan(), seconds=0.5, ranks=(RankStats(rank=0, device="cpu", **figures),))
         if arguments.get("output_type") == "np":
             return SimpleNamespace(images=[values])
-        from patchpar.pipeline.image_metrics import as_picture
+        from patchpar.pipeline.image_metrics import as_image
 
-        return SimpleNamespace(images=[as_picture(values)])
+        return SimpleNamespace(images=[as_image(values)])
 
 
 class FakeWorkers:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from app import timeline
-from app.timeline import TimeWindow, longest_waits, shares, to_svg, traces_of, window_of
+from app.timeline import TimeWindow, longest_waits, time_fractions, to_svg, traces_of, window_of
 from app.timeline_tab import TimelineTab
 from patchpar.comm.trace import RankTrace, TraceEvent
 from patchpar.pipeline.rank_stats import RankStats
@@ -49,9 +49,9 @@ def test_a_window_goes_from_step_to_step(first: int, last: int, window: tuple[fl
 
 def test_shares_add_up_to_the_time_spent() -> None:
     window = window_of(TRACES, 0, 1)
-    spent = {kind: float(part.sum()) * 3 / timeline.COLUMNS for kind, part in shares(TRACES[0], window).items()}
+    spent = {kind: float(part.sum()) * 3 / timeline.COLUMNS for kind, part in time_fractions(TRACES[0], window).items()}
     assert spent == pytest.approx({"compute": 1.5, "wait": 1.0, "send": 0.0, "check": 0.0}, abs=0.01)
-    other = {kind: float(part.sum()) * 3 / timeline.COLUMNS for kind, part in shares(TRACES[1], window).items()}
+    other = {kind: float(part.sum()) * 3 / timeline.COLUMNS for kind, part in time_fractions(TRACES[1], window).items()}
     assert other == pytest.approx({"compute": 1.5, "wait": 0.0, "send": 1.0, "check": 0.0}, abs=0.01)
 
 
@@ -61,7 +61,9 @@ def test_no_column_holds_more_than_all_of_its_time() -> None:
     events = [
         TraceEvent("wait", "kv", "a", float(s), float(e - s)) for s, e in zip(starts[::2], starts[1::2], strict=True)
     ]
-    found = shares(RankTrace(0, "cpu", 0.0, (TraceEvent("call", "", "x", 0.0, 1.0), *events)), TimeWindow(0.0, 1.0))
+    found = time_fractions(
+        RankTrace(0, "cpu", 0.0, (TraceEvent("call", "", "x", 0.0, 1.0), *events)), TimeWindow(0.0, 1.0)
+    )
     total = sum(found.values())
     assert np.all(total <= 1 + 1e-9)
     assert float(found["wait"].mean()) == pytest.approx(sum(event.seconds for event in events))

@@ -18,8 +18,8 @@ def waited(place: Place, strategy: str, latency: float, load: float) -> dict[str
     seen = steps.record()
     rate = sum(num_bytes for *_, num_bytes, _ in seen["messages"]) / (load * seen["seconds"]) if load else math.inf
     steps.measure((latency, rate, 0), 1, 0)
-    steps.door.traffic.clear()
+    steps.comm.traffic.clear()
     steps.measure((latency, rate, 0), 0, STEPS)
-    by_kind = dict(steps.door.traffic.seconds_waited)
+    by_kind = dict(steps.comm.traffic.seconds_waited)
     steps.release()
     return {"seams": sum(by_kind.values()) / STEPS, "rate": rate, **seen}

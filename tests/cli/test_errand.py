@@ -92,8 +92,8 @@ def test_what_suits_is_not_refused() -> None:
     RequestedTask(verb="generate").check(flux)
     RequestedTask(verb="generate", per_prompt=4).check(flux)
     RequestedTask(verb="video", product="video").check(wan)
-    RequestedTask(verb="video", product="video", has_picture=True).check(svd)
-    RequestedTask(verb="upscale", has_picture=None).check(purpose_of("StableDiffusionXLImg2ImgPipeline"))
+    RequestedTask(verb="video", product="video", has_image=True).check(svd)
+    RequestedTask(verb="upscale", has_image=None).check(purpose_of("StableDiffusionXLImg2ImgPipeline"))
     for nothing_known in (None, PipelineTask(pipeline="Mine"), purpose_of("Mine"), purpose_of("Wan.Pipeline")):
         RequestedTask(verb="generate", per_prompt=2).check(nothing_known)
     with pytest.raises(PlanError, match="--num-images 2: this model is a DiTPipeline, which draws one picture"):

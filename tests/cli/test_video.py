@@ -15,7 +15,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from patchpar.cli import app
-from patchpar.cli.video_file import frames_of, save_film
+from patchpar.cli.video_file import frames_of, save_video
 from patchpar.errors import PlanError
 from tests.cli.test_real import patchpar
 from tests.tiny import build
@@ -126,13 +126,13 @@ def test_under_torchrun_other_ranks_have_none() -> None:
 
 def test_odd_sides_are_refused_and_nothing_is_left(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="7 x 8, and video formats want even sides: use --frames"):
-        save_film(np.zeros((2, 7, 8, 3), np.uint8), tmp_path / "a.mp4", 8)
+        save_video(np.zeros((2, 7, 8, 3), np.uint8), tmp_path / "a.mp4", 8)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_colours_and_order_survive(tmp_path: Path) -> None:
     colours = np.array([[200, 30, 30], [30, 200, 30], [30, 30, 200]], np.uint8)
     frames = np.broadcast_to(colours[:, None, None], (3, 64, 64, 3))
-    save_film(frames, tmp_path / "a.mp4", 8)
+    save_video(frames, tmp_path / "a.mp4", 8)
     found = np.stack(decoded(tmp_path / "a.mp4")).mean((1, 2))
     assert np.abs(found - colours).max() < 8

@@ -194,9 +194,9 @@ def test_leaves_the_unet_as_it_was() -> None:
     emulation = Emulation(denoiser, 2, EmulatedPolicy(halo="stale", context="partials"))
     with emulation:
         predictions(denoiser, "unconditional", EVEN, (0, 1))
-        assert emulation.memory
+        assert emulation.cache
         assert emulation.partials
-    assert not emulation.memory
+    assert not emulation.cache
     assert not emulation.partials
     assert {path: sorted(vars(module)) for path, module in denoiser.named_modules()} == attributes
     assert torch.equal(predictions(denoiser, "unconditional", EVEN, (0,))[0], before[0])

@@ -165,12 +165,12 @@ def found(place: Place, kind: str, when: str, folder: str) -> dict[str, Any]:
     """What is said of a denoiser with something put into it before or after a first verified call, or its error."""
     unet, call = denoisers.build("sd"), denoisers.call("sd", *LARGE)
     plain = first(unet(**call))
-    verdicts = VerificationCache(Path(folder) / str(place.rank))
-    bands = patched(place, denoisers.build("sd") if when == "before" else unet, verdicts=verdicts)
+    verifications = VerificationCache(Path(folder) / str(place.rank))
+    bands = patched(place, denoisers.build("sd") if when == "before" else unet, verifications=verifications)
     bands.reset()
     untouched = relative(first(bands.denoise(bands.denoiser.forward, **call)), plain)
     if when == "before":
-        bands = patched(place, unet, verdicts=verdicts)
+        bands = patched(place, unet, verifications=verifications)
     with planted(unet, kind):
         bands.reset()
         whole = partial(unet.forward, **call)

@@ -40,11 +40,11 @@ def patched(
     place: Place,
     denoiser: nn.Module,
     split: str = "auto",
-    verdicts: VerificationCache | None = None,
+    verifications: VerificationCache | None = None,
     strategy: ExactPatch | None = None,
 ) -> PatchedDenoiser:
     axis = place.mesh(patch=place.world)["patch"]
-    return (strategy or ExactPatch()).install(denoiser, place.door(), axis, split=split, verdicts=verdicts)
+    return (strategy or ExactPatch()).install(denoiser, place.comm(), axis, split=split, verifications=verifications)
 
 
 @torch.no_grad()
@@ -91,7 +91,7 @@ def in_double_precision(place: Place, name: str, folder: str) -> Errors:
     denoiser = denoisers.build(name).double()
     call = tree_map_only(Tensor, lambda x: x.double(), denoisers.call(name, 20, 12))
     whole, errors = first(denoiser(**call)), []
-    bands = patched(place, denoiser, verdicts=VerificationCache(Path(folder) / str(place.rank)))
+    bands = patched(place, denoiser, verifications=VerificationCache(Path(folder) / str(place.rank)))
     for bands.exchange in ("on", "off"):
         errors.append(relative(first(bands.denoise(denoiser.forward, **call)), whole))
     return Errors(split=errors[0], alone=errors[1])
@@ -102,7 +102,7 @@ def with_weights_in(place: Place, name: str, storage: torch.dtype, when: str, fo
     """Errors of weights that are kept in a smaller dtype, and computed with in fp32; `alone`: to those that are not."""
     denoiser, call = denoisers.build(name), denoisers.call(name, 20, 12)
     untouched = first(denoiser(**call))
-    bands = patched(place, denoiser, verdicts=VerificationCache(Path(folder) / str(place.rank)))
+    bands = patched(place, denoiser, verifications=VerificationCache(Path(folder) / str(place.rank)))
     if when == "after":
         bands.denoise(denoiser.forward, **call)
         bands.forget()
@@ -121,7 +121,7 @@ def verified(place: Place, name: str, folder: str, change: str = "") -> list[flo
         denoiser = denoisers.build(name)
         if change:
             CHANGES[change](denoiser)
-        bands = patched(place, denoiser, verdicts=VerificationCache(Path(folder) / str(place.rank % 2)))
+        bands = patched(place, denoiser, verifications=VerificationCache(Path(folder) / str(place.rank % 2)))
         count = Counted(denoiser)
         try:
             bands.denoise(count, **denoisers.call(name, 8 * place.world, 8))
@@ -281,7 +281,7 @@ def refused_with(place: Place, name: str, change: str, strategy: str) -> str:
     denoiser = denoisers.build(name)
     CHANGES[change](denoiser)
     axis = place.mesh(patch=place.world)["patch"]
-    layer = parse_strategy(strategy).install(denoiser, place.door(), axis, clock=StepClock())
+    layer = parse_strategy(strategy).install(denoiser, place.comm(), axis, clock=StepClock())
     traces = attributes(denoiser)
     try:
         layer.denoise(denoiser.forward, **denoisers.call(name, 16, 8))

@@ -53,7 +53,7 @@ class Compared:
     control_error: float | None
 
 
-def compared(place: Place, name: str, cases: Sequence[Case], verdicts: str) -> list[Compared | None]:
+def compared(place: Place, name: str, cases: Sequence[Case], verifications: str) -> list[Compared | None]:
     """Each case on as many of the ranks as its plan takes. Rank 0 knows; it also runs the plain pipeline."""
     pipe, arguments = _pipeline(name)
     engine = PipelineRunner(place.context)
@@ -62,7 +62,7 @@ def compared(place: Place, name: str, cases: Sequence[Case], verdicts: str) -> l
     found = []
     for case in cases:
         plan, random = Plan.parse(case.plan), RandomState(seed=SEED)
-        options = CallOptions(plan=plan, verify=Path(verdicts), random=random, quiet=True)
+        options = CallOptions(plan=plan, verify=Path(verifications), random=random, quiet=True)
         kwargs = arguments | _changes(name, case)
         engine.restore()
         pipe.scheduler = SCHEDULERS[case.scheduler].from_config(original.config)
@@ -96,7 +96,9 @@ class Halved:
     alone: float | None = None
 
 
-def halved(place: Place, name: str, dtype: torch.dtype, cases: Sequence[Case], verdicts: str) -> list[Halved | None]:
+def halved(
+    place: Place, name: str, dtype: torch.dtype, cases: Sequence[Case], verifications: str
+) -> list[Halved | None]:
     """Each case in half precision, on as many of the ranks as its plan takes. Rank 0 knows."""
     pipe, arguments = _pipeline(name)
     pipe.to(dtype)
@@ -107,7 +109,7 @@ def halved(place: Place, name: str, dtype: torch.dtype, cases: Sequence[Case], v
         plain = _plain_ways(pipe, kwargs, dtype) if place.rank == 0 else None
         engine.adopt(pipe)
         options = CallOptions(
-            plan=Plan.parse(case.plan), verify=Path(verdicts), random=RandomState(seed=SEED), quiet=True
+            plan=Plan.parse(case.plan), verify=Path(verifications), random=RandomState(seed=SEED), quiet=True
         )
         drawn = engine.draw(_seeded(kwargs), options)
         control = None

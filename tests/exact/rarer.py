@@ -20,7 +20,7 @@ from tests.tensors import relative
 STEPS = 2
 
 
-def errors(place: Place, name: str, plans: Sequence[str], verdicts: str) -> list[float] | None:
+def errors(place: Place, name: str, plans: Sequence[str], verifications: str) -> list[float] | None:
     """Relative errors of what comes out of each plan, then of the first without exchange. Rank 0 knows."""
     built = tiny.build(name)
     call = {"output_type": "latent", "num_inference_steps": STEPS} | built.call_kwargs
@@ -30,7 +30,7 @@ def errors(place: Place, name: str, plans: Sequence[str], verdicts: str) -> list
     random = RandomState(seed=SEED)
     drawn = []
     for plan in plans:
-        options = CallOptions(plan=Plan.parse(plan), verify=Path(verdicts), random=random, quiet=True)
+        options = CallOptions(plan=Plan.parse(plan), verify=Path(verifications), random=random, quiet=True)
         drawn.append(engine.draw(_seeded(call), options))
         if plan == plans[0]:
             engine.control(exchange="off")

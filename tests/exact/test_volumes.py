@@ -65,16 +65,16 @@ def shapes() -> dict[int, Shapes]:
     return sdxl_shapes(*DISTRIFUSION)
 
 
-def seams(shapes: dict[int, Shapes], pixels: int, strategy: str, world: int = 8) -> float:
+def points(shapes: dict[int, Shapes], pixels: int, strategy: str, world: int = 8) -> float:
     """MB of keys, values, halo and moments that an inner rank receives."""
-    return received(shapes[pixels], world, strategy, inner(world)).seams
+    return received(shapes[pixels], world, strategy, inner(world)).points
 
 
 def test_volumes_of_the_real_sdxl_at_1024(shapes: dict[int, Shapes]) -> None:
     """210 M elements of keys and values and 4.1 M of edge rows to each side, as the layers' sizes give them."""
     layers = shapes[1024]
     assert (len(layers.attentions), len(layers.convolutions), len(layers.norms)) == (70, 39, 46)
-    sent = Volumes(shapes=layers, bands=split_bands(128, 8, 4), treatment=ExchangePolicy(), itemsize=2).sent(3)
+    sent = Volumes(shapes=layers, bands=split_bands(128, 8, 4), policy=ExchangePolicy(), itemsize=2).sent(3)
     assert sent["kv"] == 7 * 209_715_200 * 2 // 8
     assert sent["moments"] == 7 * 46 * (1 + 2 * 32) * 4
     assert sent["halo"] == pytest.approx(2 * 4.096e6, rel=0.03)  # down-sampling reads one side only
@@ -82,27 +82,27 @@ def test_volumes_of_the_real_sdxl_at_1024(shapes: dict[int, Shapes]) -> None:
 
 @pytest.mark.parametrize("pixels", DISTRIFUSION)
 def test_displaced_patches_of_the_paper_receive_what_it_states(shapes: dict[int, Shapes], pixels: int) -> None:
-    assert f"{seams(shapes, pixels, PUBLISHED):.0f}" == DISTRIFUSION[pixels]
+    assert f"{points(shapes, pixels, PUBLISHED):.0f}" == DISTRIFUSION[pixels]
 
 
 @pytest.mark.parametrize("pixels", DISTRIFUSION)
 def test_halos_for_neighbours_only_save_six_sevenths_of_them(shapes: dict[int, Shapes], pixels: int) -> None:
     ours, theirs = (received(shapes[pixels], 8, s, inner(8)).by_kind["halo"] for s in ("displaced", PUBLISHED))
     assert ours == pytest.approx(theirs / 7, rel=0.03)
-    assert seams(shapes, pixels, "displaced") == pytest.approx(seams(shapes, pixels, PUBLISHED) - theirs + ours)
+    assert points(shapes, pixels, "displaced") == pytest.approx(points(shapes, pixels, PUBLISHED) - theirs + ours)
 
 
 @pytest.mark.parametrize("pixels", DISTRIFUSION)
 def test_shares_of_what_distrifusion_receives(shapes: dict[int, Shapes], pixels: int) -> None:
     """A band of each neighbour: a tenth at most, where the paper's code, which sends all of it, takes a quarter."""
-    whole = seams(shapes, pixels, PUBLISHED)
-    assert seams(shapes, pixels, "pcpp") <= 0.10 * whole
-    assert 0.25 * whole <= seams(shapes, pixels, "pcpp:context=paper") <= 0.30 * whole
-    assert seams(shapes, pixels, "fresh-edges:context=pooled") <= 0.15 * whole
-    assert seams(shapes, pixels, "fresh-edges:context=pooled,bits=4") <= 0.06 * whole
-    assert seams(shapes, pixels, "fresh-edges:context=partials") <= 0.25 * whole
-    assert seams(shapes, pixels, "fresh-edges") > 0.85 * whole
-    told = seams(shapes, pixels, "fresh-edges") - seams(shapes, pixels, "fresh-edges:correction=none")
+    whole = points(shapes, pixels, PUBLISHED)
+    assert points(shapes, pixels, "pcpp") <= 0.10 * whole
+    assert 0.25 * whole <= points(shapes, pixels, "pcpp:context=paper") <= 0.30 * whole
+    assert points(shapes, pixels, "fresh-edges:context=pooled") <= 0.15 * whole
+    assert points(shapes, pixels, "fresh-edges:context=pooled,bits=4") <= 0.06 * whole
+    assert points(shapes, pixels, "fresh-edges:context=partials") <= 0.25 * whole
+    assert points(shapes, pixels, "fresh-edges") > 0.85 * whole
+    told = points(shapes, pixels, "fresh-edges") - points(shapes, pixels, "fresh-edges:correction=none")
     assert 0 < told <= 0.012 * whole
 
 
@@ -114,16 +114,16 @@ def test_averages_in_four_bits_of_the_embedded_model(pixels: int, world: int, sh
         received(shapes, world, strategy, inner(world), itemsize=4)
         for strategy in ("fresh-edges:context=pooled,bits=4", PUBLISHED)
     )
-    assert ours.seams <= share * theirs.seams
-    assert ours.by_kind["halo"] > ours.seams / 2
+    assert ours.points <= share * theirs.points
+    assert ours.by_kind["halo"] > ours.points / 2
 
 
 def test_strategies_differ_in_what_they_receive(shapes: dict[int, Shapes]) -> None:
     """So that a count equal to one strategy's formula is none of another's, but for those that differ in time only."""
     same_when_fresh = {"displaced"}
-    sums = {seams(shapes, 1024, strategy) for strategy in STRATEGIES if strategy not in same_when_fresh}
+    sums = {points(shapes, 1024, strategy) for strategy in STRATEGIES if strategy not in same_when_fresh}
     assert len(sums) == len(STRATEGIES) - len(same_when_fresh)
-    assert {seams(shapes, 1024, strategy) for strategy in same_when_fresh} == {seams(shapes, 1024, "exact")}
+    assert {points(shapes, 1024, strategy) for strategy in same_when_fresh} == {points(shapes, 1024, "exact")}
 
 
 def test_partials_hold_a_fifteenth_of_whole_keys_and_values(shapes: dict[int, Shapes]) -> None:

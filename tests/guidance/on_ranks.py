@@ -30,7 +30,7 @@ class Deaf:
     def __init__(self, place: Place) -> None:
         self.rank, self.device = place.rank, torch.device("cpu")
 
-    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Any:
+    def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Any:
         zeros = [[torch.zeros(s.shape, dtype=s.dtype) for s in message.specs] for message in incoming]
 
         class Silence:
@@ -68,10 +68,10 @@ class Ran:
 class Splitter:
     """Does for a test what the engine does for a user: clock, hooks on the denoisers, reset and finish."""
 
-    def __init__(self, pipe: Any, door: Communicator, mesh: Mesh) -> None:
-        self.pipe, self.door, self.mesh = pipe, door, mesh
+    def __init__(self, pipe: Any, comm: Communicator, mesh: Mesh) -> None:
+        self.pipe, self.comm, self.mesh = pipe, comm, mesh
         self.clock = StepClock()
-        self.split = GuidanceSplit(door, mesh["cfg"], self.clock)
+        self.split = GuidanceSplit(comm, mesh["cfg"], self.clock)
         self.batches: list[int] = []
         for name in ("unet", "transformer", "transformer_2"):
             if getattr(pipe, name, None) is not None:
@@ -127,7 +127,7 @@ class Splitter:
     def run(self, pipe: tiny.Tiny, **overrides: Any) -> Ran:
         self.arguments = pipe.call_kwargs | overrides
         self.batches.clear()
-        self.door.traffic.clear()
+        self.comm.traffic.clear()
         self.clock.reset()
         self.split.reset()
         ran = Ran()
@@ -137,15 +137,15 @@ class Splitter:
             self.split.finish()
         except PatchparError as error:
             ran.error = f"{type(error).__name__}: {error}"
-        ran.batches, ran.bytes_sent = list(self.batches), self.door.traffic.total_bytes
+        ran.batches, ran.bytes_sent = list(self.batches), self.comm.traffic.total_bytes
         return ran
 
 
 def runs(place: Place, name: str, calls: Sequence[dict[str, Any]], exchanging: bool = True) -> list[Ran]:
     """One pipeline, guidance spread over all ranks, called once for each of `calls`."""
     pipe = tiny.build(name)
-    door = place.door() if exchanging else Communicator(Deaf(place))
-    splitter = Splitter(pipe.pipe, door, place.mesh(cfg=place.world))
+    comm = place.comm() if exchanging else Communicator(Deaf(place))
+    splitter = Splitter(pipe.pipe, comm, place.mesh(cfg=place.world))
     if not exchanging:
         splitter.split._post.check = lambda *_: None  # or it would notice
     return [splitter.run(pipe, **call) for call in calls]
@@ -154,7 +154,7 @@ def runs(place: Place, name: str, calls: Sequence[dict[str, Any]], exchanging: b
 def with_controlnet(place: Place, name: str, touch: bool) -> tuple[Ran, list[int]]:
     """The ControlNet is split beside the denoiser."""
     pipe = tiny.build(name)
-    splitter = Splitter(pipe.pipe, place.door(), place.mesh(cfg=place.world))
+    splitter = Splitter(pipe.pipe, place.comm(), place.mesh(cfg=place.world))
     batches = splitter.split_controlnet(touch)
     return splitter.run(pipe, steps=2, num_images_per_prompt=2), batches
 
@@ -163,7 +163,7 @@ def scale_set_later(place: Place, name: str, scale: float, ranks: Sequence[int])
     """Guidance whose scale is changed by a callback after the first step, on the given ranks only."""
     place.transport.deadline = 3.0
     pipe = tiny.build(name)
-    splitter = Splitter(pipe.pipe, place.door(), place.mesh(cfg=place.world))
+    splitter = Splitter(pipe.pipe, place.comm(), place.mesh(cfg=place.world))
     callback = set_scale(scale) if place.rank in ranks else None
     return splitter.run(pipe, steps=4, callback_on_step_end=callback)
 
@@ -188,7 +188,7 @@ def drop_guidance(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) 
 
 def dropped(place: Place) -> Ran:
     pipe = tiny.build("sd")
-    splitter = Splitter(pipe.pipe, place.door(), place.mesh(cfg=2))
+    splitter = Splitter(pipe.pipe, place.comm(), place.mesh(cfg=2))
     inputs = ["latents", "prompt_embeds"]
     return splitter.run(pipe, steps=4, callback_on_step_end=drop_guidance, callback_on_step_end_tensor_inputs=inputs)
 
@@ -196,24 +196,24 @@ def dropped(place: Place) -> Ran:
 def beside_patches(place: Place, name: str) -> Ran:
     """cfg=2 x patch=2: inside each branch the denoiser itself talks to the other rank of axis patch."""
     pipe = tiny.build(name)
-    door, mesh = place.door(), place.mesh(cfg=2, patch=2)
+    comm, mesh = place.comm(), place.mesh(cfg=2, patch=2)
     plain = pipe.denoiser.forward
 
     def collective(*args: Any, **kwargs: Any) -> Any:
         output = plain(*args, **kwargs)
         first = output[0]
-        both = AllGather(door, mesh["patch"], "test", "inside").same(first)
+        both = AllGather(comm, mesh["patch"], "test", "inside").same(first)
         assert torch.equal(both[0], both[1])
         return output
 
     pipe.denoiser.forward = collective
-    return Splitter(pipe.pipe, door, mesh).run(pipe, steps=2)
+    return Splitter(pipe.pipe, comm, mesh).run(pipe, steps=2)
 
 
 def outputs_of(place: Place, as_tuple: bool, sequential: bool) -> list[Any]:
     """Three steps of a denoiser that returns a dataclass or a tuple; whether the results are right and of its type."""
     clock = StepClock(guided=True)
-    split = GuidanceSplit(place.door(), place.mesh(cfg=2)["cfg"], clock)
+    split = GuidanceSplit(place.comm(), place.mesh(cfg=2)["cfg"], clock)
     latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     found: list[Any] = []
 
@@ -242,7 +242,7 @@ def outputs_of(place: Place, as_tuple: bool, sequential: bool) -> list[Any]:
 def stray(place: Place) -> str:
     """Rank 1 is a step ahead of rank 0. What either says of it."""
     clock = StepClock(guided=True, evaluation=place.rank)
-    split = GuidanceSplit(place.door(), place.mesh(cfg=2)["cfg"], clock)
+    split = GuidanceSplit(place.comm(), place.mesh(cfg=2)["cfg"], clock)
     clock.next_call()
     sample = torch.ones(2, 4, 8, 8)
     try:
@@ -255,7 +255,7 @@ def stray(place: Place) -> str:
 def unforeseen(place: Place) -> list[str]:
     """A denoiser whose output changes shape for the same sample."""
     clock = StepClock(guided=True)
-    split = GuidanceSplit(place.door(), place.mesh(cfg=2)["cfg"], clock)
+    split = GuidanceSplit(place.comm(), place.mesh(cfg=2)["cfg"], clock)
     said = []
     for step in range(2):
         rows = 8 + step

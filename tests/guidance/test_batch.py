@@ -27,7 +27,7 @@ def test_a_share_of_every_argument_that_carries_the_batch() -> None:
         "guidance": None,
         "return_dict": False,
     }
-    own = Batch.of(noise(4, 4, 8, 8)).share(call, 1, 2)
+    own = Batch.of(noise(4, 4, 8, 8)).part(call, 1, 2)
     assert torch.equal(own["encoder_hidden_states"], text[2:])
     assert own["added_cond_kwargs"]["text_embeds"].shape == (2, 5)
     assert own["added_cond_kwargs"]["image_embeds"][0].shape == (2, 1, 5)
@@ -41,22 +41,22 @@ def test_a_share_of_every_argument_that_carries_the_batch() -> None:
 def test_masks_of_adapters_are_whole_however_many_there_are() -> None:
     """As many as there are branches, of two pictures each."""
     masks = [noise(1, 2, 8, 8), noise(1, 2, 8, 8)]
-    own = Batch.of(noise(2, 4, 8, 8)).share({"cross_attention_kwargs": {"ip_adapter_masks": masks}}, 1, 2)
+    own = Batch.of(noise(2, 4, 8, 8)).part({"cross_attention_kwargs": {"ip_adapter_masks": masks}}, 1, 2)
     assert own["cross_attention_kwargs"]["ip_adapter_masks"] is masks
 
 
 @pytest.mark.parametrize("layout", [(2, 4, 3, 8, 8), (2, 3, 4, 8, 8)], ids=["channels first", "frames first"])
 def test_frames_multiply_the_batch(layout: tuple[int, ...]) -> None:
     batch = Batch.of(noise(*layout))
-    assert batch.share(noise(6, 7, 8), 0, 2).shape == (3, 7, 8)  # the text, once for each frame
-    assert batch.share(noise(6, 8), 0, 2).shape == (6, 8)  # a table of positions
-    assert batch.share(noise(10, 7, 8), 0, 2).shape == (10, 7, 8)
+    assert batch.part(noise(6, 7, 8), 0, 2).shape == (3, 7, 8)  # the text, once for each frame
+    assert batch.part(noise(6, 8), 0, 2).shape == (6, 8)  # a table of positions
+    assert batch.part(noise(10, 7, 8), 0, 2).shape == (10, 7, 8)
 
 
 def test_a_list_of_pictures_is_divided_by_item() -> None:
     sample = [noise(4, 1, 8, 8, seed=i) for i in range(4)]  # four channels as well: the list decides
     batch = Batch.of(sample)
-    own = [batch.share([sample, [noise(5, 3)] * 4], rank, 2) for rank in range(2)]
+    own = [batch.part([sample, [noise(5, 3)] * 4], rank, 2) for rank in range(2)]
     assert [len(part) for part in own[1]] == [2, 2]
     assert own[1][0][0] is sample[2]
     joined = batch.join([(parts[0],) for parts in own])

@@ -65,7 +65,7 @@ def test_what_is_found(batch: int, tmp_path: Path) -> None:
     found = subject.of(subject.network.forward, (args, kwargs))
     told = {"[1].text": 1, "[1].table": None, "[1].places": None, "[1].residuals[0]": None, "[1].residuals[1]": 0}
     assert found == told
-    parts = [Batch.of(args[0], found).share((args, kwargs), rank, 2) for rank in range(2)]
+    parts = [Batch.of(args[0], found).part((args, kwargs), rank, 2) for rank in range(2)]
     whole = subject.network(*args, **kwargs)
     assert torch.allclose(torch.cat([subject.network(*a, **k) for a, k in parts]), whole, atol=1e-6)
 

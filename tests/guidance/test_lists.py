@@ -55,7 +55,7 @@ def test_a_controlnet_with_texts_of_their_own_lengths(
 
 
 def test_a_share_with_the_lengths_of_the_whole_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("patchpar.comm.async_tensor.AsyncTensor.share_shapes", None)
+    monkeypatch.setattr("patchpar.comm.async_tensor.AsyncTensor.part_shapes", None)
     with pytest.raises(VerificationError, match="ZImageTransformer2DModel with its batch shared between 2 ranks"):
         shared(NAME, "cfg=2", tmp_path, build=of_zoo)
 
@@ -82,11 +82,11 @@ def test_a_promised_whole_is_cut_to_the_shapes_of_its_shares() -> None:
         ).tensors[0]
 
     batch = Batch(2, by_item=True)
-    assert batch.share(promise(), 0, 2).shape == (1, 3, 3)  # what this rank has
+    assert batch.part(promise(), 0, 2).shape == (1, 3, 3)  # what this rank has
     kept = promise()
     assert not kept.any()
-    assert [batch.share(kept, rank, 2).shape for rank in range(2)] == [(1, 3, 3), (1, 5, 3)]
+    assert [batch.part(kept, rank, 2).shape for rank in range(2)] == [(1, 3, 3), (1, 5, 3)]
     noisy = with_noise_for_zeros(((kept,), {}))
     assert noisy is not None
-    assert [batch.share(noisy[0][0], rank, 2).shape for rank in range(2)] == [(1, 3, 3), (1, 5, 3)]
+    assert [batch.part(noisy[0][0], rank, 2).shape for rank in range(2)] == [(1, 3, 3), (1, 5, 3)]
     assert noisy[0][0].any()

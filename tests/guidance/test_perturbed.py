@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.coverage.pipelines.zoo import ZOO
 from patchpar.errors import PlanError, VerificationError
-from patchpar.shard.guidance_branches import at_own_place, layers_by_branch
+from patchpar.shard.guidance_branches import at_own_index, layers_by_branch
 from tests import tiny
 from tests.breadth import first_of
 from tests.tensors import relative
@@ -78,7 +78,7 @@ def test_the_checks_see_layers_that_take_a_share_for_all_branches(
 
 def test_the_joined_prediction_is_held_against_the_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where shares were checked with the layers at their places, and are computed without."""
-    monkeypatch.setattr("patchpar.strategies.cfg.split.at_own_place", lambda *_: nullcontext())
+    monkeypatch.setattr("patchpar.strategies.cfg.split.at_own_index", lambda *_: nullcontext())
     with pytest.raises(VerificationError, match="with the branches of guidance on 2 ranks differs from the plain one"):
         drawn("sd", "cfg=2", tmp_path, **TWO_PROMPTS)
 
@@ -129,14 +129,14 @@ def test_a_share_is_computed_at_its_place(parts: int) -> None:
     want, rows = layer(image, text, table), 6 // parts
     for rank in range(parts):
         own = slice(rank * rows, (rank + 1) * rows)
-        with unchanged(layer), at_own_place([layer], rank, parts):
+        with unchanged(layer), at_own_index([layer], rank, parts):
             got = layer(hidden_states=image[own], text=text[own], table=table)
         assert all(torch.equal(x, y[own]) for x, y in zip(got, want, strict=True))
 
 
 def test_nothing_is_left_in_a_layer_that_fails() -> None:
     layer = Layer()
-    with unchanged(layer), pytest.raises(ValueError, match="a branch is missing"), at_own_place([layer], 0, 2):
+    with unchanged(layer), pytest.raises(ValueError, match="a branch is missing"), at_own_index([layer], 0, 2):
         layer(torch.randn(1, 4), torch.randn(1, 2), torch.randn(5, 4))
 
 

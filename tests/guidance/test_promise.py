@@ -135,10 +135,10 @@ def test_a_change_in_place_is_seen_by_all_who_hold_it() -> None:
 def test_a_share_at_hand_is_good_until_the_rest_is_needed() -> None:
     delivery = AsyncMessage([((2, 3, 4), torch.float32)], torch.device("cpu"), lambda: [VALUES], [VALUES[:1]])
     whole = delivery.tensors[0]
-    assert torch.equal(Batch(2).share([whole], 0, 2)[0], VALUES[:1])
+    assert torch.equal(Batch(2).part([whole], 0, 2)[0], VALUES[:1])
     assert delivery.pending
     whole.mul_(2)  # in place: the share that was at hand is out of date
-    assert torch.equal(Batch(2).share([whole], 0, 2)[0], VALUES[:1] * 2)
+    assert torch.equal(Batch(2).part([whole], 0, 2)[0], VALUES[:1] * 2)
 
 
 def test_printing_waits() -> None:

@@ -63,21 +63,21 @@ class HighResOutput:
 def large(
     tiny: Tiny,
     strategy: StructureGuidance,
-    door: Any,
+    comm: Any,
     axis: Axis,
     by_step: list[dict[str, int]] | None = None,
     missing: list[float] | None = None,
-    verdicts: VerificationCache | None = None,
+    verifications: VerificationCache | None = None,
     *,
     watched: bool = False,
 ) -> Iterator[HighResDenoiser]:
     """The pipeline's denoiser answers out of patches while open, and its clock is that of its scheduler.
 
     `by_step` takes down what has been sent by the end of every step, `missing` the share of latents that are no number.
-    `verdicts`: of teams. `watched`: that somebody looks is said.
+    `verifications`: of teams. `watched`: that somebody looks is said.
     """
     denoiser, scheduler, clock = tiny.denoiser, tiny.pipe.scheduler, StepClock()
-    found = strategy.install(denoiser, door, axis, pipe=tiny.pipe, clock=clock, verdicts=verdicts)
+    found = strategy.install(denoiser, comm, axis, pipe=tiny.pipe, clock=clock, verifications=verifications)
     plain = denoiser.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -92,8 +92,8 @@ def large(
     def step(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         clock.tick()
-        if by_step is not None and door is not None:
-            by_step.append(dict(door.traffic.bytes_sent))
+        if by_step is not None and comm is not None:
+            by_step.append(dict(comm.traffic.bytes_sent))
         if missing is not None:
             missing.append(float(sample_in(result).isnan().float().mean()))
         return result
@@ -121,12 +121,12 @@ def prepared(case: Case) -> Tiny:
 def draw(transport: Any, case: Case, tinies: list[Tiny]) -> HighResOutput:
     """On one rank; `transport` is None for a rank that is alone."""
     rank, by_step, missing = 0 if transport is None else transport.rank, list[dict[str, int]](), list[float]()
-    door = None if transport is None else Communicator(transport)
+    comm = None if transport is None else Communicator(transport)
     axis = Axis("patch", rank, len(tinies), tuple(range(len(tinies))))
-    with large(tinies[rank], case.strategy, door, axis, by_step, missing, watched=case.watched) as found:
+    with large(tinies[rank], case.strategy, comm, axis, by_step, missing, watched=case.watched) as found:
         found.exchange = case.exchange
         drawn = latents(tinies[rank], steps=case.steps, **case.arguments)
-    sent = {} if door is None else dict(door.traffic.bytes_sent)
+    sent = {} if comm is None else dict(comm.traffic.bytes_sent)
     return HighResOutput(latents=drawn, bytes_sent=sent, by_step=by_step, missing=missing)
 
 

@@ -19,7 +19,7 @@ from patchpar.pipeline.auto_plan import choose, without
 from patchpar.plan.mesh import Axis
 from patchpar.strategies.structure.free_memory import free_on
 from patchpar.strategies.structure.memory_estimate import COPIES, GIB, MemoryEstimate, check_room
-from patchpar.strategies.structure.supported_pipelines import TESTED, why_kept_native
+from patchpar.strategies.structure.supported_pipelines import TESTED, why_native_only
 from tests.breadth import first_of
 from tests.tensors import relative
 from tests.tiny import build
@@ -34,7 +34,7 @@ LARGE = {"height": 256, "width": 192, "num_inference_steps": 2}
 @pytest.fixture(scope="module")
 def model() -> PipelineInfo:
     """Of a pipeline that was made for 128 x 128 pixels."""
-    return replace(describe(build("sd").pipe), kept_native="")
+    return replace(describe(build("sd").pipe), native_only_reason="")
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def test_from_half_as_large_again_on_both_sides(
 
 def test_without_where_it_cannot_be(model: PipelineInfo) -> None:
     """Each time with the reason; a call that fails teaches an automatic plan."""
-    refused = replace(model, kept_native="thresholding")
+    refused = replace(model, native_only_reason="thresholding")
     assert choose(refused, 2, LARGE).plan == Plan(cfg=2)
     assert choose(refused, 2, LARGE).reason.endswith("128 x 128, but no structure guidance: thresholding")
-    assert choose(replace(model, kept_native=None), 2, LARGE).plan == Plan(cfg=2)
+    assert choose(replace(model, native_only_reason=None), 2, LARGE).plan == Plan(cfg=2)
     boxes = choose(model, 2, {**LARGE, "cross_attention_kwargs": {"gligen": {}}})
     assert "gligen has places in the whole picture" in boxes.reason
     scaled = choose(model, 2, {**LARGE, "cross_attention_kwargs": {"scale": 0.5}})
@@ -81,7 +81,7 @@ BUILT = {"sd": "", "sd_img2img": "", "sdxl": "", "sd3": "", "flux": "", "sd_cont
 @pytest.mark.parametrize("name", first_of(BUILT, "sdxl", "flux", "sd_controlnet"))
 def test_what_pipelines_say_of_themselves(name: str) -> None:
     pipe = build(name).pipe
-    why = why_kept_native(pipe)
+    why = why_native_only(pipe)
     assert (BUILT[name] in why) if BUILT[name] else why == ""
     assert (type(pipe).__name__ in TESTED) == (why == "")
 

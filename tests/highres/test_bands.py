@@ -35,33 +35,33 @@ def test_every_unit_once_and_never_later(patches: int, branches: int, ranks: int
     """Whole or by one team, each the portion of one rank; and no rank has longer than with whole units."""
     units = {Unit(patch, branch) for patch in range(patches) for branch in range(branches)}
     schedule = scheduled(patches, branches, ranks, bands)
-    of_teams = list(chain(*schedule.together[::bands]))
+    of_teams = list(chain(*schedule.split_units[::bands]))
     assert len(of_teams) == len(set(of_teams))
-    assert sorted(map(repr, [*chain(*schedule.alone), *of_teams])) == sorted(map(repr, units))
-    assert sorted(map(repr, chain(*schedule.shares))) == sorted(map(repr, units))
-    for rank, own in enumerate(schedule.shares):
-        assert schedule.together[rank] == schedule.together[rank - rank % bands]
-        assert set(own) <= {*schedule.alone[rank], *schedule.together[rank]}
+    assert sorted(map(repr, [*chain(*schedule.whole_units), *of_teams])) == sorted(map(repr, units))
+    assert sorted(map(repr, chain(*schedule.assignment))) == sorted(map(repr, units))
+    for rank, own in enumerate(schedule.assignment):
+        assert schedule.split_units[rank] == schedule.split_units[rank - rank % bands]
+        assert set(own) <= {*schedule.whole_units[rank], *schedule.split_units[rank]}
     whole = scheduled(patches, branches, ranks)
-    longest = max(len(a) + len(t) / bands for a, t in zip(schedule.alone, schedule.together, strict=True))
-    assert longest <= max(map(len, whole.alone))
+    longest = max(len(a) + len(t) / bands for a, t in zip(schedule.whole_units, schedule.split_units, strict=True))
+    assert longest <= max(map(len, whole.whole_units))
 
 
 def test_nine_windows_and_their_anchor_on_eight_ranks() -> None:
     """A window with both branches for each, the ninth and the anchor for a team each."""
     schedule = scheduled(10, 2, 8, 4)
-    assert [evaluations_of(units, 2)[0].patch for units in schedule.alone] == list(range(8))
-    assert schedule.together == ((Unit(8, 0), Unit(8, 1)),) * 4 + ((Unit(9, 0), Unit(9, 1)),) * 4
-    assert [len(units) for units in schedule.shares] == [3, 3, 2, 2, 3, 3, 2, 2]
-    assert scheduled(1, 2, 8, 4).together == ((Unit(0, 0),),) * 4 + ((Unit(0, 1),),) * 4
-    assert scheduled(10, 2, 4, 2).together == ((),) * 4  # five each
+    assert [evaluations_of(units, 2)[0].patch for units in schedule.whole_units] == list(range(8))
+    assert schedule.split_units == ((Unit(8, 0), Unit(8, 1)),) * 4 + ((Unit(9, 0), Unit(9, 1)),) * 4
+    assert [len(units) for units in schedule.assignment] == [3, 3, 2, 2, 3, 3, 2, 2]
+    assert scheduled(1, 2, 8, 4).split_units == ((Unit(0, 0),),) * 4 + ((Unit(0, 1),),) * 4
+    assert scheduled(10, 2, 4, 2).split_units == ((),) * 4  # five each
 
 
 MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "the anchor alone, then twenty units": (8, {"bands": 2}),
-    "eighteen units": (4, {"bands": 2, "kept": 0.0}),
-    "lagging": (4, {"bands": 2, "lag": 1, "kept": 0.0}),
-    "masked": (4, {"bands": 2, "masked": True, "kept": 0.0}),
+    "eighteen units": (4, {"bands": 2, "structure_strength": 0.0}),
+    "lagging": (4, {"bands": 2, "lag": 1, "structure_strength": 0.0}),
+    "masked": (4, {"bands": 2, "masked": True, "structure_strength": 0.0}),
     "a guide of its own": (8, {"bands": 2, "guide": "flow", "switch": 0.7}),
 }
 
@@ -78,7 +78,7 @@ def test_ranks_draw_the_picture_of_one(mode: str) -> None:
 def test_guidance_of_the_whole_and_a_team_of_all() -> None:
     """Sides that patches do not make exactly, guidance that all ranks need every branch for, and four bands a patch."""
     arguments = {"height": 264, "width": 192, "guidance_rescale": 0.7}
-    options = {"bands": 4, "native": 128, "kept": 0.0}
+    options = {"bands": 4, "native": 128, "structure_strength": 0.0}
     case = Case(options=options, arguments=arguments, scheduler=diffusers.DDIMScheduler, steps=2)
     want = alone(case)
     assert all(relative(drawn.latents, want) < LIMIT for drawn in together(case, 4))
@@ -99,8 +99,10 @@ def test_teams_are_verified(tmp_path: Path) -> None:
         tiny = tinies[transport.rank]
         before = {name: set(vars(module)) for name, module in tiny.denoiser.named_modules()}
         strategy = StructureGuidance(native=64, bands=2)
-        axis, door = Axis("patch", transport.rank, 4, tuple(range(4))), Communicator(transport)
-        with large(tiny, strategy, door, axis, verdicts=VerificationCache(tmp_path / str(transport.rank))) as found:
+        axis, comm = Axis("patch", transport.rank, 4, tuple(range(4))), Communicator(transport)
+        with large(
+            tiny, strategy, comm, axis, verifications=VerificationCache(tmp_path / str(transport.rank))
+        ) as found:
             latents(tiny, steps=2, height=128, width=128)
             assert found.team is not None
             error = found.team.error

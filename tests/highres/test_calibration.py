@@ -16,7 +16,7 @@ from patchpar.strategies.structure.options import StructureGuidance
 
 @cache
 def found(**options: object) -> Calibration:
-    return calibrate(StructureGuidance(**options).method, side=32, pictures=16)  # type: ignore[arg-type]
+    return calibrate(StructureGuidance(**options).method, side=32, images=16)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -36,7 +36,7 @@ def text(batch: int) -> Tensor:
 
 def large(tiny: Tiny, **options: Any) -> HighResDenoiser:
     """Alone, for patches of 8 x 8 latents."""
-    strategy = StructureGuidance(**{"native": 64, "switch": 0.5, "kept": 0.0} | options)
+    strategy = StructureGuidance(**{"native": 64, "switch": 0.5, "structure_strength": 0.0} | options)
     return strategy.install(tiny.denoiser, None, Axis("patch"), pipe=tiny.pipe)  # type: ignore[arg-type]
 
 
@@ -66,7 +66,7 @@ def test_patches_that_nobody_leads(tiny: Tiny) -> None:
 def test_patches_that_only_follow(tiny: Tiny) -> None:
     """With all its weight every patch's estimate of the clean latent is the anchor's; the anchor stays its own."""
     x = noise(2, 4, 16, 16)
-    answer, ask = both(tiny, large(tiny, weight=1.0, aligned=False), x, EARLY)
+    answer, ask = both(tiny, large(tiny, weight=1.0, align_samples=False), x, EARLY)
     level = level_of(tiny.pipe.scheduler, EARLY)
     anchor = level.clean(x[..., ::2, ::2], ask(x[..., ::2, ::2]))
     clean = level.clean(x, answer)
@@ -79,7 +79,7 @@ def test_patches_that_only_follow(tiny: Tiny) -> None:
 def test_the_paper_draws_noise_together(tiny: Tiny) -> None:
     """Equation 3: e + w (e_anchor - e)."""
     x = noise(2, 4, 16, 16)
-    options = {"space": "eps", "aligned": False, "decay": "none", "weight": 0.3}
+    options = {"space": "eps", "align_samples": False, "decay": "none", "weight": 0.3}
     answer, ask = both(tiny, large(tiny, **options), x, EARLY)
     anchor, other = ask(x[..., ::2, ::2]), ask(x[..., 1::2, ::2])
     assert torch.allclose(answer[..., 1::2, ::2], other + 0.3 * (anchor - other), atol=1e-5)
@@ -92,7 +92,7 @@ def test_windows(tiny: Tiny) -> None:
     assert torch.allclose(answer[..., :2, :2], ask(x[..., :8, :8])[..., :2, :2], atol=1e-5)
     assert torch.allclose(answer[..., -2:, :2], ask(x[..., -8:, :8])[..., -2:, :2], atol=1e-5)
     level = level_of(tiny.pipe.scheduler, LATE)
-    kept, _ = both(tiny, large(tiny, kept=1.0), x, LATE)
+    kept, _ = both(tiny, large(tiny, structure_strength=1.0), x, LATE)
     anchor = level.clean(x[..., ::2, ::2], ask(x[..., ::2, ::2]))
     strength = 0.201 / 0.5
     towards = level.clean(x, answer)[..., ::2, ::2] * (1 - strength) + strength * anchor
@@ -118,8 +118,8 @@ def test_a_patch_is_told_that_it_is_a_picture_of_its_size(sdxl: Tiny) -> None:
     assert ask(EARLY, whole)[0] == [64, 64, 0, 0, 64, 64]
     assert ask(EARLY, [1024, 1024, 0, 0, 128, 128])[0] == [1024, 1024, 0, 0, 64, 64]
     assert ask(LATE, whole)[8] == [64, 64, 0, 0, 64, 64]
-    assert ask(EARLY, whole, told="whole")[0] == whole
-    assert ask(LATE, whole, told="whole")[8] == [128, 128, 64, 64, 128, 128]
+    assert ask(EARLY, whole, size_conditioning="whole")[0] == whole
+    assert ask(LATE, whole, size_conditioning="whole")[8] == [128, 128, 64, 64, 128, 128]
 
 
 def test_the_form_of_an_output_stays(tiny: Tiny) -> None:

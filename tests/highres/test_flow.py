@@ -48,8 +48,8 @@ def test_the_guide_is_the_native_picture(guidance: float) -> None:
     with large(tiny, strategy, None, Axis("patch")) as found:
         flow = found._detail._flow
         assert flow is not None
-        original = flow.shown
-        flow.shown = lambda *args: shown.append(original(*args)) or shown[-1]  # type: ignore[method-assign]
+        original = flow.guide_input
+        flow.guide_input = lambda *args: shown.append(original(*args)) or shown[-1]  # type: ignore[method-assign]
         latents(tiny, **call, latents=start, height=128, width=128)
     assert len(shown) == 4  # of six steps those below 0.6
     assert relative(shown[-1][:1], native[0]) < 1e-4
@@ -70,8 +70,8 @@ def test_the_guide_of_packed_tokens(guidance: float) -> None:
     with large(tiny, StructureGuidance(native=64, switch=0.9, guide="flow"), None, Axis("patch")) as found:
         flow = found._detail._flow
         assert flow is not None
-        original = flow.shown
-        flow.shown = lambda *args: shown.append(original(*args)) or shown[-1]  # type: ignore[method-assign]
+        original = flow.guide_input
+        flow.guide_input = lambda *args: shown.append(original(*args)) or shown[-1]  # type: ignore[method-assign]
         latents(tiny, **call, latents=pack(start), height=128, width=128)
     want = unpack(native[0], 4, 4)
     assert relative(shown[-1], want) < 1e-4

@@ -16,7 +16,7 @@ from benchmarks.highres.measures import agreement_db, repetition_index, seam_ind
 from training.latents import to_tensor
 from training.render import render
 
-SEAMS = (128, 256, 384)
+EXCHANGE_POINTS = (128, 256, 384)
 
 
 def field(side: int, slope: float, seed: int = 0) -> Tensor:
@@ -30,10 +30,10 @@ def field(side: int, slope: float, seed: int = 0) -> Tensor:
 
 def test_a_step_of_two_grey_levels_is_a_seam() -> None:
     image = field(512, 3.0)
-    assert abs(seam_index(image, SEAMS).z) < 2
-    for number, row in enumerate(SEAMS):
+    assert abs(seam_index(image, EXCHANGE_POINTS).z) < 2
+    for number, row in enumerate(EXCHANGE_POINTS):
         image[:, row:] += 2 / 255 * (-1) ** number
-    assert seam_index(image, SEAMS).z > 4
+    assert seam_index(image, EXCHANGE_POINTS).z > 4
     assert abs(seam_index(image, (100, 200, 300)).z) < 2
 
 

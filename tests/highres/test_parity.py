@@ -18,7 +18,7 @@ MODES: dict[str, dict[str, Any]] = {
     "lagging": {"lag": 1},
     "masked": {"masked": True, "weight": 0.7, "decay": "cosine"},
     "masked-lagging": {"masked": True, "lag": 1},
-    "not-kept": {"kept": 0.0},
+    "not-kept": {"structure_strength": 0.0},
     "renoised": {"renoised": True},
     "paper": {"preset": "paper"},
     "paper-lagging": {"preset": "paper", "lag": 1},
@@ -48,7 +48,7 @@ def test_no_exchange_no_picture() -> None:
 
 def test_context_travels() -> None:
     """Windows of other ranks are seen: without exchange, or without context, the picture is another one."""
-    options = {"margin": 0.0, "context": 0.5, "switch": 0.7, "kept": 0.0}
+    options = {"margin": 0.0, "context": 0.5, "switch": 0.7, "structure_strength": 0.0}
     want = alone(Case(options=options))
     assert relative(alone(Case(options=options | {"context": 0.0})), want) > 1e-3
     found = together(Case(options=options), 3)

@@ -31,11 +31,11 @@ DDIM, EULER, SOLVER, HEUN = (
 SQUARE = {"height": 128, "width": 128}
 CASES: dict[str, tuple[int, Case]] = {
     "a solver with a memory": (3, Case(scheduler=SOLVER)),
-    "nothing kept": (4, Case(scheduler=DDIM, options={"kept": 0.0})),
+    "nothing kept": (4, Case(scheduler=DDIM, options={"structure_strength": 0.0})),
     "its last time is 0": (2, Case(scheduler=EULER)),
     "two evaluations a step": (2, Case(scheduler=HEUN)),
-    "a solver, nothing kept": (2, Case(scheduler=SOLVER, options={"kept": 0.0})),
-    "teams": (4, Case(scheduler=SOLVER, options={"bands": 2, "kept": 0.0})),
+    "a solver, nothing kept": (2, Case(scheduler=SOLVER, options={"structure_strength": 0.0})),
+    "teams": (4, Case(scheduler=SOLVER, options={"bands": 2, "structure_strength": 0.0})),
     "teams for the guide": (8, Case(options={"bands": 2})),
     "the paper": (3, Case(options={"preset": "paper"})),
     "windows that touch and see one another": (2, Case(options={"margin": 0.0, "context": 0.25})),

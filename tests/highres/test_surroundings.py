@@ -16,7 +16,7 @@ from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.strategies.structure.window_context import WindowContext
 from patchpar.strategies.structure.windows import Tiling
-from patchpar.strategies.structure.work_schedule import Evaluation, share_out
+from patchpar.strategies.structure.work_schedule import Evaluation, assign_units
 from tests.tensors import noise
 from tests.tiny import build
 
@@ -52,7 +52,7 @@ def tokens(x_BCHW: Tensor) -> Tensor:
 def test_bands_of_the_last_step() -> None:
     denoiser, clock = Denoiser(), StepClock()
     windows = Tiling(margin=0.0, moved=False).lay(SIZE, NATIVE, key="")
-    shares = share_out(len(windows), 1, 1)
+    shares = assign_units(len(windows), 1, 1)
     found = WindowContext(denoiser, (None, Axis("patch")), clock, 0.25)  # type: ignore[arg-type]  # alone
     steps = [noise(2, 3, *SIZE, seed=seed) for seed in range(3)]
     for step, x in enumerate(steps):
@@ -75,7 +75,7 @@ def test_what_is_longer_ago_is_forgotten() -> None:
     """So is what was seen of windows elsewhere, and of another picture."""
     denoiser, clock = Denoiser(), StepClock()
     windows = Tiling(margin=0.0, moved=False).lay(SIZE, NATIVE, key="")
-    shares, x = share_out(2, 1, 1), noise(1, 3, *SIZE)
+    shares, x = assign_units(2, 1, 1), noise(1, 3, *SIZE)
     found = WindowContext(denoiser, (None, Axis("patch")), clock, 0.25)  # type: ignore[arg-type]  # alone
 
     def first_window() -> Tensor:

@@ -20,9 +20,9 @@ from patchpar.strategies.structure.guidance_fit import GuidanceFit, weighed
 from patchpar.strategies.structure.interlace import Interlace
 from patchpar.strategies.structure.needed_regions import NeededRegions, WindowPlan
 from patchpar.strategies.structure.options import StructureGuidance
-from patchpar.strategies.structure.structure import kept_in_place
+from patchpar.strategies.structure.structure import anchored
 from patchpar.strategies.structure.windows import Tiling
-from patchpar.strategies.structure.work_schedule import merged, scheduled, share_out
+from patchpar.strategies.structure.work_schedule import assign_units, merged, scheduled
 from tests.tensors import noise, relative
 from tests.unit.threads import on_threads
 
@@ -38,12 +38,12 @@ def values(sent: dict[str, int]) -> int:
     return sum(sent.get(kind, 0) for kind in KINDS)
 
 
-@pytest.mark.parametrize(("world", "options"), [(2, {}), (4, {}), (3, {"weight": 0.5, "kept": 0.0})])
+@pytest.mark.parametrize(("world", "options"), [(2, {}), (4, {}), (3, {"weight": 0.5, "structure_strength": 0.0})])
 def test_bytes_are_those_of_the_forecast(world: int, options: dict[str, Any]) -> None:
     """From the second step on, in both stages and in the last step: what the geometry says, to the byte."""
     case = Case(options={"switch": 0.5} | options, steps=4)
     generated, patches = together(case, world), 4 if options else 1
-    late: dict[str, Any] = {"native": 8, "guide": options.get("kept", 1.0) > 0}
+    late: dict[str, Any] = {"native": 8, "guide": options.get("structure_strength", 1.0) > 0}
     told = {
         1: forecast(2, world, native=8, patches=patches),
         2: with_windows(2, world, key="0 2", **late),
@@ -82,7 +82,7 @@ def test_no_step_sends_more_than_its_latent(scale: int, ranks: int) -> None:
         assert most(found.last) <= 1.4
         assert of_image(strategy, found) <= (0.5 if preset == "calibrated" else 0.8)
         for step in range(10):
-            moved = with_windows(scale, ranks, guide=strategy.method.kept > 0, key=f"0 {step}")
+            moved = with_windows(scale, ranks, guide=strategy.method.structure_strength > 0, key=f"0 {step}")
             assert mean(moved) <= 0.76
             assert most(moved) <= 1.2
 
@@ -100,16 +100,16 @@ def test_regions_are_what_answers_depend_on(size: tuple[int, int], ranks: int, g
     """With no number elsewhere what a rank needs is there; and by its gradient, little comes that it does not need."""
     tiling, native = Tiling(), (32, 32)
     zones, interlace = tiling.zones(size, native, unit=2), Interlace.of(size, native)
-    course = WindowPlan(zones=zones, schedule=scheduled(len(zones) + guide, 2, ranks), interlace=interlace)
+    state = WindowPlan(zones=zones, schedule=scheduled(len(zones) + guide, 2, ranks), interlace=interlace)
     whole, small = noise(1, 1, *size), noise(1, 1, *interlace.patch_size, seed=1)
     for last, place in product((False, True), range(ranks)):
-        regions, wanted = NeededRegions.of(course, last=last), course.wanted(place, last=last)
+        regions, wanted = NeededRegions.of(state, last=last), state.wanted(place, last=last)
         cells, places = regions.cells[place], torch.cat(regions.parts[place])
         x, y = (only(*each).requires_grad_() for each in ((whole, places), (small, cells)))
-        answer = kept_in_place(interlace, x, y - interlace.split(x)[0], 0.7) if guide else x
+        answer = anchored(interlace, x, y - interlace.split(x)[0], 0.7) if guide else x
         assert answer[0, 0][wanted].isfinite().all()
         x, y = whole.clone().requires_grad_(), small.clone().requires_grad_()
-        answer = kept_in_place(interlace, x, y - interlace.split(x)[0], 0.7) if guide else x + 0 * y.sum()
+        answer = anchored(interlace, x, y - interlace.split(x)[0], 0.7) if guide else x + 0 * y.sum()
         answer[0, 0][wanted].square().sum().backward()
         assert x.grad is not None
         assert y.grad is not None
@@ -136,7 +136,7 @@ def test_nothing_is_sent_that_nobody_needs(scale: int, ranks: int, guide: bool) 
     native = 16
     side = scale * native
     windows = Tiling(moved=False).lay((side, side), (native, native), key="")
-    blend = BlendPlan.of(windows, merged(share_out(len(windows) + guide, 2, ranks)), 1)
+    blend = BlendPlan.of(windows, merged(assign_units(len(windows) + guide, 2, ranks)), 1)
     covered = torch.stack([blend.covered(place, torch.zeros(1)) for place in range(ranks)])
     beyond = covered.clone()
     for place in range(ranks):
@@ -145,7 +145,7 @@ def test_nothing_is_sent_that_nobody_needs(scale: int, ranks: int, guide: bool) 
     pieces, least = sum(each.pieces for each in told), float((covered.sum(0) - 1).sum()) / side**2
     assert pieces == pytest.approx(float(beyond.sum()) / side**2, rel=0.02)
     assert least - 1e-9 <= pieces <= least + 0.06 * ranks
-    owners = sum(any(unit.patch == len(windows) for unit in units) for units in blend.shares)
+    owners = sum(any(unit.patch == len(windows) for unit in units) for units in blend.assignment)
     assert sum(each.all for each in told) == pytest.approx(pieces + (ranks - 1) * (1 + owners / scale**2))
 
 

@@ -7,13 +7,13 @@ from itertools import chain
 import pytest
 
 from patchpar.strategies.structure.windows import Tiling
-from patchpar.strategies.structure.work_schedule import Evaluation, Unit, evaluations_of, rounds_of, share_out
+from patchpar.strategies.structure.work_schedule import Evaluation, Unit, assign_units, evaluations_of, rounds_of
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 20])
 @pytest.mark.parametrize(("patches", "branches"), [(4, 1), (4, 2), (9, 2), (9, 3)])
 def test_every_unit_once_and_no_rank_one_more_than_needed(patches: int, branches: int, ranks: int) -> None:
-    shares = share_out(patches, branches, ranks)
+    shares = assign_units(patches, branches, ranks)
     assert list(chain(*shares)) == [Unit(p, b) for p in range(patches) for b in range(branches)]
     sizes = [len(units) for units in shares]
     assert len(shares) == ranks
@@ -23,7 +23,7 @@ def test_every_unit_once_and_no_rank_one_more_than_needed(patches: int, branches
 
 
 def test_both_branches_of_a_patch_are_one_call() -> None:
-    units = share_out(4, 2, 3)[2]
+    units = assign_units(4, 2, 3)[2]
     assert units == (Unit(2, 1), Unit(3, 0), Unit(3, 1))
     assert evaluations_of(units, 2) == [Evaluation(2, (1,)), Evaluation(3, (0, 1))]
     assert evaluations_of((Unit(0, 0), Unit(0, 1)), 3) == [Evaluation(0, (0,)), Evaluation(0, (1,))]

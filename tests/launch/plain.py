@@ -38,12 +38,12 @@ class PlainEngine:
     def out_of_step(self):
         """All answer, but one rank is a seam ahead."""
         if self.context.rank == 0:
-            self.context.mark("ahead")
+            self.context.beat("ahead")
             raise ValueError("late")
         raise ValueError("early")
 
     def crash(self, rank, how):
-        self.context.mark("before the end")
+        self.context.beat("before the end")
         if self.context.rank == rank:
             sys.stderr.write("these are my last words\n")
             sys.stderr.flush()
@@ -78,7 +78,7 @@ class PlainEngine:
     def work(self, steps, seconds):
         for step in range(steps):
             time.sleep(seconds)
-            self.context.mark(f"step {step}")
+            self.context.beat(f"step {step}")
         return steps
 
     def sleep(self, seconds):

@@ -41,10 +41,10 @@ def listening(pids: Iterable[int]) -> set[str]:
 def test_the_search_sees_what_listens(kind, tmp_path):
     families = {"tcp": socket.AF_INET, "tcp6": socket.AF_INET6, "unix": socket.AF_UNIX}
     me = [int(Path("/proc/self").readlink().name)]
-    with socket.socket(families[kind]) as door:
-        door.bind(str(tmp_path / "door") if kind == "unix" else ("", 0))
+    with socket.socket(families[kind]) as comm:
+        comm.bind(str(tmp_path / "door") if kind == "unix" else ("", 0))
         assert not any(kind in each for each in listening(me))
-        door.listen()
+        comm.listen()
         assert len([each for each in listening(me) if f" {kind} " in each]) == 1
 
 

@@ -16,7 +16,7 @@ import torch
 from patchpar.errors import LaunchError, PlanError
 from patchpar.launch.anonymous_file import anonymous_file
 from patchpar.launch.devices import available_cores
-from patchpar.launch.handshake import needs_nccl, share_of_cores, worker_environment
+from patchpar.launch.handshake import needs_nccl, threads_per_rank, worker_environment
 from patchpar.launch.heartbeat import Heartbeat, HeartbeatReader
 from patchpar.launch.local import LocalExecutor
 from tests.launch.conftest import PLAIN, TOY
@@ -45,10 +45,10 @@ def test_workers_know_their_place(pool):
 
 def test_cores_are_shared_out(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert [share_of_cores(8, workers) for workers in (1, 2, 3, 8, 9)] == [8, 4, 2, 1, 1]
+    assert [threads_per_rank(8, workers) for workers in (1, 2, 3, 8, 9)] == [8, 4, 2, 1, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert share_of_cores(8, 2) == 2
-    assert share_of_cores(8, 8) == 1
+    assert threads_per_rank(8, 2) == 2
+    assert threads_per_rank(8, 8) == 1
 
 
 def test_workers_do_not_take_themselves_for_ranks_of_torchrun(monkeypatch):
@@ -229,24 +229,24 @@ def test_closing_twice_is_harmless_and_final():
 def test_a_mark_is_cheap_and_readable_from_outside():
     fd = anonymous_file("test")
     reader = HeartbeatReader(fd)
-    beacon = Heartbeat(fd)
+    heartbeat = Heartbeat(fd)
     os.close(fd)
-    assert (reader.sign.marks, reader.where) == (0, "")
-    beacon.mark("down.0.conv")
-    beacon.mark("up.1.attention")
-    beacon.mark("down.0.conv")
-    assert (reader.sign.marks, reader.where) == (3, "down.0.conv")
-    best = min(_seconds_of_marks(beacon, 2000) for _ in range(20)) / 2000
+    assert (reader.sign.beats, reader.where) == (0, "")
+    heartbeat.beat("down.0.conv")
+    heartbeat.beat("up.1.attention")
+    heartbeat.beat("down.0.conv")
+    assert (reader.sign.beats, reader.where) == (3, "down.0.conv")
+    best = min(_seconds_of_marks(heartbeat, 2000) for _ in range(20)) / 2000
     assert best < 1e-6
     for number in range(20_000):
-        beacon.mark(f"a place that is new each time {number}")
+        heartbeat.beat(f"a place that is new each time {number}")
     assert reader.where == "a place that is new each time 19999"
-    beacon.mark("ü" * 500)
+    heartbeat.beat("ü" * 500)
     assert reader.where.startswith("ü" * 99)
 
 
-def _seconds_of_marks(beacon, number):
+def _seconds_of_marks(heartbeat, number):
     start = time.perf_counter()
     for _ in range(number):
-        beacon.mark("up.1.attention")
+        heartbeat.beat("up.1.attention")
     return time.perf_counter() - start

@@ -12,7 +12,7 @@ import pytest
 
 from patchpar.errors import LaunchError
 from patchpar.launch import rendezvous as meeting
-from patchpar.launch.rendezvous import HELLO, meet, name_of_job, user_of
+from patchpar.launch.rendezvous import CONFIG, meet, name_of_job, user_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sockets with a name that is no file")
 OTHER_USER = 54321
@@ -101,9 +101,9 @@ def test_another_user_gets_nothing_and_takes_no_place(name, monkeypatch):
 
 
 def test_another_users_door_is_not_entered(name, monkeypatch):
-    with socket.socket(socket.AF_UNIX) as door:
-        door.bind("\0" + name)
-        door.listen()
+    with socket.socket(socket.AF_UNIX) as comm:
+        comm.bind("\0" + name)
+        comm.listen()
         monkeypatch.setattr(meeting, "user_of", lambda link: OTHER_USER)
         with pytest.raises(LaunchError, match=f"a process of user {OTHER_USER} answers in the place of rank 0"):
             meet(name, 1, 2, 5.0)
@@ -114,7 +114,7 @@ def test_another_users_door_is_not_entered(name, monkeypatch):
 def test_a_process_that_says_nonsense_is_sent_away(name):
     with ThreadPoolExecutor(1) as thread:
         rank_0 = thread.submit(meet, name, 0, 2, 60.0)
-        for words in (b"", b"?", HELLO.pack(7, 2), HELLO.pack(1, 3), HELLO.pack(0, 2)):
+        for words in (b"", b"?", CONFIG.pack(7, 2), CONFIG.pack(1, 3), CONFIG.pack(0, 2)):
             with socket.socket(socket.AF_UNIX) as link:
                 link.settimeout(20.0)
                 while link.connect_ex("\0" + name):

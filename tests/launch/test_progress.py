@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from patchpar.launch.hang_detection import WORK_SHARE, WORK_TIMES, HangLimits, RankActivity, RequestProgress
+from patchpar.launch.hang_detection import WORK_FRACTION, WORK_TIMES, HangLimits, RankActivity, RequestProgress
 
 DEADLINE = 60.0
 Show = Callable[[float], RankActivity]
@@ -12,32 +12,32 @@ Show = Callable[[float], RankActivity]
 
 def working(second: float) -> RankActivity:
     """In one long kernel, on a core that it shares with eleven others."""
-    return RankActivity(marks=5, work=100 + second / 12, waits=False)
+    return RankActivity(beats=5, work=100 + second / 12, waits=False)
 
 
 def computing(second: float) -> RankActivity:
     """A layer every ten seconds."""
-    return RankActivity(marks=5 + int(second / 10), work=100 + second, waits=False)
+    return RankActivity(beats=5 + int(second / 10), work=100 + second, waits=False)
 
 
 def waiting(second: float) -> RankActivity:
     """For another rank, asleep."""
-    return RankActivity(marks=5, work=100 + second / 10_000, waits=True)
+    return RankActivity(beats=5, work=100 + second / 10_000, waits=True)
 
 
 def spinning(second: float) -> RankActivity:
     """For another rank, and the processor with it."""
-    return RankActivity(marks=5, work=100 + second, waits=True)
+    return RankActivity(beats=5, work=100 + second, waits=True)
 
 
 def asleep(second: float) -> RankActivity:
     """Answering pings: a stopped process does not do even that."""
-    return RankActivity(marks=5, work=100 + second / 5_000, waits=False)
+    return RankActivity(beats=5, work=100 + second / 5_000, waits=False)
 
 
 def resting(second: float) -> RankActivity:
     """Waiting for the caller, and saying so every five seconds."""
-    return RankActivity(marks=5 + int(second / 5), work=100 + second / 10_000, waits=True)
+    return RankActivity(beats=5 + int(second / 5), work=100 + second / 10_000, waits=True)
 
 
 def until(change: float, before: Show, after: Show) -> Show:
@@ -124,10 +124,10 @@ def test_a_start_has_its_time_and_no_more():
     assert first_stuck([working, asleep], HangLimits.of_start(600.0)) == (pytest.approx(600, abs=1), [0, 1])
 
 
-@pytest.mark.parametrize(("share", "is_work"), [(0.5 * WORK_SHARE, False), (1.5 * WORK_SHARE, True)])
+@pytest.mark.parametrize(("share", "is_work"), [(0.5 * WORK_FRACTION, False), (1.5 * WORK_FRACTION, True)])
 def test_how_little_work_is_work(share, is_work):
     def show(second: float) -> RankActivity:
-        return RankActivity(marks=0, work=second * share, waits=False)
+        return RankActivity(beats=0, work=second * share, waits=False)
 
     when, _ = first_stuck([show], LIMITS)
     assert (when > 10 * DEADLINE) is is_work

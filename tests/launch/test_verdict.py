@@ -7,7 +7,7 @@ import pytest
 from patchpar.errors import ExchangeError, WorkerDied, WorkerError, WorkerHung
 from patchpar.launch.hang_detection import HangLimits
 from patchpar.launch.remote_errors import take_down
-from patchpar.launch.request_failure import is_reusable, verdict
+from patchpar.launch.request_failure import error_of, is_reusable
 from patchpar.launch.request_loop import RequestOutcome
 
 
@@ -21,7 +21,7 @@ class Worker:
     def __str__(self):
         return f"rank {self.rank}"
 
-    def last_seam(self):
+    def last_exchange_point(self):
         return f"last seam 'seam {self.rank}'"
 
     def last_output(self):
@@ -41,10 +41,10 @@ LATE = ExchangeError("rank 0 at up.1: rank 1 has not answered for 60 s")
 ODD = ValueError("odd")
 
 
-def outcome(*, failed=None, returned=(), marks=(5, 5, 5), **rest):
+def outcome(*, failed=None, returned=(), beats=(5, 5, 5), **rest):
     failures = {rank: take_down(error) for rank, error in (failed or {}).items()}
     results = dict.fromkeys(returned, None)
-    return RequestOutcome(failures=failures, results=results, marks=dict(enumerate(marks)), **rest)
+    return RequestOutcome(failures=failures, results=results, beats=dict(enumerate(beats)), **rest)
 
 
 @pytest.mark.parametrize(
@@ -56,21 +56,21 @@ def outcome(*, failed=None, returned=(), marks=(5, 5, 5), **rest):
             r"^rank 1 was killed by SIGKILL; last seam 'seam 1'",
         ),
         (outcome(failed={0: GLOO, 2: LATE}), WorkerHung, r"^rank 1 answers, .*rank 2 has given up on it.*has not answ"),
-        (outcome(failed={0: GLOO}, marks=(9, 8, 7)), WorkerHung, r"^rank 2 answers, but does not get on"),
-        (outcome(failed={0: GLOO}, marks=(9, 8, 7), silent=[1]), WorkerHung, r"^rank 1 does not answer"),
+        (outcome(failed={0: GLOO}, beats=(9, 8, 7)), WorkerHung, r"^rank 2 answers, but does not get on"),
+        (outcome(failed={0: GLOO}, beats=(9, 8, 7), silent=[1]), WorkerHung, r"^rank 1 does not answer"),
         (
-            outcome(marks=(4, 3, 9), stuck=[0, 2], waiting=[1]),
+            outcome(beats=(4, 3, 9), stuck=[0, 2], waiting=[1]),
             WorkerHung,
             r"^rank 0 answers, .*neither made progress nor worked for too long \(limit 60 s\).*longer deadline=",
         ),
-        (outcome(marks=(4, 3, 9), stuck=[2], waiting=[0, 1], silent=[2]), WorkerHung, r"^rank 2 does not answer"),
+        (outcome(beats=(4, 3, 9), stuck=[2], waiting=[0, 1], silent=[2]), WorkerHung, r"^rank 2 does not answer"),
         (
-            outcome(marks=(4, 3, 9), stuck=[0, 1, 2], waiting=[0, 1, 2]),
+            outcome(beats=(4, 3, 9), stuck=[0, 1, 2], waiting=[0, 1, 2]),
             WorkerHung,
             r"^rank 1 answers, .*all ranks have waited for one another for too long \(limit 60 s\)",
         ),
         (
-            outcome(marks=(4, 3, 9), stuck=[0], waiting=[1, 2], working=[0]),
+            outcome(beats=(4, 3, 9), stuck=[0], waiting=[1, 2], working=[0]),
             WorkerHung,
             r"^rank 0 answers, .*worked for too long without reaching another seam \(limit 1800 s\)",
         ),
@@ -87,7 +87,7 @@ def outcome(*, failed=None, returned=(), marks=(5, 5, 5), **rest):
     ],
 )
 def test_the_cause_is_told(how, kind, says):
-    error = verdict(how, WORKERS, LIMITS)
+    error = error_of(how, WORKERS, LIMITS)
     assert type(error) is kind
     if isinstance(error, WorkerError):
         assert str(error).startswith(f"rank {error.rank} ")
@@ -96,17 +96,17 @@ def test_the_cause_is_told(how, kind, says):
 
 
 def test_all_is_well():
-    assert verdict(outcome(returned=[0, 1, 2]), WORKERS, LIMITS) is None
+    assert error_of(outcome(returned=[0, 1, 2]), WORKERS, LIMITS) is None
 
 
 @pytest.mark.parametrize(
     ("how", "reusable"),
     [
-        (outcome(returned=[0, 1, 2], marks=(1, 2, 3)), True),
+        (outcome(returned=[0, 1, 2], beats=(1, 2, 3)), True),
         (outcome(failed={0: ODD, 1: ODD, 2: ODD}), True),
         (outcome(failed={1: ODD}, returned=[0, 2]), True),
-        (outcome(failed={1: ODD}, returned=[0, 2], marks=(5, 4, 5)), False),
-        (outcome(failed={0: ODD, 1: ODD}, returned=[2], bystanders=[2], marks=(5, 5, 0)), True),
+        (outcome(failed={1: ODD}, returned=[0, 2], beats=(5, 4, 5)), False),
+        (outcome(failed={0: ODD, 1: ODD}, returned=[2], bystanders=[2], beats=(5, 5, 0)), True),
         (outcome(failed={0: ODD, 1: GLOO, 2: ODD}), False),
         (outcome(failed={0: ODD}, returned=[1]), False),
         (outcome(died=[1], returned=[0, 1, 2]), False),

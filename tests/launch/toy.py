@@ -35,14 +35,14 @@ class ToyEngine(PlainEngine):
 
     def add_up(self, value):
         total = torch.tensor([float(value + self.context.rank)])
-        self.context.mark("all-reduce")
+        self.context.beat("all-reduce")
         others = tuple(rank for rank in range(self.context.world_size) if rank != self.context.rank)
         incoming = [Incoming(rank, (TensorSpec.of(total),)) for rank in others]
-        received = self.transport.swap([Outgoing(others, (total,))], incoming, "all-reduce").wait()
+        received = self.transport.send_recv([Outgoing(others, (total,))], incoming, "all-reduce").wait()
         return total.item() + sum(x.item() for (x,) in received)
 
     def fail_before_collective(self, rank):
-        self.context.mark("before")
+        self.context.beat("before")
         if self.context.rank == rank:
             raise KeyError("missing")
         return self.add_up(1)
@@ -53,7 +53,7 @@ class ToyEngine(PlainEngine):
         return self.add_up(1)
 
     def stall(self, rank, seconds=600):
-        self.context.mark("the last good place")
+        self.context.beat("the last good place")
         if self.context.rank == rank:
             time.sleep(seconds)
         return self.add_up(1)
@@ -69,11 +69,11 @@ class ToyEngine(PlainEngine):
         with self.context.waiting:
             transport = watched(connect(self.context), self.context)
         try:
-            self.context.mark("an exchange")
+            self.context.beat("an exchange")
             if place == burner:
                 self.burn(seconds)
             sent = [Outgoing((1 - place,), (torch.tensor([float(place)]),))] if burner is not None else []
-            found = transport.swap(
+            found = transport.send_recv(
                 sent, [Incoming(1 - place, (TensorSpec((1,), torch.float32),))], "an exchange"
             ).wait()
             return found[0][0].item()

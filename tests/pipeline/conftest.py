@@ -56,8 +56,8 @@ def plain(sdxl_folder: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def pool(sdxl_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParallelPipeline]:
-    verdicts = tmp_path_factory.mktemp("verdicts")
-    with ParallelPipeline.from_pretrained(sdxl_folder, devices="cpu:2", verify=verdicts) as pipe:
+    verifications = tmp_path_factory.mktemp("verdicts")
+    with ParallelPipeline.from_pretrained(sdxl_folder, devices="cpu:2", verify=verifications) as pipe:
         pipe.set_progress_bar_config(disable=True)
         yield pipe
 

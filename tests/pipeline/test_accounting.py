@@ -202,9 +202,9 @@ def test_calls_lie_in_steps_and_seams_in_calls(traced: ParallelPipeline, tmp_pat
         assert [step["name"] for step in steps] == [f"step {n}" for n in range(STEPS)]
         assert all(inside(call, step) for call, step in zip(calls, steps, strict=True))
         last = calls[-1]["ts"] + calls[-1]["dur"]  # afterwards old values that nobody needs any more are taken in
-        seams = [seam for seam in of_rank(entries, rank, "send", "wait") if seam["ts"] < last]
-        assert {seam["cat"] for seam in seams} == {"send", "wait"}
-        assert all(any(inside(seam, call) for call in calls) for seam in seams)
+        points = [point for point in of_rank(entries, rank, "send", "wait") if point["ts"] < last]
+        assert {point["cat"] for point in points} == {"send", "wait"}
+        assert all(any(inside(point, call) for call in calls) for point in points)
 
 
 def test_sending_waiting_and_computing_make_up_a_call(traced: ParallelPipeline, tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_trace_of_guidance(traced: ParallelPipeline, tmp_path: Path) -> None:
     entries = entries_of(draw(traced, cfg=2), tmp_path / "out.json")
     for rank in (0, 1):
         assert len(of_rank(entries, rank, "call")) == STEPS
-        assert {seam["name"] for seam in of_rank(entries, rank, "send", "wait")} == {"send guidance", "wait guidance"}
+        assert {point["name"] for point in of_rank(entries, rank, "send", "wait")} == {"send guidance", "wait guidance"}
 
 
 def test_no_trace_unless_asked_for(parallel: ParallelPipeline, tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_transformers(transformer: PipelineInfo, devices: int, call: dict[str, A
 def test_tokens_that_cannot_be_split(
     transformer: PipelineInfo, devices: int, call: dict[str, Any], plan: str, why: str
 ) -> None:
-    choice = choose(replace(transformer, splits_into_tokens=False, kept_whole="attention is linear"), devices, call)
+    choice = choose(replace(transformer, splits_into_tokens=False, unsplit_reason="attention is linear"), devices, call)
     assert str(choice.plan) == plan
     assert re.search(why, choice.reason)
 
@@ -153,7 +153,7 @@ def test_a_scale_for_the_image_adds_a_branch() -> None:
 
 def test_a_scheduler_with_noise_of_its_own_keeps_prompts_together(unet: PipelineInfo) -> None:
     call = {**GUIDED, "prompt": ["a"] * 4}
-    kept = choose(replace(unet, kept_together="its scheduler draws for all"), 4, call)
+    kept = choose(replace(unet, one_batch_reason="its scheduler draws for all"), 4, call)
     assert str(kept.plan) == "cfg=2,patch=2,strategy=exact"
     assert "4 prompts stay together: its scheduler draws for all" in kept.reason
 

@@ -26,22 +26,22 @@ TIMEOUT = 240.0
 @pytest.fixture
 def environment() -> Iterator[dict[str, str]]:
     """The environment of a program; when it has ended, no process with that environment may be left."""
-    mark = uuid.uuid4().hex
-    yield {**os.environ, MARK: mark, "PYTHONPATH": str(REPOSITORY)}
+    beat = uuid.uuid4().hex
+    yield {**os.environ, MARK: beat, "PYTHONPATH": str(REPOSITORY)}
     give_up = time.monotonic() + 10
-    while marked(mark) and time.monotonic() < give_up:
+    while marked(beat) and time.monotonic() < give_up:
         time.sleep(0.2)
-    left = marked(mark)
+    left = marked(beat)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert not left
 
 
-def marked(mark: str) -> list[int]:
+def marked(beat: str) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+            if f"{MARK}={beat}".encode() in (folder / "environ").read_bytes():
                 found.append(int(folder.name))
         except OSError:
             continue  # it has just ended, or is another user's

@@ -127,12 +127,12 @@ def test_verdicts_and_plans_that_are_broken_are_left_aside(
     what: str, read: Callable[[Any], Any], text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They only cost a look at the model, and a line that says so."""
-    verdicts = VerificationCache(tmp_path)
+    verifications = VerificationCache(tmp_path)
     (tmp_path / "key.json").write_bytes(TEXTS[text])
     with caplog.at_level(logging.WARNING):
-        assert verdicts.find("key", what, read) is None
+        assert verifications.find("key", what, read) is None
     assert f"{tmp_path / 'key.json'} is not what was written there" in caplog.text
-    assert verdicts.find("other", what, read) is None
+    assert verifications.find("other", what, read) is None
 
 
 def mutants(facts: Any) -> Iterator[Any]:

@@ -36,13 +36,13 @@ def cut(x: Tensor, common: int, sizes: tuple[int, ...], place: int) -> Tensor:
 
 def run(transport: Any, mode: AttentionMode, tensors: tuple[Tensor, ...], options: dict[str, Any]) -> Any:
     sizes, common, place = options["sizes"], options.get("common", 0), transport.rank
-    door = Communicator(transport)
+    comm = Communicator(transport)
     axis = Axis("patch", place, len(sizes), tuple(range(len(sizes))))
     asking = common if options.get("common_asks", True) else 0
     q, k, v = (cut(x, here, sizes, place) for x, here in zip(tensors, (asking, common, common), strict=True))
-    shared = ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, place=place, **options)
-    found = attend_together(mode, door, axis, "layer", shared)
-    return found, dict(door.traffic.bytes_sent), dict(door.traffic.rounds)
+    shared = ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, group_rank=place, **options)
+    found = attend_together(mode, comm, axis, "layer", shared)
+    return found, dict(comm.traffic.bytes_sent), dict(comm.traffic.rounds)
 
 
 def attended(mode: AttentionMode, tensors: tuple[Tensor, ...], **options: Any) -> list[Any]:
@@ -217,7 +217,7 @@ def test_modes_that_are_none(options: dict[str, Any], message: str) -> None:
 
 def test_a_degree_that_does_not_divide() -> None:
     with pytest.raises(PlanError, match="ulysses=4 does not divide 6 ranks into groups: use 1, 2, 3, 6"):
-        AttentionMode(ulysses=4).check_places(6)
+        AttentionMode(ulysses=4).check_group_size(6)
 
 
 @pytest.mark.parametrize(("heads", "key_heads", "places"), [(24, 24, 5), (7, 7, 3), (12, 4, 3), (12, 2, 4), (6, 2, 6)])
@@ -235,10 +235,10 @@ def test_heads_are_split_evenly(heads: int, key_heads: int, places: int) -> None
 def test_tokens_that_are_not_there() -> None:
     q, k, v = (x[:, :, :4] for x in whole(heads=2, key_heads=2, tokens=9))
     with pytest.raises(UnsupportedModel, match="place 0 has 0 common and 5 own tokens"):
-        ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=(5, 4), place=0)
+        ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=(5, 4), group_rank=0)
     q, k, v = whole(heads=3, key_heads=2, tokens=9)
     with pytest.raises(UnsupportedModel, match="3 query heads cannot share 2 key heads"):
-        ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=(9,), place=0)
+        ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=(9,), group_rank=0)
 
 
 def test_every_way_has_a_mode() -> None:

@@ -23,7 +23,7 @@ def patched(place: Place, run: Run, clock: StepClock) -> PatchedDenoiser:
     """The denoiser of a run in bands, over all ranks."""
     axis = place.mesh(patch=place.world)["patch"]
     found: PatchedDenoiser = parse_strategy(run.strategy).install(
-        denoisers.build(run.denoiser), place.door(), axis, clock=clock
+        denoisers.build(run.denoiser), place.comm(), axis, clock=clock
     )
     found.exchange, found.sites = run.exchange, sites_of(run.denoiser)
     return found
@@ -98,9 +98,9 @@ def held(place: Place, run: Run) -> tuple[list[set[int]], list[int]]:
         for evaluation in range(run.evaluations):
             evaluate(bands, clock, run, evaluation)
             assert bands.history is not None
-            states = [slot.state for slot in bands.history.memory._call.slots.values() if slot.state is not None]
+            states = [slot.state for slot in bands.history.cache._call.entries.values() if slot.state is not None]
             where.append({x.data_ptr() for state in states for x in state._buffers})
-            num_bytes.append(bands.history.memory.num_bytes())
+            num_bytes.append(bands.history.cache.num_bytes())
         bands.finish()
     return where, num_bytes
 

@@ -84,8 +84,8 @@ class Studio:
         """One picture."""
         torch.manual_seed(SEED)  # some schedulers draw without the caller's generator
         output = getattr(self.engine.draw(arguments(self.case, picture), self.options), "output", None)
-        histories = [patched.history for patched in self.engine._installed.patched if patched.history is not None]
-        exact, stale = (sum(getattr(h, name) for h in histories) for name in ("exact_calls", "stale_calls"))
+        stale_states = [patched.history for patched in self.engine._installed.patched if patched.history is not None]
+        exact, stale = (sum(getattr(h, name) for h in stale_states) for name in ("exact_calls", "stale_calls"))
         return RankOutput(latents=None if output is None else output.images, exact_calls=exact, stale_calls=stale)
 
 
@@ -160,14 +160,14 @@ def studio_engine(place: Place) -> Iterator[PipelineRunner]:
 def emulated(case: Case, picture: Picture) -> Tensor:
     """Final latents as they are to be, from one process."""
     plan, pipe = Plan.parse(case.plan), pipeline(case)
-    treatment = treatment_of(Run(strategy=str(plan.strategy), exchange=case.exchange))
-    if treatment.warmup_steps:
-        treatment = replace(treatment, warmup_steps=treatment.warmup_steps * pipe.scheduler.order)
+    policy = treatment_of(Run(strategy=str(plan.strategy), exchange=case.exchange))
+    if policy.warmup_steps:
+        policy = replace(policy, warmup_steps=policy.warmup_steps * pipe.scheduler.order)
     torch.manual_seed(SEED)
     split = "rows" if picture.size["height"] >= picture.size["width"] else "columns"
     sites = known_sites(case.pipeline)
     known = patch("benchmarks.emulation.oracle.discover", lambda *_: sites)
-    with known, Emulation(pipe.unet, plan.patch, treatment, split=split) as emulation:
+    with known, Emulation(pipe.unet, plan.patch, policy, split=split) as emulation:
         latents: Tensor = pipe(**arguments(case, picture, emulation.reset)).images
     return latents
 

@@ -28,9 +28,9 @@ def normalised(
     transport: Any, group_norm: Any, norm: nn.GroupNorm, maps: Maps, preset: Any = None, rows: int = 6
 ) -> list[Tensor]:
     """Our rows of an exact evaluation and three stale ones."""
-    door, treatment = Communicator(transport), DisplacedPatch(group_norm=group_norm, preset=preset).treatment
-    memory, bands = StaleCache(door, treatment.bucket), Bands((0, rows, 8))
-    share = LocalPatch(door, Mesh(transport.rank, range(2), patch=2)["patch"], treatment, bands, memory=memory)
+    comm, policy = Communicator(transport), DisplacedPatch(group_norm=group_norm, preset=preset).policy
+    memory, bands = StaleCache(comm, policy.bucket), Bands((0, rows, 8))
+    share = LocalPatch(comm, Mesh(transport.rank, range(2), patch=2)["patch"], policy, bands, cache=memory)
     hook, found = NormHook(share, "norm", None), []
     for evaluation in range(4):
         share.fresh = not memory.begin(0, evaluation, "form")

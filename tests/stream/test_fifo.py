@@ -247,10 +247,10 @@ def test_only_neighbours_talk_and_say_little() -> None:
     """In a tick: one frame to the cleaner side, half a window less one to the noisier, however long the queue is."""
 
     def sent(transport: Transport) -> dict[str, int]:
-        door = Communicator(transport)
+        comm = Communicator(transport)
         around = StageIO(order=orders.order, put=lambda finished: None, is_cancelled=lambda: False)
-        FifoStage(model(queue), plan, transport.rank, door, around).run()
-        return dict(+door.traffic.bytes_sent)
+        FifoStage(model(queue), plan, transport.rank, comm, around).run()
+        return dict(+comm.traffic.bytes_sent)
 
     frame, header = 16 * ROWS * COLUMNS * 4, 4 * 8
     for partitions in (2, 3):

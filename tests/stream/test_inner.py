@@ -34,7 +34,7 @@ class Deaf(StepGroup):
 
     def of_frames(self, frames: int, tokens: int) -> ShardedFrames:
         shared = super().of_frames(frames, tokens)
-        return DeafFrames(communicator=shared.communicator, axis=shared.axis, frames=shared.frames, bands=shared.bands)
+        return DeafFrames(comm=shared.comm, axis=shared.axis, frames=shared.frames, bands=shared.bands)
 
 
 class DeafFrames(ShardedFrames):
@@ -126,7 +126,7 @@ def sent(transport: Transport, window: int) -> dict[str, int]:
     assert inner is not None
     with DRAWING:
         net = causal(window=window, inner=inner, hears=False)
-    memory, traffic = net.memory(ROWS, COLUMNS), inner._communicator.traffic
+    memory, traffic = net.memory(ROWS, COLUMNS), inner._comm.traffic
     for block in range(4):
         traffic.clear()
         net.velocity(memory, noise(1, 16, FRAMES, ROWS, COLUMNS), 500.0, text(0), block=block)

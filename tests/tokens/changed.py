@@ -37,7 +37,7 @@ def drawn_between(
     """
     alone, found, engine = tiny.build(drawing.name), tiny.build(drawing.name), PipelineRunner(place.context)
     plan, pictures = Plan.parse(drawing.plan), []
-    verify: Path | bool = drawing.verdicts / str(place.rank) if drawing.verdicts else False
+    verify: Path | bool = drawing.verifications / str(place.rank) if drawing.verifications else False
     engine.adopt(found.pipe if pipe is None else pipe)
     try:
         for change in changes:

@@ -31,7 +31,7 @@ class PipelineCase:
     exchange: str = "on"
     steps: int = 3
     twice: bool = False
-    verdicts: Path | None = None
+    verifications: Path | None = None
     cache: Any = None
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -63,9 +63,9 @@ def _drawn(engine: PipelineRunner, drawing: PipelineCase) -> Tensor | str | None
     engine.adopt(found.pipe)
     if drawing.cache is not None:
         engine.apply("transformer.enable_cache", (drawing.cache,), {})
-    engine.install(plan, verify=drawing.verdicts or False)
+    engine.install(plan, verify=drawing.verifications or False)
     engine.control(exchange=drawing.exchange)
-    options = CallOptions(plan=plan, verify=drawing.verdicts or False, quiet=True)
+    options = CallOptions(plan=plan, verify=drawing.verifications or False, quiet=True)
     try:
         for seed in (1, 0) if drawing.twice else (0,):
             output = getattr(engine.draw(arguments(drawing, found, seed), options), "output", None)

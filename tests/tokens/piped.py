@@ -48,10 +48,12 @@ def shared(
         pipe, arguments = found[transport.rank].pipe, _arguments(found[transport.rank], options)
         clock, installed = StepClock(), InstalledPlan(pipe)
         mesh = Mesh(transport.rank, range(wanted.world_size), **wanted.degrees())
-        verdicts = VerificationCache(folder / str(transport.rank))
-        installed.put_in(wanted, mesh, Communicator(transport), clock, lambda: guidance_of(pipe, arguments), verdicts)
+        verifications = VerificationCache(folder / str(transport.rank))
+        installed.install_denoisers(
+            wanted, mesh, Communicator(transport), clock, lambda: guidance_of(pipe, arguments), verifications
+        )
         installed.control(exchange=exchange, vae="on")
-        context: Any = SimpleNamespace(world_size=1, rank=0, mark=lambda where: None, emit=lambda event: None)
+        context: Any = SimpleNamespace(world_size=1, rank=0, beat=lambda where: None, emit=lambda event: None)
         drawing = PipelineCall(
             pipe, context, clock, CallOptions(plan=wanted, quiet=True), installed.begin(tracing=False)
         )

@@ -65,7 +65,7 @@ def test_as_in_one_process(ranks: Any, name: str, cache: Any, tmp_path: Path) ->
     if isinstance(cache, FirstBlockCacheConfig):
         assert {True, False} <= set(decided)  # some steps are computed, some are not
     assert relative(without, want) > 10 * EXACT
-    drawings = [PipelineCase(name=name, plan=plan, steps=STEPS, cache=cache, verdicts=tmp_path) for plan in plans]
+    drawings = [PipelineCase(name=name, plan=plan, steps=STEPS, cache=cache, verifications=tmp_path) for plan in plans]
     for drawing, got in zip(drawings, draw(ranks, *drawings), strict=True):
         assert not isinstance(got, str), got
         assert relative(got, want) <= EXACT, drawing.plan

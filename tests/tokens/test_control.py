@@ -34,7 +34,7 @@ def split(models: list[nn.Module], call: dict[str, Any], folder: Path, exchange:
         model, ranks = models[transport.rank], len(models)
         axis = Axis("patch", transport.rank, ranks, tuple(range(ranks)))
         denoiser = ExactPatch().install(
-            model, Communicator(transport), axis, verdicts=VerificationCache(folder / str(transport.rank))
+            model, Communicator(transport), axis, verifications=VerificationCache(folder / str(transport.rank))
         )
         denoiser.exchange = exchange
         try:

@@ -39,8 +39,8 @@ def drawn(models: list[Any], calls: Calls, folder: Path | None = None, exchange:
     def on_rank(transport: Any) -> list[Tensor]:
         model, ranks = models[transport.rank], len(models)
         axis = Axis("patch", transport.rank, ranks, tuple(range(ranks)))
-        verdicts = None if folder is None else VerificationCache(folder / str(transport.rank))
-        denoiser = ExactPatch().install(model, Communicator(transport), axis, verdicts=verdicts)
+        verifications = None if folder is None else VerificationCache(folder / str(transport.rank))
+        denoiser = ExactPatch().install(model, Communicator(transport), axis, verifications=verifications)
         denoiser.exchange = exchange
         try:
             with torch.no_grad():

@@ -57,7 +57,7 @@ def split(name: str, plan: TokenPlan, ranks: int, variant: int, way: TokenSplit 
         axis = Axis("patch", transport.rank, ranks, tuple(range(ranks)))
         shard = TransformerSharder(models[transport.rank], plan, TokenSplit(Communicator(transport), axis, **options))
         with torch.no_grad():
-            return predictions(shard.denoise(models[transport.rank].forward, **tiny.call(variant))), shard.shares
+            return predictions(shard.denoise(models[transport.rank].forward, **tiny.call(variant))), shard.ranges
 
     found = on_threads(ranks, on_rank, deadline=30.0)
     for each in found:
@@ -256,7 +256,7 @@ def test_what_is_cut_by_what() -> None:
         "pcpp": "rows",
         "pcpp:context=paper": "rows",
     }
-    assert {each: cut_for(parse_strategy(each).treatment) for each in by_strategy} == by_strategy
+    assert {each: cut_for(parse_strategy(each).policy) for each in by_strategy} == by_strategy
 
 
 WAYS = ("gather", "ring", "two-way-ring", "token-ring")
@@ -322,7 +322,7 @@ def test_as_many_tokens_in_another_grid() -> None:
         for call in (upright, lying):
             shard.begin()
             shard.denoise(model.forward, **call)
-            grids.append(shard.shares["transformer_blocks"].grid)
+            grids.append(shard.ranges["transformer_blocks"].grid)
         return grids
 
     assert on_threads(1, pictures) == [[TokenGrid(1, 5, 7), TokenGrid(1, 7, 5)]]

@@ -31,7 +31,7 @@ def test_pictures_with_another_picture(ranks: Any, name: str, tmp_path: Path) ->
         Change("set_ip_adapter_scale", (0.8,)),
     ]
     for plan in ("patch=2", "cfg=2,patch=2"):
-        drawing = PipelineCase(name=name, plan=plan, verdicts=tmp_path / plan, options=pictures(name))
+        drawing = PipelineCase(name=name, plan=plan, verifications=tmp_path / plan, options=pictures(name))
         found = ranks.run("tests.tokens.changed:drawn_between", POOL_SIZE, drawing, changes)[0]
         assert len(found) == len(changes)
         for got, want in found:
@@ -46,7 +46,7 @@ def test_from_no_picture_to_one(ranks: Any, tmp_path: Path) -> None:
     name, drawn = "sd3", []
     for scale in (0.0, 0.8):
         changes = [Change("load_ip_adapter", (weights(name),), LOAD[name]), Change("set_ip_adapter_scale", (scale,))]
-        drawing = PipelineCase(name=name, plan="patch=2", verdicts=tmp_path, options=pictures(name))
+        drawing = PipelineCase(name=name, plan="patch=2", verifications=tmp_path, options=pictures(name))
         drawn += ranks.run("tests.tokens.changed:drawn_between", POOL_SIZE, drawing, changes[:1] + changes[1:])[0][1:]
     for got, want in drawn:
         assert relative(got, want) <= LIMIT

@@ -28,15 +28,15 @@ def test_keys_go_round(name: str, goes: bool) -> None:
     models = [tiny.build() for _ in range(3)]
 
     def on_rank(transport: Any) -> Any:
-        door = Communicator(transport)
-        door.traffic.events = []
+        comm = Communicator(transport)
+        comm.traffic.events = []
         axis = Axis("patch", transport.rank, 3, (0, 1, 2))
         mode = partial(attend_together, AttentionMode(way="ring"))
         model = models[transport.rank]
-        shard = TransformerSharder(model, plan, TokenSplit(door, axis, mode))
+        shard = TransformerSharder(model, plan, TokenSplit(comm, axis, mode))
         with torch.no_grad():
             found = predictions(shard.denoise(model.forward, **tiny.call(0)))
-        return found, {event.kind for event in door.traffic.events if " attention " in event.where}
+        return found, {event.kind for event in comm.traffic.events if " attention " in event.where}
 
     results = on_threads(3, on_rank, deadline=30.0)
     assert error([found for found, _ in results], plain(name, 0)) <= LIMIT

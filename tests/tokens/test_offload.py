@@ -71,7 +71,7 @@ NOTHING = Change("transformer.num_parameters")
 @pytest.mark.parametrize("name", first_of(PIPELINES, "flux"))
 def test_after_the_pipeline_is_parallel(ranks: Any, name: str, what: str, tmp_path: Path) -> None:
     """Between two pictures, and with the seams in."""
-    drawing = PipelineCase(name=name, plan="patch=2", verdicts=tmp_path)
+    drawing = PipelineCase(name=name, plan="patch=2", verifications=tmp_path)
     found = ranks.run("tests.tokens.changed:drawn_between", POOL_SIZE, drawing, [NOTHING, CHANGES[what], NOTHING])[0]
     assert len(found) == 3
     for got, want in found:
@@ -87,7 +87,7 @@ def test_before_it_is(ranks: Any, name: str, what: str, tmp_path: Path) -> None:
     """The pipeline comes with its hooks from the process where they were set."""
     found, change = tiny.build(name), CHANGES[what]
     getattr(found.denoiser, change.method.rpartition(".")[2])(*change.args, **change.kwargs)
-    drawing = PipelineCase(name=name, plan="patch=2", verdicts=tmp_path)
+    drawing = PipelineCase(name=name, plan="patch=2", verifications=tmp_path)
     drawn = ranks.run("tests.tokens.changed:drawn_between", POOL_SIZE, drawing, [NOTHING], found.pipe)[0]
     want = latents_of(found.pipe(**arguments(drawing, found)))
     assert relative(drawn[0][0], want) <= LIMIT

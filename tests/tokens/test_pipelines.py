@@ -44,10 +44,10 @@ def test_the_same_latents(ranks: Any, name: str, tmp_path: Path) -> None:
     found = tiny.build(name)
     guided = describe(found.pipe).guided(found.call_kwargs)
     plans = ["patch=2", "patch=3", *(["cfg=2,patch=2"] if guided else [])]
-    exact = [PipelineCase(name=name, plan=plan, verdicts=tmp_path) for plan in plans]
-    off = PipelineCase(name=name, plan="patch=2", exchange="off", verdicts=tmp_path)
+    exact = [PipelineCase(name=name, plan=plan, verifications=tmp_path) for plan in plans]
+    off = PipelineCase(name=name, plan="patch=2", exchange="off", verifications=tmp_path)
     stale = [
-        PipelineCase(name=name, plan=f"patch=2,{STALE}", twice=twice, verdicts=tmp_path) for twice in (False, True)
+        PipelineCase(name=name, plan=f"patch=2,{STALE}", twice=twice, verifications=tmp_path) for twice in (False, True)
     ]
     *drawn, alone, once, again = draw(ranks, *exact, off, *stale)
     want = plain(name)
@@ -105,7 +105,7 @@ def test_every_way_of_exchanging_keys(ranks: Any, way: str) -> None:
 
 
 def test_a_model_is_verified_once(ranks: Any, tmp_path: Path) -> None:
-    drawing = PipelineCase(name="sd3", plan="patch=2", verdicts=tmp_path, steps=2)
+    drawing = PipelineCase(name="sd3", plan="patch=2", verifications=tmp_path, steps=2)
     first = draw(ranks, drawing)[0]
     kept = sorted(tmp_path.glob("*.json"))
     texts = [file.read_text() for file in kept]

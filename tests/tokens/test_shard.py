@@ -75,7 +75,7 @@ def test_bytes(plan: TokenPlan) -> None:
 
     def traffic(shard: TransformerSharder, model: Any) -> Any:
         shard.denoise(model.forward, **CALL(0))
-        counted = shard.split.door.traffic
+        counted = shard.split.comm.traffic
         return dict(counted.bytes_sent), dict(counted.rounds)
 
     for rank, (sent, rounds) in enumerate(flux(plan, 3, traffic)):
@@ -146,7 +146,7 @@ def test_after_an_error_the_model_is_usable(plan: TokenPlan) -> None:
 
 
 def checked(shard: TransformerSharder, model: Any, calls: Any) -> float:
-    return largest_error((shard.split.door, shard.split.axis), compared(shard, model.forward, calls), *refusal(shard))
+    return largest_error((shard.split.comm, shard.split.axis), compared(shard, model.forward, calls), *refusal(shard))
 
 
 def test_verification(plan: TokenPlan) -> None:

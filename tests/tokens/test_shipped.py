@@ -102,7 +102,7 @@ def first_use(models: list[nn.Module], call: dict[str, Any], folder: Path) -> li
     def on_rank(transport: Any) -> tuple[Tensor, TokenDenoiser]:
         rank, model = transport.rank, models[transport.rank]
         mesh = (Communicator(transport), Axis("patch", rank, len(models), tuple(range(len(models)))))
-        denoiser = TokenDenoiser(model, mesh, ExchangePolicy(), verdicts=VerificationCache(folder / str(rank)))
+        denoiser = TokenDenoiser(model, mesh, ExchangePolicy(), verifications=VerificationCache(folder / str(rank)))
         try:
             with torch.no_grad():
                 return predictions(denoiser.denoise(model.forward, **call))[0], denoiser
@@ -254,7 +254,7 @@ PIPELINES = sorted(name for names in PIPED.values() for name in names)
 @pytest.mark.parametrize("name", first_of(PIPELINES, "flux", "zimage"))
 def test_pipelines(ranks: Any, name: str, tmp_path: Path) -> None:
     """In all calls that they make: no plan is found and kept, only verdicts."""
-    (got,) = draw(ranks, PipelineCase(name=name, plan="patch=2", verdicts=tmp_path))
+    (got,) = draw(ranks, PipelineCase(name=name, plan="patch=2", verifications=tmp_path))
     assert relative(got, plain(name)) <= LIMIT
     kept = [file.read_text() for file in tmp_path.glob("*.json")]
     assert any("relative_error" in text for text in kept)

@@ -81,8 +81,8 @@ def test_too_many_held_out_captions_are_refused():
 @pytest.mark.parametrize(("height", "width"), SIZES)
 def test_renders_show_their_attributes_at_every_aspect(classifier, height, width):
     shown = [sample_render(f"test {seed}", height=height, width=width, held_out=True) for seed in range(12)]
-    verdicts = judge(classifier, torch.cat([to_tensor(one.pixels) for one in shown]))
-    for verdict, one in zip(verdicts, shown, strict=True):
+    verifications = judge(classifier, torch.cat([to_tensor(one.pixels) for one in shown]))
+    for verdict, one in zip(verifications, shown, strict=True):
         assert [verdict.on(side) for side in SIDES] == [look_of(one.scene.on(side)) for side in SIDES]
         assert (verdict.terrain, verdict.time) == (one.scene.terrain, one.scene.time)
 

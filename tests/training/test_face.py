@@ -193,10 +193,10 @@ def test_a_flow_points_from_the_picture_to_the_noise():
         options = OPTIONS
 
         def __init__(self, factor):
-            self.factor = factor
+            self.scale = factor
 
         def velocity(self, noisy, batch):
-            return self.factor * (batch.noise - batch.latent)
+            return self.scale * (batch.noise - batch.latent)
 
     assert loss_of(Answer(1), batch).item() == pytest.approx(0)
     assert loss_of(Answer(-1), batch).item() == pytest.approx(4 * loss_of(Answer(0), batch).item(), rel=1e-5)

@@ -54,13 +54,13 @@ def kinds(place: Place) -> list[str]:
     wrong = []
     for name, x in own.items():
         incoming = [Incoming(peer, specs_of([tensors_of(peer)[name]])) for peer in peers]
-        received = place.transport.swap([Outgoing(tuple(peers), (x,))], incoming, name).wait()
+        received = place.transport.send_recv([Outgoing(tuple(peers), (x,))], incoming, name).wait()
         for peer, (got,) in zip(peers, received, strict=True):
             sent = tensors_of(peer)[name]
             if got.dtype != sent.dtype or not torch.equal(got, sent.detach()):
                 wrong.append(name)
     several = [Incoming(peer, specs_of(tensors_of(peer).values())) for peer in peers]
-    received = place.transport.swap([Outgoing(tuple(peers), tuple(own.values()))], several, "together").wait()
+    received = place.transport.send_recv([Outgoing(tuple(peers), tuple(own.values()))], several, "together").wait()
     for peer, together in zip(peers, received, strict=True):
         if not all(torch.equal(x, y) for x, y in zip(together, tensors_of(peer).values(), strict=True)):
             wrong.append("together")
@@ -74,7 +74,7 @@ def many_unread(place: Place, count: int, rows: int) -> bool:
     for number in range(count):
         x = torch.full((1 + number % rows, 256), float(number))
         incoming = [Incoming(peer, (TensorSpec.of(x),)) for peer in peers]
-        pending.append(place.transport.swap([Outgoing(tuple(peers), (x,))], incoming, f"message {number}"))
+        pending.append(place.transport.send_recv([Outgoing(tuple(peers), (x,))], incoming, f"message {number}"))
     found = [message.wait() for message in pending]
     return all(
         bool((x == number).all()) and len(x) == 1 + number % rows
@@ -87,7 +87,9 @@ def large(place: Place) -> bool:
     """A message larger than any segment so far, each way."""
     peer = 1 - place.rank
     x = torch.arange(LARGE // 4, dtype=torch.int32) + place.rank
-    ((got,),) = place.transport.swap([Outgoing((peer,), (x,))], [Incoming(peer, (TensorSpec.of(x),))], "large").wait()
+    ((got,),) = place.transport.send_recv(
+        [Outgoing((peer,), (x,))], [Incoming(peer, (TensorSpec.of(x),))], "large"
+    ).wait()
     return torch.equal(got, x - place.rank + peer)
 
 
@@ -98,7 +100,7 @@ def grown(place: Place, count: int) -> dict[str, int]:
     def exchange(times: int) -> None:
         for number in range(times):
             x = torch.zeros(1 + number % 7, 4096)
-            place.transport.swap([Outgoing((peer,), (x,))], [Incoming(peer, (TensorSpec.of(x),))], "again").wait()
+            place.transport.send_recv([Outgoing((peer,), (x,))], [Incoming(peer, (TensorSpec.of(x),))], "again").wait()
 
     exchange(count // 4)
     before = _held()
@@ -119,7 +121,7 @@ def any_order(place: Place, order: list[int]) -> list[bool]:
     for number in range(len(order)):
         x = torch.full((2 + number, 3), 10.0 * place.rank + number)
         incoming = [Incoming(peer, (TensorSpec.of(x),)) for peer in peers]
-        pending.append(place.transport.swap([Outgoing(tuple(peers), (x,))], incoming, f"message {number}"))
+        pending.append(place.transport.send_recv([Outgoing(tuple(peers), (x,))], incoming, f"message {number}"))
     found = []
     for number in order:
         for peer, (x,) in zip(peers, pending[number].wait(), strict=True):
@@ -132,13 +134,13 @@ def seen_coming(place: Place) -> list[bool]:
     transport, peer, spec = place.transport, 1 - place.rank, TensorSpec((3,), torch.float32)
     word = Outgoing((peer,), (torch.ones(3),))
     if place.rank:
-        transport.swap([], [Incoming(peer, (spec,))], "go on").wait()
-        sent = transport.swap([word], [], "here")
+        transport.send_recv([], [Incoming(peer, (spec,))], "go on").wait()
+        sent = transport.send_recv([word], [], "here")
         sent.wait()
         return []
-    pending = transport.swap([], [Incoming(peer, (spec,))], "here")
+    pending = transport.send_recv([], [Incoming(peer, (spec,))], "here")
     found = [pending.is_here(0)]
-    transport.swap([word], [], "go on").wait()
+    transport.send_recv([word], [], "go on").wait()
     give_up = time.monotonic() + 20
     while not pending.is_here(0) and time.monotonic() < give_up:
         time.sleep(0.001)
@@ -154,7 +156,7 @@ def put_where_wanted(place: Place) -> dict[str, bool]:
     parts = {peer: buffer.narrow(1, 4 * peer, 4) for peer in peers}
     own = (torch.full((2, 4, 3), 1.0 + place.rank), torch.full((5,), 10.0 + place.rank))
     incoming = [Incoming(peer, specs_of(own), (parts[peer], None)) for peer in peers]
-    pending = place.transport.swap([Outgoing(tuple(peers), own)], incoming, "here")
+    pending = place.transport.send_recv([Outgoing(tuple(peers), own)], incoming, "here")
     untouched = not buffer.any()
     received = pending.wait()
     again = pending.wait()

@@ -58,7 +58,7 @@ def told(transport: Transport, world: int) -> list[float]:
     others = tuple(rank for rank in range(world) if rank != transport.rank)
     own = torch.tensor([float(transport.rank)])
     incoming = [Incoming(rank, (TensorSpec.of(own),)) for rank in others]
-    return [x.item() for (x,) in transport.swap([Outgoing(others, (own,))], incoming, "here").wait()]
+    return [x.item() for (x,) in transport.send_recv([Outgoing(others, (own,))], incoming, "here").wait()]
 
 
 def test_every_rank_gets_a_line_to_every_other_as_often_as_it_asks(places: list[OnThread]) -> None:

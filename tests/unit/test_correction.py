@@ -58,8 +58,8 @@ def test_only_what_others_do_not_hold_already_is_told() -> None:
     old, held = noise(0), noise(1)
     fit = fitted("linear", held, held, old)
     assert torch.allclose(fit.along, torch.ones(2, 3))
-    assert not fit.factor.any()
-    assert not fit.summand.any()
+    assert not fit.scale.any()
+    assert not fit.shift.any()
 
 
 def test_how_much_of_the_line_was_right_is_told() -> None:
@@ -135,14 +135,14 @@ def test_what_is_told_is_of_the_shapes_that_are_expected(kind: str) -> None:
     assert [TensorSpec.of(x) for x in fit] == specs_of(kind, SHAPE, torch.float32)
 
 
-@pytest.mark.parametrize("led_on", [True, False])
-def test_the_owner_knows_what_others_make_of_its_past(led_on: bool) -> None:
+@pytest.mark.parametrize("extrapolated", [True, False])
+def test_the_owner_knows_what_others_make_of_its_past(extrapolated: bool) -> None:
     steps = [noise(seed) for seed in range(4)]
-    past = OwnPast("linear", led_on=led_on)
+    past = OwnPast("linear", extrapolated=extrapolated)
     past.remember([steps[0]], continues=False)
     for number in (1, 2, 3):
         held = steps[number - 1].clone()
-        if led_on and number > 1:
+        if extrapolated and number > 1:
             held = on_the_line(steps[number - 2], held, 0.7)
         want = fitted("linear", steps[number], held, steps[number - 1])
         got = CorrectionFit(*past.fits([steps[number]], 0.7))
@@ -150,14 +150,14 @@ def test_the_owner_knows_what_others_make_of_its_past(led_on: bool) -> None:
 
 
 def test_a_new_picture_has_no_line() -> None:
-    past = OwnPast("affine", led_on=True)
+    past = OwnPast("affine", extrapolated=True)
     for continues in (False, True, False):
         past.remember([noise(0)], continues=continues)
     assert len(list(past.tensors())) == 2
 
 
 def test_nothing_is_kept_for_no_correction() -> None:
-    past = OwnPast("none", led_on=True)
+    past = OwnPast("none", extrapolated=True)
     past.remember([noise(0)], continues=False)
     assert not list(past.tensors())
 

@@ -49,7 +49,7 @@ def arrivals(latency: float, rate: float, num_bytes: Sequence[int], **options: A
 
     def run(line: DelayedTransport) -> tuple[float, list[float]]:
         start = time.monotonic()
-        pending = line.swap(outgoing(line, num_bytes), incoming(line, num_bytes), "here")
+        pending = line.send_recv(outgoing(line, num_bytes), incoming(line, num_bytes), "here")
         times = []
         for index in range(len(num_bytes)):
             pending.wait_for(index)
@@ -65,7 +65,7 @@ def test_values_and_order_are_untouched() -> None:
         peer = 1 - line.rank
         messages = [Outgoing((peer,), (torch.full((2, 3), x).T, torch.tensor(x).half())) for x in NUMBERS]
         specs = (TensorSpec((3, 2), torch.float32), TensorSpec((), torch.float16))
-        pending = line.swap(messages, [Incoming(peer, specs)] * 3, "here")
+        pending = line.send_recv(messages, [Incoming(peer, specs)] * 3, "here")
         last = pending.wait_for(2)  # awaited first
         received = pending.wait()
         assert torch.equal(last[0], received[2][0])
@@ -78,7 +78,7 @@ def test_values_come_where_they_are_wanted() -> None:
     def run(line: DelayedTransport) -> bool:
         peer, wanted = 1 - line.rank, torch.zeros(4)
         message = Incoming(peer, (TensorSpec.of(wanted),), (wanted,))
-        ((got,),) = line.swap([Outgoing((peer,), (torch.ones(4),))], [message], "here").wait()
+        ((got,),) = line.send_recv([Outgoing((peer,), (torch.ones(4),))], [message], "here").wait()
         return bool(got is wanted and (wanted == 1).all())
 
     assert behind(0.001, 1e6, run) == [True, True]
@@ -107,9 +107,9 @@ def test_a_message_to_two_ranks_leaves_twice() -> None:
         spec = TensorSpec((50_000,), torch.uint8)
         start = time.monotonic()
         if line.rank:
-            line.swap([], [Incoming(0, (spec,))], "here").wait()
+            line.send_recv([], [Incoming(0, (spec,))], "here").wait()
             return time.monotonic()
-        line.swap([Outgoing((1, 2), (torch.zeros(*spec.shape, dtype=spec.dtype),))], [], "here").wait()
+        line.send_recv([Outgoing((1, 2), (torch.zeros(*spec.shape, dtype=spec.dtype),))], [], "here").wait()
         return start
 
     sent, first, second = behind(0.0, RATE, run, world=3)
@@ -119,7 +119,7 @@ def test_a_message_to_two_ranks_leaves_twice() -> None:
 
 def test_what_has_arrived_meanwhile_costs_nothing() -> None:
     def run(line: DelayedTransport) -> float:
-        pending = line.swap(outgoing(line, [1000]), incoming(line, [1000]), "here")
+        pending = line.send_recv(outgoing(line, [1000]), incoming(line, [1000]), "here")
         time.sleep(0.6)
         start = time.monotonic()
         pending.wait()
@@ -131,7 +131,7 @@ def test_what_has_arrived_meanwhile_costs_nothing() -> None:
 def test_what_the_link_still_has_is_not_here() -> None:
     def run(line: DelayedTransport) -> tuple[bool, bool, float]:
         start = time.monotonic()
-        pending = line.swap(outgoing(line, [1000]), incoming(line, [1000]), "here")
+        pending = line.send_recv(outgoing(line, [1000]), incoming(line, [1000]), "here")
         at_first = pending.is_here(0)
         while not pending.is_here(0):
             time.sleep(0.001)
@@ -145,7 +145,7 @@ def test_what_the_link_still_has_is_not_here() -> None:
 
 def test_small_messages_overtake_large_ones_only_where_they_may() -> None:
     def run(line: DelayedTransport) -> float:
-        pending = line.swap(outgoing(line, [400_000, 1000]), incoming(line, [400_000, 1000]), "here")
+        pending = line.send_recv(outgoing(line, [400_000, 1000]), incoming(line, [400_000, 1000]), "here")
         start = time.monotonic()  # the other rank has sent a little earlier at most
         pending.wait_for(1)
         small = time.monotonic() - start
@@ -167,7 +167,7 @@ def test_the_link_may_change_between_exchanges() -> None:
     def run(line: DelayedTransport) -> float:
         line.latency = 0.2
         start = time.monotonic()
-        line.swap(outgoing(line, [1]), incoming(line, [1]), "here").wait()
+        line.send_recv(outgoing(line, [1]), incoming(line, [1]), "here").wait()
         return time.monotonic() - start
 
     assert min(behind(0.0, math.inf, run)) >= 0.1, "ranks start within 100 ms of each other"
@@ -177,7 +177,7 @@ def test_a_message_slower_than_the_deadline_names_the_seam_and_the_way_out() -> 
     def run(line: DelayedTransport) -> float:
         start = time.monotonic()
         with pytest.raises(ExchangeError, match=r"rank . at here: the link of 1e\+06 bytes/s and 60 s .*rank . .*4,"):
-            line.swap(outgoing(line, [4]), incoming(line, [4]), "here").wait()
+            line.send_recv(outgoing(line, [4]), incoming(line, [4]), "here").wait()
         return time.monotonic() - start
 
     for waited in behind(60.0, RATE, run, deadline=0.3):
@@ -190,7 +190,7 @@ def test_a_silent_peer_is_named_as_ever() -> None:
         if line.rank:
             return ""
         with pytest.raises(ExchangeError) as error:
-            line.swap([], incoming(line, [4]), "conv_in").wait()
+            line.send_recv([], incoming(line, [4]), "conv_in").wait()
         return str(error.value)
 
     said, _ = behind(0.0, RATE, run, deadline=0.3)
@@ -220,9 +220,9 @@ def behind_one(latency: float, rate: float) -> None:
 
 def test_stamps_are_not_counted() -> None:
     def run(line: DelayedTransport) -> int:
-        door = Communicator(line)
+        comm = Communicator(line)
         axis = Mesh(line.rank, range(2), patch=2)["patch"]
-        AllGather(door, axis, "kv", "here").same(torch.zeros(5))
-        return door.traffic.total_bytes
+        AllGather(comm, axis, "kv", "here").same(torch.zeros(5))
+        return comm.traffic.total_bytes
 
     assert behind(0.0, math.inf, run) == [20, 20]

@@ -38,9 +38,9 @@ class Late:
         self.hooks = [self._hook(layer, module) for layer, module in zip(self.layers, self.denoisers, strict=True)]
 
     def _hook(self, layer: Noting, module: nn.Module) -> DenoiserHook:
-        door = SimpleNamespace(transport=SimpleNamespace(deadline=1.0), traffic=CommStats())
+        comm = SimpleNamespace(transport=SimpleNamespace(deadline=1.0), traffic=CommStats())
         note = lambda: self.renewed.append(self.clock.evaluation)  # noqa: E731
-        votes: Any = SimpleNamespace(door=door, renew=note, restore=lambda: None)
+        votes: Any = SimpleNamespace(comm=comm, renew=note, restore=lambda: None)
         hook = DenoiserHook(self.clock, [layer], lambda: None, votes, plan=Plan())
         HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, "denoiser")
         return hook
@@ -76,8 +76,8 @@ def test_a_model_that_empties_its_lists_can_be_asked_again() -> None:
         def __call__(self, plain: Any, call: Any, result: Any) -> None:
             asked.extend(float(plain(*call[0], **call[1])) for _ in range(2))
 
-    module, door = Emptying(), SimpleNamespace(transport=SimpleNamespace(deadline=1.0), traffic=CommStats())
-    votes: Any = SimpleNamespace(door=door, renew=lambda: None, restore=lambda: None)
+    module, comm = Emptying(), SimpleNamespace(transport=SimpleNamespace(deadline=1.0), traffic=CommStats())
+    votes: Any = SimpleNamespace(comm=comm, renew=lambda: None, restore=lambda: None)
     check: Any = Check()
     hook = DenoiserHook(StepClock(), [], lambda: None, votes, check, plan=Plan())
     HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, "denoiser")

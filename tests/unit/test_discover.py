@@ -10,7 +10,7 @@ from torch import nn
 
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.unet.discover import ExchangeSites, discover, splits_into_bands
-from patchpar.shard.unet.spatial_arguments import MapScale, level_of, picture_of, with_sample_size
+from patchpar.shard.unet.spatial_arguments import MapScale, level_of, map_of, with_sample_size
 from tests.exact import denoisers
 
 Key = torch.utils._pytree.MappingKey
@@ -109,11 +109,11 @@ def test_an_argument_of_another_size_that_stays_is_refused() -> None:
 
 def test_the_sample_of_a_call() -> None:
     x = torch.zeros(1, 4, 8, 8)
-    assert picture_of((x, 3), {}) is x
-    assert picture_of((), {"sample": x}) is x
-    assert picture_of((), {"hidden_states": x}) is x
+    assert map_of((x, 3), {}) is x
+    assert map_of((), {"sample": x}) is x
+    assert map_of((), {"hidden_states": x}) is x
     with pytest.raises(UnsupportedModel, match="no picture-shaped latent"):
-        picture_of((torch.zeros(1, 64, 4),), {})
+        map_of((torch.zeros(1, 64, 4),), {})
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 24), (33, 25), (35, 21)])

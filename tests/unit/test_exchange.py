@@ -18,7 +18,7 @@ SIZES = (3, 1, 4, 2)
 
 
 def along(world: int, function: Callable[[Communicator, Axis], Any]) -> list[Any]:
-    """What `function(door, axis)` returns on each rank of one axis."""
+    """What `function(comm, axis)` returns on each rank of one axis."""
 
     def run(transport: Any) -> Any:
         return function(Communicator(transport), Mesh(transport.rank, range(world), patch=world)["patch"])
@@ -36,8 +36,8 @@ def share(place: int, rows: int = 2) -> Tensor:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_gather_gives_every_share_in_order(world: int) -> None:
-    def run(door: Communicator, axis: Axis) -> tuple[list[Tensor], int]:
-        return AllGather(door, axis, "kv", "here").same(share(axis.rank)), door.traffic.total_bytes
+    def run(comm: Communicator, axis: Axis) -> tuple[list[Tensor], int]:
+        return AllGather(comm, axis, "kv", "here").same(share(axis.rank)), comm.traffic.total_bytes
 
     for received, num_bytes in along(world, run):
         assert [torch.equal(x, share(place)) for place, x in enumerate(received)] == [True] * world
@@ -46,17 +46,17 @@ def test_gather_gives_every_share_in_order(world: int) -> None:
 
 @pytest.mark.parametrize("dim", [1, -2])
 def test_shares_of_different_size(dim: int) -> None:
-    def run(door: Communicator, axis: Axis) -> list[Tensor]:
-        return AllGather(door, axis, "prediction", "here").shares(share(axis.rank, SIZES[axis.rank]), dim, SIZES)
+    def run(comm: Communicator, axis: Axis) -> list[Tensor]:
+        return AllGather(comm, axis, "prediction", "here").parts(share(axis.rank, SIZES[axis.rank]), dim, SIZES)
 
     for received in along(4, run):
         assert all(torch.equal(x, share(place, SIZES[place])) for place, x in enumerate(received))
 
 
 def test_the_nearest_share_comes_first() -> None:
-    def run(door: Communicator, axis: Axis) -> list[int]:
+    def run(comm: Communicator, axis: Axis) -> list[int]:
         own = [share(axis.rank), share(axis.rank)]
-        gathering = AllGather(door, axis, "kv", "here").start(own, lambda _: [TensorSpec.of(x) for x in own])
+        gathering = AllGather(comm, axis, "kv", "here").start(own, lambda _: [TensorSpec.of(x) for x in own])
         arriving = zip(axis.others, gathering.arriving(), strict=True)
         return [place for place, tensors in arriving if all(torch.equal(x, share(place)) for x in tensors)]
 
@@ -66,14 +66,14 @@ def test_the_nearest_share_comes_first() -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1), (1, 0), (0, 1), (0, 0)])
 def test_a_round_brings_moments_of_all_and_rows_of_neighbours(world: int, before: int, after: int) -> None:
-    def run(door: Communicator, axis: Axis) -> tuple[Any, int]:
+    def run(comm: Communicator, axis: Axis) -> tuple[Any, int]:
         x, moments = share(axis.rank, 4), torch.full((3,), float(axis.rank))
         first = x[:, :after] if axis.rank > 0 and after else None
         last = x[:, 4 - before :] if axis.rank + 1 < world and before else None
         above = TensorSpec((1, before, 5), x.dtype) if axis.rank > 0 and before else None
         below = TensorSpec((1, after, 5), x.dtype) if axis.rank + 1 < world and after else None
-        pending = door.gather_with_edges(axis, "norm1", [moments], edges_part(axis, first, last, above, below))
-        return pending.wait(), door.traffic.total_bytes
+        pending = comm.gather_with_edges(axis, "norm1", [moments], edges_part(axis, first, last, above, below))
+        return pending.wait(), comm.traffic.total_bytes
 
     for place, ((shared, (above, below)), num_bytes) in enumerate(along(world, run)):
         assert {other: values[0][0].item() for other, values in shared.items()} == {
@@ -90,13 +90,13 @@ def test_a_round_brings_moments_of_all_and_rows_of_neighbours(world: int, before
 
 
 def test_a_round_of_rows_alone_leaves_the_others_in_peace() -> None:
-    def run(door: Communicator, axis: Axis) -> tuple[Any, int]:
+    def run(comm: Communicator, axis: Axis) -> tuple[Any, int]:
         x = share(axis.rank)
         spec = TensorSpec((1, 1, 5), x.dtype)
         first, above = (x[:, :1], spec) if axis.rank > 0 else (None, None)
         last, below = (x[:, 1:], spec) if axis.rank < 3 else (None, None)
-        pending = door.gather_with_edges(axis, "conv", [], edges_part(axis, first, last, above, below))
-        return pending.wait()[1], door.traffic.total_bytes
+        pending = comm.gather_with_edges(axis, "conv", [], edges_part(axis, first, last, above, below))
+        return pending.wait()[1], comm.traffic.total_bytes
 
     for place, ((above, below), num_bytes) in enumerate(along(4, run)):
         assert (above is None) == (place == 0)
@@ -105,16 +105,16 @@ def test_a_round_of_rows_alone_leaves_the_others_in_peace() -> None:
 
 
 def test_one_rank_to_another_and_what_the_door_counts() -> None:
-    def run(door: Communicator, axis: Axis) -> Any:
+    def run(comm: Communicator, axis: Axis) -> Any:
         x = share(0)
         if axis.rank == 0:
-            door.send("branch", "guidance", [1, 2], [x]).wait()
+            comm.send("branch", "guidance", [1, 2], [x]).wait()
         else:
-            (received,) = door.receive("branch", "guidance", 0, [TensorSpec.of(x)]).wait()
+            (received,) = comm.receive("branch", "guidance", 0, [TensorSpec.of(x)]).wait()
             assert torch.equal(received[0], x)
-        counted = dict(door.traffic.bytes_sent), dict(door.traffic.rounds), set(door.traffic.seconds_waited)
-        door.traffic.clear()
-        assert door.traffic.total_bytes == 0
+        counted = dict(comm.traffic.bytes_sent), dict(comm.traffic.rounds), set(comm.traffic.seconds_waited)
+        comm.traffic.clear()
+        assert comm.traffic.total_bytes == 0
         return counted
 
     sender, *receivers = along(3, run)
@@ -135,23 +135,23 @@ def test_the_door_says_where_it_is() -> None:
 def test_one_handle_from_the_transport_to_whoever_waits() -> None:
     """Whatever is started, what is waited for is what the transport made, and nothing wraps it."""
 
-    def run(door: Communicator, axis: Axis) -> list[bool]:
+    def run(comm: Communicator, axis: Axis) -> list[bool]:
         made: list[Work[Messages]] = []
-        transport, swap = door.transport, door.transport.swap
+        transport, send_recv = comm.transport, comm.transport.send_recv
 
         def noted(outgoing: Any, incoming: Any, where: str) -> Work[Messages]:
-            made.append(swap(outgoing, incoming, where))
+            made.append(send_recv(outgoing, incoming, where))
             return made[-1]
 
-        transport.swap = noted  # type: ignore[method-assign]
+        transport.send_recv = noted  # type: ignore[method-assign]
         x, spec = share(axis.rank), TensorSpec.of(share(0))
         ours = {"last": x[:, 1:]} if axis.rank == 0 else {"before": TensorSpec((1, 1, 5), x.dtype)}
         edges = edges_part(axis, **ours)  # type: ignore[arg-type]
         started: list[Work[Any]] = [
-            door.gather_with_edges(axis, "norm1", [x], edges),
-            AllGather(door, axis, "kv", "attn1").start([x], lambda _: [spec]),
-            door.exchange("bucket", [moments_part(axis, [x])]),
-            door.send("result", "vae", [1], [x]) if axis.rank == 0 else door.receive("result", "vae", 0, [spec]),
+            comm.gather_with_edges(axis, "norm1", [x], edges),
+            AllGather(comm, axis, "kv", "attn1").start([x], lambda _: [spec]),
+            comm.exchange("bucket", [moments_part(axis, [x])]),
+            comm.send("result", "vae", [1], [x]) if axis.rank == 0 else comm.receive("result", "vae", 0, [spec]),
         ]
         for work in started:
             assert work.wait() is work.wait()
@@ -163,13 +163,13 @@ def test_one_handle_from_the_transport_to_whoever_waits() -> None:
 def test_a_message_is_waited_for_and_counted_once() -> None:
     """However often its handle is asked for it."""
 
-    def run(door: Communicator, axis: Axis) -> int:
+    def run(comm: Communicator, axis: Axis) -> int:
         x = share(axis.rank)
-        door.traffic.events = []
-        work = AllGather(door, axis, "kv", "attn1").start([x], lambda _: [TensorSpec.of(x)])
+        comm.traffic.events = []
+        work = AllGather(comm, axis, "kv", "attn1").start([x], lambda _: [TensorSpec.of(x)])
         work.wait_for(0)
         assert torch.equal(work.wait_for(0)[0], share(1 - axis.rank))
-        waits = [event for event in door.traffic.events if event.what == "wait"]
+        waits = [event for event in comm.traffic.events if event.what == "wait"]
         assert [torch.equal(found, share(place)) for place, (found,) in enumerate(work.wait())] == [True, True]
         return len(waits)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from patchpar.shard.verification import arguments_of, form_of
+from patchpar.shard.verification import arguments_of, call_signature
 
 
 def call(**changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -19,11 +19,11 @@ def call(**changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 )
 def test_what_changes_the_computation_is_another_call(change: dict[str, Any]) -> None:
     """Also a switch that has "timestep" in its name: LTX-2's, which gives each token a time of its own."""
-    assert form_of(call(**change)) != form_of(call())
+    assert call_signature(call(**change)) != call_signature(call())
     assert arguments_of(call(**change)) != arguments_of(call())
 
 
 @pytest.mark.parametrize("step", [1, 12.5])
 def test_another_step_is_the_same_call(step: float) -> None:
-    assert form_of(call(timestep=step)) == form_of(call())
+    assert call_signature(call(timestep=step)) == call_signature(call())
     assert arguments_of(call(timestep=step)) == arguments_of(call())

@@ -37,7 +37,7 @@ def handed_on(transport: Any) -> list[str]:
     """Classes of this package whose methods have the row in hand, from the hook to the transport, both included."""
     share = LocalPatch(Communicator(transport), Axis("patch", transport.rank, 2, (0, 1)), bands=Bands((0, 4, 8)))
     conv, x, seen = nn.Conv2d(1, 1, 3, padding=1), torch.ones(1, 1, 4, 4), dict[str, None]()
-    memory, swap = x.untyped_storage().data_ptr(), type(transport).swap
+    memory, send_recv = x.untyped_storage().data_ptr(), type(transport).send_recv
 
     def note(frame: FrameType, event: str, argument: object) -> None:
         owner = frame.f_locals.get("self")
@@ -45,7 +45,7 @@ def handed_on(transport: Any) -> list[str]:
             found = tensors_of(dict(frame.f_locals))
             if any(each.untyped_storage().data_ptr() == memory for each in found):
                 seen[type(owner).__name__] = None
-        if frame.f_code is swap.__code__:
+        if frame.f_code is send_recv.__code__:
             sys.setprofile(None)
 
     with HookSet() as hooks, torch.no_grad():

@@ -13,7 +13,7 @@ from diffusers import AutoencoderKL
 
 from patchpar.models.dtype import NAME, with_dtype
 from patchpar.models.files import embedded_model
-from patchpar.models.quiet_libraries import hush
+from patchpar.models.quiet_libraries import silence_libraries
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.stream.causal.runner import StreamRunner
 from patchpar.stream.fifo.runner import FifoRunner
@@ -35,9 +35,9 @@ NEWS = (
 @pytest.mark.parametrize(("name", "text"), [*NOISE, *NEWS])
 def test_only_news_is_said(name: str, text: str) -> None:
     """Whatever the verbosity that a program has chosen for the whole of a library."""
-    hush()
+    silence_libraries()
     before = list(logging.getLogger(name).filters)
-    hush()
+    silence_libraries()
     logger = logging.getLogger(name)
     assert logger.filters == before
     record = logger.makeRecord(name, logging.WARNING, __file__, 1, text, (), None)

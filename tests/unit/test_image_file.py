@@ -17,7 +17,7 @@ from patchpar.cli.stream.images import ImageFrames
 from patchpar.cli.upscale import UpscaleFlags, enlarge
 from patchpar.cli.video import VideoFlags
 from patchpar.errors import PlanError
-from patchpar.models.image_file import MOST_PIXELS, read_picture
+from patchpar.models.image_file import MOST_PIXELS, read_image_file
 from patchpar.stream.reference_image import load_reference_image
 
 SIDE = 9_400  # pixels, of a picture that would take most of a gigabyte while it is decoded
@@ -49,22 +49,22 @@ def test_a_small_file_of_a_huge_picture_is_refused_before_it_is_decoded(tmp_path
     assert path.stat().st_size < 20_000
     request = VideoFlags(model="m", image=path)
     for read in (
-        lambda: read_picture(path, "it"),
-        lambda: read_picture(io.BytesIO(path.read_bytes()), "it"),
-        lambda: request.picture(),
+        lambda: read_image_file(path, "it"),
+        lambda: read_image_file(io.BytesIO(path.read_bytes()), "it"),
+        lambda: request.opened_image(),
         lambda: list(ImageFrames.of(tmp_path, None)),
         lambda: load_reference_image(path, 96, 96),
     ):
         with pytest.raises(PlanError, match=f"has {SIDE} x {SIDE} pixels: at most 80 million are taken"):
             read()
     with pytest.raises(PlanError, match="has too many pixels: at most 80 million are taken"):  # beyond Pillow's own
-        read_picture(huge_png(tmp_path / "huger.png", 60_000), "it")
+        read_image_file(huge_png(tmp_path / "huger.png", 60_000), "it")
 
 
 @pytest.mark.usefixtures("never_decoded")
 def test_the_limit_is_what_refuses(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="it was decoded"):
-        read_picture(huge_png(tmp_path / "large.png", int(MOST_PIXELS**0.5)), "it")
+        read_image_file(huge_png(tmp_path / "large.png", int(MOST_PIXELS**0.5)), "it")
 
 
 def test_upscale_says_so_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,8 +96,8 @@ def test_a_broken_picture_is_a_sentence(tmp_path: Path, keep: int) -> None:
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)).save(whole)
     (tmp_path / "a.png").write_bytes(whole.read_bytes()[:keep])
     with pytest.raises(PlanError, match="it cannot be read as a picture"):
-        read_picture(tmp_path / "a.png", "it")
-    assert read_picture(whole, "it").size == (64, 64)
+        read_image_file(tmp_path / "a.png", "it")
+    assert read_image_file(whole, "it").size == (64, 64)
 
 
 def test_frames_of_a_folder_are_upright(tmp_path: Path) -> None:

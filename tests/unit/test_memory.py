@@ -40,9 +40,9 @@ def test_a_value_arrives_one_step_later() -> None:
         memory, found = memory_of(transport), []
         for evaluation in range(4):
             memory.begin(0, evaluation, FORM)
-            slot = memory.slot("norm")
-            found.append(values(slot.collect()))
-            slot.coming = memory.send(part(transport, 10.0 * transport.rank + evaluation), "norm")
+            slot = memory.entry("norm")
+            found.append(values(slot.wait()))
+            slot.pending = memory.send(part(transport, 10.0 * transport.rank + evaluation), "norm")
             memory.end()
         memory.settle()
         return found
@@ -56,12 +56,12 @@ def test_a_bucket_is_one_message_and_tells_its_parts_apart() -> None:
         memory.begin(0, 0, FORM)
         parts = [part(transport, transport.rank + 10.0 * number, size=number + 1) for number in range(5)]
         coming = [memory.send(each, f"seam {number}") for number, each in enumerate(parts)]
-        rounds = [memory.door.traffic.rounds["bucket"]]
+        rounds = [memory.comm.traffic.rounds["bucket"]]
         memory.end()
-        rounds.append(memory.door.traffic.rounds["bucket"])
+        rounds.append(memory.comm.traffic.rounds["bucket"])
         found = [coming[number]() for number in (4, 0, 2, 1, 3)]
         shapes = [len(x) for received in found for tensors in received.values() for x in tensors]
-        return rounds, shapes, [values(received)[0] for received in found], memory.door.traffic.bytes_sent["moments"]
+        return rounds, shapes, [values(received)[0] for received in found], memory.comm.traffic.bytes_sent["moments"]
 
     for rank, found in enumerate(on_threads(2, run)):
         peer = 1 - rank
@@ -75,12 +75,12 @@ def test_a_late_value_names_the_seam_that_waits_and_the_shapes() -> None:
             time.sleep(1.0)
             return ""
         memory.begin(0, 0, FORM)
-        slot = memory.slot("mid.norm")
-        slot.coming = memory.send(part(transport, 1.0), "mid.norm")
+        slot = memory.entry("mid.norm")
+        slot.pending = memory.send(part(transport, 1.0), "mid.norm")
         memory.end()
         start = time.monotonic()
         with pytest.raises(ExchangeError) as caught:
-            slot.collect()
+            slot.wait()
         assert 0.3 <= time.monotonic() - start < 20
         return str(caught.value)
 
@@ -106,39 +106,39 @@ def test_calls_of_a_step_have_pasts_of_their_own() -> None:
     memory = alone()
     assert [memory.begin(call, 0, FORM) for call in (0, 1)] == [False, False]
     assert memory.begin(0, 1, FORM)
-    memory.slot("conv").own = torch.ones(1)
+    memory.entry("conv").own = torch.ones(1)
     assert memory.begin(1, 1, FORM)
-    assert memory.slot("conv").own is None
+    assert memory.entry("conv").own is None
     memory.begin(0, 2, FORM)
-    assert memory.slot("conv").own is not None
+    assert memory.entry("conv").own is not None
 
 
 def test_a_seam_that_is_passed_twice_has_two_slots() -> None:
     memory = alone()
     memory.begin(0, 0, FORM)
-    first, second = memory.slot("conv"), memory.slot("conv")
+    first, second = memory.entry("conv"), memory.entry("conv")
     assert first is not second
     memory.begin(0, 1, FORM)
-    assert (memory.slot("conv"), memory.slot("conv")) == (first, second)
+    assert (memory.entry("conv"), memory.entry("conv")) == (first, second)
 
 
 def test_another_form_begins_anew() -> None:
     memory = alone()
     memory.begin(0, 0, FORM)
-    memory.slot("conv").own = torch.ones(1)
+    memory.entry("conv").own = torch.ones(1)
     assert not memory.begin(0, 1, ("another", "shape"))
-    assert memory.slot("conv").own is None
+    assert memory.entry("conv").own is None
     assert memory.begin(0, 2, ("another", "shape"))
 
 
 def test_another_picture_keeps_buffers_and_nothing_else() -> None:
     memory = alone()
     memory.begin(0, 0, FORM)
-    slot = memory.slot("attention")
+    slot = memory.entry("attention")
     slot.state, slot.own = Held(torch.ones(4)), torch.ones(1)
     memory.reset()
     assert not memory.begin(0, 1, FORM), "the last picture's evaluation 0 is not the past of this one's 1"
-    assert memory.slot("attention") is slot
+    assert memory.entry("attention") is slot
     assert slot.own is None, "drift is measured from it"
     assert slot.state is not None
 
@@ -157,18 +157,18 @@ class Held:
 def test_every_byte_is_counted_once() -> None:
     memory = alone()
     memory.begin(0, 0, FORM)
-    slot = memory.slot("attention")
+    slot = memory.entry("attention")
     slot.state, slot.own = Held(torch.ones(10)), torch.ones(3, dtype=torch.float64)
     slot.received = {1: [torch.ones(2), torch.ones(5, dtype=torch.float16)]}
     assert memory.num_bytes() == 40 + 24 + 8 + 10
 
 
 def test_taking_leaves_nothing_and_keeping_takes_in_what_was_coming() -> None:
-    slot = StaleEntry(coming=lambda: {1: [torch.ones(1)]})
+    slot = StaleEntry(pending=lambda: {1: [torch.ones(1)]})
     assert values(slot.take()) == [1.0]
-    assert (dict(slot.received), slot.coming) == ({}, None)
+    assert (dict(slot.received), slot.pending) == ({}, None)
     asked: list[int] = []
-    slot.coming = lambda: asked.append(1) or {}  # type: ignore[func-returns-value]
+    slot.pending = lambda: asked.append(1) or {}  # type: ignore[func-returns-value]
     slot.keep({2: [torch.zeros(1)]}, torch.ones(1))
     assert asked == [1]
     assert values(slot.received) == [0.0]

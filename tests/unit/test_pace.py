@@ -12,7 +12,7 @@ from patchpar.shard.stale.extrapolation import StepExtrapolator, timestep_of
 
 def paces(times: list[Any]) -> list[float]:
     pace = StepExtrapolator()
-    return [float(pace.ahead(evaluation, time)) for evaluation, time in enumerate(times)]
+    return [float(pace.step_ratio(evaluation, time)) for evaluation, time in enumerate(times)]
 
 
 @pytest.mark.parametrize("kind", [float, torch.tensor, lambda time: torch.full((4,), time)])
@@ -36,20 +36,20 @@ def test_unknown_times_are_taken_as_even() -> None:
 def test_a_gap_and_a_new_picture_begin_anew() -> None:
     pace = StepExtrapolator()
     for evaluation in range(3):
-        pace.ahead(evaluation, 1000.0 - 100 * evaluation)
-    assert float(pace.ahead(4, 600.0)) == 0.0
+        pace.step_ratio(evaluation, 1000.0 - 100 * evaluation)
+    assert float(pace.step_ratio(4, 600.0)) == 0.0
     for evaluation in (5, 6):
-        found = float(pace.ahead(evaluation, 1000.0 - 100 * evaluation))
+        found = float(pace.step_ratio(evaluation, 1000.0 - 100 * evaluation))
     assert found == 1.0
     pace.reset()
-    assert float(pace.ahead(7, 400.0)) == 0.0
+    assert float(pace.step_ratio(7, 400.0)) == 0.0
 
 
 def test_within_an_evaluation_every_call_has_the_same() -> None:
     pace = StepExtrapolator()
     for evaluation, time in enumerate((1000.0, 900.0, 850.0)):
-        assert float(pace.ahead(evaluation, time)) == float(pace.ahead(evaluation, time))
-    assert float(pace.ahead(2, 850.0)) == 0.5
+        assert float(pace.step_ratio(evaluation, time)) == float(pace.step_ratio(evaluation, time))
+    assert float(pace.step_ratio(2, 850.0)) == 0.5
 
 
 def test_where_the_timestep_is() -> None:

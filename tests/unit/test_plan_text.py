@@ -143,7 +143,7 @@ def test_two_strategies_are_one_too_many() -> None:
     "text",
     [
         "fresh-edges:extrapolated=maybe",
-        *(f"asg:{option}=maybe" for option in ("aligned", "masked", "renoised")),
+        *(f"asg:{option}=maybe" for option in ("align_samples", "masked", "renoised")),
         *(f"asg:seed={value}" for value in ("many", "1.5", "-1")),
     ],
 )

@@ -43,8 +43,8 @@ def run(error: Exception, x: Tensor, **plan: int) -> Any:
 
 def called(layers: list[Any], x: Tensor, denoiser: nn.Module | None = None, **plan: int) -> Any:
     denoiser = denoiser or Denoiser()
-    door = SimpleNamespace(transport=SimpleNamespace(deadline=1.0), traffic=CommStats())
-    votes: Any = SimpleNamespace(door=door, renew=lambda: None, restore=lambda: None)
+    comm = SimpleNamespace(transport=SimpleNamespace(deadline=1.0), traffic=CommStats())
+    votes: Any = SimpleNamespace(comm=comm, renew=lambda: None, restore=lambda: None)
     hook = DenoiserHook(StepClock(), layers, lambda: None, votes, plan=Plan(**plan))
     HookRegistry.check_if_exists_or_initialize(denoiser).register_hook(hook, "denoiser")
     return denoiser(x)

@@ -39,7 +39,7 @@ def scheduler_of(kind: Any) -> Any:
 
 
 def run(pipe: Pipe, clock: StepClock) -> Any:
-    context = SimpleNamespace(world_size=1, rank=0, mark=lambda where: None, emit=lambda event: None)
+    context = SimpleNamespace(world_size=1, rank=0, beat=lambda where: None, emit=lambda event: None)
     options = CallOptions(plan=Plan())
     return PipelineCall(pipe, context, clock, options, StatsRecorder(CommStats(), (), tracing=False)).run({})  # type: ignore[arg-type]
 

@@ -105,7 +105,7 @@ def test_all_ranks_meet_before_the_first_exchange(gpu: Gpu) -> None:
 def test_the_process_goes_on_while_the_stream_waits(gpu: Gpu) -> None:
     line = transport()
     into = torch.zeros(2)
-    pending = line.swap([Outgoing((0,), (torch.ones(2),))], [Incoming(0, (SPEC,), (into,))], "conv_in")
+    pending = line.send_recv([Outgoing((0,), (torch.ones(2),))], [Incoming(0, (SPEC,), (into,))], "conv_in")
     gpu.stuck = True
     assert not pending.is_here(0)
     (received,) = pending.wait()
@@ -116,44 +116,44 @@ def test_the_process_goes_on_while_the_stream_waits(gpu: Gpu) -> None:
 
 
 def test_what_the_stream_waits_for_is_booked_once_it_is_known(gpu: Gpu) -> None:
-    door = Communicator(transport())
-    arriving = door.receive("halo", "conv_in", 0, [SPEC])
+    comm = Communicator(transport())
+    arriving = comm.receive("halo", "conv_in", 0, [SPEC])
     gpu.stuck = True
     arriving.wait()
     arriving.wait()
-    door.traffic.book_stalls(block=False)
-    assert door.traffic.seconds_waited["halo"] < 0.2
+    comm.traffic.book_stalls(block=False)
+    assert comm.traffic.seconds_waited["halo"] < 0.2
     gpu.stuck = False
     for block in (False, True):
-        door.traffic.book_stalls(block=block)
-        assert door.traffic.seconds_waited["halo"] == pytest.approx(0.25, abs=0.2)
-    door.receive("halo", "conv_in", 0, [SPEC]).wait()
-    door.traffic.clear()
-    door.traffic.book_stalls(block=True)
-    assert door.traffic.seconds_waited == {}
+        comm.traffic.book_stalls(block=block)
+        assert comm.traffic.seconds_waited["halo"] == pytest.approx(0.25, abs=0.2)
+    comm.receive("halo", "conv_in", 0, [SPEC]).wait()
+    comm.traffic.clear()
+    comm.traffic.book_stalls(block=True)
+    assert comm.traffic.seconds_waited == {}
 
 
 def test_a_message_that_never_comes_is_named_by_a_later_exchange(gpu: Gpu) -> None:
     line = transport()
-    line.swap([], [Incoming(1, (SPEC,))], "norm1").wait()
+    line.send_recv([], [Incoming(1, (SPEC,))], "norm1").wait()
     gpu.stuck = True
-    line.swap([], [Incoming(1, (SPEC,))], "norm2").wait()
+    line.send_recv([], [Incoming(1, (SPEC,))], "norm2").wait()
     line.deadline = 0.0
     with pytest.raises(ExchangeError, match=r"rank 2 at norm1: no message from ranks \[1\] of shapes \[\(2,\)\]"):
-        line.swap([], [], "norm3")
+        line.send_recv([], [], "norm3")
     gpu.stuck = False
-    line.swap([], [], "norm3")
+    line.send_recv([], [], "norm3")
 
 
 def test_a_message_may_take_its_time(gpu: Gpu) -> None:
     line = transport()
-    line.swap([], [Incoming(1, (SPEC,))], "norm1").wait()
+    line.send_recv([], [Incoming(1, (SPEC,))], "norm1").wait()
     gpu.stuck = True
-    line.swap([], [], "norm2")
+    line.send_recv([], [], "norm2")
 
 
 def test_what_torch_says_of_a_broken_work(gpu: Gpu) -> None:
     line = transport()
     gpu.__dict__["broken"] = "NCCL communicator was aborted"
     with pytest.raises(ExchangeError, match=r"rank 2 at norm1: no message .* communicator was aborted"):
-        line.swap([], [Incoming(1, (SPEC,))], "norm1").wait()
+        line.send_recv([], [Incoming(1, (SPEC,))], "norm1").wait()

@@ -65,19 +65,19 @@ def test_a_trace_of_nothing_is_a_file_all_the_same(tmp_path: Path) -> None:
 
 def two_steps(transport: Any, tracing: bool = True) -> RankStats:
     """Two steps of one gather each; in the second one rank 1 comes late."""
-    door, axis = Communicator(transport), Mesh(transport.rank, range(2), patch=2)["patch"]
+    comm, axis = Communicator(transport), Mesh(transport.rank, range(2), patch=2)["patch"]
     own = torch.zeros(8)
-    AllGather(door, axis, "kv", "before").same(own)  # the ranks are there
-    door.traffic.clear()
-    ledger = StatsRecorder(door.traffic, [], tracing=tracing)
+    AllGather(comm, axis, "kv", "before").same(own)  # the ranks are there
+    comm.traffic.clear()
+    recorder = StatsRecorder(comm.traffic, [], tracing=tracing)
     for step, kind in enumerate(("kv", "prediction")):
         if step == 1 and transport.rank == 1:
             time.sleep(LATE)
-        AllGather(door, axis, kind, f"seam {step}").same(own)
-        ledger.end_step()
-    AllGather(door, axis, "output", "output").same(own)
-    ledger.end_picture()
-    return ledger.figures(transport.rank, "cpu")
+        AllGather(comm, axis, kind, f"seam {step}").same(own)
+        recorder.end_step()
+    AllGather(comm, axis, "output", "output").same(own)
+    recorder.end_image()
+    return recorder.figures(transport.rank, "cpu")
 
 
 def test_bytes_and_waiting_are_booked_to_their_step_and_kind() -> None:

@@ -58,7 +58,7 @@ def test_the_word_of_a_peer_that_is_gone_is_not_awaited() -> None:
     def run(transport: SharedMemoryTransport) -> Any:
         if transport.rank:
             return transport.close()
-        pending = transport.swap([], [Incoming(1, (TensorSpec((3,), torch.float32),))], "conv_in")
+        pending = transport.send_recv([], [Incoming(1, (TensorSpec((3,), torch.float32),))], "conv_in")
         while not pending.is_here(0):
             time.sleep(0.001)
         return pending.wait_for(0)
@@ -82,15 +82,15 @@ def test_two_thousand_messages_leave_nothing_behind(ranks: Any, through: str) ->
         assert grown["bytes"] < 8 << 20, grown
 
 
-def swap(transport: SharedMemoryTransport, rows: int, expected: int) -> Any:
+def send_recv(transport: SharedMemoryTransport, rows: int, expected: int) -> Any:
     peer = 1 - transport.rank
     spec = TensorSpec((expected, 3), torch.float32)
     message = Outgoing((peer,), (torch.zeros(rows, 3),))
-    return transport.swap([message], [Incoming(peer, (spec,))], "conv_in").wait()
+    return transport.send_recv([message], [Incoming(peer, (spec,))], "conv_in").wait()
 
 
 def test_a_message_of_another_size_names_rank_peer_seam_and_shapes() -> None:
-    first, second = on_threads(2, lambda transport: swap(transport, 4 + transport.rank, 4))
+    first, second = on_threads(2, lambda transport: send_recv(transport, 4 + transport.rank, 4))
     assert isinstance(first, ExchangeError)
     assert re.match(
         r"rank 0 at conv_in: rank 1 sent 60 bytes, but 48 were expected for \(4, 3\) torch.float32", str(first)
@@ -106,7 +106,7 @@ def test_a_late_peer_is_named_after_the_deadline() -> None:
         with pytest.raises(
             ExchangeError, match=r"rank 0 at conv_in: rank 1 has not answered rank 0 for 0.3 s.*\(4, 3\)"
         ):
-            swap(transport, 4, 4)
+            send_recv(transport, 4, 4)
         return time.monotonic() - start
 
     waited, _ = on_threads(2, run, deadline=0.3)
@@ -118,7 +118,7 @@ def test_a_peer_that_never_reads_is_named_after_the_deadline() -> None:
         message = Outgoing((1,), (torch.zeros(1),))
         try:
             while transport.rank == 0:
-                transport.swap([message], [], "conv_in")
+                transport.send_recv([message], [], "conv_in")
         except ExchangeError as error:
             return str(error)
         time.sleep(1)
@@ -134,13 +134,13 @@ def test_a_killed_peer_is_named_at_once() -> None:
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     with theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as peer:
         theirs.close()
-        pending = transport.swap([], [Incoming(1, (TensorSpec((4, 3), torch.float32),))], "conv_in")
+        pending = transport.send_recv([], [Incoming(1, (TensorSpec((4, 3), torch.float32),))], "conv_in")
         peer.kill()
         start = time.monotonic()
         with pytest.raises(ExchangeError, match=r"rank 0 at conv_in: rank 1 is gone.*\(4, 3\)"):
             pending.wait()
         with pytest.raises(ExchangeError, match="rank 1 is gone"):
-            transport.swap([Outgoing((1,), (torch.zeros(1),))], [], "conv_out")
+            transport.send_recv([Outgoing((1,), (torch.zeros(1),))], [], "conv_out")
         assert time.monotonic() - start < 20
     transport.close()
 
@@ -148,11 +148,11 @@ def test_a_killed_peer_is_named_at_once() -> None:
 def test_what_a_peer_sent_before_it_left_still_arrives() -> None:
     def run(transport: SharedMemoryTransport) -> Any:
         if transport.rank:
-            transport.swap([Outgoing((0,), (torch.ones(4, 3),))], [], "conv_in")
+            transport.send_recv([Outgoing((0,), (torch.ones(4, 3),))], [], "conv_in")
             transport.close()
             return None
         time.sleep(0.2)
-        return transport.swap([], [Incoming(1, (TensorSpec((4, 3), torch.float32),))], "conv_in").wait()
+        return transport.send_recv([], [Incoming(1, (TensorSpec((4, 3), torch.float32),))], "conv_in").wait()
 
     ((received,),), _ = on_threads(2, run)
     assert torch.equal(received, torch.ones(4, 3))
@@ -162,7 +162,7 @@ def test_messages_of_one_peer_come_in_order_even_if_the_later_is_awaited_first()
     def run(transport: SharedMemoryTransport) -> Any:
         peer, spec = 1 - transport.rank, TensorSpec((1,), torch.float32)
         messages = [Outgoing((peer,), (torch.full((1,), float(i)),)) for i in range(3)]
-        pending = transport.swap(messages, [Incoming(peer, (spec,))] * 3, "here")
+        pending = transport.send_recv(messages, [Incoming(peer, (spec,))] * 3, "here")
         return [pending.wait_for(index)[0].item() for index in (2, 0, 1)]
 
     assert on_threads(2, run) == [[2.0, 0.0, 1.0]] * 2
@@ -174,7 +174,7 @@ def test_what_is_received_is_not_overwritten_by_what_comes_later() -> None:
         kept = []
         for number in range(20):
             message = Outgoing((peer,), (torch.full((1000,), float(number)),))
-            kept.append(transport.swap([message], [Incoming(peer, (spec,))], "here").wait()[0][0])
+            kept.append(transport.send_recv([message], [Incoming(peer, (spec,))], "here").wait()[0][0])
         return [x.unique().tolist() for x in kept]
 
     assert on_threads(2, run) == [[[float(number)] for number in range(20)]] * 2
@@ -185,7 +185,7 @@ def test_where_memfd_is_refused_a_file_without_a_name_does(monkeypatch: pytest.M
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "memfd_create", refuse, raising=False)
-    (((first,),), ((second,),)) = on_threads(2, lambda transport: swap(transport, 4, 4))
+    (((first,),), ((second,),)) = on_threads(2, lambda transport: send_recv(transport, 4, 4))
     assert first.shape == second.shape == (4, 3)
 
 
@@ -197,7 +197,7 @@ def test_closing_lets_go_of_everything() -> None:
     before = descriptors()
     for _ in range(3):
         transports = connected(3)
-        transports[0].swap([Outgoing((1, 2), (torch.zeros(8 << 20),))], [], "here")  # nobody reads it
+        transports[0].send_recv([Outgoing((1, 2), (torch.zeros(8 << 20),))], [], "here")  # nobody reads it
         for transport in transports:
             transport.close()
             transport.close()

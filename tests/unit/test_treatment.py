@@ -104,13 +104,13 @@ def test_what_is_no_strategy(wrong: Any) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_treatments(strategy: Any) -> None:
-    treatment = strategy.treatment
-    assert treatment.name == strategy.name
-    assert treatment.remembers == (strategy != ExactPatch())
-    assert treatment.warmup_steps == getattr(strategy, "warmup_steps", None)
+    policy = strategy.policy
+    assert policy.name == strategy.name
+    assert policy.remembers == (strategy != ExactPatch())
+    assert policy.warmup_steps == getattr(strategy, "warmup_steps", None)
     edges = "fresh" if strategy.name in ("exact", "fresh-edges") else "stale"
-    assert treatment.halo == edges
-    assert treatment.published == (getattr(strategy, "preset", None) == "paper")
+    assert policy.halo == edges
+    assert policy.published == (getattr(strategy, "preset", None) == "paper")
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_treatments(strategy: Any) -> None:
     ],
 )
 def test_group_norms(given: Any, moments: str) -> None:
-    assert DisplacedPatch(group_norm=given).treatment.moments == moments
-    assert PartiallyConditioned(group_norm=given).treatment.moments == moments
+    assert DisplacedPatch(group_norm=given).policy.moments == moments
+    assert PartiallyConditioned(group_norm=given).policy.moments == moments
 
 
 def test_contexts() -> None:
@@ -135,34 +135,34 @@ def test_contexts() -> None:
         FreshEdges(extrapolated=False, correction="none"),
         FreshEdges(context="partials"),
     ]
-    assert [strategy.treatment.context for strategy in found] == [
+    assert [strategy.policy.context for strategy in found] == [
         StaleKV(selection=AllRows(), bits=8, extrapolated=True, correction="affine"),
         StaleKV(selection=NearRowsAndPooled(0.2, 3), extrapolated=True, correction="affine"),
         StaleKV(selection=AllRows()),
         CachedPartials(refresh=4),
     ]
-    paper, ours = (PartiallyConditioned(context=context).treatment.context for context in ("paper", "band"))
+    paper, ours = (PartiallyConditioned(context=context).policy.context for context in ("paper", "band"))
     assert ours == StaleKV(selection=NearRows(0.3))
     assert paper == StaleKV(selection=NearRows(1.0), narrow_to=NearRows(0.3))
 
 
 def test_a_budget_is_in_mebibytes() -> None:
-    resync = FreshEdges(budget=1.5).treatment.resync
+    resync = FreshEdges(budget=1.5).policy.resync
     assert resync is not None
     assert resync.budget == 1.5 * 2**20
 
 
 def test_frozen_uses_nothing_of_this_step() -> None:
     for strategy in STRATEGIES[1:]:
-        frozen = strategy.treatment.frozen()
+        frozen = strategy.policy.frozen()
         assert frozen.halo == "stale"
         assert frozen.moments != "fresh"
-        assert frozen.context == strategy.treatment.context
+        assert frozen.context == strategy.policy.context
 
 
 def test_without_a_clock_nobody_knows_what_the_last_step_is() -> None:
-    door: Any = None  # it is not looked at
+    comm: Any = None  # it is not looked at
     with pytest.raises(PlanError, match="'pcpp' uses values of the last step, so it needs the step clock"):
-        StaleState(door, PartiallyConditioned().treatment, None)
-    assert ExactPatch().treatment.remembers is False
+        StaleState(comm, PartiallyConditioned().policy, None)
+    assert ExactPatch().policy.remembers is False
     assert StepClock().step == 0

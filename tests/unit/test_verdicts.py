@@ -22,20 +22,20 @@ FACTS = {"denoiser": "UNet2DConditionModel", "config": {"layers": 1}, "bands": 2
 
 
 def test_a_verdict_is_found_again(tmp_path: Path) -> None:
-    verdicts = VerificationCache(tmp_path / "not" / "yet")
-    key = verdicts.key(FACTS)
-    assert verdicts.find(key, "relative_error", float) is None
-    verdicts.remember(key, FACTS, relative_error=1.5e-6)
-    assert verdicts.find(key, "relative_error", float) == 1.5e-6
+    verifications = VerificationCache(tmp_path / "not" / "yet")
+    key = verifications.key(FACTS)
+    assert verifications.find(key, "relative_error", float) is None
+    verifications.remember(key, FACTS, relative_error=1.5e-6)
+    assert verifications.find(key, "relative_error", float) == 1.5e-6
     (file,) = (tmp_path / "not" / "yet").iterdir()  # no draft is left beside it
     assert json.loads(file.read_text())["denoiser"] == "UNet2DConditionModel"
 
 
 @pytest.mark.parametrize("change", [{"bands": 3}, {"config": {"layers": 2}}, {"dtype": "torch.float16"}, {"dim": -1}])
 def test_other_facts_are_another_verdict(tmp_path: Path, change: dict[str, object]) -> None:
-    verdicts = VerificationCache(tmp_path)
-    assert verdicts.key(FACTS | change) != verdicts.key(FACTS)
-    assert verdicts.key(dict(reversed(FACTS.items()))) == verdicts.key(FACTS)
+    verifications = VerificationCache(tmp_path)
+    assert verifications.key(FACTS | change) != verifications.key(FACTS)
+    assert verifications.key(dict(reversed(FACTS.items()))) == verifications.key(FACTS)
 
 
 def test_other_versions_are_another_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,19 +46,19 @@ def test_other_versions_are_another_verdict(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"relative_error": "much"}', '{"relative_error": null}'])
 def test_a_broken_file_means_checking_again(tmp_path: Path, text: str) -> None:
-    verdicts = VerificationCache(tmp_path)
-    key = verdicts.key(FACTS)
+    verifications = VerificationCache(tmp_path)
+    key = verifications.key(FACTS)
     (tmp_path / f"{key}.json").write_text(text)
-    assert verdicts.find(key, "relative_error", float) is None
-    verdicts.remember(key, FACTS, relative_error=2e-6)
-    assert verdicts.find(key, "relative_error", float) == 2e-6
+    assert verifications.find(key, "relative_error", float) is None
+    verifications.remember(key, FACTS, relative_error=2e-6)
+    assert verifications.find(key, "relative_error", float) == 2e-6
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    verdicts = VerificationCache(tmp_path / "file" / "folder")
-    verdicts.remember(verdicts.key(FACTS), FACTS, relative_error=1e-6)
-    assert verdicts.find(verdicts.key(FACTS), "relative_error", float) is None
+    verifications = VerificationCache(tmp_path / "file" / "folder")
+    verifications.remember(verifications.key(FACTS), FACTS, relative_error=1e-6)
+    assert verifications.find(verifications.key(FACTS), "relative_error", float) is None
 
 
 def test_a_user_without_a_home_keeps_no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,11 +66,11 @@ def test_a_user_without_a_home_keeps_no_verdicts(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", homeless)
-    verdicts = VerificationCache.of(verify=True)
-    assert verdicts is not None, "checks go on"
-    key = verdicts.key(FACTS)
-    verdicts.remember(key, FACTS, relative_error=1.5e-6)
-    assert verdicts.find(key, "relative_error", float) is None
+    verifications = VerificationCache.of(verify=True)
+    assert verifications is not None, "checks go on"
+    key = verifications.key(FACTS)
+    verifications.remember(key, FACTS, relative_error=1.5e-6)
+    assert verifications.find(key, "relative_error", float) is None
 
 
 def test_all_ranks_refuse_what_one_finds() -> None:

@@ -152,15 +152,15 @@ def of_bands(
     """The same of any input."""
 
     def run(transport: Transport) -> Result:
-        vae, door = build(name), Communicator(transport)
-        split = SplitMethod(vae, method, (door, axis_of(transport, world)), None)
+        vae, comm = build(name), Communicator(transport)
+        split = SplitMethod(vae, method, (comm, axis_of(transport, world)), None)
         split.exchanging = exchanging
         call = VaeCall(getattr(vae, method), x, (), kwargs)
         with torch.no_grad():
             assert split.takes(call)
-            door.traffic.clear()
+            comm.traffic.clear()
             found = tensors_of(split(call, everywhere=everywhere))[0]
-        return Result(x=found, sent=dict(door.traffic.bytes_sent), rounds=dict(door.traffic.rounds))
+        return Result(x=found, sent=dict(comm.traffic.bytes_sent), rounds=dict(comm.traffic.rounds))
 
     return raised(on_threads(world, run, deadline=60.0))
 

@@ -97,7 +97,7 @@ class Nowhere:
     def __init__(self, rank: int) -> None:
         self.rank, self.device, self.deadline = rank, torch.device("meta"), 1.0
 
-    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Work[Messages]:
+    def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Work[Messages]:
         return Arrived(incoming, where)
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from patchpar.errors import PlanError, UnsupportedModel, VerificationError
 from patchpar.pipeline.startup import way_and_network
 from patchpar.plan.mesh import Mesh
 from patchpar.shard.vae.call_state import OutputNeeded
-from patchpar.shard.vae.modes import WAYS, check_way
+from patchpar.shard.vae.modes import WAYS, check_mode
 from patchpar.shard.vae.parallel import ParallelVaes
 from patchpar.shard.verification_cache import VerificationCache
 from tests.tensors import psnr_db
@@ -42,10 +42,10 @@ def on_ranks(
     def run(transport: Transport) -> Any:
         own = vae()
         denoiser = nn.Identity()
-        verdicts = None if folder is None else VerificationCache(folder / str(transport.rank))
+        verifications = None if folder is None else VerificationCache(folder / str(transport.rank))
         mesh = (Communicator(transport), axis_of(transport, WORLD))
-        vaes = ParallelVaes({"vae": own, "unet": denoiser, "tokenizer": None}, [denoiser], way, mesh, verdicts)
-        with torch.no_grad(), vaes.course.open():
+        vaes = ParallelVaes({"vae": own, "unet": denoiser, "tokenizer": None}, [denoiser], way, mesh, verifications)
+        with torch.no_grad(), vaes.state.open():
             return function(vaes, own)
 
     return raised(on_threads(WORLD, run))
@@ -113,7 +113,7 @@ def test_tiles_on_one_rank() -> None:
         vaes = ParallelVaes(
             {"vae": vae, "vqvae": vae}, [denoiser], "tiled", (Communicator(transport), axis_of(transport, 1))
         )
-        with torch.no_grad(), vaes.course.open():
+        with torch.no_grad(), vaes.state.open():
             got = decode(vaes, vae)
             denoiser(torch.ones(1))  # this rank has what it has decoded
         vaes.restore()
@@ -164,11 +164,11 @@ def test_a_pipeline_that_goes_on_gets_the_picture_on_all_ranks(way: str) -> None
         try:
             encode(vaes, vae)
         except OutputNeeded:
-            vaes.course.everywhere = True
-        with vaes.course.open():
+            vaes.state.everywhere = True
+        with vaes.state.open():
             found = decode(vaes, vae)
-            vaes.course.go_on()
-        return vaes.course.everywhere, found
+            vaes.state.go_on()
+        return vaes.state.everywhere, found
 
     for needed, found in on_ranks(way, goes_on):
         assert needed
@@ -178,10 +178,10 @@ def test_a_pipeline_that_goes_on_gets_the_picture_on_all_ranks(way: str) -> None
 def test_the_denoiser_is_watched() -> None:
     def draws_again(vaes: ParallelVaes, vae: Any) -> None:
         denoiser = nn.Identity()
-        watching = ParallelVaes({}, [denoiser], "exact", (vaes.door, vaes.vaes[0].split["decode"].axis))
-        with watching.course.open():
+        watching = ParallelVaes({}, [denoiser], "exact", (vaes.comm, vaes.vaes[0].split["decode"].axis))
+        with watching.state.open():
             denoiser(torch.ones(1))
-            watching.course.dropped = True
+            watching.state.dropped = True
             with pytest.raises(OutputNeeded):
                 denoiser(torch.ones(1))
         denoiser(torch.ones(1))  # the next picture
@@ -194,7 +194,7 @@ def test_outside_a_call_every_rank_has_its_own_vae() -> None:
     """A callback of the caller's runs on one rank alone: it must not wait for others."""
 
     def alone(vaes: ParallelVaes, vae: Any) -> Tensor:
-        with vaes.course.interrupted():
+        with vaes.state.interrupted():
             return decode(vaes, vae)
 
     for found in on_ranks("exact", alone):
@@ -280,7 +280,7 @@ def test_compiled_blocks_are_refused() -> None:
 @pytest.mark.parametrize("wrong", ["all", 3, None, ""])
 def test_ways_have_names(wrong: object) -> None:
     with pytest.raises(PlanError, match=", ".join(WAYS)):
-        check_way(wrong)
+        check_mode(wrong)
 
 
 def test_a_network_is_no_way() -> None:
@@ -298,5 +298,5 @@ def test_the_command_line_names_what_is_valid() -> None:
 
 def test_the_ranks_of_one_picture_decode_it() -> None:
     """With several pictures at once, each is of other ranks."""
-    axis = Mesh(5, range(8), data=2, cfg=2, patch=2).of_one_picture()
+    axis = Mesh(5, range(8), data=2, cfg=2, patch=2).of_one_image()
     assert (axis.rank, axis.size, axis.ranks) == (1, 4, (4, 5, 6, 7))

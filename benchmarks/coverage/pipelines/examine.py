@@ -30,37 +30,37 @@ def pipeline_reports(names: Sequence[str], kept: KeptReports) -> list[Report]:
         known = kept.read(name)
         if known is not None:
             return known
-        pool, verdicts = idle.get()
+        pool, verifications = idle.get()
         try:
-            return kept.write(examine(pool, name, verdicts))
+            return kept.write(examine(pool, name, verifications))
         finally:
-            idle.put((pool, verdicts))
+            idle.put((pool, verifications))
 
     with ExitStack() as open_pools:
         for _ in range(min(POOLS, len(missing))):
-            verdicts = open_pools.enter_context(tempfile.TemporaryDirectory())
+            verifications = open_pools.enter_context(tempfile.TemporaryDirectory())
             ranks = LocalExecutor(["cpu"] * RANKS, "tests.ranks:Ranks", deadline=DEADLINE, preload=["tests.tiny"])
-            idle.put((open_pools.enter_context(ranks), verdicts))
+            idle.put((open_pools.enter_context(ranks), verifications))
         with ThreadPoolExecutor(POOLS) as threads:
             return list(threads.map(report, names))
 
 
-def examine(pool: LocalExecutor, name: str, verdicts: str) -> Report:
+def examine(pool: LocalExecutor, name: str, verifications: str) -> Report:
     """Every plan of one pipeline on a pool of `RANKS` ranks."""
     entry = ZOO[name]
-    outcomes = _outcomes(pool, name, entry.plans, verdicts)
+    outcomes = _outcomes(pool, name, entry.plans, verifications)
     sys.stderr.write(f"{name}: {', '.join(f'{each.plan} {each.verdict}' for each in outcomes)}\n")
     return Report(name=name, guidance=entry.guidance, outcomes=outcomes)
 
 
-def _outcomes(pool: LocalExecutor, name: str, plans: Sequence[str], verdicts: str) -> tuple[Outcome, ...]:
+def _outcomes(pool: LocalExecutor, name: str, plans: Sequence[str], verifications: str) -> tuple[Outcome, ...]:
     """One call for all plans; where the workers end in it, a call for each, so that the others are tried."""
     try:
         of_ranks = pool.call(
-            "run", "benchmarks.coverage.pipelines.trial:examined", RANKS, "auto", (name, plans, verdicts)
+            "run", "benchmarks.coverage.pipelines.trial:examined", RANKS, "auto", (name, plans, verifications)
         )
     except Exception as error:  # noqa: BLE001 - whatever ends the workers is what this plan gives
         if len(plans) > 1:
-            return tuple(each for plan in plans for each in _outcomes(pool, name, [plan], verdicts))
+            return tuple(each for plan in plans for each in _outcomes(pool, name, [plan], verifications))
         return (Outcome(plan=plans[0], verdict="failed", said=f"{type(error).__name__}: {error}".splitlines()[0]),)
     return outcomes_of(of_ranks, plans)

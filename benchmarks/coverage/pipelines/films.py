@@ -126,9 +126,9 @@ def _text_and_sight() -> Any:
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     text = shape | {"vocab_size": 264, "num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8}
     vision = shape | {"hidden_size": 24, "image_size": 28, "patch_size": 14, "num_attention_heads": 2}
-    marks = {"image_token_index": 262, "boi_token_index": 260, "eoi_token_index": 261, "mm_tokens_per_image": 4}
+    beats = {"image_token_index": 262, "boi_token_index": 260, "eoi_token_index": 261, "mm_tokens_per_image": 4}
     kinds: dict[str, Any] = {"text_config": text | {"dropout_rate": 0.0}, "vision_config": vision}
-    return T5Gemma2Encoder(T5Gemma2EncoderConfig(**kinds, **marks))
+    return T5Gemma2Encoder(T5Gemma2EncoderConfig(**kinds, **beats))
 
 
 def _motif(name: str, call: dict[str, Any]) -> Callable[[], Built]:

@@ -49,13 +49,15 @@ class Outcome:
     said: str = ""
 
 
-def examined(place: Place, name: str, plans: Sequence[str], verdicts: str, has_controls: bool = True) -> list[Outcome]:
+def examined(
+    place: Place, name: str, plans: Sequence[str], verifications: str, has_controls: bool = True
+) -> list[Outcome]:
     """What each plan gives, on this rank, without those that leave it idle.
 
     `has_controls`: plans with patches are tried without exchange too. Collective: every rank of the pool calls it.
     """
     engine, subject = PipelineRunner(place.context), _Subject(name)
-    trials = [_Trial(place, engine, subject, plan, Path(verdicts), has_controls) for plan in plans]
+    trials = [_Trial(place, engine, subject, plan, Path(verifications), has_controls) for plan in plans]
     return [outcome for trial in trials if (outcome := trial.run()) is not None]
 
 
@@ -92,18 +94,24 @@ class _Trial:
     """One plan, on one rank. Each plan has a pipeline of its own, so that none sees what another has left."""
 
     def __init__(
-        self, place: Place, engine: PipelineRunner, subject: _Subject, plan: str, verdicts: Path, has_controls: bool
+        self,
+        place: Place,
+        engine: PipelineRunner,
+        subject: _Subject,
+        plan: str,
+        verifications: Path,
+        has_controls: bool,
     ) -> None:
-        self.place, self.engine, self.subject, self.has_controls = place, engine, subject, has_controls
+        self.group_rank, self.engine, self.subject, self.has_controls = place, engine, subject, has_controls
         self.text, self.plan = plan, Plan.parse(plan)
         self.options = CallOptions(
-            plan=self.plan, verify=verdicts / str(place.rank), random=RandomState(seed=SEED), quiet=True
+            plan=self.plan, verify=verifications / str(place.rank), random=RandomState(seed=SEED), quiet=True
         )
 
     def run(self) -> Outcome | None:
         text = self.text
         self.engine.restore()
-        if self.place.rank >= self.plan.world_size:
+        if self.group_rank.rank >= self.plan.world_size:
             self.engine.draw({}, self.options)  # without a pipeline: it takes part in nothing but the meeting of ranks
             return None
         want, failure_of_plain = self._wanted()
@@ -119,18 +127,18 @@ class _Trial:
 
     def _wanted(self) -> tuple[list[Tensor], str]:
         """What this rank has to return, nothing where rank 0 returns it for all, and why plain diffusers cannot."""
-        if self.place.rank and self.plan.data == 1:
+        if self.group_rank.rank and self.plan.data == 1:
             return [], ""
         try:
-            return results(_of_rank(self.subject.wanted(self.plan.data), self.place.rank, self.plan.data)), ""
+            return results(_of_rank(self.subject.wanted(self.plan.data), self.group_rank.rank, self.plan.data)), ""
         except Exception as failure:  # noqa: BLE001 - an entry, or diffusers' own code, is wrong
             return [], f"{type(failure).__name__}: {failure}"
 
     def _on_all_ranks(self, is_so: bool) -> bool:
         """Whether it is so on every rank of the plan. Collective."""
         ranks = self.plan.world_size
-        axis = Axis("patch", self.place.rank, ranks, tuple(range(ranks)))
-        return all(map(bool, AllGather(self.place.door(), axis, "plain", "plain").same(torch.tensor([is_so]))))
+        axis = Axis("patch", self.group_rank.rank, ranks, tuple(range(ranks)))
+        return all(map(bool, AllGather(self.group_rank.comm(), axis, "plain", "plain").same(torch.tensor([is_so]))))
 
     def _errors(self, want: Sequence[Tensor]) -> tuple[float, float | None]:
         engine = self.engine

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from patchpar.cli.flags import DEADLINE, FACE, Deadline, Debug, Devices, Format, Json, check_deadline, given
-from patchpar.cli.output_files import check_place
-from patchpar.cli.video_file import check_film
+from patchpar.cli.output_files import check_can_write
+from patchpar.cli.video_file import check_video
 from patchpar.errors import PlanError
 from patchpar.stream.web.server import check_port
 
@@ -83,9 +83,9 @@ class StreamFlags:
         for flag, port in (("--mjpeg", self.mjpeg), ("--ws", self.ws)):
             check_port(port or 0, flag)
         if self.output is not None:
-            check_film(self.output)
+            check_video(self.output)
         if self.record is not None:
-            check_place(self.record, "--record", "session.jsonl")
+            check_can_write(self.record, "--record", "session.jsonl")
 
     @property
     def weights(self) -> str:

@@ -16,7 +16,7 @@ from patchpar.cli.stream.outputs import FrameOutputs
 from patchpar.cli.stream.progress_line import ProgressMeter, living_line
 from patchpar.cli.stream.run import StreamReport, TimedFrames, paced, show_all
 from patchpar.errors import PlanError
-from patchpar.models.image_file import check_pixels, read_picture
+from patchpar.models.image_file import check_pixels, read_image_file
 from patchpar.models.task_check import RequestedTask
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class ImageFrames:
         return self._from_folder() if self.source.is_dir() else self._from_video()
 
     def _from_folder(self) -> Iterator[Image]:
-        return (read_picture(path, f"--input {path}") for path in _images_in(self.source))
+        return (read_image_file(path, f"--input {path}") for path in _images_in(self.source))
 
     def _from_video(self) -> Iterator[Image]:
         import av
@@ -69,7 +69,7 @@ def stream_images(request: StreamFlags) -> None:
     """Run it and report. Raises PlanError and what the ranks raise."""
     assert request.input is not None
     frames = ImageFrames.of(request.input, request.fps)
-    RequestedTask(verb="stream", has_picture=None).check_model(request.weights, request.for_loading())
+    RequestedTask(verb="stream", has_image=None).check_model(request.weights, request.for_loading())
     with stdout_kept_clean(request.json), ExitStack() as ranks, ExitStack() as stack:  # videos are closed before ranks
         report = _run(request, frames, stack, ranks)
     report.tell(request.json)
@@ -78,9 +78,9 @@ def stream_images(request: StreamFlags) -> None:
 
 def _run(request: StreamFlags, frames: ImageFrames, stack: ExitStack, ranks: ExitStack) -> StreamReport:
     from patchpar import ImageStreamingPipeline
-    from patchpar.models.quiet_libraries import hush
+    from patchpar.models.quiet_libraries import silence_libraries
 
-    hush()
+    silence_libraries()
     screens = FrameOutputs.opened(request, frames.fps, None, stack)
     say = screens.heard_by(stack.enter_context(living_line("starting")))
     opened = {"takes_image": True, **request.for_loading()}
@@ -94,8 +94,8 @@ def _run(request: StreamFlags, frames: ImageFrames, stack: ExitStack, ranks: Exi
     )
     meter = ProgressMeter()
     session = pipe.stream(seed=request.seed, **arguments)
-    shots = session.map({"image": _sized(frame, request)} for frame in frames)
-    parts = _parts(shots, frames.fps)
+    results = session.map({"image": _sized(frame, request)} for frame in frames)
+    parts = _parts(results, frames.fps)
     ending = show_all(paced(parts) if request.is_live else parts, session, screens.all, meter, say, frames.fps)
     written = [] if request.output is None else [request.output]
     return StreamReport(plan=repr(pipe), meter=meter, ending=ending, dropped=session.dropped, outputs=written)
@@ -109,13 +109,13 @@ def _sized(frame: Image, request: StreamFlags) -> Image:
     return ImageOps.fit(frame, (request.width, request.height))
 
 
-def _parts(shots: Iterator[Any], fps: float) -> Iterator[TimedFrames]:
+def _parts(results: Iterator[Any], fps: float) -> Iterator[TimedFrames]:
     import numpy as np
     import torch
 
-    for shot in shots:
-        image = torch.from_numpy(np.array(shot.image.convert("RGB")))
-        yield TimedFrames(frames=image[None], pts=shot.number / fps, audio=None, status="running")
+    for result in results:
+        image = torch.from_numpy(np.array(result.image.convert("RGB")))
+        yield TimedFrames(frames=image[None], pts=result.number / fps, audio=None, status="running")
 
 
 def _images_in(folder: Path) -> list[Path]:

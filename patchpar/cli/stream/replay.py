@@ -17,7 +17,7 @@ from patchpar.cli.stream.progress_line import ProgressMeter, living_line
 from patchpar.cli.stream.run import StreamReport, show_all
 from patchpar.cli.stream.video import parts_of
 from patchpar.cli.stream.video_file import video_at
-from patchpar.cli.video_file import check_film
+from patchpar.cli.video_file import check_video
 from patchpar.errors import PatchparError, PlanError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def replay(request: ReplayFlags) -> None:
     with friendly_errors(request.debug):
         check_deadline(request.deadline)
         if request.output is not None:
-            check_film(request.output)
+            check_video(request.output)
         from patchpar.stream.recording import StreamRecording
 
         recording, differing = StreamRecording.read(request.session), list[int]()

@@ -56,9 +56,9 @@ def _run(
     request: StreamFlags, folder: StreamFolder, given: dict[str, Any], stack: ExitStack, ranks: ExitStack
 ) -> StreamReport:
     from patchpar import StreamDelivery, StreamingPipeline
-    from patchpar.models.quiet_libraries import hush
+    from patchpar.models.quiet_libraries import silence_libraries
 
-    hush()
+    silence_libraries()
     fps = request.fps or folder.config.fps
     screens = FrameOutputs.opened(request, fps, folder.rate, stack)
     say = screens.heard_by(stack.enter_context(living_line("starting")))

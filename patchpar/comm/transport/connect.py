@@ -25,27 +25,29 @@ CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere 
 RETRY_SECONDS = 0.01
 
 
-def connect(place: RankContext, *, through: str = "auto") -> Transport:
+def connect(endpoint: RankContext, *, through: str = "auto") -> Transport:
     """Connect this rank with all others. Its limit bounds every wait, here and of the transport.
 
     `through` is "auto", "shared_memory" or "torch" (the default group of torch.distributed, which has to be there).
     Auto takes shared memory where all ranks live on one host and do not talk through NCCL. Raises ExchangeError, also
     where a rank does not connect: what it did not take, it would take for its part of the next connection.
     """
-    device = torch.device(place.device)
-    if through == "torch" or (through == "auto" and (place.links is None or _over_nccl(device))):
-        return TorchTransport(device, place.wait_limit)
-    if place.links is None:
-        raise ExchangeError(f"rank {place.rank}: shared memory needs all ranks on one host, met without torch's group")
-    with place.waiting:
-        lines = _handed_out(place, place.links) if place.rank == 0 else _taken(place, place.links[0])
-        _greet(place, lines)
-    return SharedMemoryTransport(place.rank, lines, device, place.wait_limit)
+    device = torch.device(endpoint.device)
+    if through == "torch" or (through == "auto" and (endpoint.links is None or _over_nccl(device))):
+        return TorchTransport(device, endpoint.wait_limit)
+    if endpoint.links is None:
+        raise ExchangeError(
+            f"rank {endpoint.rank}: shared memory needs all ranks on one host, met without torch's group"
+        )
+    with endpoint.waiting:
+        lines = _handed_out(endpoint, endpoint.links) if endpoint.rank == 0 else _taken(endpoint, endpoint.links[0])
+        _greet(endpoint, lines)
+    return SharedMemoryTransport(endpoint.rank, lines, device, endpoint.wait_limit)
 
 
-def alone(place: RankContext) -> Transport:
+def alone(endpoint: RankContext) -> Transport:
     """For a rank that has no others."""
-    return SharedMemoryTransport(0, {}, torch.device(place.device), place.wait_limit)
+    return SharedMemoryTransport(0, {}, torch.device(endpoint.device), endpoint.wait_limit)
 
 
 def watched(transport: T, rank: RankContext) -> T:
@@ -58,12 +60,12 @@ def _over_nccl(device: torch.device) -> bool:
     return device.type != "cpu" and dist.is_initialized() and dist.get_backend() != "gloo"
 
 
-def _handed_out(place: RankContext, links: Mapping[int, socket.socket]) -> dict[int, socket.socket]:
+def _handed_out(endpoint: RankContext, links: Mapping[int, socket.socket]) -> dict[int, socket.socket]:
     """On rank 0: make a socket pair for every two ranks, and give both their ends. Returns our own."""
     own: dict[int, socket.socket] = {}
-    give_up = time.monotonic() + place.wait_limit
+    give_up = time.monotonic() + endpoint.wait_limit
     try:
-        for lower, higher in combinations(range(place.world_size), 2):
+        for lower, higher in combinations(range(endpoint.world_size), 2):
             ends = socket.socketpair()
             with ends[1]:
                 _send(links[higher], higher, ends[1], lower, give_up)
@@ -95,12 +97,12 @@ def _send(link: socket.socket, rank: int, end: socket.socket, peer: int, give_up
             time.sleep(RETRY_SECONDS)
 
 
-def _taken(place: RankContext, link: socket.socket) -> dict[int, socket.socket]:
+def _taken(endpoint: RankContext, link: socket.socket) -> dict[int, socket.socket]:
     """On the other ranks: one socket to each peer, as rank 0 hands them out."""
     lines: dict[int, socket.socket] = {}
-    link.settimeout(place.wait_limit)
+    link.settimeout(endpoint.wait_limit)
     try:
-        while len(lines) < place.world_size - 1:
+        while len(lines) < endpoint.world_size - 1:
             data, descriptors, _, _ = socket.recv_fds(link, PEER.size, 1, CLOSE_ON_EXEC)
             if not data:
                 raise ConnectionResetError("it has closed the connection")
@@ -108,14 +110,14 @@ def _taken(place: RankContext, link: socket.socket) -> dict[int, socket.socket]:
     except OSError as error:
         for line in lines.values():
             line.close()
-        state = f"has not answered for {place.wait_limit:g} s" if isinstance(error, TimeoutError) else "is gone"
-        raise ExchangeError(f"rank {place.rank} cannot connect to the others: rank 0 {state} ({error})") from error
+        state = f"has not answered for {endpoint.wait_limit:g} s" if isinstance(error, TimeoutError) else "is gone"
+        raise ExchangeError(f"rank {endpoint.rank} cannot connect to the others: rank 0 {state} ({error})") from error
     return lines
 
 
-def _greet(place: RankContext, lines: Mapping[int, socket.socket]) -> None:
+def _greet(endpoint: RankContext, lines: Mapping[int, socket.socket]) -> None:
     """Wait until every rank has connected. Raises ExchangeError, with all lines closed."""
-    give_up = time.monotonic() + place.wait_limit
+    give_up = time.monotonic() + endpoint.wait_limit
     for line in lines.values():
         with contextlib.suppress(OSError):  # who is gone is found below
             line.sendall(HERE)
@@ -125,15 +127,15 @@ def _greet(place: RankContext, lines: Mapping[int, socket.socket]) -> None:
             if not line.recv(len(HERE)):
                 raise ConnectionResetError("it has closed the connection")
         except OSError as error:
-            raise _missed(place, peer, lines, error) from error
+            raise _missed(endpoint, peer, lines, error) from error
 
 
-def _missed(place: RankContext, peer: int, lines: Mapping[int, socket.socket], error: OSError) -> ExchangeError:
+def _missed(endpoint: RankContext, peer: int, lines: Mapping[int, socket.socket], error: OSError) -> ExchangeError:
     """What to say of a rank that does not connect. Closes all lines."""
     for line in lines.values():
         line.close()
-    state = f"has not connected within {place.wait_limit:g} s" if isinstance(error, TimeoutError) else "is gone"
+    state = f"has not connected within {endpoint.wait_limit:g} s" if isinstance(error, TimeoutError) else "is gone"
     return ExchangeError(
-        f"rank {place.rank} cannot connect to the others: rank {peer} {state} ({error}); every rank has to connect, "
+        f"rank {endpoint.rank} cannot connect to the others: rank {peer} {state} ({error}); every rank has to connect, "
         "also one that takes no part in what follows"
     )

@@ -56,10 +56,10 @@ class DelayedTransport:
         return self.inner.waiting
 
     @waiting.setter
-    def waiting(self, shown: AbstractContextManager[None]) -> None:
-        self.inner.waiting = shown
+    def waiting(self, while_waiting: AbstractContextManager[None]) -> None:
+        self.inner.waiting = while_waiting
 
-    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "DelayedWork":
+    def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "DelayedWork":
         """Start sending and receiving; `where` names the exchange point in errors. Returns at once."""
         stamped = [
             Outgoing((peer,), (self._stamp(message), *message.tensors))
@@ -67,7 +67,7 @@ class DelayedTransport:
             for peer in message.peers
         ]
         expected = [_with_stamp(message) for message in incoming]
-        return DelayedWork(self, self.inner.swap(stamped, expected, where), incoming, where)
+        return DelayedWork(self, self.inner.send_recv(stamped, expected, where), incoming, where)
 
     def _stamp(self, message: Outgoing) -> Tensor:
         """When one copy of `message` is there; the link is taken until it has left."""

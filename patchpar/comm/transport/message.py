@@ -150,7 +150,7 @@ class Transport(Protocol):
     deadline: float  # seconds that one wait may take; the engine raises it for slow models
     waiting: AbstractContextManager[None]  # entered while the process does nothing but wait for another rank
 
-    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Work[Messages]:
+    def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Work[Messages]:
         """Start sending and receiving; `where` names the exchange point in errors. Returns at once."""
 
     def close(self) -> None:

@@ -10,19 +10,19 @@ from patchpar.launch.executor import RankContext
 class Probe:
     """Adds up one number from each rank."""
 
-    def __init__(self, place: RankContext) -> None:
-        self._place = place
+    def __init__(self, group_rank: RankContext) -> None:
+        self._endpoint = group_rank
 
     def sum_of_ranks(self) -> int:
         """0 + 1 + ... over all ranks, by one exchange between the ranks' own devices. Raises ExchangeError."""
-        number = torch.tensor([self._place.rank], device=self._place.device)
-        others = tuple(rank for rank in range(self._place.world_size) if rank != self._place.rank)
+        number = torch.tensor([self._endpoint.rank], device=self._endpoint.device)
+        others = tuple(rank for rank in range(self._endpoint.world_size) if rank != self._endpoint.rank)
         if not others:
             return int(number)
-        transport = connect(self._place)
+        transport = connect(self._endpoint)
         try:
             incoming = [Incoming(rank, (TensorSpec.of(number),)) for rank in others]
-            received = transport.swap([Outgoing(others, (number,))], incoming, "probe").wait()
+            received = transport.send_recv([Outgoing(others, (number,))], incoming, "probe").wait()
             return int(number) + sum(int(value) for (value,) in received)
         finally:
             transport.close()

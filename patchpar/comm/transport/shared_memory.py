@@ -83,7 +83,7 @@ class SharedMemoryTransport:
         self._arena = Arena()
         self._spin = SPIN_SECONDS if len(links) < _own_cores() else 0.0
 
-    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "SharedMemoryWork":
+    def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "SharedMemoryWork":
         """Copy outgoing tensors into shared memory and ring; what is expected is fetched when waited for."""
         for message in outgoing:
             self._send(message, where)

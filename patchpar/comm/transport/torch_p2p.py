@@ -29,7 +29,7 @@ class TorchTransport:
         if self.waits is not None:  # its first exchange must have all ranks of the group, and ours need not
             dist.barrier(device_ids=[torch.cuda.current_device() if device.index is None else device.index])
 
-    def swap(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "TorchWork":
+    def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "TorchWork":
         """Start all messages of one exchange together, receives first. Raises ExchangeError for an earlier one."""
         if self.waits is not None:
             self.waits.look_back()

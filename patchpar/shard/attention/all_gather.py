@@ -16,14 +16,14 @@ from patchpar.shard.attention.partial import Partial, merge_partials
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
 
 
-def attend_gathered(door: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
+def attend_gathered(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
     """Output [B, N, c + l, D] of this place. Raises ExchangeError."""
     own = [x.contiguous() for x in shared.own_keys]
-    pending = AllGather(door, axis, "kv", where).start(own, shared.key_specs)
+    pending = AllGather(comm, axis, "kv", where).start(own, shared.key_specs)
 
     def partials() -> Iterator[Partial]:
         yield attend_own(shared)
-        for place, (k_BMkD, v_BMkD) in zip(axis.others, pending.arriving(), strict=True):
-            yield from attend_others(shared, place, k_BMkD, v_BMkD)
+        for group_rank, (k_BMkD, v_BMkD) in zip(axis.others, pending.arriving(), strict=True):
+            yield from attend_others(shared, group_rank, k_BMkD, v_BMkD)
 
     return merge_partials(partials()).out_BNlD

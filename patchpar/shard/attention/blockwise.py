@@ -58,19 +58,19 @@ def expand_heads(x_BMkD: Tensor, heads: int) -> Tensor:
 
 def attend_own(shared: ShardedQKV) -> Partial:
     """All queries of this place against the common keys and its own."""
-    bias = shared.bias(shared.own_rows, [shared.common_span, shared.span(shared.place)])
+    bias = shared.bias(shared.own_rows, [shared.common_span, shared.span(shared.group_rank)])
     return attend_locally(shared.q_BNlD, shared.k_BMlD, shared.v_BMlD, bias=bias, scale=shared.scale)
 
 
-def attend_others(shared: ShardedQKV, place: int, k_BMkD: Tensor, v_BMkD: Tensor) -> Iterator[Partial]:
+def attend_others(shared: ShardedQKV, group_rank: int, k_BMkD: Tensor, v_BMkD: Tensor) -> Iterator[Partial]:
     """All queries of this place against another's keys; nothing where causality hides all of them."""
-    if shared.causal and place > shared.place:
+    if shared.causal and group_rank > shared.group_rank:
         return
-    bias = shared.bias(shared.own_rows, [shared.span(place)])
+    bias = shared.bias(shared.own_rows, [shared.span(group_rank)])
     yield attend_locally(shared.q_BNlD, k_BMkD, v_BMkD, bias=bias, scale=shared.scale)
 
 
 def attend_span(shared: ShardedQKV, q_BNlD: Tensor, span: TokenSpan, k_BMkD: Tensor, v_BMkD: Tensor) -> Partial:
     """Queries of some tokens, ours or not, against the keys of this place alone."""
-    bias = shared.bias([span], [shared.span(shared.place)])
+    bias = shared.bias([span], [shared.span(shared.group_rank)])
     return attend_locally(q_BNlD, k_BMkD, v_BMkD, bias=bias, scale=shared.scale)

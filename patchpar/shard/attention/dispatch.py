@@ -21,10 +21,10 @@ MODES: dict[str, Mode] = {
 }
 
 
-def attend_together(keys: AttentionMode, door: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
+def attend_together(keys: AttentionMode, comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
     """Output [B, N, c + l, D] of this place. Raises ExchangeError, PlanError, UnsupportedModel."""
     mode = MODES[keys.way]
     if keys.ulysses > 1:
-        keys.check_places(axis.size)
+        keys.check_group_size(axis.size)
         mode = partial(attend_by_heads, degree=keys.ulysses, between=mode)
-    return mode(door, axis, where, shared)
+    return mode(comm, axis, where, shared)

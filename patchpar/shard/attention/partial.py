@@ -44,8 +44,8 @@ def merge_partials(partials: Iterable[Partial]) -> Partial:
             (out, lse), dtype = partial, partial.out_BNlD.dtype
             continue
         ahead_BNl = (partial.lse_BNl - lse).nan_to_num()  # a query that sees nothing of either part is at -inf in both
-        share_BNl1 = torch.sigmoid(ahead_BNl).unsqueeze(-1)
-        out = torch.lerp(wide(out), wide(partial.out_BNlD), share_BNl1)
+        weight_BNl1 = torch.sigmoid(ahead_BNl).unsqueeze(-1)
+        out = torch.lerp(wide(out), wide(partial.out_BNlD), weight_BNl1)
         lse = torch.logaddexp(lse, partial.lse_BNl)
     assert out is not None, "attention over no keys"
     assert lse is not None

@@ -28,29 +28,29 @@ class RingShift(NamedTuple):
     hops: int
 
 
-def attend_in_ring(door: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
+def attend_in_ring(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
     """Output [B, N, c + l, D] of this place. Raises ExchangeError."""
-    return _attend(door, axis, where, shared, [RingShift(1, axis.size - 1)])
+    return _attend(comm, axis, where, shared, [RingShift(1, axis.size - 1)])
 
 
-def attend_both_ways(door: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
+def attend_both_ways(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
     """Output [B, N, c + l, D] of this place. Raises ExchangeError."""
     streams = [RingShift(1, axis.size // 2), RingShift(-1, (axis.size - 1) // 2)]
-    return _attend(door, axis, where, shared, streams)
+    return _attend(comm, axis, where, shared, streams)
 
 
-def _attend(door: Communicator, axis: Axis, where: str, shared: ShardedQKV, streams: Sequence[RingShift]) -> Tensor:
+def _attend(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV, streams: Sequence[RingShift]) -> Tensor:
     def partials() -> Iterator[Partial]:
         held = {stream: [x.contiguous() for x in shared.own_keys] for stream in streams}
         rounds = max(stream.hops for stream in streams)
-        pending = _pass_on(door, axis, where, shared, held, 1) if rounds else None
+        pending = _pass_on(comm, axis, where, shared, held, 1) if rounds else None
         yield attend_own(shared)
         for step in range(1, rounds + 1):
             assert pending is not None
             live = [stream for stream in streams if step <= stream.hops]
             held = dict(zip(live, pending.wait(), strict=True))
             if step < rounds:
-                pending = _pass_on(door, axis, where, shared, held, step + 1)
+                pending = _pass_on(comm, axis, where, shared, held, step + 1)
             for stream in live:
                 yield from attend_others(shared, _owner(axis, stream, step), *held[stream])
 
@@ -63,7 +63,7 @@ def _owner(axis: Axis, stream: RingShift, step: int) -> int:
 
 
 def _pass_on(
-    door: Communicator, axis: Axis, where: str, shared: ShardedQKV, held: dict[RingShift, list[Tensor]], step: int
+    comm: Communicator, axis: Axis, where: str, shared: ShardedQKV, held: dict[RingShift, list[Tensor]], step: int
 ) -> Work[Messages]:
     """Start the round `step`."""
     outgoing, incoming = [], []
@@ -72,4 +72,4 @@ def _pass_on(
             ahead, behind = ((axis.rank + way * stream.direction) % axis.size for way in (1, -1))
             outgoing.append(Outgoing((axis.ranks[ahead],), tuple(tensors)))
             incoming.append(Incoming(axis.ranks[behind], shared.key_specs(_owner(axis, stream, step))))
-    return door.swap("kv", where, outgoing, incoming)
+    return comm.send_recv("kv", where, outgoing, incoming)

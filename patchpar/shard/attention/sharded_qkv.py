@@ -42,7 +42,7 @@ class ShardedQKV:
     k_BMlD: Tensor
     v_BMlD: Tensor
     sizes: tuple[int, ...]
-    place: int
+    group_rank: int
     common: int = 0
     common_asks: bool = True
     mask: Tensor | None = None
@@ -50,13 +50,13 @@ class ShardedQKV:
     scale: float | None = None
 
     def __post_init__(self) -> None:
-        own = self.sizes[self.place]
+        own = self.sizes[self.group_rank]
         counts = zip((self.q_BNlD, self.k_BMlD, self.v_BMlD), self.beside, strict=True)
         if any(x.shape[2] != common + own for x, common in counts):
             shapes = [tuple(x.shape) for x in (self.q_BNlD, self.k_BMlD, self.v_BMlD)]
             raise UnsupportedModel(
-                f"place {self.place} has {self.common} common and {self.sizes[self.place]} own tokens, but queries, "
-                f"keys and values are {shapes}"
+                f"group rank {self.group_rank} has {self.common} common and {self.sizes[self.group_rank]} own tokens, "
+                f"but queries, keys and values are {shapes}"
             )
         if self.q_BNlD.shape[1] % self.k_BMlD.shape[1]:
             raise UnsupportedModel(
@@ -81,26 +81,28 @@ class ShardedQKV:
     @property
     def own_rows(self) -> list[TokenSpan]:
         """Where our queries are in the whole."""
-        return [*([self.common_span] if self.asking else []), self.span(self.place)]
+        return [*([self.common_span] if self.asking else []), self.span(self.group_rank)]
 
     @property
     def common_span(self) -> TokenSpan:
         """Where the common tokens are in the whole."""
         return TokenSpan(0, self.common)
 
-    def span(self, place: int) -> TokenSpan:
+    def span(self, group_rank: int) -> TokenSpan:
         """Where a place's own tokens are in the whole."""
-        start = self.common + sum(self.sizes[:place])
-        return TokenSpan(start, start + self.sizes[place])
+        start = self.common + sum(self.sizes[:group_rank])
+        return TokenSpan(start, start + self.sizes[group_rank])
 
     @property
     def own_keys(self) -> tuple[Tensor, Tensor]:
         """Keys and values of this place alone, as they travel."""
         return self.k_BMlD[:, :, self.common :], self.v_BMlD[:, :, self.common :]
 
-    def key_specs(self, place: int) -> tuple[TensorSpec, TensorSpec]:
+    def key_specs(self, group_rank: int) -> tuple[TensorSpec, TensorSpec]:
         """What a place's own keys and values look like."""
-        found = [TensorSpec((*x.shape[:2], self.sizes[place], x.shape[3]), x.dtype) for x in (self.k_BMlD, self.v_BMlD)]
+        found = [
+            TensorSpec((*x.shape[:2], self.sizes[group_rank], x.shape[3]), x.dtype) for x in (self.k_BMlD, self.v_BMlD)
+        ]
         return found[0], found[1]
 
     def bias(self, rows: Sequence[TokenSpan], columns: Sequence[TokenSpan]) -> Tensor | None:

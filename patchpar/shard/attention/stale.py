@@ -26,18 +26,18 @@ from patchpar.shard.stale.token_grid import LevelGrid
 DRIFT_STRIDE = 16  # tokens
 
 
-def attend_with_past(share: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, slot: StaleEntry) -> Tensor:
+def attend_with_past(patch: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, entry: StaleEntry) -> Tensor:
     """Output [B, N, q, D] of our queries. Raises ExchangeError.
 
     The call's keys and values [B, M, c + l, D] are tokens that everybody has, then ours. Its mask is added to the
     logits, with a column for every common token, then for every token of the whole in their order. Its kernel gets all
     keys at once where they lie together.
     """
-    if share.treatment.resync is not None:
-        _note_drift(share, slot, _own(grid, call, share.place).k_BlND)
-    if isinstance(share.treatment.context, CachedPartials):
-        return _attend_beside_partials(share, where, grid, call, slot)
-    return _attend_beside_tokens(share, where, grid, call, slot)
+    if patch.policy.resync is not None:
+        _note_drift(patch, entry, _own(grid, call, patch.group_rank).k_BlND)
+    if isinstance(patch.policy.context, CachedPartials):
+        return _attend_beside_partials(patch, where, grid, call, entry)
+    return _attend_beside_tokens(patch, where, grid, call, entry)
 
 
 def _here(call: AttentionCall) -> KeysValues:
@@ -45,48 +45,48 @@ def _here(call: AttentionCall) -> KeysValues:
     return KeysValues(call.key.transpose(1, 2), call.value.transpose(1, 2))
 
 
-def _own(grid: LevelGrid, call: AttentionCall, place: int) -> KeysValues:
+def _own(grid: LevelGrid, call: AttentionCall, group_rank: int) -> KeysValues:
     """Our tokens alone."""
-    here, own = _here(call), grid.num_tokens(place)
+    here, own = _here(call), grid.num_tokens(group_rank)
     return here if here.k_BlND.shape[1] == own else KeysValues(*(x[:, -own:] for x in here))
 
 
-def _columns(grid: LevelGrid, call: AttentionCall, place: int, *, here: bool) -> Tensor | None:
+def _columns(grid: LevelGrid, call: AttentionCall, group_rank: int, *, here: bool) -> Tensor | None:
     """Columns of the mask for the tokens of one place, and with `here` for the common tokens too."""
     mask = call.attn_mask
     if mask is None or mask.shape[-1] == 1:
         return mask
     common = mask.shape[-1] - grid.total_tokens
-    columns = mask.narrow(-1, common + grid.start(place), grid.num_tokens(place))
+    columns = mask.narrow(-1, common + grid.start(group_rank), grid.num_tokens(group_rank))
     return torch.cat([mask[..., :common], columns], dim=-1) if here and common else columns
 
 
 def _attend_now(
-    share: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, others: dict[int, KeysValues]
+    patch: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, others: dict[int, KeysValues]
 ) -> Tensor:
     """With everybody's keys of this step, which are left in `others` for the next."""
-    pending = _gather(share, where, grid, _own(grid, call, share.place))
+    pending = _gather(patch, where, grid, _own(grid, call, patch.group_rank))
 
     def partials() -> Iterator[Partial]:
-        yield _attend_here(grid, call, share.place)
-        for place, tensors in zip(share.axis.others, pending.arriving(), strict=True):
-            others[place] = KeysValues(*tensors)
-            yield _attend_to(call, others[place], _columns(grid, call, place, here=False))
+        yield _attend_here(grid, call, patch.group_rank)
+        for group_rank, tensors in zip(patch.axis.others, pending.arriving(), strict=True):
+            others[group_rank] = KeysValues(*tensors)
+            yield _attend_to(call, others[group_rank], _columns(grid, call, group_rank, here=False))
 
     return merge_partials(partials()).out_BNlD
 
 
-def _gather(share: LocalPatch, where: str, grid: LevelGrid, own: KeysValues) -> Work[Messages]:
+def _gather(patch: LocalPatch, where: str, grid: LevelGrid, own: KeysValues) -> Work[Messages]:
     batch, _, heads, _ = own.k_BlND.shape
 
-    def specs(place: int) -> list[TensorSpec]:
-        return [TensorSpec((batch, grid.num_tokens(place), heads, x.shape[-1]), x.dtype) for x in own]
+    def specs(group_rank: int) -> list[TensorSpec]:
+        return [TensorSpec((batch, grid.num_tokens(group_rank), heads, x.shape[-1]), x.dtype) for x in own]
 
-    return AllGather(share.door, share.axis, "kv", where).start(own, specs)
+    return AllGather(patch.comm, patch.axis, "kv", where).start(own, specs)
 
 
-def _attend_here(grid: LevelGrid, call: AttentionCall, place: int) -> Partial:
-    return _attend_to(call, _here(call), _columns(grid, call, place, here=True))
+def _attend_here(grid: LevelGrid, call: AttentionCall, group_rank: int) -> Partial:
+    return _attend_to(call, _here(call), _columns(grid, call, group_rank, here=True))
 
 
 def _attend_to(call: AttentionCall, tokens: KeysValues, bias: Tensor | None) -> Partial:
@@ -95,79 +95,80 @@ def _attend_to(call: AttentionCall, tokens: KeysValues, bias: Tensor | None) -> 
 
 
 def _attend_beside_tokens(
-    share: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, slot: StaleEntry
+    patch: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, entry: StaleEntry
 ) -> Tensor:
     """With a selection of everybody's tokens of the last step; ours leave for the next."""
-    options, memory = share.treatment.context, share.memory
+    options, cache = patch.policy.context, patch.cache
     assert isinstance(options, StaleKV)
-    assert memory is not None
-    if slot.state is None:
-        slot.state = RemoteTokens(options, share.axis, grid, _here(call), joined_anew=share.treatment.published)
-    state: RemoteTokens = slot.state
-    state.arrived(slot.take())
-    if share.fresh:
+    assert cache is not None
+    if entry.state is None:
+        entry.state = RemoteTokens(options, patch.axis, grid, _here(call), joined_anew=patch.policy.published)
+    state: RemoteTokens = entry.state
+    state.arrived(entry.take())
+    if patch.fresh:
         others: dict[int, KeysValues] = {}
-        result = _attend_now(share, where, grid, call, others)
-        state.remember(_own(grid, call, share.place), others, continues=memory.continues)
+        result = _attend_now(patch, where, grid, call, others)
+        state.remember(_own(grid, call, patch.group_rank), others, continues=cache.continues)
         return result
-    if not share.frozen:
-        told = _tell(share, where, _own(grid, call, share.place), state)
-        state.lead_on(share.ahead)
-        send = memory.send if share.treatment.published else memory.send_at_once
-        slot.coming = send(state.part(_own(grid, call, share.place)), where)
-        if told:
-            for place, fits in zip(share.axis.others, told.arriving(), strict=True):
-                state.correct(place, fits)
+    if not patch.frozen:
+        gathered = _tell(patch, where, _own(grid, call, patch.group_rank), state)
+        state.extrapolate(patch.step_ratio)
+        send = cache.send if patch.policy.published else cache.send_at_once
+        entry.pending = send(state.part(_own(grid, call, patch.group_rank)), where)
+        if gathered:
+            for group_rank, fits in zip(patch.axis.others, gathered.arriving(), strict=True):
+                state.correct(group_rank, fits)
     return state.attend(call, _here(call))
 
 
-def _tell(share: LocalPatch, where: str, own: KeysValues, state: RemoteTokens) -> Work[Messages] | None:
+def _tell(patch: LocalPatch, where: str, own: KeysValues, state: RemoteTokens) -> Work[Messages] | None:
     """How everybody's tokens have changed since the last step, if the treatment wants to know."""
     if not state.corrects:
         return None
-    gather = AllGather(share.door, share.axis, "correction", where)
-    return gather.start(state.told(own, share.ahead), state.specs_of_told)
+    gather = AllGather(patch.comm, patch.axis, "correction", where)
+    return gather.start(state.gathered(own, patch.step_ratio), state.correction_specs)
 
 
 def _attend_beside_partials(
-    share: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, slot: StaleEntry
+    patch: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, entry: StaleEntry
 ) -> Tensor:
     """With what is kept of the attention to others' tokens; this layer's turn to renew it comes now and then."""
-    options, memory = share.treatment.context, share.memory
+    options, cache = patch.policy.context, patch.cache
     assert isinstance(options, CachedPartials)
-    assert memory is not None
-    layer, memory.attentions = memory.attentions, memory.attentions + 1
-    if slot.state is None:
-        slot.state = RemotePartials(options.refresh, share.axis, grid)
-    state: RemotePartials = slot.state
+    assert cache is not None
+    layer, cache.attentions = cache.attentions, cache.attentions + 1
+    if entry.state is None:
+        entry.state = RemotePartials(options.refresh, patch.axis, grid)
+    state: RemotePartials = entry.state
 
     def renewed(received: dict[int, list[Tensor]]) -> Partial:
-        found = {place: KeysValues(*tensors) for place, tensors in received.items()}
+        found = {group_rank: KeysValues(*tensors) for group_rank, tensors in received.items()}
         return merge_partials(
-            _attend_to(call, tokens, _columns(grid, call, place, here=False)) for place, tokens in found.items()
+            _attend_to(call, tokens, _columns(grid, call, group_rank, here=False))
+            for group_rank, tokens in found.items()
         )
 
-    ranks = share.axis.ranks
-    if share.fresh:
-        slot.drop()
-        arriving = _gather(share, where, grid, _own(grid, call, share.place)).arriving()
-        whole = dict(zip(share.axis.others, arriving, strict=True))
+    ranks = patch.axis.ranks
+    if patch.fresh:
+        entry.drop()
+        arriving = _gather(patch, where, grid, _own(grid, call, patch.group_rank)).arriving()
+        whole = dict(zip(patch.axis.others, arriving, strict=True))
         state.kept = renewed(whole)
-        if state.is_due(memory.evaluation + 1, layer):  # what its turn needs is here already
-            slot.keep({ranks[place]: tensors for place, tensors in whole.items()}, slot.own)
-    elif state.is_due(memory.evaluation, layer) and not share.frozen:
-        received = slot.take()
+        if state.is_due(cache.evaluation + 1, layer):  # what its turn needs is here already
+            entry.keep({ranks[group_rank]: tensors for group_rank, tensors in whole.items()}, entry.own)
+    elif state.is_due(cache.evaluation, layer) and not patch.frozen:
+        received = entry.take()
         if received:
             state.kept = renewed({ranks.index(rank): tensors for rank, tensors in received.items()})
-    if not share.fresh and state.is_due(memory.evaluation + 1, layer) and not share.frozen:
-        slot.coming = memory.send_at_once(state.part(_own(grid, call, share.place)), where)
-    return merge_partials([_attend_here(grid, call, share.place), state.remote]).out_BNlD
+    if not patch.fresh and state.is_due(cache.evaluation + 1, layer) and not patch.frozen:
+        entry.pending = cache.send_at_once(state.part(_own(grid, call, patch.group_rank)), where)
+    return merge_partials([_attend_here(grid, call, patch.group_rank), state.remote]).out_BNlD
 
 
-def _note_drift(share: LocalPatch, slot: StaleEntry, key_BlND: Tensor) -> None:
+def _note_drift(patch: LocalPatch, entry: StaleEntry, key_BlND: Tensor) -> None:
     """How far our keys have moved since the last step, from every sixteenth token."""
-    assert share.memory is not None
+    assert patch.cache is not None
     sample = key_BlND[:, ::DRIFT_STRIDE].to(torch.float32, copy=True)  # a view would keep all of it
-    if slot.own is not None and slot.own.shape == sample.shape:
-        share.memory.drift += torch.stack([(sample - slot.own).square().sum(), sample.square().sum()])
-    slot.own = sample
+    if entry.own is not None and entry.own.shape == sample.shape:
+        patch.cache.drift += torch.stack([(sample - entry.own).square().sum(), sample.square().sum()])
+    entry.own = sample

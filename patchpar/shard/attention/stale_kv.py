@@ -40,21 +40,24 @@ class RemoteTokens:
 
     def __init__(self, options: StaleKV, axis: Axis, grid: LevelGrid, here: KeysValues, *, joined_anew: bool) -> None:
         self.options, self.axis, self.grid, self.joined_anew = options, axis, grid, joined_anew
-        sizes = [self._num_tokens(place, axis.rank) for place in range(axis.size)]
+        sizes = [self._num_tokens(group_rank, axis.rank) for group_rank in range(axis.size)]
         sizes[axis.rank] = here.k_BlND.shape[1]
         self._common = sizes[axis.rank] - grid.num_tokens(axis.rank)
         order = (axis.rank, *axis.others)  # ours first; attention does not mind the order
         batch, _, heads, _ = here.k_BlND.shape
         self._buffers = tuple(x.new_empty(batch, sum(sizes), heads, x.shape[-1]) for x in here)
-        ends = torch.tensor([sizes[place] for place in order]).cumsum(0).tolist()
-        self._range = {place: (end - sizes[place], sizes[place]) for place, end in zip(order, ends, strict=True)}
-        self._residuals: dict[
+        ends = torch.tensor([sizes[group_rank] for group_rank in order]).cumsum(0).tolist()
+        self._range = {
+            group_rank: (end - sizes[group_rank], sizes[group_rank])
+            for group_rank, end in zip(order, ends, strict=True)
+        }
+        self._deltas: dict[
             tuple[PooledRows, ...], list[QuantizedDelta]
         ] = {}  # what others hold of ours, by what they get
         self._copies: dict[int, list[QuantizedDelta]] = {}  # what we hold of others
         self._bias = self._make_bias(order)
         self._ended = {p: tuple(x.clone() for x in self._held(p)) for p in axis.others if options.extrapolated}
-        self._past = OwnPast(options.correction, led_on=options.extrapolated)
+        self._past = OwnPast(options.correction, extrapolated=options.extrapolated)
         self._two_known = False  # whether `_ended` is of the evaluation before the one that is held
         self._held_is_newest = False  # and not led on
 
@@ -73,9 +76,9 @@ class RemoteTokens:
         buffer = self._buffers[0]
         return bias.to(buffer.device, buffer.dtype) if bias.any() else None
 
-    def _held(self, place: int) -> list[Tensor]:
+    def _held(self, group_rank: int) -> list[Tensor]:
         """Where the tokens of a place lie."""
-        start, count = self._range[place]
+        start, count = self._range[group_rank]
         return [buffer.narrow(1, start, count) for buffer in self._buffers]
 
     def remember(self, own: KeysValues, others: Mapping[int, KeysValues], *, continues: bool) -> None:
@@ -83,26 +86,27 @@ class RemoteTokens:
         self._past.remember(own, continues=continues)
         self._two_known = continues and self._held_is_newest
         self._held_is_newest = True
-        for place, ended in self._ended.items():
+        for group_rank, ended in self._ended.items():
             if self._two_known:
-                _copy(ended, self._held(place))
-        for place, whole in others.items():
-            if not self._range[place][1]:
+                _copy(ended, self._held(group_rank))
+        for group_rank, whole in others.items():
+            if not self._range[group_rank][1]:
                 continue
-            for held, x in zip(self._held(place), whole, strict=True):
-                held.copy_(take(x, self._pieces(place, self.axis.rank), self.grid))
+            for held, x in zip(self._held(group_rank), whole, strict=True):
+                held.copy_(take(x, self._pieces(group_rank, self.axis.rank), self.grid))
         if self.options.bits < 16:
             for pieces in self._receivers():
-                self._residuals[pieces] = [
+                self._deltas[pieces] = [
                     QuantizedDelta(take(x, pieces, self.grid).clone(), self.options.bits) for x in own
                 ]
             self._copies = {
-                place: [QuantizedDelta(x, self.options.bits) for x in self._received(place)] for place in others
+                group_rank: [QuantizedDelta(x, self.options.bits) for x in self._received(group_rank)]
+                for group_rank in others
             }
 
-    def _received(self, place: int) -> list[Tensor]:
+    def _received(self, group_rank: int) -> list[Tensor]:
         """Where differences are added up: where the tokens lie, or beside it if what lies there is made of them."""
-        return [x.clone() if self._is_apart else x for x in self._held(place)]
+        return [x.clone() if self._is_apart else x for x in self._held(group_rank)]
 
     @property
     def _is_apart(self) -> bool:
@@ -112,15 +116,15 @@ class RemoteTokens:
     def _receivers(self) -> dict[tuple[PooledRows, ...], tuple[int, ...]]:
         """Who gets the same pieces of ours: global ranks by pieces."""
         found: dict[tuple[PooledRows, ...], tuple[int, ...]] = {}
-        for place in self.axis.others:
-            pieces = self._pieces(self.axis.rank, place)
+        for group_rank in self.axis.others:
+            pieces = self._pieces(self.axis.rank, group_rank)
             if pieces:
-                found[pieces] = (*found.get(pieces, ()), self.axis.ranks[place])
+                found[pieces] = (*found.get(pieces, ()), self.axis.ranks[group_rank])
         return found
 
     def part(self, own: KeysValues) -> ExchangePart:
         """What leaves and comes for the next step."""
-        senders = [place for place in self.axis.others if self._range[place][1]]
+        senders = [group_rank for group_rank in self.axis.others if self._range[group_rank][1]]
         if self.options.bits < 16:
             outgoing = [(peers, self._encoded(own, pieces)) for pieces, peers in self._receivers().items()]
             specs = {self.axis.ranks[p]: tuple(s for r in self._copies[p] for s in r.specs()) for p in senders}
@@ -128,37 +132,38 @@ class RemoteTokens:
         outgoing = [
             (peers, tuple(take(x, pieces, self.grid) for x in own)) for pieces, peers in self._receivers().items()
         ]
-        into = {self.axis.ranks[place]: tuple(self._held(place)) for place in senders}
+        into = {self.axis.ranks[group_rank]: tuple(self._held(group_rank)) for group_rank in senders}
         return ExchangePart(
             "kv", outgoing, {rank: tuple(TensorSpec.of(x) for x in held) for rank, held in into.items()}, into
         )
 
     def _encoded(self, own: KeysValues, pieces: tuple[PooledRows, ...]) -> tuple[Tensor, ...]:
         tokens = [take(x, pieces, self.grid) for x in own]
-        return tuple(t for x, r in zip(tokens, self._residuals[pieces], strict=True) for t in r.encode(x))
+        return tuple(t for x, r in zip(tokens, self._deltas[pieces], strict=True) for t in r.encode(x))
 
     def arrived(self, received: Mapping[int, list[Tensor]]) -> None:
         """Take what has come: whole values lie in the buffer already."""
-        for place, residuals in self._copies.items():
-            found = received.get(self.axis.ranks[place], [])
-            for index, residual in enumerate(residuals if found else []):
-                residual.decode(found[2 * index : 2 * index + 2])
+        for group_rank, deltas in self._copies.items():
+            found = received.get(self.axis.ranks[group_rank], [])
+            for index, delta in enumerate(deltas if found else []):
+                delta.decode(found[2 * index : 2 * index + 2])
             if found and self._is_apart:
-                _copy(self._held(place), [residual.copy for residual in residuals])
+                _copy(self._held(group_rank), [delta.copy for delta in deltas])
         self._held_is_newest = self._held_is_newest or bool(received)
 
-    def lead_on(self, ahead: Tensor | float) -> None:
+    def extrapolate(self, step_ratio: Tensor | float) -> None:
         """From the values of the last two steps to those of this one, along a straight line.
 
-        `ahead`: how far this step goes, in units of the last. Once for each step; with one step known it does nothing.
+        `step_ratio`: how far this step goes, in units of the last. Once for each step; with one step known it does
+        nothing.
         """
         if not (self._ended and self._held_is_newest):
             return
-        for place, ended in self._ended.items():
-            self._ended[place] = tuple(held.clone() for held in self._held(place))
+        for group_rank, ended in self._ended.items():
+            self._ended[group_rank] = tuple(held.clone() for held in self._held(group_rank))
             if self._two_known:
-                for before, newest, held in zip(ended, self._ended[place], self._held(place), strict=True):
-                    on_the_line(before, newest, ahead, into=held)
+                for before, newest, held in zip(ended, self._ended[group_rank], self._held(group_rank), strict=True):
+                    on_the_line(before, newest, step_ratio, into=held)
         self._two_known, self._held_is_newest = True, False
 
     @property
@@ -166,20 +171,20 @@ class RemoteTokens:
         """Whether owners tell how their tokens have changed."""
         return self.options.correction != "none"
 
-    def told(self, own: KeysValues, ahead: Tensor | float) -> list[Tensor]:
+    def gathered(self, own: KeysValues, step_ratio: Tensor | float) -> list[Tensor]:
         """What we say of our tokens of this step, before anything is led on. Once for each step."""
-        return self._past.fits(own, ahead)
+        return self._past.fits(own, step_ratio)
 
-    def specs_of_told(self, place: int) -> list[TensorSpec]:
+    def correction_specs(self, group_rank: int) -> list[TensorSpec]:
         """What a place says of its own."""
-        count = self.grid.num_tokens(place)
+        count = self.grid.num_tokens(group_rank)
         return self._past.specs([(x.shape[0], count, *x.shape[2:]) for x in self._buffers])
 
-    def correct(self, place: int, told: Sequence[Tensor]) -> None:
+    def correct(self, group_rank: int, gathered: Sequence[Tensor]) -> None:
         """Bring what is held of a place, led on or not, to this step."""
-        held = self._held(place)
-        fits = (CorrectionFit(*told[:3]), CorrectionFit(*told[3:]))
-        for x, last, fit in zip(held, self._ended.get(place, held), fits, strict=True):
+        held = self._held(group_rank)
+        fits = (CorrectionFit(*gathered[:3]), CorrectionFit(*gathered[3:]))
+        for x, last, fit in zip(held, self._ended.get(group_rank, held), fits, strict=True):
             correct(x, last, fit)
 
     def attend(self, call: AttentionCall, here: KeysValues) -> Tensor:
@@ -205,14 +210,14 @@ class RemoteTokens:
         """
         mine, grid = self.axis.rank, self.grid
 
-        def columns(place: int) -> Tensor:
-            return bias.narrow(-1, self._common + grid.start(place), grid.num_tokens(place))
+        def columns(group_rank: int) -> Tensor:
+            return bias.narrow(-1, self._common + grid.start(group_rank), grid.num_tokens(group_rank))
 
         found = [bias[..., : self._common], columns(mine)]
         selection = self.options.narrow_to or self.options.selection
-        for place in self.axis.others:
-            pieces = selection.pieces(place, mine, grid.rows(place))
-            found += [take_bias(columns(place), pieces, grid)] if pieces else []
+        for group_rank in self.axis.others:
+            pieces = selection.pieces(group_rank, mine, grid.rows(group_rank))
+            found += [take_bias(columns(group_rank), pieces, grid)] if pieces else []
         return torch.cat(found, dim=-1)
 
     def _joined(self, own: KeysValues) -> tuple[Tensor, ...]:
@@ -221,10 +226,12 @@ class RemoteTokens:
         mine, joined = self.axis.rank, []
         for index, x in enumerate(own):
             found = [x]
-            for place in self.axis.others:
-                pieces = narrow.pieces(place, mine, self.grid.rows(place)) if self._range[place][1] else ()
+            for group_rank in self.axis.others:
+                pieces = (
+                    narrow.pieces(group_rank, mine, self.grid.rows(group_rank)) if self._range[group_rank][1] else ()
+                )
                 if pieces:
-                    found.append(take(self._held(place)[index], pieces, self.grid))
+                    found.append(take(self._held(group_rank)[index], pieces, self.grid))
             joined.append(torch.cat(found, dim=1))
         return tuple(joined)
 
@@ -233,8 +240,8 @@ class RemoteTokens:
         yield from self._buffers
         yield from self._past.tensors()
         yield from (x for ended in self._ended.values() for x in ended)
-        for residuals in (*self._residuals.values(), *self._copies.values()):
-            yield from (residual.copy for residual in residuals)
+        for deltas in (*self._deltas.values(), *self._copies.values()):
+            yield from (delta.copy for delta in deltas)
         if self._bias is not None:
             yield self._bias
 
@@ -270,11 +277,15 @@ class RemotePartials:
         ranks = self.axis.ranks
         batch, _, heads, _ = own.k_BlND.shape
 
-        def specs(place: int) -> tuple[TensorSpec, ...]:
-            return tuple(TensorSpec((batch, self.grid.num_tokens(place), heads, x.shape[-1]), x.dtype) for x in own)
+        def specs(group_rank: int) -> tuple[TensorSpec, ...]:
+            return tuple(
+                TensorSpec((batch, self.grid.num_tokens(group_rank), heads, x.shape[-1]), x.dtype) for x in own
+            )
 
-        peers = tuple(ranks[place] for place in self.axis.others)
-        return ExchangePart("kv", [(peers, tuple(own))], {ranks[place]: specs(place) for place in self.axis.others})
+        peers = tuple(ranks[group_rank] for group_rank in self.axis.others)
+        return ExchangePart(
+            "kv", [(peers, tuple(own))], {ranks[group_rank]: specs(group_rank) for group_rank in self.axis.others}
+        )
 
     def tensors(self) -> Iterator[Tensor]:
         """Everything held for the next step."""

@@ -20,16 +20,16 @@ from patchpar.shard.attention.partial import Partial, merge_partials
 from patchpar.shard.attention.sharded_qkv import ShardedQKV
 
 
-def attend_in_token_ring(door: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
+def attend_in_token_ring(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
     """Output [B, N, c + l, D] of this place. Raises ExchangeError."""
-    return merge_partials(_RingPass(door, axis, where, shared).partials()).out_BNlD
+    return merge_partials(_RingPass(comm, axis, where, shared).partials()).out_BNlD
 
 
 class _RingPass:
     """One time round."""
 
-    def __init__(self, door: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> None:
-        self.door, self.axis, self.where, self.shared = door, axis, where, shared
+    def __init__(self, comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> None:
+        self.comm, self.axis, self.where, self.shared = comm, axis, where, shared
 
     def partials(self) -> Iterator[Partial]:
         """What own queries make of everybody's keys, as it comes home."""
@@ -48,7 +48,7 @@ class _RingPass:
             if step < size - 1:
                 queries = received[0][self._rank(-1)][0]
         if made is not None:
-            yield from self._home(self.door.exchange(self.where, [self._results(size, made)]).wait()[0])
+            yield from self._home(self.comm.exchange(self.where, [self._results(size, made)]).wait()[0])
 
     def _rank(self, away: int) -> int:
         """The global rank so many places on."""
@@ -81,7 +81,7 @@ class _RingPass:
             parts.append(ExchangePart("q", [], {}))
         if made is not None:
             parts.append(self._results(step, made))
-        return self.door.exchange(self.where, parts) if parts else None
+        return self.comm.exchange(self.where, parts) if parts else None
 
     def _results(self, step: int, made: Partial) -> ExchangePart:
         """What was made in the step before `step` goes to its owner; what was made of our queries comes."""

@@ -39,21 +39,21 @@ class HeadAssignment:
         return expand_heads(x_BMkD, len(self.key) * self.group)[:, first : first + len(self.query)]
 
 
-def split_heads(heads: int, key_heads: int, places: int) -> list[HeadAssignment]:
+def split_heads(heads: int, key_heads: int, group_ranks: int) -> list[HeadAssignment]:
     """Heads of every place, as evenly as possible, groups uncut where there are enough of them. Raises PlanError."""
-    if places > heads:
-        raise PlanError(f"{heads} attention heads cannot be shared by {places} ranks: use ulysses={heads} or less")
+    if group_ranks > heads:
+        raise PlanError(f"{heads} attention heads cannot be shared by {group_ranks} ranks: use ulysses={heads} or less")
     group = heads // key_heads
-    unit = group if key_heads >= places else 1
+    unit = group if key_heads >= group_ranks else 1
     units = heads // unit
-    sizes = [unit * (units // places + (place < units % places)) for place in range(places)]
+    sizes = [unit * (units // group_ranks + (group_rank < units % group_ranks)) for group_rank in range(group_ranks)]
     return [
         HeadAssignment(span, TokenSpan(span.start // group, -(-span.stop // group)), group) for span in spans_of(sizes)
     ]
 
 
 def attend_by_heads(
-    door: Communicator, axis: Axis, where: str, shared: ShardedQKV, *, degree: int, between: Mode
+    comm: Communicator, axis: Axis, where: str, shared: ShardedQKV, *, degree: int, between: Mode
 ) -> Tensor:
     """Output [B, N, c + l, D] of this place; `degree` divides the places. Raises ExchangeError, UnsupportedModel."""
     group, across = _axes(axis, degree)
@@ -63,24 +63,24 @@ def attend_by_heads(
         split = split_heads(shared.q_BNlD.shape[1], shared.k_BMlD.shape[1], degree)
     except PlanError as error:
         raise UnsupportedModel(f"{where}: {error}") from error
-    inner = tokens_to_heads(door, group, where, shared, split, sizes)
+    inner = tokens_to_heads(comm, group, where, shared, split, sizes)
     totals = [sum(shared.sizes[start : start + degree]) for start in range(0, axis.size, degree)]
     mine = split[group.rank].query
-    inner = replace(inner, sizes=tuple(totals), place=across.rank).with_heads(mine.start, mine.stop)
-    out_BnLD = attend_own(inner).out_BNlD if across.size == 1 else between(door, across, where, inner)
-    return heads_to_tokens(door, group, where, out_BnLD, split, (shared.asking, sizes))
+    inner = replace(inner, sizes=tuple(totals), group_rank=across.rank).with_heads(mine.start, mine.stop)
+    out_BnLD = attend_own(inner).out_BNlD if across.size == 1 else between(comm, across, where, inner)
+    return heads_to_tokens(comm, group, where, out_BnLD, split, (shared.asking, sizes))
 
 
 def _axes(axis: Axis, degree: int) -> tuple[Axis, Axis]:
     """Our group of neighbouring places, and the places that have our place in their groups."""
-    start, place = axis.rank // degree * degree, axis.rank % degree
-    group = Axis(axis.name, place, degree, axis.ranks[start : start + degree])
-    across = Axis(axis.name, axis.rank // degree, axis.size // degree, axis.ranks[place::degree])
+    start, group_rank = axis.rank // degree * degree, axis.rank % degree
+    group = Axis(axis.name, group_rank, degree, axis.ranks[start : start + degree])
+    across = Axis(axis.name, axis.rank // degree, axis.size // degree, axis.ranks[group_rank::degree])
     return group, across
 
 
 def tokens_to_heads(
-    door: Communicator,
+    comm: Communicator,
     group: Axis,
     where: str,
     shared: ShardedQKV,
@@ -98,19 +98,21 @@ def tokens_to_heads(
     def own_tokens(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [x[:, :, common:] for x, common in zip(tensors, shared.beside, strict=True)]
 
-    def specs(place: int) -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec((x.shape[0], x.shape[1], sizes[place], x.shape[3]), x.dtype) for x in own)
+    def specs(group_rank: int) -> tuple[TensorSpec, ...]:
+        return tuple(TensorSpec((x.shape[0], x.shape[1], sizes[group_rank], x.shape[3]), x.dtype) for x in own)
 
     own = of_heads(mine)
     outgoing = [
-        Outgoing((group.ranks[place],), tuple(x.contiguous() for x in own_tokens(of_heads(split[place]))))
-        for place in group.others
+        Outgoing((group.ranks[group_rank],), tuple(x.contiguous() for x in own_tokens(of_heads(split[group_rank]))))
+        for group_rank in group.others
     ]
-    incoming = [Incoming(group.ranks[place], specs(place)) for place in group.others]
-    received = _by_place(door.swap("heads", where, outgoing, incoming), group)
+    incoming = [Incoming(group.ranks[group_rank], specs(group_rank)) for group_rank in group.others]
+    received = _by_rank(comm.send_recv("heads", where, outgoing, incoming), group)
     received[group.rank] = own_tokens(own)
     whole = [
-        torch.cat([x[:, :, : shared.beside[index]], *(received[place][index] for place in range(group.size))], 2)
+        torch.cat(
+            [x[:, :, : shared.beside[index]], *(received[group_rank][index] for group_rank in range(group.size))], 2
+        )
         for index, x in enumerate(own)
     ]
     total = sum(sizes)
@@ -119,7 +121,7 @@ def tokens_to_heads(
         k_BMlD=mine.keys_for(whole[1]),
         v_BMlD=mine.keys_for(whole[2]),
         sizes=(total,),
-        place=0,
+        group_rank=0,
         common=shared.common,
         common_asks=shared.common_asks,
         mask=shared.mask,
@@ -129,7 +131,7 @@ def tokens_to_heads(
 
 
 def heads_to_tokens(
-    door: Communicator,
+    comm: Communicator,
     group: Axis,
     where: str,
     out_BnLD: Tensor,
@@ -140,22 +142,22 @@ def heads_to_tokens(
     common, sizes = tokens
     spans = spans_of(sizes)
 
-    def of(place: int) -> Tensor:
-        span = spans[place]
+    def of(group_rank: int) -> Tensor:
+        span = spans[group_rank]
         return torch.cat([out_BnLD[:, :, :common], out_BnLD[:, :, common + span.start : common + span.stop]], 2)
 
     own = of(group.rank)
     shape = (own.shape[0], own.shape[2], own.shape[3])
 
-    def spec(place: int) -> TensorSpec:
-        return TensorSpec((shape[0], len(split[place].query), shape[1], shape[2]), own.dtype)
+    def spec(group_rank: int) -> TensorSpec:
+        return TensorSpec((shape[0], len(split[group_rank].query), shape[1], shape[2]), own.dtype)
 
-    outgoing = [Outgoing((group.ranks[place],), (of(place),)) for place in group.others]
-    incoming = [Incoming(group.ranks[place], (spec(place),)) for place in group.others]
-    received = _by_place(door.swap("heads", where, outgoing, incoming), group)
+    outgoing = [Outgoing((group.ranks[group_rank],), (of(group_rank),)) for group_rank in group.others]
+    incoming = [Incoming(group.ranks[group_rank], (spec(group_rank),)) for group_rank in group.others]
+    received = _by_rank(comm.send_recv("heads", where, outgoing, incoming), group)
     received[group.rank] = [own]
-    return torch.cat([received[place][0] for place in range(group.size)], 1)
+    return torch.cat([received[group_rank][0] for group_rank in range(group.size)], 1)
 
 
-def _by_place(arriving: Work[Messages], group: Axis) -> dict[int, list[Tensor]]:
+def _by_rank(arriving: Work[Messages], group: Axis) -> dict[int, list[Tensor]]:
     return dict(zip(group.others, arriving.wait(), strict=True))

@@ -30,18 +30,18 @@ class StaleEntry:
     received: Received = field(default_factory=dict)
     own: Tensor | None = None
     state: Any = None
-    coming: Callable[[], Received] | None = None
+    pending: Callable[[], Received] | None = None
 
-    def collect(self) -> Received:
+    def wait(self) -> Received:
         """What others sent in the last step. Waits for it if need be. Raises ExchangeError."""
-        if self.coming is not None:
-            coming, self.coming = self.coming, None
-            self.received = coming()
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            self.received = pending()
         return self.received
 
     def take(self) -> Received:
-        """As `collect`, and keep nothing of it here: the seam's state has it."""
-        received, self.received = self.collect(), {}
+        """As `wait`, and keep nothing of it here: the seam's state has it."""
+        received, self.received = self.wait(), {}
         return received
 
     def drop(self) -> None:
@@ -65,8 +65,8 @@ class StaleEntry:
 class MessageBucket:
     """Collects small messages and sends `size` of them as one. All ranks fill theirs in the same order."""
 
-    def __init__(self, door: Communicator, size: int) -> None:
-        self._door, self._size = door, size
+    def __init__(self, comm: Communicator, size: int) -> None:
+        self._comm, self._size = comm, size
         self._parts: list[ExchangePart] = []
         self._tickets: list[_Ticket] = []
 
@@ -83,7 +83,7 @@ class MessageBucket:
         """Send what has been collected."""
         if not self._parts:
             return
-        exchange = self._door.exchange(where, self._parts, label="bucket")
+        exchange = self._comm.exchange(where, self._parts, label="bucket")
         for ticket in self._tickets:
             ticket.exchange = exchange
         self._parts, self._tickets = [], []
@@ -107,7 +107,7 @@ class _Ticket:
 class _GuidanceCall:
     """One guidance call of the step: its slots, and the evaluation and form they are of."""
 
-    slots: dict[tuple[str, int], StaleEntry] = field(default_factory=dict)
+    entries: dict[tuple[str, int], StaleEntry] = field(default_factory=dict)
     evaluation: int = -2
     form: Any = None
 
@@ -115,8 +115,8 @@ class _GuidanceCall:
 class StaleCache:
     """What is remembered between the evaluations of one denoiser."""
 
-    def __init__(self, door: Communicator, bucket: int) -> None:
-        self.door, self.bucket = door, MessageBucket(door, bucket)
+    def __init__(self, comm: Communicator, bucket: int) -> None:
+        self.comm, self.bucket = comm, MessageBucket(comm, bucket)
         self._calls: dict[int, _GuidanceCall] = {}
         self._call = _GuidanceCall()
         self._passed: Counter[str] = Counter()
@@ -139,19 +139,19 @@ class StaleCache:
         usable = known.form == form and evaluation - known.evaluation == 1
         if known.form != form:
             _settle(known)
-            known.slots.clear()
+            known.entries.clear()
         known.form, known.evaluation = form, evaluation
         self._call, self.evaluation, self.attentions = known, evaluation, 0
         self.continues = usable
-        self.drift = torch.zeros(2, device=self.door.transport.device)
+        self.drift = torch.zeros(2, device=self.comm.transport.device)
         self._passed.clear()
         return usable
 
-    def slot(self, where: str) -> StaleEntry:
+    def entry(self, where: str) -> StaleEntry:
         """The slot of a seam that is being passed now."""
         key = (where, self._passed[where])
         self._passed[where] += 1
-        return self._call.slots.setdefault(key, StaleEntry())
+        return self._call.entries.setdefault(key, StaleEntry())
 
     def send(self, part: ExchangePart, where: str) -> Callable[[], Received]:
         """Send for the next step, in a bucket with others. The part's tensors must not change afterwards."""
@@ -159,7 +159,7 @@ class StaleCache:
 
     def send_at_once(self, part: ExchangePart, where: str) -> Callable[[], Received]:
         """Send for the next step."""
-        exchange = self.door.exchange(where, [part])
+        exchange = self.comm.exchange(where, [part])
         return lambda: exchange.wait()[0]
 
     def end(self) -> None:
@@ -177,15 +177,15 @@ class StaleCache:
         self.settle()
         for call in self._calls.values():
             call.evaluation = -2
-            for slot in call.slots.values():
-                slot.own = None  # or the first step would seem to have drifted from the last picture
+            for entry in call.entries.values():
+                entry.own = None  # or the first step would seem to have drifted from the last picture
 
     def num_bytes(self) -> int:
         """Bytes held for the next step: each piece of memory once, however many tensors lie in it."""
-        tensors = (x for call in self._calls.values() for slot in call.slots.values() for x in slot.tensors())
+        tensors = (x for call in self._calls.values() for entry in call.entries.values() for x in entry.tensors())
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 def _settle(call: _GuidanceCall) -> None:
-    for slot in call.slots.values():
-        slot.collect()
+    for entry in call.entries.values():
+        entry.wait()

@@ -34,13 +34,13 @@ TOKENS_PER_NUMBER = 4  # a matrix for fewer tokens than this would weigh more th
 class CorrectionFit(NamedTuple):
     """What is made of the tokens of the last step and what is held.
 
-    First `along` [B, N] of the way from those to this; to that is added `factor` times the tokens of the last step, and
-    `summand` [B, N, D]. `factor` is [B, N, D], or [B, N, D, D], from old channels to what is added.
+    First `along` [B, N] of the way from those to this; to that is added `scale` times the tokens of the last step, and
+    `shift` [B, N, D]. `scale` is [B, N, D], or [B, N, D, D], from old channels to what is added.
     """
 
     along: Tensor
-    factor: Tensor
-    summand: Tensor
+    scale: Tensor
+    shift: Tensor
 
 
 def kind_for(wanted: Correction, tokens: int, width: int) -> Correction:
@@ -51,8 +51,8 @@ def kind_for(wanted: Correction, tokens: int, width: int) -> Correction:
 def specs_of(kind: Correction, shape: tuple[int, ...], dtype: torch.dtype) -> list[TensorSpec]:
     """What comes from a place whose tokens are of `shape` [B, l, N, D]."""
     batch, _, heads, width = shape
-    factor = (batch, heads, width, width) if kind == "linear" else (batch, heads, width)
-    return [TensorSpec((batch, heads), dtype), TensorSpec(factor, dtype), TensorSpec((batch, heads, width), dtype)]
+    scale = (batch, heads, width, width) if kind == "linear" else (batch, heads, width)
+    return [TensorSpec((batch, heads), dtype), TensorSpec(scale, dtype), TensorSpec((batch, heads, width), dtype)]
 
 
 class FitSamples(NamedTuple):
@@ -72,9 +72,9 @@ class FitSamples(NamedTuple):
         """The same, in memory of its own."""
         return FitSamples(self.mean, self.tokens.clone())
 
-    def line_to(self, last: "FitSamples", ahead: Tensor | float) -> "FitSamples":
+    def line_to(self, last: "FitSamples", step_ratio: Tensor | float) -> "FitSamples":
         """What receivers make of these and of the last ones."""
-        return FitSamples(*(on_the_line(x, y, ahead) for x, y in zip(self, last, strict=True)))
+        return FitSamples(*(on_the_line(x, y, step_ratio) for x, y in zip(self, last, strict=True)))
 
 
 def fitted(kind: Correction, now: FitSamples, held: FitSamples, old: FitSamples) -> CorrectionFit:
@@ -90,15 +90,15 @@ def fitted(kind: Correction, now: FitSamples, held: FitSamples, old: FitSamples)
     along = _along(few_way, few_missing).to(dtype)
     few_missing = few_missing - along.float()[:, None, :, None] * few_way
     if kind == "linear":
-        factor = _matrix(few_old.transpose(1, 2), few_missing.transpose(1, 2))
-        moved = (old.mean.unsqueeze(-2) @ factor).squeeze(-2)
+        scale = _matrix(few_old.transpose(1, 2), few_missing.transpose(1, 2))
+        moved = (old.mean.unsqueeze(-2) @ scale).squeeze(-2)
     else:
         square = few_old.square().mean(1)
         pull = RIDGE * square.mean(-1, keepdim=True) + torch.finfo(torch.float32).tiny
-        factor = (few_old * few_missing).mean(1) / (square + pull)
-        moved = old.mean * factor
+        scale = (few_old * few_missing).mean(1) / (square + pull)
+        moved = old.mean * scale
     went = along.float().unsqueeze(-1) * (held.mean - old.mean)
-    return CorrectionFit(along, factor.to(dtype), (now.mean - old.mean - went - moved).to(dtype))
+    return CorrectionFit(along, scale.to(dtype), (now.mean - old.mean - went - moved).to(dtype))
 
 
 def _centred(x_BlND: Tensor) -> Tensor:
@@ -122,21 +122,21 @@ def correct(held_BlND: Tensor, old_BlND: Tensor, fit: CorrectionFit) -> None:
     """Bring `held` to this step, in place. `old`: the same tokens as they were in the last step, or `held` itself."""
     if held_BlND is not old_BlND:
         torch.lerp(old_BlND, held_BlND, fit.along[:, None, :, None], out=held_BlND)
-    if fit.factor.ndim == 3:
-        held_BlND.addcmul_(old_BlND, fit.factor[:, None]).add_(fit.summand[:, None])
+    if fit.scale.ndim == 3:
+        held_BlND.addcmul_(old_BlND, fit.scale[:, None]).add_(fit.shift[:, None])
     else:
-        moved_BNlD = old_BlND.transpose(1, 2) @ fit.factor
-        held_BlND.add_(moved_BNlD.transpose(1, 2)).add_(fit.summand[:, None])
+        moved_BNlD = old_BlND.transpose(1, 2) @ fit.scale
+        held_BlND.add_(moved_BNlD.transpose(1, 2)).add_(fit.shift[:, None])
 
 
 class OwnPast:
     """Our keys and values of the last two steps, out of which others make what they hold of us.
 
-    `led_on`: others follow the straight line through both.
+    `extrapolated`: others follow the straight line through both.
     """
 
-    def __init__(self, wanted: Correction, *, led_on: bool) -> None:
-        self._wanted, self._led_on = wanted, led_on
+    def __init__(self, wanted: Correction, *, extrapolated: bool) -> None:
+        self._wanted, self._extrapolated = wanted, extrapolated
         self._last: tuple[FitSamples, ...] = ()
         self._before: tuple[FitSamples, ...] = ()
 
@@ -145,15 +145,15 @@ class OwnPast:
         if self._wanted != "none":
             self._keep([FitSamples.of(x, self._kind(x.shape)) for x in own], continues=continues)
 
-    def fits(self, own: Sequence[Tensor], ahead: Tensor | float) -> list[Tensor]:
-        """What to send of our tokens of this step, which goes `ahead` as far as the last, in units of that.
+    def fits(self, own: Sequence[Tensor], step_ratio: Tensor | float) -> list[Tensor]:
+        """What to send of our tokens of this step, which goes `step_ratio` as far as the last, in units of that.
 
         They are remembered.
         """
         found: list[Tensor] = []
         seen = [FitSamples.of(x, self._kind(x.shape)) for x in own]
         for index, (x, now, old) in enumerate(zip(own, seen, self._last, strict=True)):
-            held = self._before[index].line_to(old, ahead) if self._before else old
+            held = self._before[index].line_to(old, step_ratio) if self._before else old
             found += fitted(self._kind(x.shape), now, held, old)
         self._keep(seen, continues=True)
         return found
@@ -162,7 +162,7 @@ class OwnPast:
         return kind_for(self._wanted, shape[1], shape[3])
 
     def _keep(self, seen: Sequence[FitSamples], *, continues: bool) -> None:
-        self._before = self._last if continues and self._led_on else ()
+        self._before = self._last if continues and self._extrapolated else ()
         self._last = tuple(each.kept() for each in seen)
 
     def specs(self, shapes: Sequence[tuple[int, ...]]) -> list[TensorSpec]:
@@ -176,6 +176,6 @@ class OwnPast:
             yield from seen
 
 
-def on_the_line(before: Tensor, last: Tensor, ahead: Tensor | float, *, into: Tensor | None = None) -> Tensor:
-    """From two values on to the next, `ahead` as far as from the first to the second; written `into`, if given."""
-    return torch.lerp(before, last, 1 + torch.as_tensor(ahead, dtype=last.dtype, device=last.device), out=into)
+def on_the_line(before: Tensor, last: Tensor, step_ratio: Tensor | float, *, into: Tensor | None = None) -> Tensor:
+    """From two values on to the next, `step_ratio` as far as from the first to the second; written `into`, if given."""
+    return torch.lerp(before, last, 1 + torch.as_tensor(step_ratio, dtype=last.dtype, device=last.device), out=into)

@@ -18,7 +18,7 @@ class StepExtrapolator:
         """Begin a picture."""
         self._times.clear()
 
-    def ahead(self, evaluation: int, timestep: Any) -> Tensor | float:
+    def step_ratio(self, evaluation: int, timestep: Any) -> Tensor | float:
         """(now - last) / (last - the one before), between 0 and 2; a scheduler that evaluates twice at one time has 0.
 
         1 where timesteps are not told, 0 while fewer than three are known.

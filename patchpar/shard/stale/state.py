@@ -18,21 +18,21 @@ from patchpar.shard.stale.extrapolation import StepExtrapolator
 class StaleState:
     """The past of one denoiser, as far as it may be used now."""
 
-    def __init__(self, door: Communicator, treatment: ExchangePolicy, clock: StepClock | None) -> None:
+    def __init__(self, comm: Communicator, policy: ExchangePolicy, clock: StepClock | None) -> None:
         if clock is None:
-            raise PlanError(f"strategy {treatment.name!r} uses values of the last step, so it needs the step clock")
-        self.door, self.treatment, self.clock = door, treatment, clock
-        self.memory = StaleCache(door, treatment.bucket)
+            raise PlanError(f"strategy {policy.name!r} uses values of the last step, so it needs the step clock")
+        self.comm, self.policy, self.clock = comm, policy, clock
+        self.cache = StaleCache(comm, policy.bucket)
         self.exact_calls, self.stale_calls = 0, 0
         self._deciders: dict[int, ResyncDecider] = {}
         self._wanted_fresh: set[int] = set()  # calls whose next evaluation is to be exact
         self._sent_before = 0
-        self._pace = StepExtrapolator()
+        self._extrapolator = StepExtrapolator()
 
     def anew(self) -> "StaleState":
         """A history without a past; what is under way is taken in."""
-        self.memory.settle()
-        return StaleState(self.door, self.treatment, self.clock)
+        self.cache.settle()
+        return StaleState(self.comm, self.policy, self.clock)
 
     def reset(self) -> None:
         """Begin a picture."""
@@ -41,43 +41,43 @@ class StaleState:
 
     def lose(self) -> None:
         """Use nothing of the steps so far."""
-        self.memory.reset()
+        self.cache.reset()
         self._deciders.clear()
         self._wanted_fresh.clear()
-        self._pace.reset()
+        self._extrapolator.reset()
 
-    def ahead(self, timestep: Any) -> Tensor | float:
+    def step_ratio(self, timestep: Any) -> Tensor | float:
         """How far this step goes, in units of the last; 0 where that is of no use to the treatment."""
-        context = self.treatment.context
+        context = self.policy.context
         if not (isinstance(context, StaleKV) and context.extrapolated):
             return 0.0
-        return self._pace.ahead(self.clock.evaluation, timestep)
+        return self._extrapolator.step_ratio(self.clock.evaluation, timestep)
 
     def begin(self, form: Any) -> bool:
         """Begin a denoiser call; whether it is exact. `form` is what must not change from one step to the next."""
         call, clock = max(0, self.clock.call), self.clock
-        usable = self.memory.begin(call, clock.evaluation, form)
-        assert self.treatment.warmup_steps is not None
-        fresh = not usable or clock.step < self.treatment.warmup_steps or call in self._wanted_fresh
+        usable = self.cache.begin(call, clock.evaluation, form)
+        assert self.policy.warmup_steps is not None
+        fresh = not usable or clock.step < self.policy.warmup_steps or call in self._wanted_fresh
         self.exact_calls, self.stale_calls = self.exact_calls + fresh, self.stale_calls + (not fresh)
         self._wanted_fresh.discard(call)
-        self._sent_before = self.door.traffic.total_bytes
+        self._sent_before = self.comm.traffic.total_bytes
         return fresh
 
     def tell(self) -> list[Tensor]:
         """What every rank must know of this call to decide on the next: drift, and bytes sent."""
-        if self.treatment.resync is None:
+        if self.policy.resync is None:
             return []
-        sent = torch.tensor([float(self.door.traffic.total_bytes - self._sent_before)])
-        return [torch.cat([self.memory.drift.cpu(), sent]).to(self.door.transport.device)]
+        sent = torch.tensor([float(self.comm.traffic.total_bytes - self._sent_before)])
+        return [torch.cat([self.cache.drift.cpu(), sent]).to(self.comm.transport.device)]
 
-    def heard(self, told: Sequence[Sequence[Tensor]], *, fresh: bool) -> None:
+    def heard(self, gathered: Sequence[Sequence[Tensor]], *, fresh: bool) -> None:
         """Decide, from what all ranks told, whether the next evaluation of this call is exact."""
-        rules, call = self.treatment.resync, max(0, self.clock.call)
+        rules, call = self.policy.resync, max(0, self.clock.call)
         if rules is None:
             return
-        moved, whole, _ = torch.stack([values[0] for values in told]).sum(0).tolist()
-        most_sent = max(values[0][2].item() for values in told)
+        moved, whole, _ = torch.stack([values[0] for values in gathered]).sum(0).tolist()
+        most_sent = max(values[0][2].item() for values in gathered)
         drift = (moved / whole) ** 0.5 if whole > 0 else 0.0
         decider = self._deciders.setdefault(call, ResyncDecider(rules))
         if decider.next_is_fresh(drift, most_sent, fresh=fresh):

@@ -24,17 +24,17 @@ class LevelGrid(NamedTuple):
     across: TokensAcross
     dim: int
 
-    def rows(self, place: int) -> int:
+    def rows(self, group_rank: int) -> int:
         """Rows of one place."""
-        return self.bands.size(place)
+        return self.bands.size(group_rank)
 
-    def start(self, place: int) -> int:
+    def start(self, group_rank: int) -> int:
         """The first token of one place, where each place's tokens lie together."""
-        return self.bands.starts[place] * self.across.num_tokens
+        return self.bands.starts[group_rank] * self.across.num_tokens
 
-    def num_tokens(self, place: int) -> int:
+    def num_tokens(self, group_rank: int) -> int:
         """Tokens of one place."""
-        return self.rows(place) * self.across.num_tokens
+        return self.rows(group_rank) * self.across.num_tokens
 
     @property
     def total_tokens(self) -> int:

@@ -31,62 +31,62 @@ Mode = Callable[[Communicator, Axis, str, ShardedQKV], Tensor]
 class TokenSplit:
     """How tokens are split between the places of an axis, and how their keys meet (None: never, wrong on purpose).
 
-    `share`: what is remembered of the last step, where keys of the last step are attended to. `kernel`: the user's own,
+    `patch`: what is remembered of the last step, where keys of the last step are attended to. `kernel`: the user's own,
     called on own queries and everybody's keys at once. `cut`: by what tokens are split.
     """
 
-    door: Communicator
+    comm: Communicator
     axis: Axis
     mode: Mode | None
-    share: LocalPatch | None = None
+    patch: LocalPatch | None = None
     kernel: BackendKernel | None = None
     cut: Cut = "runs"
 
-    def gather(self, x: Tensor, dim: int, start: int, shares: TokenRanges, where: str) -> Tensor:
+    def gather(self, x: Tensor, dim: int, start: int, ranges: TokenRanges, where: str) -> Tensor:
         """`x` with everybody's tokens, of which ours start at `start`; whatever is around them stays."""
-        before, own, after = x.split_with_sizes((start, shares.count, x.shape[dim] - start - shares.count), dim)
-        parts = AllGather(self.door, self.axis, "tokens", where).shares(own.contiguous(), dim, shares.sizes)
-        return torch.cat([before, shares.joined(parts, dim), after], dim)
+        before, own, after = x.split_with_sizes((start, ranges.count, x.shape[dim] - start - ranges.count), dim)
+        parts = AllGather(self.comm, self.axis, "tokens", where).parts(own.contiguous(), dim, ranges.sizes)
+        return torch.cat([before, ranges.joined(parts, dim), after], dim)
 
 
-def cut_for(treatment: ExchangePolicy) -> Cut:
+def cut_for(policy: ExchangePolicy) -> Cut:
     """What tokens are split by: where all keys are of this step it makes no difference, and runs are the most even.
 
     Whole rows where a place sees only near rows of another, or averages of them.
     """
-    context = treatment.context
-    if not treatment.remembers:
+    context = policy.context
+    if not policy.remembers:
         return "runs"
     everything = not isinstance(context, StaleKV) or (context.narrow_to or context.selection) == AllRows()
     return "bands" if everything else "rows"
 
 
 def attend_split(
-    split: TokenSplit, where: str, tokens: AttentionTokens, shares: TokenRanges, call: AttentionCall
+    split: TokenSplit, where: str, tokens: AttentionTokens, ranges: TokenRanges, call: AttentionCall
 ) -> Tensor:
     """What the call gives for our queries, tokens being split so. Raises UnsupportedModel, ExchangeError."""
     if call.dropout_p:
         raise UnsupportedModel(f"{where}: attention with dropout cannot be split: put the model in eval mode")
     if call.query.ndim == 3:
-        return attend_split(split, where, tokens, shares, call.with_heads()).squeeze(1)
+        return attend_split(split, where, tokens, ranges, call.with_heads()).squeeze(1)
     if tokens.mask_dims == 4 and call.attn_mask is not None and call.attn_mask.ndim == 2:
         # diffusers' dispatcher makes a mask of keys out of [batch, keys], but only where all keys are there
         call = replace(call, attn_mask=call.attn_mask[:, None, None])
-    queries = _SplitTokens.of(tokens.queries, call.query, shares)
+    queries = _SplitTokens.of(tokens.queries, call.query, ranges)
     if tokens.keys is None:
         return replace(call, attn_mask=queries.rows(call.attn_mask)).run()
-    keys = _SplitTokens.of(tokens.keys, call.key, shares)
+    keys = _SplitTokens.of(tokens.keys, call.key, ranges)
     call = _with_whole_mask(split, where, call, queries, keys)
     if split.mode is None or split.axis.size == 1:
         rows = queries.rows(call.attn_mask)
         return replace(call, attn_mask=None if rows is None else keys.cut(rows, -1), kernel=None).run()
-    slot = None if split.share is None else split.share.slot(where, split.share.treatment.context)
-    if split.share is not None and slot is not None:
+    entry = None if split.patch is None else split.patch.entry(where, split.patch.policy.context)
+    if split.patch is not None and entry is not None:
         stale = _common_first(where, call, queries, keys)
-        return queries.in_order(attend_with_past(split.share, where, shares.rows, stale, slot), 2)
+        return queries.in_order(attend_with_past(split.patch, where, ranges.rows, stale, entry), 2)
     if split.mode is not None and call.kernel is None and _fits_a_mode(call, queries, keys):
         return _by_mode(split, split.mode, where, call, queries, keys)
-    key, value = (split.gather(x, -2, keys.start, shares, where) for x in (call.key, call.value))
+    key, value = (split.gather(x, -2, keys.start, ranges, where) for x in (call.key, call.value))
     return replace(call, key=key, value=value, attn_mask=queries.rows(call.attn_mask)).run()
 
 
@@ -96,22 +96,22 @@ class _SplitTokens:
 
     start: int
     local: int
-    shares: TokenRanges
+    ranges: TokenRanges
 
     @classmethod
-    def of(cls, rows: TokenRows | None, x: Tensor, shares: TokenRanges) -> "_SplitTokens":
+    def of(cls, rows: TokenRows | None, x: Tensor, ranges: TokenRanges) -> "_SplitTokens":
         size = x.shape[-2]
         if rows is None:
-            return cls(size, size, TokenRanges(place=0, starts=(0, 0)))
-        return cls(rows.start(size, shares.count), size, shares)
+            return cls(size, size, TokenRanges(group_rank=0, starts=(0, 0)))
+        return cls(rows.start(size, ranges.count), size, ranges)
 
     @property
     def own(self) -> int:
-        return self.shares.count
+        return self.ranges.count
 
     @property
     def tokens(self) -> int:
-        return self.shares.num_tokens
+        return self.ranges.num_tokens
 
     @property
     def whole(self) -> int:
@@ -126,7 +126,7 @@ class _SplitTokens:
         if mask.ndim < -dim or mask.shape[dim] in (1, self.local) or self.own == self.tokens:
             return mask
         before, tokens, after = mask.split_with_sizes((self.start, self.tokens, self.after), dim)
-        return torch.cat([before, self.shares.own(tokens, dim), after], dim)
+        return torch.cat([before, self.ranges.own(tokens, dim), after], dim)
 
     def rows(self, mask: Tensor | None) -> Tensor | None:
         """A mask with a row for each of these queries."""
@@ -137,10 +137,10 @@ class _SplitTokens:
         before, own, after = x.split_with_sizes([self.start, self.own, self.after], dim)
         return torch.cat([before, after, own], dim) if self.after else x
 
-    def by_place(self, mask: Tensor, dim: int) -> Tensor:
+    def by_rank(self, mask: Tensor, dim: int) -> Tensor:
         """A mask that is whole along `dim`: what everybody has first, then each place's tokens."""
         before, tokens, after = mask.split_with_sizes([self.start, self.tokens, self.after], dim)
-        return torch.cat([before, after, self.shares.by_place(tokens, dim)], dim)
+        return torch.cat([before, after, self.ranges.by_rank(tokens, dim)], dim)
 
     def in_order(self, x: Tensor, dim: int) -> Tensor:
         """The other way round."""
@@ -175,7 +175,7 @@ def _whole_mask(
             f"all {keys.whole}"
         )
     if mask.ndim < 2 or mask.shape[-2] == 1:
-        return split.gather(mask, -1, keys.start, keys.shares, where)
+        return split.gather(mask, -1, keys.start, keys.ranges, where)
     if queries == keys and _sees_itself_alone(mask, keys):
         return _with_blind_columns(as_bias(mask, call.query.dtype), keys)
     return _outer_product(split, where, mask, queries, keys)
@@ -202,9 +202,9 @@ def _with_blind_columns(bias: Tensor, keys: _SplitTokens) -> Tensor:
     before, own, after = bias.split_with_sizes((keys.start, keys.own, keys.after), -1)
     foreign = own[..., :1].clone()
     foreign.narrow(-2, keys.start, keys.own).fill_(-torch.inf)
-    columns = [foreign.expand(*own.shape[:-1], size) for size in keys.shares.sizes]
-    columns[keys.shares.place] = own
-    return torch.cat([before, keys.shares.joined(columns, -1), after], -1)
+    columns = [foreign.expand(*own.shape[:-1], size) for size in keys.ranges.sizes]
+    columns[keys.ranges.group_rank] = own
+    return torch.cat([before, keys.ranges.joined(columns, -1), after], -1)
 
 
 def _outer_product(split: TokenSplit, where: str, mask: Tensor, queries: _SplitTokens, keys: _SplitTokens) -> Tensor:
@@ -216,7 +216,7 @@ def _outer_product(split: TokenSplit, where: str, mask: Tensor, queries: _SplitT
     rows, columns = mask.any(-1, keepdim=True), mask.any(-2, keepdim=True)
     if not torch.equal(rows & columns, mask):
         raise UnsupportedModel(f"{where}: a mask is made from the tokens that are here, and differs by query and key")
-    columns = split.gather(columns, -1, keys.start, keys.shares, where)
+    columns = split.gather(columns, -1, keys.start, keys.ranges, where)
     return rows & columns
 
 
@@ -235,7 +235,7 @@ def _common_first(where: str, call: AttentionCall, queries: _SplitTokens, keys: 
     query, key, value = _tensors_common_first(call, queries, keys)
     mask = queries.rows(call.attn_mask)
     if mask is not None:
-        mask = keys.by_place(mask, -1) if mask.shape[-1] > 1 else mask
+        mask = keys.by_rank(mask, -1) if mask.shape[-1] > 1 else mask
         mask = queries.common_first(mask, -2) if mask.ndim > 1 and mask.shape[-2] > 1 else mask
         mask = as_bias(mask[(None,) * (4 - mask.ndim)], query.dtype)
     return replace(call, query=query, key=key, value=value, attn_mask=mask)
@@ -255,16 +255,16 @@ def _by_mode(
     if mask is not None:
         for dim, line in ((-1, keys), (-2, queries)):
             if mask.ndim >= -dim and mask.shape[dim] > 1:
-                mask = line.by_place(mask, dim)
+                mask = line.by_rank(mask, dim)
     shared = ShardedQKV(
         q_BNlD=query,
         k_BMlD=key,
         v_BMlD=value,
-        sizes=keys.shares.sizes,
-        place=split.axis.rank,
+        sizes=keys.ranges.sizes,
+        group_rank=split.axis.rank,
         common=keys.local - keys.own,
         common_asks=queries == keys,
         mask=mask,
         scale=call.scale,
     )
-    return queries.in_order(mode(split.door, split.axis, where, shared), 2)
+    return queries.in_order(mode(split.comm, split.axis, where, shared), 2)

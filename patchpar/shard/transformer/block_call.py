@@ -11,7 +11,7 @@ class BlockCall:
 
     def __init__(self, path: str, plan: BlockPlan) -> None:
         self.path, self.plan = path, plan
-        self.shares = TokenRanges(place=0, starts=(0,))
+        self.ranges = TokenRanges(group_rank=0, starts=(0,))
         self.attentions = self.sums = self.convolutions = 0
         self.part: str | None = None  # that is being computed with all tokens
 
@@ -24,5 +24,5 @@ class LocalTokens:
     """What is known of a tensor of which we have our tokens only; `whole` once somebody has looked."""
 
     def __init__(self, rows: TokenRows, block: BlockCall) -> None:
-        self.rows, self.shares, self.where = rows, block.shares, block.path
+        self.rows, self.ranges, self.where = rows, block.ranges, block.path
         self.whole: Tensor | None = None

@@ -28,7 +28,14 @@ from patchpar.shard.transformer.plan_lookup import PlanSearch
 from patchpar.shard.transformer.token_plan import NotWatched, TokenPlan
 from patchpar.shard.transformer.verify import compared, refusal
 from patchpar.shard.unsupported_model import is_of_the_split
-from patchpar.shard.verification import Call, arguments_of, form_of, made_of, verify_once, with_noise_for_zeros
+from patchpar.shard.verification import (
+    Call,
+    arguments_of,
+    call_signature,
+    fingerprint_of,
+    verify_once,
+    with_noise_for_zeros,
+)
 from patchpar.shard.verification_cache import VerificationCache
 
 Forward = Callable[..., Any]
@@ -38,8 +45,8 @@ log = logging.getLogger(__name__)
 class TokenDenoiser(SharedDenoiser):
     """A denoiser whose calls are computed by tokens. Every rank passes and gets whole tensors.
 
-    `treatment` says which keys are attended to; one that uses those of the last step needs the `clock`. The plan is
-    kept with the `verdicts`; without any, it is found anew and not verified. `reset` belongs before every picture,
+    `policy` says which keys are attended to; one that uses those of the last step needs the `clock`. The plan is
+    kept with the `verifications`; without any, it is found anew and not verified. `reset` belongs before every picture,
     `finish` after it. `exchange` is "on", or wrong on purpose, as the negative control of tests and figures: "off"
     attends to own tokens only, "frozen" sends no keys after the exact steps.
     """
@@ -48,17 +55,17 @@ class TokenDenoiser(SharedDenoiser):
         self,
         denoiser: nn.Module,
         mesh: tuple[Communicator, Axis],
-        treatment: ExchangePolicy,
+        policy: ExchangePolicy,
         *,
         clock: StepClock | None = None,
-        verdicts: VerificationCache | None = None,
+        verifications: VerificationCache | None = None,
     ) -> None:
-        super().__init__(denoiser, mesh, treatment, clock, verdicts)
+        super().__init__(denoiser, mesh, policy, clock, verifications)
         self.plan: TokenPlan | None = None
         self._shard: TransformerSharder | None = None
         self._plans: list[tuple[Any, TokenPlan]] = []  # by the form of calls that have been seen
         self._choice = BackendChoice(denoiser)
-        self._search = PlanSearch(denoiser, mesh, verdicts)
+        self._search = PlanSearch(denoiser, mesh, verifications)
 
     def denoise(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         """One denoiser call; `forward` is the denoiser's own. Returns what it returns, for the whole picture.
@@ -73,7 +80,7 @@ class TokenDenoiser(SharedDenoiser):
         return output
 
     def _denoised(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        form, call = form_of((args, kwargs)), (args, kwargs)
+        form, call = call_signature((args, kwargs)), (args, kwargs)
         with self._choice.set_aside() as kernel:
             first = not self._is_ready_for(form)
             if first:
@@ -83,7 +90,7 @@ class TokenDenoiser(SharedDenoiser):
             except NotWatched as error:  # the form does not tell: every rank meets it at the same block
                 self._prepare(forward, call, form, kernel, unforeseen=error)
                 output = self._run(form, kernel, forward, call)
-            if first and self.share.place == 0:
+            if first and self.patch.group_rank == 0:
                 assert self._shard is not None
                 self._say_whose(self._shard)
             return output
@@ -101,13 +108,13 @@ class TokenDenoiser(SharedDenoiser):
         assert self._shard is not None
         self._shard.split = self._split(kernel)
         if self.history is not None:
-            return self._with_history(self.history, form, forward, *call[0], **call[1])
+            return self._with_stale_state(self.history, form, forward, *call[0], **call[1])
         self._this_step()
         return self._shard.denoise(forward, *call[0], **call[1])
 
     def _say_whose(self, shard: TransformerSharder) -> None:
-        for name, shares in shard.shares.items():
-            log.info("%s, %s: %s", type(self.denoiser).__name__, name, shares)
+        for name, ranges in shard.ranges.items():
+            log.info("%s, %s: %s", type(self.denoiser).__name__, name, ranges)
 
     # --- the first call of a form -------------------------------------------------------------------------------
 
@@ -124,7 +131,7 @@ class TokenDenoiser(SharedDenoiser):
         `unforeseen`: a block that is called otherwise than at the first call of that form.
         """
         refuse_caches(self.denoiser, stale=self.history is not None)
-        refuse_elsewhere(self.denoiser, self.share.door.transport.device)
+        refuse_elsewhere(self.denoiser, self.patch.comm.transport.device)
         with caches_set_aside(self.denoiser), needing_torch_attention(self.denoiser, kernel):
             if unforeseen is None:
                 self._know(forward, call)
@@ -191,11 +198,11 @@ class TokenDenoiser(SharedDenoiser):
         self._this_step()
         shard.split = self._split(wrong=False)
         try:
-            if self.verdicts is not None:
-                mesh = (self.share.door, self.share.axis)
+            if self.verifications is not None:
+                mesh = (self.patch.comm, self.patch.axis)
                 calls = [each for each in (call, with_noise_for_zeros(call)) if each is not None]
                 compare = partial(compared, shard, forward, calls)
-                self.error = verify_once(self.verdicts, self._facts(call), mesh, compare, *refusal(shard))
+                self.error = verify_once(self.verifications, self._facts(call), mesh, compare, *refusal(shard))
             elif known:
                 shard.denoise(forward, *call[0], **call[1])
         except BaseException:
@@ -205,41 +212,43 @@ class TokenDenoiser(SharedDenoiser):
     def _facts(self, call: Call) -> dict[str, Any]:
         """What the verdict depends on."""
         return {
-            **made_of(self.denoiser),
+            **fingerprint_of(self.denoiser),
             "tokens": str(self.plan),
-            "strategy": self.share.treatment.name,
-            "cut": cut_for(self.share.treatment),
-            "places": self.share.axis.size,
-            "device": self.share.door.transport.device.type,
+            "strategy": self.patch.policy.name,
+            "cut": cut_for(self.patch.policy),
+            "places": self.patch.axis.size,
+            "device": self.patch.comm.transport.device.type,
             "arguments": arguments_of(call),
         }
 
     # --- every call ---------------------------------------------------------------------------------------------
 
     def _split(self, kernel: BackendKernel | None = None, *, wrong: bool | None = None) -> TokenSplit:
-        share = self.share
+        patch = self.patch
         alone = self.exchange == "off" if wrong is None else wrong
-        mode = None if alone else partial(attend_together, share.treatment.keys)
-        gathers = share.treatment.keys == AttentionMode() or share.treatment.remembers
-        cut = cut_for(share.treatment)
-        return TokenSplit(share.door, share.axis, mode, share, kernel if gathers else None, cut)
+        mode = None if alone else partial(attend_together, patch.policy.keys)
+        gathers = patch.policy.keys == AttentionMode() or patch.policy.remembers
+        cut = cut_for(patch.policy)
+        return TokenSplit(patch.comm, patch.axis, mode, patch, kernel if gathers else None, cut)
 
     def _this_step(self) -> None:
-        self.share.fresh, self.share.memory = True, None
+        self.patch.fresh, self.patch.cache = True, None
 
-    def _with_history(self, history: StaleState, form: Any, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def _with_stale_state(self, history: StaleState, form: Any, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """With keys of the last step, where they are known and the treatment wants them."""
         assert self._shard is not None
         self._look_back(history, form, (args, kwargs))
         output = self._shard.denoise(forward, *args, **kwargs)
-        history.memory.end()
-        history.heard(self._told(history.tell()), fresh=self.share.fresh)
+        history.cache.end()
+        history.heard(self._gathered(history.tell()), fresh=self.patch.fresh)
         return output
 
-    def _told(self, own: list[Tensor]) -> list[list[Tensor]]:
+    def _gathered(self, own: list[Tensor]) -> list[list[Tensor]]:
         if not own:
             return []
-        return [[told] for told in AllGather(self.share.door, self.share.axis, "prediction", "drift").same(own[0])]
+        return [
+            [gathered] for gathered in AllGather(self.patch.comm, self.patch.axis, "prediction", "drift").same(own[0])
+        ]
 
     def reset(self) -> None:
         """Begin a picture: nothing of the last one is used. Raises ExchangeError."""

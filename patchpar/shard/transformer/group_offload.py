@@ -25,7 +25,7 @@ def group_here(block: nn.Module) -> Iterator[None]:
         return
     reference = hook.fn_ref
     before = reference.pre_forward, reference.post_forward
-    reference.pre_forward, reference.post_forward = _as_it_is, _as_it_came
+    reference.pre_forward, reference.post_forward = _as_it_is, _unchanged
     hook.group.onload_()
     try:
         yield
@@ -54,5 +54,5 @@ def _as_it_is(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs
 
 
-def _as_it_came(module: nn.Module, output: Any) -> Any:
+def _unchanged(module: nn.Module, output: Any) -> Any:
     return output

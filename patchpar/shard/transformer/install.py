@@ -50,13 +50,13 @@ _COMPILED = (
 class TransformerSharder:
     """A transformer whose tokens are split. Every rank passes and gets whole tensors.
 
-    `shares`: how, in the last call, by list of blocks. `restore()` leaves it as it was.
+    `ranges`: how, in the last call, by list of blocks. `restore()` leaves it as it was.
     """
 
     def __init__(self, denoiser: nn.Module, plan: TokenPlan, split: TokenSplit) -> None:
         self.denoiser, self.plan, self.split = denoiser, plan, split
         self.call: _TokenCall | None = None
-        self.shares: dict[str, TokenRanges] = {}
+        self.ranges: dict[str, TokenRanges] = {}
         self._grids: Grids = {}
         self._hooks = HookSet()
         for path, module in denoiser.named_modules():
@@ -76,7 +76,7 @@ class TransformerSharder:
         """One denoiser call; `forward` is the denoiser's own. Raises UnsupportedModel, PlanError, ExchangeError."""
         arguments = CallArguments.of(self.denoiser, args, kwargs)
         self.call = _TokenCall(self.split, TokenLayout(self.split, arguments, self.plan.latent, self._grids))
-        self.shares = self.call.shares
+        self.ranges = self.call.ranges
         try:
             with self.call:
                 output = forward(*args, **kwargs)
@@ -145,10 +145,10 @@ class _PartHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         if call is None or block is None or part is None:
             return forward(*args, **kwargs)
         arguments = CallArguments.of(module, args, kwargs)
-        whole = with_all_tokens(call.split, self.path, part, block.shares, arguments)
+        whole = with_all_tokens(call.split, self.path, part, block.ranges, arguments)
         block.part = self.path
         try:
-            return own_of(part, block.shares, forward(*whole.args, **whole.kwargs))
+            return own_of(part, block.ranges, forward(*whole.args, **whole.kwargs))
         finally:
             block.part = None
 
@@ -159,7 +159,7 @@ class _TokenCall(TorchFunctionMode):
     def __init__(self, split: TokenSplit, layout: TokenLayout) -> None:
         super().__init__()
         self.split, self.layout = split, layout
-        self.shares: dict[str, TokenRanges] = {}
+        self.ranges: dict[str, TokenRanges] = {}
         self.inside = False
         self.block: BlockCall | None = None
         self._local: Any = WeakTensorKeyDictionary()  # tensor -> LocalTokens
@@ -192,9 +192,9 @@ class _TokenCall(TorchFunctionMode):
         if convolution is None:
             return func(*args, **kwargs)
         number, block.convolutions = block.convolutions, block.convolutions + 1
-        if number not in mixing.reaching(block.shares.across):
+        if number not in mixing.reaching(block.ranges.across):
             return func(*args, **kwargs)
-        return convolve_rows(self.split, f"{block.path} convolution {number}", block.shares, convolution)
+        return convolve_rows(self.split, f"{block.path} convolution {number}", block.ranges, convolution)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """What attention of the block under way gives. Raises UnsupportedModel, ExchangeError."""
@@ -211,22 +211,22 @@ class _TokenCall(TorchFunctionMode):
                 f"{block.path} calls attention more than {number} times, but did not when it was watched"
             )
         where = f"{block.path} attention {number}"
-        return as_torch_lays(attend_split(self.split, where, block.plan.attentions[number], block.shares, call))
+        return as_torch_lays(attend_split(self.split, where, block.plan.attentions[number], block.ranges, call))
 
     def own_leaves(self, block: BlockCall, recipe: ArgumentRule, leaves: list[Any]) -> list[Any]:
         """The arguments as our share of the block wants them. Raises PlanError, UnsupportedModel."""
-        block.shares = self.shares[block.plan.name] = self._shares(block, recipe, leaves)
+        block.ranges = self.ranges[block.plan.name] = self._ranges(block, recipe, leaves)
         rows = dict(recipe.inputs)
         own: list[Any] = [
-            self._own(block.shares, leaf, rows.get(number)) if isinstance(leaf, Tensor) else leaf
+            self._own(block.ranges, leaf, rows.get(number)) if isinstance(leaf, Tensor) else leaf
             for number, leaf in enumerate(leaves)
         ]
         for number in recipe.counts:
-            own[number] += block.shares.count - block.shares.num_tokens
-        for number in recipe.row_counts if block.shares.across.rows is None else recipe.frame_counts:
-            own[number] = block.shares.num_rows
+            own[number] += block.ranges.count - block.ranges.num_tokens
+        for number in recipe.row_counts if block.ranges.across.rows is None else recipe.frame_counts:
+            own[number] = block.ranges.num_rows
         for number in recipe.bounds:
-            own[number] = block.shares.before(own[number])
+            own[number] = block.ranges.before(own[number])
         return own
 
     def run(self, block: BlockCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -243,31 +243,31 @@ class _TokenCall(TorchFunctionMode):
                 self._local[leaf] = LocalTokens(rows, block)
         return output
 
-    def _shares(self, block: BlockCall, recipe: ArgumentRule, leaves: list[Any]) -> TokenRanges:
+    def _ranges(self, block: BlockCall, recipe: ArgumentRule, leaves: list[Any]) -> TokenRanges:
         """Whose the tokens are: as in the block that an argument comes from. Raises PlanError, UnsupportedModel."""
         for number, _ in recipe.inputs:
             if (local := self._local.get(leaves[number])) is not None:
-                return local.shares
-        return self.layout.shares(block.path, block.plan, recipe, leaves)
+                return local.ranges
+        return self.layout.ranges(block.path, block.plan, recipe, leaves)
 
-    def _own(self, shares: TokenRanges, x: Tensor, rows: TokenRows | None) -> Tensor:
+    def _own(self, ranges: TokenRanges, x: Tensor, rows: TokenRows | None) -> Tensor:
         """An argument with our tokens only, where it has `rows` of them."""
         local = self._local.get(x)
         if local is not None:
-            if local.whole is None and local.rows == rows and local.shares == shares:
+            if local.whole is None and local.rows == rows and local.ranges == ranges:
                 return x
             x = self.whole(x)
-        return x if rows is None else self._cut(x, rows, shares)
+        return x if rows is None else self._cut(x, rows, ranges)
 
-    def _cut(self, x: Tensor, rows: TokenRows, shares: TokenRanges) -> Tensor:
+    def _cut(self, x: Tensor, rows: TokenRows, ranges: TokenRanges) -> Tensor:
         """Our tokens of a whole argument, and what is around all of them."""
         if x.is_inference():  # whether it changes in place cannot be told
-            return rows.cut(x, shares)
+            return rows.cut(x, ranges)
         known = self._cuts.setdefault(x, {})
-        key = (rows, shares, x._version)
+        key = (rows, ranges, x._version)
         if key not in known:
             known.clear()
-            known[key] = rows.cut(x, shares)
+            known[key] = rows.cut(x, ranges)
         return known[key]
 
     def whole(self, x: Tensor) -> Tensor:
@@ -276,8 +276,8 @@ class _TokenCall(TorchFunctionMode):
         if local is None:
             return x
         if local.whole is None:
-            start = local.rows.start(x.shape[local.rows.dim], local.shares.count)
-            local.whole = self.split.gather(x, local.rows.dim, start, local.shares, f"after {local.where}")
+            start = local.rows.start(x.shape[local.rows.dim], local.ranges.count)
+            local.whole = self.split.gather(x, local.rows.dim, start, local.ranges, f"after {local.where}")
         return local.whole
 
     def all_whole(self, value: Any) -> Any:

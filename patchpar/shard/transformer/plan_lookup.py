@@ -24,7 +24,7 @@ from patchpar.shard.transformer.shipped_plans import shipped_for
 from patchpar.shard.transformer.token_plan import TokenPlan
 from patchpar.shard.transformer.token_plan_json import from_json, to_json
 from patchpar.shard.unsupported_model import in_one_line
-from patchpar.shard.verification import Call, arguments_of, made_of
+from patchpar.shard.verification import Call, arguments_of, fingerprint_of
 from patchpar.shard.verification_cache import VerificationCache
 
 Forward = Callable[..., Any]
@@ -34,14 +34,14 @@ log = logging.getLogger(__name__)
 class PlanSearch:
     """Finds plans for one denoiser; all ranks of the axis call it together, and all get the first one's.
 
-    Without `verdicts` nothing is kept, nor taken from what is shipped, since nobody would verify it. `second_hand`:
-    whether it was not by watching alone that it was found.
+    Without `verifications` nothing is kept, nor taken from what is shipped, since nobody would verify it.
+    `second_hand`: whether it was not by watching alone that it was found.
     """
 
     def __init__(
-        self, denoiser: nn.Module, mesh: tuple[Communicator, Axis], verdicts: VerificationCache | None
+        self, denoiser: nn.Module, mesh: tuple[Communicator, Axis], verifications: VerificationCache | None
     ) -> None:
-        self.denoiser, self.mesh, self.verdicts = denoiser, mesh, verdicts
+        self.denoiser, self.mesh, self.verifications = denoiser, mesh, verifications
         self.second_hand = False
 
     def find(self, forward: Forward, call: Call, *, known: TokenPlan | None = None) -> TokenPlan:
@@ -68,12 +68,12 @@ class PlanSearch:
         return self._agreed(found, second_hand=False)
 
     def _kept(self, call: Call, *, otherwise: bool) -> TokenPlan | None:
-        if self.verdicts is None:
+        if self.verifications is None:
             return None
-        return self.verdicts.find(self.verdicts.key(self._facts(call, otherwise)), "plan", from_json)
+        return self.verifications.find(self.verifications.key(self._facts(call, otherwise)), "plan", from_json)
 
     def _shipped(self) -> TokenPlan | None:
-        shipped = shipped_for(self.denoiser) if self.verdicts is not None else None
+        shipped = shipped_for(self.denoiser) if self.verifications is not None else None
         if shipped is None:
             return None
         plan = shipped.plan_for(self.denoiser)
@@ -88,22 +88,22 @@ class PlanSearch:
         return found
 
     def _keep(self, found: TokenPlan, call: Call, *, otherwise: bool) -> None:
-        if self.verdicts is not None:
+        if self.verifications is not None:
             facts = self._facts(call, otherwise)
-            self.verdicts.remember(self.verdicts.key(facts), facts, plan=to_json(found))
+            self.verifications.remember(self.verifications.key(facts), facts, plan=to_json(found))
 
     def _facts(self, call: Call, otherwise: bool) -> dict[str, Any]:
         signature = arguments_of(call) if otherwise else CallArguments.of(self.denoiser, *call).signature()
-        return {**made_of(self.denoiser), "plan for": signature}
+        return {**fingerprint_of(self.denoiser), "plan for": signature}
 
     def _agreed(self, plan: TokenPlan, *, second_hand: bool) -> TokenPlan:
         """The plan of the first place, whatever the others have found: all must cut alike."""
-        door, axis = self.mesh
-        own = torch.frombuffer(bytearray(to_json(plan).encode()), dtype=torch.uint8).to(door.transport.device)
-        gather = AllGather(door, axis, "verify", "token plan")
-        told = gather.same(torch.tensor([len(own), second_hand], device=own.device))
-        self.second_hand = bool(told[0][1])
-        first = gather.shares(own, 0, [int(size) for size, _ in told])[0]
+        comm, axis = self.mesh
+        own = torch.frombuffer(bytearray(to_json(plan).encode()), dtype=torch.uint8).to(comm.transport.device)
+        gather = AllGather(comm, axis, "verify", "token plan")
+        sizes = gather.same(torch.tensor([len(own), second_hand], device=own.device))
+        self.second_hand = bool(sizes[0][1])
+        first = gather.parts(own, 0, [int(size) for size, _ in sizes])[0]
         return from_json(bytes(first.cpu().tolist()).decode())
 
     def _say(self, what: str) -> None:

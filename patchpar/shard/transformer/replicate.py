@@ -21,7 +21,7 @@ HEADS = -3  # the dim of heads in queries, keys, values and masks
 
 
 def with_all_tokens(
-    split: TokenSplit, where: str, part: Replicated, shares: TokenRanges, arguments: CallArguments
+    split: TokenSplit, where: str, part: Replicated, ranges: TokenRanges, arguments: CallArguments
 ) -> CallArguments:
     """The arguments of a part with everybody's tokens; without exchange, others' are zeros. Raises ExchangeError."""
 
@@ -29,16 +29,17 @@ def with_all_tokens(
         rows = part.inputs.get(name)
         if rows is None or not isinstance(leaf, Tensor):
             return leaf
-        start = rows.start(leaf.shape[rows.dim], shares.count)
+        start = rows.start(leaf.shape[rows.dim], ranges.count)
         if split.mode is not None:
-            return split.gather(leaf, rows.dim, start, shares, where)
+            return split.gather(leaf, rows.dim, start, ranges, where)
         before, own, after = leaf.split_with_sizes(
-            (start, shares.count, leaf.shape[rows.dim] - start - shares.count), rows.dim
+            (start, ranges.count, leaf.shape[rows.dim] - start - ranges.count), rows.dim
         )
         parts = [
-            own if place == shares.place else _zeros(own, rows.dim, size) for place, size in enumerate(shares.sizes)
+            own if group_rank == ranges.group_rank else _zeros(own, rows.dim, size)
+            for group_rank, size in enumerate(ranges.sizes)
         ]
-        return torch.cat([before, shares.joined(parts, rows.dim), after], rows.dim)
+        return torch.cat([before, ranges.joined(parts, rows.dim), after], rows.dim)
 
     return arguments.map(fetch)
 
@@ -47,11 +48,11 @@ def _zeros(like: Tensor, dim: int, size: int) -> Tensor:
     return like.new_zeros(*like.shape[:dim], size, *like.shape[dim + 1 :])
 
 
-def own_of(part: Replicated, shares: TokenRanges, output: Any) -> Any:
+def own_of(part: Replicated, ranges: TokenRanges, output: Any) -> Any:
     """What a part returned, with our tokens only."""
     leaves, structure = tree_flatten(output)
     for number, rows in part.outputs.items():
-        leaves[number] = rows.cut(leaves[number], shares)
+        leaves[number] = rows.cut(leaves[number], ranges)
     return tree_unflatten(leaves, structure)
 
 
@@ -60,10 +61,10 @@ def attend_by_heads(split: TokenSplit, where: str, call: AttentionCall) -> Tenso
     ranks, heads = split.axis.size, call.query.shape[1] if call.query.ndim == 4 else 1
     if split.mode is None or ranks == 1 or heads < ranks or call.key.shape[1] != heads or call.value.shape[1] != heads:
         return call.run()
-    shares = spread(heads, split.axis.rank, ranks)
-    query, key, value = (shares.own(x, HEADS).contiguous() for x in (call.query, call.key, call.value))
+    ranges = spread(heads, split.axis.rank, ranks)
+    query, key, value = (ranges.own(x, HEADS).contiguous() for x in (call.query, call.key, call.value))
     mask = call.attn_mask
     if mask is not None and mask.ndim >= -HEADS and mask.shape[HEADS] > 1:
-        mask = shares.own(mask, HEADS)
+        mask = ranges.own(mask, HEADS)
     out = replace(call, query=query, key=key, value=value, attn_mask=mask).run().contiguous()
-    return torch.cat(AllGather(split.door, split.axis, "tokens", where).shares(out, 1, shares.sizes), 1)
+    return torch.cat(AllGather(split.comm, split.axis, "tokens", where).parts(out, 1, ranges.sizes), 1)

@@ -25,7 +25,7 @@ class TokenLayout:
         self._split, self._grids = split, grids
         self._latent = (arguments, latent)
 
-    def shares(self, path: str, plan: BlockPlan, recipe: ArgumentRule, leaves: Sequence[Any]) -> TokenRanges:
+    def ranges(self, path: str, plan: BlockPlan, recipe: ArgumentRule, leaves: Sequence[Any]) -> TokenRanges:
         """Whose the tokens of a block are, that is called with whole arguments. Raises PlanError, UnsupportedModel."""
         tokens, axis = self._num_tokens(path, plan, recipe, leaves), self._split.axis
         if tokens < axis.size:

@@ -24,25 +24,25 @@ def sum_over_ranks(split: TokenSplit, where: str, own: Tensor) -> Tensor:
     """The sum over everybody's tokens out of that over ours, in fp32. Raises ExchangeError."""
     if split.mode is None or split.axis.size == 1:
         return own
-    everyone = AllGather(split.door, split.axis, "tokens", where).same(own.contiguous())
+    everyone = AllGather(split.comm, split.axis, "tokens", where).same(own.contiguous())
     return torch.stack([wide(each) for each in everyone]).sum(0).to(own.dtype)
 
 
-def convolve_rows(split: TokenSplit, where: str, shares: TokenRanges, convolution: ConvolutionCall) -> Tensor:
+def convolve_rows(split: TokenSplit, where: str, ranges: TokenRanges, convolution: ConvolutionCall) -> Tensor:
     """The convolution of our rows of tokens. Raises UnsupportedModel, PlanError, ExchangeError."""
     x_BChW = convolution.x_BCHW
     rows, columns = x_BChW.shape[2:]
-    across = shares.across
+    across = ranges.across
     lines = (
         TokensAcross(columns, across.planes) if across.rows is None else TokensAcross(across.columns, rows=across.rows)
     )
-    if across != lines or rows != shares.num_rows or (across.rows is not None and columns != across.num_tokens):
+    if across != lines or rows != ranges.num_rows or (across.rows is not None and columns != across.num_tokens):
         raise UnsupportedModel(
-            f"{where} is over {rows} x {columns} cells, which are no whole rows of our tokens ({shares}): the model "
+            f"{where} is over {rows} x {columns} cells, which are no whole rows of our tokens ({ranges}): the model "
             f"was watched otherwise"
         )
     stencil = stencil_of(convolution, ROWS)
-    fewest = min(stop - start for start, stop in zip(shares.starts, shares.starts[1:], strict=False))
+    fewest = min(stop - start for start, stop in zip(ranges.starts, ranges.starts[1:], strict=False))
     if split.axis.size > 1 and fewest < stencil.before:
         raise PlanError(
             f"{where} reads {stencil.before} rows of the neighbouring ranks, of which some have {fewest} only: use a "
@@ -51,7 +51,7 @@ def convolve_rows(split: TokenSplit, where: str, shares: TokenRanges, convolutio
     halo = Halo(None, None)
     if split.mode is not None and split.axis.size > 1:
         edges = _edges(split, x_BChW, stencil.before)
-        _, halo = split.door.gather_with_edges(split.axis, where, [], edges).wait()
+        _, halo = split.comm.gather_with_edges(split.axis, where, [], edges).wait()
     return convolve_with_halo(convolution, x_BChW, ROWS, stencil, halo)
 
 

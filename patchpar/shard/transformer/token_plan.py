@@ -56,15 +56,15 @@ class TokenRows:
         """The `tokens` tokens of a whole tensor, without what is around them. Raises UnsupportedModel."""
         return x.narrow(self.dim, self.start(x.shape[self.dim], tokens), tokens)
 
-    def cut(self, x: Tensor, shares: TokenRanges) -> Tensor:
+    def cut(self, x: Tensor, ranges: TokenRanges) -> Tensor:
         """Out of a whole tensor: our tokens, and what is around all of them.
 
         A tensor of its own unless it is a view without gaps. Raises UnsupportedModel.
         """
-        size, tokens = x.shape[self.dim], shares.num_tokens
+        size, tokens = x.shape[self.dim], ranges.num_tokens
         start = self.start(size, tokens)
         before, all_tokens, after = x.split_with_sizes((start, tokens, size - start - tokens), self.dim)
-        own = shares.own(all_tokens, self.dim)
+        own = ranges.own(all_tokens, self.dim)
         return own.contiguous() if self.alone else torch.cat([before, own, after], self.dim)
 
     def __str__(self) -> str:
@@ -106,8 +106,8 @@ class Replicated:
     outputs: Mapping[int, TokenRows]
 
     def __str__(self) -> str:
-        told = ", ".join(f"{name} {rows}" for name, rows in self.inputs.items())
-        return f"computed by every rank with all tokens of {told}"
+        listed = ", ".join(f"{name} {rows}" for name, rows in self.inputs.items())
+        return f"computed by every rank with all tokens of {listed}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,18 +44,18 @@ class TokenGrid(NamedTuple):
         return "frames" if self.frames >= self.rows else "rows"
 
     def __str__(self) -> str:
-        picture = f"{self.rows} rows x {self.columns} columns"
-        return f"{self.frames} frames x {picture}, frame-major" if self.frames > 1 else picture
+        image = f"{self.rows} rows x {self.columns} columns"
+        return f"{self.frames} frames x {image}, frame-major" if self.frames > 1 else image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRanges:
     """Rows `starts[i]` to `starts[i + 1]` are those of place i; `across` says what a row is, and in which planes.
 
-    In a run every token is a row. `place` is ours. `grid`: None where it is not known.
+    In a run every token is a row. `group_rank` is ours. `grid`: None where it is not known.
     """
 
-    place: int
+    group_rank: int
     starts: tuple[int, ...]
     across: TokensAcross = TOKEN
     grid: TokenGrid | None = None
@@ -73,18 +73,18 @@ class TokenRanges:
     @property
     def count(self) -> int:
         """How many are ours."""
-        return self.sizes[self.place]
+        return self.sizes[self.group_rank]
 
     @property
     def num_rows(self) -> int:
         """How many of the rows along the split are ours."""
-        return self.starts[self.place + 1] - self.starts[self.place]
+        return self.starts[self.group_rank + 1] - self.starts[self.group_rank]
 
     def before(self, number: int) -> int:
         """How many of ours are among the first `number` of all tokens; they are the first of ours."""
         in_plane = self.num_tokens // self.across.planes
         planes, rest = divmod(number, in_plane)
-        start, own = (sum(sizes) // self.across.planes for sizes in (self.sizes[: self.place], (self.count,)))
+        start, own = (sum(sizes) // self.across.planes for sizes in (self.sizes[: self.group_rank], (self.count,)))
         return planes * own + min(max(rest - start, 0), own)
 
     @property
@@ -94,9 +94,9 @@ class TokenRanges:
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         """Out of all tokens along `dim`: ours, in their order."""
-        return self._parts(x, dim)[self.place]
+        return self._parts(x, dim)[self.group_rank]
 
-    def by_place(self, x: Tensor, dim: int) -> Tensor:
+    def by_rank(self, x: Tensor, dim: int) -> Tensor:
         """All tokens along `dim`, place by place."""
         return x if self.across.planes == 1 else torch.cat(self._parts(x, dim), dim)
 
@@ -119,18 +119,20 @@ class TokenRanges:
     def __str__(self) -> str:
         tokens = f"{self.num_tokens} tokens" + (f", {self.grid}" if self.grid else "")
         if self.across == TOKEN:
-            return f"{tokens}; split in runs: {_told(self.sizes)}"
+            return f"{tokens}; split in runs: {_listed(self.sizes)}"
         if self.across.columns == 1:
-            return f"{tokens}; split along rows: {_told(self.sizes)} tokens"
+            return f"{tokens}; split along rows: {_listed(self.sizes)} tokens"
         what = "frames" if self.across.rows else "rows"
-        return f"{tokens}; split along {what}: {_told(tuple(b - a for a, b in pairwise(self.starts)))}"
+        return f"{tokens}; split along {what}: {_listed(tuple(b - a for a, b in pairwise(self.starts)))}"
 
 
-def _told(counts: Sequence[int]) -> str:
+def _listed(counts: Sequence[int]) -> str:
     return f"{len(counts)} x {counts[0]}" if len(set(counts)) == 1 else ", ".join(map(str, counts))
 
 
-def spread(tokens: int, place: int, places: int, *, grid: TokenGrid | None = None, cut: Cut = "runs") -> TokenRanges:
+def spread(
+    tokens: int, group_rank: int, group_ranks: int, *, grid: TokenGrid | None = None, cut: Cut = "runs"
+) -> TokenRanges:
     """Shares of `tokens`, as even as what is cut allows; in runs where bands are fewer than places.
 
     Whole rows and whole frames make bands along the longer of the two.
@@ -143,8 +145,8 @@ def spread(tokens: int, place: int, places: int, *, grid: TokenGrid | None = Non
         across = frames if grid.along == "frames" else TokensAcross(grid.columns, planes=grid.frames)
     elif grid is not None and cut == "bands" and grid.along == "rows":
         rows, across = grid.rows * grid.columns, TokensAcross(1, planes=grid.frames)
-    if rows < places:
+    if rows < group_ranks:
         rows, across = tokens, TOKEN
-    each, more = divmod(rows, places)
-    starts = tuple(each * before + min(before, more) for before in range(places + 1))
-    return TokenRanges(place=place, starts=starts, across=across, grid=grid)
+    each, more = divmod(rows, group_ranks)
+    starts = tuple(each * before + min(before, more) for before in range(group_ranks + 1))
+    return TokenRanges(group_rank=group_rank, starts=starts, across=across, grid=grid)

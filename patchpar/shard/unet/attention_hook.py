@@ -35,16 +35,16 @@ class AttentionHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     Then what it makes keys and values of is its own, and what it gets from `to_k` and `to_v` is everybody's.
     """
 
-    def __init__(self, share: LocalPatch, where: str, *, own_kernel: bool = False) -> None:
+    def __init__(self, patch: LocalPatch, where: str, *, own_kernel: bool = False) -> None:
         super().__init__()
-        self.share, self.where, self.own_kernel = share, where, own_kernel
+        self.patch, self.where, self.own_kernel = patch, where, own_kernel
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces Attention.forward."""
-        if not self.share.active:
+        if not self.patch.active:
             return self.fn_ref.original_forward(*args, **kwargs)
         if self.own_kernel:
-            with keys_of_all(self.share, self.where, module):
+            with keys_of_all(self.patch, self.where, module):
                 return self.fn_ref.original_forward(*args, **kwargs)
         self._called = False
         with SdpaMode(self._attend):
@@ -59,7 +59,7 @@ class AttentionHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
     def _attend(self, call: AttentionCall) -> Tensor:
         self._called = True
-        return attend_over_shares(self.share, self.where, call)
+        return attend_over_bands(self.patch, self.where, call)
 
 
 def refusal_of_past(where: str, module: nn.Module, strategy: str) -> UnsupportedModel:
@@ -76,7 +76,7 @@ def _processor_of(module: nn.Module) -> str:
 
 
 @contextmanager
-def keys_of_all(share: LocalPatch, where: str, module: nn.Module) -> Iterator[None]:
+def keys_of_all(patch: LocalPatch, where: str, module: nn.Module) -> Iterator[None]:
     """While open, `to_k` and `to_v` of an attention layer give everybody's tokens, in the order of the whole picture.
 
     They come at once, whatever the way of keys between ranks. Raises UnsupportedModel where neither has been called.
@@ -86,7 +86,7 @@ def keys_of_all(share: LocalPatch, where: str, module: nn.Module) -> Iterator[No
     def of_all(name: str) -> Callable[..., Tensor]:
         def hook(projection: nn.Module, args: Any, own: Tensor) -> Tensor:
             asked.add(name)
-            return gathered_tokens(share, where, own)
+            return gathered_tokens(patch, where, own)
 
         return hook
 
@@ -102,23 +102,23 @@ def keys_of_all(share: LocalPatch, where: str, module: nn.Module) -> Iterator[No
         )
 
 
-def gathered_tokens(share: LocalPatch, where: str, own_BlC: Tensor) -> Tensor:
+def gathered_tokens(patch: LocalPatch, where: str, own_BlC: Tensor) -> Tensor:
     """Tokens [B, L, C] of the whole picture from everybody's own [B, l, C]. Raises ExchangeError, UnsupportedModel."""
-    grid = share.grid(own_BlC.shape[1])
-    sizes = [grid.num_tokens(place) for place in range(share.axis.size)]
-    gather = AllGather(share.door, share.axis, "kv", where)
-    return joined_tokens(gather.shares(own_BlC.contiguous(), 1, sizes), grid)
+    grid = patch.grid(own_BlC.shape[1])
+    sizes = [grid.num_tokens(group_rank) for group_rank in range(patch.axis.size)]
+    gather = AllGather(patch.comm, patch.axis, "kv", where)
+    return joined_tokens(gather.parts(own_BlC.contiguous(), 1, sizes), grid)
 
 
-def joined_tokens(shares_BlC: Sequence[Tensor], grid: LevelGrid) -> Tensor:
+def joined_tokens(parts_BlC: Sequence[Tensor], grid: LevelGrid) -> Tensor:
     """Shares of tokens in the order of the whole picture, row by row."""
     if grid.dim == -2:
-        return torch.cat(list(shares_BlC), dim=1)
-    columns = [torch.unflatten(x, 1, (grid.across.columns, -1)) for x in shares_BlC]
+        return torch.cat(list(parts_BlC), dim=1)
+    columns = [torch.unflatten(x, 1, (grid.across.columns, -1)) for x in parts_BlC]
     return torch.cat(columns, dim=2).flatten(1, 2)
 
 
-def attend_over_shares(share: LocalPatch, where: str, call: AttentionCall) -> Tensor:
+def attend_over_bands(patch: LocalPatch, where: str, call: AttentionCall) -> Tensor:
     """Own queries against everybody's keys, of this step or of the last one. Raises UnsupportedModel.
 
     Keys and values [B, N, c + l, D]: tokens that all ranks have (text, as added keys), then our own.
@@ -128,18 +128,18 @@ def attend_over_shares(share: LocalPatch, where: str, call: AttentionCall) -> Te
             f"{where}: spatial self-attention with a mask, causality or dropout cannot be split: use cfg=2 or data=N"
         )
     own = call.query.shape[2]
-    grid, slot = share.grid(own), share.slot(where, share.treatment.context)
-    if slot is not None:
-        return attend_with_past(share, where, grid, call, slot)
-    sizes = tuple(grid.num_tokens(place) for place in range(share.axis.size))
+    grid, entry = patch.grid(own), patch.entry(where, patch.policy.context)
+    if entry is not None:
+        return attend_with_past(patch, where, grid, call, entry)
+    sizes = tuple(grid.num_tokens(group_rank) for group_rank in range(patch.axis.size))
     shared = ShardedQKV(
         q_BNlD=call.query,
         k_BMlD=call.key,
         v_BMlD=call.value,
         sizes=sizes,
-        place=share.place,
+        group_rank=patch.group_rank,
         common=call.key.shape[2] - own,  # added keys: of text, before those of the image
         common_asks=False,
         scale=call.scale,
     )
-    return attend_together(share.treatment.keys, share.door, share.axis, where, shared)
+    return attend_together(patch.policy.keys, patch.comm, patch.axis, where, shared)

@@ -24,15 +24,15 @@ from patchpar.shard.stale.state import StaleState
 from patchpar.shard.step_caches import refuse_caches
 from patchpar.shard.unet.discover import ExchangeSites, discover
 from patchpar.shard.unet.install import UNetSharder, compared_as_called, compared_at_two_sizes, first_tensor, named
-from patchpar.shard.unet.spatial_arguments import level_of, picture_of
-from patchpar.shard.verification import Comparison, made_of, verify_once
+from patchpar.shard.unet.spatial_arguments import level_of, map_of
+from patchpar.shard.verification import Comparison, fingerprint_of, verify_once
 from patchpar.shard.verification_cache import VerificationCache
 
 
 class PatchedDenoiser(SharedDenoiser):
     """A denoiser whose calls are computed in bands. Every rank passes and gets whole tensors.
 
-    `treatment` says what its seams exchange and when; one that uses values of the last step needs the `clock`. `reset`
+    `policy` says what its seams exchange and when; one that uses values of the last step needs the `clock`. `reset`
     belongs before every picture, `finish` after it. `exchange` is "on", or wrong on purpose, as the negative control of
     tests and figures: "off" computes every band alone, "frozen" sends nothing after the exact steps.
     """
@@ -41,13 +41,13 @@ class PatchedDenoiser(SharedDenoiser):
         self,
         denoiser: nn.Module,
         mesh: tuple[Communicator, Axis],
-        treatment: ExchangePolicy,
+        policy: ExchangePolicy,
         *,
         clock: StepClock | None = None,
         split: str = "auto",
-        verdicts: VerificationCache | None = None,
+        verifications: VerificationCache | None = None,
     ) -> None:
-        super().__init__(denoiser, mesh, treatment, clock, verdicts)
+        super().__init__(denoiser, mesh, policy, clock, verifications)
         self.split = split
         self.sites: ExchangeSites | None = None
         self._sharded: UNetSharder | None = None
@@ -59,16 +59,16 @@ class PatchedDenoiser(SharedDenoiser):
         """One denoiser call: `forward` is the denoiser's own. Returns what it returns, for the whole picture."""
         refuse_arguments(kwargs)
         self._make_sure()
-        dim = self._dim(picture_of(args, kwargs))
-        if self._sharded is None or self.share.dim != dim:
+        dim = self._dim(map_of(args, kwargs))
+        if self._sharded is None or self.patch.dim != dim:
             self._install(forward, dim, (args, kwargs))
         try:
             self._check_here(forward, (args, kwargs))
             if self.history is None:
                 return self._exactly(forward, *args, **kwargs)
-            return self._with_history(self.history, forward, *args, **kwargs)
+            return self._with_stale_state(self.history, forward, *args, **kwargs)
         finally:
-            self.share.active = False  # whoever calls the denoiser's own forward gets that
+            self.patch.active = False  # whoever calls the denoiser's own forward gets that
 
     def _install(self, forward: Callable[..., Any], dim: int, call: tuple[Any, Any]) -> None:
         self.restore()
@@ -81,10 +81,10 @@ class PatchedDenoiser(SharedDenoiser):
         refuse_caches(self.denoiser, stale=self.history is not None)
         if self.sites is None:
             self.sites = discover(self.denoiser, forward, *call)
-        self.share.dim = dim
-        self._sharded = UNetSharder(self.denoiser, self.sites, self.share)
-        if self.verdicts is not None:
-            compare = partial(compared_at_two_sizes, call=call, sites=self.sites, share=self.share)
+        self.patch.dim = dim
+        self._sharded = UNetSharder(self.denoiser, self.sites, self.patch)
+        if self.verifications is not None:
+            compare = partial(compared_at_two_sizes, call=call, sites=self.sites, patch=self.patch)
             self.error = self._checked(compare, forward, self._facts(self.sites, call), "This model")
         self._sizes.clear()
         self._foreign = before.foreign
@@ -92,8 +92,8 @@ class PatchedDenoiser(SharedDenoiser):
 
     def _check_here(self, forward: Callable[..., Any], call: tuple[Any, Any]) -> None:
         """Check at the size of the call too what holds code of other libraries: it may work at some sizes only."""
-        sample = picture_of(*call)
-        if self.verdicts is None or not self._foreign or sample.shape in self._sizes:
+        sample = map_of(*call)
+        if self.verifications is None or not self._foreign or sample.shape in self._sizes:
             return
         assert self.sites is not None
         facts = self._facts(self.sites, call) | {"size": tuple(sample.shape)}
@@ -108,61 +108,61 @@ class PatchedDenoiser(SharedDenoiser):
         blamed: str,
     ) -> float:
         """The error that is found now, or was found for these facts. Raises VerificationError, UnsupportedModel."""
-        assert self.verdicts is not None
-        mesh = (self.share.door, self.share.axis)
+        assert self.verifications is not None
+        mesh = (self.patch.comm, self.patch.axis)
         compare = partial(compare, partial(self._exactly, forward), partial(self._plain, forward))
-        what = f"the denoiser split into {self.share.axis.size} bands"
+        what = f"the denoiser split into {self.patch.axis.size} bands"
         way_out = (
             f". {blamed} mixes positions in a way patchpar does not know: use plan cfg=2 or data=N, which do not split "
             "the image"
         )
         try:
-            return verify_once(self.verdicts, facts, mesh, compare, what, way_out)
+            return verify_once(self.verifications, facts, mesh, compare, what, way_out)
         except BaseException:
             self.restore()  # or the next call would find exchange points, and go ahead
             raise
 
     def _facts(self, sites: ExchangeSites, call: tuple[Any, Any]) -> dict[str, Any]:
         """What the verdict depends on."""
-        sample = picture_of(*call)
+        sample = map_of(*call)
         leaves, _ = tree_flatten_with_path(call)
         return {
-            **made_of(self.denoiser),
+            **fingerprint_of(self.denoiser),
             "modules": sites.describe(),
-            "strategy": self.share.treatment.name,
-            "bands": self.share.axis.size,
-            "dim": self.share.dim,
+            "strategy": self.patch.policy.name,
+            "bands": self.patch.axis.size,
+            "dim": self.patch.dim,
             "dtype": str(sample.dtype),
             "device": sample.device.type,
             "arguments": [keystr(path) for path, leaf in leaves if leaf is not None],
         }
 
     def _plain(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.share.active = False
+        self.patch.active = False
         return forward(*args, **kwargs)
 
     def _exactly(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """With this step's values everywhere."""
-        self.share.fresh, self.share.memory = True, None
+        self.patch.fresh, self.patch.cache = True, None
         whole, _ = self._join(self._in_bands(forward, *args, **kwargs))
         return whole
 
-    def _with_history(self, history: StaleState, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _with_stale_state(self, history: StaleState, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """With values of the last step, where it is known and the treatment wants them."""
-        share, sample = self.share, picture_of(args, kwargs)
-        self._look_back(history, (sample.shape, sample.dtype, share.dim), (args, kwargs))
-        share.treatment = history.treatment.frozen() if share.frozen else history.treatment
+        patch, sample = self.patch, map_of(args, kwargs)
+        self._look_back(history, (sample.shape, sample.dtype, patch.dim), (args, kwargs))
+        patch.policy = history.policy.frozen() if patch.frozen else history.policy
         output = self._in_bands(forward, *args, **kwargs)
         # The prediction is waited for now and what is left in the bucket a step later, so it goes first.
-        whole, told = self._join(output, history.tell(), meanwhile=history.memory.end)
-        history.heard(told, fresh=share.fresh)
+        whole, gathered = self._join(output, history.tell(), meanwhile=history.cache.end)
+        history.heard(gathered, fresh=patch.fresh)
         return whole
 
     def _in_bands(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self.sites is not None
-        share, sample = self.share, picture_of(args, kwargs)
-        share.bands = bands_of(sample.shape[share.dim], share.axis.size, self.sites.total_stride)
-        share.whole, share.active = sample, self.exchange != "off"
+        patch, sample = self.patch, map_of(args, kwargs)
+        patch.bands = bands_of(sample.shape[patch.dim], patch.axis.size, self.sites.total_stride)
+        patch.whole, patch.active = sample, self.exchange != "off"
         own_args, own_kwargs = tree_map_with_path(partial(self._cut, sample, self.sites.beside), (args, kwargs))
         return forward(*own_args, **own_kwargs)
 
@@ -170,22 +170,22 @@ class PatchedDenoiser(SharedDenoiser):
         level = level_of(path, x, sample, beside)
         if level is None:
             return x
-        share = self.share
-        bands = share.level(level.of(share.bands.size(share.place)))
-        return x.narrow(share.dim, bands.starts[share.place], bands.size(share.place)).contiguous()
+        patch = self.patch
+        bands = patch.level(level.of(patch.bands.size(patch.group_rank)))
+        return x.narrow(patch.dim, bands.starts[patch.group_rank], bands.size(patch.group_rank)).contiguous()
 
     def _join(
-        self, output: Any, told: Sequence[Tensor] = (), meanwhile: Callable[[], None] = lambda: None
+        self, output: Any, gathered: Sequence[Tensor] = (), meanwhile: Callable[[], None] = lambda: None
     ) -> tuple[Any, list[list[Tensor]]]:
         """The whole prediction from everybody's, and what every place tells beside it; `meanwhile` it is on its way."""
-        own, dim = first_tensor(output), self.share.dim
-        bands, shape = self.share.level(own.shape[dim]), list(own.shape)
+        own, dim = first_tensor(output), self.patch.dim
+        bands, shape = self.patch.level(own.shape[dim]), list(own.shape)
 
-        def specs(place: int) -> list[TensorSpec]:
-            shape[dim] = bands.size(place)
-            return [TensorSpec(tuple(shape), own.dtype), *map(TensorSpec.of, told)]
+        def specs(group_rank: int) -> list[TensorSpec]:
+            shape[dim] = bands.size(group_rank)
+            return [TensorSpec(tuple(shape), own.dtype), *map(TensorSpec.of, gathered)]
 
-        gathering = self._gather.start([own, *told], specs)
+        gathering = self._gather.start([own, *gathered], specs)
         meanwhile()
         received = gathering.wait()
         whole = torch.cat([tensors[0] for tensors in received], dim)
@@ -210,10 +210,10 @@ class PatchedDenoiser(SharedDenoiser):
             self._sharded = None
 
 
-def bands_of(total: int, places: int, unit: int) -> Bands:
+def bands_of(total: int, group_ranks: int, unit: int) -> Bands:
     """Bands of latent rows. Raises PlanError."""
     try:
-        return split_bands(total, places, unit)
+        return split_bands(total, group_ranks, unit)
     except ValueError as error:
         raise PlanError(f"{error}: use at most {total // unit} on axis 'patch', or a larger picture") from error
 

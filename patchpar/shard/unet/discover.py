@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from patchpar.errors import UnsupportedModel
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.unet.attention_layers import ObservedAttention, attention_watched
-from patchpar.shard.unet.spatial_arguments import as_large_as_the_picture, picture_of, with_sample_size
+from patchpar.shard.unet.spatial_arguments import as_large_as_the_latent, map_of, with_sample_size
 
 TRANSFORMS = frozenset(
     getattr(torch.fft, f"{kind}{name}") for kind in ("", "i", "r", "ir") for name in ("fft", "fft2", "fftn")
@@ -142,7 +142,7 @@ def _probed(
     Those are tried where it does not run without.
     """
     failed: RuntimeError | None = None
-    for beside in dict.fromkeys([(), as_large_as_the_picture(args, kwargs)]):
+    for beside in dict.fromkeys([(), as_large_as_the_latent(args, kwargs)]):
         try:
             first, second = (_probe(denoiser, forward, args, kwargs, size, beside) for size in PROBE_SIZES)
         except RuntimeError as error:
@@ -187,7 +187,7 @@ def _probe(
 ) -> _ProbedRun:
     seen = _ProbedRun()
     args, kwargs = with_sample_size(args, kwargs, size, beside=beside)
-    sample = picture_of(args, kwargs)
+    sample = map_of(args, kwargs)
     with _watched(denoiser, seen, sample), attention_watched(denoiser, seen.attention), torch.no_grad():
         forward(*args, **kwargs)
     return seen

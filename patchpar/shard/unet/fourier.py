@@ -26,22 +26,22 @@ HALF = (torch.float16, torch.bfloat16)
 class FourierHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """A module in whose forward maps are transformed: it runs as it is, its transforms are of the whole map."""
 
-    def __init__(self, share: LocalPatch, where: str) -> None:
+    def __init__(self, patch: LocalPatch, where: str) -> None:
         super().__init__()
-        self.share, self.where = share, where
+        self.patch, self.where = patch, where
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces the module's forward."""
-        if not self.share.active:
+        if not self.patch.active:
             return self.fn_ref.original_forward(*args, **kwargs)
-        with _WholeTransforms(self.share, self.where):
+        with _WholeTransforms(self.patch, self.where):
             return self.fn_ref.original_forward(*args, **kwargs)
 
 
 class _WholeTransforms(TorchFunctionMode):
-    def __init__(self, share: LocalPatch, where: str) -> None:
+    def __init__(self, patch: LocalPatch, where: str) -> None:
         super().__init__()
-        self.share, self.where = share, where
+        self.patch, self.where = patch, where
         self.bands: Bands | None = None  # of the map that was transformed last
 
     def __torch_function__(
@@ -51,7 +51,7 @@ class _WholeTransforms(TorchFunctionMode):
         if func not in TRANSFORMS:
             return func(*args, **kwargs)
         x, *rest = args if args else (kwargs.pop("input"),)
-        dim = self.share.dim
+        dim = self.patch.dim
         if x.ndim + dim not in _dims(func, x, rest, kwargs):
             return func(x, *rest, **kwargs)
         if func not in INVERSE:
@@ -59,12 +59,12 @@ class _WholeTransforms(TorchFunctionMode):
         y = func(x, *rest, **kwargs)
         if self.bands is None or y.shape[dim] != self.bands.total:  # not the inverse of what was transformed here
             return y
-        return y.narrow(dim, self.bands.starts[self.share.place], self.bands.size(self.share.place))
+        return y.narrow(dim, self.bands.starts[self.patch.group_rank], self.bands.size(self.patch.group_rank))
 
     def _whole(self, x: Tensor) -> Tensor:
         """The whole map from everybody's bands. Raises UnsupportedModel, ExchangeError."""
-        self.bands = self.share.level(x.shape[self.share.dim])
-        whole = self.share.whole_map("fourier", self.where, x)
+        self.bands = self.patch.level(x.shape[self.patch.dim])
+        whole = self.patch.whole_map("fourier", self.where, x)
         return whole.float() if whole.dtype in HALF else whole  # half precision knows powers of two only
 
 

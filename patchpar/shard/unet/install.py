@@ -27,16 +27,16 @@ from patchpar.shard.unet.spatial_arguments import with_sample_size
 from patchpar.shard.verification import TOLERANCE, Call, Comparison, relative_error
 
 HOOK = "patchpar_seam"
-SHOWN = 3  # of what other libraries have put in
+MOST_LISTED = 3  # of what other libraries have put in
 
 
 class UNetSharder:
     """A denoiser with seams. `restore()` leaves it as it was."""
 
-    def __init__(self, denoiser: nn.Module, sites: ExchangeSites, share: LocalPatch) -> None:
+    def __init__(self, denoiser: nn.Module, sites: ExchangeSites, patch: LocalPatch) -> None:
         self._modules: dict[str, Any] = dict(denoiser.named_modules())
         self._hooks = HookSet()
-        self.share = share
+        self.patch = patch
         try:
             self._hook_all(sites)
         except BaseException:
@@ -44,33 +44,33 @@ class UNetSharder:
             raise
 
     def _hook_all(self, sites: ExchangeSites) -> None:
-        share = self.share
+        patch = self.patch
         trailing = {site.path: site.trailing for site in sites.convs}
         for norm in sites.norms:
-            self._hook(norm.path, NormHook(share, norm.path, self._fed_by(norm, trailing)))
+            self._hook(norm.path, NormHook(patch, norm.path, self._fed_by(norm, trailing)))
         for conv in sites.convs:
             if self._reaches(conv.path):
-                hook = ConvHook(share, conv.path, reads_sample=conv.reads_sample, trailing=conv.trailing)
+                hook = ConvHook(patch, conv.path, reads_sample=conv.reads_sample, trailing=conv.trailing)
                 self._hook(conv.path, hook)
         self._hook_attention(sites)
         for path in sites.transforms:
-            self._hook(path, FourierHook(share, path), "patchpar_fourier")
+            self._hook(path, FourierHook(patch, path), "patchpar_fourier")
         for path in sites.pools:
-            self._hook(path, PoolingHook(share, path))
+            self._hook(path, PoolingHook(patch, path))
 
     def _hook_attention(self, sites: ExchangeSites) -> None:
         for path in sites.attentions:
             own_kernel = path in sites.own_kernel
-            if own_kernel and self.share.treatment.context is not None:
-                raise refusal_of_past(path, self._modules[path], self.share.treatment.name)
-            self._hook(path, AttentionHook(self.share, path, own_kernel=own_kernel))
+            if own_kernel and self.patch.policy.context is not None:
+                raise refusal_of_past(path, self._modules[path], self.patch.policy.name)
+            self._hook(path, AttentionHook(self.patch, path, own_kernel=own_kernel))
         for path, module in self._modules.items():
             if takes_masks(module) and path not in sites.attentions:
-                self._hook(path, MaskHook(self.share))
+                self._hook(path, MaskHook(self.patch))
 
     def _fed_by(self, norm: NormSite, trailing: dict[str, int]) -> ConvFed | None:
         stencils = {
-            conv: stencil_of(self._modules[conv], self.share.dim)
+            conv: stencil_of(self._modules[conv], self.patch.dim)
             for conv in norm.convs
             if self._reaches(conv) and not trailing.get(conv)
         }
@@ -82,7 +82,7 @@ class UNetSharder:
 
     def _reaches(self, path: str) -> bool:
         conv = self._modules[path]
-        if conv.kernel_size[self.share.dim] == 1:
+        if conv.kernel_size[self.patch.dim] == 1:
             return False
         if conv.padding_mode != "zeros" or isinstance(conv.padding, str):
             raise UnsupportedModel(
@@ -101,23 +101,23 @@ class UNetSharder:
 Size = tuple[int, int]
 
 
-def verification_sizes(total_stride: int, places: int) -> tuple[tuple[Size, ...], ...]:
+def verification_sizes(total_stride: int, group_ranks: int) -> tuple[tuple[Size, ...], ...]:
     """Small latent sizes to verify at: even bands, and uneven ones; where there are several, the first that fits.
 
     Uneven bands with a remainder of half a unit come first, but not every denoiser takes such a size.
     """
-    even = total_stride * places
+    even = total_stride * group_ranks
     uneven = (even + total_stride, even + total_stride)
     return ((even, even),), ((uneven[0] + total_stride // 2, uneven[1]), uneven)
 
 
 def compared_at_two_sizes(
-    split: Callable[..., Any], plain: Callable[..., Any], call: Call, sites: ExchangeSites, share: LocalPatch
+    split: Callable[..., Any], plain: Callable[..., Any], call: Call, sites: ExchangeSites, patch: LocalPatch
 ) -> Iterator[list[Comparison]]:
     """`split` against `plain` on this rank, on inputs like `call`'s."""
     found = []
-    for seed, sizes in enumerate(verification_sizes(sites.total_stride, share.axis.size)):
-        turned = sizes if share.dim == -2 else tuple((short, long) for long, short in sizes)
+    for seed, sizes in enumerate(verification_sizes(sites.total_stride, patch.axis.size)):
+        turned = sizes if patch.dim == -2 else tuple((short, long) for long, short in sizes)
         with torch.no_grad():
             size, want = _plain_at(turned, plain, call, sites, seed)
             args, kwargs = with_sample_size(*call, size, seed=seed, beside=sites.beside)
@@ -141,8 +141,8 @@ def compared_as_called(split: Callable[..., Any], plain: Callable[..., Any], cal
 
 def named(foreign: Sequence[str]) -> str:
     """What other libraries have put into a denoiser, for people."""
-    more = f" and {len(foreign) - SHOWN} more" if len(foreign) > SHOWN else ""
-    return f"What was put into it ({'; '.join(foreign[:SHOWN])}{more})"
+    more = f" and {len(foreign) - MOST_LISTED} more" if len(foreign) > MOST_LISTED else ""
+    return f"What was put into it ({'; '.join(foreign[:MOST_LISTED])}{more})"
 
 
 def _plain_at(

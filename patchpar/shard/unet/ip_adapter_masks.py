@@ -30,34 +30,34 @@ def takes_masks(module: nn.Module) -> bool:
 class MaskHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """Attention of our own tokens to pictures, under our part of the masks."""
 
-    def __init__(self, share: LocalPatch) -> None:
+    def __init__(self, patch: LocalPatch) -> None:
         super().__init__()
-        self.share = share
+        self.patch = patch
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces Attention.forward."""
         masks = kwargs.get(MASKS)
-        if self.share.active and masks is not None:
+        if self.patch.active and masks is not None:
             hidden = args[0] if args else kwargs["hidden_states"]
             own_tokens = hidden.shape[1] if hidden.ndim == 3 else math.prod(hidden.shape[2:])
-            kwargs[MASKS] = own_masks(masks, self.share.grid(own_tokens), self.share.place)
+            kwargs[MASKS] = own_masks(masks, self.patch.grid(own_tokens), self.patch.group_rank)
         return self.fn_ref.original_forward(*args, **kwargs)
 
 
-def own_masks(masks: Iterable[Tensor | None], grid: LevelGrid, place: int) -> list[Tensor | None]:
+def own_masks(masks: Iterable[Tensor | None], grid: LevelGrid, group_rank: int) -> list[Tensor | None]:
     """Our part of each adapter's masks [1, pictures, H, W], as [1, pictures, 1, l] for our `l` tokens.
 
     `masks` may be a tensor [adapters, 1, H, W] too, which diffusers takes for one picture each.
     """
     each = list(masks.unsqueeze(1)) if isinstance(masks, Tensor) else masks
-    return [_own(mask, grid, place) if isinstance(mask, Tensor) and mask.ndim == 4 else mask for mask in each]
+    return [_own(mask, grid, group_rank) if isinstance(mask, Tensor) and mask.ndim == 4 else mask for mask in each]
 
 
-def _own(mask: Tensor, grid: LevelGrid, place: int) -> Tensor:
+def _own(mask: Tensor, grid: LevelGrid, group_rank: int) -> Tensor:
     tokens = sum(grid.num_tokens(each) for each in range(len(grid.bands)))
     scaled = [IPAdapterMaskProcessor.downsample(mask[:, number], 1, tokens, 1) for number in range(mask.shape[1])]
     whole_nL = torch.cat(scaled).squeeze(-1)
     columns = grid.across.columns if grid.dim == -2 else grid.bands.total
     whole_nhw = torch.unflatten(whole_nL, 1, (-1, columns))
-    own_nhw = whole_nhw.narrow(grid.dim, grid.bands.starts[place], grid.bands.size(place))
+    own_nhw = whole_nhw.narrow(grid.dim, grid.bands.starts[group_rank], grid.bands.size(group_rank))
     return own_nhw.flatten(1)[None, :, None]

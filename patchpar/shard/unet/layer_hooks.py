@@ -42,54 +42,56 @@ from patchpar.shard.unet.layers import (
 class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """Group norm of the whole picture from per-share moments."""
 
-    def __init__(self, share: LocalPatch, where: str, feeds: "ConvFed | None") -> None:
+    def __init__(self, patch: LocalPatch, where: str, feeds: "ConvFed | None") -> None:
         super().__init__()
-        self.share, self.where, self.feeds = share, where, feeds
+        self.patch, self.where, self.feeds = patch, where, feeds
 
     def new_forward(self, module: nn.GroupNorm, x: Tensor) -> Tensor:
         """Replaces GroupNorm.forward."""
-        share = self.share
-        if not share.active:
+        patch = self.patch
+        if not patch.active:
             return self.fn_ref.original_forward(x)
         own, shape = pack_moments(moments_of(x, module.num_groups)), (x.shape[0], module.num_groups)
-        slot = share.slot(self.where, share.treatment.moments)
-        if share.fresh or share.treatment.moments == "fresh":
-            return self._normalised_together(module, x, own, slot)
-        return Normalise(module, self._estimate(own, slot, shape))(x)
+        entry = patch.entry(self.where, patch.policy.moments)
+        if patch.fresh or patch.policy.moments == "fresh":
+            return self._normalised_together(module, x, own, entry)
+        return Normalise(module, self._estimate(own, entry, shape))(x)
 
-    def _normalised_together(self, module: nn.GroupNorm, x: Tensor, own: Tensor, slot: StaleEntry | None) -> Tensor:
+    def _normalised_together(self, module: nn.GroupNorm, x: Tensor, own: Tensor, entry: StaleEntry | None) -> Tensor:
         """With this step's moments of all; the edge rows come in the same round where they are of this step too."""
-        share = self.share
-        feeds = self.feeds if share.fuses_edges else None
-        edges = share.edges(x, feeds.before, feeds.after) if feeds is not None else None
-        received, rows_beyond = share.door.gather_with_edges(share.axis, self.where, [own], edges).wait()
-        if slot is not None:
-            slot.keep({share.axis.ranks[place]: values for place, values in received.items()}, own)
-        everyone = [own if place == share.place else received[place][0] for place in range(share.axis.size)]
+        patch = self.patch
+        feeds = self.feeds if patch.fuses_edges else None
+        edges = patch.edges(x, feeds.before, feeds.after) if feeds is not None else None
+        received, rows_beyond = patch.comm.gather_with_edges(patch.axis, self.where, [own], edges).wait()
+        if entry is not None:
+            entry.keep({patch.axis.ranks[group_rank]: values for group_rank, values in received.items()}, own)
+        everyone = [
+            own if group_rank == patch.group_rank else received[group_rank][0] for group_rank in range(patch.axis.size)
+        ]
         normalise = Normalise(module, merge_moments(everyone, (x.shape[0], module.num_groups)))
         if feeds is not None:
             halo = Halo(*(feeds.activate(normalise, rows) for rows in rows_beyond))
-            share.halos.update(dict.fromkeys(feeds.convs, halo))
+            patch.halos.update(dict.fromkeys(feeds.convs, halo))
         return normalise(x)
 
-    def _estimate(self, own: Tensor, slot: StaleEntry | None, shape: tuple[int, int]) -> Moments:
+    def _estimate(self, own: Tensor, entry: StaleEntry | None, shape: tuple[int, int]) -> Moments:
         """Moments of the whole from ours of this step and the others' of the last one."""
         now = unpack_moments(own, shape)
-        if slot is None:  # separate: every share by itself
+        if entry is None:  # separate: every share by itself
             return now
-        share = self.share
-        others = [values[0] for values in slot.collect().values()]
-        before = slot.own
+        patch = self.patch
+        others = [values[0] for values in entry.wait().values()]
+        before = entry.own
         assert before is not None
-        if share.memory is not None and not share.frozen:
-            slot.own = own
-            slot.coming = share.memory.send(moments_part(share.axis, [own]), self.where)
-        if share.treatment.moments == "stale":
+        if patch.cache is not None and not patch.frozen:
+            entry.own = own
+            entry.pending = patch.cache.send(moments_part(patch.axis, [own]), self.where)
+        if patch.policy.moments == "stale":
             found = merge_moments([own, *others], shape)
         else:
-            least = LEAST_VARIANCE[share.treatment.moments]
+            least = LEAST_VARIANCE[patch.policy.moments]
             found = correct_moments(merge_moments([before, *others], shape), unpack_moments(before, shape), now, least)
-        return as_published(found, now.num) if share.treatment.published else found
+        return as_published(found, now.num) if patch.policy.published else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +119,15 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     `trailing` counts zero rows that the model itself has padded on at the end before an unpadded convolution.
     """
 
-    def __init__(self, share: LocalPatch, where: str, *, reads_sample: bool, trailing: int) -> None:
+    def __init__(self, patch: LocalPatch, where: str, *, reads_sample: bool, trailing: int) -> None:
         super().__init__()
-        self.share, self.where, self.reads_sample, self.trailing = share, where, reads_sample, trailing
+        self.patch, self.where, self.reads_sample, self.trailing = patch, where, reads_sample, trailing
 
     def new_forward(self, module: Conv, x: Tensor) -> Tensor:
         """Replaces Conv2d.forward and Conv3d.forward."""
-        share, dim = self.share, self.share.dim
-        left = share.halos.pop(self.where, None)
-        if not share.active:
+        patch, dim = self.patch, self.patch.dim
+        left = patch.halos.pop(self.where, None)
+        if not patch.active:
             return self.fn_ref.original_forward(x)
         stencil = stencil_of(module, dim)
         own = x.narrow(dim, 0, x.shape[dim] - self.trailing)
@@ -138,33 +140,33 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
     def _start(self, x: Tensor, before: int, after: int, left: Halo | None) -> Halo | Callable[[], Halo]:
         """The rows outside where they are here already; else start to get them, and return what waits for them."""
-        share = self.share
-        if self.reads_sample and share.whole is not None:
-            return _halo_of_whole(share, x, before, after)
-        slot = share.slot(self.where, share.treatment.halo)
-        if slot is not None and not share.fresh:
-            return self._of_last_step(x, before, after, slot)
+        patch = self.patch
+        if self.reads_sample and patch.whole is not None:
+            return _halo_of_whole(patch, x, before, after)
+        entry = patch.entry(self.where, patch.policy.halo)
+        if entry is not None and not patch.fresh:
+            return self._of_last_step(x, before, after, entry)
 
         def kept(halo: Halo) -> Halo:
-            if slot is not None:
-                slot.keep({share.axis.ranks[place]: [rows] for place, rows in _by_place(share, halo)})
+            if entry is not None:
+                entry.keep({patch.axis.ranks[group_rank]: [rows] for group_rank, rows in _by_rank(patch, halo)})
             return halo
 
         if left is not None:
             return kept(left)
-        pending = share.door.gather_with_edges(share.axis, self.where, [], share.edges(x, before, after))
+        pending = patch.comm.gather_with_edges(patch.axis, self.where, [], patch.edges(x, before, after))
         return lambda: kept(pending.wait()[1])
 
-    def _of_last_step(self, x: Tensor, before: int, after: int, slot: StaleEntry) -> Halo:
+    def _of_last_step(self, x: Tensor, before: int, after: int, entry: StaleEntry) -> Halo:
         """The neighbours' rows of the last step; ours leave for the next."""
-        share = self.share
-        edges, found = share.edges(x, before, after), slot.collect()
-        halo = halo_of(share.axis, edges, found)
-        if share.memory is not None and not share.frozen:
-            if share.treatment.published:
-                slot.coming = _send_to_everyone(share, x, before, after, self.where)
+        patch = self.patch
+        edges, found = patch.edges(x, before, after), entry.wait()
+        halo = halo_of(patch.axis, edges, found)
+        if patch.cache is not None and not patch.frozen:
+            if patch.policy.published:
+                entry.pending = _send_to_everyone(patch, x, before, after, self.where)
             else:
-                slot.coming = share.memory.send(edges.kept(), self.where)
+                entry.pending = patch.cache.send(edges.kept(), self.where)
         return halo
 
 
@@ -172,14 +174,14 @@ def _waited_for(halo: Halo | Callable[[], Halo]) -> Halo:
     return halo if isinstance(halo, Halo) else halo()
 
 
-def _send_to_everyone(share: LocalPatch, x: Tensor, before: int, after: int, where: str) -> Callable[[], Received]:
+def _send_to_everyone(patch: LocalPatch, x: Tensor, before: int, after: int, where: str) -> Callable[[], Received]:
     """Edge rows as DistriFusion sends them: both to everyone. What comes back keeps the neighbours' only."""
-    assert share.memory is not None
-    axis, dim, reach = share.axis, share.dim, max(before, after)
-    ranks = tuple(axis.ranks[place] for place in axis.others)
+    assert patch.cache is not None
+    axis, dim, reach = patch.axis, patch.dim, max(before, after)
+    ranks = tuple(axis.ranks[group_rank] for group_rank in axis.others)
     both = (x.narrow(dim, 0, reach).clone(), x.narrow(dim, x.shape[dim] - reach, reach).clone())
     specs = tuple(TensorSpec.of(rows) for rows in both)
-    come = share.memory.send(ExchangePart("halo", [(ranks, both)], dict.fromkeys(ranks, specs)), where)
+    come = patch.cache.send(ExchangePart("halo", [(ranks, both)], dict.fromkeys(ranks, specs)), where)
 
     def received() -> Received:
         found, nearest = come(), {}
@@ -194,23 +196,23 @@ def _send_to_everyone(share: LocalPatch, x: Tensor, before: int, after: int, whe
     return received
 
 
-def _by_place(share: LocalPatch, halo: Halo) -> Iterator[tuple[int, Tensor]]:
-    for place, rows in ((share.place - 1, halo.before), (share.place + 1, halo.after)):
+def _by_rank(patch: LocalPatch, halo: Halo) -> Iterator[tuple[int, Tensor]]:
+    for group_rank, rows in ((patch.group_rank - 1, halo.before), (patch.group_rank + 1, halo.after)):
         if rows is not None:
-            yield place, rows
+            yield group_rank, rows
 
 
-def _halo_of_whole(share: LocalPatch, x: Tensor, before: int, after: int) -> Halo:
+def _halo_of_whole(patch: LocalPatch, x: Tensor, before: int, after: int) -> Halo:
     """Every rank holds the whole latent, so its first convolution needs nobody."""
-    assert share.whole is not None
-    start, stop = share.bands.starts[share.place], share.bands.starts[share.place + 1]
+    assert patch.whole is not None
+    start, stop = patch.bands.starts[patch.group_rank], patch.bands.starts[patch.group_rank + 1]
 
     def rows(first: int, count: int) -> Tensor | None:
-        if not count or first < 0 or first + count > share.bands.total:
+        if not count or first < 0 or first + count > patch.bands.total:
             return None
         shape = list(x.shape)
-        shape[share.dim] = count
-        assert share.whole is not None
-        return share.whole.narrow(share.dim, first, count).reshape(shape)
+        shape[patch.dim] = count
+        assert patch.whole is not None
+        return patch.whole.narrow(patch.dim, first, count).reshape(shape)
 
     return Halo(rows(start - before, before), rows(stop, after))

@@ -17,12 +17,12 @@ MAP_DIMS = 4  # batch, channels, rows, columns; a film has frames too
 class PoolingHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """A module without others inside that makes an output of one size of maps of all sizes."""
 
-    def __init__(self, share: LocalPatch, where: str) -> None:
+    def __init__(self, patch: LocalPatch, where: str) -> None:
         super().__init__()
-        self.share, self.where = share, where
+        self.patch, self.where = patch, where
 
     def new_forward(self, module: nn.Module, x: Tensor) -> Any:
         """Replaces the module's forward."""
         is_map = x.ndim >= MAP_DIMS  # the same module may be called with vectors, which every rank has whole
-        whole = self.share.whole_map("pooling", self.where, x) if self.share.active and is_map else x
+        whole = self.patch.whole_map("pooling", self.where, x) if self.patch.active and is_map else x
         return self.fn_ref.original_forward(whole)

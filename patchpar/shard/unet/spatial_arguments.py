@@ -22,7 +22,7 @@ class MapScale(NamedTuple):
         return -(-rows * self.enlarged // self.stride)
 
 
-def picture_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+def map_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """The sample of a denoiser call, if it is shaped as a picture: of at least four dims. Raises UnsupportedModel."""
     for value in (args[0] if args else None, *map(kwargs.get, SAMPLE_NAMES)):
         if isinstance(value, Tensor) and value.ndim >= 4:
@@ -51,12 +51,12 @@ def level_of(path: Any, x: Any, sample: Tensor, beside: Collection[str] = ()) ->
     return found
 
 
-def as_large_as_the_picture(args: Any, kwargs: Any) -> tuple[str, ...]:
+def as_large_as_the_latent(args: Any, kwargs: Any) -> tuple[str, ...]:
     """Arguments that may be maps of the picture beside the latent, by their size alone: such as a ControlNet's picture.
 
     A number of times as large as the latent on both sides, or smaller by a power of two.
     """
-    sample = picture_of(args, kwargs)
+    sample = map_of(args, kwargs)
     leaves, _ = tree_flatten_with_path((tuple(args), dict(kwargs)))
     return tuple(
         keystr(path)
@@ -90,7 +90,7 @@ def with_sample_size(
     Lists and dicts are new ones, so that a denoiser that takes things out of them (T2I-Adapters' states) does not take
     them from the caller.
     """
-    sample = picture_of(args, kwargs)
+    sample = map_of(args, kwargs)
     generator = torch.Generator().manual_seed(seed)
 
     def resized(path: Any, x: Any) -> Any:

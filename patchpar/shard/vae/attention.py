@@ -40,15 +40,15 @@ def attend(band: VaeBand, call: AttentionCall) -> Tensor:
     own = key.shape[2]
     if not band.fits(own):
         raise UnsupportedModel(f"{band.where}: attention over {own} tokens, which do not grow with the rows")
-    sizes = tuple(band.scaled(own, place) for place in range(len(band.share.bands)))
+    sizes = tuple(band.scaled(own, group_rank) for group_rank in range(len(band.patch.bands)))
     shared = ShardedQKV(
-        q_BNlD=query, k_BMlD=key, v_BMlD=call.value, sizes=sizes, place=band.share.place, scale=call.scale
+        q_BNlD=query, k_BMlD=key, v_BMlD=call.value, sizes=sizes, group_rank=band.patch.group_rank, scale=call.scale
     )
     if call.attn_mask is None:
         count = _chunks(shared)
         if count > 1:
             return _in_chunks(band, shared, count)
-        return attend_gathered(band.share.door, band.share.axis, band.where, shared)
+        return attend_gathered(band.patch.comm, band.patch.axis, band.where, shared)
     return _frame_by_frame(band, shared, _frames_seen(band, call.attn_mask, own))
 
 
@@ -62,12 +62,12 @@ def _chunks(shared: ShardedQKV) -> int:
 def _in_chunks(band: VaeBand, shared: ShardedQKV, count: int) -> Tensor:
     """All queries, some at a time, against everybody's keys. Each query's result is what it is without chunks."""
     own = [x.contiguous() for x in shared.own_keys]
-    door = band.share.door
-    places = AllGather(door, band.share.axis, "kv", band.where).start(own, shared.key_specs).wait()
+    comm = band.patch.comm
+    by_rank = AllGather(comm, band.patch.axis, "kv", band.where).start(own, shared.key_specs).wait()
     outs = []
     for q_BNlD in shared.q_BNlD.tensor_split(count, 2):
-        door.mark(band.where)
-        partials = (attend_locally(q_BNlD, *keys_and_values, scale=shared.scale) for keys_and_values in places)
+        comm.beat(band.where)
+        partials = (attend_locally(q_BNlD, *keys_and_values, scale=shared.scale) for keys_and_values in by_rank)
         outs.append(merge_partials(partials).out_BNlD)
     return torch.cat(outs, 2)
 
@@ -86,14 +86,14 @@ def _frame_by_frame(band: VaeBand, shared: ShardedQKV, seen_FF: Tensor) -> Tenso
     """Each frame's queries against the frames it sees, of all places: no mask of all tokens is made."""
     frames = seen_FF.shape[0]
     own = [x.contiguous() for x in shared.own_keys]
-    gathered = AllGather(band.share.door, band.share.axis, "kv", band.where).start(own, shared.key_specs).wait()
-    places = [[_in_frames(x, frames) for x in tensors] for tensors in gathered]
+    gathered = AllGather(band.patch.comm, band.patch.axis, "kv", band.where).start(own, shared.key_specs).wait()
+    by_rank = [[_in_frames(x, frames) for x in tensors] for tensors in gathered]
     outs = []
     for number, q_BNlD in enumerate(_in_frames(shared.q_BNlD, frames).unbind(2)):
-        band.share.door.mark(band.where)
+        band.patch.comm.beat(band.where)
         visible = seen_FF[number]
         k_BNkD, v_BNkD = (
-            torch.cat([tensors[index][:, :, visible].flatten(2, 3) for tensors in places], 2) for index in (0, 1)
+            torch.cat([tensors[index][:, :, visible].flatten(2, 3) for tensors in by_rank], 2) for index in (0, 1)
         )
         outs.append(F.scaled_dot_product_attention(q_BNlD, k_BNkD, v_BNkD, scale=shared.scale))
     return torch.cat(outs, 2)

@@ -36,7 +36,7 @@ class VaeBand:
     `exchanging` off computes every band alone, wrong on purpose, as the negative control of tests.
     """
 
-    share: LocalPatch
+    patch: LocalPatch
     feeds: dict[str, bool] = field(default_factory=dict)
     exchanging: bool = True
     where: str = ""
@@ -45,26 +45,26 @@ class VaeBand:
     @property
     def dim(self) -> int:
         """Which dim is split, counted from the end."""
-        return self.share.dim
+        return self.patch.dim
 
-    def scaled(self, own: int, place: int) -> int:
+    def scaled(self, own: int, group_rank: int) -> int:
         """What another place has where we have `own` of something that grows with the rows."""
-        bands = self.share.bands
-        return own * bands.size(place) // bands.size(self.share.place)
+        bands = self.patch.bands
+        return own * bands.size(group_rank) // bands.size(self.patch.group_rank)
 
     def before(self, own: int) -> int:
         """What all places before ours have together."""
-        return own * self.share.bands.starts[self.share.place] // self.share.bands.size(self.share.place)
+        return own * self.patch.bands.starts[self.patch.group_rank] // self.patch.bands.size(self.patch.group_rank)
 
     def whole(self, own: int) -> int:
         """What all places have together."""
-        return own * self.share.bands.total // self.share.bands.size(self.share.place)
+        return own * self.patch.bands.total // self.patch.bands.size(self.patch.group_rank)
 
     def fits(self, own: int) -> bool:
         """Whether every place has a whole number of what we have `own` of."""
-        bands = self.share.bands
-        size = bands.size(self.share.place)
-        return all(own * bands.size(place) % size == 0 for place in range(len(bands)))
+        bands = self.patch.bands
+        size = bands.size(self.patch.group_rank)
+        return all(own * bands.size(group_rank) % size == 0 for group_rank in range(len(bands)))
 
     # --- exchange -----------------------------------------------------------------------------------------------
 
@@ -73,13 +73,13 @@ class VaeBand:
         if not self.exchanging:
             return lambda: ({}, NOTHING)
         edges = None if edges is None else edges.kept()  # or the whole map would stay until they have been waited for
-        return self.share.door.gather_with_edges(self.share.axis, self.where, shared, edges).wait
+        return self.patch.comm.gather_with_edges(self.patch.axis, self.where, shared, edges).wait
 
     def fetch(self, x: Tensor, before: int, after: int) -> Callable[[], Halo]:
         """Start to get the rows beyond `x`; what is returned waits for them."""
         if not (before or after):
             return lambda: NOTHING
-        wait = self.start([], self.share.edges(x, before, after))
+        wait = self.start([], self.patch.edges(x, before, after))
         return lambda: wait()[1]
 
     # --- rows that came with something else -----------------------------------------------------------------------

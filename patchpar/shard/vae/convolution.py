@@ -124,12 +124,12 @@ def _each(sizes: Sizes, count: int) -> tuple[int, ...]:
 
 def pad(band: VaeBand, input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Tensor:
     """F.pad of our rows. Raises UnsupportedModel, ExchangeError."""
-    place = 2 * (-band.dim - 1)
-    before, after = (int(pad[place]), int(pad[place + 1])) if len(pad) > place + 1 else (0, 0)
+    group_rank = 2 * (-band.dim - 1)
+    before, after = (int(pad[group_rank]), int(pad[group_rank + 1])) if len(pad) > group_rank + 1 else (0, 0)
     if min(before, after) < 0:
         raise UnsupportedModel(f"{band.where}: rows are cut off")
     beyond = band.beyond(input)
-    across = [*pad[:place], 0, 0, *pad[place + 2 :]]
+    across = [*pad[:group_rank], 0, 0, *pad[group_rank + 2 :]]
     if not (before or after):
         y = F.pad(input, list(pad), mode, value)
         if beyond is not None:

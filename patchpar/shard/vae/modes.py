@@ -10,7 +10,7 @@ WAYS = {
 }
 
 
-def check_way(vae: object) -> str:
+def check_mode(vae: object) -> str:
     """Raise PlanError unless `vae` is one of `WAYS`."""
     if not isinstance(vae, str) or vae not in WAYS:
         raise PlanError(f"vae={vae!r}: use {', '.join(WAYS)}")

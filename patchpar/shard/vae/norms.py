@@ -18,8 +18,8 @@ from patchpar.shard.unet.layers import Moments, Normalise, merge_moments, moment
 from patchpar.shard.vae.band import NeighbourRows, VaeBand, moved
 
 SLICES = 8  # of the channels, one at a time in fp32: the whole would be several times the peak of half precision
-IN_PLACE = (F.silu, F.relu)
-POINTWISE = (*IN_PLACE, F.gelu, F.mish, F.dropout, torch.tanh)
+INPLACE = (F.silu, F.relu)
+POINTWISE = (*INPLACE, F.gelu, F.mish, F.dropout, torch.tanh)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,10 @@ def group_norm(
     norm = GroupNormArguments(num_groups, input.shape[1], weight, bias, eps)
     own = pack_moments(_moments(norm, input))
     takes_prompt = input.ndim >= 4 and band.feeds.get(band.where, True)
-    received, halo = band.start([own], band.share.edges(input, 1, 1) if takes_prompt else None)()
-    everyone = [received[place][0] if place in received else own for place in range(len(band.share.bands))]
+    received, halo = band.start([own], band.patch.edges(input, 1, 1) if takes_prompt else None)()
+    everyone = [
+        received[group_rank][0] if group_rank in received else own for group_rank in range(len(band.patch.bands))
+    ]
     moments = merge_moments(everyone if received else [own], (input.shape[0], num_groups))
     y = _normalised(norm, moments, input)
     if takes_prompt:
@@ -87,6 +89,6 @@ def pointwise(band: VaeBand, function: Callable[..., Tensor], input: Tensor, *ar
     beyond = band.beyond(input)
     if beyond is None or any(beyond.padded):
         return function(input, *args, **kwargs)
-    y = function(input, inplace=True) if function in IN_PLACE else function(input, *args, **kwargs)
+    y = function(input, inplace=True) if function in INPLACE else function(input, *args, **kwargs)
     band.leave(moved(beyond, y, lambda rows: function(rows, *args, **kwargs)))
     return y

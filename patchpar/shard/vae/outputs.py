@@ -15,28 +15,28 @@ Join = Callable[[Tensor], Tensor]
 
 def on_all(band: VaeBand, where: str, own: Tensor) -> Tensor:
     """The whole on every rank. Raises ExchangeError."""
-    share = band.share
-    sizes = [band.scaled(own.shape[band.dim], place) for place in range(len(share.bands))]
-    shares = AllGather(share.door, share.axis, "result", where).shares(own.contiguous(), band.dim, sizes)
-    return torch.cat(shares, band.dim)
+    patch = band.patch
+    sizes = [band.scaled(own.shape[band.dim], group_rank) for group_rank in range(len(patch.bands))]
+    parts = AllGather(patch.comm, patch.axis, "result", where).parts(own.contiguous(), band.dim, sizes)
+    return torch.cat(parts, band.dim)
 
 
 def on_first(band: VaeBand, where: str, own: Tensor) -> Tensor:
     """The whole on the first place, zeros of its shape on the others. Raises ExchangeError."""
-    share, dim = band.share, band.dim
+    patch, dim = band.patch, band.dim
     shape = list(own.shape)
     shape[dim] = band.whole(own.shape[dim])
     whole = own.new_zeros(shape)
-    if share.place:
-        share.door.send("result", where, [share.axis.ranks[0]], [own.contiguous()]).wait()
+    if patch.group_rank:
+        patch.comm.send("result", where, [patch.axis.ranks[0]], [own.contiguous()]).wait()
         return whole
     whole.narrow(dim, 0, own.shape[dim]).copy_(own)
     incoming, start = [], own.shape[dim]
-    for place in range(1, len(share.bands)):
-        rows = whole.narrow(dim, start, band.scaled(own.shape[dim], place))
-        incoming.append(Incoming(share.axis.ranks[place], (TensorSpec.of(rows),), (rows,)))
+    for group_rank in range(1, len(patch.bands)):
+        rows = whole.narrow(dim, start, band.scaled(own.shape[dim], group_rank))
+        incoming.append(Incoming(patch.axis.ranks[group_rank], (TensorSpec.of(rows),), (rows,)))
         start += rows.shape[dim]
-    share.door.swap("result", where, [], incoming).wait()
+    patch.comm.send_recv("result", where, [], incoming).wait()
     return whole
 
 

@@ -27,20 +27,20 @@ log = logging.getLogger(__name__)
 
 
 class ParallelVae:
-    """One VAE whose `encode` and `decode` run as `way` says, while the course of a call is open."""
+    """One VAE whose `encode` and `decode` run as `mode` says, while the course of a call is open."""
 
     def __init__(
         self,
         vae: nn.Module,
-        way: str,
+        mode: str,
         mesh: tuple[Communicator, Axis],
-        verdicts: VerificationCache | None,
-        course: VaeCallState,
+        verifications: VerificationCache | None,
+        state: VaeCallState,
     ) -> None:
-        self.vae, self.way, self.course = vae, way, course
-        self.split = {name: SplitMethod(vae, name, mesh, verdicts) for name in METHODS}
+        self.vae, self.mode, self.state = vae, mode, state
+        self.split = {name: SplitMethod(vae, name, mesh, verifications) for name in METHODS}
         self._first = mesh[1].rank == 0
-        self._said = False
+        self._has_warned = False
         self._hooks = HookSet()
         for name in METHODS:
             self._hooks.replace(vae, name, self._wrapped(name, getattr(vae, name)))
@@ -50,7 +50,7 @@ class ParallelVae:
 
         @functools.wraps(method)  # some pipelines read its signature
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if not self.course.running:
+            if not self.state.running:
                 return method(*args, **kwargs)
             x, *rest = args if args else (kwargs.pop(argument),)
             return self._run(name, VaeCall(method, x, tuple(rest), kwargs))
@@ -59,8 +59,8 @@ class ParallelVae:
 
     def _run(self, name: str, call: VaeCall) -> Any:
         if name == "encode":
-            self.course.go_on()
-        if self.way in ("auto", "exact") and not self._tiling_wins():
+            self.state.go_on()
+        if self.mode in ("auto", "exact") and not self._tiling_wins():
             try:
                 return self._exactly(name, call)
             except (UnsupportedModel, VerificationError) as error:
@@ -70,34 +70,34 @@ class ParallelVae:
     def _exactly(self, name: str, call: VaeCall) -> Any:
         if not self.split[name].takes(call):
             return call.on(call.x)
-        everywhere = name == "encode" or self.course.everywhere
+        everywhere = name == "encode" or self.state.everywhere
         output = self.split[name](call, everywhere=everywhere)
-        self.course.dropped |= not everywhere
+        self.state.dropped |= not everywhere
         return output
 
     def _whole(self, name: str, call: VaeCall) -> Any:
         """Every rank needs what is encoded, and computes it; only the first decodes."""
-        with in_tiles(self.vae) if self.way == "tiled" else nullcontext():
-            if name == "encode" or self.course.everywhere or call.x.ndim not in (4, 5):
+        with in_tiles(self.vae) if self.mode == "tiled" else nullcontext():
+            if name == "encode" or self.state.everywhere or call.x.ndim not in (4, 5):
                 return call.on(call.x)
-            self.course.dropped = True
+            self.state.dropped = True
             return call.on(call.x) if self._first else stand_in(call)
 
     def _tiling_wins(self) -> bool:
         tiled = is_tiled(self.vae)
-        if tiled and not self._said:
+        if tiled and not self._has_warned:
             self._say(f"{type(self.vae).__name__} has tiling switched on, so one rank decodes, tile by tile")
         return tiled
 
     def _give_up(self, error: Exception) -> None:
         """Raise what the person asked for cannot be; under "auto" say so and run whole."""
-        if self.way == "exact":
+        if self.mode == "exact":
             raise type(error)(f"{error}: use vae='rank0', or vae='tiled' to save memory") from error
-        self.way = "rank0"
+        self.mode = "rank0"
         self._say(f"one rank runs {type(self.vae).__name__} whole, because it cannot be split: {error}")
 
     def _say(self, what: str) -> None:
-        self._said = True
+        self._has_warned = True
         if self._first:
             log.warning("%s", what)
 
@@ -113,17 +113,17 @@ class ParallelVaes:
         self,
         components: Mapping[str, Any],
         denoisers: Sequence[nn.Module],
-        way: str,
+        mode: str,
         mesh: tuple[Communicator, Axis],
-        verdicts: VerificationCache | None = None,
+        verifications: VerificationCache | None = None,
     ) -> None:
-        self.course, self.door = VaeCallState(everywhere=mesh[1].size == 1), mesh[0]
+        self.state, self.comm = VaeCallState(everywhere=mesh[1].size == 1), mesh[0]
         compiled_or_not = (getattr(module, "_orig_mod", module) for module in components.values())
         found = {id(module): module for module in compiled_or_not if _is_vae(module)}
-        self.vaes = [ParallelVae(module, way, mesh, verdicts, self.course) for module in found.values()]
+        self.vaes = [ParallelVae(module, mode, mesh, verifications, self.state) for module in found.values()]
         self._hooks = HookSet()
         for module in denoisers:
-            self._hooks.before(module, lambda *_: self.course.go_on())
+            self._hooks.before(module, lambda *_: self.state.go_on())
 
     def forget(self) -> None:
         """Their modules may change."""

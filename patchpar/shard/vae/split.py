@@ -20,7 +20,7 @@ from patchpar.shard.local_patch import LocalPatch
 from patchpar.shard.vae.band import VaeBand
 from patchpar.shard.vae.functions import in_band
 from patchpar.shard.vae.outputs import joined, on_all, on_first, tensors_of
-from patchpar.shard.verification import TOLERANCE, Comparison, made_of, relative_error, verify_once
+from patchpar.shard.verification import TOLERANCE, Comparison, fingerprint_of, relative_error, verify_once
 from patchpar.shard.verification_cache import VerificationCache
 
 PROBE = 64  # rows and columns of the picture that tells how much smaller its latent is; none is more than 32 times
@@ -53,16 +53,16 @@ class SplitMethod:
     """
 
     def __init__(
-        self, vae: nn.Module, name: str, mesh: tuple[Communicator, Axis], verdicts: VerificationCache | None
+        self, vae: nn.Module, name: str, mesh: tuple[Communicator, Axis], verifications: VerificationCache | None
     ) -> None:
-        self.vae, self.name, self.verdicts = vae, name, verdicts
-        self.door, self.axis = mesh
+        self.vae, self.name, self.verifications = vae, name, verifications
+        self.comm, self.axis = mesh
         self.exchanging = True
         self.error: float | None = None
         self._unit = 1 if name == "decode" else 0  # rows that a band is a multiple of; 0: not known yet
         self._feeds: dict[str, bool] = {}
         self._checked: set[Any] = set()
-        self._deadline = self.door.transport.deadline
+        self._deadline = self.comm.transport.deadline
 
     def takes(self, call: VaeCall) -> bool:
         """Whether a picture has rows for every place; if not, it is small enough for every rank to do it whole.
@@ -83,9 +83,9 @@ class SplitMethod:
         self._check(call)
         start = time.perf_counter()
         output = self._in_bands(call, everywhere=everywhere)
-        self.door.traffic.note("vae", "", self.name, start)
+        self.comm.traffic.note("vae", "", self.name, start)
         # A rank may have to wait for as long as another one computes, and that is only known once it has.
-        transport, seconds = self.door.transport, time.perf_counter() - start
+        transport, seconds = self.comm.transport, time.perf_counter() - start
         transport.deadline = max(transport.deadline, self._deadline + 2 * seconds)
         return output
 
@@ -109,12 +109,12 @@ class SplitMethod:
         return self._unit
 
     def _in_bands(self, call: VaeCall, *, everywhere: bool) -> Any:
-        x, place = call.x, self.axis.rank
+        x, group_rank = call.x, self.axis.rank
         dim = longer_dim(x)
         bands = split_bands(x.shape[dim], self.axis.size, self._unit)
-        share = LocalPatch(self.door, self.axis, bands=bands, dim=dim)
-        band = VaeBand(share, self._feeds, self.exchanging)
-        own = x.narrow(dim, bands.starts[place], bands.size(place)).contiguous()
+        patch = LocalPatch(self.comm, self.axis, bands=bands, dim=dim)
+        band = VaeBand(patch, self._feeds, self.exchanging)
+        own = x.narrow(dim, bands.starts[group_rank], bands.size(group_rank)).contiguous()
         with in_band(self.vae, band):
             output = call.on(own)
         return joined(output, partial(on_all if everywhere else on_first, band, self.name))
@@ -122,7 +122,7 @@ class SplitMethod:
     # --- first use ----------------------------------------------------------------------------------------------
 
     def _check(self, call: VaeCall) -> None:
-        """Compare with the plain method once for every form of call, unless there are no `verdicts`."""
+        """Compare with the plain method once for every form of call, unless there are no `verifications`."""
         form = (call.x.ndim, call.x.dtype, longer_dim(call.x), self._frames(call.x), tuple(sorted(call.kwargs)))
         if form in self._checked:
             return
@@ -130,10 +130,10 @@ class SplitMethod:
             raise UnsupportedModel(f"{type(self.vae).__name__} has compiled blocks, and rows are exchanged inside them")
         if any(isinstance(x, Tensor) and x.ndim >= 4 for x in (*call.args, *call.kwargs.values())):
             raise UnsupportedModel(f"{type(self.vae).__name__}.{self.name} takes another picture beside the first")
-        if self.verdicts is not None:
+        if self.verifications is not None:
             what = f"{type(self.vae).__name__}.{self.name} in {self.axis.size} bands"
-            mesh, compare = (self.door, self.axis), partial(self._compared, call)
-            self.error = verify_once(self.verdicts, self._facts(call, form), mesh, compare, what)
+            mesh, compare = (self.comm, self.axis), partial(self._compared, call)
+            self.error = verify_once(self.verifications, self._facts(call, form), mesh, compare, what)
         self._checked.add(form)
 
     def _frames(self, x: Tensor) -> int:
@@ -142,7 +142,7 @@ class SplitMethod:
     def _facts(self, call: VaeCall, form: Any) -> dict[str, Any]:
         """What the verdict depends on."""
         return {
-            **made_of(self.vae),
+            **fingerprint_of(self.vae),
             "method": self.name,
             "bands": self.axis.size,
             "form": [str(each) for each in form],

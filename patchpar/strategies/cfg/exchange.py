@@ -59,11 +59,11 @@ class PredictionTime:
 class PredictionExchange:
     """Sends this rank's predictions to the others of the axis and takes in theirs."""
 
-    def __init__(self, door: Communicator, axis: Axis) -> None:
-        self._door, self._axis = door, axis
+    def __init__(self, comm: Communicator, axis: Axis) -> None:
+        self._comm, self._axis = comm, axis
         self._sent: list[Work[Messages]] = []
         self._parcels: list[_ExpectedMessage] = []
-        self._deliveries: list[AsyncMessage] = []
+        self._messages: list[AsyncMessage] = []
         self._doubts: list[Tensor] = []
 
     def exchange(self, output: Any, moment: PredictionTime) -> list[Any]:
@@ -77,51 +77,51 @@ class PredictionExchange:
         stamp = self._stamp(moment, form)
         own = [stamp, *(x.contiguous() for x in tensors_in(output))]
         specs = [TensorSpec.of(x) for x in own]
-        received = AllGather(self._door, self._axis, KIND, str(moment)).start(own, lambda _: specs).wait()
-        for place in self._axis.others:
-            self.check(received[place][0], stamp, moment, place)
+        received = AllGather(self._comm, self._axis, KIND, str(moment)).start(own, lambda _: specs).wait()
+        for group_rank in self._axis.others:
+            self.check(received[group_rank][0], stamp, moment, group_rank)
         return [with_tensors(output, tensors[1:]) for tensors in received]
 
     def shapes_of_all(self, own: Sequence[Tensor], moment: PredictionTime) -> list[tuple[tuple[int, ...], ...]]:
         """Of each of our tensors the shapes that it has at every place, in order, now. Raises ExchangeError."""
-        told = torch.tensor([size for x in own for size in x.shape], device=self._door.transport.device)
-        of_all = [x.tolist() for x in AllGather(self._door, self._axis, KIND, f"{moment}: shapes").same(told)]
+        own_sizes = torch.tensor([size for x in own for size in x.shape], device=self._comm.transport.device)
+        of_all = [x.tolist() for x in AllGather(self._comm, self._axis, KIND, f"{moment}: shapes").same(own_sizes)]
         ends = list(accumulate(x.ndim for x in own))
         return [tuple(tuple(sizes[end - x.ndim : end]) for sizes in of_all) for x, end in zip(own, ends, strict=True)]
 
     def send(self, output: Any, form: OutputForm, moment: PredictionTime) -> None:
         """Start sending a prediction to all others. What is expected from earlier calls starts to come with it."""
         tensors = (self._stamp(moment, form), *(x.contiguous() for x in tensors_in(output)))
-        peers = tuple(self._axis.ranks[place] for place in self._axis.others)
-        self._sent.append(self._swap([Outgoing(peers, tensors)], moment))
+        peers = tuple(self._axis.ranks[group_rank] for group_rank in self._axis.others)
+        self._sent.append(self._send_recv([Outgoing(peers, tensors)], moment))
 
-    def expect(self, place: int, form: OutputForm, moment: PredictionTime, *, at_once: bool) -> list[Tensor]:
-        """Promises of the prediction that `place` makes.
+    def expect(self, group_rank: int, form: OutputForm, moment: PredictionTime, *, at_once: bool) -> list[Tensor]:
+        """Promises of the prediction that `group_rank` makes.
 
         Not `at_once` if this rank computes something first: a receive that waits on a GPU's stream would hold up what
         that computation exchanges on another axis.
         """
-        parcel = _ExpectedMessage(self, place, form, moment)
+        parcel = _ExpectedMessage(self, group_rank, form, moment)
         self._parcels.append(parcel)
         if at_once:
-            self.collect()
-        self._deliveries.append(AsyncMessage(form.specs, self._door.transport.device, parcel.fetch))
-        return self._deliveries[-1].tensors
+            self.wait()
+        self._messages.append(AsyncMessage(form.specs, self._comm.transport.device, parcel.fetch))
+        return self._messages[-1].tensors
 
-    def collect(self) -> None:
+    def wait(self) -> None:
         """Start to receive everything that is expected."""
         if any(parcel.arriving is None for parcel in self._parcels):
-            self._swap([], self._parcels[-1].moment)
+            self._send_recv([], self._parcels[-1].moment)
 
     def settle(self) -> None:
         """Take in what nobody has used yet and let go of what has been sent. Raises ExchangeError."""
         try:
-            for delivery in self._deliveries:
-                delivery.wait()
+            for message in self._messages:
+                message.wait()
             for arriving in self._sent:
                 arriving.wait()
         finally:
-            self._deliveries, self._parcels, self._sent = [], [], []
+            self._messages, self._parcels, self._sent = [], [], []
 
     def audit(self) -> None:
         """Look at the stamps that were left unread so as not to wait for a GPU. Raises ExchangeError."""
@@ -132,24 +132,24 @@ class PredictionExchange:
                 f"axis '{self._axis.name}' had parted, and this result is wrong"
             )
 
-    def check(self, stamp: Tensor, expected: Tensor, moment: PredictionTime, place: int) -> None:
-        """Compare the stamp of a message from `place` with the one it should have, or keep that for `audit`."""
+    def check(self, stamp: Tensor, expected: Tensor, moment: PredictionTime, group_rank: int) -> None:
+        """Compare the stamp of a message from `group_rank` with the one it should have, or keep that for `audit`."""
         if stamp.device.type != "cpu":
             self._doubts.append((stamp != expected).any())
         elif not torch.equal(stamp, expected):
             step, call, _ = stamp.tolist()
             raise ExchangeError(
-                f"rank {self._axis.ranks[self._axis.rank]} is at {moment}, rank {self._axis.ranks[place]} at step "
+                f"rank {self._axis.ranks[self._axis.rank]} is at {moment}, rank {self._axis.ranks[group_rank]} at step "
                 f"{step}, call {call}, or their predictions differ in shape: the ranks of axis '{self._axis.name}' "
                 "have parted"
             )
 
     def _stamp(self, moment: PredictionTime, form: OutputForm) -> Tensor:
-        return moment.stamp(form.specs, self._door.transport.device)
+        return moment.stamp(form.specs, self._comm.transport.device)
 
-    def _swap(self, outgoing: list[Outgoing], moment: PredictionTime) -> Work[Messages]:
+    def _send_recv(self, outgoing: list[Outgoing], moment: PredictionTime) -> Work[Messages]:
         due = [parcel for parcel in self._parcels if parcel.arriving is None]
-        arriving = self._door.swap(KIND, str(moment), outgoing, [parcel.incoming() for parcel in due])
+        arriving = self._comm.send_recv(KIND, str(moment), outgoing, [parcel.incoming() for parcel in due])
         for index, parcel in enumerate(due):
             parcel.arriving, parcel.index = arriving, index
         return arriving
@@ -158,21 +158,21 @@ class PredictionExchange:
 class _ExpectedMessage:
     """One message that another place sends us."""
 
-    def __init__(self, post: PredictionExchange, place: int, form: OutputForm, moment: PredictionTime) -> None:
-        self.post, self.place, self.form, self.moment = post, place, form, moment
+    def __init__(self, post: PredictionExchange, group_rank: int, form: OutputForm, moment: PredictionTime) -> None:
+        self.post, self.group_rank, self.form, self.moment = post, group_rank, form, moment
         self.arriving: Work[Messages] | None = None
         self.index = 0
 
     def incoming(self) -> Incoming:
         """What to receive: the stamp, then the tensors."""
         stamp = self.post._stamp(self.moment, self.form)
-        return Incoming(self.post._axis.ranks[self.place], (TensorSpec.of(stamp), *self.form.specs))
+        return Incoming(self.post._axis.ranks[self.group_rank], (TensorSpec.of(stamp), *self.form.specs))
 
     def fetch(self) -> list[Tensor]:
         """Wait for it."""
         if self.arriving is None:
-            self.post.collect()
+            self.post.wait()
         assert self.arriving is not None
         stamp, *tensors = self.arriving.wait_for(self.index)
-        self.post.check(stamp, self.post._stamp(self.moment, self.form), self.moment, self.place)
+        self.post.check(stamp, self.post._stamp(self.moment, self.form), self.moment, self.group_rank)
         return tensors

@@ -29,7 +29,7 @@ from patchpar.models.info import parameters_of
 from patchpar.plan.mesh import Axis
 from patchpar.plan.step_clock import StepClock
 from patchpar.shard.batch import Batch, count_branches, filled_up, largest_of, sample_of
-from patchpar.shard.guidance_branches import at_own_place
+from patchpar.shard.guidance_branches import at_own_index
 from patchpar.shard.returned_caches import gives_back, with_given, without_given
 from patchpar.shard.step_caches import are_as_before, held_by
 from patchpar.strategies.cfg.exchange import OutputForm, PredictionExchange, PredictionTime
@@ -102,7 +102,7 @@ class GuidanceSplit:
 
     def __init__(
         self,
-        door: Communicator,
+        comm: Communicator,
         axis: Axis,
         clock: StepClock,
         layers_of: Callable[[nn.Module], Sequence[nn.Module]] = lambda network: (),
@@ -111,7 +111,7 @@ class GuidanceSplit:
         self.carriers: Mapping[str, int | None] = {}
         self.by_branch: Sequence[nn.Module] = ()
         self._axis, self._clock = axis, clock
-        self._post = PredictionExchange(door, axis)
+        self._post = PredictionExchange(comm, axis)
         self._progress = GuidanceProgress()
         self._forms: dict[Any, OutputForm | None] = {}  # kept from one pipeline call to the next
         self._shapes: dict[Any, Shapes] = {}
@@ -140,10 +140,10 @@ class GuidanceSplit:
         progress.calls += 1
         self._clock.branches = self._branches(sample)
         if self._clock.branches > 1:
-            return self._share_of_batch(forward, sample, args, kwargs)
+            return self._part_of_batch(forward, sample, args, kwargs)
         if not progress.guided and (self._clock.guided is False or progress.finished):
             raise PlanError(self._no_guidance())
-        return self._own_call_or_promise(forward, sample, args, kwargs)
+        return self._own_call_or_async_tensor(forward, sample, args, kwargs)
 
     def condition(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """What `forward(*args, **kwargs)` returns, for a network that the denoiser listens to, such as a ControlNet.
@@ -156,10 +156,10 @@ class GuidanceSplit:
         batch = Batch.of(sample, self.carriers)
         if axis.size == 1 or self._branches(sample) == 1 or batch.size % axis.size or "" in self.carriers:
             return forward(*args, **kwargs)
-        own_args, own_kwargs = batch.share((args, kwargs), axis.rank, axis.size)
+        own_args, own_kwargs = batch.part((args, kwargs), axis.rank, axis.size)
         output = forward(*own_args, **own_kwargs)
         own = [x.contiguous() for x in tensors_in(output)]
-        shapes = self._shapes_of_shares(own, (args, kwargs), moment) if batch.by_item else [(x.shape,) for x in own]
+        shapes = self._part_shapes(own, (args, kwargs), moment) if batch.by_item else [(x.shape,) for x in own]
         largest = [largest_of(each) for each in shapes]
         specs = [((axis.size * shape[0], *shape[1:]), x.dtype) for x, shape in zip(own, largest, strict=True)]
 
@@ -170,7 +170,7 @@ class GuidanceSplit:
         differ = shapes if batch.by_item else ()
         return with_tensors(output, AsyncMessage(specs, own[0].device, fetch, own, differ).tensors)
 
-    def _shapes_of_shares(self, own: Sequence[Tensor], call: Any, moment: PredictionTime) -> Shapes:
+    def _part_shapes(self, own: Sequence[Tensor], call: Any, moment: PredictionTime) -> Shapes:
         """Of each of our tensors its shape on every rank, asked for once for each form of the whole call."""
         form = tuple(TensorSpec.of(x) for x in tensors_in(call))
         if form not in self._shapes:
@@ -183,7 +183,7 @@ class GuidanceSplit:
             known[specs] = count_branches(sample)
         return known[specs]
 
-    def _share_of_batch(
+    def _part_of_batch(
         self, forward: Callable[..., Any], sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         axis, batch = self._axis, Batch.of(sample, self.carriers)
@@ -195,8 +195,8 @@ class GuidanceSplit:
                 f"guidance here has {branches} branches in one batch of {batch.size}, which cfg={axis.size} ranks "
                 f"cannot share evenly: use cfg={branches}, or {WITHOUT}"
             )
-        own_args, own_kwargs = batch.share((args, kwargs), axis.rank, axis.size)
-        with at_own_place(self.by_branch, axis.rank, axis.size):
+        own_args, own_kwargs = batch.part((args, kwargs), axis.rank, axis.size)
+        with at_own_index(self.by_branch, axis.rank, axis.size):
             output = forward(*own_args, **own_kwargs)
         own_call = (own_args, own_kwargs)
         if batch.by_item or not gives_back(output, own_call):
@@ -204,18 +204,18 @@ class GuidanceSplit:
         joined = batch.join(self._post.exchange(without_given(output, own_call), self._moment))
         return with_given(joined, output, own_call, (args, kwargs))
 
-    def _own_call_or_promise(
+    def _own_call_or_async_tensor(
         self, forward: Callable[..., Any], sample: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         moment, axis = self._moment, self._axis
         specs = tuple(TensorSpec.of(x) for x in tensors_in(sample))
-        told = tuple((name, value if isinstance(value, (str, bool)) else None) for name, value in kwargs.items())
-        key = (moment.call, len(args), told, specs)
+        flags = tuple((name, value if isinstance(value, (str, bool)) else None) for name, value in kwargs.items())
+        key = (moment.call, len(args), flags, specs)
         form = self._forms.get(key)
         owner = moment.call % axis.size
         if form is not None and owner != axis.rank:
-            promises = self._post.expect(owner, form, moment, at_once=moment.call > axis.rank)
-            return with_tensors(form.tree, promises)
+            async_tensors = self._post.expect(owner, form, moment, at_once=moment.call > axis.rank)
+            return with_tensors(form.tree, async_tensors)
         before = held_by(kwargs)
         output = forward(*args, **kwargs)
         if form is None:

@@ -23,8 +23,8 @@ from patchpar.shard.verification import (
     Call,
     Comparison,
     arguments_of,
-    form_of,
-    made_of,
+    call_signature,
+    fingerprint_of,
     relative_error,
     verify_once,
 )
@@ -43,13 +43,13 @@ class GuidanceCheck:
         denoiser: nn.Module,
         mesh: tuple[Communicator, Axis],
         clock: StepClock,
-        verdicts: VerificationCache,
+        verifications: VerificationCache,
         by_branch: Layers = tuple,
     ) -> None:
-        self.denoiser, self.clock, self.verdicts = denoiser, clock, verdicts
-        self.door, self.axis = mesh
+        self.denoiser, self.clock, self.verifications = denoiser, clock, verifications
+        self.comm, self.axis = mesh
         self._seen: list[Any] = []
-        self.carriers = carriers_of(denoiser, mesh, verdicts, by_branch)
+        self.carriers = carriers_of(denoiser, mesh, verifications, by_branch)
         self._watched, self.unsure = WatchedNetwork(denoiser), False
 
     def __call__(self, plain: Callable[..., Any], call: Call, joined: Any) -> None:
@@ -62,14 +62,14 @@ class GuidanceCheck:
         if self.unsure and self._watched.has_changed:
             self._seen.clear()
         self.unsure = False
-        form = form_of(call)
+        form = call_signature(call)
         if form in self._seen:
             return
         facts = {
-            **made_of(self.denoiser),
+            **fingerprint_of(self.denoiser),
             "strategy": "cfg",
             "places": self.axis.size,
-            "device": self.door.transport.device.type,
+            "device": self.comm.transport.device.type,
             "arguments": arguments_of(call),
         }
         what = f"{type(self.denoiser).__name__} with the branches of guidance on {self.axis.size} ranks"
@@ -80,7 +80,7 @@ class GuidanceCheck:
         before = self._watched.now()
         with caches_set_aside(self.denoiser):
             compare = partial(self._compared, plain, call, joined)
-            verify_once(self.verdicts, facts, (self.door, self.axis), compare, what, way_out)
+            verify_once(self.verifications, facts, (self.comm, self.axis), compare, what, way_out)
         self._seen.append(form)
         self._watched.know(before)
 

@@ -26,10 +26,10 @@ TEXTS = (
     "lyrics",
     "transcription",
 )  # and all names that begin so
-PICTURES = (
+IMAGE_ARGUMENTS = (
     "image", "mask_image", "control_image", "control_mask", "original_image", "masked_image_latents", "video", "mask",
 )  # fmt: skip
-PER_PROMPT = (*PICTURES, "generator", "latents", "class_labels", "image_embeds", "negative_image_embeds")
+PER_PROMPT = (*IMAGE_ARGUMENTS, "generator", "latents", "class_labels", "image_embeds", "negative_image_embeds")
 COUNTING = ("prompt", "prompt_embeds", "class_labels", "image")  # the first of these that was given counts
 SHARED_LISTS = (
     "timesteps", "sigmas", "controlnet_conditioning_scale", "control_guidance_start", "control_guidance_end",
@@ -89,8 +89,8 @@ def split_call(kwargs: Mapping[str, Any], rank: int, size: int) -> dict[str, Any
     Lists and tensors with one entry per prompt are divided, also with `num_images_per_prompt` entries per prompt, as
     lists of generators and latents have them. Raises PlanError where it cannot be told what belongs to which prompt.
     """
-    share = PromptSlice.of(kwargs, rank, size)
-    return {name: _divided(name, value, share, kwargs) for name, value in kwargs.items()}
+    part = PromptSlice.of(kwargs, rank, size)
+    return {name: _divided(name, value, part, kwargs) for name, value in kwargs.items()}
 
 
 def merge_outputs(outputs: Sequence[Any]) -> Any:
@@ -126,26 +126,26 @@ def as_one_call(pipe: Any, kwargs: Mapping[str, Any], rank: int, size: int) -> I
         encoded_together,
     )
 
-    share, own_kwargs = PromptSlice.of(kwargs, rank, size), split_call(kwargs, rank, size)
-    _refuse_what_depends_on_the_others(pipe, kwargs, share)
-    own = share.stop - share.start
-    texts = TextArguments(whole_call=kwargs, own_call=own_kwargs, own=own, total=share.total, rows=share.rows)
+    part, own_kwargs = PromptSlice.of(kwargs, rank, size), split_call(kwargs, rank, size)
+    _refuse_what_depends_on_the_others(pipe, kwargs, part)
+    own = part.stop - part.start
+    texts = TextArguments(whole_call=kwargs, own_call=own_kwargs, own=own, total=part.total, rows=part.rows)
     with ExitStack() as stack:
         stack.enter_context(encoded_together(pipe, texts))
-        stack.enter_context(_drawn_together(pipe, kwargs, share))
-        stack.enter_context(_no_tokens_drawn(pipe))
+        stack.enter_context(_noise_of_whole_batch(pipe, kwargs, part))
+        stack.enter_context(_no_tokens_sampled(pipe))
         yield own_kwargs
 
 
 @contextmanager
-def _drawn_together(pipe: Any, kwargs: Mapping[str, Any], share: PromptSlice) -> Iterator[None]:
+def _noise_of_whole_batch(pipe: Any, kwargs: Mapping[str, Any], part: PromptSlice) -> Iterator[None]:
     """While open, noise that diffusers draws is our part of a draw for all prompts. Raises PlanError.
 
     Lists of generators are left alone: they draw prompt by prompt.
     """
     from diffusers.utils import torch_utils
 
-    plain, given, own = torch_utils.randn_tensor, kwargs.get("generator"), share.stop - share.start
+    plain, given, own = torch_utils.randn_tensor, kwargs.get("generator"), part.stop - part.start
 
     def randn_tensor(shape: Sequence[int], generator: Any = None, *args: Any, **more: Any) -> Any:
         rows = shape[0]
@@ -155,8 +155,8 @@ def _drawn_together(pipe: Any, kwargs: Mapping[str, Any], share: PromptSlice) ->
             _refuse_noise_of_its_own(pipe, kwargs, rows, own)
         elif isinstance(given, list) or generator is not given or rows % own:
             return plain(shape, generator, *args, **more)
-        noise = plain((rows // own * share.total, *shape[1:]), generator, *args, **more)
-        return noise[share.rows(len(noise))].clone()
+        noise = plain((rows // own * part.total, *shape[1:]), generator, *args, **more)
+        return noise[part.rows(len(noise))].clone()
 
     others = [module for module in list(sys.modules.values()) if module is not torch_utils]
     importers = [module for module in others if getattr(module, "__dict__", {}).get("randn_tensor") is plain]
@@ -170,7 +170,7 @@ def _drawn_together(pipe: Any, kwargs: Mapping[str, Any], share: PromptSlice) ->
 
 
 @contextmanager
-def _no_tokens_drawn(pipe: Any) -> Iterator[None]:
+def _no_tokens_sampled(pipe: Any) -> Iterator[None]:
     """While open, tokens that are drawn by their probabilities are refused (PlanError).
 
     Which they are depends on what was drawn for the prompts before: language models that write a prompt anew or the
@@ -204,7 +204,7 @@ def _entries(name: str, value: Any) -> int | None:
     if isinstance(value, list):
         one_video = name == "video" and bool(value) and not isinstance(value[0], list) and not _dims(value[0]) > 3
         return None if one_video else len(value)
-    least = 1 + 3 * (name in PICTURES) + (name == "video")  # the dims of several: pictures are arrays themselves
+    least = 1 + 3 * (name in IMAGE_ARGUMENTS) + (name == "video")  # the dims of several: pictures are arrays themselves
     return len(value) if _dims(value) >= least else None
 
 
@@ -212,29 +212,29 @@ def _dims(value: Any) -> int:
     return len(getattr(value, "shape", ()))
 
 
-def _divided(name: str, value: Any, share: PromptSlice, kwargs: Mapping[str, Any]) -> Any:
+def _divided(name: str, value: Any, part: PromptSlice, kwargs: Mapping[str, Any]) -> Any:
     count = _entries(name, value)
     if not count or name in SHARED_LISTS:
         return value
     images = images_each(kwargs)
     if name not in PER_PROMPT and not name.startswith(TEXTS):
-        if isinstance(value, list) and count == share.total:
+        if isinstance(value, list) and count == part.total:
             raise PlanError(
-                f"{name} is a list of {count} for {share.total} prompts: whether it holds one entry for each prompt "
+                f"{name} is a list of {count} for {part.total} prompts: whether it holds one entry for each prompt "
                 "cannot be told, so it cannot be divided between data ranks. Use data=1 for this call"
             )
         return value
-    if count in (share.total, share.total * images):
-        return value[share.rows(count)]
-    if isinstance(value, list) and all(isinstance(item, list) and len(item) == share.total for item in value):
-        return [item[share.rows(len(item))] for item in value]  # a list of pictures for each ControlNet
+    if count in (part.total, part.total * images):
+        return value[part.rows(count)]
+    if isinstance(value, list) and all(isinstance(item, list) and len(item) == part.total for item in value):
+        return [item[part.rows(len(item))] for item in value]  # a list of pictures for each ControlNet
     if count == 1 and name != "generator":
         return value
     each = f", or {images} for each" if images > 1 else ""
-    raise PlanError(f"{name} has {count} entries for {share.total} prompts: give one for each prompt{each}")
+    raise PlanError(f"{name} has {count} entries for {part.total} prompts: give one for each prompt{each}")
 
 
-def why_kept_together(pipe: Any) -> str:
+def why_one_batch(pipe: Any) -> str:
     """Why no part of the prompts can be drawn by itself as the pipeline is set up; empty where it can."""
     scheduler, name = type(getattr(pipe, "scheduler", None)).__name__, type(pipe).__name__
     if name in MIXED:
@@ -242,8 +242,8 @@ def why_kept_together(pipe: Any) -> str:
     return f"{scheduler} draws noise for all of them by itself" if scheduler in OWN_NOISE else ""
 
 
-def _refuse_what_depends_on_the_others(pipe: Any, kwargs: Mapping[str, Any], share: PromptSlice) -> None:
-    why = why_kept_together(pipe)
+def _refuse_what_depends_on_the_others(pipe: Any, kwargs: Mapping[str, Any], part: PromptSlice) -> None:
+    why = why_one_batch(pipe)
     if why:
         way_out = "data=1" if type(pipe).__name__ in MIXED else "another scheduler, or data=1"
         raise PlanError(f"{why}, so that data ranks would give other pictures: use {way_out}")
@@ -254,7 +254,7 @@ def _refuse_what_depends_on_the_others(pipe: Any, kwargs: Mapping[str, Any], sha
                     f"{type(pipe).__name__} takes {name} as references for all prompts, not one for each: use data=1 "
                     "with it"
                 )
-    _refuse_one_picture(pipe, kwargs, share)
+    _refuse_one_image(pipe, kwargs, part)
 
 
 def _refuse_noise_of_its_own(pipe: Any, kwargs: Mapping[str, Any], rows: int, own: int) -> None:
@@ -271,19 +271,19 @@ def _refuse_noise_of_its_own(pipe: Any, kwargs: Mapping[str, Any], rows: int, ow
         )
 
 
-def _refuse_one_picture(pipe: Any, kwargs: Mapping[str, Any], share: PromptSlice) -> None:
+def _refuse_one_image(pipe: Any, kwargs: Mapping[str, Any], part: PromptSlice) -> None:
     """What one picture takes of the noise, and of which generator, depends on the pipeline and the number of prompts.
 
     Some pipelines repeat the picture for every prompt before they encode it, others encode it once, with the first
     generator, which only the first rank has.
     """
     guides_only = getattr(pipe, "controlnet", None) is not None and "control_image" not in kwargs
-    for name in PICTURES:
+    for name in IMAGE_ARGUMENTS:
         if kwargs.get(name) is None or (name == "image" and guides_only):
             continue
-        if _entries(name, kwargs[name]) != share.total:
+        if _entries(name, kwargs[name]) != part.total:
             raise PlanError(
-                f"one {name} for {share.total} prompts: the noise that it takes depends on the number of prompts in a "
-                f"call, so that data ranks would give other pictures. Give {name} as a list of {share.total}, the same "
-                f"{share.total} times if need be"
+                f"one {name} for {part.total} prompts: the noise that it takes depends on the number of prompts in a "
+                f"call, so that data ranks would give other pictures. Give {name} as a list of {part.total}, the same "
+                f"{part.total} times if need be"
             )

@@ -27,7 +27,7 @@ from patchpar.strategies.structure.partial_prediction import PartialPrediction
 from patchpar.strategies.structure.patch_inputs import PatchInputs
 from patchpar.strategies.structure.prediction_merge import PredictionMerge
 from patchpar.strategies.structure.step_output import sample_in, with_sample
-from patchpar.strategies.structure.supported_pipelines import treats_places_alike
+from patchpar.strategies.structure.supported_pipelines import is_position_independent
 
 NOT_ALIKE = (
     "ranks hold only those latents that they need, and this pipeline needs others; with any callback_on_step_end they "
@@ -79,9 +79,9 @@ class AfterGuidance:
         self._scheduler = None
         self._forget()
 
-    def takes(self, portion: PartialPrediction) -> bool:
+    def takes(self, partial_prediction: PartialPrediction) -> bool:
         """Whether a portion can be put off, rather than be made whole at once."""
-        return self._is_mean is True and portion.can_wait
+        return self._is_mean is True and partial_prediction.can_wait
 
     def answered(self, layout: PatchInputs, whole_BCHW: Tensor, branches: int) -> None:
         """The pipeline gets the whole."""
@@ -89,11 +89,11 @@ class AfterGuidance:
             self._layout = layout
             self._seen += whole_BCHW.chunk(branches)
 
-    def put_off(self, layout: PatchInputs, portion: PartialPrediction) -> Tensor:
+    def put_off(self, layout: PatchInputs, partial_prediction: PartialPrediction) -> Tensor:
         """What the pipeline gets instead of the whole."""
         self._layout = layout
-        self._waiting.append(portion)
-        return portion.picture_BCHW
+        self._waiting.append(partial_prediction)
+        return partial_prediction.image_BCHW
 
     def _made_whole(self, model_output: Tensor) -> Tensor:
         if self._layout is None or not (self._seen or self._waiting):
@@ -117,17 +117,17 @@ class AfterGuidance:
         answer: Tensor = layout.output(model_output, last.finish(whole).to(model_output.dtype))
         return answer
 
-    def _regions(self, portion: PartialPrediction) -> NeededRegions | None:
+    def _regions(self, partial_prediction: PartialPrediction) -> NeededRegions | None:
         """Where ranks need what this step answers; None for everywhere. All ranks find the same."""
         steps = getattr(self._pipe, "_num_timesteps", None)
-        if portion.regions is None or self._watched or not treats_places_alike(self._pipe):
+        if partial_prediction.regions is None or self._watched or not is_position_independent(self._pipe):
             return None
         if self._ended_at is not None:
             raise UnsupportedModel(f"the pipeline goes on after step {self._ended_at}, its last one: {NOT_ALIKE}")
         if not isinstance(steps, int) or self._clock.evaluation >= steps:
             return None
         self.parted, self._ends = True, self._clock.evaluation == steps - 1
-        return portion.regions(self._ends)
+        return partial_prediction.regions(self._ends)
 
     def _ended(self, result: Any) -> Any:
         """What a step of the scheduler returns; in the last one with latents that are whole again."""

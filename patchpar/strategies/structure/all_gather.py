@@ -29,16 +29,16 @@ def from_everyone(
     `own`: what a place gets of ours, `expected`: what form that has which we get of a place. What we keep is what our
     own place gets. `silent`: nothing is sent, and what others would have sent is 0. Raises ExchangeError.
     """
-    door, axis = mesh
+    comm, axis = mesh
     found: list[dict[str, list[Tensor]]] = [{kind: [] for kind in expected} for _ in range(axis.size)]
     found[axis.rank] = {kind: list(own[kind](axis.rank)) for kind in expected}
     if silent:
-        for place in axis.others:
-            found[place] = {kind: _zeros(specs(place), door) for kind, specs in expected.items()}
+        for group_rank in axis.others:
+            found[group_rank] = {kind: _zeros(specs(group_rank), comm) for kind, specs in expected.items()}
     elif axis.size > 1:
         parts = [_part(axis, kind, own[kind], specs) for kind, specs in expected.items()]
         parts = [part for part in parts if part.outgoing or part.incoming]
-        for part, received in zip(parts, door.exchange(where, parts).wait(), strict=True):
+        for part, received in zip(parts, comm.exchange(where, parts).wait(), strict=True):
             for peer, tensors in received.items():
                 found[axis.ranks.index(peer)][part.kind] = tensors
     return found
@@ -51,14 +51,14 @@ def to_all(tensors: Sequence[Tensor]) -> Sent:
 
 
 def _part(axis: Axis, kind: str, own: Sent, specs: Expected) -> ExchangePart:
-    leaving = {axis.ranks[place]: tuple(own(place)) for place in axis.others}
-    incoming = {axis.ranks[place]: tuple(specs(place)) for place in axis.others}
+    leaving = {axis.ranks[group_rank]: tuple(own(group_rank)) for group_rank in axis.others}
+    incoming = {axis.ranks[group_rank]: tuple(specs(group_rank)) for group_rank in axis.others}
     outgoing = [((peer,), tensors) for peer, tensors in leaving.items() if tensors]
     return ExchangePart(kind, outgoing, {peer: found for peer, found in incoming.items() if found})
 
 
-def _zeros(specs: Sequence[TensorSpec], door: Communicator) -> list[Tensor]:
-    return [torch.zeros(spec.shape, dtype=spec.dtype, device=door.transport.device) for spec in specs]
+def _zeros(specs: Sequence[TensorSpec], comm: Communicator) -> list[Tensor]:
+    return [torch.zeros(spec.shape, dtype=spec.dtype, device=comm.transport.device) for spec in specs]
 
 
 def stacked(units: Sequence[Unit], predictions: Mapping[Unit, Tensor]) -> list[Tensor]:

@@ -85,7 +85,7 @@ class AttentionRecorder(SdpaMode):
 
     def mask(self, size: tuple[int, int]) -> Tensor | None:
         """The mask (B, 1, h, w), each from 0 to 1; None if nothing has been seen."""
-        maps = [_as_picture(found, size) for found in self._seen]
+        maps = [_as_image(found, size) for found in self._seen]
         resized = [F.interpolate(found, size, mode="bilinear") for found in maps if found is not None]
         if not resized:
             return None
@@ -94,7 +94,7 @@ class AttentionRecorder(SdpaMode):
         return (mean - low) / (high - low).clamp_min(1e-6)
 
 
-def _as_picture(found_BI: Tensor, size: tuple[int, int]) -> Tensor | None:
+def _as_image(found_BI: Tensor, size: tuple[int, int]) -> Tensor | None:
     """Tokens in rows and columns, by the one power of two that a map of this size may have been divided by."""
     stride = 1
     while stride <= max(size):

@@ -43,22 +43,25 @@ class BlendPlan:
     """Windows, who has which of them, and which rows every place completes. `branches`: of guidance."""
 
     windows: Windows
-    shares: UnitAssignment
+    assignment: UnitAssignment
     bands: Bands
     branches: int
 
     @classmethod
-    def of(cls, windows: Windows, shares: UnitAssignment, branches: int) -> "BlendPlan":
+    def of(cls, windows: Windows, assignment: UnitAssignment, branches: int) -> "BlendPlan":
         """Bands as equal as they can be."""
         return cls(
-            windows=windows, shares=shares, bands=split_bands(windows.size[0], len(shares), 1), branches=branches
+            windows=windows,
+            assignment=assignment,
+            bands=split_bands(windows.size[0], len(assignment), 1),
+            branches=branches,
         )
 
-    def pieces(self, place: int, owner: int) -> list[CoveredRegion]:
-        """What `place` covers of the band of `owner`: rows that the same windows cover, as wide as those together."""
+    def pieces(self, group_rank: int, owner: int) -> list[CoveredRegion]:
+        """What `group_rank` covers of the band of `owner`: rows under the same windows, as wide as these."""
         band = self.bands.starts[owner], self.bands.starts[owner + 1]
         found = []
-        for branch, numbers in self._covered(place).items():
+        for branch, numbers in self._covered(group_rank).items():
             tops = [(self.windows.corners[number][0], number) for number in numbers]
             height = self.windows.window[0]
             edges = {row for top, _ in tops for row in (top, top + height) if band[0] < row < band[1]}
@@ -68,10 +71,10 @@ class BlendPlan:
                     found.append(CoveredRegion(branch, slice(*rows), self.windows.columns(within)))
         return found
 
-    def _covered(self, place: int) -> dict[int, list[int]]:
+    def _covered(self, group_rank: int) -> dict[int, list[int]]:
         """The windows of a place by branch."""
         found: dict[int, list[int]] = {}
-        for unit in self.shares[place]:
+        for unit in self.assignment[group_rank]:
             if unit.patch < len(self.windows):
                 found.setdefault(unit.branch, []).append(unit.patch)
         return found
@@ -86,10 +89,10 @@ class BlendPlan:
                 self.windows.cut(canvas[unit.branch], unit.patch).add_(prediction.float() * weight)
         return canvas
 
-    def covered(self, place: int, like: Tensor) -> Tensor:
+    def covered(self, group_rank: int, like: Tensor) -> Tensor:
         """Where a place has windows of any branch, (H, W)."""
         canvas = torch.zeros(self.windows.size, dtype=torch.bool, device=like.device)
-        for numbers in self._covered(place).values():
+        for numbers in self._covered(group_rank).values():
             for number in numbers:
                 self.windows.cut(canvas, number).fill_(True)
         return canvas
@@ -100,51 +103,55 @@ class BlendPlan:
         where: str,
         own_GBCHW: Tensor,
         dtype: torch.dtype,
-        told: Tensor | None = None,
+        extra: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Our band of the whole prediction, x_GBChW, complete; and what every place has `told`, in order.
+        """Our band of the whole prediction, x_GBChW, complete; and what every place has `extra`, in order.
 
         Raises ExchangeError.
         """
-        door, axis = mesh
+        comm, axis = mesh
         outgoing, incoming = [], {}
-        for place in axis.others:
-            pieces = self.pieces(axis.rank, place)
+        for group_rank in axis.others:
+            pieces = self.pieces(axis.rank, group_rank)
             if pieces:
                 leaving = torch.cat([piece.of(own_GBCHW).flatten() for piece in pieces]).to(dtype)
-                outgoing.append(((axis.ranks[place],), (leaving,)))
-            sizes = self._sizes(place, axis.rank, own_GBCHW)
+                outgoing.append(((axis.ranks[group_rank],), (leaving,)))
+            sizes = self._sizes(group_rank, axis.rank, own_GBCHW)
             if sizes:
-                incoming[axis.ranks[place]] = (TensorSpec((sum(sizes),), dtype),)
-        parts = [ExchangePart(KIND, outgoing, incoming)] + ([] if told is None else [_told_part(axis, told)])
+                incoming[axis.ranks[group_rank]] = (TensorSpec((sum(sizes),), dtype),)
+        parts = [ExchangePart(KIND, outgoing, incoming)] + ([] if extra is None else [_extra_part(axis, extra)])
         whole = own_GBCHW.clone()
-        received, *heard = door.exchange(where, parts).wait()
+        received, *from_others = comm.exchange(where, parts).wait()
         for peer, (flat,) in received.items():
-            place = axis.ranks.index(peer)
-            sums = torch.split(flat, self._sizes(place, axis.rank, own_GBCHW))
-            for piece, x in zip(self.pieces(place, axis.rank), sums, strict=True):
+            group_rank = axis.ranks.index(peer)
+            sums = torch.split(flat, self._sizes(group_rank, axis.rank, own_GBCHW))
+            for piece, x in zip(self.pieces(group_rank, axis.rank), sums, strict=True):
                 rows = piece.of(whole)
                 rows.add_(x.view(rows.shape))
-        others = {axis.ranks.index(peer): x for each in heard for peer, (x,) in each.items()}
-        everyone = [told if place == axis.rank else others[place] for place in range(axis.size)] if heard else []
+        others = {axis.ranks.index(peer): x for each in from_others for peer, (x,) in each.items()}
+        everyone = (
+            [extra if group_rank == axis.rank else others[group_rank] for group_rank in range(axis.size)]
+            if from_others
+            else []
+        )
         return self.own_band(whole, axis.rank, dtype), [x for x in everyone if x is not None]
 
-    def _sizes(self, place: int, owner: int, like_GBCHW: Tensor) -> list[int]:
+    def _sizes(self, group_rank: int, owner: int, like_GBCHW: Tensor) -> list[int]:
         """Of the pieces of a place, in numbers."""
-        return [piece.of(like_GBCHW).numel() for piece in self.pieces(place, owner)]
+        return [piece.of(like_GBCHW).numel() for piece in self.pieces(group_rank, owner)]
 
-    def own_band(self, whole_GBCHW: Tensor, place: int, dtype: torch.dtype) -> Tensor:
+    def own_band(self, whole_GBCHW: Tensor, group_rank: int, dtype: torch.dtype) -> Tensor:
         """The rows of a place."""
-        return whole_GBCHW[..., self.bands.starts[place] : self.bands.starts[place + 1], :].to(dtype)
+        return whole_GBCHW[..., self.bands.starts[group_rank] : self.bands.starts[group_rank + 1], :].to(dtype)
 
-    def band_spec(self, place: int, like_GBCHW: Tensor, dtype: torch.dtype) -> list[TensorSpec]:
+    def band_spec(self, group_rank: int, like_GBCHW: Tensor, dtype: torch.dtype) -> list[TensorSpec]:
         """What `band` is on another place."""
-        return [TensorSpec((*like_GBCHW.shape[:-2], self.bands.size(place), like_GBCHW.shape[-1]), dtype)]
+        return [TensorSpec((*like_GBCHW.shape[:-2], self.bands.size(group_rank), like_GBCHW.shape[-1]), dtype)]
 
 
-def _told_part(axis: Axis, told: Tensor) -> ExchangePart:
-    peers = tuple(axis.ranks[place] for place in axis.others)
-    return ExchangePart(WEIGHTS, [(peers, (told,))], {peer: (TensorSpec.of(told),) for peer in peers})
+def _extra_part(axis: Axis, extra: Tensor) -> ExchangePart:
+    peers = tuple(axis.ranks[group_rank] for group_rank in axis.others)
+    return ExchangePart(WEIGHTS, [(peers, (extra,))], {peer: (TensorSpec.of(extra),) for peer in peers})
 
 
 def whole_of_bands(bands: Sequence[Tensor]) -> Tensor:

@@ -51,7 +51,7 @@ class HighResDenoiser:
     `pipe` is the pipeline that the denoiser belongs to: its scheduler says how noisy a timestep is. `reset` belongs
     before every picture, `finish` after it. `watched`: somebody looks at latents between the steps, on all ranks; said
     before `reset`. `exchange` is "on", or "off" on purpose, as a negative control: what other
-    ranks predict is then taken for 0. `verdicts`: of teams, which are verified at their first use.
+    ranks predict is then taken for 0. `verifications`: of teams, which are verified at their first use.
     """
 
     history = None  # whether a call is exact is no question here
@@ -64,10 +64,10 @@ class HighResDenoiser:
         *,
         pipe: Any,
         clock: StepClock | None = None,
-        verdicts: VerificationCache | None = None,
+        verifications: VerificationCache | None = None,
     ) -> None:
         self.denoiser, self.method, self.pipe = denoiser, method, pipe
-        (self._door, self.axis), self.clock = mesh, clock or StepClock()
+        (self._comm, self.axis), self.clock = mesh, clock or StepClock()
         self.exchange, self.watched = "on", False
         self.native = NativeSize.of(pipe, denoiser, method.native)
         attention = AttentionMap(denoiser)
@@ -79,7 +79,7 @@ class HighResDenoiser:
         self._structure = InterlacedStage(method, mesh, self.clock, attention, self._content)
         self._detail = WindowStage(method, mesh, self.clock, denoiser)
         self._after = AfterGuidance(mesh, self.clock, pipe)
-        self.team = team_of(denoiser, mesh, method.bands, self.native, verdicts)
+        self.team = team_of(denoiser, mesh, method.bands, self.native, verifications)
         self._fresh = FreshNoise(method.switch, method.seed) if method.renoised else None
         self._shared = SharedNoise(pipe, method.shared_noise, self._interlace) if method.shared_noise else None
         self._parameters = parameter_names(denoiser)
@@ -92,24 +92,28 @@ class HighResDenoiser:
         """
         scheduler = self.pipe.scheduler
         refuse_thresholding(scheduler)
-        layout = PatchInputs.of((args, kwargs), pixels=self.native.pixels, told=self.method.told)
-        asked = self._asked(forward, layout)
+        layout = PatchInputs.of(
+            (args, kwargs), pixels=self.native.pixels, size_conditioning=self.method.size_conditioning
+        )
+        denoiser_call = self._asked(forward, layout)
         level = level_of(scheduler, timestep_of(self._parameters, args, kwargs))
         interlace = self._interlace(layout.x_BCHW)
-        self._check_ranks(interlace, asked.branches)
+        self._check_ranks(interlace, denoiser_call.branches)
         silent = self.exchange == "off"
         if level.time > self.method.switch:
-            portion, like = self._structure.predict(asked, level, interlace)
+            partial_prediction, like = self._structure.predict(denoiser_call, level, interlace)
         else:
             laid = self._windows(interlace.size, f"{self.method.seed} {self.clock.evaluation}"), self._zones(interlace)
             parted = self._after.parted
-            portion, like = self._detail.predict(asked, level, laid, interlace, silent=silent, parted=parted)
-        if self._after.takes(portion):
-            return layout.output(like, self._after.put_off(layout, portion))
-        meeting = PredictionMerge((self._door, self.axis), f"step {self.clock.evaluation}", silent)
-        whole_BCHW = portion.finish(meeting.at_once(portion))
+            partial_prediction, like = self._detail.predict(
+                denoiser_call, level, laid, interlace, silent=silent, parted=parted
+            )
+        if self._after.takes(partial_prediction):
+            return layout.output(like, self._after.put_off(layout, partial_prediction))
+        merge = PredictionMerge((self._comm, self.axis), f"step {self.clock.evaluation}", silent)
+        whole_BCHW = partial_prediction.finish(merge.at_once(partial_prediction))
         if not silent:
-            self._after.answered(layout, whole_BCHW, asked.branches)
+            self._after.answered(layout, whole_BCHW, denoiser_call.branches)
         return layout.output(like, whole_BCHW)
 
     def _asked(self, forward: Callable[..., Any], layout: PatchInputs) -> DenoiserCall:
@@ -123,8 +127,10 @@ class HighResDenoiser:
     def _branches_of(self, x_BCHW: Tensor) -> int:
         """Branches of guidance in a batch, counted once for each form of it in a picture. Raises PlanError."""
         if x_BCHW.shape not in self._branches:
-            told = x_BCHW.nan_to_num()  # latents may be no number where we need none, which is not equal to itself
-            branches = self._branches[x_BCHW.shape] = count_branches(told)
+            size_conditioning = (
+                x_BCHW.nan_to_num()
+            )  # latents may be no number where we need none, which is not equal to itself
+            branches = self._branches[x_BCHW.shape] = count_branches(size_conditioning)
             self._check_room(x_BCHW, branches)
         return self._branches[x_BCHW.shape]
 

@@ -33,31 +33,31 @@ class DenoiserCall:
     in_bands: Callable[..., Any] | None = None
 
     def evaluated(
-        self, schedule: Schedule, rank: int, shown: PatchAt, around: Around = nothing_around
+        self, schedule: Schedule, rank: int, patch_at: PatchAt, around: Around = nothing_around
     ) -> tuple[dict[Unit, Tensor], Any]:
         """Predictions of what a rank has to do, alone and then with its team; see `predictions`."""
-        alone, together = schedule.alone[rank], schedule.together[rank]
-        if not together or self.in_bands is None:
-            return self.predictions(alone, shown, around)
-        found = self.predictions(alone, shown, around)[0] if alone else {}
-        more, like = replace(self, forward=self.in_bands).predictions(together, shown)
+        whole_units, split_units = schedule.whole_units[rank], schedule.split_units[rank]
+        if not split_units or self.in_bands is None:
+            return self.predictions(whole_units, patch_at, around)
+        found = self.predictions(whole_units, patch_at, around)[0] if whole_units else {}
+        more, like = replace(self, forward=self.in_bands).predictions(split_units, patch_at)
         return found | more, like
 
     def predictions(
-        self, units: Sequence[Unit], shown: PatchAt, around: Around = nothing_around
+        self, units: Sequence[Unit], patch_at: PatchAt, around: Around = nothing_around
     ) -> tuple[dict[Unit, Tensor], Any]:
-        """Predictions of `units`, and one output as the denoiser gives it. `shown`: a patch's latent, and its spot.
+        """Predictions of `units`, and one output as the denoiser gives it. `patch_at`: a patch's latent, and its spot.
 
         `around` is entered for every call. Without any unit the first one is computed, for what an output is like.
         """
         found: dict[Unit, Tensor] = {}
         like: Any = None
         for evaluation in evaluations_of(tuple(units) or (Unit(0, 0),), self.branches):
-            x_BChw, spot = shown(evaluation.patch)
-            args, kwargs = self.layout.for_patch(x_BChw, spot)
+            x_BChw, position = patch_at(evaluation.patch)
+            args, kwargs = self.layout.for_patch(x_BChw, position)
             with around(evaluation):
                 like = self._call(args, kwargs, evaluation.branches)
-            prediction = self.layout.map_of(like, spot.size)
+            prediction = self.layout.map_of(like, position.size)
             parts = prediction.chunk(len(evaluation.branches))
             for branch, part in zip(evaluation.branches, parts, strict=True):
                 found[Unit(evaluation.patch, branch)] = part
@@ -67,5 +67,5 @@ class DenoiserCall:
         if len(branches) == self.branches:
             return self.forward(*args, **kwargs)
         batch, (branch,) = Batch(len(self.layout.x_BCHW)), branches
-        own = batch.share((args, kwargs), branch, self.branches)
+        own = batch.part((args, kwargs), branch, self.branches)
         return self.forward(*own[0], **own[1])

@@ -38,9 +38,9 @@ class GuidanceFit:
     @property
     def is_sum(self) -> bool:
         """Whether the output is a weighted sum of the branches."""
-        known, told, wanted = self.products[:, :-1, :-1], self.products[:, :-1, -1:], self.products[:, -1, -1]
+        known, targets, wanted = self.products[:, :-1, :-1], self.products[:, :-1, -1:], self.products[:, -1, -1]
         found = self._apart_BK[:, :, None]
-        left = wanted + (found.transpose(1, 2) @ (known @ found - 2 * told))[:, 0, 0]
+        left = wanted + (found.transpose(1, 2) @ (known @ found - 2 * targets))[:, 0, 0]
         return bool(left.sum() <= APART**2 * wanted.sum())
 
     @property
@@ -56,8 +56,8 @@ class GuidanceFit:
     @property
     def _apart_BK(self) -> Tensor:
         """Weights of the first branch and of what the others differ by."""
-        known, told = self.products[:, :-1, :-1].nan_to_num(), self.products[:, :-1, -1:]
-        return (torch.linalg.pinv(known, hermitian=True, rtol=1e-10) @ told)[:, :, 0]
+        known, targets = self.products[:, :-1, :-1].nan_to_num(), self.products[:, :-1, -1:]
+        return (torch.linalg.pinv(known, hermitian=True, rtol=1e-10) @ targets)[:, :, 0]
 
 
 def weighed(weights_BK: Tensor, branches_KBCHW: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class GuideTrajectory:
         self._scheduler: Any = None
         self._channels = 0
         self._latent_BChw: Tensor | None = None
-        self._heard: list[GuidePrediction] = []  # in this step
+        self._predictions: list[GuidePrediction] = []  # in this step
 
     def begin(self, scheduler: Any, channels: int) -> None:
         """Stand behind the scheduler's step; a latent has so many channels.
@@ -63,9 +63,9 @@ class GuideTrajectory:
         if self._scheduler is not None:
             vars(self._scheduler).pop("step", None)
         self._scheduler = self._latent_BChw = None
-        self._heard = []
+        self._predictions = []
 
-    def shown(self, x_BCHW: Tensor, interlace: Interlace, branches: int) -> Tensor:
+    def guide_input(self, x_BCHW: Tensor, interlace: Interlace, branches: int) -> Tensor:
         """What the denoiser is shown of the guide, in the place of the anchor. At first it is the anchor.
 
         Channels beyond the latent's are a picture to fill in: the anchor's.
@@ -76,17 +76,19 @@ class GuideTrajectory:
         own = self._latent_BChw.to(anchor).repeat(branches, 1, 1, 1)
         return torch.cat([own, anchor[:, self._channels :]], 1)
 
-    def heard(self, said: GuidePrediction) -> None:
+    def add(self, prediction: GuidePrediction) -> None:
         """One call after the other: a pipeline may ask for every branch of guidance by itself."""
-        self._heard.append(said)
+        self._predictions.append(prediction)
 
     def _go_on(self, model_output: Tensor, timestep: Any) -> None:
-        heard, self._heard = self._heard, []
-        later = self._next(timestep) if heard and self._latent_BChw is not None else None
+        predictions, self._predictions = self._predictions, []
+        later = self._next(timestep) if predictions and self._latent_BChw is not None else None
         if later is None or self._latent_BChw is None:
             return
-        level, layout = heard[-1].level, heard[-1].layout
-        whole, guide = (torch.cat([getattr(each, name) for each in heard]) for name in ("whole_BCHW", "guide_BChw"))
+        level, layout = predictions[-1].level, predictions[-1].layout
+        whole, guide = (
+            torch.cat([getattr(each, name) for each in predictions]) for name in ("whole_BCHW", "guide_BChw")
+        )
         output_BCHW = layout.map_of(model_output, (whole.shape[-2], whole.shape[-1]))
         combined = followed(output_BCHW, whole, guide)[:, : self._latent_BChw.shape[1]]
         clean = level.clean(self._latent_BChw, combined)
@@ -95,8 +97,8 @@ class GuideTrajectory:
 
     def _next(self, timestep: Any) -> NoiseLevel | None:
         times = self._scheduler.timesteps
-        place = int((times - torch.as_tensor(timestep).to(times)).abs().argmin()) + 1
-        return level_of(self._scheduler, times[place], step=place) if place < len(times) else None
+        group_rank = int((times - torch.as_tensor(timestep).to(times)).abs().argmin()) + 1
+        return level_of(self._scheduler, times[group_rank], step=group_rank) if group_rank < len(times) else None
 
 
 def followed(output_BCHW: Tensor, branches_KCHW: Tensor, others_Kchw: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from patchpar.strategies.structure.interlace import Interlace
 from patchpar.strategies.structure.noise_level import level_of
 from patchpar.strategies.structure.step_output import with_sample
 
-PICTURES_IN = ("image", "timestep", "video")  # parameters of a prepare_latents that adds noise to a picture
+IMAGES_IN = ("image", "timestep", "video")  # parameters of a prepare_latents that adds noise to a picture
 
 
 def alike(noise_BCHW: Tensor, interlace: Interlace, correlation: float) -> Tensor:
@@ -35,8 +35,8 @@ class SharedNoise:
     def __init__(self, pipe: Any, correlation: float, interlace_of: Callable[[Tensor], Interlace]) -> None:
         self._pipe, self._correlation, self._interlace_of = pipe, correlation, interlace_of
         original = getattr(pipe, "prepare_latents", None)
-        parameters = original.__code__.co_varnames if original is not None else PICTURES_IN
-        if original is None or any(name in parameters[: original.__code__.co_argcount] for name in PICTURES_IN):
+        parameters = original.__code__.co_varnames if original is not None else IMAGES_IN
+        if original is None or any(name in parameters[: original.__code__.co_argcount] for name in IMAGES_IN):
             raise UnsupportedModel(
                 f"shared_noise={correlation}: {type(pipe).__name__} does not begin with noise alone: use shared_noise=0"
             )
@@ -95,10 +95,10 @@ class FreshNoise:
     def _next(self, timestep: Any) -> Tensor | None:
         """The time of the next step where that is at or below the switch."""
         times = self._scheduler.timesteps
-        place = int((times - torch.as_tensor(timestep).to(times)).abs().argmin()) + 1
-        if place >= len(times):
+        group_rank = int((times - torch.as_tensor(timestep).to(times)).abs().argmin()) + 1
+        if group_rank >= len(times):
             return None
-        return times[place] if level_of(self._scheduler, times[place]).time <= self._switch else None
+        return times[group_rank] if level_of(self._scheduler, times[group_rank]).time <= self._switch else None
 
     def _noised(self, prediction: Tensor, timestep: Any, sample: Tensor, later: Tensor) -> Tensor:
         scheduler = self._scheduler

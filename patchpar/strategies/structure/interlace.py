@@ -56,10 +56,10 @@ class Interlace:
         return cells.permute(3, 5, 0, 1, 2, 4).reshape(len(self), batch, channels, height, width)
 
     @property
-    def anchor_places(self) -> Tensor:
+    def anchor_positions(self) -> Tensor:
         """Which places of the flattened latent the anchor is made of, in the order of its own."""
-        places = torch.arange(self.size[0] * self.size[1], dtype=torch.float64)  # integers are not reflected
-        return self.split(places.view(1, 1, *self.size))[0].flatten().long()
+        positions = torch.arange(self.size[0] * self.size[1], dtype=torch.float64)  # integers are not reflected
+        return self.split(positions.view(1, 1, *self.size))[0].flatten().long()
 
     def join(self, x_NBChw: Tensor) -> Tensor:
         """The latent that these patches make: x_BCHW."""

@@ -21,7 +21,7 @@ from patchpar.strategies.structure.method import Method
 from patchpar.strategies.structure.noise_level import NoiseLevel
 from patchpar.strategies.structure.partial_prediction import PartialPrediction, WholePrediction
 from patchpar.strategies.structure.patch_inputs import PatchPosition
-from patchpar.strategies.structure.structure import StructureTarget, guided, lead_of
+from patchpar.strategies.structure.structure import StructureTarget, guided, target_of
 from patchpar.strategies.structure.windows import Windows
 from patchpar.strategies.structure.work_schedule import Evaluation, Unit, own_of, scheduled
 
@@ -40,45 +40,47 @@ class InterlacedStage:
         self._method, self._mesh, self._clock = method, mesh, clock
         self._attention, self._content = attention, content
         self._mask: Tensor | None = None  # of this step's first call
-        self._leads: dict[int, tuple[int, StructureTarget]] = {}  # by call, with their evaluation
+        self._targets: dict[int, tuple[int, StructureTarget]] = {}  # by call, with their evaluation
 
     def reset(self) -> None:
         """Begin a picture."""
-        self._mask, self._leads = None, {}
+        self._mask, self._targets = None, {}
 
-    def predict(self, asked: DenoiserCall, level: NoiseLevel, interlace: Interlace) -> tuple[PartialPrediction, Any]:
+    def predict(
+        self, denoiser_call: DenoiserCall, level: NoiseLevel, interlace: Interlace
+    ) -> tuple[PartialPrediction, Any]:
         """Our portion of the prediction and one output as the denoiser gives it."""
         axis, size = self._mesh[1], interlace.patch_size
-        x_NBChw = interlace.split(asked.layout.x_BCHW)
+        x_NBChw = interlace.split(denoiser_call.layout.x_BCHW)
         asks = 1 if self._only_follow(level) else len(interlace)
-        schedule = scheduled(asks, asked.branches, axis.size, 1 if self._listens else self._method.bands)
-        shares, watcher = schedule.shares, self._watcher(asked, size)
-        own, like = asked.evaluated(
+        schedule = scheduled(asks, denoiser_call.branches, axis.size, 1 if self._listens else self._method.bands)
+        assignment, watcher = schedule.assignment, self._watcher(denoiser_call, size)
+        own, like = denoiser_call.evaluated(
             schedule, axis.rank, lambda patch: (x_NBChw[patch], PatchPosition(size)), watcher.around
         )
         one = next(iter(own.values()))
         stacked = tuple((number * size[0], 0) for number in range(asks))
         windows = Windows((asks * size[0], size[1]), size, stacked)
-        blend = BlendPlan.of(windows, shares, asked.branches)
-        portion = PartialPrediction(
-            canvas_KBCHW=blend.sums(own_of(shares[axis.rank], own), one),
+        blend = BlendPlan.of(windows, assignment, denoiser_call.branches)
+        partial_prediction = PartialPrediction(
+            canvas_KBCHW=blend.sums(own_of(assignment[axis.rank], own), one),
             covered_HW=blend.covered(axis.rank, one),
             dtype=one.dtype,
             windows=windows,
-            shares=shares,
+            assignment=assignment,
             finish=partial(self._finished, level, interlace, x_NBChw),
             interlace=interlace,
-            mask=self._mask_of(watcher, shares, one),
+            mask=self._mask_of(watcher, assignment, one),
         )
-        return portion, like
+        return partial_prediction, like
 
     def _mask_of(
-        self, watcher: "_AnchorRecorder", shares: UnitAssignment, one: Tensor
+        self, watcher: "_AnchorRecorder", assignment: UnitAssignment, one: Tensor
     ) -> tuple[int, TensorSpec, Tensor | None] | None:
         """Who has the mask of this call, what form it has, and the mask where it is ours."""
         if not watcher.wanted:
             return None
-        owner, size = _owner(shares, watcher.unit), (one.shape[-2], one.shape[-1])
+        owner, size = _owner(assignment, watcher.unit), (one.shape[-2], one.shape[-1])
         own = watcher.mask(one, size) if owner == self._mesh[1].rank else None
         return owner, TensorSpec((one.shape[0], 1, *size), torch.float32), own
 
@@ -108,28 +110,28 @@ class InterlacedStage:
         mask = None
         if self._mask is not None and guidance.masked:
             mask = self._mask.repeat(x.shape[1] // len(self._mask), 1, 1, 1)
-        lead = self._aged(lead_of(guidance, level, x[0], prediction[0], mask))
+        target = self._aged(target_of(guidance, level, x[0], prediction[0], mask))
         strength = guidance.strength(self._method.progress(level.time))
-        led = guided(guidance, level, interlace, lead, (x, prediction), strength).to(patches_NBChw.dtype)
+        led = guided(guidance, level, interlace, target, (x, prediction), strength).to(patches_NBChw.dtype)
         return torch.cat([led, patches_NBChw[:, :, channels:]], 2)
 
     def _aged(self, fresh: StructureTarget) -> StructureTarget:
         """The lead of the step before where the guidance lags and there is one of this form; else this step's."""
         call, now = max(0, self._clock.call), self._clock.evaluation
-        at, past = self._leads.get(call, (now, fresh))
-        self._leads[call] = (now, fresh)
+        at, past = self._targets.get(call, (now, fresh))
+        self._targets[call] = (now, fresh)
         fits = self._method.guidance.lag and at == now - 1 and past.field_BChw.shape == fresh.field_BChw.shape
         return past if fits else fresh
 
-    def _watcher(self, asked: DenoiserCall, size: tuple[int, int]) -> "_AnchorRecorder":
+    def _watcher(self, denoiser_call: DenoiserCall, size: tuple[int, int]) -> "_AnchorRecorder":
         """Attention is recorded in a step's first call, which has the prompt; a second has the negative prompt."""
-        _, kwargs = asked.layout.call
+        _, kwargs = denoiser_call.layout.call
         text = kwargs.get("encoder_hidden_states")
         wanted = self._listens and self._clock.call <= 0
         if not wanted or not isinstance(text, Tensor):
-            return _AnchorRecorder(self._attention, None, Unit(0, asked.branches - 1))
-        weights = self._content.weights(len(asked.layout.x_BCHW) // asked.branches, text.shape[1])
-        return _AnchorRecorder(self._attention, weights.to(text.device), Unit(0, asked.branches - 1))
+            return _AnchorRecorder(self._attention, None, Unit(0, denoiser_call.branches - 1))
+        weights = self._content.weights(len(denoiser_call.layout.x_BCHW) // denoiser_call.branches, text.shape[1])
+        return _AnchorRecorder(self._attention, weights.to(text.device), Unit(0, denoiser_call.branches - 1))
 
 
 class _AnchorRecorder:
@@ -159,5 +161,5 @@ class _AnchorRecorder:
         return torch.ones(len(like), 1, *size, device=like.device) if found is None else found
 
 
-def _owner(shares: UnitAssignment, unit: Unit) -> int:
-    return next(place for place, units in enumerate(shares) if unit in units)
+def _owner(assignment: UnitAssignment, unit: Unit) -> int:
+    return next(group_rank for group_rank, units in enumerate(assignment) if unit in units)

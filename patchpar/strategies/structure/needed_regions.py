@@ -37,28 +37,28 @@ class WindowPlan:
     interlace: Interlace
 
     @property
-    def places(self) -> int:
+    def num_ranks(self) -> int:
         """Ranks."""
-        return len(self.schedule.shares)
+        return len(self.schedule.assignment)
 
     @property
     def bands(self) -> Bands:
         """The rows that each rank completes."""
-        return split_bands(self.interlace.size[0], self.places, 1)
+        return split_bands(self.interlace.size[0], self.num_ranks, 1)
 
     @property
     def guided(self) -> bool:
         """Whether there is a guide."""
-        return any(unit.patch == len(self.zones) for units in self.schedule.shares for unit in units)
+        return any(unit.patch == len(self.zones) for units in self.schedule.assignment for unit in units)
 
-    def wanted(self, place: int, *, last: bool) -> Tensor:
+    def wanted(self, group_rank: int, *, last: bool) -> Tensor:
         """Where a rank needs what is answered, (H, W): in the `last` step no window follows."""
         found = torch.zeros(self.interlace.size, dtype=torch.bool)
-        found[self.bands.starts[place] : self.bands.starts[place + 1]] = True
-        units = () if last else (*self.schedule.alone[place], *self.schedule.together[place])
+        found[self.bands.starts[group_rank] : self.bands.starts[group_rank + 1]] = True
+        units = () if last else (*self.schedule.whole_units[group_rank], *self.schedule.split_units[group_rank])
         for patch in {unit.patch for unit in units}:
             if patch == len(self.zones):
-                found.view(-1)[self.interlace.anchor_places] = True
+                found.view(-1)[self.interlace.anchor_positions] = True
             else:
                 (top, bottom), (left, right) = self.zones[patch]
                 found[top:bottom, left:right] = True
@@ -79,12 +79,12 @@ class NeededRegions:
     cells: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, course: WindowPlan, *, last: bool = False, device: torch.device | None = None) -> "NeededRegions":
+    def of(cls, window_plan: WindowPlan, *, last: bool = False, device: torch.device | None = None) -> "NeededRegions":
         """Those of a step, or of the `last` one."""
-        interlace, bands = course.interlace, course.bands
-        wanted = [course.wanted(place, last=last) for place in range(course.places)]
-        samples = interlace.anchor_places if course.guided else torch.zeros(0, dtype=torch.long)
-        around = [_around(each, interlace) if course.guided else each.new_zeros(0) for each in wanted]
+        interlace, bands = window_plan.interlace, window_plan.bands
+        wanted = [window_plan.wanted(group_rank, last=last) for group_rank in range(window_plan.num_ranks)]
+        samples = interlace.anchor_positions if window_plan.guided else torch.zeros(0, dtype=torch.long)
+        around = [_around(each, interlace) if window_plan.guided else each.new_zeros(0) for each in wanted]
         parts = [tuple(_by_band(each, samples[cells], bands)) for each, cells in zip(wanted, around, strict=True)]
         return cls(
             size=interlace.size,
@@ -93,42 +93,42 @@ class NeededRegions:
             cells=tuple(cells.nonzero()[:, 0].to(device) for cells in around),
         )
 
-    def part(self, band_XhW: Tensor, owner: int, place: int) -> list[Tensor]:
+    def part(self, band_XhW: Tensor, owner: int, group_rank: int) -> list[Tensor]:
         """What a rank needs of the owner's band: (X, count), or nothing; the owner itself all of it."""
-        if owner == place:
+        if owner == group_rank:
             return [band_XhW]
-        places, first = self.parts[place][owner], self.bands.starts[owner] * self.size[1]
-        return [band_XhW.flatten(-2).index_select(-1, places - first)] if len(places) else []
+        num_ranks, first = self.parts[group_rank][owner], self.bands.starts[owner] * self.size[1]
+        return [band_XhW.flatten(-2).index_select(-1, num_ranks - first)] if len(num_ranks) else []
 
-    def part_spec(self, like_XHW: Tensor, dtype: torch.dtype, owner: int, place: int) -> list[TensorSpec]:
+    def part_spec(self, like_XHW: Tensor, dtype: torch.dtype, owner: int, group_rank: int) -> list[TensorSpec]:
         """What `part` is for another rank."""
-        count = len(self.parts[place][owner])
+        count = len(self.parts[group_rank][owner])
         return [TensorSpec((*like_XHW.shape[:-2], count), dtype)] if count else []
 
-    def whole(self, place: int, found: Sequence[Sequence[Tensor]]) -> Tensor:
+    def whole(self, group_rank: int, found: Sequence[Sequence[Tensor]]) -> Tensor:
         """What a rank has of every band as a map (X, H, W), no number where it needs none."""
-        (own_XhW,) = found[place]
+        (own_XhW,) = found[group_rank]
         whole = own_XhW.new_full((*own_XhW.shape[:-2], *self.size), torch.nan)
         flat = whole.view(*own_XhW.shape[:-2], -1)
         for owner, tensors in enumerate(found):
-            if owner == place:
-                whole[..., self.bands.starts[place] : self.bands.starts[place + 1], :] = own_XhW
+            if owner == group_rank:
+                whole[..., self.bands.starts[group_rank] : self.bands.starts[group_rank + 1], :] = own_XhW
             elif tensors:
-                flat.index_copy_(-1, self.parts[place][owner], tensors[0])
+                flat.index_copy_(-1, self.parts[group_rank][owner], tensors[0])
         return whole
 
-    def guide_part(self, stack_Xhw: Sequence[Tensor], place: int) -> list[Tensor]:
+    def guide_part(self, stack_Xhw: Sequence[Tensor], group_rank: int) -> list[Tensor]:
         """What another rank needs of the guide's prediction: (X, count), or nothing where there is none."""
-        return [x.flatten(-2).index_select(-1, self.cells[place]) for x in stack_Xhw]
+        return [x.flatten(-2).index_select(-1, self.cells[group_rank]) for x in stack_Xhw]
 
-    def guide_spec(self, stack: Sequence[TensorSpec], place: int) -> list[TensorSpec]:
+    def guide_spec(self, stack: Sequence[TensorSpec], group_rank: int) -> list[TensorSpec]:
         """What `guide_part` is of predictions of this form."""
-        return [TensorSpec((*spec.shape[:-2], len(self.cells[place])), spec.dtype) for spec in stack]
+        return [TensorSpec((*spec.shape[:-2], len(self.cells[group_rank])), spec.dtype) for spec in stack]
 
-    def guide(self, place: int, x_XN: Tensor, size: tuple[int, int]) -> Tensor:
+    def guide(self, group_rank: int, x_XN: Tensor, size: tuple[int, int]) -> Tensor:
         """What another one sent of it as a map (X, h, w), no number where we need none."""
         flat = x_XN.new_full((*x_XN.shape[:-1], size[0] * size[1]), torch.nan)
-        return flat.index_copy_(-1, self.cells[place], x_XN).view(*x_XN.shape[:-1], *size)
+        return flat.index_copy_(-1, self.cells[group_rank], x_XN).view(*x_XN.shape[:-1], *size)
 
 
 def _around(wanted_HW: Tensor, interlace: Interlace) -> Tensor:

@@ -100,8 +100,8 @@ def _is_flow(scheduler: Any) -> bool:
 def _in_steps(scheduler: Any, given: float, span: int, step: int | None) -> float:
     """Some pipelines (FLUX) tell the denoiser its time between 0 and 1, others in timesteps."""
     present = scheduler.step_index if scheduler.step_index is not None else scheduler.begin_index or 0
-    place = present if step is None else step
-    now = float(scheduler.timesteps[place])
+    group_rank = present if step is None else step
+    now = float(scheduler.timesteps[group_rank])
     return min((given, given * span), key=lambda time: abs(time - now))
 
 
@@ -109,7 +109,7 @@ def _interpolated(alphas_cumprod: Tensor, timestep: float) -> float:
     """Signal power at a timestep that may lie between two, along a straight line of log(noise / signal)."""
     last = len(alphas_cumprod) - 1
     below = min(max(math.floor(timestep), 0), last)
-    powers = [float(alphas_cumprod[place]) for place in (below, min(below + 1, last))]
+    powers = [float(alphas_cumprod[group_rank]) for group_rank in (below, min(below + 1, last))]
     odds = [math.log((1 - power) / max(power, 1e-12)) for power in powers]
-    share = timestep - below if below < last else 0.0
-    return 1 / (1 + math.exp(odds[0] + share * (odds[1] - odds[0])))
+    fraction = timestep - below if below < last else 0.0
+    return 1 / (1 + math.exp(odds[0] + fraction * (odds[1] - odds[0])))

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "calibrated": {
-        "space": "x0", "weight": 1.0, "decay": "none", "aligned": True, "masked": False, "switch": 0.35, "kept": 1.0,
-        "told": "native", "shared_noise": 0.0,
+        "space": "x0", "weight": 1.0, "decay": "none", "align_samples": True, "masked": False, "switch": 0.35,
+        "structure_strength": 1.0, "size_conditioning": "native", "shared_noise": 0.0,
     },
     "paper": {
-        "space": "eps", "weight": 0.5, "decay": "cosine", "aligned": False, "masked": True, "switch": 0.5, "kept": 0.0,
-        "told": "whole", "shared_noise": 0.9,
+        "space": "eps", "weight": 0.5, "decay": "cosine", "align_samples": False, "masked": True, "switch": 0.5,
+        "structure_strength": 0.0, "size_conditioning": "whole", "shared_noise": 0.9,
     },
 }  # fmt: skip
 
@@ -45,14 +45,22 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "preset": tuple(PRESETS),
     "space": (None, "x0", "eps"),
     "decay": (None, "cosine", "none"),
-    "told": (None, "native", "whole"),
+    "size_conditioning": (None, "native", "whole"),
     "lag": (0, 1),
     "guide": ("anchor", "flow"),
     "renoised": (True, False),
-    "aligned": (None, True, False),
+    "align_samples": (None, True, False),
     "masked": (None, True, False),
 }
-MOST = {"weight": 1.0, "switch": 1.0, "overlap": 0.9, "margin": 0.5, "context": 1.0, "kept": 1.0, "shared_noise": 1.0}
+MOST = {
+    "weight": 1.0,
+    "switch": 1.0,
+    "overlap": 0.9,
+    "margin": 0.5,
+    "context": 1.0,
+    "structure_strength": 1.0,
+    "shared_noise": 1.0,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +69,18 @@ class StructureGuidance:
 
     `preset`: "calibrated", or "paper" for equations 3 and 4 (what the paper leaves open is our assumption). `space`:
     what is drawn together, "x0" or "eps". `weight`: how far, and `decay`: "none", or "cosine" to 0 at the switch.
-    `aligned`: towards what lies between the anchor's samples rather than to its values. `masked`: only where the anchor
-    attends to words. `lag`: 0, or 1 for the anchor of the last step. `switch`: the time, from 1 to 0, at which windows
-    take over. `overlap`: the share of a window that its neighbour sees too. `margin`: as few windows as native ones
-    that touch would be, larger by this share, in place of an overlap. `context`: how far a window's self-attention sees
-    beyond its border, as a share of its side, in keys and values of the last step (UNets only). `bands`: evaluations
-    that do not come out even are shared by teams of so many ranks, a divisor of them (UNets only). `kept`: how far the
-    anchor goes on leading coarse structure below the switch, for one more evaluation a step. `guide`: what leads there,
-    the "anchor" of the large latent, or the "flow" of a picture of native size that goes on by itself: a cascade.
-    `native`: the side in pixels that the model was trained for, where its configuration does not say. `told`: SDXL's
-    size conditioning, that of a "native" picture or of the "whole". `shared_noise`: how alike the patches' first noise
-    is, 0 to 1. `renoised`: fresh noise at the switch. `seed`: of that noise, and of where windows move from step to
-    step.
+    `align_samples`: towards what lies between the anchor's samples rather than to its values. `masked`: only where the
+    anchor attends to words. `lag`: 0, or 1 for the anchor of the last step. `switch`: the time, from 1 to 0, at which
+    windows take over. `overlap`: the share of a window that its neighbour sees too. `margin`: as few windows as native
+    ones that touch would be, larger by this share, in place of an overlap. `context`: how far a window's self-attention
+    sees beyond its border, as a share of its side, in keys and values of the last step (UNets only). `bands`:
+    evaluations that do not come out even are shared by teams of so many ranks, a divisor of them (UNets only).
+    `structure_strength`: how far the anchor goes on leading coarse structure below the switch, for one more evaluation
+    a step. `guide`: what leads there, the "anchor" of the large latent, or the "flow" of a picture of native size that
+    goes on by itself: a cascade. `native`: the side in pixels that the model was trained for, where its configuration
+    does not say. `size_conditioning`: SDXL's size conditioning, that of a "native" picture or of the "whole".
+    `shared_noise`: how alike the patches' first noise is, 0 to 1. `renoised`: fresh noise at the switch. `seed`: of
+    that noise, and of where windows move from step to step.
     """
 
     name: ClassVar[str] = "asg"
@@ -81,7 +89,7 @@ class StructureGuidance:
     space: Literal["x0", "eps"] | None = None
     weight: float | None = None
     decay: Literal["cosine", "none"] | None = None
-    aligned: bool | None = None
+    align_samples: bool | None = None
     masked: bool | None = None
     lag: int = 0
     switch: float | None = None
@@ -89,10 +97,10 @@ class StructureGuidance:
     margin: float | None = None
     context: float = 0.0
     bands: int = 1
-    kept: float | None = None
+    structure_strength: float | None = None
     guide: Literal["anchor", "flow"] = "anchor"
     native: int | None = None
-    told: Literal["native", "whole"] | None = None
+    size_conditioning: Literal["native", "whole"] | None = None
     shared_noise: float | None = None
     renoised: bool = False
     seed: int = 0
@@ -137,8 +145,11 @@ class StructureGuidance:
         from patchpar.strategies.structure.structure import Guidance
         from patchpar.strategies.structure.windows import Tiling
 
-        led = {option: self._chosen(option) for option in ("space", "weight", "decay", "aligned", "masked")}
-        rest = {option: self._chosen(option) for option in ("switch", "kept", "told", "shared_noise")}
+        led = {option: self._chosen(option) for option in ("space", "weight", "decay", "align_samples", "masked")}
+        rest = {
+            option: self._chosen(option)
+            for option in ("switch", "structure_strength", "size_conditioning", "shared_noise")
+        }
         return Method(
             guidance=Guidance(**led, lag=self.lag),
             tiling=Tiling(overlap=self.overlap, margin=self.margin, moved=self.context == 0),
@@ -151,26 +162,26 @@ class StructureGuidance:
             **rest,
         )
 
-    def check_places(self, places: int) -> None:
+    def check_group_size(self, num_ranks: int) -> None:
         """Raise PlanError unless `bands` divides the ranks; up to how many there can be is the picture's to say."""
         from patchpar.strategies.structure.sizing import check_teams
 
-        check_teams(places, self.bands)
+        check_teams(num_ranks, self.bands)
 
     def install(
         self,
         denoiser: nn.Module,
-        door: Communicator,
+        comm: Communicator,
         axis: Axis,
         *,
         pipe: Any,
         clock: StepClock | None = None,
-        verdicts: VerificationCache | None = None,
+        verifications: VerificationCache | None = None,
     ) -> HighResDenoiser:
         """Make `denoiser`, which belongs to `pipe`, answer out of patches over `axis`. Bands alone are verified."""
         from patchpar.strategies.structure.denoiser import HighResDenoiser
 
-        return HighResDenoiser(denoiser, (door, axis), self.method, pipe=pipe, clock=clock, verdicts=verdicts)
+        return HighResDenoiser(denoiser, (comm, axis), self.method, pipe=pipe, clock=clock, verifications=verifications)
 
     def __str__(self) -> str:
         return as_text(self)

@@ -27,7 +27,7 @@ class WholePrediction:
 class PartialPrediction:
     """Sums of own patches on a canvas of all branches, and which places of it they cover in any: 0 elsewhere.
 
-    `windows`: where patches lie on the canvas. A patch of `shares` beyond them is the guide; `guide` are its own
+    `windows`: where patches lie on the canvas. A patch of `assignment` beyond them is the guide; `guide` are its own
     predictions by branch. `interlace`: where the canvas is no picture but patches of one, one below the other.
     `mask`: of a place that has one, (its owner, its form, itself where it is ours). `finish`: what is answered, given
     the whole. `regions`: where ranks need that, in the last step or another one; None where all do everywhere.
@@ -37,7 +37,7 @@ class PartialPrediction:
     covered_HW: Tensor
     dtype: torch.dtype
     windows: Windows
-    shares: UnitAssignment
+    assignment: UnitAssignment
     finish: Callable[[WholePrediction], Tensor]
     guide: Mapping[int, Tensor] = field(default_factory=dict)
     guide_size: tuple[int, int] | None = None
@@ -60,9 +60,9 @@ class PartialPrediction:
         """The mask, where it is ours."""
         return [] if self.mask is None or self.mask[2] is None else [self.mask[2]]
 
-    def mask_spec(self, place: int) -> list[TensorSpec]:
+    def mask_spec(self, group_rank: int) -> list[TensorSpec]:
         """What a place has of the mask."""
-        return [] if self.mask is None or self.mask[0] != place else [self.mask[1]]
+        return [] if self.mask is None or self.mask[0] != group_rank else [self.mask[1]]
 
     @property
     def can_wait(self) -> bool:
@@ -70,7 +70,7 @@ class PartialPrediction:
         return self.interlace is None or self.interlace.exact
 
     @property
-    def picture_BCHW(self) -> Tensor:
+    def image_BCHW(self) -> Tensor:
         """The canvas of all branches as a picture. What is not ours is no number, and so is what is made of it."""
         canvas = self.canvas_KBCHW.flatten(0, 1).to(self.dtype).masked_fill(~self.covered_HW, math.nan)
         if self.interlace is None:
@@ -79,9 +79,9 @@ class PartialPrediction:
         others = patches.new_full((len(self.interlace) - len(patches), *patches.shape[1:]), math.nan)
         return self.interlace.join(torch.cat([patches, others]))
 
-    def canvas_of(self, picture_BCHW: Tensor) -> Tensor:
+    def canvas_of(self, image_BCHW: Tensor) -> Tensor:
         """A picture as a canvas, 0 where it is not ours."""
         if self.interlace is not None:
             count = self.windows.size[0] // self.interlace.patch_size[0]
-            picture_BCHW = torch.cat(list(self.interlace.split(picture_BCHW)[:count]), -2)
-        return picture_BCHW.masked_fill(~self.covered_HW, 0)
+            image_BCHW = torch.cat(list(self.interlace.split(image_BCHW)[:count]), -2)
+        return image_BCHW.masked_fill(~self.covered_HW, 0)

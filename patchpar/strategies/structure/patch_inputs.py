@@ -33,35 +33,41 @@ class PatchPosition:
 class PatchInputs:
     """One call: `x_BCHW`, and how to make it of a patch. `pixels`: sides of a latent in pixels.
 
-    `told`: "native" tells a patch that it is a picture of its size, "whole" leaves the sizes of the whole picture and
-    tells a window its corner (SDXL's crop coordinates), as CutDiffusion (arXiv 2404.15141) does.
+    `size_conditioning`: "native" tells a patch that it is a picture of its size, "whole" leaves the sizes of the whole
+    picture and tells a window its corner (SDXL's crop coordinates), as CutDiffusion (arXiv 2404.15141) does.
     """
 
     call: Call
     x_BCHW: Tensor
     packed: bool
     pixels: int
-    told: str = "native"
+    size_conditioning: str = "native"
 
     @classmethod
-    def of(cls, call: Call, *, pixels: int, told: str = "native") -> "PatchInputs":
+    def of(cls, call: Call, *, pixels: int, size_conditioning: str = "native") -> "PatchInputs":
         """The layout of a call. Raises UnsupportedModel for one that is not understood."""
         args, kwargs = call
         refuse_whole(kwargs)
         sample = sample_of(args, kwargs)
         if isinstance(sample, Tensor) and sample.ndim == 4:
-            return cls(call=call, x_BCHW=sample, packed=False, pixels=pixels, told=told)
+            return cls(call=call, x_BCHW=sample, packed=False, pixels=pixels, size_conditioning=size_conditioning)
         ids = kwargs.get("img_ids")
         if isinstance(sample, Tensor) and sample.ndim == 3 and isinstance(ids, Tensor) and ids.shape[-1] == 3:
             rows, columns = (int(ids[..., dim].max()) + 1 for dim in (1, 2))
             if rows * columns == sample.shape[1]:
-                return cls(call=call, x_BCHW=unpack(sample, rows, columns), packed=True, pixels=pixels, told=told)
+                return cls(
+                    call=call,
+                    x_BCHW=unpack(sample, rows, columns),
+                    packed=True,
+                    pixels=pixels,
+                    size_conditioning=size_conditioning,
+                )
         raise UnsupportedModel(
             "structure guidance cuts latents of one picture, (B, C, H, W) or packed with img_ids as FLUX has them, but "
             f"this denoiser was called with {_shape(sample)}: use strategy exact"
         )
 
-    def for_patch(self, x_BChw: Tensor, spot: PatchPosition) -> Call:
+    def for_patch(self, x_BChw: Tensor, position: PatchPosition) -> Call:
         """The same call for a patch."""
         args, kwargs = self.call
         kwargs = dict(kwargs)
@@ -72,9 +78,9 @@ class PatchInputs:
             kwargs[next(name for name in SAMPLE_NAMES if name in kwargs)] = sample
         added = kwargs.get("added_cond_kwargs")
         if isinstance(added, Mapping) and isinstance(added.get("time_ids"), Tensor):
-            kwargs["added_cond_kwargs"] = {**added, "time_ids": self._told_of(added["time_ids"], spot)}
+            kwargs["added_cond_kwargs"] = {**added, "time_ids": self._time_ids_for(added["time_ids"], position)}
         if self.packed:
-            kwargs["img_ids"] = self._ids(kwargs["img_ids"], spot)
+            kwargs["img_ids"] = self._ids(kwargs["img_ids"], position)
         return args, kwargs
 
     def map_of(self, output: Any, size: tuple[int, int]) -> Tensor:
@@ -91,25 +97,25 @@ class PatchInputs:
             return (whole, *like[1:])
         return with_tensors(like, [whole])
 
-    def _told_of(self, time_ids: Tensor, spot: PatchPosition) -> Tensor:
-        told, whole = time_ids.clone(), self._in_pixels(tuple(self.x_BCHW.shape[-2:]))
-        if told.shape[-1] != 6:
-            return told  # an aesthetic score in place of the target size
-        if self.told == "whole":
-            if spot.corner is not None:
-                told[..., 2:4] += torch.tensor(self._in_pixels(spot.corner)).to(told)
-            return told
-        own = torch.tensor(self._in_pixels(spot.size)).to(told)
+    def _time_ids_for(self, time_ids: Tensor, position: PatchPosition) -> Tensor:
+        size_conditioning, whole = time_ids.clone(), self._in_pixels(tuple(self.x_BCHW.shape[-2:]))
+        if size_conditioning.shape[-1] != 6:
+            return size_conditioning  # an aesthetic score in place of the target size
+        if self.size_conditioning == "whole":
+            if position.corner is not None:
+                size_conditioning[..., 2:4] += torch.tensor(self._in_pixels(position.corner)).to(size_conditioning)
+            return size_conditioning
+        own = torch.tensor(self._in_pixels(position.size)).to(size_conditioning)
         for first in (0, 4):  # sizes that the caller chose stay
-            sizes = told[..., first : first + 2]
-            sizes[(sizes == torch.tensor(whole).to(told)).all(-1)] = own
-        return told
+            sizes = size_conditioning[..., first : first + 2]
+            sizes[(sizes == torch.tensor(whole).to(size_conditioning)).all(-1)] = own
+        return size_conditioning
 
-    def _in_pixels(self, place: Sequence[int]) -> tuple[int, int]:
-        return place[0] * self.pixels, place[1] * self.pixels
+    def _in_pixels(self, group_rank: Sequence[int]) -> tuple[int, int]:
+        return group_rank[0] * self.pixels, group_rank[1] * self.pixels
 
-    def _ids(self, img_ids: Tensor, spot: PatchPosition) -> Tensor:
-        rows, columns = spot.size[0] // 2, spot.size[1] // 2
+    def _ids(self, img_ids: Tensor, position: PatchPosition) -> Tensor:
+        rows, columns = position.size[0] // 2, position.size[1] // 2
         ids = torch.zeros(rows, columns, 3, dtype=img_ids.dtype, device=img_ids.device)
         ids[..., 1] = torch.arange(rows, device=img_ids.device)[:, None]
         ids[..., 2] = torch.arange(columns, device=img_ids.device)

@@ -46,34 +46,46 @@ class PredictionMerge:
     where: str
     silent: bool = False
 
-    def at_once(self, portion: PartialPrediction) -> WholePrediction:
+    def at_once(self, partial_prediction: PartialPrediction) -> WholePrediction:
         """Every branch by itself. Raises ExchangeError."""
-        own = {Unit(len(portion.windows), branch): x for branch, x in portion.guide.items()}
-        return self._met(portion, portion.canvas_KBCHW, portion.shares, lambda _: own)
+        own = {Unit(len(partial_prediction.windows), branch): x for branch, x in partial_prediction.guide.items()}
+        return self._merged(
+            partial_prediction, partial_prediction.canvas_KBCHW, partial_prediction.assignment, lambda _: own
+        )
 
     def after_guidance(
-        self, portions: Sequence[PartialPrediction], combined_BCHW: Tensor, regions: NeededRegions | None = None
+        self,
+        partial_predictions: Sequence[PartialPrediction],
+        combined_BCHW: Tensor,
+        regions: NeededRegions | None = None,
     ) -> WholePrediction | None:
         """What the pipeline has made of the portions of all denoiser calls of a step, each the same patches.
 
         `combined`: on the canvas. `regions`: where each rank needs the whole; elsewhere it is no number. None where
         that is no weighted mean of the branches, or another one elsewhere. Raises ExchangeError.
         """
-        last, heard = portions[-1], list[GuidanceFit]()
-        masks = [portion.mask for portion in portions if portion.mask is not None]
-        branches = torch.cat([portion.canvas_KBCHW[:, :, : combined_BCHW.shape[1]] for portion in portions])
+        last, gathered = partial_predictions[-1], list[GuidanceFit]()
+        masks = [
+            partial_prediction.mask for partial_prediction in partial_predictions if partial_prediction.mask is not None
+        ]
+        branches = torch.cat(
+            [
+                partial_prediction.canvas_KBCHW[:, :, : combined_BCHW.shape[1]]
+                for partial_prediction in partial_predictions
+            ]
+        )
         own = GuidanceFit.of(combined_BCHW, branches)
-        guide = [x for portion in portions for x in _all_branches(portion)]
+        guide = [x for partial_prediction in partial_predictions for x in _all_branches(partial_prediction)]
 
-        def guide_of(told: list[Tensor]) -> Mapping[Unit, Tensor]:
-            heard.append(sum((GuidanceFit(x) for x in told[1:]), GuidanceFit(told[0])))
-            if not any(portion.guide for portion in portions):
+        def guide_of(extra: list[Tensor]) -> Mapping[Unit, Tensor]:
+            gathered.append(sum((GuidanceFit(x) for x in extra[1:]), GuidanceFit(extra[0])))
+            if not any(partial_prediction.guide for partial_prediction in partial_predictions):
                 return {}
-            return {Unit(len(last.windows), 0): weighed(heard[0].weights_BK, torch.stack(guide)).to(last.dtype)}
+            return {Unit(len(last.windows), 0): weighed(gathered[0].weights_BK, torch.stack(guide)).to(last.dtype)}
 
-        portion, canvas = replace(last, mask=masks[0] if masks else None), combined_BCHW.float()[None]
-        whole = self._met(portion, canvas, merged(last.shares), guide_of, own.products, regions)
-        return whole if heard[0].is_mean else None
+        partial_prediction, canvas = replace(last, mask=masks[0] if masks else None), combined_BCHW.float()[None]
+        whole = self._merged(partial_prediction, canvas, merged(last.assignment), guide_of, own.products, regions)
+        return whole if gathered[0].is_mean else None
 
     def latents(self, own_BCHW: Tensor) -> Tensor:
         """Latents of which every rank has its band of rows, whole again. Raises ExchangeError."""
@@ -81,43 +93,47 @@ class PredictionMerge:
         bands = split_bands(height, axis.size, 1)
         band = own_BCHW[..., bands.starts[axis.rank] : bands.starts[axis.rank + 1], :]
 
-        def spec(place: int) -> list[TensorSpec]:
-            return [TensorSpec((*own_BCHW.shape[:-2], bands.size(place), own_BCHW.shape[-1]), own_BCHW.dtype)]
+        def spec(group_rank: int) -> list[TensorSpec]:
+            return [TensorSpec((*own_BCHW.shape[:-2], bands.size(group_rank), own_BCHW.shape[-1]), own_BCHW.dtype)]
 
         found = from_everyone(self.mesh, self.where, {LATENTS: to_all([band])}, {LATENTS: spec})
         return torch.cat([tensors[LATENTS][0] for tensors in found], -2)
 
-    def _met(
+    def _merged(
         self,
-        portion: PartialPrediction,
+        partial_prediction: PartialPrediction,
         own_GBCHW: Tensor,
-        shares: UnitAssignment,
+        assignment: UnitAssignment,
         guide_of: GuideOf,
-        told: Tensor | None = None,
+        extra: Tensor | None = None,
         regions: NeededRegions | None = None,
     ) -> WholePrediction:
-        """The whole of a canvas of G branches. `guide_of` gives our part of the guide, once all have `told`."""
-        axis, dtype = self.mesh[1], portion.dtype
-        blend = BlendPlan.of(portion.windows, shares, len(own_GBCHW))
-        band, heard = blend.own_band(own_GBCHW, axis.rank, dtype), list[Tensor]()
+        """The whole of a canvas of G branches. `guide_of` gives our part of the guide, once all have `extra`."""
+        axis, dtype = self.mesh[1], partial_prediction.dtype
+        blend = BlendPlan.of(partial_prediction.windows, assignment, len(own_GBCHW))
+        band, gathered = blend.own_band(own_GBCHW, axis.rank, dtype), list[Tensor]()
         if axis.size > 1 and not self.silent:
-            band, heard = blend.band(self.mesh, self.where, own_GBCHW, dtype, told)
-        guides = [tuple(unit for unit in units if unit.patch == len(portion.windows)) for units in shares]
-        sheets: _AllGatherExchange | _RegionExchange = _AllGatherExchange(blend, own_GBCHW, portion)
+            band, gathered = blend.band(self.mesh, self.where, own_GBCHW, dtype, extra)
+        guides = [
+            tuple(unit for unit in units if unit.patch == len(partial_prediction.windows)) for units in assignment
+        ]
+        sheets: _AllGatherExchange | _RegionExchange = _AllGatherExchange(blend, own_GBCHW, partial_prediction)
         if regions is not None:
-            sheets = _RegionExchange(axis.rank, regions, own_GBCHW, portion)
-        own = stacked(guides[axis.rank], guide_of(heard))
-        sent = {PREDICTION: sheets.band(band), ANCHOR: sheets.guide(own), MASK: to_all(portion.own_mask)}
+            sheets = _RegionExchange(axis.rank, regions, own_GBCHW, partial_prediction)
+        own = stacked(guides[axis.rank], guide_of(gathered))
+        sent = {PREDICTION: sheets.band(band), ANCHOR: sheets.guide(own), MASK: to_all(partial_prediction.own_mask)}
         expected: dict[str, Callable[[int], list[TensorSpec]]] = {
             PREDICTION: sheets.band_spec,
-            ANCHOR: lambda place: sheets.guide_spec(guides[place]),
-            MASK: portion.mask_spec,
+            ANCHOR: lambda group_rank: sheets.guide_spec(guides[group_rank]),
+            MASK: partial_prediction.mask_spec,
         }
         found = from_everyone(self.mesh, self.where, sent, expected, silent=self.silent)
         masks = [x for tensors in found for x in tensors[MASK]]
         return WholePrediction(
             prediction_BCHW=sheets.whole([tensors[PREDICTION] for tensors in found]),
-            guide_BChw=_guide_of(guides, [sheets.guides(place, each[ANCHOR]) for place, each in enumerate(found)]),
+            guide_BChw=_guide_of(
+                guides, [sheets.guides(group_rank, each[ANCHOR]) for group_rank, each in enumerate(found)]
+            ),
             mask_B1hw=masks[0] if masks else None,
         )
 
@@ -128,13 +144,13 @@ class _AllGatherExchange:
 
     blend: BlendPlan
     like_GBCHW: Tensor
-    portion: PartialPrediction
+    partial_prediction: PartialPrediction
 
     def band(self, own: Tensor) -> Sent:
         return to_all([own])
 
-    def band_spec(self, place: int) -> list[TensorSpec]:
-        return self.blend.band_spec(place, self.like_GBCHW, self.portion.dtype)
+    def band_spec(self, group_rank: int) -> list[TensorSpec]:
+        return self.blend.band_spec(group_rank, self.like_GBCHW, self.partial_prediction.dtype)
 
     def whole(self, found: Sequence[Sequence[Tensor]]) -> Tensor:
         return whole_of_bands([tensors[0] for tensors in found])
@@ -143,9 +159,9 @@ class _AllGatherExchange:
         return to_all(own)
 
     def guide_spec(self, units: tuple[Unit, ...]) -> list[TensorSpec]:
-        return stack_spec(units, self.portion.one_guide)
+        return stack_spec(units, self.partial_prediction.one_guide)
 
-    def guides(self, place: int, found: Sequence[Tensor]) -> Sequence[Tensor]:
+    def guides(self, group_rank: int, found: Sequence[Tensor]) -> Sequence[Tensor]:
         return found
 
 
@@ -156,26 +172,26 @@ class _RegionExchange:
     rank: int
     regions: NeededRegions
     like_GBCHW: Tensor
-    portion: PartialPrediction
+    partial_prediction: PartialPrediction
 
     def band(self, own: Tensor) -> Sent:
-        return lambda place: self.regions.part(own, self.rank, place)
+        return lambda group_rank: self.regions.part(own, self.rank, group_rank)
 
-    def band_spec(self, place: int) -> list[TensorSpec]:
-        return self.regions.part_spec(self.like_GBCHW, self.portion.dtype, place, self.rank)
+    def band_spec(self, group_rank: int) -> list[TensorSpec]:
+        return self.regions.part_spec(self.like_GBCHW, self.partial_prediction.dtype, group_rank, self.rank)
 
     def whole(self, found: Sequence[Sequence[Tensor]]) -> Tensor:
         return self.regions.whole(self.rank, found).flatten(0, 1)
 
     def guide(self, own: Sequence[Tensor]) -> Sent:
-        return lambda place: own if place == self.rank else self.regions.guide_part(own, place)
+        return lambda group_rank: own if group_rank == self.rank else self.regions.guide_part(own, group_rank)
 
     def guide_spec(self, units: tuple[Unit, ...]) -> list[TensorSpec]:
-        return self.regions.guide_spec(stack_spec(units, self.portion.one_guide), self.rank)
+        return self.regions.guide_spec(stack_spec(units, self.partial_prediction.one_guide), self.rank)
 
-    def guides(self, place: int, found: Sequence[Tensor]) -> Sequence[Tensor]:
-        size = self.portion.guide_size
-        if place == self.rank or size is None:
+    def guides(self, group_rank: int, found: Sequence[Tensor]) -> Sequence[Tensor]:
+        size = self.partial_prediction.guide_size
+        if group_rank == self.rank or size is None:
             return found
         return [self.regions.guide(self.rank, x, size) for x in found]
 
@@ -189,7 +205,7 @@ def _guide_of(guides: UnitAssignment, found: Sequence[Sequence[Tensor]]) -> Tens
     return torch.cat([by_branch[branch] for branch in sorted(by_branch)]) if by_branch else None
 
 
-def _all_branches(portion: PartialPrediction) -> list[Tensor]:
+def _all_branches(partial_prediction: PartialPrediction) -> list[Tensor]:
     """Predictions of the guide, 0 for branches of others."""
-    nothing = torch.zeros_like(next(iter(portion.guide.values()), portion.one_guide))
-    return [portion.guide.get(branch, nothing) for branch in range(portion.branches)]
+    nothing = torch.zeros_like(next(iter(partial_prediction.guide.values()), partial_prediction.one_guide))
+    return [partial_prediction.guide.get(branch, nothing) for branch in range(partial_prediction.branches)]

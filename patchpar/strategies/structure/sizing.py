@@ -22,7 +22,7 @@ def starts_of(side: int, window: int, overlap: float, unit: int) -> list[int]:
     stride = max(unit, round(window * (1 - overlap)) // unit * unit)
     room = side - window
     count = -(-room // stride)
-    return [round(room * place / count / unit) * unit for place in range(count)] + [room] if room else [0]
+    return [round(room * group_rank / count / unit) * unit for group_rank in range(count)] + [room] if room else [0]
 
 
 def fewest_of(side: int, native: int, margin: float, unit: int, step: int) -> tuple[int, list[int]]:
@@ -30,7 +30,9 @@ def fewest_of(side: int, native: int, margin: float, unit: int, step: int) -> tu
     count = -(-side // native)
     window = min(side, -(-round(native * (1 + margin)) // step) * step)
     room = side - window
-    return window, [round(room * place / (count - 1) / unit) * unit for place in range(count)] if count > 1 else [0]
+    return window, [
+        round(room * group_rank / (count - 1) / unit) * unit for group_rank in range(count)
+    ] if count > 1 else [0]
 
 
 def is_large(size: tuple[int, int], native: tuple[int, int]) -> bool:

@@ -20,15 +20,15 @@ from patchpar.strategies.structure.noise_level import NoiseLevel
 class Guidance:
     """`space`: what is drawn together, "x0" (ours) or "eps" (the paper). `weight`: how far, at the first step.
 
-    `decay`: "cosine" lets the weight fall to 0 at the switch, "none" keeps it. `aligned`: patches are drawn to what
-    lies between the anchor's samples, at their own places, rather than to the anchor's values. `lag`: the age in steps
-    of what leads, 0 or 1. `masked`: weigh places by the anchor's attention to the words of the prompt.
+    `decay`: "cosine" lets the weight fall to 0 at the switch, "none" keeps it. `align_samples`: patches are drawn to
+    what lies between the anchor's samples, at their own places, rather than to the anchor's values. `lag`: the age in
+    steps of what leads, 0 or 1. `masked`: weigh places by the anchor's attention to the words of the prompt.
     """
 
     space: Literal["x0", "eps"] = "x0"
     weight: float = 1.0
     decay: Literal["cosine", "none"] = "none"
-    aligned: bool = True
+    align_samples: bool = True
     lag: int = 0
     masked: bool = False
 
@@ -45,7 +45,7 @@ class StructureTarget:
     mask_B1hw: Tensor | None = None
 
 
-def lead_of(
+def target_of(
     guidance: Guidance, level: NoiseLevel, x_BChw: Tensor, prediction_BChw: Tensor, mask: Tensor | None
 ) -> StructureTarget:
     """What the anchor tells the others."""
@@ -57,23 +57,23 @@ def guided(
     guidance: Guidance,
     level: NoiseLevel,
     interlace: Interlace,
-    lead: StructureTarget,
+    target: StructureTarget,
     patches: tuple[Tensor, Tensor],
     strength: float,
 ) -> Tensor:
     """Predictions drawn towards the lead. `patches`: x_NBChw and prediction_NBChw. The anchor stays as it is."""
     x_NBChw, prediction_NBChw = patches
-    spread = interlace.enlarge if guidance.aligned else interlace.repeat
+    spread = interlace.enlarge if guidance.align_samples else interlace.repeat
     tell, slope = (level.clean, level.per_clean) if guidance.space == "x0" else (level.noise_in, level.per_noise)
-    towards = spread(lead.field_BChw) - tell(x_NBChw, prediction_NBChw)
-    if lead.mask_B1hw is not None:
-        towards = towards * spread(lead.mask_B1hw).clamp(0, 1)
+    towards = spread(target.field_BChw) - tell(x_NBChw, prediction_NBChw)
+    if target.mask_B1hw is not None:
+        towards = towards * spread(target.mask_B1hw).clamp(0, 1)
     change = strength * slope * towards
     change[0] = 0
     return prediction_NBChw + change
 
 
-def kept_in_place(interlace: Interlace, prediction_BCHW: Tensor, differ_BChw: Tensor, strength: float) -> Tensor:
+def anchored(interlace: Interlace, prediction_BCHW: Tensor, differ_BChw: Tensor, strength: float) -> Tensor:
     """A whole prediction whose coarse structure is drawn towards the guide's, its detail untouched.
 
     `differ`: how far the guide's is from it where the anchor has its samples. It is spread over the places between.

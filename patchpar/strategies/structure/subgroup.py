@@ -21,13 +21,13 @@ def team_of(
     mesh: tuple[Communicator, Axis],
     bands: int,
     native: NativeSize,
-    verdicts: VerificationCache | None,
+    verifications: VerificationCache | None,
 ) -> PatchedDenoiser | None:
-    """The denoiser as our team computes it; None where there are no teams. Without `verdicts` it is not verified.
+    """The denoiser as our team computes it; None where there are no teams. Without `verifications` it is not verified.
 
     Raises PlanError for a denoiser that has no bands or not so many, or ranks that teams do not share evenly.
     """
-    door, axis = mesh
+    comm, axis = mesh
     if bands == 1 or axis.size == 1:
         return None
     check_teams(axis.size, bands)
@@ -44,4 +44,4 @@ def team_of(
         )
     first = axis.rank - axis.rank % bands
     team = Axis(axis.name, axis.rank - first, bands, axis.ranks[first : first + bands])
-    return PatchedDenoiser(denoiser, (door, team), ExchangePolicy(name="exact"), verdicts=verdicts)
+    return PatchedDenoiser(denoiser, (comm, team), ExchangePolicy(name="exact"), verifications=verifications)

@@ -15,7 +15,7 @@ TESTED = (
 """Pipelines that tests draw large pictures with. Nobody else gets another method without asking for it."""
 
 
-def treats_places_alike(pipe: Any) -> bool:
+def is_position_independent(pipe: Any) -> bool:
     """Whether between the steps a pipeline does the same in every place of its latents, whatever is in the others.
 
     Those that tests draw with do; what another one does is not known.
@@ -23,7 +23,7 @@ def treats_places_alike(pipe: Any) -> bool:
     return type(pipe).__name__ in TESTED
 
 
-def why_kept_native(pipe: Any) -> str:
+def why_native_only(pipe: Any) -> str:
     """Why nothing but plain generation is chosen for large pictures of this pipeline; empty where it can be led."""
     denoisers = list(denoisers_of(pipe).values())
     if type(pipe).__name__ not in TESTED or not denoisers:

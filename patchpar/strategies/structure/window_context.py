@@ -59,27 +59,27 @@ class _WindowCall:
     evaluation: int = -2
     layout: tuple[Windows, UnitAssignment] | None = None
     seen: Bands = field(default_factory=dict)
-    coming: Callable[[], Bands] | None = None
+    pending: Callable[[], Bands] | None = None
 
     def arrive(self) -> None:
         """Take in what is coming. Raises ExchangeError."""
-        if self.coming is not None:
-            coming, self.coming = self.coming, None
-            self.seen.update(coming())
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            self.seen.update(pending())
 
 
 class WindowContext:
-    """Bands around windows, on one rank. `share`: how far a window sees, as a share of its sides; 0 is nothing.
+    """Bands around windows, on one rank. `fraction`: how far a window sees, as a share of its sides; 0 is nothing.
 
     Raises PlanError for a denoiser that is no UNet with self-attention.
     """
 
-    def __init__(self, denoiser: nn.Module, mesh: tuple[Communicator, Axis], clock: StepClock, share: float) -> None:
-        self._mesh, self._clock, self._share = mesh, clock, share
-        self._layers = _self_attentions(denoiser) if share else {}
-        if share and not self._layers:
+    def __init__(self, denoiser: nn.Module, mesh: tuple[Communicator, Axis], clock: StepClock, fraction: float) -> None:
+        self._mesh, self._clock, self._fraction = mesh, clock, fraction
+        self._layers = _self_attentions(denoiser) if fraction else {}
+        if fraction and not self._layers:
             raise PlanError(
-                f"context={share:g}: {type(denoiser).__name__} is no UNet with self-attention, whose keys know no "
+                f"context={fraction:g}: {type(denoiser).__name__} is no UNet with self-attention, whose keys know no "
                 "places: use context=0"
             )
         self._calls: dict[int, _WindowCall] = {}
@@ -91,25 +91,25 @@ class WindowContext:
             call.arrive()
         self._calls, self._call = {}, _WindowCall()
         self._neighbours: WindowNeighbours | None = None
-        self._ways: list[NeighbourLink] = []
+        self._links: list[NeighbourLink] = []
         self._tokens: dict[tuple[int, int, int], Tensor] = {}
         self._forms: dict[str, KVPair] = {}  # of a whole window, one branch
         self._left: Bands = {}
 
-    def begin(self, windows: Windows, shares: UnitAssignment) -> None:
+    def begin(self, windows: Windows, assignment: UnitAssignment) -> None:
         """Before the windows of a step. What was seen of other windows, or longer ago, is forgotten."""
         if not self._layers:
             return
         call = self._call = self._calls.setdefault(max(0, self._clock.call), _WindowCall())
         call.arrive()
-        if call.evaluation != self._clock.evaluation - 1 or call.layout != (windows, shares):
+        if call.evaluation != self._clock.evaluation - 1 or call.layout != (windows, assignment):
             call.seen = {}
-        call.evaluation, call.layout, self._left = self._clock.evaluation, (windows, shares), {}
+        call.evaluation, call.layout, self._left = self._clock.evaluation, (windows, assignment), {}
         if self._neighbours is None or self._neighbours.windows != windows:
-            down, across = (int(side * self._share) for side in windows.window)
+            down, across = (int(side * self._fraction) for side in windows.window)
             self._neighbours, self._tokens = WindowNeighbours(windows, (down, across)), {}
             pairs = permutations(range(len(windows)), 2)
-            self._ways = [NeighbourLink(*pair, 0) for pair in pairs if len(self._neighbours.seen(*pair, 1))]
+            self._links = [NeighbourLink(*pair, 0) for pair in pairs if len(self._neighbours.seen(*pair, 1))]
 
     @contextmanager
     def around(self, evaluation: Evaluation) -> Iterator[None]:
@@ -129,81 +129,81 @@ class WindowContext:
                 "default processor, pipe.unet.set_default_attn_processor(), or context=0"
             )
 
-    def meet(self, path: str, evaluation: Evaluation, own: KVPair) -> KVPair:
+    def with_neighbours(self, path: str, evaluation: Evaluation, own: KVPair) -> KVPair:
         """Own keys and values, of all branches of the evaluation, with those around. Ours are kept for others."""
         number, branches = evaluation.patch, evaluation.branches
         self._forms[path] = KVPair(*(x.chunk(len(branches))[0] for x in own))
-        for way in self._ways:
-            if way.sender == number:
-                tokens = self._seen(way, path)
+        for link in self._links:
+            if link.sender == number:
+                tokens = self._seen(link, path)
                 keys, values = (x.index_select(2, tokens).chunk(len(branches)) for x in own)
                 for branch, pair in zip(branches, zip(keys, values, strict=True), strict=True):
-                    self._left[way._replace(branch=branch), path] = KVPair(*pair)
+                    self._left[link._replace(branch=branch), path] = KVPair(*pair)
         met = [own]
-        for way in self._ways:
-            pairs = [self._call.seen.get((way._replace(branch=branch), path)) for branch in branches]
+        for link in self._links:
+            pairs = [self._call.seen.get((link._replace(branch=branch), path)) for branch in branches]
             found = [pair for pair in pairs if pair is not None]
-            if way.receiver == number and len(found) == len(branches):
+            if link.receiver == number and len(found) == len(branches):
                 met.append(KVPair(*map(torch.cat, zip(*found, strict=True))))
         return KVPair(*(torch.cat(parts, 2) for parts in zip(*met, strict=True))) if len(met) > 1 else own
 
-    def _seen(self, way: NeighbourLink, path: str) -> Tensor:
+    def _seen(self, link: NeighbourLink, path: str) -> Tensor:
         """The sender's tokens that the receiver sees in a layer."""
         assert self._neighbours is not None
         key = self._forms[path].key
         stride = _stride(key.shape[2], self._neighbours)
-        place = (way.sender, way.receiver, stride)
-        if place not in self._tokens:
-            self._tokens[place] = self._neighbours.seen(*place).to(key.device)
-        return self._tokens[place]
+        group_rank = (link.sender, link.receiver, stride)
+        if group_rank not in self._tokens:
+            self._tokens[group_rank] = self._neighbours.seen(*group_rank).to(key.device)
+        return self._tokens[group_rank]
 
-    def end(self, shares: UnitAssignment, *, silent: bool) -> None:
+    def end(self, assignment: UnitAssignment, *, silent: bool) -> None:
         """After the windows of a step: bands leave for where the neighbours of our windows are."""
         if not self._layers:
             return
         rank, size = self._mesh[1].rank, self._mesh[1].size
-        self._call.seen = {key: self._left[key] for key in self._keys(shares, rank, rank)}
+        self._call.seen = {key: self._left[key] for key in self._keys(assignment, rank, rank)}
         if size > 1 and not silent:
-            self._call.coming = self._sent(shares)
+            self._call.pending = self._sent(assignment)
         self._left = {}
 
-    def _keys(self, shares: UnitAssignment, sender: int, receiver: int) -> list[tuple[NeighbourLink, str]]:
+    def _keys(self, assignment: UnitAssignment, sender: int, receiver: int) -> list[tuple[NeighbourLink, str]]:
         """What one place has for another, in order."""
-        wanted = set(shares[receiver])
+        wanted = set(assignment[receiver])
         return [
-            (way._replace(branch=unit.branch), path)
-            for unit in shares[sender]
-            for way in self._ways
-            if way.sender == unit.patch and Unit(way.receiver, unit.branch) in wanted
+            (link._replace(branch=unit.branch), path)
+            for unit in assignment[sender]
+            for link in self._links
+            if link.sender == unit.patch and Unit(link.receiver, unit.branch) in wanted
             for path in self._layers
         ]
 
-    def _sent(self, shares: UnitAssignment) -> Callable[[], Bands] | None:
-        door, axis = self._mesh
+    def _sent(self, assignment: UnitAssignment) -> Callable[[], Bands] | None:
+        comm, axis = self._mesh
         outgoing, incoming = [], {}
-        for place in axis.others:
-            leaving = [x.flatten() for key in self._keys(shares, axis.rank, place) for x in self._left[key]]
+        for group_rank in axis.others:
+            leaving = [x.flatten() for key in self._keys(assignment, axis.rank, group_rank) for x in self._left[key]]
             if leaving:
-                outgoing.append(((axis.ranks[place],), (torch.cat(leaving),)))
-            shapes = [shape for key in self._keys(shares, place, axis.rank) for shape in self._shapes(key)]
+                outgoing.append(((axis.ranks[group_rank],), (torch.cat(leaving),)))
+            shapes = [shape for key in self._keys(assignment, group_rank, axis.rank) for shape in self._shapes(key)]
             if shapes:
                 dtype = next(iter(self._forms.values())).key.dtype
-                incoming[axis.ranks[place]] = (TensorSpec((sum(map(math.prod, shapes)),), dtype),)
+                incoming[axis.ranks[group_rank]] = (TensorSpec((sum(map(math.prod, shapes)),), dtype),)
         if not outgoing and not incoming:
             return None
-        exchange = door.exchange(f"step {self._clock.evaluation}", [ExchangePart(KIND, outgoing, incoming)])
-        return lambda: self._unpacked(exchange, shares)
+        exchange = comm.exchange(f"step {self._clock.evaluation}", [ExchangePart(KIND, outgoing, incoming)])
+        return lambda: self._unpacked(exchange, assignment)
 
     def _shapes(self, key: tuple[NeighbourLink, str]) -> list[tuple[int, ...]]:
-        way, path = key
-        count = len(self._seen(way, path))
+        link, path = key
+        count = len(self._seen(link, path))
         return [(*x.shape[:2], count, x.shape[3]) for x in self._forms[path]]
 
-    def _unpacked(self, exchange: Work[list[Received]], shares: UnitAssignment) -> Bands:
+    def _unpacked(self, exchange: Work[list[Received]], assignment: UnitAssignment) -> Bands:
         axis, found = self._mesh[1], {}
         (received,) = exchange.wait()
         for peer, (flat,) in received.items():
-            keys = self._keys(shares, axis.ranks.index(peer), axis.rank)
+            keys = self._keys(assignment, axis.ranks.index(peer), axis.rank)
             shapes = [shape for key in keys for shape in self._shapes(key)]
             parts = iter(zip(torch.split(flat, [math.prod(shape) for shape in shapes]), shapes, strict=True))
             for key in keys:
@@ -214,9 +214,9 @@ class WindowContext:
 class _ContextAttention(SdpaMode):
     """Lets self-attention of one evaluation see what is around its window."""
 
-    def __init__(self, surroundings: WindowContext, evaluation: Evaluation) -> None:
+    def __init__(self, context: WindowContext, evaluation: Evaluation) -> None:
         super().__init__(self._meet)
-        self._surroundings, self._evaluation = surroundings, evaluation
+        self._window_context, self._evaluation = context, evaluation
         self._path: str | None = None
         self.passed: set[str] = set()
 
@@ -237,7 +237,7 @@ class _ContextAttention(SdpaMode):
         if path is None or call.attn_mask is not None or call.key.shape[2] != call.query.shape[2]:
             return call.run()
         self.passed.add(path)
-        met = self._surroundings.meet(path, self._evaluation, KVPair(call.key, call.value))
+        met = self._window_context.with_neighbours(path, self._evaluation, KVPair(call.key, call.value))
         return replace(call, key=met.key, value=met.value).run()
 
 

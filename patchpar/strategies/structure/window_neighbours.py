@@ -44,11 +44,11 @@ class WindowNeighbours:
         kept, inside = [], []
         for dim, count in enumerate(self.tokens(stride)):
             start, other = self.windows.corners[sender][dim], self.windows.corners[receiver][dim]
-            places = start + stride * torch.arange(count) + (stride - 1) / 2
+            positions = start + stride * torch.arange(count) + (stride - 1) / 2
             low, high = self._cores[dim][start]
             end, reach = other + self.windows.window[dim], self.reach[dim]
-            core = (places >= low) & (places < high)
-            kept.append(core & (places >= other - reach) & (places < end + reach))
-            inside.append((places >= other) & (places < end))
+            core = (positions >= low) & (positions < high)
+            kept.append(core & (positions >= other - reach) & (positions < end + reach))
+            inside.append((positions >= other) & (positions < end))
         taken = (kept[0][:, None] & kept[1]) & ~(inside[0][:, None] & inside[1])
         return taken.flatten().nonzero()[:, 0]

@@ -19,7 +19,7 @@ from patchpar.strategies.structure.needed_regions import NeededRegions, WindowPl
 from patchpar.strategies.structure.noise_level import NoiseLevel
 from patchpar.strategies.structure.partial_prediction import PartialPrediction, WholePrediction
 from patchpar.strategies.structure.patch_inputs import PatchInputs, PatchPosition
-from patchpar.strategies.structure.structure import kept_in_place
+from patchpar.strategies.structure.structure import anchored
 from patchpar.strategies.structure.window_context import WindowContext
 from patchpar.strategies.structure.windows import Windows, Zone
 from patchpar.strategies.structure.work_schedule import own_of, scheduled
@@ -30,9 +30,9 @@ class WindowStage:
 
     def __init__(self, method: Method, mesh: tuple[Communicator, Axis], clock: StepClock, denoiser: nn.Module) -> None:
         self._method, self._mesh, self._clock = method, mesh, clock
-        self._surroundings = WindowContext(denoiser, mesh, clock, method.context)
+        self._window_context = WindowContext(denoiser, mesh, clock, method.context)
         self._flow = GuideTrajectory() if method.guide == "flow" else None
-        self._leads: dict[int, tuple[int, Tensor]] = {}  # clean estimates by call, with their evaluation
+        self._targets: dict[int, tuple[int, Tensor]] = {}  # clean estimates by call, with their evaluation
         self._found: dict[tuple[WindowPlan, bool], NeededRegions] = {}
 
     def begin(self, scheduler: Any, channels: int) -> None:
@@ -43,14 +43,14 @@ class WindowStage:
 
     def end(self) -> None:
         """End a picture: what is under way is taken in. Raises ExchangeError."""
-        self._surroundings.reset()
-        self._leads, self._found = {}, {}
+        self._window_context.reset()
+        self._targets, self._found = {}, {}
         if self._flow is not None:
             self._flow.end()
 
     def predict(
         self,
-        asked: DenoiserCall,
+        denoiser_call: DenoiserCall,
         level: NoiseLevel,
         laid: tuple[Windows, tuple[Zone, ...]],
         interlace: Interlace,
@@ -63,75 +63,77 @@ class WindowStage:
         `laid`: the windows of this step, and what they can show in any. `silent`: windows hear nothing of windows on
         other ranks. `parted`: ranks have the latents of their own windows only.
         """
-        axis, x_BCHW, branches = self._mesh[1], asked.layout.x_BCHW, asked.branches
-        (windows, zones), kept = laid, self._method.kept * level.time / self._method.switch
-        guided = kept > 0 or (parted and self._method.kept > 0)  # at time 0 windows stay with who has their latents
+        axis, x_BCHW, branches = self._mesh[1], denoiser_call.layout.x_BCHW, denoiser_call.branches
+        (windows, zones), structure_strength = laid, self._method.structure_strength * level.time / self._method.switch
+        guided = structure_strength > 0 or (
+            parted and self._method.structure_strength > 0
+        )  # at time 0 windows stay with who has their latents
         schedule = scheduled(len(windows) + guided, branches, axis.size, self._method.bands)
-        course = WindowPlan(zones=zones, schedule=schedule, interlace=interlace)
-        if not kept:
+        window_plan = WindowPlan(zones=zones, schedule=schedule, interlace=interlace)
+        if not structure_strength:
             schedule = schedule.without(len(windows))
-        shares = schedule.shares
-        guide = self._guide(asked, interlace) if kept > 0 else None
+        assignment = schedule.assignment
+        guide = self._guide(denoiser_call, interlace) if structure_strength > 0 else None
 
-        def shown(number: int) -> tuple[Tensor, PatchPosition]:
+        def patch_at(number: int) -> tuple[Tensor, PatchPosition]:
             if number < len(windows):
                 return windows.cut(x_BCHW, number), PatchPosition(windows.window, windows.corners[number])
             assert guide is not None
             return guide, PatchPosition(interlace.patch_size)
 
-        self._surroundings.begin(windows, shares)
-        own, like = asked.evaluated(schedule, axis.rank, shown, self._surroundings.around)
-        self._surroundings.end(shares, silent=silent)
-        one, ours = next(iter(own.values())), own_of(shares[axis.rank], own)
-        blend = BlendPlan.of(windows, shares, branches)
-        portion = PartialPrediction(
+        self._window_context.begin(windows, assignment)
+        own, like = denoiser_call.evaluated(schedule, axis.rank, patch_at, self._window_context.around)
+        self._window_context.end(assignment, silent=silent)
+        one, ours = next(iter(own.values())), own_of(assignment[axis.rank], own)
+        blend = BlendPlan.of(windows, assignment, branches)
+        partial_prediction = PartialPrediction(
             canvas_KBCHW=blend.sums(ours, one),
             covered_HW=blend.covered(axis.rank, one),
             dtype=one.dtype,
             windows=windows,
-            shares=shares,
+            assignment=assignment,
             guide={unit.branch: x for unit, x in ours.items() if unit.patch == len(windows)},
             guide_size=interlace.patch_size,
-            finish=partial(self._finished, level, interlace, (asked.layout, guide), kept),
-            regions=self._regions(course, x_BCHW.device),
+            finish=partial(self._finished, level, interlace, (denoiser_call.layout, guide), structure_strength),
+            regions=self._regions(window_plan, x_BCHW.device),
         )
-        return portion, like
+        return partial_prediction, like
 
-    def _guide(self, asked: DenoiserCall, interlace: Interlace) -> Tensor:
+    def _guide(self, denoiser_call: DenoiserCall, interlace: Interlace) -> Tensor:
         """What leads the windows, as the denoiser is shown it."""
-        x_BCHW = asked.layout.x_BCHW
+        x_BCHW = denoiser_call.layout.x_BCHW
         if self._flow is None:
             return interlace.split(x_BCHW)[0]
-        return self._flow.shown(x_BCHW, interlace, asked.branches)
+        return self._flow.guide_input(x_BCHW, interlace, denoiser_call.branches)
 
     def _finished(
         self,
         level: NoiseLevel,
         interlace: Interlace,
-        shown: tuple[PatchInputs, Tensor | None],
+        inputs: tuple[PatchInputs, Tensor | None],
         strength: float,
         whole: WholePrediction,
     ) -> Tensor:
         """The answer for the whole picture, its coarse structure drawn to the guide's.
 
-        `shown`: what the denoiser was, of the picture and of the guide.
+        `inputs`: what the denoiser was, of the picture and of the guide.
         """
         prediction = whole.prediction_BCHW
-        if whole.guide_BChw is None or shown[1] is None:
+        if whole.guide_BChw is None or inputs[1] is None:
             return prediction
-        channels = min(shown[0].x_BCHW.shape[1], prediction.shape[1])
+        channels = min(inputs[0].x_BCHW.shape[1], prediction.shape[1])
         pair = prediction[:, :channels].float(), whole.guide_BChw[:, :channels].float()
-        kept = kept_in_place(interlace, pair[0], self._differ(level, interlace, shown, pair), strength)
-        answer = torch.cat([kept.to(prediction.dtype), prediction[:, channels:]], 1)
+        structure_strength = anchored(interlace, pair[0], self._differ(level, interlace, inputs, pair), strength)
+        answer = torch.cat([structure_strength.to(prediction.dtype), prediction[:, channels:]], 1)
         if self._flow is not None:
-            self._flow.heard(GuidePrediction(level, shown[0], whole.guide_BChw[:, : answer.shape[1]], answer))
+            self._flow.add(GuidePrediction(level, inputs[0], whole.guide_BChw[:, : answer.shape[1]], answer))
         return answer
 
     def _differ(
         self,
         level: NoiseLevel,
         interlace: Interlace,
-        shown: tuple[PatchInputs, Tensor | None],
+        inputs: tuple[PatchInputs, Tensor | None],
         pair: tuple[Tensor, Tensor],
     ) -> Tensor:
         """By how much the anchor should predict otherwise. `pair`: what is predicted of the picture, of the guide."""
@@ -139,8 +141,8 @@ class WindowStage:
         first = interlace.split(prediction)[0]
         if self._leads_by_anchor:
             return guide - first  # both of the same latent, so that this needs none of it
-        assert shown[1] is not None
-        x_BCHW, guide_BChw = (x[: len(first), : first.shape[1]].float() for x in (shown[0].x_BCHW, shown[1]))
+        assert inputs[1] is not None
+        x_BCHW, guide_BChw = (x[: len(first), : first.shape[1]].float() for x in (inputs[0].x_BCHW, inputs[1]))
         clean = self._aged(level.clean(guide_BChw, guide))
         return level.per_clean * (clean - level.clean(interlace.split(x_BCHW)[0], first))
 
@@ -149,15 +151,15 @@ class WindowStage:
         """Whether what leads is this step's anchor: of no latent but the picture's, and of no other step."""
         return self._flow is None and not self._method.guidance.lag
 
-    def _regions(self, course: WindowPlan, device: torch.device) -> Callable[[bool], NeededRegions] | None:
+    def _regions(self, window_plan: WindowPlan, device: torch.device) -> Callable[[bool], NeededRegions] | None:
         """Where ranks need what is answered. None for everywhere: another guide is held against latents."""
         if not self._leads_by_anchor:
             return None
 
         def of(last: bool) -> NeededRegions:
-            key = course, last
+            key = window_plan, last
             if key not in self._found:
-                self._found[key] = NeededRegions.of(course, last=last, device=device)
+                self._found[key] = NeededRegions.of(window_plan, last=last, device=device)
             return self._found[key]
 
         return of
@@ -165,6 +167,6 @@ class WindowStage:
     def _aged(self, fresh: Tensor) -> Tensor:
         """The estimate of the step before where guidance lags and there is one, else this step's."""
         call, now = max(0, self._clock.call), self._clock.evaluation
-        at, past = self._leads.get(call, (now, fresh))
-        self._leads[call] = (now, fresh)
+        at, past = self._targets.get(call, (now, fresh))
+        self._targets[call] = (now, fresh)
         return past if self._method.guidance.lag and at == now - 1 and past.shape == fresh.shape else fresh

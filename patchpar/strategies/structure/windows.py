@@ -99,11 +99,11 @@ class Tiling:
         """What each window of `lay` can show, whatever the key. Raises PlanError as that does."""
         window, starts = self._grid(size, native, unit, step)
 
-        def shown(start: int, dim: int) -> tuple[int, int]:
+        def patch_span(start: int, dim: int) -> tuple[int, int]:
             low, _, high = self._range(start, size[dim], window[dim], unit)
             return low, high + window[dim]
 
-        return tuple((shown(top, 0), shown(left, 1)) for top in starts[0] for left in starts[1])
+        return tuple((patch_span(top, 0), patch_span(left, 1)) for top in starts[0] for left in starts[1])
 
     def _grid(
         self, size: tuple[int, int], native: tuple[int, int], unit: int, step: int

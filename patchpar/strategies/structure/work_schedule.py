@@ -36,7 +36,7 @@ class Evaluation:
     branches: tuple[int, ...]
 
 
-def share_out(patches: int, branches: int, ranks: int) -> list[tuple[Unit, ...]]:
+def assign_units(patches: int, branches: int, ranks: int) -> list[tuple[Unit, ...]]:
     """The units of every rank, in order."""
     units = [Unit(patch, branch) for patch in range(patches) for branch in range(branches)]
     each, more = divmod(len(units), ranks)
@@ -48,21 +48,21 @@ def share_out(patches: int, branches: int, ranks: int) -> list[tuple[Unit, ...]]
 class Schedule:
     """What every rank of an axis evaluates in a step.
 
-    `alone`: by rank, whole. `together`: by rank, what its team computes in bands. `shares`: whose part of the whole a
-    unit is; of what a team computes each unit is one member's.
+    `whole_units`: by rank, whole. `split_units`: by rank, what its team computes in bands. `assignment`: whose part of
+    the whole a unit is; of what a team computes each unit is one member's.
     """
 
-    alone: tuple[tuple[Unit, ...], ...]
-    together: tuple[tuple[Unit, ...], ...]
-    shares: tuple[tuple[Unit, ...], ...]
+    whole_units: tuple[tuple[Unit, ...], ...]
+    split_units: tuple[tuple[Unit, ...], ...]
+    assignment: tuple[tuple[Unit, ...], ...]
 
     def without(self, patch: int) -> "Schedule":
         """The same but for one patch: all others stay where they are."""
-        alone, together, shares = (
+        whole_units, split_units, assignment = (
             tuple(tuple(unit for unit in units if unit.patch != patch) for units in each)
-            for each in (self.alone, self.together, self.shares)
+            for each in (self.whole_units, self.split_units, self.assignment)
         )
-        return Schedule(alone=alone, together=together, shares=shares)
+        return Schedule(whole_units=whole_units, split_units=split_units, assignment=assignment)
 
 
 def scheduled(patches: int, branches: int, ranks: int, bands: int = 1) -> Schedule:
@@ -70,23 +70,23 @@ def scheduled(patches: int, branches: int, ranks: int, bands: int = 1) -> Schedu
 
     Teams work where that is at most half of the time of a unit; for more, sharing whole units is as good.
     """
-    plain = tuple(share_out(patches, branches, ranks))
+    plain = tuple(assign_units(patches, branches, ranks))
     each, left = divmod(patches * branches, ranks)
     teams = ranks // bands
     if not left or bands == 1 or 2 * -(-left // teams) > bands:
-        return Schedule(alone=plain, together=((),) * ranks, shares=plain)
+        return Schedule(whole_units=plain, split_units=((),) * ranks, assignment=plain)
     units = [Unit(patch, branch) for patch in range(patches) for branch in range(branches)]
-    alone = tuple(tuple(units[rank * each : (rank + 1) * each]) for rank in range(ranks))
+    whole_units = tuple(tuple(units[rank * each : (rank + 1) * each]) for rank in range(ranks))
     rest = units[ranks * each :]
     jobs = [tuple(rest[team * left // teams : (team + 1) * left // teams]) for team in range(teams)]
-    together = tuple(jobs[rank // bands] for rank in range(ranks))
-    shares = tuple(own + together[rank][rank % bands :: bands] for rank, own in enumerate(alone))
-    return Schedule(alone=alone, together=together, shares=shares)
+    split_units = tuple(jobs[rank // bands] for rank in range(ranks))
+    assignment = tuple(own + split_units[rank][rank % bands :: bands] for rank, own in enumerate(whole_units))
+    return Schedule(whole_units=whole_units, split_units=split_units, assignment=assignment)
 
 
-def merged(shares: Sequence[tuple[Unit, ...]]) -> list[tuple[Unit, ...]]:
+def merged(assignment: Sequence[tuple[Unit, ...]]) -> list[tuple[Unit, ...]]:
     """The same where all branches are one: the first."""
-    return [tuple(dict.fromkeys(Unit(unit.patch, 0) for unit in units)) for units in shares]
+    return [tuple(dict.fromkeys(Unit(unit.patch, 0) for unit in units)) for units in assignment]
 
 
 def own_of(units: tuple[Unit, ...], found: Mapping[Unit, T]) -> dict[Unit, T]:

@@ -66,7 +66,7 @@ class BlockPass:
         """See ForwardPass."""
         memory = self._memory
         memory.put(layer, k if self._sink is None else rotate(k, self._own), v)
-        memory.place_sink(layer, self._sink)
+        memory.set_sink(layer, self._sink)
         keys, values = memory.visible(layer)
         return AttentionOperands(
             rotate(q, self._own), keys if self._sink is not None else rotate(keys, self._all), values, None

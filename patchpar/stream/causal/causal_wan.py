@@ -53,7 +53,7 @@ class CausalWan:
         self._positions: dict[PatchGrid, RotaryPositions] = {}
         self._hooks = HookSet()
         if inner is not None:
-            share_tokens(self._hooks, transformer, self._passing)
+            split_tokens(self._hooks, transformer, self._passing)
         for layer, block in enumerate(transformer.blocks):
             self._hooks.replace(block.attn1, "processor", CausalProcessor(layer, self._passing))
             if audio is not None and layer in audio.config.after:
@@ -241,7 +241,7 @@ class AudioHook:
         return torch.cat([front, rest + added], 1) if silent else rest + added
 
 
-def share_tokens(hooks: HookSet, transformer: WanTransformer3DModel, passing: CurrentPass) -> None:
+def split_tokens(hooks: HookSet, transformer: WanTransformer3DModel, passing: CurrentPass) -> None:
     """From the first block to the last projection this rank has its own tokens only, in passes that are shared."""
 
     def ours(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -58,13 +58,13 @@ class WanDecoder:
             out = unpatchify(out, patch_size=vae.config.patch_size)
         return out.clamp(-1, 1)[0].transpose(0, 1)
 
-    def encode(self, picture_1CHW: Tensor, *, chunks: int = 0) -> Tensor:
+    def encode(self, image_1CHW: Tensor, *, chunks: int = 0) -> Tensor:
         """One latent frame (1, C, 1, H, W), as the transformer sees latents, of an image between -1 and 1.
 
         With `chunks` of 4 grey images behind it, the latent frames of all: what models generate from that were made to
         go on from an image.
         """
-        image = picture_1CHW[:, :, None].to(self._vae.device, self._vae.dtype)
+        image = image_1CHW[:, :, None].to(self._vae.device, self._vae.dtype)
         grey = image.new_zeros(*image.shape[:2], 4 * chunks, *image.shape[3:])
         latents = self._vae.encode(torch.cat([image, grey], 2)).latent_dist.mode()
         return (latents - self._mean.to(latents)) * self._inverse_std.to(latents)

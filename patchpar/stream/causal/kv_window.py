@@ -79,7 +79,7 @@ class KVWindow:
         self._values[layer][:, : self.size.sink_tokens] = values_BLhd
         self._has_sink = True
 
-    def place_sink(self, layer: int, rotary: Rotary | None) -> None:
+    def set_sink(self, layer: int, rotary: Rotary | None) -> None:
         """Have the sink's keys stand where `rotary` says, or unrotated."""
         if self._has_sink:
             keys = self._sink_keys[layer]

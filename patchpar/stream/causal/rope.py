@@ -62,9 +62,9 @@ class RotaryPositions:
         return cos[None, :, None].to(self.device), sin[None, :, None].to(self.device)
 
 
-def _table(width: int, places: Sequence[int]) -> Rotary:
+def _table(width: int, positions: Sequence[int]) -> Rotary:
     """(places, width) each, computed in double precision: single would be too coarse an hour into a stream."""
-    at = torch.tensor(list(places), dtype=torch.float64)
+    at = torch.tensor(list(positions), dtype=torch.float64)
     cos, sin = get_1d_rotary_pos_embed(width, at, use_real=True, repeat_interleave_real=True, freqs_dtype=torch.float64)
     return cos, sin
 

@@ -50,9 +50,9 @@ class StreamRunner(StageRunner):
 
     def _step_group(self, ranks: range) -> StepGroup:
         """The ranks that share the steps of our stage."""
-        assert self._communicator is not None, "several ranks have a communicator"
+        assert self._comm is not None, "several ranks have a communicator"
         axis = Axis("inner", ranks.index(self._context.rank), len(ranks), tuple(ranks))
-        return StepGroup(self._communicator, axis)
+        return StepGroup(self._comm, axis)
 
     def _audio_encoder(self, folder: Path, dtype: torch.dtype) -> AudioConditioner | None:
         if not (folder / "transformer" / AUDIO_FILE).is_file():
@@ -73,9 +73,9 @@ class StreamRunner(StageRunner):
     def _run_stage(self, run: StreamRun) -> StageStats:
         if self._starts_from_image:  # its sink throughout
             run = replace(run, adapt_sink=False)
-        stage_io = RankStageIO(self._context, run, self._resolve).surroundings()
+        stage_io = RankStageIO(self._context, run, self._resolve).as_stage_io()
         rank = self._context.rank
-        return StageLoop(self._model(run), self._plan, rank, self._communicator, stage_io, run.first_block).run()
+        return StageLoop(self._model(run), self._plan, rank, self._comm, stage_io, run.first_block).run()
 
     @property
     def _starts_from_image(self) -> bool:

@@ -44,7 +44,7 @@ def check_inner(ranks: int, *, heads: int, tokens: int | None = None) -> None:
 class ShardedFrames:
     """One forward pass over `frames` frames, of which each rank on `axis` has the tokens that `bands` say."""
 
-    communicator: Communicator
+    comm: Communicator
     axis: Axis
     frames: int
     bands: Bands
@@ -52,7 +52,7 @@ class ShardedFrames:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Tokens of each rank."""
-        return tuple(self.frames * self.bands.size(place) for place in range(self.axis.size))
+        return tuple(self.frames * self.bands.size(group_rank) for group_rank in range(self.axis.size))
 
     def own(self, hidden_BLD: Tensor) -> Tensor:
         """Our tokens, (B, l, D)."""
@@ -61,27 +61,25 @@ class ShardedFrames:
 
     def whole(self, where: str, hidden_BlD: Tensor) -> Tensor:
         """Everybody's tokens in their order, (B, L, D). Raises ExchangeError."""
-        gathered = AllGather(self.communicator, self.axis, "tokens", where).shares(
-            hidden_BlD.contiguous(), 1, self.sizes
-        )
+        gathered = AllGather(self.comm, self.axis, "tokens", where).parts(hidden_BlD.contiguous(), 1, self.sizes)
         return self._by_frame(torch.cat(gathered, 1), 1)
 
     def attend(self, where: str, qkv_BlNd: tuple[Tensor, Tensor, Tensor], see: See) -> Tensor:
         """What `see` makes of all tokens of our heads, given back as all heads of our tokens. Raises ExchangeError."""
         q, k, v = (x.transpose(1, 2) for x in qkv_BlNd)
         split = split_heads(q.shape[1], k.shape[1], self.axis.size)
-        asked = ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=self.sizes, place=self.axis.rank)
-        ours = tokens_to_heads(self.communicator, self.axis, where, asked, split, self.sizes)
+        asked = ShardedQKV(q_BNlD=q, k_BMlD=k, v_BMlD=v, sizes=self.sizes, group_rank=self.axis.rank)
+        ours = tokens_to_heads(self.comm, self.axis, where, asked, split, self.sizes)
         seen = (self._by_frame(x, 2).transpose(1, 2) for x in (ours.q_BNlD, ours.k_BMlD, ours.v_BMlD))
-        out_BnLd = self._by_place(see(*seen).transpose(1, 2), 2)
-        return heads_to_tokens(self.communicator, self.axis, where, out_BnLd, split, (0, self.sizes)).transpose(1, 2)
+        out_BnLd = self._by_rank(see(*seen).transpose(1, 2), 2)
+        return heads_to_tokens(self.comm, self.axis, where, out_BnLd, split, (0, self.sizes)).transpose(1, 2)
 
     def _by_frame(self, x: Tensor, dim: int) -> Tensor:
         """Tokens rank by rank put in the order of frames."""
         parts = [torch.unflatten(part, dim, (self.frames, -1)) for part in torch.split(x, list(self.sizes), dim)]
         return torch.cat(parts, dim + 1).flatten(dim, dim + 1)
 
-    def _by_place(self, x: Tensor, dim: int) -> Tensor:
+    def _by_rank(self, x: Tensor, dim: int) -> Tensor:
         """The way back."""
         sizes = [size // self.frames for size in self.sizes]
         parts = torch.split(torch.unflatten(x, dim, (self.frames, -1)), sizes, dim + 1)
@@ -91,8 +89,8 @@ class ShardedFrames:
 class StepGroup:
     """This rank's place among those that share a step."""
 
-    def __init__(self, communicator: Communicator, axis: Axis) -> None:
-        self._communicator, self.axis = communicator, axis
+    def __init__(self, comm: Communicator, axis: Axis) -> None:
+        self._comm, self.axis = comm, axis
 
     @property
     def ranks(self) -> int:
@@ -108,4 +106,4 @@ class StepGroup:
         """A forward pass over frames of `tokens` tokens each. Raises PlanError."""
         check_inner(self.ranks, heads=self.ranks, tokens=tokens)
         bands = split_bands(tokens, self.ranks, 1)
-        return ShardedFrames(communicator=self._communicator, axis=self.axis, frames=frames, bands=bands)
+        return ShardedFrames(comm=self._comm, axis=self.axis, frames=frames, bands=bands)

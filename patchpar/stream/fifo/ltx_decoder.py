@@ -61,7 +61,7 @@ class StreamingConvolution:
 
 
 class StreamingResidual:
-    """Layers, and what came into them, which waits for what they hand on: `join(came, handed_on)`."""
+    """Layers, and what came into them, which waits for what they hand on: `join(latent, handed_on)`."""
 
     def __init__(self, layers: StreamingLayer, join: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._layers, self._join = layers, join
@@ -216,12 +216,12 @@ def _resnet(block: Any, resnet: Any, when: Tensor | None) -> StreamingLayer:
         active: Tensor = resnet.nonlinearity(normed * (1 + scale_2) + shift_2)
         return active
 
-    def join(came: Tensor, handed_on: Tensor) -> Tensor:
+    def join(latent: Tensor, handed_on: Tensor) -> Tensor:
         if resnet.norm3 is not None:
-            came = resnet.norm3(came.movedim(1, -1)).movedim(-1, 1)
+            latent = resnet.norm3(latent.movedim(1, -1)).movedim(-1, 1)
         if resnet.conv_shortcut is not None:
-            came = resnet.conv_shortcut(came)  # of size 1: it looks at each frame alone
-        return handed_on + came
+            latent = resnet.conv_shortcut(latent)  # of size 1: it looks at each frame alone
+        return handed_on + latent
 
     inside = StreamingChain(
         [
@@ -243,9 +243,9 @@ def _upsampler(upsampler: Any) -> StreamingLayer:
         x = x_BCFHW.reshape(batch, -1, frames, rows, columns, *shape)
         return x.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
-    def join(came: Tensor, handed_on: Tensor) -> Tensor:
+    def join(latent: Tensor, handed_on: Tensor) -> Tensor:
         out = unfolded(handed_on)
-        return out + unfolded(came).repeat(1, repeats, 1, 1, 1) if upsampler.residual else out
+        return out + unfolded(latent).repeat(1, repeats, 1, 1, 1) if upsampler.residual else out
 
     return StreamingTrim(StreamingResidual(StreamingConvolution(upsampler.conv), join), frames - 1)
 

@@ -71,9 +71,9 @@ class FifoOptions:
         """Noise levels from 1 to 0: frame p, counted from the noisy end, goes from number p to number p + 1."""
         return FlowSchedule.shifted(self.levels, shift=self.shift).sigmas
 
-    def sigma(self, place: int) -> float:
-        """The noise level of frame `place` before a tick; that of finished frames is 0."""
-        return self.sigmas[min(place, self.levels)]
+    def sigma(self, index: int) -> float:
+        """The noise level of frame `index` before a tick; that of finished frames is 0."""
+        return self.sigmas[min(index, self.levels)]
 
 
 class FrameQueue:
@@ -114,11 +114,11 @@ class FrameQueue:
         for number in range(len(self._zones)):
             window = torch.cat(seen[number * half : number * half + options.window], 2)
             end = (self._zones.stop - number + 1) * half  # places are counted from the noisy end
-            places = range(end - 1, end - 1 - options.window, -1)
-            sigmas = [options.sigma(place) for place in places]
+            indices = range(end - 1, end - 1 - options.window, -1)
+            sigmas = [options.sigma(index) for index in indices]
             found = torch.split(velocity(window, sigmas)[:, :, half:], 1, 2)
-            for place, x, v in zip(places[half:], torch.split(window[:, :, half:], 1, 2), found, strict=True):
-                made.append(x + (options.sigma(place + 1) - options.sigma(place)) * v)
+            for index, x, v in zip(indices[half:], torch.split(window[:, :, half:], 1, 2), found, strict=True):
+                made.append(x + (options.sigma(index + 1) - options.sigma(index)) * v)
         self._frames = made
 
 
@@ -154,9 +154,9 @@ def first_queue(options: FifoOptions, zones: range, video_BCFHW: Tensor, seed: i
         clean = frames[max(0, time - extra)]
         if time < 0:
             return clean
-        draw = (first, BEFORE_NOISE + time) if time < extra else (first + time - extra, AGAIN_NOISE)
+        key = (first, BEFORE_NOISE + time) if time < extra else (first + time - extra, AGAIN_NOISE)
         sigma = options.sigma(options.levels - time)
-        noise = keyed_noise(seed, *draw, tuple(clean.shape)).to(clean)
+        noise = keyed_noise(seed, *key, tuple(clean.shape)).to(clean)
         return (1 - sigma) * clean + sigma * noise
 
     start, stop = (options.levels - zone * options.half for zone in (zones.stop, zones.start))

@@ -48,8 +48,8 @@ class FifoRunner(StageRunner):
         return facts
 
     def _run_stage(self, run: FifoRun) -> StageStats:
-        stage_io = RankStageIO(self._context, run, partial(self._resolve, run)).surroundings()
-        return FifoStage(self._model(run), self._plan, self._context.rank, self._communicator, stage_io).run()
+        stage_io = RankStageIO(self._context, run, partial(self._resolve, run)).as_stage_io()
+        return FifoStage(self._model(run), self._plan, self._context.rank, self._comm, stage_io).run()
 
     def _model(self, run: FifoRun) -> FifoModel:
         options = FifoStreamOptions(

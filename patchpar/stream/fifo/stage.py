@@ -64,23 +64,23 @@ class StageNeighbours:
     """The rank that is cleaner, from which comes what is before our frames, and the one that is noisier."""
 
     def __init__(
-        self, communicator: Communicator | None, frame: TensorSpec, half: int, cleaner: int | None, noisier: int | None
+        self, comm: Communicator | None, frame: TensorSpec, half: int, cleaner: int | None, noisier: int | None
     ) -> None:
-        self._communicator, self._cleaner, self._noisier = communicator, cleaner, noisier
+        self._comm, self._cleaner, self._noisier = comm, cleaner, noisier
         batch, channels, _, *size = frame.shape
         self._spec = TensorSpec((batch, channels, half - 1, *size), frame.dtype)
         self._leaving = OutgoingMessages()
 
     def tell(self, last: Tensor) -> None:
         """Send the noisier rank what it has to know before its next tick. Raises ExchangeError."""
-        if self._communicator is not None and self._noisier is not None:
-            self._leaving.add(self._communicator.send("context", "queue", [self._noisier], [last.contiguous()]))
+        if self._comm is not None and self._noisier is not None:
+            self._leaving.add(self._comm.send("context", "queue", [self._noisier], [last.contiguous()]))
 
     def hear(self) -> Tensor | None:
         """The same of the cleaner rank; None if there is none. Raises ExchangeError."""
-        if self._communicator is None or self._cleaner is None:
+        if self._comm is None or self._cleaner is None:
             return None
-        return self._communicator.receive("context", "queue", self._cleaner, [self._spec]).wait_for(0)[0]
+        return self._comm.receive("context", "queue", self._cleaner, [self._spec]).wait_for(0)[0]
 
     def settle(self) -> None:
         """Wait until everything has left. Raises ExchangeError."""
@@ -127,9 +127,9 @@ class FifoStage:
     """What rank `rank` of `plan`, whose steps are zones, does in one stream. Raises PlanError."""
 
     def __init__(
-        self, model: FifoModel, plan: StreamPlan, rank: int, communicator: Communicator | None, stage_io: StageIO
+        self, model: FifoModel, plan: StreamPlan, rank: int, comm: Communicator | None, stage_io: StageIO
     ) -> None:
-        _check(model, plan, communicator)
+        _check(model, plan, comm)
         stages, specs = plan.stages, model.payload()
         stage = stages[rank]
         self._model, self._rank, self._stage_io = model, rank, stage_io
@@ -138,18 +138,16 @@ class FifoStage:
         is_last = stage.steps.stop == plan.steps
         noisier = rank - 1 if rank and stage.steps else None
         cleaner = None if is_last else rank + 1
-        self._neighbours = StageNeighbours(communicator, specs[0], model.queue.half, cleaner, noisier)
-        self._out = Downstream(_there(communicator), [rank + 1], specs) if rank + 1 < len(stages) else None
+        self._neighbours = StageNeighbours(comm, specs[0], model.queue.half, cleaner, noisier)
+        self._out = Downstream(_there(comm), [rank + 1], specs) if rank + 1 < len(stages) else None
         self._exit: FrameExit | None = None
         if stage.decodes:
             self._exit = FrameExit(model, stage_io)
         self._in: FrameEntrance | Upstream
         if rank == 0:
-            self._in = FrameEntrance(
-                model, stage_io, 1.0 if communicator is None else communicator.transport.deadline / 4
-            )
+            self._in = FrameEntrance(model, stage_io, 1.0 if comm is None else comm.transport.deadline / 4)
         else:
-            self._in = Upstream(_there(communicator), rank - 1, specs)
+            self._in = Upstream(_there(comm), rank - 1, specs)
 
     def run(self) -> StageStats:
         """Until the stream ends. Raises ExchangeError if another rank is late or gone."""
@@ -182,11 +180,11 @@ class FifoStage:
         if self._zones:
             for event in envelope.events:
                 self._model.apply(event.change)
-            self._draw(envelope.block == first, is_tick, entering)
+            self._generate(envelope.block == first, is_tick, entering)
         if self._exit is not None:
             self._exit.take(envelope, leaving)
 
-    def _draw(self, is_first: bool, is_tick: bool, entering: Tensor) -> None:
+    def _generate(self, is_first: bool, is_tick: bool, entering: Tensor) -> None:
         """Our zones, a tick further."""
         if is_first:
             self._queue = self._model.first_queue(self._zones, lambda: not self._stage_io.is_cancelled())
@@ -217,17 +215,17 @@ def fifo_plan(zones: int, ranks: int) -> StreamPlan:
     return StreamPlan.even(zones, ranks)
 
 
-def _there(communicator: Communicator | None) -> Communicator:
-    assert communicator is not None, "a queue on several ranks has a communicator"
-    return communicator
+def _there(comm: Communicator | None) -> Communicator:
+    assert comm is not None, "a queue on several ranks has a communicator"
+    return comm
 
 
-def _check(model: FifoModel, plan: StreamPlan, communicator: Communicator | None) -> None:
+def _check(model: FifoModel, plan: StreamPlan, comm: Communicator | None) -> None:
     if plan.steps != model.queue.zones:
         raise PlanError(f"the plan has {plan.steps} zones, but the queue has {model.queue.zones}")
     if plan.inner > 1:
         raise PlanError(
             f"inner={plan.inner}: a zone is denoised by one rank; use more partitions to have work for more"
         )
-    if plan.ranks > 1 and communicator is None:
+    if plan.ranks > 1 and comm is None:
         raise PlanError(f"the plan has {plan.ranks} ranks, but there is no way to the others")

@@ -28,13 +28,13 @@ class ImageRunner(RankRunner):
     def run(self) -> int:
         """Generate what the session orders until it sends EndStream; how many. Raises what the pipeline raises."""
         context, transport = self._context, self._watched()
-        communicator = None if transport is None else Communicator(transport, context.mark)
-        stage = ImageStage(self._pipe, context.rank, context.world_size, communicator, context.mark)
+        comm = None if transport is None else Communicator(transport, context.beat)
+        stage = ImageStage(self._pipe, context.rank, context.world_size, comm, context.beat)
         return stage.run(self._take, self._put)
 
     def _take(self, patience: float) -> ImageRequest | EndStream | None:
         heard = self._context.hear(min(patience, self._context.deadline / 4))
-        self._context.mark("stream")
+        self._context.beat("stream")
         return heard if isinstance(heard, ImageRequest | EndStream) else None
 
     def _put(self, number: int, result: Any) -> None:

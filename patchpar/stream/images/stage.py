@@ -44,8 +44,8 @@ def calls_of(rank: int, ranks: int, calls: int) -> range:
 
 def finisher_of(image: int, ranks: int, calls: int) -> int:
     """The rank that ends the `image`-th of a stream: in turn those that have the fewest calls."""
-    shares = [len(calls_of(rank, ranks, calls)) for rank in range(ranks)]
-    least = [rank for rank, share in enumerate(shares) if share == min(shares)]
+    counts = [len(calls_of(rank, ranks, calls)) for rank in range(ranks)]
+    least = [rank for rank, assignment in enumerate(counts) if assignment == min(counts)]
     return least[-1 - image % len(least)]
 
 
@@ -59,15 +59,15 @@ class ImageTail:
 
 
 class ImageStage:
-    """What a rank does with its pipeline. `place` of `ranks`; `communicator` is None where there is one rank only.
+    """What a rank does with its pipeline. `stage_rank` of `ranks`; `comm` is None where there is one rank only.
 
-    `mark`: see StepAssignment.
+    `beat`: see StepAssignment.
     """
 
     def __init__(
-        self, pipe: Any, place: int, ranks: int, communicator: Communicator | None, mark: Callable[[str], object]
+        self, pipe: Any, stage_rank: int, ranks: int, comm: Communicator | None, beat: Callable[[str], object]
     ) -> None:
-        self._pipe, self._place, self._ranks, self._communicator, self._mark = pipe, place, ranks, communicator, mark
+        self._pipe, self._stage_rank, self._ranks, self._comm, self._beat = pipe, stage_rank, ranks, comm, beat
         self._tails: deque[ImageTail] = deque()
         self._leaving = OutgoingMessages()
 
@@ -78,70 +78,74 @@ class ImageStage:
         images that end here. Raises ExchangeError if another rank is late or gone, and what the pipeline raises.
         """
         generated = 0
-        with shared_steps(self._pipe, self._mark) as share:
+        with shared_steps(self._pipe, self._beat) as assignment:
             heard: ImageRequest | EndStream | None = None
             while not isinstance(heard, EndStream):
                 if self._tails and self._is_due(self._tails[0]):
-                    self._end(share, put)
+                    self._end(assignment, put)
                     continue
                 heard = take(LOOK_SECONDS if self._tails else REST_SECONDS)
                 if isinstance(heard, ImageRequest):
-                    self._draw(share, heard, generated, put)
+                    self._generate(assignment, heard, generated, put)
                     generated += 1
             while self._tails:
-                self._end(share, put)
+                self._end(assignment, put)
         self._leaving.settle()
         return generated
 
-    def _draw(self, share: StepAssignment, order: ImageRequest, image: int, put: Callable[[int, Any], object]) -> None:
-        is_last = self._place == self._ranks - 1
-        if not share.calls:
-            result = share.record(self._plain(order))
-            calls_of(self._place, self._ranks, share.calls)
+    def _generate(
+        self, assignment: StepAssignment, order: ImageRequest, image: int, put: Callable[[int, Any], object]
+    ) -> None:
+        is_last = self._stage_rank == self._ranks - 1
+        if not assignment.calls:
+            result = assignment.record(self._plain(order))
+            calls_of(self._stage_rank, self._ranks, assignment.calls)
         else:
-            result = self._share(share, order, finisher_of(image, self._ranks, share.calls))
+            result = self._run_own_steps(assignment, order, finisher_of(image, self._ranks, assignment.calls))
         if is_last and result is not None:
             put(order.number, result)
 
-    def _share(self, share: StepAssignment, order: ImageRequest, finisher: int) -> Any:
+    def _run_own_steps(self, assignment: StepAssignment, order: ImageRequest, finisher: int) -> Any:
         """Our calls of an image; the image if it ends with them, None if they were handed on."""
-        place, last = self._place, self._ranks - 1
-        own = calls_of(place, self._ranks, share.calls)
-        before = self._before(share, own)
-        result = share.run(self._plain(order), own, before, ends=place == last == finisher)
+        stage_rank, last = self._stage_rank, self._ranks - 1
+        own = calls_of(stage_rank, self._ranks, assignment.calls)
+        before = self._before(assignment, own)
+        result = assignment.run(self._plain(order), own, before, ends=stage_rank == last == finisher)
         if result is None:
-            self._send(finisher if place == last else place + 1, [*before, *share.made])
-            if place == finisher:
-                self._tails.append(self._tail(share, order))
+            self._send(finisher if stage_rank == last else stage_rank + 1, [*before, *assignment.made])
+            if stage_rank == finisher:
+                self._tails.append(self._tail(assignment, order))
         return result
 
     def _plain(self, order: ImageRequest) -> Callable[[], Any]:
         """What the pipeline does without us."""
         return lambda: self._pipe(**order.arguments, generator=torch.Generator().manual_seed(order.seed))
 
-    def _before(self, share: StepAssignment, own: range) -> list[Tensor]:
+    def _before(self, assignment: StepAssignment, own: range) -> list[Tensor]:
         """All results before ours. They are kept, to be handed on."""
-        if not own.start or self._communicator is None:
+        if not own.start or self._comm is None:
             return []
-        return self._communicator.receive("steps", "stream", self._place - 1, share.specs(range(own.start))).wait_for(0)
+        return self._comm.receive("steps", "stream", self._stage_rank - 1, assignment.specs(range(own.start))).wait_for(
+            0
+        )
 
-    def _send(self, place: int, results: list[Tensor]) -> None:
-        assert self._communicator is not None
-        self._leaving.add(self._communicator.send("steps", "stream", [place], results))
+    def _send(self, stage_rank: int, results: list[Tensor]) -> None:
+        assert self._comm is not None
+        self._leaving.add(self._comm.send("steps", "stream", [stage_rank], results))
 
-    def _tail(self, share: StepAssignment, order: ImageRequest) -> ImageTail:
+    def _tail(self, assignment: StepAssignment, order: ImageRequest) -> ImageTail:
         """An image that comes back from the last rank. Expected now, so that messages keep their order."""
-        assert self._communicator is not None
-        results = self._communicator.receive("steps", "stream", self._ranks - 1, share.specs(range(share.calls)))
+        assert self._comm is not None
+        results = self._comm.receive("steps", "stream", self._ranks - 1, assignment.specs(range(assignment.calls)))
         return ImageTail(order, results, time.monotonic())
 
     def _is_due(self, tail: ImageTail) -> bool:
         """Whether it is here, or so late that it is to be waited for, which says so if it does not come."""
-        assert self._communicator is not None
-        return tail.results.is_here(0) or time.monotonic() - tail.since > self._communicator.transport.deadline
+        assert self._comm is not None
+        return tail.results.is_here(0) or time.monotonic() - tail.since > self._comm.transport.deadline
 
-    def _end(self, share: StepAssignment, put: Callable[[int, Any], object]) -> None:
+    def _end(self, assignment: StepAssignment, put: Callable[[int, Any], object]) -> None:
         """Run through the oldest image that we are to end, all calls of which are given, and decode it."""
         tail = self._tails.popleft()
-        nothing = range(share.calls, share.calls)
-        put(tail.order.number, share.run(self._plain(tail.order), nothing, tail.results.wait_for(0), ends=True))
+        nothing = range(assignment.calls, assignment.calls)
+        put(tail.order.number, assignment.run(self._plain(tail.order), nothing, tail.results.wait_for(0), ends=True))

@@ -33,11 +33,11 @@ class LoopHandedOver(BaseException):
 class StepAssignment:
     """Which denoiser calls of a run are ours. Before `record` has been used nothing is known of a run.
 
-    `mark` is called at every denoiser call, so that who watches this rank sees it at work.
+    `beat` is called at every denoiser call, so that who watches this rank sees it at work.
     """
 
-    def __init__(self, mark: Callable[[str], object]) -> None:
-        self._mark = mark
+    def __init__(self, beat: Callable[[str], object]) -> None:
+        self._beat = beat
         self._trees: list[Any] = []  # what each call returns, its tensors empty
         self._own: range | None = None
         self._ends = True
@@ -80,7 +80,7 @@ class StepAssignment:
     def call(self, forward: Callable[[], Any]) -> Any:
         """One denoiser call: computed, or given, or the end."""
         number, own = self._number, self._own
-        self._mark("denoiser")
+        self._beat("denoiser")
         self._number += 1
         if own is None:
             result = forward()
@@ -103,17 +103,17 @@ class StepAssignment:
 class StepHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """Stands before a denoiser's forward."""
 
-    def __init__(self, share: StepAssignment) -> None:
+    def __init__(self, assignment: StepAssignment) -> None:
         super().__init__()
-        self._share = share
+        self._run_own_steps = assignment
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces the denoiser's forward."""
-        return self._share.call(lambda: self.fn_ref.original_forward(*args, **kwargs))
+        return self._run_own_steps.call(lambda: self.fn_ref.original_forward(*args, **kwargs))
 
 
 @contextmanager
-def shared_steps(pipe: Any, mark: Callable[[str], object]) -> Iterator[StepAssignment]:
+def shared_steps(pipe: Any, beat: Callable[[str], object]) -> Iterator[StepAssignment]:
     """A StepAssignment before all denoisers of a pipeline, while open. Raises UnsupportedModel."""
     denoisers = list(denoisers_of(pipe).values())
     if not denoisers:
@@ -123,8 +123,8 @@ def shared_steps(pipe: Any, mark: Callable[[str], object]) -> Iterator[StepAssig
     for denoiser in denoisers:
         if getattr(denoiser, "is_cache_enabled", False):
             raise UnsupportedModel("a cache between steps would see some of them only: call disable_cache() first")
-    share = StepAssignment(mark)
+    assignment = StepAssignment(beat)
     with HookSet() as hooks:
         for denoiser in denoisers:
-            hooks.install(denoiser, StepHook(share), HOOK)
-        yield share
+            hooks.install(denoiser, StepHook(assignment), HOOK)
+        yield assignment

@@ -77,6 +77,6 @@ def _in_units(value: int, packet: Any) -> int:
 
 
 def _head_of(data: bytes, *, has_audio: bool) -> Mp4Header:
-    place = data.index(b"avcC") + 5  # profile and level, as RFC 6381 wants them
-    codecs = [f"avc1.{data[place : place + 3].hex()}", *(["mp4a.40.2"] if has_audio else [])]
+    offset = data.index(b"avcC") + 5  # profile and level, as RFC 6381 wants them
+    codecs = [f"avc1.{data[offset : offset + 3].hex()}", *(["mp4a.40.2"] if has_audio else [])]
     return Mp4Header(mime=f'video/mp4; codecs="{", ".join(codecs)}"', data=data)

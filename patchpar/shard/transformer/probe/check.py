@@ -53,7 +53,7 @@ class _BlockTrial:
         self.block, self.severance, self.sizes = block, severance, sizes
         self.whole = observe_block(block.module, block.arguments, severance)
 
-    def proved(self, plan: BlockPlan, shares: TokenRanges, lines: int | None = None) -> BlockPlan:
+    def proved(self, plan: BlockPlan, ranges: TokenRanges, lines: int | None = None) -> BlockPlan:
         """The plan with all that counts what is split. Raises UnsupportedModel.
 
         `lines`: how many rows or frames there are, where they must stay whole.
@@ -63,10 +63,10 @@ class _BlockTrial:
         bounds = list(self._counting(range(1, self.sizes[0]), MOST_BOUNDS))
         sets_of_counts = list(self._counting(self.sizes))
         for first, counted, counts in product(bounds, by_line, sets_of_counts):  # without any bound first
-            mixing = None if plan.mixing is None else plan.mixing.counting(counted, shares.across)
+            mixing = None if plan.mixing is None else plan.mixing.counting(counted, ranges.across)
             candidate = replace(plan, counts=counts, bounds=first, mixing=mixing)
             try:
-                _try(candidate, self.block, self.severance, self.whole, shares)
+                _try(candidate, self.block, self.severance, self.whole, ranges)
             except (RuntimeError, ValueError, IndexError) as error:
                 reasons.append(str(error))
                 continue
@@ -87,34 +87,34 @@ def middle_of(tokens: int) -> TokenRanges:
 
 
 def _middle(lines: int, across: TokensAcross) -> TokenRanges:
-    return TokenRanges(place=1, starts=(0, lines // 3, lines // 3 * 2 + 1, lines), across=across)
+    return TokenRanges(group_rank=1, starts=(0, lines // 3, lines // 3 * 2 + 1, lines), across=across)
 
 
-def _try(plan: BlockPlan, block: CapturedBlock, severance: Severance, whole: Observed, shares: TokenRanges) -> None:
+def _try(plan: BlockPlan, block: CapturedBlock, severance: Severance, whole: Observed, ranges: TokenRanges) -> None:
     """Run the block on our share of its tokens. Raises UnsupportedModel, or what the block raises."""
-    arguments = block.arguments.map(lambda name, leaf: _shared(plan, shares, name, leaf))
+    arguments = block.arguments.map(lambda name, leaf: _shared(plan, ranges, name, leaf))
     own = observe_block(block.module, arguments, severance)
     rounding = rounding_of(block.arguments)
     for name, rows in _rows_observed(plan, whole):
-        want = whole[name] if rows is None else rows.cut(whole[name], shares)
+        want = whole[name] if rows is None else rows.cut(whole[name], ranges)
         if name not in own or own[name].shape != want.shape:
             raise UnsupportedModel(f"its {name} is of another shape than it should be")
         if not is_close(own[name], want, rounding):
             raise UnsupportedModel(f"its {name} is another one then")
     if plan.mixing is not None:
-        _same_grid(plan.mixing, own, whole, shares)
+        _same_grid(plan.mixing, own, whole, ranges)
 
 
-def _shared(plan: BlockPlan, shares: TokenRanges, name: str, leaf: object) -> object:
+def _shared(plan: BlockPlan, ranges: TokenRanges, name: str, leaf: object) -> object:
     """What our share of the block is called with in the place of an argument."""
-    if plan.mixing is not None and name in plan.mixing.counts_along(shares.across):
-        return shares.num_rows
+    if plan.mixing is not None and name in plan.mixing.counts_along(ranges.across):
+        return ranges.num_rows
     if name in plan.counts and isinstance(leaf, int):
-        return leaf - shares.num_tokens + shares.count
+        return leaf - ranges.num_tokens + ranges.count
     if name in plan.bounds and isinstance(leaf, int):
-        return shares.before(leaf)
+        return ranges.before(leaf)
     rows = plan.inputs.get(name)
-    return leaf if rows is None or not isinstance(leaf, Tensor) else rows.cut(leaf, shares)
+    return leaf if rows is None or not isinstance(leaf, Tensor) else rows.cut(leaf, ranges)
 
 
 def rounding_of(arguments: CallArguments) -> float:
@@ -122,16 +122,16 @@ def rounding_of(arguments: CallArguments) -> float:
     return max(ROUNDING.get(x.dtype, TOLERANCE) for x in arguments.tensors().values())
 
 
-def _same_grid(mixing: TokenMixing, own: Observed, whole: Observed, shares: TokenRanges) -> None:
+def _same_grid(mixing: TokenMixing, own: Observed, whole: Observed, ranges: TokenRanges) -> None:
     """Raise UnsupportedModel where tokens are in order, but in other rows: another count was taken for theirs."""
-    ours, by_frames = shares.num_rows, shares.across.rows is not None
+    ours, by_frames = ranges.num_rows, ranges.across.rows is not None
     for number in (*mixing.convolutions, *mixing.frame_convolutions):
         name = f"convolution {number} grid"
         planes, rows, columns = whole[name].shape[2:]
         if number in mixing.convolutions:
             wanted = (ours, rows, columns) if by_frames else (planes, ours, columns)
         else:
-            wanted = (planes, ours, columns) if by_frames else (planes, rows, columns * ours // shares.starts[-1])
+            wanted = (planes, ours, columns) if by_frames else (planes, rows, columns * ours // ranges.starts[-1])
         if own[name].shape[2:] != wanted:
             raise UnsupportedModel(f"its {name} has other rows and columns than it should have")
 

@@ -51,9 +51,9 @@ def replicated_plan(block: CapturedBlock, moved: CapturedBlock, latent_size: int
     if every is None:
         return None
     tokens = round(every.ratio * latent_size)
-    shares = middle_of(tokens)
+    ranges = middle_of(tokens)
     parts = [part for part in every.replicated if part.inputs]
-    needing = [part.path for part in parts if not _works_alone(calls[part.path], part, shares)]
+    needing = [part.path for part in parts if not _works_alone(calls[part.path], part, ranges)]
     if not needing:
         return None
     plan = plan_without(needing)
@@ -95,17 +95,17 @@ def _calls_noted(module: nn.Module, noted: dict[str, list[tuple[CallArguments, A
         yield
 
 
-def _works_alone(call: PartCall, part: Replicated, shares: TokenRanges) -> bool:
+def _works_alone(call: PartCall, part: Replicated, ranges: TokenRanges) -> bool:
     """Whether the part gives the same for a share of its tokens as for all of them, attention aside."""
 
-    def share(name: str, leaf: object) -> object:
+    def patch(name: str, leaf: object) -> object:
         rows = part.inputs.get(name)
-        return leaf if rows is None or not isinstance(leaf, Tensor) else rows.cut(leaf, shares)
+        return leaf if rows is None or not isinstance(leaf, Tensor) else rows.cut(leaf, ranges)
 
     try:
-        whole, own = (observe_block(call.module, each) for each in (call.arguments, call.arguments.map(share)))
+        whole, own = (observe_block(call.module, each) for each in (call.arguments, call.arguments.map(patch)))
         wanted = {
-            f"output {number}": rows.cut(whole[f"output {number}"], shares) for number, rows in part.outputs.items()
+            f"output {number}": rows.cut(whole[f"output {number}"], ranges) for number, rows in part.outputs.items()
         }
     except Exception as error:
         if not is_of_the_split(error):

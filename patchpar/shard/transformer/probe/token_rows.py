@@ -157,24 +157,24 @@ class TokenArgument:
         tokens = self._tokens(sources, dims[0])
         if tokens is None:
             return None
-        places = (tokens >= 0).nonzero().flatten()
+        group_ranks = (tokens >= 0).nonzero().flatten()
         if (
-            len(places) != self.count
-            or not torch.equal(tokens[places], torch.arange(self.count))
-            or not _is_run(places)
+            len(group_ranks) != self.count
+            or not torch.equal(tokens[group_ranks], torch.arange(self.count))
+            or not _is_run(group_ranks)
         ):
             raise UnsupportedModel(f"its {name} does not have the tokens in their order, one after the other")
-        return run_as_rows(dims[0], int(places[0]), self.count, len(tokens))
+        return run_as_rows(dims[0], int(group_ranks[0]), self.count, len(tokens))
 
 
 def run_of(moved: Tensor) -> tuple[int, int] | None:
     """(start, count) of the indices that moved, where they are one run."""
-    places = moved.nonzero().flatten()
-    return (int(places[0]), len(places)) if len(places) and _is_run(places) else None
+    group_ranks = moved.nonzero().flatten()
+    return (int(group_ranks[0]), len(group_ranks)) if len(group_ranks) and _is_run(group_ranks) else None
 
 
-def _is_run(places: Tensor) -> bool:
-    return int(places[-1]) - int(places[0]) + 1 == len(places)
+def _is_run(group_ranks: Tensor) -> bool:
+    return int(group_ranks[-1]) - int(group_ranks[0]) + 1 == len(group_ranks)
 
 
 def run_as_rows(dim: int, start: int, count: int, size: int) -> TokenRows:

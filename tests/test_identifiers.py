@@ -1,0 +1,98 @@
+"""Identifiers use the terms of torch, diffusers and NCCL: words of an earlier vocabulary do not come back."""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("patchpar", "app")
+
+OLD_WORDS = {
+    "picture": "image",
+    "film": "video",
+    "sound": "audio",
+    "draw": "generate or run",
+    "drawn": "generated or results",
+    "drawing": "call or generation",
+    "door": "comm",
+    "swap": "exchange or send_recv",
+    "place": "group_rank, index or position",
+    "promise": "async_tensor",
+    "share": "patch, part or fraction",
+    "treatment": "policy",
+    "seam": "exchange point",
+    "coming": "pending",
+    "told": "gathered, listed or size_conditioning",
+    "verdict": "verification or result",
+    "ledger": "recorder",
+    "beacon": "heartbeat",
+    "mark": "beat",
+    "hello": "config",
+    "dialogue": "loop",
+    "hush": "silence_libraries",
+    "portion": "partial_prediction",
+    "meeting": "merge",
+    "surroundings": "window_context",
+    "spot": "position",
+    "crew": "workers or group",
+    "wish": "update or request",
+    "said": "prompt_update or message",
+    "shown": "output or patch_at",
+    "came": "state",
+    "ears": "audio_encoder",
+    "mates": "peers",
+    "shot": "result",
+    "studio": "state",
+    "desk": "job_queue",
+    "artist": "image_runner",
+    "visits": "sessions",
+}
+
+NOT_OURS = {"PictureType"}
+"""Names in other packages."""
+WEIGHTS = {("patchpar/stream/audio/conditioner.py", "place")}
+"""Names of parameters, which are those of the tensors in the weights."""
+
+
+def words_of(name: str) -> Iterator[str]:
+    """The words of an identifier, without the s of a plural: `_oldPlaces_BC` has old, place, bc."""
+    for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name):
+        word = part.lower()
+        yield word
+        if word.endswith("s"):
+            yield word[:-1]
+
+
+def old_names(source: str) -> list[str]:
+    """Identifiers of Python source that contain an old word, with their lines."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return [
+        f"{token.start[0]}: {token.string} ({word}: use {OLD_WORDS[word]})"
+        for token in tokens
+        if token.type == tokenize.NAME and token.string not in NOT_OURS
+        for word in words_of(token.string)
+        if word in OLD_WORDS
+    ]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_identifiers_have_no_old_words(folder: str) -> None:
+    files = sorted((ROOT / folder).rglob("*.py"))
+    found = [f"{file.relative_to(ROOT)}:{name}" for file in files for name in old_names(file.read_text())]
+    found = [each for each in found if not any(each.startswith(file) and f" {name} " in each for file, name in WEIGHTS)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("source", ["own_share = 1", "def send(door): ...", "class PictureSink: ...", "x.verdicts"])
+def test_an_old_word_is_found(source: str) -> None:
+    assert old_names(source)
+
+
+def test_words_inside_other_words_are_not_found() -> None:
+    assert not old_names("replaced = shareable_profile(withdrawn=swapaxes, roundtrip=placement)")
