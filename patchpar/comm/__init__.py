@@ -1,1 +1,1 @@
-"""Communication between ranks: collectives, tensors still on their way, what was sent and when."""
+"""Communication between ranks: collectives, tensors in flight, transports, and statistics of what was sent."""

@@ -1,9 +1,9 @@
-"""A tensor whose values are still on their way: an ordinary tensor to whoever holds it, waited for at its first use.
+"""A tensor whose values have not arrived yet: its first use waits for them, and it behaves as any tensor otherwise.
 
 p = AsyncMessage(specs, device, fetch).tensors[0]
 p.shape, p.dtype           known: no wait
-p[:, :64], p.float()       a part or a copy in another dtype: promised as well, no wait
-p - q                      fetches, then computes on plain tensors
+p[:, :64], p.float()       a part or a copy in another dtype: an AsyncTensor as well, no wait
+p - q                      waits, then computes on plain tensors
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from patchpar.comm.pytree import leaves, map_leaves
 
-# Names of torch's functions and methods: what needs no values, what gives parts of the same memory, what copies.
+# Names of torch's functions and methods: those that read no values, those that return views, those that copy.
 _ASKS = {"size", "dim", "ndimension", "numel", "nelement", "__len__", "stride", "element_size", "get_device"}
 _ASKS |= {"storage_offset", "is_contiguous", "is_floating_point", "is_complex", "is_inference"}
 _PARTS = {"__get__", "__getitem__", "chunk", "split", "unbind", "narrow", "select", "unsqueeze", "squeeze", "expand"}
@@ -24,10 +24,10 @@ _COPIES = {"float", "half", "bfloat16", "double", "to", "type", "clone"}
 
 
 class AsyncMessage:
-    """Tensors of one message. `fetch` blocks until it is here and returns their values.
+    """The tensors of one message. `fetch` blocks until the message has arrived and returns their values.
 
-    `own_parts`: what this rank has already of each, where the tensors are whole batches; see `Batch.share`.
-    `part_shapes`: of each, the shapes of the shares of all ranks, where these differ.
+    `own_parts`: this rank's part [b, ...] of each, where the tensors are whole batches [B, ...].
+    `part_shapes`: for each tensor the shapes of the parts of all ranks, where these differ.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class AsyncMessage:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The promises. Not kept here: who drops them frees their memory."""
+        """New AsyncTensors of any shape, one for each spec. Not kept here: dropping them frees their memory."""
         return [AsyncTensor.on(buffer, self, index) for index, buffer in enumerate(self._buffers)]
 
     @property
     def pending(self) -> bool:
-        """Whether the values are still to be fetched."""
+        """Whether the values have not been fetched yet."""
         return self._fetch is not None
 
     def wait(self) -> None:
-        """Fetch the values, unless that has been done. Whatever `fetch` raises is raised at every further use."""
+        """Fetch the values. Idempotent. An exception of `fetch` is raised again at every further use."""
         if self._fetch is None:
             return
         for buffer, value in zip(self._buffers, self._fetch(), strict=True):
@@ -65,41 +65,41 @@ class AsyncMessage:
         self._later.clear()
 
     def own_part(self, index: int | None) -> Tensor | None:
-        """What this rank has of a promised whole, as long as nobody had need of the rest, who may have changed it."""
+        """Return this rank's part [b, ...] of tensor `index` [B, ...]; None once fetched, since it may have changed."""
         return self._own_parts[index] if self.pending and self._own_parts and index is not None else None
 
     def part_shapes(self, index: int | None) -> Sequence[tuple[int, ...]] | None:
-        """The shapes of all ranks' shares of a promised whole, where they differ."""
+        """Return the shapes of all ranks' parts of tensor `index`, where they differ."""
         return self._part_shapes[index] if self._part_shapes and index is not None else None
 
     def copied(self, copy: Callable[[], Tensor]) -> Tensor:
-        """A promise of what `copy` makes of the values once they are here."""
+        """Return an AsyncTensor of any shape for the result of `copy`, which runs again when the values arrive."""
         result = copy()
         self._later.append(lambda: result.copy_(copy()))
         return AsyncTensor.on(result, self)
 
 
 def _void(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Not-a-number where there is one, so that a use that escapes us cannot pass for a result."""
+    """Return a buffer of NaN, or of zeros for integers, so that a use without a wait cannot pass for a result."""
     return torch.full(shape, torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 
 class AsyncTensor(Tensor):
-    """See the head of this file. Made by `AsyncMessage` only."""
+    """A tensor of any shape whose values a message will bring. Made by `AsyncMessage` only."""
 
     _message: AsyncMessage
     _index: int | None
 
     @classmethod
     def on(cls, buffer: Tensor, message: AsyncMessage, index: int | None = None) -> "AsyncTensor":
-        """The promise that `message` will fill `buffer`, which is its tensor `index` or a part or copy of one."""
+        """Return `buffer`, of any shape, as an AsyncTensor: tensor `index` of `message`, or a part or copy of one."""
         async_tensor = buffer.as_subclass(cls)
         async_tensor._message, async_tensor._index = message, index
         return async_tensor
 
     @property
     def own_part(self) -> Tensor | None:
-        """See `AsyncMessage.own_part`."""
+        """This rank's part [b, ...] of a whole [B, ...]; see `AsyncMessage.own_part`."""
         return self._message.own_part(self._index)
 
     @property
@@ -108,14 +108,14 @@ class AsyncTensor(Tensor):
         return self._message.part_shapes(self._index)
 
     def with_values(self, values: Tensor) -> Tensor:
-        """A promise like this one that is kept already, with values of the same shape."""
+        """Return `values`, of the same shape as this, as a tensor of the same message that needs no wait."""
         return AsyncTensor.on(values, self._message, self._index)
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Called by torch in place of every operation that has a promise among its arguments."""
+        """Called by torch instead of every operation that has an AsyncTensor among its arguments."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         first = args[0] if args and isinstance(args[0], AsyncTensor) else None
         plain_args, plain_kwargs = map_leaves(_plain, args), map_leaves(_plain, kwargs)
@@ -151,6 +151,6 @@ def _plain(x: Any) -> Any:
 
 
 def _are_parts(result: Any, whole: Tensor) -> bool:
-    """Whether all tensors of `result` lie in the memory of `whole`; true where there is none."""
+    """Whether all tensors of `result` are views of `whole`; true where `result` has no tensor."""
     address = whole.untyped_storage().data_ptr()
     return all(x.untyped_storage().data_ptr() == address for x in leaves(result) if isinstance(x, Tensor))

@@ -1,11 +1,11 @@
-"""What travels between ranks, as the strategies see it. All of it goes through one `Communicator`, which counts.
+"""Collectives between ranks, for the strategies. All of them use one `Communicator`, which counts the traffic.
 
-    AllGather           every place's share, in order    K,V; the prediction
-    gather_with_edges   moments to everyone, edge rows to neighbours, in one message each
-    send / receive      one rank to another              the other guidance branch
+    AllGather           every rank's part, in order             K, V; the prediction
+    gather_with_edges   moments to all ranks, edge rows to the neighbours, in one message each
+    send / receive      one rank to another                     the other guidance branch
     exchange            any of these together, one message to each rank
 
-Each starts at once and returns a `Work`, to be waited for. Nothing here knows about steps or staleness.
+Each starts at once and returns a `Work`; its `wait()` blocks. Steps and stale values are no concern of this module.
 """
 
 import time
@@ -28,7 +28,7 @@ Received = Mapping[int, list[Tensor]]  # by sender
 class ExchangePart:
     """Values of one kind in an exchange; peers are global ranks.
 
-    `outgoing`: tensors and who gets them. `incoming`: specs by sender. `into`: where a sender's values are to be put.
+    `outgoing`: (receivers, tensors). `incoming`: specs by sender. `into`: buffers for a sender's values.
     """
 
     kind: str
@@ -47,13 +47,13 @@ class ExchangePart:
         return sum(spec.num_bytes for specs in self.incoming.values() for spec in specs)
 
     def kept(self) -> "ExchangePart":
-        """The same with tensors of their own, to be sent later, whatever becomes of those that they are parts of."""
+        """Return the same part with copies of its tensors, to be sent later: the originals may change or be freed."""
         outgoing = [(peers, tuple(x.clone() for x in tensors)) for peers, tensors in self.outgoing]
         return replace(self, outgoing=outgoing)
 
 
 class Communicator:
-    """The one way out of this rank."""
+    """Sends and receives the messages of this rank through one transport and counts them."""
 
     def __init__(self, transport: Transport, beat: Callable[[str], object] | None = None) -> None:
         self.transport, self.traffic = transport, CommStats()
@@ -62,7 +62,7 @@ class Communicator:
     def send_recv(
         self, kind: str, where: str, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]
     ) -> Work[Messages]:
-        """Start one exchange of `kind` at the exchange point `where`."""
+        """Start one exchange of `kind` at the exchange point `where`. The Work raises ExchangeError."""
         self.traffic.bytes_sent[kind] += sum(message.num_bytes for message in outgoing)
         self.traffic.bytes_received[kind] += sum(message.num_bytes for message in incoming)
         return self._start(kind, where, outgoing, incoming)
@@ -70,7 +70,7 @@ class Communicator:
     def exchange(self, where: str, parts: Sequence[ExchangePart], label: str = "") -> Work[list[Received]]:
         """Start an exchange of several kinds: one message to each rank, whatever the number of parts.
 
-        What is returned waits for the tensors of each part, by sender.
+        The result of the Work: for each part the received tensors by sender. It raises ExchangeError.
         """
         outgoing, incoming = _outgoing(parts), _incoming(parts)
         for part in parts:
@@ -82,9 +82,10 @@ class Communicator:
     def gather_with_edges(
         self, axis: Axis, where: str, shared: Sequence[Tensor], edges: ExchangePart | None
     ) -> Work[tuple[Received, "Halo"]]:
-        """Send small values to all places of the axis and edge rows (`edges_part`) to the two neighbours.
+        """Send `shared`, tensors of the same shape on all ranks, to all of the axis and `edges` to the two neighbours.
 
-        One message to each. What is returned waits for (`shared` of the others by place, the neighbours' rows).
+        One message to each. `edges` comes from `edges_part`. The result of the Work: the other ranks' `shared` by group
+        rank, and the neighbours' rows [B, C, ..., r, W]. It raises ExchangeError.
         """
         parts = [moments_part(axis, shared)] if shared else []
         parts += [] if edges is None else [edges]
@@ -107,21 +108,21 @@ class Communicator:
         return pending
 
     def beat(self, where: str) -> None:
-        """Show that this rank has come to `where`, without an exchange."""
+        """Report that this rank has reached `where`, without an exchange."""
         if self._beat is not None:
             self._beat(where)
 
     def send(self, kind: str, where: str, peers: Sequence[int], tensors: Sequence[Tensor]) -> Work[Messages]:
-        """Start sending `tensors` to each of `peers` (global ranks). Hold the result until it has been waited for."""
+        """Start sending `tensors`, of any shape, to each of `peers` (global ranks). Keep the Work until waited for."""
         return self.send_recv(kind, where, [Outgoing(tuple(peers), tuple(tensors))], [])
 
     def receive(self, kind: str, where: str, peer: int, specs: Sequence[TensorSpec]) -> Work[Messages]:
-        """Expect one message from `peer` (a global rank)."""
+        """Start receiving one message from `peer` (a global rank)."""
         return self.send_recv(kind, where, [], [Incoming(peer, tuple(specs))])
 
 
 def _outgoing(parts: Sequence[ExchangePart]) -> list[Outgoing]:
-    """One message for each peer; peers that get the very same tensors share one."""
+    """Return one message for each peer; peers that get the same tensors share one."""
     by_peer: dict[int, list[Tensor]] = {}
     for part in parts:
         for peers, tensors in part.outgoing:
@@ -144,22 +145,22 @@ def _incoming(parts: Sequence[ExchangePart]) -> list[Incoming]:
 
 
 def _by_part(parts: Sequence[ExchangePart], incoming: Sequence[Incoming], received: Messages) -> list[Received]:
-    """Of each part, the tensors by sender."""
+    """Return for each part the tensors by sender."""
     whole = {message.peer: iter(tensors) for message, tensors in zip(incoming, received, strict=True)}
     return [{peer: [next(whole[peer]) for _ in specs] for peer, specs in part.incoming.items()} for part in parts]
 
 
 class AllGather:
-    """Every place's tensors on one axis; shares may differ in size."""
+    """The tensors of every rank of one axis; parts may differ in size."""
 
     def __init__(self, comm: Communicator, axis: Axis, kind: str, where: str) -> None:
         self.comm, self.axis, self.kind, self.where = comm, axis, kind, where
 
     def start(self, own: Sequence[Tensor], specs: Callable[[int], Sequence[TensorSpec]]) -> Work[Messages]:
-        """Send `own` to everyone; `specs(group_rank)` tells what comes from each other place.
+        """Start sending `own`, tensors of any shape, to all; `specs(group_rank)` returns what each other rank sends.
 
-        What is returned waits for the tensors of every place, own included, in order; `arriving` gives those of
-        `axis.others`, the nearest first, each as soon as it is here.
+        The result of the Work: the tensors of every rank in the order of group ranks, `own` included. `arriving` yields
+        those of `axis.others`, the nearest first, each as soon as it has arrived. Both raise ExchangeError.
         """
         axis, own_tensors = self.axis, list(own)
         outgoing = [Outgoing(tuple(axis.ranks[group_rank] for group_rank in axis.others), tuple(own))]
@@ -172,14 +173,17 @@ class AllGather:
         return self.comm.send_recv(self.kind, self.where, outgoing, incoming).then(in_order)
 
     def same(self, own: Tensor) -> list[Tensor]:
-        """Tensors of one shape from every place, in order, now."""
+        """Return the tensors of all ranks in order, all of the same shape as `own`. Blocks. Raises ExchangeError."""
         if self.axis.size == 1:
             return [own]
         spec = TensorSpec.of(own)
         return [tensors[0] for tensors in self.start([own], lambda _: [spec]).wait()]
 
     def parts(self, own: Tensor, dim: int, sizes: Sequence[int]) -> list[Tensor]:
-        """Tensors whose size along `dim` differs by place, in order, now."""
+        """Return the parts of all ranks in order, for `own` [..., sizes[group_rank], ...] along `dim`.
+
+        Parts may differ in size along `dim` only. Blocks. Raises ExchangeError.
+        """
         if self.axis.size == 1:
             return [own]
         dim %= own.ndim
@@ -192,14 +196,14 @@ class AllGather:
 
 
 def moments_part(axis: Axis, shared: Sequence[Tensor]) -> ExchangePart:
-    """Small values of one shape, to and from everyone."""
+    """Return the exchange of small tensors with all ranks, each of any shape that is the same shape on all."""
     peers = tuple(axis.ranks[group_rank] for group_rank in axis.others)
     specs = tuple(TensorSpec.of(x) for x in shared)
     return ExchangePart("moments", [(peers, tuple(shared))], dict.fromkeys(peers, specs))
 
 
 class Halo(NamedTuple):
-    """Rows of the neighbours next to ours; None at an edge of the picture."""
+    """The neighbours' rows [B, C, ..., r, W], or columns [B, C, ..., H, r], next to ours; None at an image's edge."""
 
     before: Tensor | None
     after: Tensor | None
@@ -212,9 +216,10 @@ def edges_part(
     before: TensorSpec | None = None,
     after: TensorSpec | None = None,
 ) -> ExchangePart:
-    """Our `first` rows for the place before, our `last` ones for the place after, and what comes back from them.
+    """Return the exchange of edge rows [B, C, ..., r, W], or columns [B, C, ..., H, r], with the two neighbours.
 
-    None where there is nobody, or nothing is needed.
+    `first` rows go to the rank before, `last` rows to the rank after; `before` and `after` are what they send. None
+    where there is no neighbour, or nothing is needed.
     """
     ranks = {-1: axis.ranks[axis.rank - 1], 1: axis.ranks[(axis.rank + 1) % axis.size]}
     outgoing = [((ranks[side],), (x,)) for side, x in ((-1, first), (1, last)) if x is not None]
@@ -223,7 +228,7 @@ def edges_part(
 
 
 def halo_of(axis: Axis, edges: ExchangePart, found: Received) -> Halo:
-    """The neighbours' rows out of what an `edges_part` brought."""
+    """Return the neighbours' rows out of what was received for an `edges_part`."""
 
     def rows(group_rank: int) -> Tensor | None:
         peer = axis.ranks[group_rank] if 0 <= group_rank < axis.size else None

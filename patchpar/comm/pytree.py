@@ -1,4 +1,4 @@
-"""What networks are called with and return: lists, tuples, dicts and outputs of diffusers, as trees with leaves."""
+"""Trees of arguments and results: lists, tuples, dicts and outputs of diffusers. All else is a leaf."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def entries(tree: dict[str, Any]) -> dict[str, Any]:
-    """What a dict holds; of an output of diffusers, which leaves out what is None, all fields."""
+    """Return the entries of a dict; of an output of diffusers all fields, also those that are None."""
     return {each.name: getattr(tree, each.name) for each in fields(tree)} if is_dataclass(tree) else tree
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree` with `function` applied to all that is not a list, a tuple or a dict (diffusers' outputs are dicts)."""
+    """Return `tree` with `function` applied to its leaves (diffusers' outputs are dicts)."""
     if isinstance(tree, dict):
         mapped = {key: map_leaves(function, value) for key, value in entries(tree).items()}
         return mapped if type(tree) is dict else type(tree)(**mapped)
@@ -24,7 +24,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def with_own_lists(tree: Any) -> Any:
-    """`tree` in lists, tuples and dicts of its own: some models empty those that they are given.
+    """Return a copy of `tree` with its own lists, tuples and dicts: some models empty those of their arguments.
 
     HunyuanDiT takes a ControlNet's residuals out of their list one by one.
     """
@@ -36,7 +36,7 @@ def with_own_lists(tree: Any) -> Any:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """Everything in `tree` that is not a list, a tuple or a dict, in the order of `map_leaves`."""
+    """Yield the leaves of `tree` in the order of `map_leaves`."""
     if isinstance(tree, dict):
         tree = entries(tree).values()
     elif not isinstance(tree, (list, tuple)):
@@ -47,7 +47,7 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def paths_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves, each with where it is."""
+    """Yield (path, leaf) for each leaf."""
     if isinstance(tree, dict):
         for key, value in entries(tree).items():
             yield from paths_of(value, f"{path}.{key}")
@@ -59,16 +59,16 @@ def paths_of(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors among the leaves."""
+    """Return the tensors among the leaves, of any shape."""
     return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def floats_in(tree: Any) -> list[Tensor]:
-    """The tensors of floating point among the leaves: of what a denoiser returns, its predictions."""
+    """Return the floating-point tensors among the leaves, of any shape: of a denoiser's output, its predictions."""
     return [x for x in tensors_in(tree) if x.is_floating_point()]
 
 
 def with_tensors(tree: Any, tensors: Sequence[Tensor]) -> Any:
-    """`tree` with its tensors replaced, in the order of `tensors_in`."""
+    """Return `tree` with its tensors replaced by `tensors`, of any shape, in the order of `tensors_in`."""
     replacements = iter(tensors)
     return map_leaves(lambda leaf: next(replacements) if isinstance(leaf, Tensor) else leaf, tree)

@@ -1,8 +1,8 @@
-"""What each rank did when, as a file that chrome://tracing and Perfetto open.
+"""A timeline of each rank, as a file that chrome://tracing and Perfetto open.
 
     process 0  rank 0   steps     | step 0                     | step 1
                                   | step 0, call 0 (exact)   | | step 1, call 0 (stale)
-                        seams     |compute|send|wait|compute|| |compute|send|compute ...
+                        exchanges |compute|send|wait|compute|| |compute|send|compute ...
 
 All times are the host's: on a GPU a send returns at once and a wait may only order the stream.
 
@@ -16,15 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 STEPS = ("step", "call", "vae")  # a step of the scheduler, a call of the denoiser, one of a VAE in bands
-EXCHANGE_POINTS = (
-    "send",
-    "wait",
-    "check",
-)  # inside or between them; check: the comparison with the plain denoiser at first use
+EXCHANGE_POINTS = ("send", "wait", "check")  # in or between them; check: the comparison with the plain denoiser
 
 
 class TraceEvent(NamedTuple):
-    """Something a rank did: `what` is one of STEPS or SEAMS; `start` on the rank's monotonic clock; seconds."""
+    """One interval: `what` is one of STEPS or EXCHANGE_POINTS; `start` on the rank's monotonic clock, in seconds."""
 
     what: str
     kind: str
@@ -46,7 +42,7 @@ class RankTrace:
 def write_trace(path: Path, ranks: Sequence[RankTrace]) -> None:
     """Write the events of all ranks in Chrome's trace format, times in microseconds from the first event.
 
-    Ranks on one machine share a clock; between machines it is as good as their wall clocks agree.
+    Ranks of one machine share a clock; between machines times are as accurate as their wall clocks agree.
     """
     starts = [rank.epoch + event.start for rank in ranks for event in rank.events]
     zero = min(starts, default=0.0)
@@ -56,7 +52,7 @@ def write_trace(path: Path, ranks: Sequence[RankTrace]) -> None:
 
 def _entries(trace: RankTrace, zero: float) -> Iterator[dict[str, Any]]:
     yield _name(trace.rank, "process_name", f"rank {trace.rank} on {trace.device}")
-    for thread, name in enumerate(("steps", "seams")):
+    for thread, name in enumerate(("steps", "exchanges")):
         yield _name(trace.rank, "thread_name", name, thread)
     for event in (*trace.events, *_computing(trace.events)):
         yield {
@@ -67,7 +63,7 @@ def _entries(trace: RankTrace, zero: float) -> Iterator[dict[str, Any]]:
             "cat": event.what,
             "ts": 1e6 * (trace.epoch + event.start - zero),
             "dur": 1e6 * event.seconds,
-            "args": {"seam": event.where},
+            "args": {"where": event.where},
         }
 
 
@@ -76,7 +72,7 @@ def _name(rank: int, what: str, name: str, thread: int = 0) -> dict[str, Any]:
 
 
 def _computing(events: Sequence[TraceEvent]) -> Iterator[TraceEvent]:
-    """The time inside calls of denoiser and VAE that no seam took: computation up to the seam that follows it."""
+    """Yield the time inside calls of denoiser and VAE outside exchanges, each up to the exchange that follows."""
     points = sorted((event for event in events if event.what in EXCHANGE_POINTS), key=lambda event: event.start)
     for call in (event for event in events if event.what in ("call", "vae")):
         now, end = call.start, call.start + call.seconds

@@ -1,4 +1,4 @@
-"""What one rank has sent, received and waited for, counted by kind of exchange."""
+"""Communication statistics of one rank by kind of exchange: bytes, rounds and seconds waited."""
 
 import time
 from collections import Counter
@@ -11,10 +11,10 @@ from patchpar.comm.transport import Stall
 
 @dataclass(slots=True)
 class CommStats:
-    """What one rank has sent, received and waited for since the last `clear`, by kind of exchange.
+    """Bytes, rounds and seconds waited since the last `clear`, by kind of exchange.
 
-    `events` are kept for a trace only where somebody has put a list there. `stalls`: waits of a GPU's stream, by kind,
-    whose time is not in `seconds_waited` yet.
+    `events` are recorded for a trace only if set to a list. `stalls`: waits of a GPU's stream, by kind, whose time is
+    not in `seconds_waited` yet.
     """
 
     bytes_sent: Counter[str] = field(default_factory=Counter)
@@ -25,7 +25,7 @@ class CommStats:
     events: list[TraceEvent] | None = None
 
     def clear(self) -> None:
-        """Start counting again."""
+        """Reset all counts."""
         for counted in (self.bytes_sent, self.bytes_received, self.rounds, self.seconds_waited):
             counted.clear()
         self.stalls.clear()
@@ -34,21 +34,21 @@ class CommStats:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that left this rank, of every kind."""
+        """Bytes sent by this rank, of all kinds."""
         return sum(self.bytes_sent.values())
 
     def waited(self, kind: str, where: str, start: float, stalls: Sequence[Stall]) -> None:
-        """A wait at the exchange point `where`, that began at `start` (time.perf_counter), has just ended."""
+        """Record a wait at the exchange point `where` that began at `start` (time.perf_counter) and ends now."""
         self.book_wait(kind, time.perf_counter() - start)
         self.stalls += ((kind, stall) for stall in stalls)
         self.note("wait", kind, where, start)
 
     def book_wait(self, kind: str, seconds: float) -> None:
-        """Add what was waited for an exchange of this kind."""
+        """Add seconds waited for an exchange of this kind."""
         self.seconds_waited[kind] = self.seconds_waited.get(kind, 0.0) + seconds
 
     def book_stalls(self, *, block: bool) -> None:
-        """Add what streams have waited for to the seconds, as far as that is over, or `block` until all of it is."""
+        """Add the waits of GPU streams that have ended to the seconds; `block` until all have ended."""
         lasting: list[tuple[str, Stall]] = []
         for kind, stall in self.stalls:
             seconds = stall.seconds(block=block)
@@ -59,6 +59,6 @@ class CommStats:
         self.stalls = lasting
 
     def note(self, what: str, kind: str, where: str, start: float) -> None:
-        """Something that began at `start` (time.perf_counter) has just ended."""
+        """Record an interval for the trace that began at `start` (time.perf_counter) and ends now."""
         if self.events is not None:
             self.events.append(TraceEvent(what, kind, where, start, time.perf_counter() - start))

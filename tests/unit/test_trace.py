@@ -40,7 +40,7 @@ def written(tmp_path: Path, *ranks: RankTrace) -> list[dict[str, Any]]:
 def test_every_event_is_there_with_its_time_in_microseconds(tmp_path: Path) -> None:
     entries = written(tmp_path, RankTrace(3, "cpu", 100.0, EVENTS))
     wait = next(entry for entry in entries if entry["name"] == "wait halo")
-    assert (wait["pid"], wait["tid"], wait["args"]) == (3, 1, {"seam": "conv"})
+    assert (wait["pid"], wait["tid"], wait["args"]) == (3, 1, {"where": "conv"})
     assert (wait["ts"], wait["dur"]) == (pytest.approx(2e6), pytest.approx(2e6))  # from the first event, the call
     call = next(entry for entry in entries if entry["cat"] == "call")
     assert (call["tid"], call["name"], call["ts"]) == (0, "step 0, call 0 (exact)", 0.0)

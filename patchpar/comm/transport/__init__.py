@@ -1,9 +1,9 @@
-"""How bytes travel between ranks. Everything above speaks of exchanges; nothing above knows which transport it has.
+"""Transports carry the bytes of exchanges between ranks. The layers above do not know which transport they use.
 
-    shared_memory    ranks of one host: one copy into shared memory, a doorbell through a socket, one copy out
+    shared_memory    ranks of one host: one copy into shared memory, a notification through a socket, one copy out
     torch_p2p        NCCL between GPUs, gloo between hosts: torch.distributed point-to-point messages
-    probe            an engine that sends one message from each rank to each
-    delayed          either of them behind a slower link than it has, for measuring
+    probe            a check that sends one message from each rank to each
+    delayed          one of the first two with added latency and limited bandwidth, for measurements
 
 Messages between two ranks arrive in the order they were sent. Every rank runs the same exchanges in the same order,
 so messages need no tags.

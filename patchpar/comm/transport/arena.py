@@ -1,7 +1,7 @@
-"""Shared memory that one rank writes and its peers read: segments of anonymous memory, passed on as descriptors.
+"""Shared memory that one rank writes and its peers read: segments of anonymous memory, passed as file descriptors.
 
-A segment has no name, so nothing is left behind however a process ends. Space is handed out upwards; a segment whose
-messages have all been read starts again from its bottom. When none has room, a larger one is added.
+A segment has no name, so nothing is left behind however a process ends. Space is allocated upwards; a segment whose
+messages have all been read is used again from offset 0. When none has room, a larger segment is added.
 """
 
 import mmap
@@ -17,13 +17,13 @@ FIRST_SEGMENT = 4 << 20
 
 
 def map_segment(descriptor: int) -> Tensor:
-    """A tensor of bytes over the memory behind `descriptor`."""
+    """Return a uint8 tensor [bytes] over the memory of the file `descriptor`."""
     return torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
 
 
 @dataclass(slots=True)
 class Segment:
-    """One piece of shared memory. `unread` counts messages whose receivers have not all read them."""
+    """One piece of shared memory [bytes]. `unread` counts receivers that have not read their message yet."""
 
     number: int
     descriptor: int
@@ -39,7 +39,7 @@ class Arena:
         self.segments: list[Segment] = []
 
     def take(self, num_bytes: int) -> tuple[Segment, int]:
-        """Room for one message: its segment and the offset there."""
+        """Allocate one message; return its segment and the offset there."""
         for segment in self.segments:
             if segment.unread == 0:
                 segment.used = 0
@@ -57,7 +57,7 @@ class Arena:
         return self.segments[-1]
 
     def close(self) -> None:
-        """Close our descriptors; the memory goes when the last reader lets go."""
+        """Close the descriptors of this rank; the memory is freed when the last reader unmaps it."""
         for segment in self.segments:
             os.close(segment.descriptor)
         self.segments.clear()

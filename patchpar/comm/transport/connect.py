@@ -19,25 +19,26 @@ from patchpar.errors import ExchangeError
 from patchpar.launch.executor import RankContext
 
 T = TypeVar("T", bound=Transport)
-PEER = struct.Struct("<I")  # whom the socket that comes with it leads to
-HERE = b"h"  # each rank says so to each other, or a rank that did not connect would be missed only much later
+PEER = struct.Struct("<I")  # the rank at the other end of the socket that is sent with it
+HERE = b"h"  # sent by each rank to each other, so that a rank that did not connect is noticed now and not much later
 CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere only a later exec would inherit
 RETRY_SECONDS = 0.01
 
 
 def connect(endpoint: RankContext, *, through: str = "auto") -> Transport:
-    """Connect this rank with all others. Its limit bounds every wait, here and of the transport.
+    """Connect this rank with all others. `endpoint.wait_limit` bounds every wait, here and of the transport.
 
-    `through` is "auto", "shared_memory" or "torch" (the default group of torch.distributed, which has to be there).
-    Auto takes shared memory where all ranks live on one host and do not talk through NCCL. Raises ExchangeError, also
-    where a rank does not connect: what it did not take, it would take for its part of the next connection.
+    `through` is "auto", "shared_memory" or "torch" (the default group of torch.distributed, which must be initialised).
+    "auto" is shared memory where all ranks are on one host and do not use NCCL. Raises ExchangeError, also where a rank
+    does not connect: it would read the sockets it did not take as those of the next connection.
     """
     device = torch.device(endpoint.device)
     if through == "torch" or (through == "auto" and (endpoint.links is None or _over_nccl(device))):
         return TorchTransport(device, endpoint.wait_limit)
     if endpoint.links is None:
         raise ExchangeError(
-            f"rank {endpoint.rank}: shared memory needs all ranks on one host, met without torch's group"
+            f"rank {endpoint.rank}: shared memory needs all ranks on one host, started without torch.distributed: use "
+            f"through='torch'"
         )
     with endpoint.waiting:
         lines = _handed_out(endpoint, endpoint.links) if endpoint.rank == 0 else _taken(endpoint, endpoint.links[0])
@@ -46,12 +47,12 @@ def connect(endpoint: RankContext, *, through: str = "auto") -> Transport:
 
 
 def alone(endpoint: RankContext) -> Transport:
-    """For a rank that has no others."""
+    """Return a transport for a single rank."""
     return SharedMemoryTransport(0, {}, torch.device(endpoint.device), endpoint.wait_limit)
 
 
 def watched(transport: T, rank: RankContext) -> T:
-    """The same transport, with the limit of `rank` for every wait, showing on it that it waits."""
+    """Return the same transport with the wait limit of `rank`, reporting its waits there."""
     transport.deadline, transport.waiting = rank.wait_limit, rank.waiting
     return transport
 
@@ -61,7 +62,7 @@ def _over_nccl(device: torch.device) -> bool:
 
 
 def _handed_out(endpoint: RankContext, links: Mapping[int, socket.socket]) -> dict[int, socket.socket]:
-    """On rank 0: make a socket pair for every two ranks, and give both their ends. Returns our own."""
+    """On rank 0: make a socket pair for every two ranks and send both their ends. Return the ends of rank 0."""
     own: dict[int, socket.socket] = {}
     give_up = time.monotonic() + endpoint.wait_limit
     try:
@@ -82,14 +83,14 @@ def _handed_out(endpoint: RankContext, links: Mapping[int, socket.socket]) -> di
 
 
 def _send(link: socket.socket, rank: int, end: socket.socket, peer: int, give_up: float) -> None:
-    """Give `rank` its end of the pair with `peer`. Raises ExchangeError if it does not take it in time."""
+    """Send `rank` its end of the pair with `peer`. Raises ExchangeError if it does not take it in time."""
     while True:
         link.settimeout(max(RETRY_SECONDS, give_up - time.monotonic()))
         try:
-            socket.send_fds(link, [PEER.pack(peer)], [end.fileno()])  # so few bytes go whole or not at all
+            socket.send_fds(link, [PEER.pack(peer)], [end.fileno()])  # so few bytes are sent whole or not at all
             return
         except OSError as error:
-            # The kernel lets only so many descriptors be under way that nobody has taken yet.
+            # The kernel limits the number of descriptors that have been sent and not received.
             late = time.monotonic() > give_up
             if error.errno != errno.ETOOMANYREFS or late:
                 silent = late or isinstance(error, TimeoutError)
@@ -98,7 +99,7 @@ def _send(link: socket.socket, rank: int, end: socket.socket, peer: int, give_up
 
 
 def _taken(endpoint: RankContext, link: socket.socket) -> dict[int, socket.socket]:
-    """On the other ranks: one socket to each peer, as rank 0 hands them out."""
+    """On the other ranks: receive one socket to each peer from rank 0."""
     lines: dict[int, socket.socket] = {}
     link.settimeout(endpoint.wait_limit)
     try:
@@ -119,7 +120,7 @@ def _greet(endpoint: RankContext, lines: Mapping[int, socket.socket]) -> None:
     """Wait until every rank has connected. Raises ExchangeError, with all lines closed."""
     give_up = time.monotonic() + endpoint.wait_limit
     for line in lines.values():
-        with contextlib.suppress(OSError):  # who is gone is found below
+        with contextlib.suppress(OSError):  # a rank that is gone is found below
             line.sendall(HERE)
     for peer, line in lines.items():
         try:
@@ -131,7 +132,7 @@ def _greet(endpoint: RankContext, lines: Mapping[int, socket.socket]) -> None:
 
 
 def _missed(endpoint: RankContext, peer: int, lines: Mapping[int, socket.socket], error: OSError) -> ExchangeError:
-    """What to say of a rank that does not connect. Closes all lines."""
+    """Close all sockets and return the error for a rank that does not connect."""
     for line in lines.values():
         line.close()
     state = f"has not connected within {endpoint.wait_limit:g} s" if isinstance(error, TimeoutError) else "is gone"

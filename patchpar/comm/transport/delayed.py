@@ -1,13 +1,13 @@
-"""A slower link than the one there is: messages arrive no earlier than a given latency and rate would let them.
+"""A simulated slower link: messages arrive no earlier than a given latency and rate allow.
 
-For measuring strategies on a link you do not have. Two ranks of one host can so tell what an exchange would cost over
-Ethernet, and what of it is hidden behind computing.
+For measuring strategies on a link that you do not have: two ranks of one host show what an exchange would cost over
+Ethernet, and how much of it computation hides.
 
-    send         |<- bytes / rate ->|<- latency ->|  stamp = when it is there
+    send         |<- bytes / rate ->|<- latency ->|  stamp = time of arrival
     the next one                    |<- bytes / rate ->|<- latency ->|
 
-Every rank has one outgoing link, and its messages leave one after the other; one to several ranks leaves once for
-each. The sender stamps each message with the time of its arrival and the receiver sleeps until then. The clock is
+Every rank has one outgoing link, which sends its messages one after the other; a message to several ranks is sent once
+for each. The sender stamps each message with its time of arrival and the receiver sleeps until then. The clock is
 CLOCK_MONOTONIC, which all processes of a host share: ranks of different hosts cannot use this.
 """
 
@@ -27,10 +27,10 @@ NANO = 1_000_000_000
 
 
 class DelayedTransport:
-    """`inner` behind a link of `latency` seconds and `rate` bytes per second; infinity is no limit.
+    """The transport `inner` over a link of `latency` seconds and `rate` bytes per second; infinity is no limit.
 
-    `overtake`: messages of at most that many bytes do not queue behind larger ones, as on a link that serves several
-    streams in turn; they still take their share of it. 0 is one queue. All ranks of a group wrap their transport, or
+    `overtake`: messages of at most so many bytes do not queue behind larger ones, as on a link that serves several
+    streams in turn; they still use its bandwidth. 0 is one queue. Either all ranks of a group wrap their transport or
     none. `latency`, `rate` and `overtake` may be changed between exchanges. Raises PlanError.
     """
 
@@ -43,7 +43,7 @@ class DelayedTransport:
 
     @property
     def deadline(self) -> float:
-        """Seconds that one wait may take."""
+        """Limit of one wait in seconds."""
         return self.inner.deadline
 
     @deadline.setter
@@ -52,7 +52,7 @@ class DelayedTransport:
 
     @property
     def waiting(self) -> AbstractContextManager[None]:
-        """Entered while the process does nothing but wait for another rank."""
+        """Context manager entered while the process only waits for another rank."""
         return self.inner.waiting
 
     @waiting.setter
@@ -70,7 +70,7 @@ class DelayedTransport:
         return DelayedWork(self, self.inner.send_recv(stamped, expected, where), incoming, where)
 
     def _stamp(self, message: Outgoing) -> Tensor:
-        """When one copy of `message` is there; the link is taken until it has left."""
+        """Return the time of arrival of one copy of `message`, and occupy the link until it has been sent."""
         num_bytes = message.num_bytes // len(message.peers)
         now, taken = time.monotonic(), num_bytes / self.rate
         self._link_free = left = max(now, self._link_free) + taken
@@ -79,12 +79,12 @@ class DelayedTransport:
         return torch.tensor([math.ceil((left + self.latency) * NANO)], dtype=STAMP.dtype, device=self.device)
 
     def close(self) -> None:
-        """Close what is inside. Idempotent."""
+        """Close the inner transport. Idempotent."""
         self.inner.close()
 
 
 class DelayedWork(Work[Messages]):
-    """Messages that are handed out when their link would have brought them."""
+    """Messages that are returned no earlier than their link would have delivered them."""
 
     def __init__(
         self, transport: DelayedTransport, pending: Work[Messages], incoming: Sequence[Incoming], where: str
@@ -93,7 +93,7 @@ class DelayedWork(Work[Messages]):
         self._transport, self._pending = transport, pending
 
     def is_here(self, index: int) -> bool:
-        """Whether one message has come, and its link would have brought it by now."""
+        """Whether one message has arrived, and its link would have delivered it by now."""
         return self._pending.is_here(index) and _there(self._pending.wait_for(index)[0]) <= time.monotonic()
 
     def _receive(self, index: int) -> list[Tensor]:
@@ -106,7 +106,7 @@ class DelayedWork(Work[Messages]):
         self._pending.wait()
 
     def _sleep(self, stamp: Tensor, message: Incoming, give_up: float) -> None:
-        """Until the message is there. Sleeping leaves the core to the other ranks, as waiting for a link would."""
+        """Sleep until the time of arrival. Sleeping leaves the core to the other ranks, as waiting for a link does."""
         there = _there(stamp)
         while (now := time.monotonic()) < min(there, give_up):
             time.sleep(min(there, give_up) - now)
@@ -121,7 +121,7 @@ class DelayedWork(Work[Messages]):
 
 
 def _there(stamp: Tensor) -> float:
-    """When a message is there, by time.monotonic."""
+    """Return the time of arrival of a message, by time.monotonic."""
     return int(stamp.item()) / NANO
 
 

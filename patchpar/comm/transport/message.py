@@ -1,4 +1,4 @@
-"""What a transport carries: outgoing and incoming messages, and the handle of those on their way."""
+"""Messages of a transport, outgoing and incoming, and the handle of those in flight."""
 
 import math
 import time
@@ -13,11 +13,11 @@ from torch import Tensor
 
 T = TypeVar("T")
 U = TypeVar("U")
-Messages = list[list[Tensor]]  # the tensors of each
+Messages = list[list[Tensor]]  # the tensors of each message
 
 
 class TensorSpec(NamedTuple):
-    """Shape and dtype of a tensor on its way here: known beforehand, because all ranks share one plan."""
+    """Shape and dtype of a tensor to receive: known beforehand, because all ranks have the same plan."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -29,7 +29,7 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> "TensorSpec":
-        """The spec of an existing tensor."""
+        """Return the spec of `x`, of any shape."""
         return cls(tuple(x.shape), x.dtype)
 
 
@@ -48,9 +48,9 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """One message expected from one rank. `into`: tensors that take the values; new ones do where None.
+    """One message expected from one rank. `into`: buffers for the values; None allocates.
 
-    Values are put there when the message is waited for, not before.
+    Buffers are written when the message is waited for, not before.
     """
 
     peer: int
@@ -59,39 +59,39 @@ class Incoming:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that come in."""
+        """Bytes received."""
         return sum(spec.num_bytes for spec in self.specs)
 
 
 class Stall(Protocol):
-    """A wait of a GPU's stream, which goes on after the process has been told that it may."""
+    """A wait of a GPU's stream, which may last after `wait()` has returned to the process."""
 
     def seconds(self, *, block: bool) -> float | None:
-        """How long it took; None while it lasts, unless to `block` until that is known."""
+        """Return its duration; None while it lasts, unless `block`, which synchronises."""
 
 
 class Work(ABC, Generic[T]):
-    """Messages on their way, as torch.distributed's Work: the only handle, from the transport to whoever waits.
+    """Messages in flight, as torch.distributed's Work: the only handle, from the transport to the caller.
 
-    Somebody holds it until `wait` has returned: dropping it may cancel the transfer. A transport derives its own, and
-    says there how one message is received. `incoming`: what is expected; `where`: the exchange point, for errors.
+    Keep it until `wait` has returned: dropping it may cancel the transfer. Each transport derives a class that receives
+    its messages. `incoming`: the expected messages; `where`: the exchange point, for errors.
     """
 
     def __init__(self, incoming: Sequence[Incoming], where: str) -> None:
         self.incoming, self.where = incoming, where
         self.on_wait: Callable[[float, Sequence[Stall]], object] | None = None
-        """Called after each wait that had to be: when it began (time.perf_counter), and what streams wait for."""
+        """Called after each wait with its start (time.perf_counter) and the stalls of streams."""
         self._received: list[list[Tensor] | None] = [None] * len(incoming)
         self._steps: list[Callable[[Any], Any]] = []
         self._result: tuple[T] | None = None
 
     def then(self, arrange: Callable[[T], U]) -> "Work[U]":
-        """This same handle, whose `wait` returns what `arrange` makes of the result: see torch.futures.Future."""
+        """Apply `arrange` to the result of `wait` and return this handle: see torch.futures.Future."""
         self._steps.append(arrange)
         return cast("Work[U]", self)
 
     def wait_for(self, index: int) -> list[Tensor]:
-        """Block until the `index`-th incoming message is here and return its tensors. Raises ExchangeError."""
+        """Block until incoming message `index` has arrived; return its tensors, of any shape. Raises ExchangeError."""
         found = self._received[index]
         if found is None:
             start = time.perf_counter()
@@ -100,14 +100,14 @@ class Work(ABC, Generic[T]):
         return found
 
     def arriving(self) -> Iterator[list[Tensor]]:
-        """The tensors of each incoming message in their order, each as soon as it is here. Raises ExchangeError."""
+        """Yield the tensors, of any shape, of each incoming message in order as it arrives. Raises ExchangeError."""
         return map(self.wait_for, range(len(self.incoming)))
 
     def wait(self) -> T:
-        """Block until all incoming messages are here and ours have left. Raises ExchangeError. Idempotent.
+        """Block until all incoming messages have arrived and all outgoing ones are sent. Idempotent.
 
-        On a GPU that may be its stream, and not the process. Returns the tensors of each message in their order, or
-        what `then` makes of them.
+        On a GPU the stream may wait instead of the process. Returns the tensors of each message in order, or the result
+        of `then`. Raises ExchangeError.
         """
         if self._result is None:
             start = time.perf_counter()
@@ -128,30 +128,30 @@ class Work(ABC, Generic[T]):
 
     @abstractmethod
     def is_here(self, index: int) -> bool:
-        """Whether `wait_for(index)` is known to return, or to raise, at once."""
+        """Whether `wait_for(index)` is known to return or raise without blocking."""
 
     @abstractmethod
     def _receive(self, index: int) -> list[Tensor]:
-        """Wait for one message, in any order, each once. Raises ExchangeError."""
+        """Wait for one message, in any order, once for each. Raises ExchangeError."""
 
     def _leave(self) -> None:
-        """Wait until ours have left. Raises ExchangeError."""
+        """Wait until the outgoing messages are sent. Raises ExchangeError."""
 
     def _stalls(self) -> Sequence[Stall]:
-        """What a stream waits for that the process has not; each told once."""
+        """Return the waits of streams since the last call."""
         return ()
 
 
 class Transport(Protocol):
-    """One rank's way to the others."""
+    """Sends and receives messages of one rank."""
 
     rank: int
     device: torch.device
-    deadline: float  # seconds that one wait may take; the engine raises it for slow models
-    waiting: AbstractContextManager[None]  # entered while the process does nothing but wait for another rank
+    deadline: float  # limit of one wait in seconds, raised for slow models
+    waiting: AbstractContextManager[None]  # entered while the process only waits for another rank
 
     def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> Work[Messages]:
         """Start sending and receiving; `where` names the exchange point in errors. Returns at once."""
 
     def close(self) -> None:
-        """Let go of sockets and memory. Idempotent."""
+        """Close sockets and release memory. Idempotent."""

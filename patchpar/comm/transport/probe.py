@@ -1,4 +1,4 @@
-"""An engine that only proves that ranks can talk: what `patchpar doctor` runs."""
+"""A check that all ranks can exchange messages, for `patchpar doctor`."""
 
 import torch
 
@@ -8,13 +8,13 @@ from patchpar.launch.executor import RankContext
 
 
 class Probe:
-    """Adds up one number from each rank."""
+    """Sums one number from each rank."""
 
-    def __init__(self, group_rank: RankContext) -> None:
-        self._endpoint = group_rank
+    def __init__(self, endpoint: RankContext) -> None:
+        self._endpoint = endpoint
 
     def sum_of_ranks(self) -> int:
-        """0 + 1 + ... over all ranks, by one exchange between the ranks' own devices. Raises ExchangeError."""
+        """Return 0 + 1 + ... over all ranks, by one exchange between their devices. Raises ExchangeError."""
         number = torch.tensor([self._endpoint.rank], device=self._endpoint.device)
         others = tuple(rank for rank in range(self._endpoint.world_size) if rank != self._endpoint.rank)
         if not others:

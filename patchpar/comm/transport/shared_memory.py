@@ -1,9 +1,9 @@
-"""Messages between ranks of one host: shared memory for the data, a socket per pair of ranks as the doorbell.
+"""Messages between ranks of one host: shared memory for the data, a socket per pair of ranks for notifications.
 
     sender                                    receiver
     copy tensors into own arena
     ring: (segment, offset, bytes)  ------>   copy out of the mapped segment
-                                    <------   done: (segment)         the room may be used again
+                                    <------   done: (segment)         the space may be used again
 
 Measured on two CPU cores against gloo's point-to-point messages: benchmarks/transport.py.
 """
@@ -31,14 +31,14 @@ SPIN_SECONDS = 2e-4  # waking a sleeping process costs more than a short wait
 
 
 class _PeerSocket:
-    """The socket to one peer, and what came through it."""
+    """The socket to one peer, and the frames received through it."""
 
     def __init__(self, peer: int, link: socket.socket) -> None:
         self.peer, self.link = peer, link
         link.setblocking(False)
         self.rings: dict[int, tuple[int, int, int]] = {}  # by number, until fetched
         self.rung = 0  # rings so far
-        self.expected = 0  # messages that somebody has a number for
+        self.expected = 0  # messages that have a number
         self.known: set[int] = set()  # our segments that the peer has mapped
         self.mapped: dict[int, Tensor] = {}  # the peer's segments here
         self.closed = False
@@ -46,7 +46,7 @@ class _PeerSocket:
         self._descriptors: list[int] = []
 
     def read(self, arena: Arena) -> bool:
-        """Take in whatever has come; whether anything had."""
+        """Read the frames that have arrived; return whether there were any."""
         if self.closed:
             return False
         try:
@@ -74,7 +74,7 @@ class _PeerSocket:
 
 
 class SharedMemoryTransport:
-    """One rank's lines to the other ranks of its host."""
+    """Messages from one rank to the other ranks of its host."""
 
     def __init__(self, rank: int, links: Mapping[int, socket.socket], device: torch.device, deadline: float) -> None:
         self.rank, self.device, self.deadline = rank, device, deadline
@@ -84,13 +84,13 @@ class SharedMemoryTransport:
         self._spin = SPIN_SECONDS if len(links) < _own_cores() else 0.0
 
     def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "SharedMemoryWork":
-        """Copy outgoing tensors into shared memory and ring; what is expected is fetched when waited for."""
+        """Copy outgoing tensors into shared memory and notify the receivers; `Work.wait` fetches incoming ones."""
         for message in outgoing:
             self._send(message, where)
         return SharedMemoryWork(self, incoming, where)
 
     def number(self, message: Incoming) -> int:
-        """The number of the next message of its sender: both sides count in the order of their exchanges."""
+        """Return the number of the sender's next message: both sides count in the order of their exchanges."""
         line = self._lines[message.peer]
         line.expected += 1
         return line.expected - 1
@@ -98,7 +98,7 @@ class SharedMemoryTransport:
     def _send(self, message: Outgoing, where: str) -> None:
         room = sum(aligned(x.numel() * x.element_size()) for x in message.tensors)
         for line in self._lines.values():
-            line.read(self._arena)  # what has been read by now is room to write
+            line.read(self._arena)  # messages that have been read free their space
         segment, offset = self._arena.take(room)
         at, total = offset, 0
         for x in message.tensors:
@@ -119,17 +119,20 @@ class SharedMemoryTransport:
         while True:
             try:
                 if descriptor is None:
-                    line.link.send(frame)  # a frame this small goes whole or not at all
+                    line.link.send(frame)  # a frame this small is sent whole or not at all
                 else:
                     socket.send_fds(line.link, [frame], [descriptor])
                 return
-            except BlockingIOError:  # the peer has not read for long; read ourselves meanwhile, or both would stand
+            except BlockingIOError:  # the peer's buffer is full: read meanwhile, or both ranks would block
                 self._sleep(give_up, where, line, writing=True)
             except OSError as error:
                 raise ExchangeError(f"{self._at(where)}: rank {line.peer} is gone ({error.strerror})") from error
 
     def fetch(self, message: Incoming, number: int, where: str) -> list[Tensor]:
-        """Wait for message `number` of `message.peer` and copy it out, whether or not earlier ones were fetched."""
+        """Wait for message `number` of `message.peer` and return its tensors, of any shape.
+
+        Earlier messages need not have been fetched. Raises ExchangeError.
+        """
         line = self._lines[message.peer]
         try:
             segment, offset, num_bytes = self._ring_of(line, number, where)
@@ -146,12 +149,12 @@ class SharedMemoryTransport:
             into = None if message.into is None else message.into[index]
             received.append(view.to(self.device, copy=True) if into is None else into.copy_(view))
             offset += aligned(spec.num_bytes)
-        with contextlib.suppress(ExchangeError):  # a peer that has left needs no room
+        with contextlib.suppress(ExchangeError):  # a peer that has left needs no space
             self._ring(line, FRAME.pack(DONE, segment, 0, 0), where)
         return received
 
     def has_come(self, message: Incoming, number: int) -> bool:
-        """Whether message `number` of `message.peer` is here, or never will be because that rank is gone."""
+        """Whether message `number` of `message.peer` has arrived, or never will because that rank is gone."""
         line = self._lines[message.peer]
         while number not in line.rings and line.read(self._arena):
             pass
@@ -171,7 +174,7 @@ class SharedMemoryTransport:
         return line.rings.pop(number)
 
     def _sleep(self, give_up: float, where: str, line: _PeerSocket, *, writing: bool = False) -> None:
-        """Until anything comes from anyone (or `line` can be written); reads it, so that nobody's doorbell jams."""
+        """Wait for a frame of any peer (or until `line` can be written) and read all, so that no socket fills up."""
         poll = select.poll()
         for other in self._lines.values():
             if not other.closed:
@@ -199,14 +202,14 @@ class SharedMemoryTransport:
 
 
 class SharedMemoryWork(Work[Messages]):
-    """Messages that are fetched when they are waited for; what we sent has already left."""
+    """Messages that are fetched when they are waited for; outgoing ones have been sent already."""
 
     def __init__(self, transport: SharedMemoryTransport, incoming: Sequence[Incoming], where: str) -> None:
         super().__init__(incoming, where)
         self._transport, self._numbers = transport, [transport.number(message) for message in incoming]
 
     def is_here(self, index: int) -> bool:
-        """Whether one message can be fetched at once."""
+        """Whether one message can be fetched without blocking."""
         if self._received[index] is not None:
             return True
         return self._transport.has_come(self.incoming[index], self._numbers[index])
@@ -220,5 +223,5 @@ def _shapes(message: Incoming) -> str:
 
 
 def _own_cores() -> int:
-    """Cores that this process may use: with more ranks than that, waiting must not take a core from one that works."""
+    """Return the cores that this process may use: with more ranks, waiting must not take a core from a busy rank."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,9 +1,9 @@
-"""Waiting for NCCL: the stream of the GPU stands until the messages are there, and the process goes on.
+"""Waiting for NCCL: the GPU's stream waits for the messages, and the process continues.
 
-Given a timeout, a work of NCCL has the *process* wait, which asks every millisecond whether it is done and meanwhile
-hands the GPU nothing to do: at a hundred exchanges in a step that would cost more than they do. So works are awaited
-without one. What they took is read from two events of the stream, and the deadline is kept by looking back at whatever
-has been awaited and is not done.
+`dist.Work.wait(timeout)` of NCCL blocks the *process*, which polls every millisecond and enqueues nothing meanwhile: at
+a hundred exchanges in a step that costs more than the exchanges. So works are awaited without a timeout. The duration
+is measured with two events of the stream, and the deadline is checked later, at the next exchange, for works that are
+not complete.
 """
 
 import time
@@ -17,18 +17,18 @@ from patchpar.errors import ExchangeError
 
 
 class StreamStall:
-    """How long the current stream stands for what is enqueued between the making of this and `end`."""
+    """Measures how long the current stream waits between the construction of this and `end`."""
 
     def __init__(self) -> None:
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         self._begin.record()
 
     def end(self) -> None:
-        """What comes after this is not waited for."""
+        """End the measured interval."""
         self._end.record()
 
     def seconds(self, *, block: bool) -> float | None:
-        """How long it stood; None while it does, unless to `block` until that is known."""
+        """Return its duration; None while it lasts, unless `block`, which synchronises."""
         if block:
             self._end.synchronize()
         elif not self._end.query():  # type: ignore[no-untyped-call]
@@ -37,14 +37,14 @@ class StreamStall:
 
 
 class StreamWaits:
-    """Works that the current stream waits for. `deadline`: seconds that one may take, asked for whenever it counts."""
+    """Works that the current stream waits for. `deadline` returns the limit of one in seconds, which may change."""
 
     def __init__(self, deadline: Callable[[], float]) -> None:
         self._deadline = deadline
         self._awaited: deque[tuple[float, Sequence[dist.Work], Callable[[], str]]] = deque()
 
     def wait_for(self, works: Sequence[dist.Work], what: Callable[[], str]) -> StreamStall:
-        """Have the stream wait. `what`: says rank, seam, peers and shapes, for the error if they never come."""
+        """Make the stream wait. `what` names rank, exchange point, peers and shapes for the error."""
         stall = StreamStall()
         for work in works:
             work.wait()
@@ -53,7 +53,7 @@ class StreamWaits:
         return stall
 
     def look_back(self) -> None:
-        """Raise ExchangeError for the first that is not done, once it has had its time since it was awaited."""
+        """Raise ExchangeError for the first work that is not complete after the deadline."""
         while self._awaited:
             since, works, what = self._awaited[0]
             if not all(work.is_completed() for work in works):

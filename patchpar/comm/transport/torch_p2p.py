@@ -15,9 +15,9 @@ from patchpar.errors import ExchangeError
 
 
 class TorchTransport:
-    """One rank's place in torch.distributed's default group. Gloo carries CPU tensors only, so others are staged.
+    """Messages in torch.distributed's default group. Gloo carries CPU tensors only, so others are copied to the CPU.
 
-    With NCCL it is the GPU that waits: see `StreamWaits`. All ranks make theirs together.
+    With NCCL the GPU's stream waits: see `StreamWaits`. Collective: all ranks construct theirs together.
     """
 
     def __init__(self, device: torch.device, deadline: float) -> None:
@@ -26,11 +26,11 @@ class TorchTransport:
         self.staged = dist.get_backend() == "gloo" and device.type != "cpu"
         self._wire = torch.device("cpu") if self.staged else device
         self.waits = StreamWaits(lambda: self.deadline) if dist.get_backend() == "nccl" else None
-        if self.waits is not None:  # its first exchange must have all ranks of the group, and ours need not
+        if self.waits is not None:  # NCCL's first operation must include all ranks, and an exchange need not
             dist.barrier(device_ids=[torch.cuda.current_device() if device.index is None else device.index])
 
     def send_recv(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], where: str) -> "TorchWork":
-        """Start all messages of one exchange together, receives first. Raises ExchangeError for an earlier one."""
+        """Start all messages of one exchange together, receives first. Raises ExchangeError for an earlier exchange."""
         if self.waits is not None:
             self.waits.look_back()
         received = [[torch.empty(s.shape, dtype=s.dtype, device=self._wire) for s in m.specs] for m in incoming]
@@ -50,11 +50,11 @@ class TorchTransport:
         return TorchWork(self, works, (sent, received), incoming, where)
 
     def close(self) -> None:
-        """Nothing of our own to close: the group belongs to whoever made it."""
+        """Do nothing: whoever initialised the group destroys it."""
 
 
 class TorchWork(Work[Messages]):
-    """Works in flight, with their tensors: dropping the handle of a gloo send would hang the receiver."""
+    """Works in flight with their tensors: dropping the handle of a gloo send would block the receiver."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class TorchWork(Work[Messages]):
         self._stalled: tuple[StreamStall, ...] = ()
 
     def is_here(self, index: int) -> bool:
-        """Whether the batch is known to have come: with gloo only once it has been waited for."""
+        """Whether the batch is known to have arrived: with gloo only after a wait."""
         return all(work.is_completed() for work in self._works)
 
     def _receive(self, index: int) -> list[Tensor]:
-        """One message, off the wire and to where it is wanted. Works may be coalesced, so this waits for the batch."""
+        """Receive one message into its buffers. Works may be coalesced, so this waits for the whole batch."""
         self._leave()
         message, device = self.incoming[index], self._transport.device
         into = message.into or [None] * len(message.specs)
@@ -98,7 +98,7 @@ class TorchWork(Work[Messages]):
         self._sent.clear()
 
     def _stalls(self) -> Sequence[StreamStall]:
-        """With NCCL, how long the stream stands for what has been waited for."""
+        """With NCCL, the waits of the stream since the last call."""
         found, self._stalled = self._stalled, ()
         return found
 
