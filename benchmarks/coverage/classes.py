@@ -1,41 +1,47 @@
-"""Every transformer and UNet class, one after the other in a process of its own: its ranks are threads of one core."""
+"""Every transformer and UNet class, one after the other in a worker of its own: its ranks are threads of one core."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
 
 import diffusers
-import torch
+
+from patchpar.launch.local import LocalExecutor
+from tests.ranks import Place
 
 from .report import Report, examine
 from .subjects import Subject, subjects
+
+DEADLINE = 150.0
 
 
 @contextmanager
 def class_reports(chosen: Sequence[Subject], ranks: Sequence[int]) -> Iterator[Callable[[], list[Report]]]:
     """Try every mode of each subject on so many ranks, from now on; what is given waits for the reports, in order.
 
-    Whatever ends the block ends the process after the subject that it is at.
+    Whatever ends the block ends the worker.
     """
-    process = ProcessPoolExecutor(1, get_context("spawn"), initializer=_prepare)
-    try:
-        under_way = [process.submit(_examined, (each.name, each.family), tuple(ranks)) for each in chosen]
-        yield lambda: [each.result() for each in under_way]
-    finally:
-        process.shutdown(cancel_futures=True)
+    with LocalExecutor(["cpu"], "tests.ranks:Ranks", deadline=DEADLINE, preload=["tests.tiny"]) as worker:
+
+        def report(subject: Subject) -> Report:
+            arguments = (subject.name, subject.family, tuple(ranks))
+            (found,) = worker.call("run", "benchmarks.coverage.classes:examined", 1, "auto", arguments)
+            sys.stderr.write(f"{subject.name} ({subject.family}): {found.split}\n")
+            return found
+
+        thread = ThreadPoolExecutor(1)
+        try:
+            under_way = [thread.submit(report, each) for each in chosen]
+            yield lambda: [each.result() for each in under_way]
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
 
 
-def _prepare() -> None:
-    torch.set_num_threads(1)  # the nets are so small that a second thread costs more than it brings
+def examined(place: Place, name: str, family: str, ranks: Sequence[int]) -> Report:
+    """Every mode of one subject, in the worker."""
     diffusers.logging.set_verbosity_error()
-
-
-def _examined(key: tuple[str, str], ranks: Sequence[int]) -> Report:
-    (subject,) = [each for each in subjects() if (each.name, each.family) == key]
-    report = examine(subject, ranks)
-    sys.stderr.write(f"{subject.name} ({subject.family}): {report.split}\n")
-    return report
+    (subject,) = [each for each in subjects() if (each.name, each.family) == (name, family)]
+    return examine(subject, ranks)
