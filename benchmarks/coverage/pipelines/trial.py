@@ -30,6 +30,8 @@ from .entry import Built, Entry
 
 SEED = 7
 RANKS = 3
+PATIENCE = 120.0
+"""Seconds for which other ranks wait until rank 0 has made the plain reference, on a busy machine too."""
 
 Verdict = Literal["exact", "refused", "wrong", "failed", "plain fails"]
 """The last: diffusers' own pipeline cannot do this call in one process either."""
@@ -56,6 +58,7 @@ def examined(
 
     `has_controls`: plans with patches are tried without exchange too. Collective: every rank of the pool calls it.
     """
+    place.transport.deadline = PATIENCE
     engine, subject = PipelineRunner(place.context), _Subject(name)
     trials = [_Trial(place, engine, subject, plan, Path(verifications), has_controls) for plan in plans]
     return [outcome for trial in trials if (outcome := trial.run()) is not None]
