@@ -23,7 +23,7 @@ from patchpar.pipeline.messages import CallOptions, RandomState
 from patchpar.pipeline.runner import PipelineRunner
 from patchpar.plan.mesh import Axis
 from patchpar.plan.plan import Plan
-from patchpar.strategies.data.split import PICTURES
+from patchpar.strategies.data.split import IMAGE_ARGUMENTS
 from tests.ranks import Place
 
 from .entry import Built, Entry
@@ -115,7 +115,9 @@ class _Trial:
         text = self.text
         self.engine.restore()
         if self.group_rank.rank >= self.plan.world_size:
-            self.engine.draw({}, self.options)  # without a pipeline: it takes part in nothing but the meeting of ranks
+            self.engine.generate(
+                {}, self.options
+            )  # without a pipeline: it takes part in nothing but the meeting of ranks
             return None
         want, failure_of_plain = self._wanted()
         if not self._on_all_ranks(not failure_of_plain):
@@ -147,10 +149,10 @@ class _Trial:
         engine = self.engine
         pipe, call = self.subject.make(self.plan.data)
         engine.adopt(pipe)
-        got = [engine.draw(_seeded(call), self.options)]
+        got = [engine.generate(_seeded(call), self.options)]
         if self.plan.patch > 1 and self.has_controls:
             engine.control(exchange="off")
-            got.append(engine.draw(_seeded(call), self.options))
+            got.append(engine.generate(_seeded(call), self.options))
         errors = [self._error(each, want) for each in got]
         return errors[0], next(iter(errors[1:]), None)
 
@@ -241,7 +243,7 @@ def _several_prompts(entry: Entry, call: Mapping[str, Any]) -> dict[str, Any]:
     Raises AssertionError for an entry without prompts.
     """
     assert entry.prompts, f"{entry.name} has no batch"
-    twice = {name: [call[name]] * 2 for name in PICTURES if _is_one(name, call.get(name))}
+    twice = {name: [call[name]] * 2 for name in IMAGE_ARGUMENTS if _is_one(name, call.get(name))}
     for name in ("negative_prompt", "lyrics"):
         if isinstance(call.get(name), str):
             twice[name] = [call[name]] * 2
