@@ -162,7 +162,7 @@ def test_frozen_uses_nothing_of_this_step() -> None:
 
 def test_without_a_clock_nobody_knows_what_the_last_step_is() -> None:
     comm: Any = None  # it is not looked at
-    with pytest.raises(PlanError, match="'pcpp' uses values of the last step, so it needs the step clock"):
+    with pytest.raises(PlanError, match="'pcpp' uses stale values, so it needs the step clock"):
         StaleState(comm, PartiallyConditioned().policy, None)
     assert ExactPatch().policy.remembers is False
     assert StepClock().step == 0

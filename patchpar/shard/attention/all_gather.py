@@ -1,8 +1,8 @@
-"""Everybody's keys and values come to every place at once, as DistriFusion gathers them (arXiv:2402.19481), exactly.
+"""All-gather of keys and values, fresh and exact, as DistriFusion gathers them (arXiv:2402.19481).
 
-Own queries against own keys while the others' are on their way, each place's as soon as it is here.
+A rank attends to its own keys while the others' arrive, and to each rank's as soon as they are received.
 
-sent by each place      2 (N-1)/N of the sequence, to everyone; one round
+sent by each rank       2 (N-1)/N of the sequence, to all ranks; one round
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from patchpar.shard.attention.sharded_qkv import ShardedQKV
 
 
 def attend_gathered(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
-    """Output [B, N, c + l, D] of this place. Raises ExchangeError."""
+    """Return this rank's output [B, N, c + l, D]. Raises ExchangeError."""
     own = [x.contiguous() for x in shared.own_keys]
     pending = AllGather(comm, axis, "kv", where).start(own, shared.key_specs)
 

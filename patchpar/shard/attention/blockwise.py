@@ -1,6 +1,8 @@
-"""Attention of some queries to some keys as a partial result, with mask and grouped heads. No exchange.
+"""Attention of some queries to some keys as a partial result, with mask and grouped heads. Nothing is sent.
 
 Partial results merge by their log-sum-exp, exactly and in any order (ring attention, Liu et al., arXiv:2310.01889).
+
+Shape letters: B batch, N query heads, M key heads, l queries, k keys, D head width.
 """
 
 from collections.abc import Iterator
@@ -13,13 +15,16 @@ from patchpar.shard.attention.partial import Partial, attend
 from patchpar.shard.attention.sharded_qkv import ShardedQKV, TokenSpan
 from patchpar.shard.precision import wide
 
-ALIGNED = 16  # elements: what the kernel wants of a row of its bias
+ALIGNED = 16  # elements to which the kernel needs rows of its bias aligned
 
 
 def attend_locally(
     q_BNlD: Tensor, k_BMkD: Tensor, v_BMkD: Tensor, *, bias: Tensor | None = None, scale: float | None = None
 ) -> Partial:
-    """Output and log-sum-exp; a query that may see none of these keys has output 0 and log-sum-exp -inf."""
+    """Return output [B, N, l, D] and log-sum-exp [B, N, l]: 0 and -inf for a query whose keys are all masked.
+
+    `bias` is added to the logits and broadcasts to [B, N, l, k].
+    """
     k_BNkD, v_BNkD = (expand_heads(x, q_BNlD.shape[1]) for x in (k_BMkD, v_BMkD))
     if bias is None:
         return attend(q_BNlD, k_BNkD, v_BNkD, scale)
@@ -51,19 +56,19 @@ def _attend_biased(q_BNlD: Tensor, k_BNkD: Tensor, v_BNkD: Tensor, bias: Tensor,
 
 
 def expand_heads(x_BMkD: Tensor, heads: int) -> Tensor:
-    """Keys or values of grouped heads, one for each query head."""
+    """Return grouped keys or values [B, M, k, D] repeated to one for each query head, [B, heads, k, D]."""
     group = heads // x_BMkD.shape[1]
     return x_BMkD if group == 1 else x_BMkD.repeat_interleave(group, dim=1)
 
 
 def attend_own(shared: ShardedQKV) -> Partial:
-    """All queries of this place against the common keys and its own."""
+    """Return attention of all this rank's queries [B, N, c + l, D] to the common keys and its own."""
     bias = shared.bias(shared.own_rows, [shared.common_span, shared.span(shared.group_rank)])
     return attend_locally(shared.q_BNlD, shared.k_BMlD, shared.v_BMlD, bias=bias, scale=shared.scale)
 
 
 def attend_others(shared: ShardedQKV, group_rank: int, k_BMkD: Tensor, v_BMkD: Tensor) -> Iterator[Partial]:
-    """All queries of this place against another's keys; nothing where causality hides all of them."""
+    """Yield attention of all this rank's queries to another's keys; nothing where causality masks all of them."""
     if shared.causal and group_rank > shared.group_rank:
         return
     bias = shared.bias(shared.own_rows, [shared.span(group_rank)])
@@ -71,6 +76,6 @@ def attend_others(shared: ShardedQKV, group_rank: int, k_BMkD: Tensor, v_BMkD: T
 
 
 def attend_span(shared: ShardedQKV, q_BNlD: Tensor, span: TokenSpan, k_BMkD: Tensor, v_BMkD: Tensor) -> Partial:
-    """Queries of some tokens, ours or not, against the keys of this place alone."""
+    """Return attention of the queries of `span`, of this rank or another, to this rank's own keys."""
     bias = shared.bias([span], [shared.span(shared.group_rank)])
     return attend_locally(q_BNlD, k_BMkD, v_BMkD, bias=bias, scale=shared.scale)

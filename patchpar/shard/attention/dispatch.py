@@ -1,4 +1,4 @@
-"""The exact ways to attend to tokens of several places, by name. All give what one place with all tokens would."""
+"""The exact attention modes over tokens of several ranks, by name. All equal attention on one rank with all tokens."""
 
 from functools import partial
 
@@ -22,7 +22,7 @@ MODES: dict[str, Mode] = {
 
 
 def attend_together(keys: AttentionMode, comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
-    """Output [B, N, c + l, D] of this place. Raises ExchangeError, PlanError, UnsupportedModel."""
+    """Return this rank's output [B, N, c + l, D]. Raises ExchangeError, PlanError, UnsupportedModel."""
     mode = MODES[keys.way]
     if keys.ulysses > 1:
         keys.check_group_size(axis.size)

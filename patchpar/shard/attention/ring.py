@@ -1,11 +1,11 @@
-"""Ring attention (Liu et al., arXiv:2310.01889), keys and values going round one way or both ways.
+"""Ring attention (Liu et al., arXiv:2310.01889): keys and values travel round a ring in one or both directions.
 
-    one way      N-1 rounds, each place passes on what it got
-    both ways    N/2 rounds: every share goes half-way round in each direction, so that both directions of a link work
+    one way      N-1 rounds, each rank sends on what it received
+    both ways    N/2 rounds: keys and values go half-way round in each direction and use both directions of a link
 
-The next round is under way while this one's keys are attended to.
+The next round is sent while this round's keys are attended to.
 
-sent by each place      2 (N-1)/N of the sequence, to the neighbours
+sent by each rank       2 (N-1)/N of the sequence, to the neighbours
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,19 +22,19 @@ from patchpar.shard.attention.sharded_qkv import ShardedQKV
 
 
 class RingShift(NamedTuple):
-    """Shares that go `hops` places on, each time to the place `direction` away."""
+    """Keys and values that travel `hops` hops round the ring, each to the rank `direction` away."""
 
     direction: int
     hops: int
 
 
 def attend_in_ring(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
-    """Output [B, N, c + l, D] of this place. Raises ExchangeError."""
+    """Return this rank's output [B, N, c + l, D]. Raises ExchangeError."""
     return _attend(comm, axis, where, shared, [RingShift(1, axis.size - 1)])
 
 
 def attend_both_ways(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
-    """Output [B, N, c + l, D] of this place. Raises ExchangeError."""
+    """Return this rank's output [B, N, c + l, D]. Raises ExchangeError."""
     streams = [RingShift(1, axis.size // 2), RingShift(-1, (axis.size - 1) // 2)]
     return _attend(comm, axis, where, shared, streams)
 
@@ -58,7 +58,7 @@ def _attend(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV, stre
 
 
 def _owner(axis: Axis, stream: RingShift, step: int) -> int:
-    """Whose share we get in this round."""
+    """Return the group rank whose keys arrive in this round."""
     return (axis.rank - stream.direction * step) % axis.size
 
 

@@ -1,9 +1,9 @@
-"""One attention call over tokens that several places share, as every exact mode sees it.
+"""One attention call over tokens split between ranks, the input of every exact mode.
 
-The whole sequence is, in this order: tokens that all places hold (text, in joint attention), then each place's own.
+The whole sequence is, in this order: tokens that all ranks hold (text, in joint attention), then each rank's own.
 Masks stay whole; a mode takes the rows and columns it needs.
 
-Shape letters: B batch, N query heads, M key heads (N / M queries share one), L tokens of the whole, l this place's own,
+Shape letters: B batch, N query heads, M key heads (N / M queries share one), L tokens of the whole, l this rank's own,
 c common ones, D head width.
 """
 
@@ -31,11 +31,11 @@ class TokenSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedQKV:
-    """Queries, keys and values of this place: `common` tokens first, then its own.
+    """Queries, keys and values of this rank: `common` tokens first, then its own.
 
-    `sizes`: how many tokens each place has of its own. `common_asks`: whether the common tokens are among the queries;
-    they may be keys only. `mask`: additive, broadcastable to [B, N, queries of the whole, L]. `causal`: a token sees
-    those before it in the whole sequence. Raises UnsupportedModel.
+    `sizes`: the number of own tokens of each rank. `common_asks`: whether the common tokens are queries too, not only
+    keys. `mask`: additive or boolean, broadcastable to [B, N, queries of the whole, L]. `causal`: a token attends to
+    itself and those before it in the whole sequence. Raises UnsupportedModel.
     """
 
     q_BNlD: Tensor
@@ -70,45 +70,45 @@ class ShardedQKV:
 
     @property
     def asking(self) -> int:
-        """How many common tokens come before our own queries."""
+        """Number of common tokens before this rank's own queries."""
         return self.common if self.common_asks else 0
 
     @property
     def beside(self) -> tuple[int, int, int]:
-        """How many common tokens come first among queries, keys and values."""
+        """Number of leading common tokens among queries, keys and values."""
         return self.asking, self.common, self.common
 
     @property
     def own_rows(self) -> list[TokenSpan]:
-        """Where our queries are in the whole."""
+        """Spans of this rank's queries in the whole sequence."""
         return [*([self.common_span] if self.asking else []), self.span(self.group_rank)]
 
     @property
     def common_span(self) -> TokenSpan:
-        """Where the common tokens are in the whole."""
+        """Span of the common tokens in the whole sequence."""
         return TokenSpan(0, self.common)
 
     def span(self, group_rank: int) -> TokenSpan:
-        """Where a place's own tokens are in the whole."""
+        """Return the span of a rank's own tokens in the whole sequence."""
         start = self.common + sum(self.sizes[:group_rank])
         return TokenSpan(start, start + self.sizes[group_rank])
 
     @property
     def own_keys(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of this place alone, as they travel."""
+        """This rank's own keys and values, [B, M, l, D] each, as they are sent."""
         return self.k_BMlD[:, :, self.common :], self.v_BMlD[:, :, self.common :]
 
     def key_specs(self, group_rank: int) -> tuple[TensorSpec, TensorSpec]:
-        """What a place's own keys and values look like."""
+        """Return the specs of a rank's own keys and values."""
         found = [
             TensorSpec((*x.shape[:2], self.sizes[group_rank], x.shape[3]), x.dtype) for x in (self.k_BMlD, self.v_BMlD)
         ]
         return found[0], found[1]
 
     def bias(self, rows: Sequence[TokenSpan], columns: Sequence[TokenSpan]) -> Tensor | None:
-        """What is added to the logits of these queries and keys; None where nothing is.
+        """Return the logit bias of these queries and keys in the dtype of the queries; None where there is none.
 
-        [B or 1, N or 1, tokens of the rows, tokens of the columns] in the dtype of the queries.
+        Broadcasts to [B, N, tokens of the rows, tokens of the columns].
         """
         found = None
         if self.mask is not None:
@@ -124,7 +124,7 @@ class ShardedQKV:
         return found
 
     def with_heads(self, start: int, stop: int) -> "ShardedQKV":
-        """The same with some of the query heads in the mask."""
+        """Return a copy whose mask is that of the query heads `start` to `stop`."""
         mask = self.mask
         if mask is not None and mask.dim() == 4 and mask.shape[1] > 1:
             mask = mask[:, start:stop]
@@ -132,14 +132,14 @@ class ShardedQKV:
 
 
 def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as what is added to the logits."""
+    """Return a mask of any shape as a logit bias: a boolean one as 0 and -inf in `dtype`, any other as it is."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
 
 
 def spans_of(sizes: Sequence[int]) -> list[TokenSpan]:
-    """Consecutive spans of these lengths."""
+    """Return consecutive spans of these lengths."""
     return [TokenSpan(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 

@@ -1,10 +1,10 @@
-"""Own queries against own keys of this step and what is held of other places' keys of the last one.
+"""Attention of a rank's queries to its own fresh keys and stale keys of the other ranks.
 
-    exact call    everybody's keys come now, and are remembered
-    else          what is held is attended to, while ours leave for the next step
+    exact call    fresh keys of all ranks are gathered and stored
+    else          stored keys are attended to, while this rank's are sent for the next step
 
-For bands of pictures and for runs of tokens alike. Tokens that every place has (text, in joint attention) are always of
-this step.
+For bands of images and for ranges of tokens alike. Tokens that every rank has (text, in joint attention) are always
+fresh.
 """
 
 from collections.abc import Iterator
@@ -27,11 +27,11 @@ DRIFT_STRIDE = 16  # tokens
 
 
 def attend_with_past(patch: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, entry: StaleEntry) -> Tensor:
-    """Output [B, N, q, D] of our queries. Raises ExchangeError.
+    """Return the output [B, N, q, D] of this rank's queries. Raises ExchangeError.
 
-    The call's keys and values [B, M, c + l, D] are tokens that everybody has, then ours. Its mask is added to the
-    logits, with a column for every common token, then for every token of the whole in their order. Its kernel gets all
-    keys at once where they lie together.
+    The call's keys and values [B, M, c + l, D] are the common tokens, then this rank's. Its mask is added to the logits
+    and has a column for every common token, then for every token of the whole in order. Its kernel gets all keys at
+    once where they are contiguous.
     """
     if patch.policy.resync is not None:
         _note_drift(patch, entry, _own(grid, call, patch.group_rank).k_BlND)
@@ -41,18 +41,18 @@ def attend_with_past(patch: LocalPatch, where: str, grid: LevelGrid, call: Atten
 
 
 def _here(call: AttentionCall) -> KeysValues:
-    """Keys and values that are here: common tokens, then ours."""
+    """Return the local keys and values: common tokens, then this rank's."""
     return KeysValues(call.key.transpose(1, 2), call.value.transpose(1, 2))
 
 
 def _own(grid: LevelGrid, call: AttentionCall, group_rank: int) -> KeysValues:
-    """Our tokens alone."""
+    """Return the keys and values of this rank's tokens alone."""
     here, own = _here(call), grid.num_tokens(group_rank)
     return here if here.k_BlND.shape[1] == own else KeysValues(*(x[:, -own:] for x in here))
 
 
 def _columns(grid: LevelGrid, call: AttentionCall, group_rank: int, *, here: bool) -> Tensor | None:
-    """Columns of the mask for the tokens of one place, and with `here` for the common tokens too."""
+    """Return the columns of the mask for the tokens of one rank, with `here` for the common tokens too."""
     mask = call.attn_mask
     if mask is None or mask.shape[-1] == 1:
         return mask
@@ -64,7 +64,7 @@ def _columns(grid: LevelGrid, call: AttentionCall, group_rank: int, *, here: boo
 def _attend_now(
     patch: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, others: dict[int, KeysValues]
 ) -> Tensor:
-    """With everybody's keys of this step, which are left in `others` for the next."""
+    """Attend to fresh keys of all ranks and leave those of the others in `others`."""
     pending = _gather(patch, where, grid, _own(grid, call, patch.group_rank))
 
     def partials() -> Iterator[Partial]:
@@ -97,7 +97,7 @@ def _attend_to(call: AttentionCall, tokens: KeysValues, bias: Tensor | None) -> 
 def _attend_beside_tokens(
     patch: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, entry: StaleEntry
 ) -> Tensor:
-    """With a selection of everybody's tokens of the last step; ours leave for the next."""
+    """Attend to a selection of the other ranks' stale tokens, and send this rank's for the next step."""
     options, cache = patch.policy.context, patch.cache
     assert isinstance(options, StaleKV)
     assert cache is not None
@@ -122,7 +122,7 @@ def _attend_beside_tokens(
 
 
 def _tell(patch: LocalPatch, where: str, own: KeysValues, state: RemoteTokens) -> Work[Messages] | None:
-    """How everybody's tokens have changed since the last step, if the treatment wants to know."""
+    """Start to gather the corrections of all ranks; None where the policy needs none."""
     if not state.corrects:
         return None
     gather = AllGather(patch.comm, patch.axis, "correction", where)
@@ -132,7 +132,7 @@ def _tell(patch: LocalPatch, where: str, own: KeysValues, state: RemoteTokens) -
 def _attend_beside_partials(
     patch: LocalPatch, where: str, grid: LevelGrid, call: AttentionCall, entry: StaleEntry
 ) -> Tensor:
-    """With what is kept of the attention to others' tokens; this layer's turn to renew it comes now and then."""
+    """Attend to local keys and merge the cached partial over the others' tokens; each layer refreshes it in turn."""
     options, cache = patch.policy.context, patch.cache
     assert isinstance(options, CachedPartials)
     assert cache is not None
@@ -154,7 +154,7 @@ def _attend_beside_partials(
         arriving = _gather(patch, where, grid, _own(grid, call, patch.group_rank)).arriving()
         whole = dict(zip(patch.axis.others, arriving, strict=True))
         state.kept = renewed(whole)
-        if state.is_due(cache.evaluation + 1, layer):  # what its turn needs is here already
+        if state.is_due(cache.evaluation + 1, layer):  # the refresh of the next step uses these keys
             entry.keep({ranks[group_rank]: tensors for group_rank, tensors in whole.items()}, entry.own)
     elif state.is_due(cache.evaluation, layer) and not patch.frozen:
         received = entry.take()
@@ -166,7 +166,7 @@ def _attend_beside_partials(
 
 
 def _note_drift(patch: LocalPatch, entry: StaleEntry, key_BlND: Tensor) -> None:
-    """How far our keys have moved since the last step, from every sixteenth token."""
+    """Add the drift of this rank's keys since the previous step, from every sixteenth token."""
     assert patch.cache is not None
     sample = key_BlND[:, ::DRIFT_STRIDE].to(torch.float32, copy=True)  # a view would keep all of it
     if entry.own is not None and entry.own.shape == sample.shape:

@@ -1,9 +1,9 @@
-"""Own queries against own keys of this step and other places' keys of the last one.
+"""Stale keys and values of the other ranks, for attention beside this rank's fresh ones.
 
-    RemoteTokens      a selection of everybody's tokens beside ours in one buffer, one attention over all of it
-    RemotePartials    attention to other places' tokens, kept as output and log-sum-exp, computed anew now and then
+    RemoteTokens      selected tokens of all ranks in one buffer, one attention over all of it
+    RemotePartials    attention to the other ranks' tokens, cached as output and log-sum-exp, refreshed every few steps
 
-Each belongs to one attention seam in one guidance call.
+Each belongs to one attention exchange point in one guidance call.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,16 +26,16 @@ from patchpar.shard.stale.token_grid import LevelGrid, log_weights, take, take_b
 
 
 class KeysValues(NamedTuple):
-    """Keys and values of some tokens, [B, l, N, D] each, as the projections lie in memory."""
+    """Keys and values of some tokens, [B, l, N, D] each, in the memory layout of the projections."""
 
     k_BlND: Tensor
     v_BlND: Tensor
 
 
 class RemoteTokens:
-    """Everybody's selected tokens of the last step beside our own in one buffer, allocated once.
+    """The other ranks' selected stale tokens beside this rank's own in one buffer, allocated once.
 
-    `joined_anew`: copy keys and values together for each attention, as DistriFusion's code does.
+    `joined_anew`: concatenate keys and values for each attention, as DistriFusion's code does (arXiv:2402.19481).
     """
 
     def __init__(self, options: StaleKV, axis: Axis, grid: LevelGrid, here: KeysValues, *, joined_anew: bool) -> None:
@@ -43,7 +43,7 @@ class RemoteTokens:
         sizes = [self._num_tokens(group_rank, axis.rank) for group_rank in range(axis.size)]
         sizes[axis.rank] = here.k_BlND.shape[1]
         self._common = sizes[axis.rank] - grid.num_tokens(axis.rank)
-        order = (axis.rank, *axis.others)  # ours first; attention does not mind the order
+        order = (axis.rank, *axis.others)  # own tokens first; attention does not depend on the order of keys
         batch, _, heads, _ = here.k_BlND.shape
         self._buffers = tuple(x.new_empty(batch, sum(sizes), heads, x.shape[-1]) for x in here)
         ends = torch.tensor([sizes[group_rank] for group_rank in order]).cumsum(0).tolist()
@@ -51,15 +51,13 @@ class RemoteTokens:
             group_rank: (end - sizes[group_rank], sizes[group_rank])
             for group_rank, end in zip(order, ends, strict=True)
         }
-        self._deltas: dict[
-            tuple[PooledRows, ...], list[QuantizedDelta]
-        ] = {}  # what others hold of ours, by what they get
-        self._copies: dict[int, list[QuantizedDelta]] = {}  # what we hold of others
+        self._deltas: dict[tuple[PooledRows, ...], list[QuantizedDelta]] = {}  # others' copies of own tokens, by pieces
+        self._copies: dict[int, list[QuantizedDelta]] = {}  # own copies of the others' tokens
         self._bias = self._make_bias(order)
         self._ended = {p: tuple(x.clone() for x in self._held(p)) for p in axis.others if options.extrapolated}
         self._past = OwnPast(options.correction, extrapolated=options.extrapolated)
-        self._two_known = False  # whether `_ended` is of the evaluation before the one that is held
-        self._held_is_newest = False  # and not led on
+        self._two_known = False  # whether `_ended` is of the evaluation before that of the buffer
+        self._held_is_newest = False  # whether the buffer has values as received, not extrapolated
 
     def _pieces(self, sender: int, receiver: int) -> tuple[PooledRows, ...]:
         return self.options.selection.pieces(sender, receiver, self.grid.rows(sender))
@@ -68,7 +66,7 @@ class RemoteTokens:
         return sum(piece.num_tokens(self.grid.across) for piece in self._pieces(sender, receiver))
 
     def _make_bias(self, order: Sequence[int]) -> Tensor | None:
-        """The logit bias of every token in the buffer; None where all count once."""
+        """Return the logit bias of every token in the buffer; None where all have weight 1."""
         mine = self.axis.rank
         pieces = [(PooledRows(0, self.grid.rows(mine)),) if p == mine else self._pieces(p, mine) for p in order]
         bias = torch.cat([log_weights(each, self.grid.across) for each in pieces])
@@ -77,12 +75,12 @@ class RemoteTokens:
         return bias.to(buffer.device, buffer.dtype) if bias.any() else None
 
     def _held(self, group_rank: int) -> list[Tensor]:
-        """Where the tokens of a place lie."""
+        """Return views of the tokens of a rank in the buffers."""
         start, count = self._range[group_rank]
         return [buffer.narrow(1, start, count) for buffer in self._buffers]
 
     def remember(self, own: KeysValues, others: Mapping[int, KeysValues], *, continues: bool) -> None:
-        """Take what was exchanged whole in this step. `continues`: the step before is of the same picture."""
+        """Store the fresh tokens of all ranks. `continues`: the step before belongs to the same image."""
         self._past.remember(own, continues=continues)
         self._two_known = continues and self._held_is_newest
         self._held_is_newest = True
@@ -105,16 +103,16 @@ class RemoteTokens:
             }
 
     def _received(self, group_rank: int) -> list[Tensor]:
-        """Where differences are added up: where the tokens lie, or beside it if what lies there is made of them."""
+        """Return the tensors that sum up differences: the buffer's, or copies if the buffer holds derived values."""
         return [x.clone() if self._is_apart else x for x in self._held(group_rank)]
 
     @property
     def _is_apart(self) -> bool:
-        """Whether what is attended to is not what came."""
+        """Whether the tokens attended to are derived from the received ones."""
         return bool(self._ended) or self.options.correction != "none"
 
     def _receivers(self) -> dict[tuple[PooledRows, ...], tuple[int, ...]]:
-        """Who gets the same pieces of ours: global ranks by pieces."""
+        """Return the global ranks that receive the same pieces of this rank's tokens, by pieces."""
         found: dict[tuple[PooledRows, ...], tuple[int, ...]] = {}
         for group_rank in self.axis.others:
             pieces = self._pieces(self.axis.rank, group_rank)
@@ -123,7 +121,7 @@ class RemoteTokens:
         return found
 
     def part(self, own: KeysValues) -> ExchangePart:
-        """What leaves and comes for the next step."""
+        """Return what this rank sends and receives for the next step."""
         senders = [group_rank for group_rank in self.axis.others if self._range[group_rank][1]]
         if self.options.bits < 16:
             outgoing = [(peers, self._encoded(own, pieces)) for pieces, peers in self._receivers().items()]
@@ -142,7 +140,10 @@ class RemoteTokens:
         return tuple(t for x, r in zip(tokens, self._deltas[pieces], strict=True) for t in r.encode(x))
 
     def arrived(self, received: Mapping[int, list[Tensor]]) -> None:
-        """Take what has come: whole values lie in the buffer already."""
+        """Apply received differences, levels and scales by global rank as in `QuantizedDelta`, of any shape.
+
+        Unquantised tokens are received into the buffer itself.
+        """
         for group_rank, deltas in self._copies.items():
             found = received.get(self.axis.ranks[group_rank], [])
             for index, delta in enumerate(deltas if found else []):
@@ -152,10 +153,10 @@ class RemoteTokens:
         self._held_is_newest = self._held_is_newest or bool(received)
 
     def extrapolate(self, step_ratio: Tensor | float) -> None:
-        """From the values of the last two steps to those of this one, along a straight line.
+        """Extrapolate the tokens in the buffer [B, l, N, D] along the line through the last two steps.
 
-        `step_ratio`: how far this step goes, in units of the last. Once for each step; with one step known it does
-        nothing.
+        `step_ratio`: length of this step over that of the last, a scalar. Call it once for each step; with one step
+        known it changes nothing.
         """
         if not (self._ended and self._held_is_newest):
             return
@@ -168,27 +169,33 @@ class RemoteTokens:
 
     @property
     def corrects(self) -> bool:
-        """Whether owners tell how their tokens have changed."""
+        """Whether ranks send corrections of their tokens."""
         return self.options.correction != "none"
 
     def gathered(self, own: KeysValues, step_ratio: Tensor | float) -> list[Tensor]:
-        """What we say of our tokens of this step, before anything is led on. Once for each step."""
+        """Return the correction of this rank's tokens [B, l, N, D] to send, as `OwnPast.fits`.
+
+        Call it once for each step, before `extrapolate`. `step_ratio` is a scalar.
+        """
         return self._past.fits(own, step_ratio)
 
     def correction_specs(self, group_rank: int) -> list[TensorSpec]:
-        """What a place says of its own."""
+        """Return the specs of the correction that a rank sends."""
         count = self.grid.num_tokens(group_rank)
         return self._past.specs([(x.shape[0], count, *x.shape[2:]) for x in self._buffers])
 
     def correct(self, group_rank: int, gathered: Sequence[Tensor]) -> None:
-        """Bring what is held of a place, led on or not, to this step."""
+        """Correct the tokens held of a rank by its fits of keys and values, as `OwnPast.fits` returns them.
+
+        For each: `along` [B, N], `scale` [B, N, D] or [B, N, D, D], `shift` [B, N, D].
+        """
         held = self._held(group_rank)
         fits = (CorrectionFit(*gathered[:3]), CorrectionFit(*gathered[3:]))
         for x, last, fit in zip(held, self._ended.get(group_rank, held), fits, strict=True):
             correct(x, last, fit)
 
     def attend(self, call: AttentionCall, here: KeysValues) -> Tensor:
-        """The call's queries [B, N, q, D] against all that is in the buffer, and what is here of this step."""
+        """Return attention [B, N, q, D] of the call's queries to the tokens in the buffer and the local fresh ones."""
         if self.options.narrow_to is not None or self.joined_anew:
             keys, values = self._joined(here)
         else:
@@ -204,10 +211,7 @@ class RemoteTokens:
         return replace(call, key=key, value=value, attn_mask=mask, enable_gqa=gqa).run()
 
     def _bias_of(self, bias: Tensor) -> Tensor:
-        """Out of columns for the common tokens, then those of the whole place by place, those of what is attended to.
-
-        What an average stands for is in them.
-        """
+        """Return the columns, common tokens and then rank by rank, for the tokens attended to, averages weighted."""
         mine, grid = self.axis.rank, self.grid
 
         def columns(group_rank: int) -> Tensor:
@@ -221,7 +225,7 @@ class RemoteTokens:
         return torch.cat(found, dim=-1)
 
     def _joined(self, own: KeysValues) -> tuple[Tensor, ...]:
-        """Keys and values of all places, of those only the selection that is attended to."""
+        """Return keys and values of all ranks, of the others only the selection attended to."""
         narrow = self.options.narrow_to or AllRows()
         mine, joined = self.axis.rank, []
         for index, x in enumerate(own):
@@ -236,7 +240,7 @@ class RemoteTokens:
         return tuple(joined)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Everything held for the next step."""
+        """Yield every tensor stored for the next step, of any shape."""
         yield from self._buffers
         yield from self._past.tensors()
         yield from (x for ended in self._ended.values() for x in ended)
@@ -252,10 +256,10 @@ def _copy(into: Iterable[Tensor], values: Iterable[Tensor]) -> None:
 
 
 class RemotePartials:
-    """Attention of our queries to all other places' tokens, as it was at the last refresh.
+    """Attention of this rank's queries to all other ranks' tokens, as of the last refresh.
 
     Attention over parts of the keys merges exactly by log-sum-exp (ring attention, arXiv:2310.01889); here the remote
-    part may be several steps old. DiTFastAttn (NeurIPS 2024) keeps what a window leaves out like this, on one GPU.
+    part may be several steps old. DiTFastAttn (NeurIPS 2024) caches attention outside a window like this, on one GPU.
     """
 
     def __init__(self, refresh: int, axis: Axis, grid: LevelGrid) -> None:
@@ -263,17 +267,17 @@ class RemotePartials:
         self.kept: Partial | None = None
 
     def is_due(self, evaluation: int, layer: int) -> bool:
-        """Whether this layer's turn comes in this evaluation."""
+        """Whether this layer is refreshed in this evaluation."""
         return (evaluation + layer) % self.refresh == 0
 
     @property
     def remote(self) -> Partial:
-        """What is kept."""
+        """The cached partial."""
         assert self.kept is not None, "a layer is refreshed in the first, synchronous step"
         return self.kept
 
     def part(self, own: KeysValues) -> ExchangePart:
-        """What leaves and comes for a refresh in the next step."""
+        """Return what this rank sends and receives for a refresh in the next step."""
         ranks = self.axis.ranks
         batch, _, heads, _ = own.k_BlND.shape
 
@@ -288,6 +292,6 @@ class RemotePartials:
         )
 
     def tensors(self) -> Iterator[Tensor]:
-        """Everything held for the next step."""
+        """Yield the cached output [B, N, l, D] and log-sum-exp [B, N, l]."""
         if self.kept is not None:
             yield from self.kept

@@ -1,10 +1,10 @@
-"""TokenRing (Wang et al., arXiv:2412.20501): keys and values stay, queries go round, partial results go straight home.
+"""TokenRing (Wang et al., arXiv:2412.20501): queries travel round the ring, partial results return to their owner.
 
-In step s a place holds the queries of the place s before it. They move on, and what was made of the last ones goes back
-to its owner, while these are attended to; so both directions of a link work. The results of the last step go home with
-nothing to hide behind.
+In step s a rank holds the queries of the rank s before it. While it attends with them, it sends them on and returns the
+results of step s-1 to their owner, so both directions of a link are used. The results of the last step are sent with no
+compute to overlap.
 
-sent by each place      (N-1)/N of the sequence as queries, as much again as results, and their log-sum-exp
+sent by each rank       (N-1)/N of the sequence as queries, as much again as results, and their log-sum-exp
 """
 
 from collections.abc import Iterator
@@ -21,18 +21,18 @@ from patchpar.shard.attention.sharded_qkv import ShardedQKV
 
 
 def attend_in_token_ring(comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> Tensor:
-    """Output [B, N, c + l, D] of this place. Raises ExchangeError."""
+    """Return this rank's output [B, N, c + l, D]. Raises ExchangeError."""
     return merge_partials(_RingPass(comm, axis, where, shared).partials()).out_BNlD
 
 
 class _RingPass:
-    """One time round."""
+    """One pass of the queries round the ring."""
 
     def __init__(self, comm: Communicator, axis: Axis, where: str, shared: ShardedQKV) -> None:
         self.comm, self.axis, self.where, self.shared = comm, axis, where, shared
 
     def partials(self) -> Iterator[Partial]:
-        """What own queries make of everybody's keys, as it comes home."""
+        """Yield attention of this rank's queries to each rank's keys, as it arrives."""
         shared, size = self.shared, self.axis.size
         queries = shared.q_BNlD[:, :, shared.asking :].contiguous()
         common, made = self._common(), None
@@ -51,18 +51,18 @@ class _RingPass:
             yield from self._home(self.comm.exchange(self.where, [self._results(size, made)]).wait()[0])
 
     def _rank(self, away: int) -> int:
-        """The global rank so many places on."""
+        """Return the global rank `away` hops on."""
         return self.axis.ranks[(self.axis.rank + away) % self.axis.size]
 
     def _common(self) -> Partial | None:
-        """Common queries against our own keys: the same for whoever owns the others."""
+        """Return attention of the common queries to this rank's own keys, the same in every step."""
         shared = self.shared
         if not shared.asking:
             return None
         return attend_span(shared, shared.q_BNlD[:, :, : shared.common], shared.common_span, *shared.own_keys)
 
     def _attend(self, step: int, queries: Tensor, common: Partial | None) -> Partial:
-        """What our keys are to the queries of the place `step` before us, and to the common ones."""
+        """Return attention of the common queries and those of the rank `step` hops before to this rank's own keys."""
         shared = self.shared
         owner = (self.axis.rank - step) % self.axis.size
         found = attend_span(shared, queries, shared.span(owner), *shared.own_keys)
@@ -71,7 +71,7 @@ class _RingPass:
         return Partial(*(torch.cat(pair, 2) for pair in zip(common, found, strict=True)))
 
     def _start(self, step: int, queries: Tensor, made: Partial | None) -> Work[list[Received]] | None:
-        """Queries move on, and the last step's results go home."""
+        """Send queries on and return the results of the previous step."""
         size, parts = self.axis.size, []
         if step < size - 1:
             owner = (self.axis.rank - 1 - step) % size
@@ -84,7 +84,7 @@ class _RingPass:
         return self.comm.exchange(self.where, parts) if parts else None
 
     def _results(self, step: int, made: Partial) -> ExchangePart:
-        """What was made in the step before `step` goes to its owner; what was made of our queries comes."""
+        """Send the results of the step before `step` to their owner, and receive those of this rank's queries."""
         away = step - 1
         shape = self.shared.q_BNlD.shape
         out_shape = (*shape[:3], self.shared.v_BMlD.shape[3])

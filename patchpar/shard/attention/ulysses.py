@@ -1,10 +1,12 @@
 """Ulysses (Jacobs et al., DeepSpeed-Ulysses, arXiv:2309.14509) and its hybrid with rings, USP (arXiv:2405.07719).
 
-Before attention tokens are exchanged for heads: a place gets all tokens of its group for some of the heads; afterwards
-the other way round. Neither heads nor tokens need divide evenly. In the hybrid, groups of `degree` neighbouring places
-do this, and between the groups another mode brings the rest of the tokens together, for the heads of each place.
+An all-to-all before attention gives each rank all tokens of its group for some of the heads; one after attention does
+the reverse. Neither heads nor tokens need divide evenly. In the hybrid, groups of `degree` neighbouring ranks do this,
+and another mode attends across the groups, for the heads of each rank.
 
-sent by each place      4 (U-1)/(U N) of the sequence for the heads, and what the other mode sends of 1/U of the heads
+sent by each rank       4 (U-1)/(U N) of the sequence for the heads, and what the other mode sends of 1/U of the heads
+
+Shape letters: as in `sharded_qkv`; n, m query and key heads of this rank, t tokens of the group.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,14 +27,14 @@ Mode = Callable[[Communicator, Axis, str, ShardedQKV], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class HeadAssignment:
-    """Which query heads a place of the group computes, and the key heads that they need."""
+    """Query heads that a rank of the group computes, and the key heads that they need."""
 
     query: TokenSpan
     key: TokenSpan
     group: int
 
     def keys_for(self, x_BMkD: Tensor) -> Tensor:
-        """One key head for each group of our query heads, or for each query head where groups are cut."""
+        """Return key heads [B, M, k, D], repeated for each of this rank's query heads where a group is cut."""
         first = self.query.start - self.key.start * self.group
         if first == 0 and len(self.query) == len(self.key) * self.group:
             return x_BMkD
@@ -40,7 +42,7 @@ class HeadAssignment:
 
 
 def split_heads(heads: int, key_heads: int, group_ranks: int) -> list[HeadAssignment]:
-    """Heads of every place, as evenly as possible, groups uncut where there are enough of them. Raises PlanError."""
+    """Return the heads of every rank, as even as possible; groups are cut only where too few. Raises PlanError."""
     if group_ranks > heads:
         raise PlanError(f"{heads} attention heads cannot be shared by {group_ranks} ranks: use ulysses={heads} or less")
     group = heads // key_heads
@@ -55,7 +57,7 @@ def split_heads(heads: int, key_heads: int, group_ranks: int) -> list[HeadAssign
 def attend_by_heads(
     comm: Communicator, axis: Axis, where: str, shared: ShardedQKV, *, degree: int, between: Mode
 ) -> Tensor:
-    """Output [B, N, c + l, D] of this place; `degree` divides the places. Raises ExchangeError, UnsupportedModel."""
+    """Return this rank's output [B, N, c + l, D]; `degree` divides the axis. Raises ExchangeError, UnsupportedModel."""
     group, across = _axes(axis, degree)
     first = axis.rank - group.rank
     sizes = shared.sizes[first : first + degree]
@@ -72,7 +74,7 @@ def attend_by_heads(
 
 
 def _axes(axis: Axis, degree: int) -> tuple[Axis, Axis]:
-    """Our group of neighbouring places, and the places that have our place in their groups."""
+    """Return the axis of this rank's group, and the axis of the ranks with the same index in their groups."""
     start, group_rank = axis.rank // degree * degree, axis.rank % degree
     group = Axis(axis.name, group_rank, degree, axis.ranks[start : start + degree])
     across = Axis(axis.name, axis.rank // degree, axis.size // degree, axis.ranks[group_rank::degree])
@@ -87,7 +89,7 @@ def tokens_to_heads(
     split: Sequence[HeadAssignment],
     sizes: Sequence[int],
 ) -> ShardedQKV:
-    """All tokens of the group, of our heads. Sizes and place are still those of the whole."""
+    """Send tokens for heads: return all tokens of the group, [B, n, c + t, D], for the own heads. The mask is whole."""
     mine = split[group.rank]
     tensors = (shared.q_BNlD, shared.k_BMlD, shared.v_BMlD)
 
@@ -138,7 +140,10 @@ def heads_to_tokens(
     split: Sequence[HeadAssignment],
     tokens: tuple[int, Sequence[int]],
 ) -> Tensor:
-    """All heads of our queries and of the common ones, from some heads of all queries of the group."""
+    """Send heads for tokens: return [B, N, c + l, D] from `out_BnLD`, this rank's heads of all queries of the group.
+
+    `tokens`: the number of common queries, and own tokens of each rank of the group. Raises ExchangeError.
+    """
     common, sizes = tokens
     spans = spans_of(sizes)
 

@@ -1,1 +1,1 @@
-"""Values of the last step: held, sent on, corrected, extrapolated."""
+"""Stale values (of the previous step): stored, sent, corrected, extrapolated."""

@@ -1,11 +1,11 @@
-"""What the seams of one rank remember of the last step, and what is on its way for the next. Buckets of small messages.
+"""Stale values of one rank's exchange points, exchanges pending for the next step, and buckets of small messages.
 
-    slot      one seam in one guidance call: what others sent last, our own last value, what is coming
-    bucket    small messages of several seams that leave as one
-    memory    all slots; says whether the last step may be used in this call
+    entry     one exchange point in one guidance call: values last received, the rank's own last value, pending exchange
+    bucket    small messages of several exchange points, sent as one
+    cache     all entries; decides whether the previous step may be used in this call
 
-Slots are told apart by the denoiser call within the step (guidance may need two), by the seam, and by how often this
-seam has been passed in the call.
+An entry is identified by the denoiser call within the step (guidance may need two), by the exchange point, and by how
+often that exchange point has run in the call.
 """
 
 from collections import Counter
@@ -25,7 +25,10 @@ MOST_CALLS = 16  # in one step: guidance needs two or three
 
 @dataclass(slots=True)
 class StaleEntry:
-    """One seam in one guidance call. `received` and `own` are of the last evaluation; `state` is the seam's own."""
+    """One exchange point in one guidance call. `received` and `own` are of the previous evaluation.
+
+    `state` belongs to the exchange point.
+    """
 
     received: Received = field(default_factory=dict)
     own: Tensor | None = None
@@ -33,28 +36,31 @@ class StaleEntry:
     pending: Callable[[], Received] | None = None
 
     def wait(self) -> Received:
-        """What others sent in the last step. Waits for it if need be. Raises ExchangeError."""
+        """Wait for the pending exchange, if any, and return the stale values received. Raises ExchangeError."""
         if self.pending is not None:
             pending, self.pending = self.pending, None
             self.received = pending()
         return self.received
 
     def take(self) -> Received:
-        """As `wait`, and keep nothing of it here: the seam's state has it."""
+        """As `wait`, and store nothing here: the state of the exchange point has the values."""
         received, self.received = self.wait(), {}
         return received
 
     def drop(self) -> None:
-        """Take in what is under way, and forget it."""
+        """Wait for the pending exchange and discard its values."""
         self.take()
 
     def keep(self, received: Received, own: Tensor | None = None) -> None:
-        """Remember values of this step, which was exchanged at once."""
+        """Store fresh values for the next step.
+
+        `received`: tensors of any shape by global rank; `own`: this rank's value, of any shape.
+        """
         self.drop()
         self.received, self.own = received, own
 
     def tensors(self) -> Iterator[Tensor]:
-        """Everything held."""
+        """Yield every stored tensor, of any shape."""
         yield from (x for tensors in self.received.values() for x in tensors)
         if self.own is not None:
             yield self.own
@@ -63,7 +69,7 @@ class StaleEntry:
 
 
 class MessageBucket:
-    """Collects small messages and sends `size` of them as one. All ranks fill theirs in the same order."""
+    """Collects small messages and sends `size` of them as one. All ranks add parts in the same order."""
 
     def __init__(self, comm: Communicator, size: int) -> None:
         self._comm, self._size = comm, size
@@ -71,7 +77,7 @@ class MessageBucket:
         self._tickets: list[_Ticket] = []
 
     def put(self, part: ExchangePart, where: str) -> Callable[[], Received]:
-        """Add a part; what comes back waits for what has come in. Its tensors must not change afterwards."""
+        """Add a part; return a function that waits for its received values. Its tensors must not change afterwards."""
         ticket = _Ticket(len(self._parts), where)
         self._parts.append(part)
         self._tickets.append(ticket)
@@ -80,7 +86,7 @@ class MessageBucket:
         return ticket.wait
 
     def flush(self, where: str) -> None:
-        """Send what has been collected."""
+        """Send the collected parts."""
         if not self._parts:
             return
         exchange = self._comm.exchange(where, self._parts, label="bucket")
@@ -99,13 +105,13 @@ class _Ticket:
         assert self.exchange is not None, "a bucket is flushed before the call that filled it ends"
         try:
             return self.exchange.wait()[self.index]
-        except ExchangeError as error:  # it names the seam that filled the bucket up
-            raise ExchangeError(f"{self.where} waits for values of the last step: {error}") from error
+        except ExchangeError as error:  # it names the exchange point that filled the bucket
+            raise ExchangeError(f"{self.where} waits for stale values: {error}") from error
 
 
 @dataclass(slots=True)
 class _GuidanceCall:
-    """One guidance call of the step: its slots, and the evaluation and form they are of."""
+    """One guidance call of the step: its entries, and the evaluation and form they belong to."""
 
     entries: dict[tuple[str, int], StaleEntry] = field(default_factory=dict)
     evaluation: int = -2
@@ -113,7 +119,7 @@ class _GuidanceCall:
 
 
 class StaleCache:
-    """What is remembered between the evaluations of one denoiser."""
+    """Values stored between the evaluations of one denoiser."""
 
     def __init__(self, comm: Communicator, bucket: int) -> None:
         self.comm, self.bucket = comm, MessageBucket(comm, bucket)
@@ -121,19 +127,19 @@ class StaleCache:
         self._call = _GuidanceCall()
         self._passed: Counter[str] = Counter()
         self.evaluation = 0
-        self.continues = False  # whether the last evaluation of this call is known
-        self.attentions = 0  # attention seams passed in this call
-        self.drift = torch.zeros(2)  # squared change of our keys in this call, and their square
+        self.continues = False  # whether the previous evaluation of this call is known
+        self.attentions = 0  # attention exchange points run in this call
+        self.drift = torch.zeros(2)  # squared change of this rank's keys in this call, and their square
 
     def begin(self, call: int, evaluation: int, form: Any) -> bool:
-        """Start a denoiser call; whether the last evaluation of the same call is known, and had the same `form`.
+        """Start a denoiser call; return whether the previous evaluation of the same call is known with the same `form`.
 
-        Raises UnsupportedModel where calls pile up because the scheduler's steps cannot be seen.
+        Raises UnsupportedModel where calls pile up because the scheduler's steps cannot be observed.
         """
         if call >= MOST_CALLS:
             raise UnsupportedModel(
-                f"the denoiser has been called {call + 1} times without a scheduler step in between, so that it cannot "
-                "be told what the last step's values are: use strategy 'exact'"
+                f"the denoiser has been called {call + 1} times without a scheduler step in between (limit "
+                f"{MOST_CALLS}), so stale values cannot be assigned to a step: use strategy 'exact'"
             )
         known = self._calls.setdefault(call, _GuidanceCall())
         usable = known.form == form and evaluation - known.evaluation == 1
@@ -148,7 +154,7 @@ class StaleCache:
         return usable
 
     def entry(self, where: str) -> StaleEntry:
-        """The slot of a seam that is being passed now."""
+        """Return the entry of the exchange point that runs now."""
         key = (where, self._passed[where])
         self._passed[where] += 1
         return self._call.entries.setdefault(key, StaleEntry())
@@ -163,25 +169,25 @@ class StaleCache:
         return lambda: exchange.wait()[0]
 
     def end(self) -> None:
-        """End a denoiser call: nothing waits in the bucket."""
+        """End a denoiser call: send what is left in the bucket."""
         self.bucket.flush("end of the call")
 
     def settle(self) -> None:
-        """Take in everything that is under way. Raises ExchangeError."""
-        self.bucket.flush("end of the picture")
+        """Wait for every pending exchange. Raises ExchangeError."""
+        self.bucket.flush("end of the image")
         for call in self._calls.values():
             _settle(call)
 
     def reset(self) -> None:
-        """Before another picture: nothing of the last one may be used. Buffers are kept."""
+        """Prepare for another image: no value of the last one is used again. Buffers are kept."""
         self.settle()
         for call in self._calls.values():
             call.evaluation = -2
             for entry in call.entries.values():
-                entry.own = None  # or the first step would seem to have drifted from the last picture
+                entry.own = None  # or drift of the first step would be measured against the last image
 
     def num_bytes(self) -> int:
-        """Bytes held for the next step: each piece of memory once, however many tensors lie in it."""
+        """Return the bytes stored for the next step; storage shared by several tensors counts once."""
         tensors = (x for call in self._calls.values() for entry in call.entries.values() for x in entry.tensors())
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 

@@ -1,17 +1,17 @@
-"""How a place's keys and values have changed since the last step, in a few numbers that can be of this step.
+"""Correction of stale keys and values: how a rank's tokens changed since the previous step, in a few fresh numbers.
 
-Most of that change is common to all tokens of a place: it comes from the timestep, and from how much noise is left. So
-the owner fits what it has now to what others hold of it, and sends the fit at once; whoever holds the old tokens
-applies it to them. Kilobytes again are of this step, and megabytes of the last.
+Most of that change is common to all tokens of a rank: it comes from the timestep and the remaining noise. So the owner
+fits its fresh tokens to the stale ones that other ranks hold, and sends the fit at once; the others apply it to the
+stale tokens. Kilobytes are fresh, megabytes are stale.
 
-    affine   a factor and a summand for each channel: 2 numbers a channel, however many tokens
-    linear   a matrix for each head and a summand for each channel: D + 1 numbers a channel
+    affine   a scale and a shift for each channel: 2 numbers a channel, however many tokens
+    linear   a matrix for each head and a shift for each channel: D + 1 numbers a channel
 
-Where others lead the old tokens on along a line, each also says how much of that way its tokens went: a number a head,
-between half of it and all. At first keys slow down, and the whole way would be further from the truth than none of it;
-but what stops short errs behind at every step, and such errors do not cancel.
+Where the others extrapolate stale tokens along a line, each rank also sends which fraction of that line its tokens
+moved: a number a head, between 0.5 and 1. In early steps keys slow down, and the full extrapolation would be further
+off than none; but one that stops short lags at every step, and such errors do not cancel.
 
-Averages over windows of tokens need no fit of their own, since both commute with averaging.
+Averages over windows of tokens need no fit of their own, since both fits commute with averaging.
 
 Shape letters: B batch, l tokens, N heads, D head width.
 """
@@ -25,17 +25,16 @@ from torch import Tensor
 from patchpar.comm.transport import TensorSpec
 from patchpar.plan.exchange_policy import Correction
 
-RIDGE = 1e-3  # of the mean square of the channels: what keeps a fit to few, or to equal tokens from running away
-SAMPLE = 256  # tokens that are enough for a factor a channel
-LEAST, MOST = 0.5, 1.0  # of the way along the line: measured, see docs/decisions/0017
+RIDGE = 1e-3  # of the mean square of the channels: bounds a fit to few or to equal tokens
+SAMPLE = 256  # tokens that suffice for a scale a channel
+LEAST, MOST = 0.5, 1.0  # fraction of the line: measured, see docs/decisions/0017
 TOKENS_PER_NUMBER = 4  # a matrix for fewer tokens than this would weigh more than a quarter of them
 
 
 class CorrectionFit(NamedTuple):
-    """What is made of the tokens of the last step and what is held.
+    """The correction of one tensor of tokens: old + along * (held - old) + scale * old + shift.
 
-    First `along` [B, N] of the way from those to this; to that is added `scale` times the tokens of the last step, and
-    `shift` [B, N, D]. `scale` is [B, N, D], or [B, N, D, D], from old channels to what is added.
+    `along` [B, N], `shift` [B, N, D], `scale` [B, N, D] or, as a matrix from old channels to the change, [B, N, D, D].
     """
 
     along: Tensor
@@ -44,45 +43,47 @@ class CorrectionFit(NamedTuple):
 
 
 def kind_for(wanted: Correction, tokens: int, width: int) -> Correction:
-    """Which fit is sent for so many tokens of heads of this width: a matrix only where it weighs little beside them."""
+    """Return the fit for this many tokens with heads of this width: a matrix only where it is small beside them."""
     return "affine" if wanted == "linear" and tokens < TOKENS_PER_NUMBER * (width + 1) else wanted
 
 
 def specs_of(kind: Correction, shape: tuple[int, ...], dtype: torch.dtype) -> list[TensorSpec]:
-    """What comes from a place whose tokens are of `shape` [B, l, N, D]."""
+    """Return the specs of the fit that a rank with tokens of `shape` [B, l, N, D] sends."""
     batch, _, heads, width = shape
     scale = (batch, heads, width, width) if kind == "linear" else (batch, heads, width)
     return [TensorSpec((batch, heads), dtype), TensorSpec(scale, dtype), TensorSpec((batch, heads, width), dtype)]
 
 
 class FitSamples(NamedTuple):
-    """What a fit reads of tokens [B, l, N, D]: the mean of all [B, N, D] in fp32, and every so manyth of them."""
+    """What a fit reads of tokens [B, l, N, D]: their mean [B, N, D] in fp32, and every n-th token [B, s, N, D]."""
 
     mean: Tensor
     tokens: Tensor
 
     @classmethod
     def of(cls, x_BlND: Tensor, kind: Correction) -> "FitSamples":
-        """Every token for matrices; else an odd stride, so that rows of a picture begin at other columns."""
+        """Sample tokens [B, l, N, D]: all for a matrix, else with an odd stride, so that rows differ in columns."""
         tokens = x_BlND.shape[1]
         stride = 1 if kind == "linear" or tokens < 2 * SAMPLE else tokens // SAMPLE | 1
         return cls(x_BlND.mean(1, dtype=torch.float32), x_BlND[:, ::stride])
 
     def kept(self) -> "FitSamples":
-        """The same, in memory of its own."""
+        """Return a copy that shares no token memory."""
         return FitSamples(self.mean, self.tokens.clone())
 
     def line_to(self, last: "FitSamples", step_ratio: Tensor | float) -> "FitSamples":
-        """What receivers make of these and of the last ones."""
+        """Return samples [B, N, D] and [B, s, N, D] extrapolated from these through `last`, as receivers do.
+
+        `step_ratio`: length of the step to come over that from these to `last`, a scalar.
+        """
         return FitSamples(*(on_the_line(x, y, step_ratio) for x, y in zip(self, last, strict=True)))
 
 
 def fitted(kind: Correction, now: FitSamples, held: FitSamples, old: FitSamples) -> CorrectionFit:
-    """The fit that takes `held`, which others make of the last steps, nearest to `now`, out of `old`, the last step's.
+    """Return the fit that brings `held`, which other ranks extrapolated from `old` (stale), nearest to `now` (fresh).
 
-    Least squares with a slight pull towards no factor, in fp32: the way along the line, then the rest. Means are those
-    of all tokens, since all would share an error in them, and attention does not average that away; factors are less
-    delicate.
+    Ridge regression in fp32: first the fraction of the line, then the rest. Means are taken over all tokens, since an
+    error in them is common to all and attention does not average it away; scales are less sensitive.
     """
     dtype = now.tokens.dtype
     some_now, some_held, some_old = (x.tokens.float() for x in (now, held, old))
@@ -106,7 +107,7 @@ def _centred(x_BlND: Tensor) -> Tensor:
 
 
 def _along(way_BlND: Tensor, moved_BlND: Tensor) -> Tensor:
-    """How much of the way tokens have moved, for each head."""
+    """Return the fraction [B, N] of the line that tokens moved, for each head."""
     square = way_BlND.square().mean((1, 3)) + torch.finfo(torch.float32).tiny
     return ((way_BlND * moved_BlND).mean((1, 3)) / square).clamp(LEAST, MOST)
 
@@ -119,7 +120,7 @@ def _matrix(old_BNlD: Tensor, missing_BNlD: Tensor) -> Tensor:
 
 
 def correct(held_BlND: Tensor, old_BlND: Tensor, fit: CorrectionFit) -> None:
-    """Bring `held` to this step, in place. `old`: the same tokens as they were in the last step, or `held` itself."""
+    """Apply a fit to `held_BlND` in place. `old_BlND`: the same tokens in the previous step, or `held_BlND` itself."""
     if held_BlND is not old_BlND:
         torch.lerp(old_BlND, held_BlND, fit.along[:, None, :, None], out=held_BlND)
     if fit.scale.ndim == 3:
@@ -130,9 +131,9 @@ def correct(held_BlND: Tensor, old_BlND: Tensor, fit: CorrectionFit) -> None:
 
 
 class OwnPast:
-    """Our keys and values of the last two steps, out of which others make what they hold of us.
+    """Samples of this rank's keys and values in the last two steps, from which other ranks compute their copies.
 
-    `extrapolated`: others follow the straight line through both.
+    `extrapolated`: the others follow the straight line through both.
     """
 
     def __init__(self, wanted: Correction, *, extrapolated: bool) -> None:
@@ -141,14 +142,15 @@ class OwnPast:
         self._before: tuple[FitSamples, ...] = ()
 
     def remember(self, own: Sequence[Tensor], *, continues: bool) -> None:
-        """Our tokens [B, l, N, D] of this step. `continues`: what is remembered is of the step before."""
+        """Store samples of this step's tokens [B, l, N, D]. `continues`: the stored ones are of the previous step."""
         if self._wanted != "none":
             self._keep([FitSamples.of(x, self._kind(x.shape)) for x in own], continues=continues)
 
     def fits(self, own: Sequence[Tensor], step_ratio: Tensor | float) -> list[Tensor]:
-        """What to send of our tokens of this step, which goes `step_ratio` as far as the last, in units of that.
+        """Return the fits to send, three tensors for each of `own`, and store its samples.
 
-        They are remembered.
+        `own`: this step's tokens [B, l, N, D]; `step_ratio`: length of this step over that of the last, a scalar.
+        The fits are `along` [B, N], `scale` [B, N, D] or [B, N, D, D], `shift` [B, N, D].
         """
         found: list[Tensor] = []
         seen = [FitSamples.of(x, self._kind(x.shape)) for x in own]
@@ -166,16 +168,16 @@ class OwnPast:
         self._last = tuple(each.kept() for each in seen)
 
     def specs(self, shapes: Sequence[tuple[int, ...]]) -> list[TensorSpec]:
-        """What comes from a place that has tokens of these shapes."""
+        """Return the specs of the fits that a rank with tokens of these shapes, [B, l, N, D] each, sends."""
         dtype = self._last[0].tokens.dtype
         return [s for shape in shapes for s in specs_of(self._kind(shape), shape, dtype)]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Everything held."""
+        """Yield the stored means [B, N, D] and sampled tokens [B, s, N, D]."""
         for seen in (*self._last, *self._before):
             yield from seen
 
 
 def on_the_line(before: Tensor, last: Tensor, step_ratio: Tensor | float, *, into: Tensor | None = None) -> Tensor:
-    """From two values on to the next, `step_ratio` as far as from the first to the second; written `into`, if given."""
+    """Extrapolate last + step_ratio * (last - before), of any shape; written to `into` of the same shape, if given."""
     return torch.lerp(before, last, 1 + torch.as_tensor(step_ratio, dtype=last.dtype, device=last.device), out=into)

@@ -1,8 +1,8 @@
-"""Send what has changed since the receiver's copy, quantised, and let nothing be lost.
+"""Quantised difference to the receiver's copy, with error feedback.
 
-CompactFusion (NeurIPS 2025) compresses residuals with error feedback in synchronous exchanges. Here the exchange is
-asynchronous: the copy that the residual is taken against is the one the receiver will hold when it arrives, because
-messages arrive in order. What rounding left out is part of the next difference.
+CompactFusion (NeurIPS 2025) compresses differences with error feedback in synchronous exchanges. Here the exchange is
+asynchronous: the difference is taken to the copy that the receiver will hold on arrival, because messages arrive in
+order. Rounding errors are part of the next difference.
 """
 
 import torch
@@ -14,9 +14,9 @@ SCALE = torch.float16
 
 
 class QuantizedDelta:
-    """One message, again and again: tokens [..., D] as 8 or 4 bits each, with a scale for each head of each token.
+    """A repeated message: tokens [..., D] with 8 or 4 bits a value and a scale for each head of each token.
 
-    Sender and receivers hold the same copy, and add the same numbers to it.
+    Sender and receivers hold the same copy [..., D], and add the same numbers to it.
     """
 
     def __init__(self, copy: Tensor, bits: int) -> None:
@@ -24,7 +24,10 @@ class QuantizedDelta:
         self._most = 2 ** (bits - 1) - 1
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The difference of `x` to the copy, and move the copy."""
+        """Return the quantised difference of `x` [..., D] to the copy, and add it to the copy.
+
+        Levels [..., D] in int8, or two to a byte [..., (D + 1) // 2] in uint8, and scales [..., 1] in fp16.
+        """
         difference = x.float() - self.copy.float()
         scale = (difference.abs().amax(-1, keepdim=True) / self._most).clamp(2.0**-14, 6e4).to(SCALE)
         levels = (difference / scale.float()).round_().clamp_(-self._most, self._most).to(torch.int8)
@@ -33,13 +36,13 @@ class QuantizedDelta:
         return sent
 
     def decode(self, received: tuple[Tensor, ...] | list[Tensor]) -> None:
-        """Move the copy by what was sent."""
+        """Add a difference to the copy: levels [..., D], or packed, and scales [..., 1], as `encode` returns them."""
         levels, scale = received
         levels = levels if self.bits == 8 else _unpacked(levels, self.copy.shape[-1])
         self.copy.copy_(self.copy.float() + levels.float() * scale.float())
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """What one message looks like."""
+        """Return the specs of one message."""
         shape = self.copy.shape
         width = shape[-1] if self.bits == 8 else -(-shape[-1] // 2)
         return TensorSpec((*shape[:-1], width), torch.int8 if self.bits == 8 else torch.uint8), TensorSpec(
@@ -48,7 +51,7 @@ class QuantizedDelta:
 
 
 def _packed(levels: Tensor) -> Tensor:
-    """Two values of 4 bits in a byte, an odd last one by itself."""
+    """Pack two values of 4 bits into a byte; an odd last one gets a byte of its own."""
     unsigned = (levels + 8).to(torch.uint8)
     low, high = unsigned[..., ::2], unsigned[..., 1::2]
     high = torch.nn.functional.pad(high, (0, low.shape[-1] - high.shape[-1]))

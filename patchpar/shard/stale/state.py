@@ -1,4 +1,4 @@
-"""Whether a denoiser call is exact or uses values of the last step: warm-up, lost steps, and re-synchronising."""
+"""Whether a denoiser call is exact or uses stale values: warm-up, missed steps, and resynchronisation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +16,11 @@ from patchpar.shard.stale.extrapolation import StepExtrapolator
 
 
 class StaleState:
-    """The past of one denoiser, as far as it may be used now."""
+    """Stale values of one denoiser, and the decision in which calls they may be used. Raises PlanError."""
 
     def __init__(self, comm: Communicator, policy: ExchangePolicy, clock: StepClock | None) -> None:
         if clock is None:
-            raise PlanError(f"strategy {policy.name!r} uses values of the last step, so it needs the step clock")
+            raise PlanError(f"strategy {policy.name!r} uses stale values, so it needs the step clock: pass clock=")
         self.comm, self.policy, self.clock = comm, policy, clock
         self.cache = StaleCache(comm, policy.bucket)
         self.exact_calls, self.stale_calls = 0, 0
@@ -30,31 +30,34 @@ class StaleState:
         self._extrapolator = StepExtrapolator()
 
     def anew(self) -> "StaleState":
-        """A history without a past; what is under way is taken in."""
+        """Wait for pending exchanges and return an empty state."""
         self.cache.settle()
         return StaleState(self.comm, self.policy, self.clock)
 
     def reset(self) -> None:
-        """Begin a picture."""
+        """Begin an image."""
         self.lose()
         self.exact_calls, self.stale_calls = 0, 0
 
     def lose(self) -> None:
-        """Use nothing of the steps so far."""
+        """Discard the values of all steps so far."""
         self.cache.reset()
         self._deciders.clear()
         self._wanted_fresh.clear()
         self._extrapolator.reset()
 
     def step_ratio(self, timestep: Any) -> Tensor | float:
-        """How far this step goes, in units of the last; 0 where that is of no use to the treatment."""
+        """Return the length of this step over that of the last, as `StepExtrapolator.step_ratio` does.
+
+        0 where the policy does not extrapolate. `timestep` is a number or a tensor of any shape.
+        """
         context = self.policy.context
         if not (isinstance(context, StaleKV) and context.extrapolated):
             return 0.0
         return self._extrapolator.step_ratio(self.clock.evaluation, timestep)
 
     def begin(self, form: Any) -> bool:
-        """Begin a denoiser call; whether it is exact. `form` is what must not change from one step to the next."""
+        """Begin a denoiser call; return whether it is exact. `form`: what must not change from one step to the next."""
         call, clock = max(0, self.clock.call), self.clock
         usable = self.cache.begin(call, clock.evaluation, form)
         assert self.policy.warmup_steps is not None
@@ -65,14 +68,14 @@ class StaleState:
         return fresh
 
     def tell(self) -> list[Tensor]:
-        """What every rank must know of this call to decide on the next: drift, and bytes sent."""
+        """Return what all ranks need to decide on the next call: [3], two sums of drift, and bytes sent; or nothing."""
         if self.policy.resync is None:
             return []
         sent = torch.tensor([float(self.comm.traffic.total_bytes - self._sent_before)])
         return [torch.cat([self.cache.drift.cpu(), sent]).to(self.comm.transport.device)]
 
     def heard(self, gathered: Sequence[Sequence[Tensor]], *, fresh: bool) -> None:
-        """Decide, from what all ranks told, whether the next evaluation of this call is exact."""
+        """Decide whether the next evaluation of this call is exact, from the [3] that each rank returned in `tell`."""
         rules, call = self.policy.resync, max(0, self.clock.call)
         if rules is None:
             return

@@ -1,4 +1,4 @@
-"""Tokens as a grid: ranges of rows, averages over windows, and the bias that makes an average count as many.
+"""Tokens as a grid: ranges of rows, averages over windows, and the logit bias that weights an average.
 
 Shape letters: B batch, l tokens, N heads, D head width, p planes, r rows, c columns of each.
 """
@@ -15,9 +15,9 @@ from patchpar.plan.kv_selection import PooledRows, TokensAcross
 
 
 class LevelGrid(NamedTuple):
-    """The tokens of one level: rows of every place along `dim` (-2 rows, -1 columns of the picture), and across it.
+    """The tokens of one level: rows of every rank along `dim` (-2 rows, -1 columns of the image), and across it.
 
-    A place's tokens follow each other, all of the place before it first, as far as `start` is concerned.
+    `start` counts tokens in the order of ranks, where each rank's tokens are contiguous.
     """
 
     bands: Bands
@@ -25,25 +25,25 @@ class LevelGrid(NamedTuple):
     dim: int
 
     def rows(self, group_rank: int) -> int:
-        """Rows of one place."""
+        """Rows of one rank."""
         return self.bands.size(group_rank)
 
     def start(self, group_rank: int) -> int:
-        """The first token of one place, where each place's tokens lie together."""
+        """Index of the first token of one rank, in the order of ranks."""
         return self.bands.starts[group_rank] * self.across.num_tokens
 
     def num_tokens(self, group_rank: int) -> int:
-        """Tokens of one place."""
+        """Tokens of one rank."""
         return self.rows(group_rank) * self.across.num_tokens
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of all places."""
+        """Tokens of all ranks."""
         return self.bands.total * self.across.num_tokens
 
 
 def take(x_BlND: Tensor, pieces: Sequence[PooledRows], grid: LevelGrid) -> Tensor:
-    """The pieces of a place's tokens, one after the other: [B, tokens of the pieces, N, D]."""
+    """Return the pieces of a rank's tokens [B, l, N, D], concatenated: [B, tokens of the pieces, N, D]."""
     rows = x_BlND.shape[1] // grid.across.num_tokens
     if tuple(pieces) == (PooledRows(0, rows),):
         return x_BlND
@@ -52,9 +52,9 @@ def take(x_BlND: Tensor, pieces: Sequence[PooledRows], grid: LevelGrid) -> Tenso
 
 
 def take_bias(bias: Tensor, pieces: Sequence[PooledRows], grid: LevelGrid) -> Tensor:
-    """What is added to the logits of a place's tokens [..., l], for the pieces of them.
+    """Return the logit bias of the pieces of a rank's tokens, [..., tokens of the pieces], from that of all, [..., l].
 
-    For an average the log of the sum of what its tokens are multiplied by, so that it counts as many as are not hidden.
+    The bias of an average is the log of the sum of its tokens' weights, so that masked tokens do not count.
     """
     bias_Bl11 = bias.reshape(-1, bias.shape[-1], 1, 1)
     rows = bias.shape[-1] // grid.across.num_tokens
@@ -72,7 +72,7 @@ def _as_grid(x_BlND: Tensor, rows: int, grid: LevelGrid) -> Tensor:
 
 
 def _rows_of(x_BprcND: Tensor, piece: PooledRows, grid: LevelGrid) -> Tensor:
-    """The piece's rows along the split."""
+    """Return the rows of the piece along the split dim."""
     dim = 2 if grid.across.rows is None else 1
     return x_BprcND.narrow(dim, piece.start, piece.stop - piece.start)
 
@@ -94,16 +94,16 @@ def _log_summed(bias_Bprc11: Tensor, pool: int) -> Tensor:
 
 
 def _as_maps(x_BprcND: Tensor) -> Tensor:
-    """Each plane as a map of channels, [B p, N D, r, c]."""
+    """Return each plane as a feature map, [B p, N D, r, c]."""
     return x_BprcND.flatten(4).flatten(0, 1).permute(0, 3, 1, 2)
 
 
 def _as_tokens(maps: Tensor, like_BprcND: Tensor) -> Tensor:
-    """The other way round, [B, l, N, D], with windows for rows and columns."""
+    """Invert `_as_maps` for pooled maps: [B, l, N, D]."""
     tokens = maps.flatten(2).transpose(1, 2)
     return tokens.reshape(like_BprcND.shape[0], -1, *like_BprcND.shape[4:])
 
 
 def log_weights(pieces: Sequence[PooledRows], across: TokensAcross) -> Tensor:
-    """What to add to the logit of each token so that it counts as many as it stands for: log of that number, fp32."""
+    """Return the logit bias [tokens of the pieces] in fp32: the log of the number of tokens that each represents."""
     return torch.tensor([float(weight) for piece in pieces for weight in piece.weights(across)]).log()
