@@ -1,1 +1,1 @@
-"""Decode and encode pictures and videos on several ranks, exactly: each rank has a band of the rows."""
+"""Decode and encode images and videos on several ranks, exactly: each rank has a band of the rows."""

@@ -1,10 +1,10 @@
 """Attention of a band's own queries to the keys of all bands.
 
-    every frame by itself     tokens of one picture: keys come from everybody, merged by log-sum-exp
-    causal over frames        a mask that lets a frame see those before it: frame by frame, and no mask
+    every frame by itself     tokens of one image: the keys of all ranks, merged by log-sum-exp
+    causal over frames        a mask that lets a frame see those before it: frame by frame, without a mask
 
-A large picture's queries are taken in chunks, so that memory is bounded where no kernel is fused, and so that a rank
-shows that it gets on: at 2048 x 2048 this one layer takes minutes on a core.
+The queries of a large image are computed in chunks, so that memory is bounded where no kernel is fused, and so that a
+rank reports progress: at 2048 x 2048 this one layer takes minutes on a core.
 Shape letters as in `shard.attention.partial`.
 """
 
@@ -24,12 +24,15 @@ from patchpar.shard.sdpa import AttentionCall
 from patchpar.shard.vae.band import VaeBand
 
 MOST_PRODUCTS = {"cuda": 2**40}
-"""Queries times keys times their width that are worked on at once: 10 ms on a GPU, seconds on a core."""
+"""Queries times keys times their width in one chunk: 10 ms on a GPU, seconds on a core."""
 ON_OTHERS = 2**34
 
 
 def attend(band: VaeBand, call: AttentionCall) -> Tensor:
-    """The call with our tokens for queries and everybody's for keys. Raises UnsupportedModel, ExchangeError."""
+    """Return the output [B, N, l, D] of our queries with the keys of all ranks, or [B, l, D] for a call without heads.
+
+    `call` has this rank's queries, keys and values [B, N, l, D] or [B, l, D]. Raises UnsupportedModel, ExchangeError.
+    """
     if not band.exchanging:
         return call.run()
     if call.query.ndim == 3:
@@ -53,14 +56,14 @@ def attend(band: VaeBand, call: AttentionCall) -> Tensor:
 
 
 def _chunks(shared: ShardedQKV) -> int:
-    """In how many parts to take the queries, the same on all places."""
+    """Return in how many chunks to compute the queries, the same on all ranks."""
     batch, heads, _, width = shared.q_BNlD.shape
     products = batch * heads * max(shared.sizes) * shared.total * width
     return min(*shared.sizes, math.ceil(products / MOST_PRODUCTS.get(shared.q_BNlD.device.type, ON_OTHERS)))
 
 
 def _in_chunks(band: VaeBand, shared: ShardedQKV, count: int) -> Tensor:
-    """All queries, some at a time, against everybody's keys. Each query's result is what it is without chunks."""
+    """Attend with all queries, a chunk at a time, to the keys of all ranks. Results do not depend on the chunks."""
     own = [x.contiguous() for x in shared.own_keys]
     comm = band.patch.comm
     by_rank = AllGather(comm, band.patch.axis, "kv", band.where).start(own, shared.key_specs).wait()
@@ -73,7 +76,7 @@ def _in_chunks(band: VaeBand, shared: ShardedQKV, count: int) -> Tensor:
 
 
 def _frames_seen(band: VaeBand, mask: Tensor, tokens: int) -> Tensor:
-    """Which frames a frame sees [F, F]: all tokens of a frame are alike. Raises UnsupportedModel."""
+    """Return which frames a frame sees [F, F], the same for all tokens of a frame. Raises UnsupportedModel."""
     seen = mask if mask.dtype == torch.bool else mask == 0
     seen = seen.reshape(-1, tokens, tokens)[0] if seen.shape[-2:] == (tokens, tokens) else seen.new_zeros(1, 1)
     pixels = int(seen[0].sum())  # the first frame sees itself alone
@@ -83,7 +86,7 @@ def _frames_seen(band: VaeBand, mask: Tensor, tokens: int) -> Tensor:
 
 
 def _frame_by_frame(band: VaeBand, shared: ShardedQKV, seen_FF: Tensor) -> Tensor:
-    """Each frame's queries against the frames it sees, of all places: no mask of all tokens is made."""
+    """Attend with each frame's queries to the frames it sees, of all ranks, without a mask of all tokens."""
     frames = seen_FF.shape[0]
     own = [x.contiguous() for x in shared.own_keys]
     gathered = AllGather(band.patch.comm, band.patch.axis, "kv", band.where).start(own, shared.key_specs).wait()
@@ -100,6 +103,6 @@ def _frame_by_frame(band: VaeBand, shared: ShardedQKV, seen_FF: Tensor) -> Tenso
 
 
 def _in_frames(x_BNlD: Tensor, frames: int) -> Tensor:
-    """[B, N, frames, tokens of one, D]."""
+    """Return x as [B, N, frames, tokens of a frame, D]."""
     batch, heads, _, width = x_BNlD.shape
     return x_BNlD.reshape(batch, heads, frames, -1, width)

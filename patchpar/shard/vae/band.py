@@ -1,6 +1,7 @@
-"""What one rank knows while a VAE runs on its band of rows: where it is, and which rows beyond it are known or coming.
+"""The state of one rank while a VAE runs on its band of rows: its position, and the neighbours' rows it has or awaits.
 
-Shape letters as in `shard.unet.layers`; "rows" are slices along the dim that is split.
+Shape letters as in `shard.unet.layers`; "rows" are slices along the dim that is split. Maps are [B, C, h, W], or
+[B, C, F, h, W] of videos with F frames.
 """
 
 import weakref
@@ -17,10 +18,10 @@ NOTHING = Halo(None, None)
 
 
 class NeighbourRows(NamedTuple):
-    """The neighbours' rows next to one tensor of ours.
+    """The neighbours' rows next to one tensor of this rank.
 
-    `halo` waits for them. `padded`: how many rows the model itself has added to the tensor, before and after; where
-    there is a neighbour they stand for its rows. `norm`: the group norm they came with.
+    `halo` waits for them. `padded`: how many rows the model itself has padded before and after; at a neighbour they are
+    to be replaced by its rows. `norm`: the group norm whose exchange carried them.
     """
 
     of: "weakref.ref[Tensor]"
@@ -31,7 +32,7 @@ class NeighbourRows(NamedTuple):
 
 @dataclass(slots=True)
 class VaeBand:
-    """One rank's run of a VAE. `where`: the layer it is in. `feeds`: whether a group norm's edge rows are of use.
+    """One rank's run of a VAE. `where`: the current layer. `feeds`: whether a group norm's edge rows are used.
 
     `exchanging` off computes every band alone, wrong on purpose, as the negative control of tests.
     """
@@ -44,24 +45,24 @@ class VaeBand:
 
     @property
     def dim(self) -> int:
-        """Which dim is split, counted from the end."""
+        """The split dim, counted from the end."""
         return self.patch.dim
 
     def scaled(self, own: int, group_rank: int) -> int:
-        """What another place has where we have `own` of something that grows with the rows."""
+        """Return how many another rank has where this one has `own` of something proportional to the rows."""
         bands = self.patch.bands
         return own * bands.size(group_rank) // bands.size(self.patch.group_rank)
 
     def before(self, own: int) -> int:
-        """What all places before ours have together."""
+        """Return how many all ranks before this one have together."""
         return own * self.patch.bands.starts[self.patch.group_rank] // self.patch.bands.size(self.patch.group_rank)
 
     def whole(self, own: int) -> int:
-        """What all places have together."""
+        """Return how many all ranks have together."""
         return own * self.patch.bands.total // self.patch.bands.size(self.patch.group_rank)
 
     def fits(self, own: int) -> bool:
-        """Whether every place has a whole number of what we have `own` of."""
+        """Whether every rank has an integral number where this one has `own`."""
         bands = self.patch.bands
         size = bands.size(self.patch.group_rank)
         return all(own * bands.size(group_rank) % size == 0 for group_rank in range(len(bands)))
@@ -69,40 +70,43 @@ class VaeBand:
     # --- exchange -----------------------------------------------------------------------------------------------
 
     def start(self, shared: Sequence[Tensor], edges: ExchangePart | None) -> Callable[[], tuple[Received, Halo]]:
-        """Send `shared` to all and edge rows to the neighbours; what is returned waits for theirs."""
+        """Send `shared`, of the same shape on all ranks, to all and edge rows [B, C, ..., r, W] to the neighbours.
+
+        The returned function waits for theirs and raises ExchangeError.
+        """
         if not self.exchanging:
             return lambda: ({}, NOTHING)
-        edges = None if edges is None else edges.kept()  # or the whole map would stay until they have been waited for
+        edges = None if edges is None else edges.kept()  # views would keep the whole map in memory until the wait
         return self.patch.comm.gather_with_edges(self.patch.axis, self.where, shared, edges).wait
 
     def fetch(self, x: Tensor, before: int, after: int) -> Callable[[], Halo]:
-        """Start to get the rows beyond `x`; what is returned waits for them."""
+        """Start to receive the rows beyond x [B, C, ..., h, W]; the returned function waits for them."""
         if not (before or after):
             return lambda: NOTHING
         wait = self.start([], self.patch.edges(x, before, after))
         return lambda: wait()[1]
 
-    # --- rows that came with something else -----------------------------------------------------------------------
+    # --- rows that were exchanged with something else -------------------------------------------------------------
 
     def leave(self, beyond: NeighbourRows) -> None:
-        """Keep the rows beyond a tensor for the function that takes it next."""
+        """Store the rows beyond a tensor for the next function that reads it."""
         if self._beyond is not None and self._beyond.norm and self._beyond.norm != beyond.norm:
             self.feeds.setdefault(self._beyond.norm, False)
         self._beyond = beyond
 
     def beyond(self, x: Tensor) -> NeighbourRows | None:
-        """The rows beyond `x`, if they are known or coming."""
+        """Return the rows beyond x [B, C, ..., h, W] if they have been received or are in flight."""
         found = self._beyond
         return found if found is not None and found.of() is x else None
 
     def finish(self) -> None:
-        """The VAE has run."""
+        """End the run of the VAE."""
         if self._beyond is not None and self._beyond.norm:
             self.feeds.setdefault(self._beyond.norm, False)
         self._beyond = None
 
     def take(self, x: Tensor) -> NeighbourRows | None:
-        """The same, and they are of use."""
+        """Remove and return the rows beyond x [B, C, ..., h, W], and record that the norm's edge rows are used."""
         found = self.beyond(x)
         if found is not None:
             self._beyond = None
@@ -111,7 +115,7 @@ class VaeBand:
         return found
 
     def settle(self, args: Sequence[object]) -> None:
-        """Put the neighbours' rows into a padded tensor that something else than a convolution is about to read."""
+        """Write the neighbours' rows into a padded tensor among `args`, before a function that is no convolution."""
         found = self._beyond
         if found is None or not any(found.padded):
             return
@@ -132,7 +136,7 @@ def _holds(args: Sequence[object], x: Tensor) -> bool:
 
 
 def moved(beyond: NeighbourRows, to: Tensor, change: Callable[[Tensor], Tensor]) -> NeighbourRows:
-    """The rows beyond what a function made of the tensor, which does the same to them."""
+    """Return the rows beyond `to` [B, C, ..., h, W], the result of a function that changes rows as `change` does."""
 
     def halo() -> Halo:
         return Halo(*(None if rows is None else change(rows) for rows in beyond.halo()))

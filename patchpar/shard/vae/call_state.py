@@ -1,4 +1,4 @@
-"""How far a call of the pipeline has come, as its VAE sees it, and who needs what the VAE gives."""
+"""The state of a pipeline call for its VAE: whether one is running, and which ranks need the decoded image."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 
 class OutputNeeded(Exception):
-    """The pipeline goes on after it has decoded, so every rank needs the picture: draw again, `everywhere`."""
+    """The pipeline uses the decoded image, so every rank needs it: run the call again with `everywhere`."""
 
 
 @dataclass(slots=True)
 class VaeCallState:
-    """`running`: inside a call, where every rank does the same. `everywhere`: all ranks get what is decoded.
+    """`running`: inside a call, where all ranks do the same. `everywhere`: all ranks get decoded images.
 
-    `dropped`: something has been decoded in this call, and only the first rank has it.
+    `dropped`: an image has been decoded in this call, and only the first rank has it.
     """
 
     running: bool = False
@@ -22,7 +22,7 @@ class VaeCallState:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """One call of the pipeline."""
+        """Run one call of the pipeline."""
         self.running, self.dropped = True, False
         try:
             yield
@@ -31,7 +31,7 @@ class VaeCallState:
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
-        """The caller's own function runs, on one rank alone."""
+        """Run a function of the caller, on one rank alone."""
         running, self.running = self.running, False
         try:
             yield
@@ -39,6 +39,6 @@ class VaeCallState:
             self.running = running
 
     def go_on(self) -> None:
-        """The denoiser or the encoder is called. Raises OutputNeeded on all ranks where they may need the picture."""
+        """Report a call of the denoiser or the encoder. Raises OutputNeeded on all ranks if they may need the image."""
         if self.running and self.dropped:
             raise OutputNeeded

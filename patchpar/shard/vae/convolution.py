@@ -1,8 +1,8 @@
 """Convolution and padding over a band of rows.
 
-Padding comes in three ways: by the convolution itself, by a function before it (zeros, or copies of the edge), or by
-both. Where a band ends inside the picture, a padded row stands for the neighbour's. The bulk is convolved while those
-are on their way; then the few rows that read them are computed again.
+Models pad in three ways: in the convolution itself, with a function before it (zeros, or copies of the edge), or with
+both. Where a band ends inside the image, the neighbour's rows replace the padded ones. The bulk is convolved while
+these are in flight; then the few rows that read them are computed again.
 """
 
 import weakref
@@ -35,7 +35,7 @@ class ConvolutionArguments:
 
     @property
     def kernel_size(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """The kernel size of the weight."""
         return tuple(self.weight.shape[2:])
 
 
@@ -50,7 +50,10 @@ def convolve(  # noqa: PLR0913 - the signature is torch's
     dilation: Sizes = 1,
     groups: int = 1,
 ) -> Tensor:
-    """F.conv2d and F.conv3d of our rows. Raises UnsupportedModel, ExchangeError."""
+    """Return our rows of `function`, F.conv2d or F.conv3d. Raises UnsupportedModel, ExchangeError.
+
+    input [B, C, ..., h, W], weight [K, C / groups, ..., s, t], bias [K]; the output has K channels.
+    """
     reach = weight.ndim - 2
     if isinstance(padding, str):
         padding = 0 if padding == "valid" else [(size - 1) // 2 for size in weight.shape[2:]]
@@ -73,7 +76,7 @@ def convolve(  # noqa: PLR0913 - the signature is torch's
 def _convolve_padded(
     band: VaeBand, function: Callable[..., Tensor], x: Tensor, conv: ConvolutionArguments, stencil: Stencil
 ) -> Tensor:
-    """Of rows that a function before has padded."""
+    """Convolve rows that a function before has padded."""
     beyond = band.take(x)
     assert beyond is not None
     before, after = beyond.padded
@@ -87,7 +90,7 @@ def _convolve_padded(
     def fetch() -> Halo:
         halo = beyond.halo()
         needed = None if halo.after is None else halo.after.narrow(band.dim, 0, stencil.after)
-        if is_thin(own.shape[band.dim], stencil):  # at an edge of the picture the padded rows are what is read
+        if is_thin(own.shape[band.dim], stencil):  # at an edge of the image the padded rows are read
             top = x.narrow(band.dim, 0, before) if halo.before is None else halo.before
             bottom = x.narrow(band.dim, x.shape[band.dim] - after, stencil.after) if needed is None else needed
             return Halo(top, bottom)
@@ -104,7 +107,7 @@ def _finish(
     stencil: Stencil,
     fetch: Callable[[], Halo],
 ) -> Tensor:
-    """Convolve `xs`: our rows as the model passes them, and without what it has padded."""
+    """Convolve `xs`: our rows as the model passes them, and without its padding."""
     padded, own = xs
     if is_thin(own.shape[band.dim], stencil):
         return convolve_with_halo(conv, own, band.dim, stencil, fetch())
@@ -123,13 +126,13 @@ def _each(sizes: Sizes, count: int) -> tuple[int, ...]:
 
 
 def pad(band: VaeBand, input: Tensor, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Tensor:
-    """F.pad of our rows. Raises UnsupportedModel, ExchangeError."""
-    group_rank = 2 * (-band.dim - 1)
-    before, after = (int(pad[group_rank]), int(pad[group_rank + 1])) if len(pad) > group_rank + 1 else (0, 0)
+    """Return F.pad of our rows: input [B, C, ..., h, W]. Raises UnsupportedModel, ExchangeError."""
+    first = 2 * (-band.dim - 1)  # torch lists (before, after) from the last dim on
+    before, after = (int(pad[first]), int(pad[first + 1])) if len(pad) > first + 1 else (0, 0)
     if min(before, after) < 0:
         raise UnsupportedModel(f"{band.where}: rows are cut off")
     beyond = band.beyond(input)
-    across = [*pad[:group_rank], 0, 0, *pad[group_rank + 2 :]]
+    across = [*pad[:first], 0, 0, *pad[first + 2 :]]
     if not (before or after):
         y = F.pad(input, list(pad), mode, value)
         if beyond is not None:

@@ -1,13 +1,13 @@
-"""Which torch functions of a VAE read beyond a band of rows, and what answers them instead.
+"""The torch functions of a VAE that read beyond a band of rows, and their replacements.
 
     conv2d, conv3d, pad             convolution.py
     group_norm, activations         norms.py
     scaled_dot_product_attention    attention.py
-    randn                           noise of the whole picture, ours cut out
-    division by 1                   nothing
+    randn                           noise of the whole image, cut to our rows
+    division by 1                   no copy
 
-All else is local: upsampling by whole factors, norms over channels, reshuffled pixels, memories of earlier frames. What
-is not is found when the VAE is compared with its plain self.
+All else is local: upsampling by integral factors, norms over channels, pixel shuffles, caches of earlier frames.
+Anything that is not is found when the VAE is compared with its plain run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,13 +34,13 @@ def _with_function(answer: Answer, function: Callable[..., Any]) -> Answer:
 
 
 def _divide(band: VaeBand, function: Callable[..., Tensor], x: Any, divisor: Any, **kwargs: Any) -> Tensor:
-    """Residual blocks divide by a scale that is nearly always 1: a copy of the largest maps."""
+    """Skip a division by 1: residual blocks divide by a scale that is nearly always 1, a copy of the largest maps."""
     same = isinstance(divisor, (int, float)) and divisor == 1 and isinstance(x, Tensor) and x.is_floating_point()
     return x if same else function(x, divisor, **kwargs)
 
 
 def _noise(band: VaeBand, *size: Any, **kwargs: Any) -> Tensor:
-    """Noise is drawn for the whole picture on every rank, so that it is the same whatever the number of ranks."""
+    """Sample noise for the whole image on every rank, so that it does not depend on the number of ranks."""
     shape = list(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
     if len(shape) < 2 or not band.fits(shape[band.dim]):
         return torch.randn(shape, **kwargs)
@@ -62,7 +62,7 @@ ANSWERS: dict[Callable[..., Any], Answer] = {
 
 
 class BandFunctions(TorchFunctionMode):
-    """While it is entered, functions of this thread work on our band of the rows."""
+    """A mode in which torch functions of this thread work on our band of the rows."""
 
     def __init__(self, band: VaeBand) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class BandFunctions(TorchFunctionMode):
 
 @contextmanager
 def in_band(vae: nn.Module, band: VaeBand) -> Iterator[None]:
-    """Whatever the VAE computes in here is computed on a band."""
+    """Run the VAE on a band while open."""
     with HookSet() as hooks:
         for path, module in vae.named_modules():
             if path:

@@ -1,9 +1,9 @@
-"""The ways to run a VAE on several ranks, by name. No torch, so that naming one is light."""
+"""The modes of a VAE on several ranks, by name. Does not import torch."""
 
 from patchpar.errors import PlanError
 
 WAYS = {
-    "auto": "exact where the VAE can be split, else as rank0, and says so",
+    "auto": "exact where the VAE can be split, else rank0 with a warning",
     "exact": "every rank has a band of the rows; the result is that of one process",
     "tiled": "one rank, in overlapping tiles as diffusers has them: less memory, another result",
     "rank0": "one rank, as it is",

@@ -1,7 +1,7 @@
-"""Group norm of the whole picture over a band of rows, and the activation after it.
+"""Group norm of the whole image over a band of rows, and the activation after it.
 
-Moments go to all and raw edge rows to the neighbours in one round: who gets rows can normalise them once the moments
-are there, and the convolution that follows needs no round of its own.
+Moments go to all ranks and raw edge rows to the neighbours in one round. The receiver normalises the rows once the
+moments have arrived, so that the next convolution needs no exchange.
 """
 
 import weakref
@@ -17,7 +17,7 @@ from patchpar.comm.collectives import Halo
 from patchpar.shard.unet.layers import Moments, Normalise, merge_moments, moments_of, pack_moments
 from patchpar.shard.vae.band import NeighbourRows, VaeBand, moved
 
-SLICES = 8  # of the channels, one at a time in fp32: the whole would be several times the peak of half precision
+SLICES = 8  # of the channels, one at a time in fp32: all at once would need several times the peak of half precision
 INPLACE = (F.silu, F.relu)
 POINTWISE = (*INPLACE, F.gelu, F.mish, F.dropout, torch.tanh)
 
@@ -33,7 +33,7 @@ class GroupNormArguments:
     eps: float
 
     def slices(self, dtype: torch.dtype) -> Iterator[tuple[slice, slice, "GroupNormArguments"]]:
-        """(groups, channels, norm of these alone), small enough to be held in fp32."""
+        """Yield (groups, channels, norm of these alone), small enough to hold in fp32."""
         step = self.num_groups if dtype == torch.float32 else -(-self.num_groups // SLICES)
         width = self.num_channels // self.num_groups
         for first in range(0, self.num_groups, step):
@@ -52,17 +52,20 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """F.group_norm of our rows, with the moments of all. Raises ExchangeError."""
+    """Return F.group_norm of our rows with the moments of all ranks. Raises ExchangeError.
+
+    input and output [B, C, ..., h, W] or [B, C, l], weight and bias [C].
+    """
     norm = GroupNormArguments(num_groups, input.shape[1], weight, bias, eps)
     own = pack_moments(_moments(norm, input))
-    takes_prompt = input.ndim >= 4 and band.feeds.get(band.where, True)
-    received, halo = band.start([own], band.patch.edges(input, 1, 1) if takes_prompt else None)()
+    sends_edges = input.ndim >= 4 and band.feeds.get(band.where, True)
+    received, halo = band.start([own], band.patch.edges(input, 1, 1) if sends_edges else None)()
     everyone = [
         received[group_rank][0] if group_rank in received else own for group_rank in range(len(band.patch.bands))
     ]
     moments = merge_moments(everyone if received else [own], (input.shape[0], num_groups))
     y = _normalised(norm, moments, input)
-    if takes_prompt:
+    if sends_edges:
         rows = Halo(*(None if x is None else _normalised(norm, moments, x) for x in halo))
         band.leave(NeighbourRows(weakref.ref(y), lambda: rows, norm=band.where))
     return y
@@ -85,7 +88,10 @@ def _normalised(norm: GroupNormArguments, moments: Moments, x: Tensor) -> Tensor
 
 
 def pointwise(band: VaeBand, function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """An activation of our rows and of those beyond; after a group norm in place, since nobody reads that again."""
+    """Apply an activation to our rows, input [B, C, ..., h, W], and to those beyond.
+
+    After a group norm it is in place where torch allows, since the norm's output is not read again.
+    """
     beyond = band.beyond(input)
     if beyond is None or any(beyond.padded):
         return function(input, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""From each rank's band of a result to the whole, where it is wanted."""
+"""Gather each rank's band of a result into the whole, on all ranks or on the first."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ Join = Callable[[Tensor], Tensor]
 
 
 def on_all(band: VaeBand, where: str, own: Tensor) -> Tensor:
-    """The whole on every rank. Raises ExchangeError."""
+    """Return the whole [B, C, ..., H, W] on every rank from own [B, C, ..., h, W]. Raises ExchangeError."""
     patch = band.patch
     sizes = [band.scaled(own.shape[band.dim], group_rank) for group_rank in range(len(patch.bands))]
     parts = AllGather(patch.comm, patch.axis, "result", where).parts(own.contiguous(), band.dim, sizes)
@@ -22,7 +22,10 @@ def on_all(band: VaeBand, where: str, own: Tensor) -> Tensor:
 
 
 def on_first(band: VaeBand, where: str, own: Tensor) -> Tensor:
-    """The whole on the first place, zeros of its shape on the others. Raises ExchangeError."""
+    """Return the whole [B, C, ..., H, W] on the first rank and zeros on the others, from own [B, C, ..., h, W].
+
+    Raises ExchangeError.
+    """
     patch, dim = band.patch, band.dim
     shape = list(own.shape)
     shape[dim] = band.whole(own.shape[dim])
@@ -41,7 +44,7 @@ def on_first(band: VaeBand, where: str, own: Tensor) -> Tensor:
 
 
 def joined(output: Any, join: Join) -> Any:
-    """The output of a VAE with every picture-shaped tensor of it joined, those of a distribution too."""
+    """Return the output of a VAE with every tensor of 4 or 5 dims joined, those of a distribution too."""
     if isinstance(output, Tensor):
         return join(output) if output.ndim >= 4 else output
     if isinstance(output, Mapping):
@@ -60,7 +63,7 @@ def _distribution(like: Any, parameters: Tensor) -> Any:
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """Every picture-shaped tensor of an output, in order."""
+    """Return the tensors [B, C, ..., H, W] of an output, in order."""
     found: list[Tensor] = []
 
     def note(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Put the parallel encode and decode into the VAEs of a pipeline, and take them out again.
+"""Install the parallel encode and decode in the VAEs of a pipeline, and remove them again.
 
-vae.decode(latents)  ->  every rank its band of rows; the picture on the first
-vae.encode(picture)  ->  every rank its band of rows; the latent on all
+vae.decode(latents)  ->  every rank its band of rows; the image on the first
+vae.encode(image)    ->  every rank its band of rows; the latent on all
 """
 
 import functools
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class ParallelVae:
-    """One VAE whose `encode` and `decode` run as `mode` says, while the course of a call is open."""
+    """One VAE whose `encode` and `decode` run in `mode` during a pipeline call."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class ParallelVae:
         return output
 
     def _whole(self, name: str, call: VaeCall) -> Any:
-        """Every rank needs what is encoded, and computes it; only the first decodes."""
+        """Encode on every rank, since all need the latent; decode on the first only."""
         with in_tiles(self.vae) if self.mode == "tiled" else nullcontext():
             if name == "encode" or self.state.everywhere or call.x.ndim not in (4, 5):
                 return call.on(call.x)
@@ -90,7 +90,7 @@ class ParallelVae:
         return tiled
 
     def _give_up(self, error: Exception) -> None:
-        """Raise what the person asked for cannot be; under "auto" say so and run whole."""
+        """Raise `error` in mode "exact"; in mode "auto" log a warning and run whole from now on."""
         if self.mode == "exact":
             raise type(error)(f"{error}: use vae='rank0', or vae='tiled' to save memory") from error
         self.mode = "rank0"
@@ -102,12 +102,12 @@ class ParallelVae:
             log.warning("%s", what)
 
     def restore(self) -> None:
-        """The VAE has its own methods again."""
+        """Restore the VAE's own methods."""
         self._hooks.close()
 
 
 class ParallelVaes:
-    """All VAEs of a pipeline, which are its networks with `encode` and `decode`. `mesh`: the ranks of one picture."""
+    """All VAEs of a pipeline, its networks with `encode` and `decode`. `mesh`: the ranks of one image."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class ParallelVaes:
             self._hooks.before(module, lambda *_: self.state.go_on())
 
     def forget(self) -> None:
-        """Their modules may change."""
+        """Verify again at the next call, since the modules may have changed."""
         for vae in self.vaes:
             for split in vae.split.values():
                 split.forget()
@@ -138,7 +138,7 @@ class ParallelVaes:
                 split.exchanging = exchange != "off"
 
     def restore(self) -> None:
-        """Take everything out."""
+        """Restore all VAEs and denoisers."""
         for vae in self.vaes:
             vae.restore()
         self._hooks.close()

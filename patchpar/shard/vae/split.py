@@ -1,4 +1,4 @@
-"""One method of a VAE, encode or decode, in bands of rows: cut the input, run it on a band, join the result."""
+"""One method of a VAE, encode or decode, in bands of rows: cut the input, run on a band, join the result."""
 
 import math
 import time
@@ -23,18 +23,15 @@ from patchpar.shard.vae.outputs import joined, on_all, on_first, tensors_of
 from patchpar.shard.verification import TOLERANCE, Comparison, fingerprint_of, relative_error, verify_once
 from patchpar.shard.verification_cache import VerificationCache
 
-PROBE = 64  # rows and columns of the picture that tells how much smaller its latent is; none is more than 32 times
-FRAMES = {
-    "decode": 3,
-    "encode": 9,
-}  # at most, when it is compared: enough for every way a frame can depend on earlier ones
+PROBE = 64  # rows and columns of the image that shows the ratio of its size to the latent's, which is at most 32
+FRAMES = {"decode": 3, "encode": 9}  # at most, in the comparison: enough for all dependences on earlier frames
 COLUMNS = 3  # of a small latent, fewer than it has rows
 
 Method = Callable[..., Any]
 
 
 class VaeCall(NamedTuple):
-    """A call of `method`, which is the VAE's own, with a picture or latent `x`."""
+    """A call of the VAE's own `method` with an image or latent `x` [B, C, ..., H, W]."""
 
     method: Method
     x: Tensor
@@ -42,12 +39,12 @@ class VaeCall(NamedTuple):
     kwargs: dict[str, Any]
 
     def on(self, x: Tensor) -> Any:
-        """The same with another picture."""
+        """Run the same call with another x [B, C, ..., h, W]."""
         return self.method(x, *self.args, **self.kwargs)
 
 
 class SplitMethod:
-    """`name` ("encode" or "decode") of a VAE on the places of `axis`, each of which passes the whole input.
+    """`name` ("encode" or "decode") of a VAE on the ranks of an axis. Every rank passes the whole input.
 
     `exchanging` off computes every band alone, wrong on purpose, as the negative control of tests.
     """
@@ -65,7 +62,7 @@ class SplitMethod:
         self._deadline = self.comm.transport.deadline
 
     def takes(self, call: VaeCall) -> bool:
-        """Whether a picture has rows for every place; if not, it is small enough for every rank to do it whole.
+        """Whether an image has rows for every rank; if not, it is small enough for every rank to run it whole.
 
         Raises UnsupportedModel.
         """
@@ -76,7 +73,7 @@ class SplitMethod:
         return rows % unit == 0 and rows // unit >= self.axis.size
 
     def __call__(self, call: VaeCall, *, everywhere: bool) -> Any:
-        """The method's output: whole on every place if `everywhere`, else on the first, and zeros on the others.
+        """Return the method's output: whole on every rank if `everywhere`, else on the first, with zeros on the others.
 
         Raises UnsupportedModel or VerificationError for a VAE that cannot be split, ExchangeError.
         """
@@ -84,18 +81,18 @@ class SplitMethod:
         start = time.perf_counter()
         output = self._in_bands(call, everywhere=everywhere)
         self.comm.traffic.note("vae", "", self.name, start)
-        # A rank may have to wait for as long as another one computes, and that is only known once it has.
+        # A rank may wait for as long as another one computes, which is known only afterwards.
         transport, seconds = self.comm.transport, time.perf_counter() - start
         transport.deadline = max(transport.deadline, self._deadline + 2 * seconds)
         return output
 
     def forget(self) -> None:
-        """The VAE's modules may have changed."""
+        """Verify again at the next call, since the VAE's modules may have changed."""
         self._checked.clear()
         self._feeds.clear()
 
     def _rows_per_unit(self, call: VaeCall) -> int:
-        """How many rows of a picture make one of its latent: encode a small corner and see."""
+        """Return the image rows per latent row, measured by encoding a small corner."""
         if not self._unit:
             corner = call.x[:1, ..., :PROBE, :PROBE]
             corner = corner[:, :, :1] if corner.ndim == 5 else corner
@@ -103,7 +100,7 @@ class SplitMethod:
                 latent = tensors_of(call.on(corner.contiguous()))[0]
             except (RuntimeError, ValueError, IndexError) as error:
                 raise UnsupportedModel(
-                    f"{type(self.vae).__name__}.{self.name} does not take a small picture ({error})"
+                    f"{type(self.vae).__name__}.{self.name} fails with an image of {PROBE} x {PROBE} pixels ({error})"
                 ) from error
             self._unit = corner.shape[-1] // latent.shape[-1]
         return self._unit
@@ -122,14 +119,14 @@ class SplitMethod:
     # --- first use ----------------------------------------------------------------------------------------------
 
     def _check(self, call: VaeCall) -> None:
-        """Compare with the plain method once for every form of call, unless there are no `verifications`."""
+        """Compare with the plain method once for every signature of a call, unless there are no `verifications`."""
         form = (call.x.ndim, call.x.dtype, longer_dim(call.x), self._frames(call.x), tuple(sorted(call.kwargs)))
         if form in self._checked:
             return
         if compiled_in(self.vae):
             raise UnsupportedModel(f"{type(self.vae).__name__} has compiled blocks, and rows are exchanged inside them")
         if any(isinstance(x, Tensor) and x.ndim >= 4 for x in (*call.args, *call.kwargs.values())):
-            raise UnsupportedModel(f"{type(self.vae).__name__}.{self.name} takes another picture beside the first")
+            raise UnsupportedModel(f"{type(self.vae).__name__}.{self.name} is called with a second image or latent")
         if self.verifications is not None:
             what = f"{type(self.vae).__name__}.{self.name} in {self.axis.size} bands"
             mesh, compare = (self.comm, self.axis), partial(self._compared, call)
@@ -140,7 +137,7 @@ class SplitMethod:
         return min(x.shape[2], FRAMES[self.name]) if x.ndim == 5 else 0
 
     def _facts(self, call: VaeCall, form: Any) -> dict[str, Any]:
-        """What the verdict depends on."""
+        """Return what the verification result depends on."""
         return {
             **fingerprint_of(self.vae),
             "method": self.name,
@@ -150,16 +147,16 @@ class SplitMethod:
         }
 
     def _compared(self, call: VaeCall) -> Iterator[list[Comparison]]:
-        """The method in bands against the plain one on this rank, at two sizes.
+        """Compare the method in bands with the plain one on this rank, at two sizes.
 
-        With even bands all ranks do the same whatever the model is; with uneven ones they might not, so these are last.
+        With even bands all ranks do the same for any model; with uneven ones they might not, so these are last.
         """
         for seed, rows in enumerate((2 * self.axis.size, 2 * self.axis.size + 1)):
             small = call._replace(x=self._small(call.x, rows, seed))
             yield [Comparison(self._error(small), TOLERANCE[call.x.dtype])]
 
     def _error(self, call: VaeCall) -> float:
-        """Of the bands against the plain method, on this rank. Raises UnsupportedModel."""
+        """Return the relative error of the bands against the plain method on this rank. Raises UnsupportedModel."""
         try:
             with random_numbers_kept(call):
                 want = tensors_of(call.on(call.x))
@@ -175,7 +172,7 @@ class SplitMethod:
         return max(relative_error(x, y) if x.shape == y.shape else math.inf for x, y in pairs)
 
     def _small(self, x: Tensor, rows: int, seed: int) -> Tensor:
-        """Noise of so many latent rows, otherwise like `x`."""
+        """Return noise of `rows` latent rows, otherwise like `x`."""
         shape = list(x.shape)
         if x.ndim == 5:
             shape[2] = self._frames(x)
@@ -186,13 +183,13 @@ class SplitMethod:
 
 
 def longer_dim(x: Tensor) -> int:
-    """Along which dim a picture is split: its longer side, so that borders are short."""
+    """Return the dim along which x [B, C, ..., H, W] is split: its longer side, so that borders are short."""
     return -2 if x.shape[-2] >= x.shape[-1] else -1
 
 
 @contextmanager
 def random_numbers_kept(call: VaeCall) -> Iterator[None]:
-    """Nothing in here moves the default random numbers on, or those of a generator among the arguments."""
+    """Restore the default random state, and those of generators among the arguments, at the end."""
     generators = generators_of(call.kwargs)
     states = [generator.get_state() for generator in generators]
     devices = [call.x.device] if call.x.device.type == "cuda" else []

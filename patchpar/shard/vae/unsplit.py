@@ -1,4 +1,4 @@
-"""A VAE that runs whole: on one rank, in tiles or not, with the others standing aside."""
+"""A VAE that runs whole on one rank, tiled or not; the other ranks return zeros."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +15,9 @@ CORNER = 4  # rows and columns of a latent
 
 @contextmanager
 def in_tiles(vae: Any) -> Iterator[None]:
-    """Diffusers' own tiling, switched on for a while. Raises UnsupportedModel for a VAE that has none."""
+    """Enable diffusers' tiling while open. Raises UnsupportedModel for a VAE that has none."""
     if not hasattr(vae, "enable_tiling"):
-        raise UnsupportedModel(f"{type(vae).__name__} has no tiles: use vae='rank0' or vae='exact'")
+        raise UnsupportedModel(f"{type(vae).__name__} has no enable_tiling: use vae='rank0' or vae='exact'")
     before = vae.use_tiling
     vae.enable_tiling()
     try:
@@ -27,12 +27,12 @@ def in_tiles(vae: Any) -> Iterator[None]:
 
 
 def is_tiled(vae: nn.Module) -> bool:
-    """Whether somebody has switched its tiling on."""
+    """Whether its tiling is enabled."""
     return bool(getattr(vae, "use_tiling", False))
 
 
 def stand_in(call: VaeCall) -> Any:
-    """What decoding gives, but zeros, for a rank whose picture nobody looks at: a corner tells the shape."""
+    """Return zeros of the decoded shape, for a rank whose image is not used: a decoded corner shows the ratio."""
     rows, columns = (min(CORNER, size) for size in call.x.shape[-2:])
     with random_numbers_kept(call):
         corner = call.on(call.x[..., :rows, :columns].contiguous())
