@@ -40,7 +40,7 @@ def on_bands(function: Callable[[VaeBand], Any], *, rows: int = ROWS, world: int
 
 
 def rows_of(band: VaeBand, x: Tensor, scale: int = 1) -> Tensor:
-    bands, place = band.part.bands, band.part.group_rank
+    bands, place = band.patch.bands, band.patch.group_rank
     return x.narrow(-2, scale * bands.starts[place], scale * bands.size(place)).contiguous()
 
 
@@ -108,7 +108,7 @@ def test_noise_is_that_of_the_whole_picture() -> None:
     def noise(rows: int) -> Tensor:
         return torch.randn((rows, 5), generator=torch.Generator().manual_seed(3))
 
-    found = on_bands(lambda band: noise(2 * band.part.bands.size(band.part.group_rank)))
+    found = on_bands(lambda band: noise(2 * band.patch.bands.size(band.patch.group_rank)))
     assert torch.equal(torch.cat(found), noise(2 * ROWS))
 
 
@@ -144,7 +144,7 @@ def test_attention_in_chunks_is_the_same(most: int, chunks: int, monkeypatch: py
     q, k, v = (structured(2, 2, ROWS, 8, seed=seed) for seed in range(3))
 
     def attended(band: VaeBand) -> Tensor:
-        band.where, band.part.comm._beat = "mid_block", marks[band.part.group_rank].append
+        band.where, band.patch.comm._beat = "mid_block", marks[band.patch.group_rank].append
         return F.scaled_dot_product_attention(*(rows_of(band, x) for x in (q, k, v)))
 
     assert close(on_bands(attended), F.scaled_dot_product_attention(q, k, v))
