@@ -112,7 +112,7 @@ def test_the_sample_of_a_call() -> None:
     assert map_of((x, 3), {}) is x
     assert map_of((), {"sample": x}) is x
     assert map_of((), {"hidden_states": x}) is x
-    with pytest.raises(UnsupportedModel, match="no picture-shaped latent"):
+    with pytest.raises(UnsupportedModel, match="no image-shaped latent"):
         map_of((torch.zeros(1, 64, 4),), {})
 
 

@@ -1,1 +1,1 @@
-"""Convolutional denoisers in bands of rows: layers, the hooks that exchange, the search for them."""
+"""Convolutional denoisers in bands of rows: layer arithmetic, exchange hooks, discovery of layers that need them."""

@@ -1,10 +1,10 @@
-"""Self-attention over the tokens of the whole picture, as a diffusers hook.
+"""Self-attention over the tokens of the whole image, as a diffusers hook.
 
-    this step     own queries against our own keys while the others' come, merged by log-sum-exp
-    last step     own queries against our own keys of this step and the others' that are held, `shard.attention.stale`
+    fresh     own queries attend to own keys while the others' arrive, merged by log-sum-exp
+    stale     own queries attend to own fresh keys and the others' stored ones, `shard.attention.stale`
 
-The processor of the layer runs as it is; only its call of scaled_dot_product_attention is answered differently. One
-that computes attention itself gets everybody's keys and values instead, of this step only.
+The layer's processor runs unchanged; only its call of scaled_dot_product_attention is replaced. A processor that
+computes attention itself gets the keys and values of all ranks instead, always fresh.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,10 +29,10 @@ PROJECTIONS = ("to_k", "to_v")
 
 
 class AttentionHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
-    """Self-attention over the tokens of the whole picture: the processor runs as it is, its attention call does not.
+    """Self-attention over the tokens of the whole image: the processor runs unchanged, its attention call is replaced.
 
-    `own_kernel`: its processor does not call scaled_dot_product_attention (but baddbmm, slice by slice, or xformers).
-    Then what it makes keys and values of is its own, and what it gets from `to_k` and `to_v` is everybody's.
+    `own_kernel`: the processor does not call scaled_dot_product_attention (but baddbmm, slice by slice, or xformers).
+    Then `to_k` and `to_v` read this rank's tokens and return the keys and values of all ranks.
     """
 
     def __init__(self, patch: LocalPatch, where: str, *, own_kernel: bool = False) -> None:
@@ -52,7 +52,7 @@ class AttentionHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         if not self._called:
             raise UnsupportedModel(
                 f"{self.where}: its attention processor {_processor_of(module)} does not call "
-                "scaled_dot_product_attention as the one before it did: set processors with "
+                "scaled_dot_product_attention as the previous one did: set processors with "
                 "pipe.unet.set_attn_processor(...), or restore() and wrap the pipeline again"
             )
         return result
@@ -63,11 +63,11 @@ class AttentionHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
 
 def refusal_of_past(where: str, module: nn.Module, strategy: str) -> UnsupportedModel:
-    """Why keys and values of the last step cannot be used."""
+    """Return the error for a processor with which stale keys and values cannot be used."""
     return UnsupportedModel(
-        f"{where}: strategy {strategy} attends to keys and values of the last step in scaled_dot_product_attention, "
-        f"which the attention processor {_processor_of(module)} does not call: use strategy exact, or the default "
-        "processor, pipe.unet.set_default_attn_processor()"
+        f"{where}: strategy {strategy} attends to stale keys and values in scaled_dot_product_attention, which the "
+        f"attention processor {_processor_of(module)} does not call: use strategy exact, or the default processor, "
+        "pipe.unet.set_default_attn_processor()"
     )
 
 
@@ -77,9 +77,9 @@ def _processor_of(module: nn.Module) -> str:
 
 @contextmanager
 def keys_of_all(patch: LocalPatch, where: str, module: nn.Module) -> Iterator[None]:
-    """While open, `to_k` and `to_v` of an attention layer give everybody's tokens, in the order of the whole picture.
+    """Context in which `to_k` and `to_v` of an attention layer return the tokens of all ranks, in image order.
 
-    They come at once, whatever the way of keys between ranks. Raises UnsupportedModel where neither has been called.
+    They are all-gathered whatever the attention mode. Raises UnsupportedModel where either has not been called.
     """
     asked: set[str] = set()
 
@@ -103,7 +103,7 @@ def keys_of_all(patch: LocalPatch, where: str, module: nn.Module) -> Iterator[No
 
 
 def gathered_tokens(patch: LocalPatch, where: str, own_BlC: Tensor) -> Tensor:
-    """Tokens [B, L, C] of the whole picture from everybody's own [B, l, C]. Raises ExchangeError, UnsupportedModel."""
+    """All-gather each rank's tokens [B, l, C] to the image's [B, L, C]. Raises ExchangeError, UnsupportedModel."""
     grid = patch.grid(own_BlC.shape[1])
     sizes = [grid.num_tokens(group_rank) for group_rank in range(patch.axis.size)]
     gather = AllGather(patch.comm, patch.axis, "kv", where)
@@ -111,7 +111,7 @@ def gathered_tokens(patch: LocalPatch, where: str, own_BlC: Tensor) -> Tensor:
 
 
 def joined_tokens(parts_BlC: Sequence[Tensor], grid: LevelGrid) -> Tensor:
-    """Shares of tokens in the order of the whole picture, row by row."""
+    """Return tokens [B, L, C] in the order of the whole image, row by row, from the ranks' parts [B, l, C]."""
     if grid.dim == -2:
         return torch.cat(list(parts_BlC), dim=1)
     columns = [torch.unflatten(x, 1, (grid.across.columns, -1)) for x in parts_BlC]
@@ -119,9 +119,10 @@ def joined_tokens(parts_BlC: Sequence[Tensor], grid: LevelGrid) -> Tensor:
 
 
 def attend_over_bands(patch: LocalPatch, where: str, call: AttentionCall) -> Tensor:
-    """Own queries against everybody's keys, of this step or of the last one. Raises UnsupportedModel.
+    """Return attention [B, N, l, D] of this rank's queries to the keys of all ranks, fresh or stale.
 
-    Keys and values [B, N, c + l, D]: tokens that all ranks have (text, as added keys), then our own.
+    The call's keys and values [B, N, c + l, D]: tokens that all ranks have (text, as added keys), then this rank's own.
+    Raises ExchangeError, UnsupportedModel.
     """
     if call.attn_mask is not None or call.is_causal or call.dropout_p or call.enable_gqa:
         raise UnsupportedModel(

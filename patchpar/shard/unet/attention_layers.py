@@ -1,8 +1,8 @@
-"""Which attention layers see the whole picture, watched while a denoiser runs: by what their keys are made of.
+"""Find the attention layers over tokens of the whole image, by the inputs of their keys in a run of the denoiser.
 
-A layer's keys come from `to_k`. Where its input has more tokens in a taller picture, in as many samples, the keys are
-the picture's. Text has the same tokens in every picture; of layers over frames the samples grow, not the tokens. Where
-keys are made by another module (fused projections), a layer without any other context attends to its own tokens.
+A layer's keys come from `to_k`. Where its input has more tokens for a taller image, in as many samples, the keys are
+the image's. Text has the same tokens for every image; in layers over frames the samples grow, not the tokens. Where
+keys come from another module (fused projections), a layer without another context attends to its own tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from patchpar.shard.sdpa import AttentionCall, SdpaMode
 
 @dataclass(slots=True)
 class ObservedAttention:
-    """What one run showed, by module path: shapes of what the keys were made of, and who calls torch's attention."""
+    """Observations of one run by module path: input shapes of keys, and layers that call torch's attention."""
 
     keys: dict[str, tuple[int, ...]] = field(default_factory=dict)
     own: dict[str, tuple[int, ...]] = field(default_factory=dict)  # hidden states of layers without another context
@@ -26,26 +26,26 @@ class ObservedAttention:
     under_way: list[str] = field(default_factory=list)
 
     def shape(self, path: str) -> tuple[int, ...] | None:
-        """What the keys of a layer were made of."""
+        """Return the shape of the input of a layer's keys."""
         return self.keys.get(path, self.own.get(path))
 
     def leave(self) -> None:
-        """The layer under way is done."""
+        """End the forward of the innermost layer."""
         self.under_way.pop()
 
     def attended(self, call: AttentionCall) -> Tensor:
-        """Answers a call of torch's attention: the layer under way makes it."""
+        """Note the running layer for a call of torch's attention, and return its output [B, N, q, E]."""
         self.with_kernel.update(self.under_way[-1:])
         return call.run()
 
     def paths(self) -> Iterator[str]:
-        """Layers that have been seen, in the order of execution."""
+        """Yield the observed layers in the order of execution."""
         yield from dict.fromkeys((*self.keys, *self.own))
 
 
 @contextmanager
 def attention_watched(denoiser: nn.Module, seen: ObservedAttention) -> Iterator[None]:
-    """Torch forward hooks on every attention layer, for as long as the block runs."""
+    """Context with torch forward hooks on every attention layer."""
     with HookSet() as hooks, SdpaMode(seen.attended):
         for path, module in denoiser.named_modules():
             if not hasattr(module, "processor"):

@@ -1,6 +1,6 @@
-"""A denoiser whose calls are computed in bands: cut the input, run it with seams, join the prediction.
+"""A denoiser whose calls are computed in bands: cut the input, run it with exchange points, join the prediction.
 
-What every patch strategy shares; a strategy decides what its seams exchange and when.
+Common to all patch strategies; a strategy decides what its exchange points exchange and when.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -30,12 +30,7 @@ from patchpar.shard.verification_cache import VerificationCache
 
 
 class PatchedDenoiser(SharedDenoiser):
-    """A denoiser whose calls are computed in bands. Every rank passes and gets whole tensors.
-
-    `policy` says what its seams exchange and when; one that uses values of the last step needs the `clock`. `reset`
-    belongs before every picture, `finish` after it. `exchange` is "on", or wrong on purpose, as the negative control of
-    tests and figures: "off" computes every band alone, "frozen" sends nothing after the exact steps.
-    """
+    """A denoiser whose calls are computed in bands of rows or columns, as `split` says. See `SharedDenoiser`."""
 
     def __init__(
         self,
@@ -53,10 +48,13 @@ class PatchedDenoiser(SharedDenoiser):
         self._sharded: UNetSharder | None = None
         self._gather = AllGather(*mesh, "prediction", "prediction")
         self._foreign: tuple[str, ...] = ()
-        self._sizes: set[tuple[int, ...]] = set()  # of samples, at which it has been checked as it is called
+        self._sizes: set[tuple[int, ...]] = set()  # of samples at which it has been verified with the call itself
 
     def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """One denoiser call: `forward` is the denoiser's own. Returns what it returns, for the whole picture."""
+        """Return what `forward`, the denoiser's own, returns for the whole image.
+
+        Raises ExchangeError, PlanError, UnsupportedModel, VerificationError.
+        """
         refuse_arguments(kwargs)
         self._make_sure()
         dim = self._dim(map_of(args, kwargs))
@@ -68,14 +66,14 @@ class PatchedDenoiser(SharedDenoiser):
                 return self._exactly(forward, *args, **kwargs)
             return self._with_stale_state(self.history, forward, *args, **kwargs)
         finally:
-            self.patch.active = False  # whoever calls the denoiser's own forward gets that
+            self.patch.active = False  # other calls of the denoiser's forward are plain ones
 
     def _install(self, forward: Callable[..., Any], dim: int, call: tuple[Any, Any]) -> None:
         self.restore()
         if compiled_in(self.denoiser):
             raise UnsupportedModel(
-                f"{type(self.denoiser).__name__} has compiled blocks, and bands are exchanged inside of them: use plan "
-                "cfg=2 or data=N, or leave it uncompiled"
+                f"{type(self.denoiser).__name__} has compiled blocks, and patches exchange values inside them: use "
+                "plan cfg=2 or data=N, or leave it uncompiled"
             )
         before = self.watched.now()
         refuse_caches(self.denoiser, stale=self.history is not None)
@@ -91,7 +89,7 @@ class PatchedDenoiser(SharedDenoiser):
         self.watched.know(before)
 
     def _check_here(self, forward: Callable[..., Any], call: tuple[Any, Any]) -> None:
-        """Check at the size of the call too what holds code of other libraries: it may work at some sizes only."""
+        """Verify at the size of the call too where other libraries' code is present: it may work at some sizes only."""
         sample = map_of(*call)
         if self.verifications is None or not self._foreign or sample.shape in self._sizes:
             return
@@ -107,7 +105,7 @@ class PatchedDenoiser(SharedDenoiser):
         facts: dict[str, Any],
         blamed: str,
     ) -> float:
-        """The error that is found now, or was found for these facts. Raises VerificationError, UnsupportedModel."""
+        """Return the error known for these facts, or measured now. Raises VerificationError, UnsupportedModel."""
         assert self.verifications is not None
         mesh = (self.patch.comm, self.patch.axis)
         compare = partial(compare, partial(self._exactly, forward), partial(self._plain, forward))
@@ -123,7 +121,7 @@ class PatchedDenoiser(SharedDenoiser):
             raise
 
     def _facts(self, sites: ExchangeSites, call: tuple[Any, Any]) -> dict[str, Any]:
-        """What the verdict depends on."""
+        """Return the facts that the verification result depends on."""
         sample = map_of(*call)
         leaves, _ = tree_flatten_with_path(call)
         return {
@@ -142,18 +140,18 @@ class PatchedDenoiser(SharedDenoiser):
         return forward(*args, **kwargs)
 
     def _exactly(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """With this step's values everywhere."""
+        """Run with fresh values at every exchange point."""
         self.patch.fresh, self.patch.cache = True, None
         whole, _ = self._join(self._in_bands(forward, *args, **kwargs))
         return whole
 
     def _with_stale_state(self, history: StaleState, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """With values of the last step, where it is known and the treatment wants them."""
+        """Run with stale values where the previous step is known and the policy uses them."""
         patch, sample = self.patch, map_of(args, kwargs)
         self._look_back(history, (sample.shape, sample.dtype, patch.dim), (args, kwargs))
         patch.policy = history.policy.frozen() if patch.frozen else history.policy
         output = self._in_bands(forward, *args, **kwargs)
-        # The prediction is waited for now and what is left in the bucket a step later, so it goes first.
+        # The prediction is awaited now, the rest of the bucket a step later: so the prediction is sent first.
         whole, gathered = self._join(output, history.tell(), meanwhile=history.cache.end)
         history.heard(gathered, fresh=patch.fresh)
         return whole
@@ -177,7 +175,7 @@ class PatchedDenoiser(SharedDenoiser):
     def _join(
         self, output: Any, gathered: Sequence[Tensor] = (), meanwhile: Callable[[], None] = lambda: None
     ) -> tuple[Any, list[list[Tensor]]]:
-        """The whole prediction from everybody's, and what every place tells beside it; `meanwhile` it is on its way."""
+        """Return the whole prediction, and what all ranks sent as `gathered`; run `meanwhile` during the exchange."""
         own, dim = first_tensor(output), self.patch.dim
         bands, shape = self.patch.level(own.shape[dim]), list(own.shape)
 
@@ -204,27 +202,27 @@ class PatchedDenoiser(SharedDenoiser):
         self.sites = None
 
     def restore(self) -> None:
-        """Take the seams out."""
+        """Remove the exchange points. Idempotent."""
         if self._sharded is not None:
             self._sharded.restore()
             self._sharded = None
 
 
 def bands_of(total: int, group_ranks: int, unit: int) -> Bands:
-    """Bands of latent rows. Raises PlanError."""
+    """Return the bands of `total` latent rows in units of `unit` rows. Raises PlanError."""
     try:
         return split_bands(total, group_ranks, unit)
     except ValueError as error:
-        raise PlanError(f"{error}: use at most {total // unit} on axis 'patch', or a larger picture") from error
+        raise PlanError(f"{error}: use at most {total // unit} on axis 'patch', or a larger image") from error
 
 
 REFUSED = {
-    "gligen": "GLIGEN boxes are positions in the whole picture",
+    "gligen": "GLIGEN boxes are positions in the whole image",
 }
 
 
 def refuse_arguments(kwargs: Any, refused: Mapping[str, str] = REFUSED) -> None:
-    """Raise UnsupportedModel for arguments that address the whole picture from inside a layer: names, and why not."""
+    """Raise UnsupportedModel for arguments that address the whole image inside a layer; `refused`: reasons by name."""
     for name in kwargs.get("cross_attention_kwargs") or {}:
         if name in refused:
             raise UnsupportedModel(

@@ -1,13 +1,13 @@
-"""Find out which modules of a denoiser mix positions of the picture: by watching it run, not by its name.
+"""Find the modules of a denoiser that mix positions of the image, by hooks in a run, not by class names.
 
-The denoiser runs twice on small inputs, the second twice as tall. What grows with the height is spatial:
+The denoiser runs twice on small inputs, the second twice as tall. Shapes that grow with the height are spatial:
 
     group norm     same batch, more values per sample    -> its moments span all bands
     attention      same batch, more tokens, self         -> its keys span all bands
-                   more samples, same tokens             -> temporal; every pixel by itself, nothing to do
+                   more samples, same tokens             -> temporal, each pixel independent; no exchange
     convolution    kernel > 1 along the split dim        -> reads a halo
-    transform      torch.fft of a map                    -> of the whole map
-    pooling        output of one size from maps of all   -> of the whole map
+    transform      torch.fft of a map                    -> needs the whole map
+    pooling        output of one size from maps of all   -> needs the whole map
 
 A group norm whose output reaches a convolution through pointwise activations only is linked to it, so that both
 exchange in one round.
@@ -36,9 +36,9 @@ PROBE_SIZES = ((32, 32), (64, 32))  # latent rows and columns: enough for a tota
 
 @dataclass(frozen=True, slots=True)
 class NormSite:
-    """A group norm over the whole picture, and the convolutions it feeds through `activations`, if any.
+    """A group norm over the whole image, and the convolutions it feeds through `activations`, if any.
 
-    Several, where an adapter convolves beside the layer it adapts.
+    There are several where an adapter has a convolution beside the layer it adapts.
     """
 
     path: str
@@ -48,7 +48,7 @@ class NormSite:
 
 @dataclass(frozen=True, slots=True)
 class ConvSite:
-    """A convolution that may read beyond its share. `trailing`: zero rows the model pads on before it."""
+    """A convolution that may read beyond this rank's band. `trailing`: zero rows that the model appends before it."""
 
     path: str
     reads_sample: bool
@@ -57,11 +57,11 @@ class ConvSite:
 
 @dataclass(frozen=True, slots=True)
 class ExchangeSites:
-    """Every place where a denoiser needs other ranks' values, and how often it halves its maps.
+    """Every module in which a denoiser needs other ranks' values, and its total stride.
 
     `transforms`: modules in whose forward maps go through torch.fft. `own_kernel`: those of the `attentions` whose
     processors compute attention without scaled_dot_product_attention. `pools`: modules that pool maps to one size.
-    `beside`: arguments that are maps of the picture beside the latent, as `picture_arguments` calls them.
+    `beside`: paths of arguments that are maps of the image beside the latent, from `as_large_as_the_latent`.
     """
 
     norms: tuple[NormSite, ...]
@@ -74,7 +74,7 @@ class ExchangeSites:
     pools: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """One line for `explain`."""
+        """Return one line for `explain`."""
         linked = sum(bool(norm.convs) for norm in self.norms)
         transforms = f"{len(self.transforms)} with Fourier transforms, " if self.transforms else ""
         pools = f"{len(self.pools)} poolings of whole maps, " if self.pools else ""
@@ -86,13 +86,13 @@ class ExchangeSites:
 
 @dataclass(slots=True)
 class _ProbedRun:
-    """What one probe saw, by module path."""
+    """Observations of one probe, by module path."""
 
     norms: dict[str, tuple[int, ...]] = field(default_factory=dict)
     convs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     attention: ObservedAttention = field(default_factory=ObservedAttention)
     transforms: dict[str, None] = field(default_factory=dict)
-    maps: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # into and out of modules without others
+    maps: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # in and out of modules without children
     links: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)  # norm -> convolution -> activations
     reads_sample: set[str] = field(default_factory=set)
     origins: dict[int, tuple[str, tuple[str, ...]]] = field(default_factory=dict)  # id of a tensor -> norm, activations
@@ -100,12 +100,12 @@ class _ProbedRun:
     inside: list[str] = field(default_factory=list)  # modules whose forward runs, outermost first
 
     def leave(self) -> None:
-        """The innermost forward is done."""
+        """End the innermost forward."""
         self.inside.pop()
 
 
 def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> ExchangeSites:
-    """Run `forward` at two small sizes and tell what is spatial. Raises UnsupportedModel."""
+    """Run `forward` at two small sizes and return the spatial modules. Raises UnsupportedModel."""
     first, second, beside = _probed(denoiser, forward, args, kwargs)
     norms = [path for path in first.norms if _grows_per_sample(first.norms[path], second.norms.get(path))]
     convs = {path: shape for path, shape in first.convs.items() if _grows_in_rows(shape, second.convs[path])}
@@ -137,9 +137,9 @@ def discover(denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs
 def _probed(
     denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[_ProbedRun, _ProbedRun, Any]:
-    """What two runs showed, and the arguments that had to change their size with the latent's. Raises UnsupportedModel.
+    """Return the observations of two runs, and the arguments that had to be resized with the latent.
 
-    Those are tried where it does not run without.
+    Resizing them is tried where the denoiser does not run without. Raises UnsupportedModel.
     """
     failed: RuntimeError | None = None
     for beside in dict.fromkeys([(), as_large_as_the_latent(args, kwargs)]):
@@ -151,7 +151,7 @@ def _probed(
         return first, second, beside
     raise UnsupportedModel(
         f"{type(denoiser).__name__} does not run at the sizes it is probed with, since another argument than the "
-        f"latent is as large as the picture ({failed}): use plan cfg=2 or data=N"
+        f"latent is as large as the image ({failed}): use plan cfg=2 or data=N"
     ) from failed
 
 
@@ -195,7 +195,7 @@ def _probe(
 
 @contextmanager
 def _watched(denoiser: nn.Module, seen: _ProbedRun, sample: Tensor) -> Iterator[None]:
-    """Torch forward hooks on every module of interest, for as long as the block runs."""
+    """Context with torch forward hooks on every module that may be spatial."""
     with HookSet() as hooks, _WatchedTransforms(seen):
         for path, module in denoiser.named_modules():
             hooks.before(module, lambda *_, path=path: seen.inside.append(path))
@@ -212,7 +212,7 @@ def _watched(denoiser: nn.Module, seen: _ProbedRun, sample: Tensor) -> Iterator[
 
 
 class _WatchedTransforms(TorchFunctionMode):
-    """Sees who transforms maps."""
+    """Notes the modules that call torch.fft."""
 
     def __init__(self, seen: _ProbedRun) -> None:
         super().__init__()
@@ -266,16 +266,16 @@ def _watch_conv(seen: _ProbedRun, path: str, sample: Tensor) -> Callable[..., No
 
 
 def _is_sample(x: Tensor, sample: Tensor) -> bool:
-    """Whether `x` is the sample, at most with its leading dims joined.
+    """Whether `x` is the sample, at most with its leading dims flattened.
 
-    Frames moved before channels may share its memory too, but are another order of the same numbers.
+    A view with frames moved before channels shares its memory too, but has another order.
     """
     same_numbers = x.data_ptr() == sample.data_ptr() and x.numel() == sample.numel()
     return same_numbers and x.is_contiguous() and x.shape[-3:] == sample.shape[-3:]
 
 
 def splits_into_bands(denoiser: nn.Module) -> bool:
-    """Whether a denoiser is made of what bands know: padded convolutions and group norms, as UNets are."""
+    """Whether a denoiser has padded convolutions and group norms, as UNets have, so that bands may split it."""
     modules = list(denoiser.modules())
     padded = any(isinstance(m, (nn.Conv2d, nn.Conv3d)) and m.kernel_size[-1] > 1 and m.stride[-1] == 1 for m in modules)
     return padded and any(isinstance(m, nn.GroupNorm) for m in modules)

@@ -1,8 +1,8 @@
-"""Put seams into a denoiser, take them out again exactly, and check that nothing has changed.
+"""Install exchange points in a denoiser, remove them exactly, and verify the split forward.
 
-install    a hook on every discovered module; types, names and state dict keys stay as they were
-restore    every hook out; outputs are bit-equal to the untouched denoiser
-verify     the split forward against the plain one, at two sizes, on all ranks
+install    a hook on every discovered module; types, names and state dict keys do not change
+restore    remove every hook; outputs are bit-equal to the untouched denoiser
+verify     compare the split forward with the plain one, at two sizes, on all ranks
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,11 +27,11 @@ from patchpar.shard.unet.spatial_arguments import with_sample_size
 from patchpar.shard.verification import TOLERANCE, Call, Comparison, relative_error
 
 HOOK = "patchpar_seam"
-MOST_LISTED = 3  # of what other libraries have put in
+MOST_LISTED = 3  # additions of other libraries
 
 
 class UNetSharder:
-    """A denoiser with seams. `restore()` leaves it as it was."""
+    """A denoiser with exchange points. `restore()` leaves it as it was."""
 
     def __init__(self, denoiser: nn.Module, sites: ExchangeSites, patch: LocalPatch) -> None:
         self._modules: dict[str, Any] = dict(denoiser.named_modules())
@@ -40,7 +40,7 @@ class UNetSharder:
         try:
             self._hook_all(sites)
         except BaseException:
-            self.restore()  # what is refused is left as it was
+            self.restore()  # a refused denoiser is left as it was
             raise
 
     def _hook_all(self, sites: ExchangeSites) -> None:
@@ -94,7 +94,7 @@ class UNetSharder:
         self._hooks.install(self._modules[path], hook, name)
 
     def restore(self) -> None:
-        """Take every seam out. Idempotent."""
+        """Remove every exchange point. Idempotent."""
         self._hooks.close()
 
 
@@ -102,7 +102,7 @@ Size = tuple[int, int]
 
 
 def verification_sizes(total_stride: int, group_ranks: int) -> tuple[tuple[Size, ...], ...]:
-    """Small latent sizes to verify at: even bands, and uneven ones; where there are several, the first that fits.
+    """Return small latent sizes to verify at, alternatives for even and for uneven bands; the first that fits is used.
 
     Uneven bands with a remainder of half a unit come first, but not every denoiser takes such a size.
     """
@@ -114,7 +114,7 @@ def verification_sizes(total_stride: int, group_ranks: int) -> tuple[tuple[Size,
 def compared_at_two_sizes(
     split: Callable[..., Any], plain: Callable[..., Any], call: Call, sites: ExchangeSites, patch: LocalPatch
 ) -> Iterator[list[Comparison]]:
-    """`split` against `plain` on this rank, on inputs like `call`'s."""
+    """Yield comparisons of `split` with `plain` on this rank, on inputs like `call`'s at the `verification_sizes`."""
     found = []
     for seed, sizes in enumerate(verification_sizes(sites.total_stride, patch.axis.size)):
         turned = sizes if patch.dim == -2 else tuple((short, long) for long, short in sizes)
@@ -127,12 +127,12 @@ def compared_at_two_sizes(
 
 
 def compared_as_called(split: Callable[..., Any], plain: Callable[..., Any], call: Call) -> Iterator[list[Comparison]]:
-    """The same for `call` as it is: what other libraries have put in may work at some sizes only.
+    """Yield the comparison for `call` at its own size: additions of other libraries may work at some sizes only.
 
     Takes as much memory as the plain forward.
     """
     args, kwargs = call
-    own_args, own_kwargs = tree_map(lambda x: x, call)  # a denoiser may empty the lists that it is given
+    own_args, own_kwargs = tree_map(lambda x: x, call)  # a denoiser may empty its list arguments
     with torch.no_grad():
         want = first_tensor(plain(*own_args, **own_kwargs))
         got = first_tensor(split(*args, **kwargs))
@@ -140,7 +140,7 @@ def compared_as_called(split: Callable[..., Any], plain: Callable[..., Any], cal
 
 
 def named(foreign: Sequence[str]) -> str:
-    """What other libraries have put into a denoiser, for people."""
+    """Return a text that names the additions of other libraries to a denoiser."""
     more = f" and {len(foreign) - MOST_LISTED} more" if len(foreign) > MOST_LISTED else ""
     return f"What was put into it ({'; '.join(foreign[:MOST_LISTED])}{more})"
 
@@ -148,23 +148,20 @@ def named(foreign: Sequence[str]) -> str:
 def _plain_at(
     sizes: Sequence[Size], plain: Callable[..., Any], call: Call, known: ExchangeSites, seed: int
 ) -> tuple[Size, Tensor]:
-    """The first of `sizes` that the plain denoiser takes, and its prediction there.
-
-    For the call itself: a denoiser may empty the lists that it is given.
-    """
+    """Return the first of `sizes` that the plain denoiser takes, and its prediction there."""
     for size in sizes:
         args, kwargs = with_sample_size(*call, size, seed=seed, beside=known.beside)
         try:
             prediction = first_tensor(plain(*args, **kwargs))
-        except RuntimeError:  # skip connections that do not meet: this denoiser takes whole multiples only
+        except RuntimeError:  # skip connections of different sizes: this denoiser takes whole multiples only
             if size == sizes[-1]:
                 raise
             continue
-        if tuple(prediction.shape[-2:]) == size:  # or it has dropped what is no whole multiple
+        if tuple(prediction.shape[-2:]) == size:  # or it has cut the remainder
             break
     return size, prediction
 
 
 def first_tensor(output: Any) -> Tensor:
-    """The prediction of a denoiser call, whether it returned a tuple or an output class."""
+    """Return the prediction [B, C, H, W] or [B, C, F, H, W] of a denoiser call from a tensor, tuple or output class."""
     return output if isinstance(output, Tensor) else output[0]

@@ -1,8 +1,8 @@
-"""Masks of IP-Adapters in bands: which part of the picture each adapter's picture speaks of, as a diffusers hook.
+"""Masks of IP-Adapters in bands, as a diffusers hook: the region of the image that each reference image applies to.
 
-A layer scales the mask to the tokens it sees, which it takes for the whole picture. So it is scaled here, to the tokens
-of the whole, as the layer's processor would; the processor gets our tokens of it, as a mask of one row that needs no
-scaling.
+A layer's processor scales the mask to its tokens as if they were the whole image. So the mask is scaled here to the
+tokens of the whole image, as the processor would; the processor gets this rank's tokens of it, as a mask of one row
+that needs no scaling.
 """
 
 import inspect
@@ -22,13 +22,13 @@ MASKS = "ip_adapter_masks"
 
 
 def takes_masks(module: nn.Module) -> bool:
-    """Whether a layer is attention to pictures, under masks if there are any."""
+    """Whether a layer is attention to reference images that takes masks."""
     processor = getattr(module, "processor", None)
     return processor is not None and MASKS in inspect.signature(processor.__call__).parameters
 
 
 class MaskHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
-    """Attention of our own tokens to pictures, under our part of the masks."""
+    """Attention of this rank's tokens to reference images, with this rank's part of the masks."""
 
     def __init__(self, patch: LocalPatch) -> None:
         super().__init__()
@@ -45,9 +45,9 @@ class MaskHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
 
 def own_masks(masks: Iterable[Tensor | None], grid: LevelGrid, group_rank: int) -> list[Tensor | None]:
-    """Our part of each adapter's masks [1, pictures, H, W], as [1, pictures, 1, l] for our `l` tokens.
+    """Return this rank's part of each adapter's masks [1, images, H, W], as [1, images, 1, l] for its `l` tokens.
 
-    `masks` may be a tensor [adapters, 1, H, W] too, which diffusers takes for one picture each.
+    `masks` may be a tensor [adapters, 1, H, W] too, with one reference image for each adapter, as in diffusers.
     """
     each = list(masks.unsqueeze(1)) if isinstance(masks, Tensor) else masks
     return [_own(mask, grid, group_rank) if isinstance(mask, Tensor) and mask.ndim == 4 else mask for mask in each]

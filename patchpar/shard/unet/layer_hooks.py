@@ -1,13 +1,13 @@
-"""Where a denoiser needs values that other ranks own, as diffusers hooks: group norm and convolution.
+"""Exchange points of group norms and convolutions, as diffusers hooks.
 
-A hook replaces one module's forward and can be taken out again. Whose values it uses, and of which step, is the
-strategy's business: it hands each hook a `LocalPatch`, whose treatment says so for each kind of seam.
+A hook replaces one module's forward and can be removed. Its `LocalPatch` has the exchange policy of the strategy, which
+decides for each kind of exchange point whose values are used, and whether they are fresh or stale.
 
-    norm      this step: moments to all, raw edge rows to the neighbours, in one round; the neighbour's rows are
-              normalised here and left for the convolution that the norm feeds
-    conv      rows from that norm if it left any, else from the neighbours; the bulk is convolved meanwhile
+    norm      fresh: moments to all ranks and raw edge rows to the neighbours in one round; the neighbour's rows are
+              normalised here and stored for the convolution that the norm feeds
+    conv      rows stored by that norm, if any, else from the neighbours; the bulk is convolved meanwhile
 
-Values of the last step are sent as soon as they exist, several in one bucket, and awaited here one step later.
+Values for the next step are sent as soon as they exist, several in one bucket, and awaited one step later.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,14 +40,14 @@ from patchpar.shard.unet.layers import (
 
 
 class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
-    """Group norm of the whole picture from per-share moments."""
+    """Group norm of the whole image from the moments of each rank's band."""
 
     def __init__(self, patch: LocalPatch, where: str, feeds: "ConvFed | None") -> None:
         super().__init__()
         self.patch, self.where, self.feeds = patch, where, feeds
 
     def new_forward(self, module: nn.GroupNorm, x: Tensor) -> Tensor:
-        """Replaces GroupNorm.forward."""
+        """Replace GroupNorm.forward: normalise the band `x` [B, C, ..., h, W]. Raises ExchangeError, PlanError."""
         patch = self.patch
         if not patch.active:
             return self.fn_ref.original_forward(x)
@@ -58,7 +58,7 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         return Normalise(module, self._estimate(own, entry, shape))(x)
 
     def _normalised_together(self, module: nn.GroupNorm, x: Tensor, own: Tensor, entry: StaleEntry | None) -> Tensor:
-        """With this step's moments of all; the edge rows come in the same round where they are of this step too."""
+        """Normalise with fresh moments of all ranks; fresh edge rows are exchanged in the same round."""
         patch = self.patch
         feeds = self.feeds if patch.fuses_edges else None
         edges = patch.edges(x, feeds.before, feeds.after) if feeds is not None else None
@@ -75,9 +75,9 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         return normalise(x)
 
     def _estimate(self, own: Tensor, entry: StaleEntry | None, shape: tuple[int, int]) -> Moments:
-        """Moments of the whole from ours of this step and the others' of the last one."""
+        """Return moments of the whole from this rank's fresh ones and the others' stale ones."""
         now = unpack_moments(own, shape)
-        if entry is None:  # separate: every share by itself
+        if entry is None:  # separate: every band by itself
             return now
         patch = self.patch
         others = [values[0] for values in entry.wait().values()]
@@ -96,7 +96,7 @@ class NormHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
 @dataclass(frozen=True, slots=True)
 class ConvFed:
-    """The convolutions a norm feeds through pointwise activations: paths, reach, and those activations."""
+    """The convolutions that a norm feeds through pointwise activations: paths, reach in rows, and those activations."""
 
     convs: tuple[str, ...]
     before: int
@@ -104,7 +104,7 @@ class ConvFed:
     activations: tuple[nn.Module, ...]
 
     def activate(self, normalise: Normalise, rows: Tensor | None) -> Tensor | None:
-        """A neighbour's raw rows as the convolution would see them."""
+        """Return a neighbour's raw rows [B, C, ..., r, W] normalised and activated, as the convolution reads them."""
         if rows is None:
             return None
         rows = normalise(rows)
@@ -116,7 +116,7 @@ class ConvFed:
 class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
     """A convolution with a kernel larger than one along the split dim.
 
-    `trailing` counts zero rows that the model itself has padded on at the end before an unpadded convolution.
+    `trailing`: number of zero rows that the model itself appends before an unpadded convolution.
     """
 
     def __init__(self, patch: LocalPatch, where: str, *, reads_sample: bool, trailing: int) -> None:
@@ -124,7 +124,10 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         self.patch, self.where, self.reads_sample, self.trailing = patch, where, reads_sample, trailing
 
     def new_forward(self, module: Conv, x: Tensor) -> Tensor:
-        """Replaces Conv2d.forward and Conv3d.forward."""
+        """Replace Conv2d.forward and Conv3d.forward: `x` [B, C, ..., h, W] and the output are this rank's band.
+
+        Raises ExchangeError, PlanError, UnsupportedModel.
+        """
         patch, dim = self.patch, self.patch.dim
         left = patch.halos.pop(self.where, None)
         if not patch.active:
@@ -139,7 +142,7 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         return mend_borders(module, own, y, dim, stencil, _waited_for(halo))
 
     def _start(self, x: Tensor, before: int, after: int, left: Halo | None) -> Halo | Callable[[], Halo]:
-        """The rows outside where they are here already; else start to get them, and return what waits for them."""
+        """Return the halo if it is available; else start the exchange, and return a function that waits for it."""
         patch = self.patch
         if self.reads_sample and patch.whole is not None:
             return _halo_of_whole(patch, x, before, after)
@@ -158,7 +161,7 @@ class ConvHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         return lambda: kept(pending.wait()[1])
 
     def _of_last_step(self, x: Tensor, before: int, after: int, entry: StaleEntry) -> Halo:
-        """The neighbours' rows of the last step; ours leave for the next."""
+        """Return the neighbours' stale rows, and send this rank's for the next step."""
         patch = self.patch
         edges, found = patch.edges(x, before, after), entry.wait()
         halo = halo_of(patch.axis, edges, found)
@@ -175,7 +178,7 @@ def _waited_for(halo: Halo | Callable[[], Halo]) -> Halo:
 
 
 def _send_to_everyone(patch: LocalPatch, x: Tensor, before: int, after: int, where: str) -> Callable[[], Received]:
-    """Edge rows as DistriFusion sends them: both to everyone. What comes back keeps the neighbours' only."""
+    """Send both edges to all ranks, as DistriFusion does (arXiv:2402.19481); of those received keep the neighbours'."""
     assert patch.cache is not None
     axis, dim, reach = patch.axis, patch.dim, max(before, after)
     ranks = tuple(axis.ranks[group_rank] for group_rank in axis.others)
@@ -203,7 +206,7 @@ def _by_rank(patch: LocalPatch, halo: Halo) -> Iterator[tuple[int, Tensor]]:
 
 
 def _halo_of_whole(patch: LocalPatch, x: Tensor, before: int, after: int) -> Halo:
-    """Every rank holds the whole latent, so its first convolution needs nobody."""
+    """Return the halo of the first convolution from the whole latent, which every rank holds."""
     assert patch.whole is not None
     start, stop = patch.bands.starts[patch.group_rank], patch.bands.starts[patch.group_rank + 1]
 

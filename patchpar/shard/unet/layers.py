@@ -1,8 +1,8 @@
-"""Convolution and group norm over a share of the rows. They know nothing of time or ranks.
+"""Convolution and group norm over a band of rows, independent of steps and ranks.
 
-Shape letters: B batch, C channels, H rows of the whole, h rows of this share, W columns, G groups. Lower
-case is this rank's share. `dim` is the tensor dimension that is split; "rows" below means slices along it, so columns
-work alike.
+Shape letters: B batch, C channels, H rows of the whole, h rows of this rank's band, W columns, G groups, P ranks. A map
+is [B, C, h, W], or [B, C, F, h, W] with frames. `dim` is the split dim, counted from the end; "rows" below means slices
+along it, so columns work alike.
 """
 
 import math
@@ -21,14 +21,16 @@ Conv = nn.Conv2d | nn.Conv3d
 
 
 class ConvolutionLike(Protocol):
-    """What is read of a convolution: of a module, or of the arguments of a call."""
+    """The attributes used of a convolution, a module or the arguments of a call, as in nn.Conv2d."""
 
     @property
     def weight(self) -> Tensor:
-        """As in nn.Conv2d, and so are the others."""
+        """[out channels, in channels / groups, kernel rows, kernel columns], for videos with frames before rows."""
 
     @property
-    def bias(self) -> Tensor | None: ...
+    def bias(self) -> Tensor | None:
+        """[out channels]."""
+
     @property
     def kernel_size(self) -> tuple[int, ...]: ...
     @property
@@ -42,28 +44,30 @@ class ConvolutionLike(Protocol):
 
 
 class GroupNormLike(Protocol):
-    """What is read of a group norm: of a module, or of the arguments of a call."""
+    """The attributes used of a group norm, a module or the arguments of a call, as in nn.GroupNorm."""
 
     @property
-    def num_channels(self) -> int:
-        """As in nn.GroupNorm, and so are the others."""
-
+    def num_channels(self) -> int: ...
     @property
     def num_groups(self) -> int: ...
     @property
-    def weight(self) -> Tensor | None: ...
+    def weight(self) -> Tensor | None:
+        """[C]."""
+
     @property
-    def bias(self) -> Tensor | None: ...
+    def bias(self) -> Tensor | None:
+        """[C]."""
+
     @property
     def eps(self) -> float: ...
 
 
-VALUES_PER_WEIGHT = 8  # of a map, up to which a copy of it costs less than a second pass over the weights
-TINY = 1e-12  # keeps 1/std finite on a constant map, and is far below any variance that matters
+VALUES_PER_WEIGHT = 8  # map values for each weight, up to which a copy costs less than a second pass over the weights
+TINY = 1e-12  # keeps 1/std finite on a constant map, far below the variance of any other
 
 
 class Moments(NamedTuple):
-    """Count, mean and sum of squared deviations of each group, `wide`: what group norms merge exactly."""
+    """Count, mean and sum of squared deviations of each group, in fp32 or fp64. They merge exactly."""
 
     num: Tensor  # [1], values per group
     mean_BG: Tensor
@@ -71,7 +75,7 @@ class Moments(NamedTuple):
 
 
 def moments_of(x: Tensor, num_groups: int) -> Moments:
-    """Moments of the share `x` [B, C, ...]. torch's own group norm kernel finds them in one sweep.
+    """Return the moments of this rank's band `x` [B, C, ...]. torch's group norm kernel computes them in one pass.
 
     E[x^2] - E[x]^2 would cancel in half precision (std 1 at mean 30 is lost in bf16): fp32 and deviations do not.
     """
@@ -85,12 +89,15 @@ def moments_of(x: Tensor, num_groups: int) -> Moments:
 
 
 def pack_moments(moments: Moments) -> Tensor:
-    """One small tensor to send: [1 + 2BG]."""
+    """Return the moments as one small tensor to send: [1 + 2 * B * G]."""
     return torch.cat([moments.num, moments.mean_BG.flatten(), moments.m2_BG.flatten()])
 
 
 def merge_moments(packed: Sequence[Tensor], shape: tuple[int, int]) -> Moments:
-    """Moments of all shares together (Chan, Golub, LeVeque 1979): exact whatever the counts and means."""
+    """Merge the packed moments [1 + 2 * B * G] of all bands; `shape` is (B, G).
+
+    Exact for any counts and means (Chan, Golub, LeVeque 1979).
+    """
     all_P = torch.stack(list(packed))
     count_P11 = all_P[:, 0, None, None]
     mean_PBG, m2_PBG = all_P[:, 1:].view(len(packed), 2, *shape).unbind(1)
@@ -101,18 +108,18 @@ def merge_moments(packed: Sequence[Tensor], shape: tuple[int, int]) -> Moments:
 
 
 def unpack_moments(packed: Tensor, shape: tuple[int, int]) -> Moments:
-    """What `pack_moments` packed."""
+    """Return the moments that `pack_moments` packed into [1 + 2 * B * G]; `shape` is (B, G)."""
     mean_BG, m2_BG = packed[1:].view(2, *shape).unbind(0)
     return Moments(packed[:1], mean_BG, m2_BG)
 
 
 def correct_moments(whole: Moments, own: Moments, now: Moments, least: float = 0.0) -> Moments:
-    """Moments of the whole of the last step, moved by all that our own have changed since.
+    """Return the stale moments of the whole, plus the change of this rank's own since.
 
     DistriFusion's corrected asynchronous group norm (arXiv:2402.19481, section 4): mean' = mean + (own now - own), and
-    the same for E[x^2], so var' = E'[x^2] - mean'^2, and our own variance where that is below `least` of it: 0 in the
-    paper. Written out, the squares of the means cancel, which keeps fp32 exact enough where means are large. The
-    variance is biased, as nn.GroupNorm has it.
+    the same for E[x^2], so var' = E'[x^2] - mean'^2, and the rank's own variance where that is below `least` times it:
+    0 in the paper. Written out, the squares of the means cancel, which keeps fp32 exact enough where means are large.
+    The variance is biased, as in nn.GroupNorm.
     """
     moved_BG = now.mean_BG - own.mean_BG
     var_BG, own_var_BG, now_var_BG = (moments.m2_BG / moments.num for moments in (whole, own, now))
@@ -122,15 +129,15 @@ def correct_moments(whole: Moments, own: Moments, now: Moments, least: float = 0
 
 
 def as_published(moments: Moments, num_own: Tensor) -> Moments:
-    """Moments with the variance times N/(N - 1), N the values of our share, as DistriFusion's code has it.
+    """Return the moments with the variance times N/(N - 1), N = `num_own` [1] values per group of this rank's band.
 
-    Its paper (arXiv:2402.19481) does not speak of it, and nn.GroupNorm is biased.
+    DistriFusion's code does so; its paper (arXiv:2402.19481) does not mention it, and nn.GroupNorm is biased.
     """
     return moments._replace(m2_BG=moments.m2_BG * (num_own / (num_own - 1).clamp_min(1)))
 
 
 class Normalise:
-    """Group norm with given moments, to be applied to this share and to a neighbour's edge rows alike."""
+    """Group norm with given moments, for this rank's band and a neighbour's edge rows."""
 
     def __init__(self, norm: GroupNormLike, moments: Moments) -> None:
         batch, per_group = moments.mean_BG.shape[0], norm.num_channels // norm.num_groups
@@ -141,14 +148,14 @@ class Normalise:
         self._eps = norm.eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Normalise [B, C, ...] in one sweep: batch norm's inference kernel, each channel of each sample by itself."""
+        """Normalise `x` [B, C, ...] in one pass: batch norm's inference kernel over B * C channels."""
         flat = x.to(self._mean.dtype).reshape(1, x.shape[0] * x.shape[1], -1)
         y = F.batch_norm(flat, self._mean, self._var, self._weight, self._bias, training=False, eps=self._eps)
         return y.view(x.shape).to(x.dtype)
 
 
 def stencil_of(conv: ConvolutionLike, dim: int) -> Stencil:
-    """What `conv` reads along `dim` (counted from the end)."""
+    """Return the stencil of `conv` along `dim` (counted from the end)."""
     return Stencil(
         extent=conv.dilation[dim] * (conv.kernel_size[dim] - 1) + 1,
         stride=conv.stride[dim],
@@ -157,9 +164,9 @@ def stencil_of(conv: ConvolutionLike, dim: int) -> Stencil:
 
 
 def convolve(conv: ConvolutionLike, x: Tensor, dim: int) -> Tensor:
-    """`conv` without its padding along `dim`: the rows outside are already in `x`.
+    """Apply `conv` without its padding along `dim` to `x` [B, C, ..., h, W], which has the rows outside already.
 
-    Weights that are kept in a smaller dtype (layerwise casting) are computed with in that of `x`.
+    Weights stored in a smaller dtype (layerwise casting) are cast to that of `x`.
     """
     padding = list(conv.padding)
     padding[dim] = 0
@@ -169,10 +176,10 @@ def convolve(conv: ConvolutionLike, x: Tensor, dim: int) -> Tensor:
 
 
 def mend_borders(conv: ConvolutionLike, x: Tensor, y: Tensor, dim: int, stencil: Stencil, halo: Halo) -> Tensor:
-    """Compute again, in place, the rows of `y` = conv(x, zero padded) that read a neighbour's rows.
+    """Recompute in place the rows of `y` = conv(x, zero padded) that read a neighbour's; both are [B, C, ..., h, W].
 
-    Only the few border rows are computed twice, so the bulk can be convolved while the halo is on its way, and no
-    padded copy of `x` is ever made.
+    Only the few border rows are computed twice, so the bulk can be convolved during the exchange, and there is no
+    padded copy of `x`.
     """
     size = x.shape[dim]
     top, bottom = stencil.outputs_before(), stencil.outputs_after()
@@ -188,12 +195,12 @@ def mend_borders(conv: ConvolutionLike, x: Tensor, y: Tensor, dim: int, stencil:
 
 
 def is_thin(size: int, stencil: Stencil) -> bool:
-    """Whether a share is too thin for `mend_borders`: it has no rows that read only their own share."""
+    """Whether a band is too thin for `mend_borders`: all its rows read rows of a neighbour."""
     return size < 2 * stencil.extent
 
 
 def is_heavy(conv: ConvolutionLike, x: Tensor) -> bool:
-    """Whether `x` is small beside the weights, so that `convolve_with_halo` is quicker once the halo is here.
+    """Whether `x` [B, C, ..., h, W] is small beside the weights, so that `convolve_with_halo` after the halo is faster.
 
     A kernel reads its weights once per call, however few the rows, and some kernels copy them into another order first.
     """
@@ -201,7 +208,10 @@ def is_heavy(conv: ConvolutionLike, x: Tensor) -> bool:
 
 
 def convolve_with_halo(conv: ConvolutionLike, x: Tensor, dim: int, stencil: Stencil, halo: Halo) -> Tensor:
-    """The whole share at once, halo joined on, zeros at the picture's edges: for thin shares and heavy weights."""
+    """Convolve the band `x` [B, C, ..., h, W] with its halo concatenated, zeros at the edges of the image.
+
+    For thin bands and large weights.
+    """
 
     def zeros(rows: int) -> list[Tensor]:
         shape = list(x.shape)

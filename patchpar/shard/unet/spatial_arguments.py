@@ -1,4 +1,4 @@
-"""Which arguments of a denoiser call are maps of the picture, how large each is beside the latent, and other sizes."""
+"""Arguments of a denoiser call that are maps of the image, their sizes relative to the latent, calls at other sizes."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,23 +18,23 @@ class MapScale(NamedTuple):
     stride: int = 1
 
     def of(self, rows: int) -> int:
-        """Its rows (or columns) where the latent has `rows`."""
+        """Return its rows (or columns) where the latent has `rows`."""
         return -(-rows * self.enlarged // self.stride)
 
 
 def map_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """The sample of a denoiser call, if it is shaped as a picture: of at least four dims. Raises UnsupportedModel."""
+    """Return the sample of a denoiser call, [B, C, H, W] or [B, C, F, H, W]. Raises UnsupportedModel."""
     for value in (args[0] if args else None, *map(kwargs.get, SAMPLE_NAMES)):
         if isinstance(value, Tensor) and value.ndim >= 4:
             return value
-    raise UnsupportedModel("this denoiser takes no picture-shaped latent, so it has no rows to split: use cfg or data")
+    raise UnsupportedModel("this denoiser takes no image-shaped latent, so it has no rows to split: use cfg or data")
 
 
 def level_of(path: Any, x: Any, sample: Tensor, beside: Collection[str] = ()) -> MapScale | None:
-    """How large an argument of a call is beside the sample, or None where it is no map of the picture.
+    """Return the size of an argument relative to `sample` [B, C, H, W] or [B, C, F, H, W]; None if it is no map.
 
-    The sample, residuals (ControlNet, T2I-Adapters), and the arguments called `beside` are: other tensors may have such
-    sizes by chance. `path` is the argument's in the pytree (args, kwargs). Raises UnsupportedModel.
+    Maps are the sample, residuals (ControlNet, T2I-Adapters), and the arguments at the paths `beside`: other tensors
+    may have such sizes by chance. `path` is that of `x` in the pytree (args, kwargs). Raises UnsupportedModel.
     """
     if not isinstance(x, Tensor) or x.ndim < 4:
         return None
@@ -46,15 +46,15 @@ def level_of(path: Any, x: Any, sample: Tensor, beside: Collection[str] = ()) ->
     if found is None:
         raise UnsupportedModel(
             f"a residual of {tuple(x.shape[-2:])} rows and columns fits no level of a latent of {sample.shape[-2]} x "
-            f"{sample.shape[-1]}"
+            f"{sample.shape[-1]}: use plan cfg=2 or data=N"
         )
     return found
 
 
 def as_large_as_the_latent(args: Any, kwargs: Any) -> tuple[str, ...]:
-    """Arguments that may be maps of the picture beside the latent, by their size alone: such as a ControlNet's picture.
+    """Return paths of arguments that may be maps of the image by their size alone, such as a ControlNet's image.
 
-    A number of times as large as the latent on both sides, or smaller by a power of two.
+    They are an integer times as large as the latent on both sides, or smaller by a power of two.
     """
     sample = map_of(args, kwargs)
     leaves, _ = tree_flatten_with_path((tuple(args), dict(kwargs)))
@@ -85,10 +85,9 @@ def _level(x: Tensor, sample: Tensor) -> MapScale | None:
 def with_sample_size(
     args: Any, kwargs: Any, size: tuple[int, int], *, seed: int = 0, beside: Collection[str] = ()
 ) -> tuple[Any, Any]:
-    """The same call at another latent size: maps of the picture are replaced by noise, the rest stays.
+    """Return the call at another latent size: maps of the image are replaced by noise, other arguments are unchanged.
 
-    Lists and dicts are new ones, so that a denoiser that takes things out of them (T2I-Adapters' states) does not take
-    them from the caller.
+    Lists and dicts are new ones, since a denoiser may remove their items (T2I-Adapters' states).
     """
     sample = map_of(args, kwargs)
     generator = torch.Generator().manual_seed(seed)
