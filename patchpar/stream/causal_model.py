@@ -1,9 +1,9 @@
-"""What a model must offer to be streamed: a memory per denoising step, one step of one block, and a decoder.
+"""Interface of a model that can be streamed: a state per denoising step, one step of one block, and a decoder.
 
-Denoising step s of block b may depend on what step s has seen of earlier blocks and on what step s-1 made of block b,
-and on nothing else. Then step s can live on a rank of its own, with only latents passing from rank to rank, and the
-result is that of one process to the last bit ("timestep-forcing pipeline", Live Avatar, arXiv:2512.04677, section 4.2).
-Models that read the clean keys and values of earlier blocks cannot: block b+1 would have to wait until block b is done.
+Denoising step s of block b may depend on the inputs of step s for earlier blocks and on the output of step s-1 for
+block b, and on nothing else. Then step s can run on its own rank, only latents pass from rank to rank, and the result
+is bit-equal to one process ("timestep-forcing pipeline", Live Avatar, arXiv:2512.04677, section 4.2). Models that read
+the clean keys and values of earlier blocks cannot be streamed so: block b+1 would wait until block b is finished.
 
 All randomness is keyed by seed, block and step; nothing depends on clocks, on other steps, or on the number of ranks.
 """
@@ -19,7 +19,7 @@ Payload = tuple[Tensor, ...]
 
 
 class CausalModel(Protocol):
-    """A model with `steps` denoising steps per block."""
+    """A model with `steps` denoising steps per block. A payload holds tensors of the shapes that `payload` states."""
 
     @property
     def steps(self) -> int:
@@ -27,32 +27,32 @@ class CausalModel(Protocol):
 
     @property
     def inner(self) -> int:
-        """Ranks that share each step. They make the same calls of `new_state`, `apply` and `step`, in one order."""
+        """Ranks per denoising step. All of them call `new_state`, `apply` and `step` in the same order."""
 
     def payload(self) -> tuple[TensorSpec, ...]:
-        """What travels from one step to the next, the same for every block of a stream."""
+        """Return shapes and dtypes of the tensors passed from one step to the next, the same for every block."""
 
     def new_state(self, step: int) -> Any:
-        """An empty memory for denoising step `step`."""
+        """Return the empty state of denoising step `step`."""
 
     def begin(self, block: int, inputs: Payload) -> Payload:
-        """What step 0 of a block starts from: noise, and `inputs` such as the block's audio."""
+        """Return the payload with which step 0 of a block starts: noise, and `inputs` such as the block's audio."""
 
     def apply(self, state: Any, change: Change) -> None:
-        """Change a condition of one step's memory, from its next block on. Raises PlanError."""
+        """Change a condition in the state of one step, from its next block on. Raises PlanError."""
 
     def step(self, state: Any, block: int, payload: Payload) -> Payload:
-        """One denoising step of one block. Changes `state` and nothing else."""
+        """Run one denoising step of one block. Changes `state` and nothing else."""
 
     @property
     def adapts_sink(self) -> bool:
-        """Whether the first finished block makes a sink for later ones."""
+        """Whether the sink of later blocks is made from the first finished block."""
 
     def adaptive_sink(self, payload: Payload) -> Change:
-        """That sink."""
+        """Return the change that sets this sink, from the payload of the first finished block."""
 
     def new_decoder(self) -> Any:
-        """An empty memory for decoding a stream from its first block."""
+        """Return the empty state of a decoder, for a stream's first block."""
 
     def decode(self, decoder: Any, payload: Payload) -> Tensor:
-        """Frames of a finished block, (frames, height, width, 3) in uint8; how many may differ for the first."""
+        """Decode a finished block to [frames, height, width, 3] in uint8. The first block may give fewer frames."""

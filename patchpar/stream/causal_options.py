@@ -1,4 +1,4 @@
-"""How a stream of a block-causal transformer is cut in blocks. No torch, so that a caller need not import it."""
+"""Block and window sizes of a block-causal stream. No torch, so that a caller need not import it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,11 +13,11 @@ PositionPolicy = Literal["abs", "relative"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CausalOptions:
-    """How a stream is cut in blocks, and what a block sees.
+    """Block size, attention window and sink of a stream. Raises PlanError.
 
-    `frames`: latent frames per block. `window`: blocks that a block sees, itself included. `sink_distance`: the sink
-    stands so many latent frames after the block's first one; negative for before. `positions`: keys lie in the window
-    rotated ("abs"), or are rotated at each reading ("relative"), see `causal.attention_passes`.
+    `frames`: latent frames per block. `window`: blocks that a block attends to, itself included. `sink_distance`:
+    position of the sink in latent frames after the block's first one; negative for before. `positions`: the window
+    stores rotated keys ("abs"), or keys are rotated at each read ("relative"), see `causal.attention_passes`.
     """
 
     frames: int = 3

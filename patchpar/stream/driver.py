@@ -1,9 +1,9 @@
-"""Gives the ranks of a video stream their orders, keeps what is under way, and resumes when a rank dies.
+"""`StreamDriver`: sends orders to the ranks of a video stream, tracks blocks in flight, and resumes when a rank dies.
 
-    BlockReady(b) from the first rank --> audio of b here? credit? not paused? --> BeginBlock(b) with the updates from b
+    BlockReady(b) from the first rank --> audio of b here? credit? not paused? --> BeginBlock(b) with the updates at b
 
-A resumed stream continues at the first block that has not come out, in a new epoch: seed, block numbers, audio and
-conditions are those of before, and the sink is the one it had; the content of the window is lost.
+A resumed stream continues at the first block that has not been delivered, in a new epoch, with the same seed, block
+numbers, audio, conditions and sink; the content of the window is lost.
 """
 
 from collections import deque
@@ -34,9 +34,9 @@ Run = Callable[..., list[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamLimits:
-    """`credit`: blocks between their beginning and the watcher. `blocks`: of the whole stream, or None for no end.
+    """`credit`: blocks that have begun and have not been taken. `blocks`: length of the stream, or None for no end.
 
-    `restarts`: how often a stream is taken up again after a worker has died.
+    `restarts`: how often a stream is resumed after a worker has died.
     """
 
     credit: int
@@ -45,21 +45,21 @@ class StreamLimits:
 
 
 class AudioSource(Protocol):
-    """Where the audio of a stream comes from."""
+    """The source of a stream's audio."""
 
     def is_here(self, block: int) -> bool:
-        """Whether all that block `block` hears has come."""
+        """Whether all audio that block `block` needs is available."""
 
     def is_over(self, block: int) -> bool:
-        """Whether the audio ended before this block begins."""
+        """Whether the audio ends before this block begins."""
 
     def take(self, block: int) -> tuple[Tensor, Tensor]:
-        """(audio tokens (1, F, n, C), samples (N,)) of a block."""
+        """Return (audio tokens [1, F, n, C], samples [N]) of a block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputBlock:
-    """A block that has come out: what was produced, of which order, its audio, in which run."""
+    """A finished block: its frames, its order, its audio samples [N] or None, its run and epoch."""
 
     produced: ProducedBlock
     begun: BeginBlock
@@ -70,7 +70,7 @@ class OutputBlock:
 
 @dataclass(slots=True, kw_only=True)
 class ResumeState:
-    """What an interrupted stream is taken up with: conditions that hold, by kind, and the block to go on at."""
+    """State to resume a stream with: the current conditions by kind, and the next block to deliver."""
 
     updates: dict[str, Update] = field(default_factory=dict)
     next_out: int = 0
@@ -78,7 +78,7 @@ class ResumeState:
     has_sink: bool = False
 
     def note(self, produced: ProducedBlock, begun: BeginBlock) -> None:
-        """A block has come out: its updates hold until others of their kind do."""
+        """Record a delivered block. Its updates hold until others of their kind replace them."""
         self.next_out = produced.block + 1
         for update in begun.updates:
             kind = (
@@ -92,9 +92,9 @@ class ResumeState:
 
 
 class StreamDriver(RankDriver):
-    """See RankDriver. `run(course, on_event, on_start)` runs the stages, one of `runs` after another.
+    """See RankDriver. `run(stream_run, on_event=, on_start=)` runs the stages; called with one of `runs` after another.
 
-    Each run ends where the next begins. `deliver` takes what comes out, under the lock.
+    Each run ends where the next begins. `deliver` is called with each finished block, under the lock.
     """
 
     def __init__(
@@ -109,18 +109,18 @@ class StreamDriver(RankDriver):
         super().__init__(self._current.ranks, limits.credit)
         self._run, self._later, self._limits, self._track, self._deliver = run, deque(later), limits, track, deliver
         self._updates: dict[int, list[Update]] = {}
-        self._sent: dict[int, tuple[BeginBlock, Tensor | None]] = {}  # until they come out
+        self._sent: dict[int, tuple[BeginBlock, Tensor | None]] = {}  # until they are delivered
         self._resume_state = ResumeState()
         self._ready: int | None = None
         self._next = 0
         self.figures: tuple[StageStats, ...] = ()
 
     def update(self, update: Update, at: int | None) -> int:
-        """A change from block `at` on, or as soon as can be; the block. Raises PlanError if that block has begun."""
+        """Apply a change from block `at` on, by default the next; return that block. Raises PlanError if it began."""
         with self.changed:
             block = self._next if at is None else at
             if block < self._next:
-                raise PlanError(f"at={at}: block {at} has begun; the next that can change is {self._next}")
+                raise PlanError(f"at={at}: block {at} has begun; use at={self._next} or later")
             self._updates.setdefault(block, []).append(update)
             return block
 
@@ -128,7 +128,7 @@ class StreamDriver(RankDriver):
         return self._next
 
     def _order_cancel(self) -> None:
-        """The ranks compute nothing beyond the step they are at."""
+        """Ranks finish their current step and compute nothing further."""
         self._tell_all(CancelStream())
 
     def _drive(self) -> None:
@@ -145,7 +145,7 @@ class StreamDriver(RankDriver):
                 self.changed.notify_all()
 
     def _next_run(self, results: Sequence[Any]) -> StreamRun | None:
-        """After one has come to its end."""
+        """The run to start after one has ended; None at the end of the stream."""
         self.figures = tuple(stats for stats in results if isinstance(stats, StageStats))
         if self.status == "cancelled" or not self._later or self._is_stopping:
             self._end()
@@ -169,7 +169,7 @@ class StreamDriver(RankDriver):
             self.changed.notify_all()
 
     def _order(self) -> None:
-        """Tell the first rank what to do, if it has asked and there is something to do."""
+        """Send the next order to the first rank, if it has requested one and an order is possible."""
         block = self._ready
         if block is None or self._tell is None or self._is_paused or self.is_over:
             return

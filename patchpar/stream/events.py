@@ -82,7 +82,7 @@ class StreamEvent:
 
 
 def pack(events: tuple[StreamEvent, ...]) -> Tensor:
-    """Events as bytes, to travel in one message: a line of JSON, then the values of its tensors."""
+    """Serialize events to bytes [N] in uint8, for one message: a line of JSON, then the values of the tensors."""
     heads, blobs = [], []
     for event in events:
         head: dict[str, Any] = {"block": event.block, "kind": type(event.change).__name__}
@@ -99,7 +99,7 @@ def pack(events: tuple[StreamEvent, ...]) -> Tensor:
 
 
 def unpack(data: Tensor) -> tuple[StreamEvent, ...]:
-    """What was packed. Tensors are on the CPU."""
+    """Restore the events of `pack` from bytes [N] in uint8. Tensors are on the CPU."""
     raw = bytes(data.cpu().numpy().tobytes())
     end = raw.index(b"\n") + 1
     found = []

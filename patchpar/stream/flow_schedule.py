@@ -54,7 +54,10 @@ class FlowSchedule:
         return self.sampler == "renoise" and self.sigmas[step + 1] > 0
 
     def advance(self, step: int, x: Tensor, velocity: Tensor, noise: Tensor | None) -> Tensor:
-        """From the noise level of `step` to the next, computed in float32. `noise` where the step needs it."""
+        """Return `x` at the noise level after `step`. All tensors have the same shape; computed in float32.
+
+        `noise`: new noise where `needs_noise` says so, else None.
+        """
         sigma, after = self.sigmas[step], self.sigmas[step + 1]
         if self.sampler == "euler":
             return (x.float() + (after - sigma) * velocity.float()).to(x.dtype)

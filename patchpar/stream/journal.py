@@ -139,7 +139,7 @@ class StreamJournal:
 
 
 def digest(frames: Tensor) -> str:
-    """Says whether two blocks of frames are the same bits."""
+    """Return a hash (BLAKE2b) of frames [F, H, W, 3], equal for bit-equal frames."""
     return blake2b(frames.contiguous().numpy().data, digest_size=12).hexdigest()
 
 
@@ -193,7 +193,7 @@ def _packed(x: Tensor) -> dict[str, Any]:
 
 
 def unpacked(packed: Any) -> Tensor:
-    """The tensor that was packed. Raises PlanError, KeyError, TypeError for something else."""
+    """Restore a tensor of any shape, of at most MOST_DIMS dims. Raises PlanError, KeyError, TypeError."""
     dtype = _DTYPES[packed["dtype"]]
     shape = [whole("a side of a tensor", side, 0, MOST_BYTES) for side in packed["shape"]]
     size = math.prod(shape) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""Noise that depends on its key, not on when it is sampled: every rank can sample any of it, in any order."""
+"""Noise from a counter-based generator: every rank can sample the noise of any block and step, in any order."""
 
 import numpy as np
 import torch
@@ -8,10 +8,10 @@ from patchpar.errors import PlanError
 
 
 def keyed_noise(seed: int, block: int, step: int, shape: tuple[int, ...]) -> Tensor:
-    """Normal noise of `shape`, in float32 on the CPU, for denoising step `step` of block number `block`.
+    """Return normal noise [*shape] in float32 on the CPU, for denoising step `step` of block number `block`.
 
-    Philox, a generator that counts (Salmon et al., SC 2011): seed is its key, step and block are the upper half of its
-    counter, so that no two samples overlap. Raises PlanError for a negative or larger than 64-bit seed.
+    Philox, a counter-based generator (Salmon et al., SC 2011): the seed is its key, step and block are the upper half
+    of its counter, so that no two samples overlap. Raises PlanError for a seed that is negative or above 64 bits.
     """
     if not 0 <= seed < 2**64:
         raise PlanError(f"seed={seed}: it must be at least 0 and below 2**64")

@@ -1,8 +1,8 @@
-"""What a session and the ranks say to one another while a stream runs.
+"""Messages between a session and its ranks while a stream runs.
 
-first rank --- BlockReady(block) -----> session        what is to be done?
-session ------ BeginBlock, EndStream -> first rank     when there is audio, credit, and nobody has paused
-session ------ CancelStream ----------> every rank     from now on nothing is computed
+first rank --- BlockReady(block) -----> session        request for the next order
+session ------ BeginBlock, EndStream -> first rank     when there is audio and credit, and the stream is not paused
+session ------ CancelStream ----------> every rank     further blocks are not computed
 last rank ---- ProducedBlock ---------> session
 """
 
@@ -16,7 +16,7 @@ from patchpar.stream.events import Change, Transition, check_transition
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptUpdate:
-    """Another prompt, as text. The first rank makes a Prompt of it."""
+    """Another prompt, as text. The first rank encodes it to a Prompt."""
 
     text: str
     transition: Transition = "switch"
@@ -28,7 +28,7 @@ class PromptUpdate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceUpdate:
-    """Another reference, as an image (height, width, 3) in uint8. The first rank makes a Reference of it."""
+    """Another reference, as an image [height, width, 3] in uint8. The first rank encodes it to a Reference."""
 
     image: Tensor
 
@@ -45,7 +45,7 @@ class BlockReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeginBlock:
-    """Begin the block that was announced. `inputs`: audio tokens (1, F, n, C), if the model hears."""
+    """Begin the block that was announced. `inputs`: audio tokens [1, F, n, C], if the model takes audio."""
 
     inputs: tuple[Tensor, ...]
     updates: tuple[Update, ...]
@@ -53,19 +53,19 @@ class BeginBlock:
 
 @dataclass(frozen=True, slots=True)
 class EndStream:
-    """There is no further block."""
+    """No further block follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class CancelStream:
-    """Nobody wants what is under way."""
+    """Drop the blocks in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProducedBlock:
-    """Frames (frames, height, width, 3) in uint8 of one block. `seconds`: since its first step began.
+    """Frames [frames, height, width, 3] in uint8 of one block. `seconds`: since its first step began.
 
-    `sink`: the latents of the first frame, with the first block of a stream only.
+    `sink`: latents [1, C, 1, H, W] of the first frame, with the first block of a stream only.
     """
 
     block: int
@@ -78,7 +78,7 @@ class ProducedBlock:
 class StreamRun:
     """One run of the stages on `ranks` ranks, with latents of `rows` x `columns`.
 
-    `first_block`: where an interrupted stream goes on.
+    `first_block`: number of its first block, above 0 in a resumed stream.
     """
 
     ranks: int
@@ -91,10 +91,10 @@ class StreamRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a session must know of a model. `audio` is the model's AudioConfig, or None if it hears nothing.
+    """Properties of a model that a session needs. `audio`: the model's AudioConfig, or None if it takes no audio.
 
-    `starts_from_image`: it cannot begin without a reference. `late`: latent frames that have to come, at most, before
-    the images of one are decoded.
+    `per_latent`: images per latent frame. `spatial`: pixels per latent pixel. `starts_from_image`: it needs a
+    reference. `late`: latent frames, at most, by which the images of a latent frame are late.
     """
 
     audio: Any

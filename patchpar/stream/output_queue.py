@@ -1,4 +1,4 @@
-"""What is ready, for a watcher who may be slow: it waits, or is lost by a rule. Never more than there is credit."""
+"""Queue of finished outputs for a consumer that may be slow: outputs wait, or are dropped by a policy."""
 
 from collections import deque
 from collections.abc import Callable
@@ -11,15 +11,16 @@ T = TypeVar("T")
 
 
 def check_output(output: str) -> None:
-    """Raise PlanError for a policy that is none."""
+    """Raise PlanError for an unknown policy."""
     if output not in get_args(Output):
         raise PlanError(f"output={output!r}: use one of {', '.join(get_args(Output))}")
 
 
 class OutputQueue(Generic[T]):
-    """Used under a lock of its owner's, who is told by `lost` of everything that nobody will take.
+    """A queue used under its owner's lock. `lost` is called for each item that is dropped.
 
-    `output`: "block" keeps all; "drop_oldest" keeps the newest `room`; "skip_to_live" gives the newest only.
+    `output`: "block" keeps all; "drop_oldest" keeps the newest `room`; "skip_to_live" keeps as many, and `take` returns
+    the newest only. Raises PlanError.
     """
 
     def __init__(self, output: Output, room: int, lost: Callable[[], object]) -> None:
@@ -32,25 +33,25 @@ class OutputQueue(Generic[T]):
         return len(self._ready)
 
     def put(self, item: T) -> None:
-        """One more is ready."""
+        """Append an item."""
         self._ready.append(item)
         if self._output != "block":
             self._drop(len(self._ready) - self._room)
 
     def take(self) -> T:
-        """The next. There has to be one."""
+        """Remove and return the next item. The queue must not be empty."""
         if self._output == "skip_to_live":
             self._drop(len(self._ready) - 1)
         return self._ready.popleft()
 
     def flush(self) -> int:
-        """Lose all; how many."""
+        """Drop all items; returns how many."""
         count = len(self._ready)
         self._drop(count)
         return count
 
     def clear(self) -> None:
-        """Forget all, without a word to the owner: the stream is over."""
+        """Remove all items without calling `lost`, at the end of a stream."""
         self._ready.clear()
 
     def _drop(self, count: int) -> None:

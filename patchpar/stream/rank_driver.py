@@ -1,4 +1,4 @@
-"""What gives orders to the ranks of one stream, in a thread of its own: the base for video and for images."""
+"""`RankDriver`: sends orders to the ranks of one stream from its own thread; the base for video and images."""
 
 import threading
 from typing import Any, Literal
@@ -10,7 +10,7 @@ Status = Literal["running", "paused", "degraded", "finished", "cancelled", "fail
 
 
 class RankDriver:
-    """One stream on `ranks` ranks. All public methods may be called from several threads.
+    """One stream on `ranks` ranks. All public methods are thread-safe.
 
     `credit`: blocks, or images, that may have begun and not been taken. `changed` guards the state, and is notified of
     every change; methods whose names begin with an underscore are called while it is held.
@@ -26,11 +26,11 @@ class RankDriver:
         self._thread = threading.Thread(target=self._drive, name="patchpar-stream", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def join(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for the end; whether it has come."""
+        """Wait up to `timeout` seconds for the stream to end; returns whether it has ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -41,23 +41,23 @@ class RankDriver:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come out."""
+        """Whether no further output comes."""
         return self.status in ("finished", "cancelled", "failed")
 
     def give_back(self, count: int = 1) -> None:
-        """The consumer has taken, or lost, so many."""
+        """Return the credit of `count` outputs that the consumer has taken, or lost."""
         self._credits.give_back(count)
         self.look()
 
     def look(self) -> int:
-        """Give orders that have become possible. Returns the number that was next before that."""
+        """Send orders that have become possible. Returns the number that was next before."""
         with self.changed:
             number = self._upcoming()
             self._order()
             return number
 
     def pause(self, is_paused: bool) -> int:
-        """Begin nothing further, or begin again; the number that is next."""
+        """Pause or resume: begin nothing while paused. Returns the number that is next."""
         with self.changed:
             self._is_paused = is_paused
             if self.status in ("running", "paused"):
@@ -65,13 +65,13 @@ class RankDriver:
             return self.look()
 
     def stop(self) -> int:
-        """Take no more orders; what is under way comes out. Returns the number that is next."""
+        """Begin nothing further; what is in flight is still delivered. Returns the number that is next."""
         with self.changed:
             self._is_stopping = True
             return self.look()
 
     def cancel(self) -> None:
-        """Nothing more comes out."""
+        """End the stream without further output."""
         with self.changed:
             if not self.is_over:
                 self.status = "cancelled"
@@ -79,7 +79,7 @@ class RankDriver:
             self.changed.notify_all()
 
     def _on_start(self, tell: Tell) -> None:
-        """The ranks run, and can be told something."""
+        """The ranks are running and can receive messages."""
         with self.changed:
             self._tell = tell
             if self.status == "cancelled":
@@ -93,14 +93,14 @@ class RankDriver:
                 self._tell(rank, message)
 
     def _end(self, error: Exception | None = None) -> None:
-        """The ranks run no more."""
+        """The ranks have ended."""
         self._tell = None
         if self.status != "cancelled":
             self.status, self.error = "finished" if error is None else "failed", error
         self.changed.notify_all()
 
     def _drive(self) -> None:
-        """Run the ranks, in the thread; not under the lock."""
+        """Run the ranks, in the thread and without the lock."""
         raise NotImplementedError
 
     def _upcoming(self) -> int:
@@ -108,9 +108,9 @@ class RankDriver:
         raise NotImplementedError
 
     def _order(self) -> None:
-        """Give the orders that are possible now."""
+        """Send the orders that are possible now."""
         raise NotImplementedError
 
     def _order_cancel(self) -> None:
-        """Have the ranks end."""
+        """Send the order to end to the ranks."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""What the runners of all streams have in common: a rank's device, its transport, and its part of a plan."""
+"""Base classes of the runners of all streams: a rank's device, its transport, and its part of a plan."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +15,8 @@ from patchpar.stream.plan import StageSteps, StreamPlan
 from patchpar.stream.stage import StageStats
 
 THROUGH = "shared_memory"
-"""Ranks are workers of one host. Not NCCL, which keeps the order of all messages of a rank: one that is expected early
-would hold up those that it sends."""
+"""Ranks are workers of one host. Not NCCL, which orders all messages of a rank: a receive that is posted in advance
+would block the sends after it."""
 
 
 class RankRunner:
@@ -38,12 +38,12 @@ class RankRunner:
         return self._transport
 
     def _watched(self) -> Transport | None:
-        """The same, with the wait limit of the present call."""
+        """The transport with the deadline of the current call."""
         return None if self._transport is None else watched(self._transport, self._context)
 
 
 class StageRunner(RankRunner):
-    """One rank of a video stream: it loads what its stage needs, and runs its stage until the stream ends."""
+    """One rank of a video stream: loads the parts that its stage needs, and runs its stage until the stream ends."""
 
     _comm: Communicator | None = None
     _plan: StreamPlan
@@ -51,7 +51,7 @@ class StageRunner(RankRunner):
     def load(
         self, folder: str, config: Any, plan: StreamPlan, options: Mapping[str, Any]
     ) -> ModelFacts | IdleRank | None:
-        """Load from a pipeline's folder what this rank's stage needs. Only rank 0 returns facts.
+        """Load the parts that this rank's stage needs from a pipeline's folder. Only rank 0 returns facts.
 
         `config`: StreamConfig or FifoConfig. `options`: of diffusers' from_pretrained. Raises UnsupportedModel,
         PlanError.
@@ -67,7 +67,7 @@ class StageRunner(RankRunner):
         return facts if rank == 0 else None
 
     def run(self, run: StreamRun) -> StageStats | IdleRank:
-        """This rank's part of one stream, to its end. Raises ExchangeError if another rank is late or gone."""
+        """Run this rank's stage until the stream ends. Raises ExchangeError if another rank is late or has died."""
         if self._context.rank >= self._plan.ranks:
             return IdleRank()
         self._watched()

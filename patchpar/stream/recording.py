@@ -110,7 +110,7 @@ class RecordedAudio:
         return block >= len(self._blocks)
 
     def take(self, block: int) -> tuple[Tensor, Tensor]:
-        """See AudioSource."""
+        """Return the recorded (audio tokens [1, F, n, C], samples [N]) of a block, see AudioSource."""
         (heard,), audio = self._blocks[block].heard, self._blocks[block].audio
         assert audio is not None, "who hears is heard"
         return heard, audio.float() / 32767

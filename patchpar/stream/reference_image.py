@@ -1,4 +1,4 @@
-"""The image whose looks a stream keeps, from whatever a caller has: a file, a PIL image, an array."""
+"""Loading a reference image from a file, a PIL image or an array."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,10 @@ from patchpar.models.image_file import read_image_file
 
 
 def load_reference_image(reference: Any, height: int, width: int) -> Tensor:
-    """As (height, width, 3) in uint8. Files and PIL images are turned upright, cut and scaled. Raises PlanError."""
+    """Return a reference as [height, width, 3] in uint8. Raises PlanError.
+
+    Files and PIL images are rotated by their EXIF orientation, cropped and scaled; arrays must have this shape.
+    """
     if isinstance(reference, (str, Path)):
         path = Path(reference).expanduser()
         reference = read_image_file(path, f"the reference {path}")

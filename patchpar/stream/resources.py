@@ -1,4 +1,4 @@
-"""What is open until its `with` block ends: sessions, and pipelines with the ranks that they hold."""
+"""Context managers for streams: sessions, and pipelines with their ranks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Generic, Protocol, TypeVar
 from patchpar.errors import PlanError
 
 SOON = 2.0
-"""Seconds for a stream that is cancelled to let go of its ranks by itself, where they are to be ended anyway."""
+"""Seconds that a cancelled stream has to free its ranks before they are ended."""
 Self = TypeVar("Self", bound="Closing")
 R = TypeVar("R", bound="Closable")
 S = TypeVar("S", bound="OneStream")
 
 
 class Closing:
-    """Is closed at the end of its `with` block."""
+    """Closed at the end of its `with` block, plain or async."""
 
     def close(self) -> None:
-        """End it. Idempotent."""
+        """Free all resources. Idempotent."""
         raise NotImplementedError
 
     def __enter__(self: Self) -> Self:
@@ -40,35 +40,35 @@ class Closing:
 
 
 class Closable(Protocol):
-    """Ranks, as a pipeline holds them."""
+    """Ranks of a pipeline."""
 
     def close(self) -> None:
-        """End them."""
+        """End the ranks."""
 
 
 class OneStream(Closable, Protocol):
-    """A session, as its pipeline sees it."""
+    """The session of a pipeline."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come out."""
+        """Whether no further output comes."""
 
     def cancel(self) -> None:
-        """End now: nothing more comes out."""
+        """End now, without further output."""
 
     def is_free_within(self, seconds: float) -> bool:
-        """Wait for the ranks to be free; whether they are."""
+        """Wait up to `seconds` for the ranks to be free; returns whether they are."""
 
 
 class HeldRanks(Closing, Generic[R, S]):
-    """Ranks, and at most one stream on them."""
+    """Ranks with at most one stream on them."""
 
     def __init__(self, ranks: R) -> None:
         self._ranks: R | None = ranks
         self._session: S | None = None
 
     def _free_ranks(self) -> R:
-        """The ranks for another stream. Raises PlanError if a stream is running on them, or they are closed."""
+        """The ranks, for another stream. Raises PlanError if a stream is running on them, or they are closed."""
         if self._ranks is None:
             raise PlanError("this pipeline is closed; make a new one")
         if self._session is not None and not self._session.is_over:
@@ -78,7 +78,7 @@ class HeldRanks(Closing, Generic[R, S]):
         return self._ranks
 
     def close(self) -> None:
-        """End stream and workers, also in the middle of a step. Idempotent. Raises PlanError as a session's `close`."""
+        """End the stream and the workers, also in the middle of a step. Idempotent. Raises PlanError."""
         ranks, self._ranks = self._ranks, None
         try:
             if self._session is not None:

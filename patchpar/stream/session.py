@@ -103,7 +103,7 @@ class StreamSession(BaseSession[StreamDriver, Chunk, Effect]):
     # --- controls ---------------------------------------------------------------------------------------------------
 
     def push_audio(self, samples: Tensor, rate: int) -> Effect:
-        """More audio, (N,) or (channels, N) between -1 and 1, at `rate` samples per second. Raises PlanError."""
+        """Append audio [N] or [channels, N] between -1 and 1, at `rate` samples per second. Raises PlanError."""
         track = self._live_audio("use audio='live'")
         with self._changed:
             track.push(torch.as_tensor(samples), rate)

@@ -1,15 +1,15 @@
-"""One rank's part in a stream: take a block, change what its events change, do our steps, pass it on.
+"""The loop of one rank in a stream: receive a block, apply its events, run this rank's steps, send the block on.
 
     tick           0     1     2     3     4     5
     rank 0         b0    b1    b2    b3    b4    b5      step 0
     rank 1               b0    b1    b2    b3    b4      step 1
     rank 2                     b0    b1    b2    b3      decode
 
-There is no tick, and no collective: a stage waits for its block and for nothing else (Live Avatar, arXiv:2512.04677,
-section 4.2). Where several ranks share a stage, its first one takes the block, hands it to the others before anything
-is computed, and passes on what all have made. The first finished block goes back to rank 0, which makes the adaptive
-sink of it: an event like any other, at the block that enters when block 0 has left the last step, so that nobody has to
-wait for it.
+There is no clock, and no collective between stages: a stage waits for its block only (Live Avatar, arXiv:2512.04677,
+section 4.2). Where several ranks share a stage, its first rank receives the block, forwards it to the others before it
+computes anything, and sends the result on. The first finished block goes back to rank 0, which makes the adaptive sink
+from it: an event like any other, with the block that enters after block 0 has left the last step, so that no stage
+waits for it.
 """
 
 import time
@@ -30,7 +30,7 @@ from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, Downstream, U
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOrder:
-    """What the first stage is to do: begin a block with `inputs` under `changes`, rest, or end the stream."""
+    """Order for the first stage: begin a block with `inputs` and `changes`, rest, or end the stream."""
 
     sign: BlockSignal
     inputs: Payload = ()
@@ -39,7 +39,7 @@ class StageOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedBlock:
-    """Frames (frames, height, width, 3) in uint8 of one block, and the block itself. `born` as in BlockEnvelope."""
+    """Frames [frames, height, width, 3] in uint8 of one block, and its latents. `born`: see BlockEnvelope."""
 
     block: int
     frames: Tensor
@@ -49,10 +49,10 @@ class FinishedBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageIO:
-    """What a stage meets outside of the pipeline. `order` is asked on the first stage, `put` on the one that decodes.
+    """Callbacks of a stage. `order` is called on the first stage, `put` on the stage that decodes.
 
-    `order(block, patience)`: what to do next; to rest after `patience` seconds. `is_cancelled`: from then on blocks
-    pass without being computed.
+    `order(block, patience)`: waits up to `patience` seconds for the next order; after that the order is to rest.
+    `is_cancelled`: if True, further blocks are passed on without being computed.
     """
 
     order: Callable[[int, float], StageOrder]
@@ -62,7 +62,7 @@ class StageIO:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageStats:
-    """What a stage did: blocks, and seconds that it worked on them and waited for them, the first one excepted."""
+    """Statistics of a stage: blocks, seconds of work, and seconds of waiting for blocks after the first."""
 
     rank: int
     blocks: int
@@ -71,14 +71,14 @@ class StageStats:
 
 
 class StageInlet(Protocol):
-    """Where a stage's blocks come from."""
+    """The source of a stage's blocks."""
 
     def take(self) -> BlockEnvelope:
-        """The next one."""
+        """Return the next message."""
 
 
 class OrderInlet:
-    """Where blocks come from on the first stage: from orders."""
+    """The inlet of the first stage: makes a block per order."""
 
     def __init__(self, model: CausalModel, stage_io: StageIO, patience: float, first_block: int) -> None:
         self._model, self._stage_io, self._patience = model, stage_io, patience
@@ -88,11 +88,11 @@ class OrderInlet:
         self._has_reference = False
 
     def expect_first(self, back: Work[Messages]) -> None:
-        """The first finished block comes from another stage."""
+        """Set the receive of the first finished block, where another stage finishes it."""
         self._back = back
 
     def keep_first(self, payload: Payload) -> None:
-        """The first finished block, where it is finished on this very stage."""
+        """Store the first finished block, where this stage finishes it."""
         self._first = payload
 
     def take(self) -> BlockEnvelope:
@@ -112,7 +112,7 @@ class OrderInlet:
         return BlockEnvelope(sign=BlockSignal.BLOCK, block=block, born=born, events=events, payload=payload)
 
     def _adaptive_sink(self, block: int) -> tuple[Change, ...]:
-        """The rule does not depend on the number of ranks. A reference that was given meanwhile is not overruled."""
+        """The adaptive sink, at a block independent of the number of ranks; none if a reference was set since."""
         if block != self._first_block + self._model.steps or not self._model.adapts_sink:
             return ()
         first = self._fetch_first()
@@ -125,7 +125,7 @@ class OrderInlet:
 
 
 class StageLoop:
-    """What rank `rank` of `plan` does from block number `first_block` to the last. Raises PlanError."""
+    """Runs rank `rank` of `plan` from block number `first_block` to the last. Raises PlanError."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class StageLoop:
         self._first_sent: Work[Messages] | None = None
 
     def run(self) -> StageStats:
-        """Until the stream ends. Raises ExchangeError if another stage is late or gone."""
+        """Run until the stream ends. Raises ExchangeError if another stage is late or has died."""
         blocks, busy, waited = 0, 0.0, 0.0
         while True:
             start = time.perf_counter()
@@ -184,7 +184,7 @@ class StageLoop:
         return StageStats(rank=self._rank, blocks=blocks, busy=busy, waited=waited)
 
     def _taken(self) -> BlockEnvelope:
-        """The next message, which all ranks of the stage have: whether its block is wanted is told by the first."""
+        """Receive the next message. The stage's first rank marks blocks as VOID if cancelled, and forwards all."""
         envelope = self._in.take()
         if self._leads and envelope.sign is BlockSignal.BLOCK and self._stage_io.is_cancelled():
             envelope = replace(envelope, sign=BlockSignal.VOID)
@@ -232,4 +232,4 @@ def _check(model: CausalModel, plan: StreamPlan, stage: StageSteps, comm: Commun
     if stage.steps and plan.inner != model.inner:
         raise PlanError(f"the plan has {plan.inner} ranks for each step, but the model was made for {model.inner}")
     if plan.ranks > 1 and comm is None:
-        raise PlanError(f"the plan has {plan.ranks} ranks, but there is no way to the others")
+        raise PlanError(f"the plan has {plan.ranks} ranks, but there is no communicator to the others")

@@ -1,4 +1,4 @@
-"""A rank's side of the talk with a session: it takes orders, hears of a cancellation, and says what has come out."""
+"""A rank's messages to and from a session: it receives orders and cancellation, and sends finished blocks."""
 
 import time
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from patchpar.stream.stage import FinishedBlock, StageIO, StageOrder
 from patchpar.stream.stage_link import BlockSignal
 
 REST_SECONDS = 5.0
-"""How often a first rank that waits for orders shows that it is there."""
+"""Seconds between heartbeats of a first rank that waits for orders."""
 
 
 class RankStageIO:
-    """One stream's talk. `resolve`: text and images as what the stages take."""
+    """The StageIO of one stream on this rank. `resolve`: encodes text and images of an update."""
 
     def __init__(self, context: InteractiveRankContext, run: StreamRun, resolve: Callable[[Update], Change]) -> None:
         self._context, self._run, self._resolve = context, run, resolve
@@ -26,11 +26,11 @@ class RankStageIO:
         self._announced = -1
 
     def as_stage_io(self) -> StageIO:
-        """What the stage meets."""
+        """Return the callbacks for the stage."""
         return StageIO(order=self._order, put=self._put, is_cancelled=self._is_cancelled)
 
     def _order(self, block: int, patience: float) -> StageOrder:
-        """Ask the session, on the first rank."""
+        """Announce block `block` on the first rank and wait for the session's order."""
         if self._announced != block:
             self._context.emit(BlockReady(block=block))
             self._announced = block
@@ -47,7 +47,7 @@ class RankStageIO:
         return StageOrder(sign=BlockSignal.BLOCK, inputs=inputs, changes=tuple(map(self._resolve, heard.updates)))
 
     def _is_cancelled(self) -> bool:
-        """Between two orders a session says nothing else; what answers a question is left for the next `order`."""
+        """Between two orders a session sends nothing but CancelStream; an order is left for the next `_order`."""
         if not self._cancelled and not self._asked:
             self._cancelled = isinstance(self._context.hear(0.0), CancelStream)
         return self._cancelled

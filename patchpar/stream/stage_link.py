@@ -1,8 +1,8 @@
-"""Blocks on their way from one stage to the next: one message each, expected before it is sent, held until it has left.
+"""Messages from one stage to the next: one per block, with the receive posted before the send.
 
-    message    header (sign, block, born, bytes of events) and payload; events follow in a second one if there are any
+    message    header (sign, block, born, bytes of events) and payload; events, if any, follow in a second message
 
-While a stream rests, empty messages say that the sender is there: the deadline of every receive stays short.
+While a stream rests, empty messages show that the sender is alive, so that the deadline of every receive stays short.
 """
 
 import enum
@@ -19,23 +19,23 @@ from patchpar.stream.events import StreamEvent, pack, unpack
 
 HEADER = TensorSpec((4,), torch.int64)
 HELD = 2
-"""Messages that may be on their way before the oldest is waited for."""
+"""Sends in flight; one more waits for the oldest."""
 
 
 class BlockSignal(enum.IntEnum):
-    """What a message, or an order to begin, stands for. VOID: a block that nobody wants, which is not computed."""
+    """Kind of a message or an order. VOID: a block of a cancelled stream, which is not computed."""
 
     BLOCK, REST, END, VOID = range(4)
 
     @property
     def is_block(self) -> bool:
-        """Whether a block comes with it."""
+        """Whether the message carries a block."""
         return self in (BlockSignal.BLOCK, BlockSignal.VOID)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockEnvelope:
-    """A block under way. `born`: when its first step began, in ns of time.time_ns. `events`: they hold from it on."""
+    """A block in flight. `born`: start of its first step, in ns of time.time_ns. `events`: they hold from it on."""
 
     sign: BlockSignal
     block: int = -1
@@ -45,25 +45,25 @@ class BlockEnvelope:
 
 
 class OutgoingMessages:
-    """Messages of our own, held until they have left; at most HELD of them are on their way."""
+    """This rank's sends, kept until they are complete; at most HELD of them are in flight."""
 
     def __init__(self) -> None:
         self._held: deque[Work[Messages]] = deque()
 
     def add(self, message: Work[Messages]) -> None:
-        """One more; waits for the oldest if there are too many. Raises ExchangeError."""
+        """Add a send; waits for the oldest if there are too many. Raises ExchangeError."""
         self._held.append(message)
         while len(self._held) > HELD:
             self._held.popleft().wait()
 
     def settle(self) -> None:
-        """Wait until all have left. Raises ExchangeError."""
+        """Wait until all sends are complete. Raises ExchangeError."""
         while self._held:
             self._held.popleft().wait()
 
 
 class Downstream:
-    """The way to the next stage, or to all that share this one, on global ranks `peers`."""
+    """Sends to the next stage, or to the other ranks of this stage, on global ranks `peers`."""
 
     def __init__(self, comm: Communicator, peers: Sequence[int], specs: Sequence[TensorSpec]) -> None:
         self._comm, self._peers = comm, tuple(peers)
@@ -71,7 +71,7 @@ class Downstream:
         self._leaving = OutgoingMessages()
 
     def send(self, envelope: BlockEnvelope) -> None:
-        """Start sending; waits only if the stage behind is more than HELD messages late. Raises ExchangeError."""
+        """Start a send; waits only if the receiver is more than HELD messages late. Raises ExchangeError."""
         packed = pack(envelope.events) if envelope.events else torch.empty(0, dtype=torch.uint8)
         device = self._comm.transport.device
         header = torch.tensor([envelope.sign, envelope.block, envelope.born, packed.numel()], device=device)
@@ -83,14 +83,14 @@ class Downstream:
         self._leaving.add(self._comm.send(kind, "stream", self._peers, [x.contiguous() for x in tensors]))
 
     def settle(self) -> None:
-        """Wait until everything has left. Raises ExchangeError."""
+        """Wait until all sends are complete. Raises ExchangeError."""
         self._leaving.settle()
 
 
 class Upstream:
-    """The way from the stage before, on global rank `peer`. The next message is expected already, if `ahead`.
+    """Receives from the previous stage, on global rank `peer`. With `ahead` the next receive is posted in advance.
 
-    It cannot be where other messages of that rank come in between.
+    This is not possible where other messages of that rank come in between.
     """
 
     def __init__(self, comm: Communicator, peer: int, specs: Sequence[TensorSpec], *, ahead: bool = True) -> None:
@@ -101,7 +101,7 @@ class Upstream:
         return self._comm.receive("block", "stream", self._peer, self._specs)
 
     def take(self) -> BlockEnvelope:
-        """The next message. Raises ExchangeError after the deadline."""
+        """Return the next message. Raises ExchangeError after the deadline."""
         header, *payload = (self._next or self._expect()).wait_for(0)
         sign, block, born, num_bytes = header.tolist()
         events: tuple[StreamEvent, ...] = ()

@@ -300,13 +300,13 @@ def test_what_cannot_be() -> None:
         fifo_plan(QUEUE.zones, 6)
     with pytest.raises(PlanError, match="the plan has 3 zones, but the queue has 4"):
         FifoStage(stream, StreamPlan.even(3, 1), 0, None, around)
-    with pytest.raises(PlanError, match="use more partitions"):
+    with pytest.raises(PlanError, match="use inner=1, and more partitions"):
         FifoStage(stream, StreamPlan.even(4, 8, decode="last"), 0, None, around)
-    with pytest.raises(PlanError, match="no way to the others"):
+    with pytest.raises(PlanError, match="no communicator to the others"):
         FifoStage(stream, PLANS[1], 0, None, around)
-    with pytest.raises(PlanError, match="no window to forget"):
+    with pytest.raises(PlanError, match="no window to clear"):
         stream.apply(Prompt(text=text(0), transition="cut"))
-    with pytest.raises(PlanError, match="all that can change"):
+    with pytest.raises(PlanError, match="only the prompt"):
         stream.apply(Parameter(name="audio_scale", value=1.0))
     with pytest.raises(PlanError, match="needs a negative prompt"):
         model(guidance_scale=2.0).apply(Prompt(text=text(0)))

@@ -84,11 +84,11 @@ def test_a_slow_watcher_holds_it_up(alone: FifoStreamingPipeline) -> None:
 
 def test_only_the_prompt_can_change(alone: FifoStreamingPipeline) -> None:
     with alone.stream("a fox", seconds=1.0) as session:
-        with pytest.raises(PlanError, match="no window to forget"):
+        with pytest.raises(PlanError, match="no window to clear"):
             session.set_prompt("a hen", transition="cut")
-        with pytest.raises(PlanError, match="looks at no reference"):
+        with pytest.raises(PlanError, match="takes no reference"):
             session.set_reference(torch.zeros(8, 12, 3, dtype=torch.uint8))
-        with pytest.raises(PlanError, match="all that can change"):
+        with pytest.raises(PlanError, match="only the prompt"):
             session.set_param("audio_scale", 2.0)
         with pytest.raises(PlanError, match="takes no audio"):
             session.push_audio(torch.zeros(8), 2000)
@@ -113,5 +113,5 @@ def test_what_cannot_be(alone: FifoStreamingPipeline, face_folder: Path, tmp_pat
     index = json.loads((folder / "model_index.json").read_text())
     index |= {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.9}
     (folder / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(UnsupportedModel, match="windows of a queue see both"):
+    with pytest.raises(UnsupportedModel, match="a window of the queue contains both"):
         make(folder, devices="cpu", config=CONFIG)

@@ -182,7 +182,7 @@ def test_a_wish_holds_from_the_block_that_it_names() -> None:
         soon = stream.set_param("audio_scale", 0.5)
         shown = stream.set_reference(PICTURE)
         assert (later.block, later.seconds) == (5, 19 / 20)
-        with pytest.raises(PlanError, match="at=0: block 0 has begun; the next that can change is"):
+        with pytest.raises(PlanError, match="at=0: block 0 has begun; use at="):
             stream.set_prompt("too late", at=0)
         list(stream)
         with pytest.raises(PlanError, match="is finished"):

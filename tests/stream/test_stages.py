@@ -172,7 +172,7 @@ def test_what_cannot_be_run() -> None:
         StageLoop(model, StreamPlan.even(3, 1), 0, None, around)
     with pytest.raises(PlanError, match="2 ranks for each step, but the model was made for 1"):
         StageLoop(model, StreamPlan.even(2, 5), 0, None, around)
-    with pytest.raises(PlanError, match="no way to the others"):
+    with pytest.raises(PlanError, match="no communicator to the others"):
         StageLoop(model, StreamPlan.even(2, 2), 0, None, around)
     with pytest.raises(PlanError, match="cannot be blended"):
         model.apply(model.new_state(0), Prompt(text=text(1)[:, :2], transition="blend", over=1))

@@ -1,1 +1,1 @@
-"""Audio that a stream is conditioned on, and audio files."""
+"""Audio conditioning of a stream, and audio files."""

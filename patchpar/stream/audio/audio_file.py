@@ -1,4 +1,4 @@
-"""Audio out of a file, as one channel at the rate that a model hears. Read by PyAV: audio files, and videos' audio."""
+"""Reading audio files, and the audio of videos, with PyAV: one channel, at the sampling rate of the model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from patchpar.errors import PlanError
 
 GUESSED = ("mp3", "aac", "ac3", "mpeg", "mpegts")
 MISSING = 0.25
-"""Seconds that a file may be shorter than it says: encoders round up."""
+"""Seconds that the audio may be shorter than the file declares: encoders round up."""
 GAP = 0.05
-"""Seconds between the parts of a file that are more than rounding."""
+"""Seconds between two decoded frames above which samples are missing; less is rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AudioFile:
-    """Mono samples (N,) at `rate`. `facts`: what the file holds, in words."""
+    """Mono samples [N] at `rate` samples per second. `facts`: codec, channels and length as text."""
 
     samples: Tensor
     rate: int
@@ -29,7 +29,7 @@ class AudioFile:
 
 
 def read_audio(path: Path, rate: int) -> AudioFile:
-    """The whole first audio track. Raises PlanError, with the file's facts, if it cannot be read or is empty."""
+    """Read the whole first audio track. Raises PlanError, which names the file's format, if unreadable or empty."""
     if not path.is_file():
         raise PlanError(f"{path}: there is no such audio file")
     import av
@@ -61,7 +61,7 @@ def _decoded(container: Any, rate: int, name: str) -> Tensor:
     due: float | None = None  # when the next samples should begin
     try:
         for frame in container.decode(audio=0):
-            if due is not None and (frame.time is None or abs(frame.time - due) > GAP):  # None: not known any more
+            if due is not None and (frame.time is None or abs(frame.time - due) > GAP):  # None: the decoder lost it
                 raise PlanError(f"{name} is broken after {due:.1f} s: samples are missing. Repair it, or cut it there")
             due = None if frame.time is None else frame.time + frame.samples / frame.sample_rate
             pieces += [made.to_ndarray().mean(0) for made in resampler.resample(frame)]
@@ -73,7 +73,7 @@ def _decoded(container: Any, rate: int, name: str) -> Tensor:
 
 
 def _declared(container: Any) -> float:
-    """Seconds that the file says it has; 0 for formats that say nothing, whose length is guessed from their size."""
+    """Seconds that the file declares; 0 for formats without a length, which FFmpeg estimates from the file size."""
     stream = container.streams.audio[0]
     if container.format.name in GUESSED or stream.duration is None:
         return 0.0

@@ -1,10 +1,10 @@
-"""What a block-causal model hears: levels of audio per image frame, and cross-attention to them after chosen blocks.
+"""Audio conditioning of a block-causal model: levels per image frame, and cross-attention to them after chosen blocks.
 
     samples --audio_levels--> one row of levels per image frame --latent_tokens--> n tokens per latent frame
             --AudioConditioner.encode--> width of the transformer --forward--> added to the tokens of that frame
 
-Levels are loudness and the energy of a few bands, both in decibels: no other network is needed. A latent frame hears
-its own image frames and some before, none after.
+Levels are loudness and the energy of a few bands, both in decibels: no other network is needed. A latent frame attends
+to its own image frames and some before, none after.
 
 Shapes: B batch, F latent frames, n audio tokens per latent frame, C levels per image frame, D width, L tokens.
 """
@@ -30,19 +30,19 @@ from patchpar.stream.json_fields import number, whole
 WEIGHTS, CONFIG = "audio.safetensors", "audio.json"
 LIMITS = {"dim": 2**16, "heads": 2**16, "rate": 2**20, "bands": 2**12, "tokens": 2**12, "per_latent": 2**12}
 SILENCE = -1.0
-"""The level of no audio at all: -100 dB of full scale. Full scale is 1."""
+"""The level of silence: -100 dB of full scale. Full scale is 1."""
 LOWEST_BAND = 100.0
-"""Hz; there is no speech below."""
+"""Hz; speech has no energy below."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AudioConfig:
     """How audio reaches a transformer of width `dim`.
 
-    `rate`: samples per second. `fps`: image frames per second. `bands`: bands beside the loudness, evenly spaced in
-    pitch. `tokens`: how many image frames a latent frame hears, its last one and those before. `per_latent`: image
-    frames that one latent frame stands for; where it is more than 1, the first latent frame is one image frame, as in
-    the causal video autoencoders. `after`: numbers of the transformer's blocks that an audio attention follows.
+    `rate`: samples per second. `fps`: image frames per second. `bands`: frequency bands besides the loudness, evenly
+    spaced in pitch. `tokens`: image frames that a latent frame attends to, its last one and those before. `per_latent`:
+    image frames per latent frame; above 1 the first latent frame is one image frame, as in causal video autoencoders.
+    `after`: indices of the transformer blocks that are followed by audio attention. Raises PlanError.
     """
 
     dim: int
@@ -68,20 +68,20 @@ class AudioConfig:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "AudioConfig":
-        """From what JSON keeps of one. Raises PlanError; TypeError where a fact is missing or unknown."""
+        """Build from the fields of a JSON object. Raises PlanError; TypeError for missing or unknown fields."""
         return cls(**{**facts, "after": tuple(facts.get("after", ()))})
 
     @property
     def levels(self) -> int:
-        """Numbers per image frame: the loudness and the bands."""
+        """Levels per image frame: the loudness and the bands."""
         return 1 + self.bands
 
 
 def audio_levels(samples_N: Tensor, config: AudioConfig) -> Tensor:
-    """Levels (image frames, 1 + bands) of mono samples (N,) between -1 and 1 at `config.rate`, about -1 to 1.
+    """Return levels [P, 1 + bands], about -1 to 1, of mono samples [N] between -1 and 1 at `config.rate`.
 
-    Frame i hears samples i * rate / fps to (i + 1) * rate / fps and no other. A last frame that is not full is left
-    out.
+    Image frame i depends on samples i * rate / fps to (i + 1) * rate / fps and no other. An incomplete last frame is
+    left out.
     """
     period = config.rate / config.fps
     width = round(period)
@@ -93,41 +93,41 @@ def audio_levels(samples_N: Tensor, config: AudioConfig) -> Tensor:
     frames = padded[starts[:, None] + torch.arange(width)]
     loudness = frames.square().mean(1, keepdim=True)
     spectrum = torch.fft.rfft(frames * torch.hann_window(width, periodic=True)).abs().square()
-    spectrum = spectrum * (8 / 3 * 2 / width**2)  # so that all bands together have the mean square of the samples
+    spectrum = spectrum * (8 / 3 * 2 / width**2)  # the bands then sum to the mean square of the samples
     return _decibels(torch.cat([loudness, spectrum @ _bands(width, config)], 1))
 
 
 def _decibels(power: Tensor) -> Tensor:
-    """-1 at -100 dB and below, 1 at full scale."""
+    """Map power to -1 at -100 dB and below, 1 at full scale."""
     return (10 * torch.log10(power.clamp_min(1e-10)) + 50) / 50
 
 
 def _bands(width: int, config: AudioConfig) -> Tensor:
-    """Which bins of the spectrum belong to which band, (bins, bands) of zeros and ones."""
+    """Return which spectrum bins belong to which band, [bins, bands] of zeros and ones."""
     frequencies = torch.arange(width // 2 + 1) * (config.rate / width)
     ratio = math.log(config.rate / 2 / LOWEST_BAND)
-    place = (frequencies.clamp_min(1.0) / LOWEST_BAND).log() / ratio * config.bands
-    place = place.floor().clamp(max=config.bands - 1)
-    return (place[:, None] == torch.arange(config.bands)).float()
+    band = (frequencies.clamp_min(1.0) / LOWEST_BAND).log() / ratio * config.bands
+    band = band.floor().clamp(max=config.bands - 1)
+    return (band[:, None] == torch.arange(config.bands)).float()
 
 
 def last_heard(latent: int, per_latent: int) -> int:
-    """The last image frame that latent frame `latent` stands for."""
+    """Return the last image frame that latent frame `latent` represents."""
     return latent * per_latent
 
 
 def latent_tokens(levels_PC: Tensor, latents: range, config: AudioConfig, *, first: int = 0) -> Tensor:
-    """What each of the latent frames `latents` hears: (F, n, C) out of levels (P, C) of image frames from `first` on.
+    """Return the audio tokens [F, n, C] of the latent frames `latents`, from levels [P, C] of image frames `first` on.
 
-    Before image frame 0 there is silence. Raises PlanError if a frame is not among the levels.
+    Before image frame 0 there is silence. Raises PlanError if the levels of a frame are missing.
     """
     last = torch.tensor([last_heard(latent, config.per_latent) for latent in latents])
     heard = last[:, None] + torch.arange(1 - config.tokens, 1)
     missing = (heard >= first + len(levels_PC)) | ((heard >= 0) & (heard < first))
     if missing.any():
         raise PlanError(
-            f"latent frames {latents.start} to {latents.stop - 1} hear image frames up to {int(last[-1])}, but there "
-            f"is audio for frames {first} to {first + len(levels_PC) - 1} only"
+            f"latent frames {latents.start} to {latents.stop - 1} need audio of image frames up to {int(last[-1])}, "
+            f"but there is audio for frames {first} to {first + len(levels_PC) - 1} only"
         )
     silence = levels_PC.new_full((1, levels_PC.shape[1]), SILENCE)
     rows = torch.where(heard < 0, 0, heard - first + 1)
@@ -135,7 +135,7 @@ def latent_tokens(levels_PC: Tensor, latents: range, config: AudioConfig, *, fir
 
 
 class AudioAttention(nn.Module):
-    """Tokens of a frame look at what is heard in that frame. Changes nothing until it has been trained."""
+    """Cross-attention from a frame's tokens to its audio tokens. Its output is 0 until it has been trained."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class AudioAttention(nn.Module):
         nn.init.zeros_(self.to_out.bias)
 
     def forward(self, hidden_BLD: Tensor, audio_BFnD: Tensor) -> Tensor:
-        """What is to be added to tokens (B, L, D) of F frames, L / F tokens each."""
+        """Return what is to be added to the tokens [B, L, D] of F frames with L / F tokens each, [B, L, D]."""
         batch, length, dim = hidden_BLD.shape
         frames = audio_BFnD.shape[1]
         rows = self.norm(hidden_BLD).reshape(batch * frames, length // frames, dim)
@@ -160,7 +160,7 @@ class AudioAttention(nn.Module):
 
 
 class AudioConditioner(nn.Module):
-    """All that a transformer needs to hear: saved beside it as `audio.safetensors` and `audio.json`."""
+    """Audio embedding and attention layers of a transformer, saved as `audio.safetensors` and `audio.json`."""
 
     def __init__(self, config: AudioConfig) -> None:
         super().__init__()
@@ -170,22 +170,22 @@ class AudioConditioner(nn.Module):
         self.layers = nn.ModuleDict({str(i): AudioAttention(config.dim, config.heads) for i in config.after})
 
     def encode(self, tokens_BFnC: Tensor) -> Tensor:
-        """Audio tokens (B, F, n, C) in the width of the transformer, (B, F, n, D)."""
+        """Embed audio tokens [B, F, n, C] in the width of the transformer, [B, F, n, D]."""
         return self.embed(tokens_BFnC.to(self.place.dtype)) + self.place
 
     def forward(self, layer: int, hidden_BLD: Tensor, audio_BFnD: Tensor) -> Tensor:
-        """What is to be added to the tokens after block `layer`."""
+        """Return what is to be added to the tokens after block `layer`, [B, L, D]."""
         added: Tensor = self.layers[str(layer)](hidden_BLD, audio_BFnD)
         return added
 
     def save(self, folder: Path) -> None:
-        """Write weights and configuration."""
+        """Write weights and configuration into `folder`."""
         save_file({name: x.contiguous() for name, x in self.state_dict().items()}, folder / WEIGHTS)
         (folder / CONFIG).write_text(json.dumps(asdict(self.config), indent=2) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> "AudioConditioner":
-        """Read what `save` wrote. Raises PlanError if it is not there."""
+        """Read what `save` wrote, from safetensors only. Raises PlanError if it is missing or inconsistent."""
         if not (folder / CONFIG).exists():
             raise PlanError(f"{folder} has no {CONFIG}: this model takes no audio")
         try:

@@ -1,6 +1,6 @@
-"""Audio at another sampling rate, piece by piece, with the samples that all pieces together would give.
+"""Resampling of audio in pieces. The samples are those of all pieces resampled at once.
 
-FFmpeg's resampler does it, through PyAV: what lies above half of the new rate is filtered out and not folded back.
+Done by FFmpeg's resampler through PyAV: a low-pass filter removes frequencies above half of the new rate.
 """
 
 from typing import Any
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 class Resampler:
-    """Mono samples (N,) in float32 from `rate` to `target` samples per second."""
+    """Resample mono audio in float32 from `rate` to `target` samples per second."""
 
     def __init__(self, rate: int, target: int) -> None:
         self.rate, self._resampler = rate, None if rate == target else _resampler(target)
         self._is_empty = True
 
     def push(self, samples: Tensor) -> Tensor:
-        """More samples, and all that can be made of what has come: the filter holds back about a millisecond."""
+        """Resample the next samples [N]; returns those ready, [M]. The filter holds back about a millisecond."""
         if self._resampler is None or not len(samples):
             return samples
         import av
@@ -30,7 +30,7 @@ class Resampler:
         return _joined(self._resampler.resample(frame))
 
     def end(self) -> Tensor:
-        """What the filter held back. Nothing may be pushed any more."""
+        """Return the samples that the filter held back, [M]. No `push` may follow."""
         if self._resampler is None or self._is_empty:
             return torch.zeros(0)
         return _joined(self._resampler.resample(None))

@@ -1,4 +1,4 @@
-"""Audio on its way to a stream: pushed in pieces of any length, taken block by block."""
+"""The input audio of a stream: pushed in pieces of any length, read block by block."""
 
 import math
 
@@ -12,29 +12,29 @@ from patchpar.stream.audio.resample import Resampler
 
 
 def first_frame_number(latent: int, per_latent: int) -> int:
-    """The first image frame that latent frame `latent` decodes to: the very first latent frame is one image."""
+    """Return the first image frame that latent frame `latent` decodes to. Latent frame 0 decodes to one image."""
     return 0 if latent == 0 else last_heard(latent - 1, per_latent) + 1
 
 
 class AudioTrack:
-    """Mono audio for blocks of `frames` latent frames. What no later block can hear is dropped."""
+    """Mono audio for blocks of `frames` latent frames. Samples that no later block needs are dropped."""
 
     def __init__(self, config: AudioConfig, frames: int) -> None:
         self._config, self._frames = config, frames
         self._samples = torch.zeros(0)
-        self._start = 0  # number of the first sample that is kept
+        self._start = 0  # index of the first buffered sample
         self._resampler = Resampler(config.rate, config.rate)
         self._has_ended = self._is_silent = False
 
     @property
     def seconds_ahead(self) -> float:
-        """Audio that is kept, in seconds."""
+        """Buffered audio in seconds."""
         return len(self._samples) / self._config.rate
 
     def push(self, samples: Tensor, rate: int) -> None:
-        """More audio, (N,) or (channels, N) between -1 and 1. Channels are averaged. Raises PlanError.
+        """Append audio [N] or [channels, N] between -1 and 1, at `rate` samples per second; channels are averaged.
 
-        In which pieces it comes makes no difference, at any rate.
+        The result does not depend on the sizes of the pieces. Raises PlanError.
         """
         mono = _checked(samples, rate)
         if self._has_ended:
@@ -45,21 +45,21 @@ class AudioTrack:
         self._add(self._resampler.push(mono))
 
     def end(self) -> None:
-        """There is no more to come; the last block is filled up with silence."""
+        """End the audio. The last block is padded with silence."""
         if not self._has_ended:
             self._add(self._resampler.end())
         self._has_ended = True
 
     def be_silent(self) -> None:
-        """There is no audio and no end."""
+        """Use silence without end."""
         self._is_silent = True
 
     def is_over(self, block: int) -> bool:
-        """Whether the audio ended before this block begins."""
+        """Whether the audio ends before this block begins."""
         return self._has_ended and self._start + len(self._samples) <= self._sample(self._images(block)[0])
 
     def is_here(self, block: int) -> bool:
-        """Whether all that block `block` hears has come."""
+        """Whether all audio that block `block` needs has been pushed."""
         return (
             self._has_ended
             or self._is_silent
@@ -67,7 +67,7 @@ class AudioTrack:
         )
 
     def take(self, block: int) -> tuple[Tensor, Tensor]:
-        """(audio tokens (1, F, n, C), samples (N,)) of a block; what has not come is silence."""
+        """Return (audio tokens [1, F, n, C], samples [N]) of a block. Missing samples are silence."""
         first, end = self._images(block)
         heard = max(0, first - self._config.tokens + 1)
         missing = self._last_sample(end) - self._start - len(self._samples)
@@ -80,7 +80,7 @@ class AudioTrack:
         return tokens[None], samples
 
     def _images(self, block: int) -> tuple[int, int]:
-        """First image frame of a block, and that of the next."""
+        """The first image frame of a block, and that of the next block."""
         ends = (first_frame_number(number * self._frames, self._config.per_latent) for number in (block, block + 1))
         return next(ends), next(ends)
 
@@ -89,7 +89,7 @@ class AudioTrack:
         return math.floor(image * self._config.rate / self._config.fps)
 
     def _last_sample(self, image: int) -> int:
-        """The end of all samples that frames before `image` may hear."""
+        """The end of the samples that image frames before `image` need."""
         return math.ceil(image * self._config.rate / self._config.fps)
 
     def _add(self, samples: Tensor) -> None:
@@ -103,7 +103,7 @@ class AudioTrack:
 
 
 def _checked(samples: Tensor, rate: int) -> Tensor:
-    """As one channel of float32. Raises PlanError that says what is wrong."""
+    """Return one channel [N] in float32. Raises PlanError."""
     if samples.ndim not in (1, 2) or (samples.ndim == 2 and samples.shape[0] > 8):
         raise PlanError(
             f"audio of shape {tuple(samples.shape)}: it has to be (samples,) or (at most 8 channels, samples)"

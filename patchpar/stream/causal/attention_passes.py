@@ -1,13 +1,15 @@
-"""The three ways in which tokens of a block-causal transformer see each other: one class per kind of forward pass.
+"""Self-attention of a block-causal transformer: one class per kind of forward pass.
 
-    SinkPass     one frame by itself; its keys and values are kept as the sink
-    BlockPass    one block, which sees the window and the sink
+    SinkPass     one frame attends to itself; its keys and values are stored as the sink
+    BlockPass    one block attends to the window and the sink
     BandedPass   many blocks at once under a mask, for training and as a check: the same function
 
-Every block sees itself whole, the blocks of its window, and the sink at a fixed distance from itself ("rolling", Live
-Avatar, arXiv:2512.04677, section 4.3). Keys lie in the window as rotated when they were written ("abs"), or unrotated
-and are rotated at each reading ("relative"), so that positions stay as small as in training. Both are the same function
+Every block attends to itself, the blocks of its window, and the sink at a fixed distance from itself ("rolling", Live
+Avatar, arXiv:2512.04677, section 4.3). The window holds keys rotated when they were written ("abs"), or unrotated keys
+that are rotated at each read ("relative"), so that positions stay as small as in training. Both are the same function
 up to rounding.
+
+Shapes: B batch, L tokens, n attention heads of this rank, d width of a head.
 """
 
 from typing import NamedTuple, Protocol
@@ -21,7 +23,7 @@ from patchpar.stream.causal_options import CausalOptions
 
 
 class AttentionOperands(NamedTuple):
-    """Operands of one attention: queries, keys, values (B, L, heads, width), and a mask or None."""
+    """Operands of one attention: queries [B, L, n, d], keys and values [B, M, n, d], and a mask [L, M] or None."""
 
     queries: Tensor
     keys: Tensor
@@ -33,23 +35,23 @@ class ForwardPass(Protocol):
     """One forward pass of a transformer."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionOperands:
-        """What the self-attention of `layer` is to see, out of queries, keys and values before rotation."""
+        """Return the operands of the self-attention of `layer`, from q, k, v [B, L, n, d] before rotation."""
 
 
 class SinkPass:
-    """One frame, which sees itself only."""
+    """One frame that attends to itself only, stored as the sink."""
 
     def __init__(self, memory: KVWindow, positions: RotaryPositions) -> None:
         self._memory, self._rotary = memory, positions.at([0])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionOperands:
-        """See ForwardPass."""
+        """Store k and v [B, L, n, d] as the sink, see ForwardPass."""
         self._memory.put_sink(layer, k, v)
         return AttentionOperands(rotate(q, self._rotary), rotate(k, self._rotary), v, None)
 
 
 class BlockPass:
-    """One block, which has just been advanced to in its memory."""
+    """Block number `block`. `memory.advance` has to be called before."""
 
     def __init__(self, memory: KVWindow, positions: RotaryPositions, options: CausalOptions, block: int) -> None:
         self._memory = memory
@@ -63,7 +65,7 @@ class BlockPass:
             self._all = positions.at(([*sink] if memory.has_sink else []) + slots)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionOperands:
-        """See ForwardPass."""
+        """Store k and v [B, L, n, d] in the window and attend to all of it, see ForwardPass."""
         memory = self._memory
         memory.put(layer, k if self._sink is None else rotate(k, self._own), v)
         memory.set_sink(layer, self._sink)
@@ -74,7 +76,7 @@ class BlockPass:
 
 
 class BandedPass:
-    """`blocks` blocks at once, behind a sink frame if `has_sink`; every block has its own copy of the sink."""
+    """`blocks` blocks at once, after a sink frame if `has_sink`. Every block has its own copy of the sink's keys."""
 
     def __init__(self, positions: RotaryPositions, options: CausalOptions, blocks: int, has_sink: bool) -> None:
         frames, n = options.frames, positions.grid.tokens
@@ -90,7 +92,7 @@ class BandedPass:
         self.mask = (_with_sink(band, block, n, blocks) if has_sink else band).to(positions.device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> AttentionOperands:
-        """See ForwardPass. Keys: the tokens themselves, then one copy of the sink per block."""
+        """Attend under the mask; keys are those of all tokens [B, L, n, d], then one copy of the sink per block."""
         keys, values = rotate(k, self._own), v
         if self._copies is not None:
             sinks, sink_values = (x[:, : self._sink_tokens].repeat(1, self._blocks, 1, 1) for x in (k, v))
@@ -99,7 +101,7 @@ class BandedPass:
 
 
 def _with_sink(band: Tensor, block: Tensor, n: int, blocks: int) -> Tensor:
-    """The mask with the sink's n tokens in front, which see themselves only, and its copies at the end."""
+    """The mask with the sink's n tokens in front, which attend to themselves only, and its copies at the end."""
     length = len(block)
     mask = torch.zeros(n + length, n + length + blocks * n, dtype=torch.bool)
     mask[:n, :n] = True

@@ -1,4 +1,7 @@
-"""From finished latents to frames, block by block, with the very frames of the whole video decoded at once."""
+"""Block-by-block decoding of latents. The frames are those of the whole video decoded at once.
+
+Shapes: B batch, C latent channels, F latent frames, H x W latent pixels.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,16 +14,16 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class DecoderState:
-    """What a decoder remembers of a stream: the last features at each convolution. Empty before the first block."""
+    """State of a decoder: the last features at each convolution, empty before the first block; latent frames so far."""
 
     features: list[Any] = field(default_factory=list)
     frames: int = 0
 
 
 class WanDecoder:
-    """`AutoencoderKLWan`, latent frame by latent frame. The first gives one image, each further one several.
+    """Decode with `AutoencoderKLWan`, latent frame by latent frame. The first gives one image, further ones several.
 
-    The autoencoder's own decode does the same for all frames of a video and then forgets; here the memory stays.
+    The autoencoder's own `decode` does the same for a whole video and then clears its feature cache; here it is kept.
     """
 
     def __init__(self, vae: AutoencoderKLWan) -> None:
@@ -31,19 +34,19 @@ class WanDecoder:
 
     @property
     def per_latent(self) -> int:
-        """Images of a latent frame, beyond the first."""
+        """Images per latent frame after the first."""
         return int(self._vae.config.scale_factor_temporal)
 
     def new_state(self) -> DecoderState:
-        """What is remembered of a video: nothing yet."""
+        """Return the empty state of a new video."""
         return DecoderState()
 
     def finish(self, state: DecoderState) -> Tensor:
-        """What is still missing when a video ends: nothing, since no frame waits for a later one."""
+        """Return the images left at the end of a video: none, [0, 3, 1, 1], since no frame depends on a later one."""
         return torch.empty(0, 3, 1, 1, device=self._vae.device)
 
     def decode(self, state: DecoderState, latents_BCFHW: Tensor) -> Tensor:
-        """Images (frames, 3, height, width) between -1 and 1, of latents (1, C, F, H, W) as they were denoised."""
+        """Decode denoised latents [1, C, F, H, W] to images [frames, 3, height, width] between -1 and 1."""
         vae, latents = self._vae, latents_BCFHW.to(self._vae.dtype)
         scaled = latents / self._inverse_std.to(latents) + self._mean.to(latents)  # as WanPipeline does it
         frames = vae.post_quant_conv(scaled)
@@ -59,10 +62,9 @@ class WanDecoder:
         return out.clamp(-1, 1)[0].transpose(0, 1)
 
     def encode(self, image_1CHW: Tensor, *, chunks: int = 0) -> Tensor:
-        """One latent frame (1, C, 1, H, W), as the transformer sees latents, of an image between -1 and 1.
+        """Encode an image [1, 3, height, width] between -1 and 1 to normalized latents [1, C, 1 + chunks, H, W].
 
-        With `chunks` of 4 grey images behind it, the latent frames of all: what models generate from that were made to
-        go on from an image.
+        `chunks`: groups of 4 grey images that follow it, as image-to-video models take them.
         """
         image = image_1CHW[:, :, None].to(self._vae.device, self._vae.dtype)
         grey = image.new_zeros(*image.shape[:2], 4 * chunks, *image.shape[3:])
@@ -71,11 +73,11 @@ class WanDecoder:
 
 
 def as_pixels(images_FCHW: Tensor) -> Tensor:
-    """Images between -1 and 1 as (frames, height, width, 3) in uint8, on the CPU."""
+    """Convert images [F, 3, H, W] between -1 and 1 to [F, H, W, 3] in uint8 on the CPU."""
     scaled = (images_FCHW.float() / 2 + 0.5) * 255
     return scaled.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous().cpu()
 
 
 def from_pixels(image_HWC: Tensor) -> Tensor:
-    """An image (height, width, 3) in uint8 as (1, 3, height, width) between -1 and 1."""
+    """Convert an image [H, W, 3] in uint8 to [1, 3, H, W] between -1 and 1."""
     return (image_HWC.float() / 127.5 - 1).permute(2, 0, 1)[None]

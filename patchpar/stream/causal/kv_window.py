@@ -1,8 +1,8 @@
-"""What one denoising step remembers of a stream: keys and values of the last blocks in a ring, and of a sink frame.
+"""KV cache of one denoising step: keys and values of the last blocks in a ring buffer, and of a sink frame.
 
-    buffer of a layer:   [ sink frame | slot 0 | slot 1 | ... | slot w-1 ]      block i lies in slot i mod w
+    buffer of a layer:   [ sink frame | slot 0 | slot 1 | ... | slot w-1 ]      block i is in slot i mod w
 
-Attention does not care about the order of what it sees, so nothing is ever moved, and all memory is taken at the start.
+Attention does not depend on the order of keys, so nothing is moved. All memory is allocated at the start.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from patchpar.stream.causal.rope import Rotary, rotate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowSize:
-    """`window` blocks of `block_tokens` tokens, the present one included, and a sink of `sink_tokens`."""
+    """`window` blocks of `block_tokens` tokens, the current one included, and a sink of `sink_tokens`."""
 
     layers: int
     window: int
@@ -39,23 +39,23 @@ class KVWindow:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that this memory holds, from its first block to its last."""
+        """Bytes allocated, which stay the same throughout a stream."""
         return sum(x.numel() * x.element_size() for x in (self._keys, self._values, self._sink_keys))
 
     @property
     def visible_blocks(self) -> int:
-        """Blocks in the window, the present one included."""
+        """Blocks in the window, the current one included."""
         return min(self._blocks, self.size.window)
 
     @property
     def ages(self) -> list[int]:
-        """How many blocks ago each visible slot was written, in the order of the slots; 0 is the present block."""
+        """How many blocks ago each visible slot was written, in slot order; 0 is the current block."""
         newest = self._blocks - 1
         return [(newest - slot) % self.size.window for slot in range(self.visible_blocks)]
 
     @property
     def has_sink(self) -> bool:
-        """Whether a sink frame has been put in."""
+        """Whether a sink frame has been stored."""
         return self._has_sink
 
     def forget(self) -> None:
@@ -63,30 +63,30 @@ class KVWindow:
         self._blocks = 0
 
     def advance(self) -> None:
-        """A new block begins: the oldest slot is its."""
+        """Begin a new block, which takes the oldest slot."""
         self._blocks += 1
 
     def put(self, layer: int, keys_BLhd: Tensor, values_BLhd: Tensor) -> None:
-        """Write the present block's keys and values of one layer."""
+        """Write the current block's keys and values of one layer, [1, block_tokens, heads, head_width]."""
         size = self.size
         start = size.sink_tokens + (self._blocks - 1) % size.window * size.block_tokens
         self._keys[layer][:, start : start + size.block_tokens] = keys_BLhd
         self._values[layer][:, start : start + size.block_tokens] = values_BLhd
 
     def put_sink(self, layer: int, keys_BLhd: Tensor, values_BLhd: Tensor) -> None:
-        """Write the sink frame of one layer, its keys before rotation."""
+        """Write the sink's keys before rotation and values of one layer, [1, sink_tokens, heads, head_width]."""
         self._sink_keys[layer] = keys_BLhd
         self._values[layer][:, : self.size.sink_tokens] = values_BLhd
         self._has_sink = True
 
     def set_sink(self, layer: int, rotary: Rotary | None) -> None:
-        """Have the sink's keys stand where `rotary` says, or unrotated."""
+        """Rotate the sink's keys to the positions of `rotary`; None leaves them unrotated."""
         if self._has_sink:
             keys = self._sink_keys[layer]
             self._keys[layer][:, : self.size.sink_tokens] = keys if rotary is None else rotate(keys, rotary)
 
     def visible(self, layer: int) -> tuple[Tensor, Tensor]:
-        """(keys, values) that the present block sees: sink if there is one, then slots in their order. Views."""
+        """Return views (keys, values) [1, M, heads, head_width] of the sink, if there is one, and the filled slots."""
         size = self.size
         seen = slice(
             0 if self._has_sink else size.sink_tokens, size.sink_tokens + self.visible_blocks * size.block_tokens

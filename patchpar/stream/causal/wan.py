@@ -1,8 +1,8 @@
-"""A Wan-type transformer as a model to be streamed: conditions, prompt changes, rolling sink and decoding.
+"""`WanStream`: a Wan-type transformer as a CausalModel, with prompt changes, rolling sink and decoding.
 
-    step of a block    velocity of the block-causal transformer at the step's own noise level, then the flow schedule
+    step of a block    velocity of the block-causal transformer at the noise level of the step, then the flow schedule
     Prompt             switch, cut, blend or recache, from the next block on
-    Reference          another sink frame; an adaptive one is the first frame of the first finished block
+    Reference          another sink frame; an adaptive sink is the first frame of the first finished block
 
 Method: Live Avatar (arXiv:2512.04677, sections 4.1 to 4.3).
 """
@@ -26,10 +26,10 @@ from patchpar.stream.keyed_noise import keyed_noise
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WanStreamOptions:
-    """What one stream is: latents of `height` x `width`, its noise and its first conditions.
+    """Size of the latents, seed of the noise, and first conditions of one stream.
 
-    `text`: embeddings (1, T, D). `sink`: a clean latent frame (1, C, 1, H, W), or None. `adapt_sink`: the first frame
-    of the first finished block takes its place.
+    `text`: embeddings [1, T, D]. `sink`: a clean latent frame [1, C, 1, H, W], or None. `adapt_sink`: replace it with
+    the first frame of the first finished block.
     """
 
     height: int
@@ -42,7 +42,7 @@ class WanStreamOptions:
 
 @dataclass(slots=True, kw_only=True)
 class PromptBlend:
-    """A prompt on its way to another: `done` of `over` blocks."""
+    """Linear interpolation from one prompt to another, [1, T, D] each; `done` of `over` blocks have been computed."""
 
     start: Tensor
     end: Tensor
@@ -50,16 +50,16 @@ class PromptBlend:
     done: int = 0
 
     def advance(self) -> Tensor:
-        """The text of the next block."""
+        """Return the embeddings of the next block, [1, T, D]."""
         self.done += 1
         return torch.lerp(self.start, self.end, self.done / self.over)
 
 
 @dataclass(slots=True, kw_only=True)
 class StepState:
-    """What one denoising step remembers. `recent`: number and payload of the last blocks, for a window made anew.
+    """State of one denoising step. `recent`: number and payload of the last blocks, to recompute the window.
 
-    `video`: see Reference.
+    `text`: [1, T, D]. `sink`: [1, C, 1, H, W]. `video`: see Reference.
     """
 
     step: int
@@ -74,14 +74,14 @@ class StepState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowNoiseTransformer:
-    """Another transformer for steps from number `start` on, as Wan 2.2 has one for low noise levels."""
+    """The transformer for denoising steps from `start` on, as Wan 2.2 has one for low noise levels."""
 
     network: CausalWan
     start: int
 
 
 class WanStream:
-    """A CausalModel. Its payload is (latents, audio tokens), or latents alone where the transformer hears nothing."""
+    """A CausalModel. Payload: (latents [1, C, F, H, W], audio tokens [1, F, n, C]); no tokens without audio."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class WanStream:
         return self._network if low is None or step < low.start else low.network
 
     def begin(self, block: int, inputs: Payload) -> Payload:
-        """See CausalModel. `inputs`: the block's audio tokens, if the transformer hears."""
+        """See CausalModel. `inputs`: the block's audio tokens, if the transformer takes audio."""
         noise = keyed_noise(self._options.seed, block, 0, self._latents.shape)
         return self._own(noise), *(x.to(self._device) for x in inputs)
 
@@ -205,9 +205,9 @@ class WanStream:
             self._of(state.step).remember_sink(state.memory, sink, state.text)
 
     def _with_condition(self, state: StepState, x_BCFHW: Tensor, first: int) -> Tensor:
-        """Latent frames from number `first` on, with what such a model generates from behind their channels.
+        """Append the image condition to the channels of latent frames from number `first` on.
 
-        As WanImageToVideoPipeline has it: which frame is given, and the latents of the image and of nothing after it.
+        As in WanImageToVideoPipeline: a mask of the given frame, and the latents of the image followed by grey images.
         """
         if not self._is_conditioned:
             return x_BCFHW
@@ -225,7 +225,7 @@ class WanStream:
         return self._options.adapt_sink and not self._is_conditioned
 
     def adaptive_sink(self, payload: Payload) -> Change:
-        """See CausalModel. It never leaves latent space, so that decoding and encoding add nothing to it."""
+        """See CausalModel. Taken from the latents, so that no error of decoding and encoding is added."""
         return Reference(latents=payload[0][:, :, :1])
 
     def new_decoder(self) -> DecoderState:
@@ -234,7 +234,7 @@ class WanStream:
 
     @torch.no_grad()
     def decode(self, decoder: DecoderState, payload: Payload) -> Tensor:
-        """See CausalModel."""
+        """Decode a finished block to frames [frames, height, width, 3], see CausalModel."""
         assert self._decoder is not None, "this stage was not given a decoder"
         return as_pixels(self._decoder.decode(decoder, payload[0]))
 

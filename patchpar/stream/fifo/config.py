@@ -1,4 +1,4 @@
-"""How a model of short videos is streamed (FIFO-Diffusion, arXiv:2405.11473)."""
+"""Configuration of FIFO streaming (FIFO-Diffusion, arXiv:2405.11473)."""
 
 from dataclasses import dataclass, field
 
@@ -8,10 +8,10 @@ from patchpar.stream.fifo.queue import FifoOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FifoConfig:
-    """How a model of short videos is streamed; by default as Wan 2.1 of 480p. Raises PlanError.
+    """How a model of short videos is streamed. Defaults are those of Wan 2.1 at 480p. Raises PlanError.
 
-    `fps`: frames per second. `height`, `width`: pixels. `queue`: its windows and noise levels. `text_tokens`: tokens of
-    a prompt.
+    `fps`: frames per second. `height`, `width`: pixels. `queue`: windows and noise levels. `text_tokens`: maximum
+    tokens of a prompt.
     """
 
     fps: float = 16.0

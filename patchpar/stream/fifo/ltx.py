@@ -1,6 +1,6 @@
-"""LTX-Video as a model that generates frames at noise levels of their own.
+"""LTX-Video as a FrameNetwork.
 
-It takes one timestep per token, as its image-to-video pipeline uses for the frame that is given.
+The transformer takes one timestep per token, which its image-to-video pipeline uses for the given frame.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,9 @@ from patchpar.stream.messages import ModelFacts
 
 
 class LtxFrames(FrameNetwork):
-    """A FrameNetwork. `scale`: seconds and pixels of a latent frame, to which its positions are stretched.
+    """A FrameNetwork. `scale`: seconds, rows and columns of pixels per latent, for rotary positions.
 
-    Raises UnsupportedModel if it cannot be told a level for every frame.
+    Raises UnsupportedModel if it cannot take a noise level per frame.
     """
 
     def __init__(self, transformer: LTXVideoTransformer3DModel, scale: tuple[float, float, float]) -> None:
@@ -31,7 +31,8 @@ class LtxFrames(FrameNetwork):
         if (config.patch_size, config.patch_size_t) != (1, 1) or config.in_channels != config.out_channels:
             raise UnsupportedModel(
                 f"patches of {config.patch_size_t} x {config.patch_size} x {config.patch_size}, {config.in_channels} "
-                f"channels in and {config.out_channels} out: a queue of frames needs patches of 1, and as many out"
+                f"channels in and {config.out_channels} out: a queue of frames needs patches of 1, and as many "
+                "channels out as in"
             )
         super().__init__(transformer)
         self._scale = scale
@@ -45,7 +46,7 @@ class LtxFrames(FrameNetwork):
             hidden_states=x_BCFHW.flatten(2).transpose(1, 2).to(net.dtype),
             encoder_hidden_states=text_BTD.to(x_BCFHW.device, net.dtype),
             timestep=timesteps.to(x_BCFHW.device),
-            encoder_attention_mask=None,  # texts have no padding here
+            encoder_attention_mask=None,  # `encode` removes padding
             num_frames=frames,
             height=rows,
             width=columns,
@@ -90,7 +91,7 @@ class LtxFamily:
         return LtxDecoder(vae)
 
     def encode(self, pipe: LTXPipeline, asked: PromptToEncode, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """See ModelFamily. What a mask would hide is cut off, so that texts differ in length."""
+        """Return embeddings [1, T, D], see ModelFamily. Masked padding is cut off, so that T differs between texts."""
         text, mask, negative, negative_mask = pipe.encode_prompt(
             asked.text,
             negative_prompt=asked.negative,
@@ -106,6 +107,6 @@ def _cut(text_BTD: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def _shapes(folder: Path) -> AutoencoderKLLTXVideo:
-    """The autoencoder without weights."""
+    """The autoencoder on the meta device, without weights."""
     with torch.device("meta"):
         return AutoencoderKLLTXVideo.from_config(AutoencoderKLLTXVideo.load_config(str(folder), subfolder="vae"))

@@ -1,7 +1,8 @@
-"""LTX-Video's decoder, latent frame by latent frame, with the images of the whole video decoded at once.
+"""Frame-by-frame decoding of LTX-Video latents. The images are those of the whole video decoded at once.
 
-Its convolutions look one frame ahead, so that none can answer before the next frame has come. Each layer here remembers
-what it still needs and hands on what is settled; nothing is computed twice, and images come some latent frames late.
+The convolutions look one frame ahead, so that each needs the next frame before it can compute one. Each layer buffers
+the frames that it still needs and returns those that no later frame changes. Nothing is computed twice, and images are
+some latent frames late.
 
     latents    0 1 2 3 4 5 6 ...
     images   . . . . 0 1 2 ...      and the rest when the video ends
@@ -18,18 +19,18 @@ from torch import Tensor
 from patchpar.errors import UnsupportedModel
 
 TIME = 2
-"""The dimension of frames in (B, C, F, H, W)."""
+"""The dimension of frames in [B, C, F, H, W]."""
 
 
 class StreamingLayer(Protocol):
-    """One or several layers, fed with frames as they come. None stands for no frame, both ways."""
+    """One or several layers that take frames piece by piece. None stands for no frame, as input and output."""
 
     def push(self, x_BCFHW: Tensor | None, *, is_last: bool) -> Tensor | None:
-        """What is settled now. `is_last`: no more will come."""
+        """Return the output frames that no later frame changes. `is_last`: no `push` follows."""
 
 
 class PerFrameLayer:
-    """What looks at each frame alone."""
+    """A function of each frame alone."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         self._function = function
@@ -40,7 +41,7 @@ class PerFrameLayer:
 
 
 class StreamingConvolution:
-    """An `LTXVideoCausalConv3d`: beyond both ends of a video it sees the outermost frame again."""
+    """An `LTXVideoCausalConv3d`, which pads both ends of a video with the outermost frame."""
 
     def __init__(self, convolution: Any) -> None:
         self._inner, self._size = convolution.conv, convolution.kernel_size[0]
@@ -61,7 +62,7 @@ class StreamingConvolution:
 
 
 class StreamingResidual:
-    """Layers, and what came into them, which waits for what they hand on: `join(latent, handed_on)`."""
+    """A residual connection around `layers`: `join(input, output)`; the input is buffered until the output is ready."""
 
     def __init__(self, layers: StreamingLayer, join: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._layers, self._join = layers, join
@@ -78,7 +79,7 @@ class StreamingResidual:
 
 
 class StreamingTrim:
-    """Layers of whose frames the very first are dropped."""
+    """Layers whose first `drop` output frames are removed."""
 
     def __init__(self, layers: StreamingLayer, drop: int) -> None:
         self._layers, self._drop = layers, drop
@@ -106,37 +107,40 @@ class StreamingChain:
 
 
 class LtxDecoder:
-    """`AutoencoderKLLTXVideo`. The first latent frame gives one image, each further one several.
+    """Decode with `AutoencoderKLLTXVideo`. The first latent frame gives one image, each further one several.
 
-    Raises UnsupportedModel for one that generates noise as it decodes.
+    Raises UnsupportedModel for an autoencoder that adds noise while it decodes.
     """
 
     def __init__(self, vae: AutoencoderKLLTXVideo) -> None:
         if any(vae.config.decoder_inject_noise):
             raise UnsupportedModel(
-                "this decoder generates noise of its own (decoder_inject_noise), another for every piece of a video: "
-                "use a checkpoint without, such as LTX-Video 0.9.5 and later"
+                "this decoder adds noise (decoder_inject_noise), which would differ for every piece of a video: use a "
+                "checkpoint without it, such as LTX-Video 0.9.5 and later"
             )
         self._vae = vae
 
     @property
     def per_latent(self) -> int:
-        """Images of a latent frame, beyond the first."""
+        """Images per latent frame after the first."""
         return int(self._vae.temporal_compression_ratio)
 
     def new_state(self) -> StreamingLayer:
-        """What is remembered of a video: nothing yet."""
+        """Return the empty state of a new video."""
         return _decoder(self._vae)
 
     def decode(self, state: StreamingLayer, latents_BCFHW: Tensor) -> Tensor:
-        """Images (frames, 3, height, width) of latents (1, C, F, H, W) as they were denoised, as far as settled."""
+        """Decode denoised latents [1, C, F, H, W].
+
+        Returns the images that no later frame changes, [frames, 3, height, width].
+        """
         vae = self._vae
         mean, std = (x.view(1, -1, 1, 1, 1).to(latents_BCFHW) for x in (vae.latents_mean, vae.latents_std))
         latents = latents_BCFHW * std / vae.config.scaling_factor + mean  # as LTXPipeline does it
         return self._images(state.push(latents.to(vae.dtype), is_last=False))
 
     def finish(self, state: StreamingLayer) -> Tensor:
-        """The images that are still missing when a video ends."""
+        """Return the images left at the end of a video, [frames, 3, height, width]."""
         return self._images(state.push(None, is_last=True))
 
     def _images(self, found_BCFHW: Tensor | None) -> Tensor:
@@ -146,7 +150,7 @@ class LtxDecoder:
 
 
 def latents_late(vae: AutoencoderKLLTXVideo) -> int:
-    """Latent frames that have to come, at most, before the images of one are settled. Weights do not matter."""
+    """Return by how many latent frames, at most, the images of a latent frame are late. Needs no weights."""
     decoder, late, rate = vae.decoder, 0.0, 1
     late += _after_all([decoder.conv_in, decoder.mid_block])
     for block in decoder.up_blocks:
@@ -159,7 +163,7 @@ def latents_late(vae: AutoencoderKLLTXVideo) -> int:
 
 
 def _after_all(parts: Sequence[Any]) -> int:
-    """Frames that the convolutions in these modules look ahead, together; those of size 1 do not."""
+    """Frames that the convolutions in these modules look ahead, summed; those of size 1 do not look ahead."""
     modules = [module for part in parts if part is not None for module in part.modules()]
     return sum(_frames_after(module) for module in modules if hasattr(module, "is_causal"))
 
@@ -169,7 +173,7 @@ def _frames_after(convolution: Any) -> int:
 
 
 def _decoder(vae: AutoencoderKLLTXVideo) -> StreamingLayer:
-    """All of it, by the names and in the order of diffusers' LTXVideoDecoder3d."""
+    """The layers of diffusers' LTXVideoDecoder3d, in its order."""
     decoder = vae.decoder
     conditioned = decoder.timestep_scale_multiplier is not None
     when = torch.zeros(1, device=vae.device, dtype=vae.dtype) if conditioned else None  # LTXPipeline's decode_timestep
@@ -216,12 +220,12 @@ def _resnet(block: Any, resnet: Any, when: Tensor | None) -> StreamingLayer:
         active: Tensor = resnet.nonlinearity(normed * (1 + scale_2) + shift_2)
         return active
 
-    def join(latent: Tensor, handed_on: Tensor) -> Tensor:
+    def join(latent: Tensor, out: Tensor) -> Tensor:
         if resnet.norm3 is not None:
             latent = resnet.norm3(latent.movedim(1, -1)).movedim(-1, 1)
         if resnet.conv_shortcut is not None:
-            latent = resnet.conv_shortcut(latent)  # of size 1: it looks at each frame alone
-        return handed_on + latent
+            latent = resnet.conv_shortcut(latent)  # of size 1: a function of each frame alone
+        return out + latent
 
     inside = StreamingChain(
         [
@@ -243,15 +247,15 @@ def _upsampler(upsampler: Any) -> StreamingLayer:
         x = x_BCFHW.reshape(batch, -1, frames, rows, columns, *shape)
         return x.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 
-    def join(latent: Tensor, handed_on: Tensor) -> Tensor:
-        out = unfolded(handed_on)
+    def join(latent: Tensor, folded: Tensor) -> Tensor:
+        out = unfolded(folded)
         return out + unfolded(latent).repeat(1, repeats, 1, 1, 1) if upsampler.residual else out
 
     return StreamingTrim(StreamingResidual(StreamingConvolution(upsampler.conv), join), frames - 1)
 
 
 def _modulation(block: Any, table: Tensor | None, when: Tensor | None, parts: int) -> tuple[Any, ...]:
-    """(shift, scale) as often as the table has them, each (1, C, 1, 1, 1); 0 where decoding knows no timestep."""
+    """The `parts` shifts and scales of the table, each [1, C, 1, 1, 1]; 0 for a decoder without a timestep."""
     if table is None or when is None:
         return (0.0,) * parts
     embedded = block.time_embedder(

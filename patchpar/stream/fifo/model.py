@@ -1,4 +1,4 @@
-"""A video model as the source of a stream without end: its conditions, its queue of frames, and its decoder.
+"""State of one FIFO stream on a rank: its prompt, the network that denoises its frame queue, and its decoder.
 
 Shapes: B batch, C channels, F latent frames, H x W latent pixels, T text tokens, D width.
 """
@@ -20,9 +20,9 @@ from patchpar.stream.fifo.queue import FifoOptions, FrameQueue, entering_noise, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FifoStreamOptions:
-    """What one stream is: latents of `height` x `width`, its noise, and how far guidance leads; 1 for no guidance.
+    """Size of the latents, seed of the noise, and guidance scale of one stream; 1 for no guidance.
 
-    `first_frame`: the number of its first frame, above 0 where an interrupted stream goes on.
+    `first_frame`: the number of its first frame, above 0 in a resumed stream.
     """
 
     height: int
@@ -33,9 +33,9 @@ class FifoStreamOptions:
 
 
 class FifoModel:
-    """A stream of one network. Each rank has its own.
+    """One stream of `network` on this rank.
 
-    `decoder`: None on ranks that decode nothing; those that generate nothing need the shapes of the network only.
+    `decoder`: None on ranks that do not decode. Ranks that do not denoise need a network without weights only.
     """
 
     def __init__(
@@ -51,24 +51,24 @@ class FifoModel:
         self._blending: tuple[PromptBlend, PromptBlend | None] | None = None
 
     def payload(self) -> tuple[TensorSpec, ...]:
-        """What a frame is on its way: latents in float32."""
+        """Return shape and dtype of the frame passed from rank to rank: latents [1, C, 1, H, W] in float32."""
         options = self._options
         return (TensorSpec((1, self._network.channels, 1, options.height, options.width), torch.float32),)
 
     def entering(self, block: int) -> Tensor:
-        """The noise of frame number `block`."""
+        """Return the noise [1, C, 1, H, W] of frame number `block`."""
         return entering_noise(self._options.seed, block, self.payload()[0].shape).to(self._network.device)
 
     def apply(self, change: Change) -> None:
-        """Another prompt from the next tick on, at once or in a blend. Raises PlanError."""
+        """Set another prompt from the next tick on, at once or in a blend. Raises PlanError."""
         if not isinstance(change, Prompt):
-            raise PlanError(f"{type(change).__name__}: all that can change in this stream is its prompt")
+            raise PlanError(f"{type(change).__name__}: only the prompt of this stream can change")
         if change.transition in ("cut", "recache"):
             raise PlanError(
-                f"transition={change.transition!r}: this stream has no window to forget: use 'switch' or 'blend'"
+                f"transition={change.transition!r}: this stream has no window to clear: use 'switch' or 'blend'"
             )
         if self._guided and change.negative is None:
-            raise PlanError("guidance needs a negative prompt beside each prompt, which may be empty")
+            raise PlanError("guidance needs a negative prompt with each prompt; it may be empty")
         self._blending = None
         if change.transition == "blend":
             self._blending = self._blend(change)
@@ -94,7 +94,7 @@ class FifoModel:
 
     @torch.no_grad()
     def first_queue(self, zones: range, wanted: Callable[[], bool]) -> FrameQueue:
-        """The queue that a stream begins with, of these zones; whatever has been reached if it is no longer wanted."""
+        """Return the first queue of a stream, these zones of it. Denoising stops early if not `wanted`."""
         first, window = self._options.first_frame, self.queue.window
         noise = torch.cat([self.entering(first + frame) for frame in range(window)], 2)
         video = generate_first_video(self.queue, noise, self._velocity, wanted)
@@ -102,7 +102,7 @@ class FifoModel:
 
     @torch.no_grad()
     def advance(self, queue: FrameQueue) -> None:
-        """One tick of a queue, after its shift."""
+        """Denoise a queue by one tick, after its `shift`."""
         if self._blending is not None and self._prompt is not None:
             text, negative = self._blending
             self._prompt = replace(
@@ -114,20 +114,23 @@ class FifoModel:
     def _velocity(self, x_BCFHW: Tensor, sigmas: Sequence[float]) -> Tensor:
         prompt = self._prompt
         assert prompt is not None, "a stream begins with a prompt"
-        found = self._network.predict(x_BCFHW, sigmas, prompt.text)
+        conditional = self._network.predict(x_BCFHW, sigmas, prompt.text)
         if not self._guided or prompt.negative is None:
-            return found
-        away = self._network.predict(x_BCFHW, sigmas, prompt.negative)
-        return away + self._options.guidance_scale * (found - away)
+            return conditional
+        unconditional = self._network.predict(x_BCFHW, sigmas, prompt.negative)
+        return unconditional + self._options.guidance_scale * (conditional - unconditional)
 
     @property
     def decoder(self) -> FrameDecoder:
-        """Of the rank that decodes."""
-        assert self._decoder is not None, "this rank was not given a decoder"
+        """The decoder, on the rank that decodes."""
+        assert self._decoder is not None, "this rank has no decoder"
         return self._decoder
 
     @torch.no_grad()
     def decode(self, memory: object, frame: Tensor | None) -> Tensor:
-        """Images (frames, height, width, 3) in uint8, as far as settled by this latent frame; None ends the video."""
+        """Decode a latent frame [1, C, 1, H, W]; None ends the video.
+
+        Returns the images that no later frame changes, [frames, height, width, 3] in uint8.
+        """
         decoder = self.decoder
         return as_pixels(decoder.finish(memory) if frame is None else decoder.decode(memory, frame))

@@ -1,4 +1,4 @@
-"""What a queue of frames asks of a video model: a transformer told a noise level for every frame, and a decoder."""
+"""Interface of a video model for a frame queue: a transformer with a noise level per frame, and a decoder."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from patchpar.stream.messages import ModelFacts
 
 
 class FrameNetwork(ABC):
-    """A transformer of diffusers that predicts for frames whose noise levels differ.
+    """A diffusers transformer called with frames of different noise levels.
 
     Shapes: B batch, C channels, F frames, H x W latent pixels, T text tokens, D width.
     """
@@ -24,40 +24,40 @@ class FrameNetwork(ABC):
 
     @property
     def channels(self) -> int:
-        """Of the latents."""
+        """Channels of the latents."""
         return int(self._transformer.config.in_channels)
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """Device of the weights."""
         device: torch.device = self._transformer.device
         return device
 
     @abstractmethod
     def predict(self, x_BCFHW: Tensor, sigmas: Sequence[float], text_BTD: Tensor) -> Tensor:
-        """Noise less clean frame, in float32, of frames at these levels, 0 to 1."""
+        """Return the velocity [B, C, F, H, W], noise minus clean frame, in float32. `sigmas`: F levels from 0 to 1."""
 
 
 class FrameDecoder(Protocol):
-    """From finished latent frames to images, as they come. The first gives one, each further one `per_latent`."""
+    """Decode finished latent frames one by one. The first gives one image, each further one `per_latent`."""
 
     @property
     def per_latent(self) -> int:
-        """Images of a latent frame, beyond the first."""
+        """Images per latent frame after the first."""
 
     def new_state(self) -> Any:
-        """What is remembered of a video: nothing yet."""
+        """Return the empty state of a new video."""
 
     def decode(self, state: Any, latents_BCFHW: Tensor) -> Tensor:
-        """Images (frames, 3, height, width) between -1 and 1, as far as they are settled."""
+        """Return the images that no later frame changes, [frames, 3, height, width] between -1 and 1."""
 
     def finish(self, state: Any) -> Tensor:
-        """Those that are still missing when a video ends."""
+        """Return the images left at the end of a video, [frames, 3, height, width] between -1 and 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptToEncode:
-    """A prompt to be encoded. `negative`: what guidance leads away from, None for no guidance. `tokens`: at most."""
+    """A prompt to encode. `negative`: the negative prompt, None without guidance. `tokens`: maximum length."""
 
     text: str
     negative: str | None
@@ -65,19 +65,19 @@ class PromptToEncode:
 
 
 class ModelFamily(Protocol):
-    """A kind of model: how its parts are loaded and called."""
+    """How the parts of one kind of model are loaded and called."""
 
     def load(self, folder: Path, needs: RequiredWeights, options: Mapping[str, Any]) -> Any:
-        """Its pipeline with None for what is not needed. Raises PlanError, UnsupportedModel."""
+        """Load its pipeline, with None for parts that are not needed. Raises PlanError, UnsupportedModel."""
 
     def facts(self, folder: Path) -> ModelFacts:
-        """What a session must know, from the folder alone."""
+        """Read what a session must know from the configuration files of the folder."""
 
     def network(self, transformer: Any, facts: ModelFacts, fps: float) -> FrameNetwork:
-        """Its transformer, which may have no weights where nothing is generated. Raises UnsupportedModel."""
+        """Wrap its transformer, which has no weights on ranks that do not denoise. Raises UnsupportedModel."""
 
     def decoder(self, vae: Any) -> FrameDecoder:
-        """Its decoder. Raises UnsupportedModel."""
+        """Wrap its decoder. Raises UnsupportedModel."""
 
     def encode(self, pipe: Any, asked: PromptToEncode, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Embeddings (1, T, D) of a text, and of the one to lead away from."""
+        """Return embeddings [1, T, D] of the prompt and of the negative prompt, None without guidance."""

@@ -22,27 +22,27 @@ ENGINE = "patchpar.stream.fifo.runner:FifoRunner"
 
 
 class FifoSession(StreamSession):
-    """One stream. What can change is its prompt, from the frame on that enters the queue next."""
+    """One FIFO stream. Only its prompt can change, from the next frame that enters the queue."""
 
     def set_prompt(
         self, text: str, *, at: int | None = None, transition: Transition = "switch", over: int = 0
     ) -> Effect:
-        """Another prompt, for all frames in the queue, from the tick on in which block `at` enters it.
+        """Set another prompt for all frames in the queue, from the tick on in which block `at` enters it.
 
-        `transition`: "switch", or "blend" in `over` ticks. The block given back is the one that enters; frames that
-        were in the queue already come out before it, and show the more of the change the later they are.
+        `transition`: "switch", or "blend" in `over` ticks. Returns the block that enters. Frames that are in the queue
+        come out before it; the later they are, the more they show the new prompt. Raises PlanError.
         """
         if transition in ("cut", "recache"):
-            raise PlanError(f"transition={transition!r}: this stream has no window to forget: use 'switch' or 'blend'")
+            raise PlanError(f"transition={transition!r}: this stream has no window to clear: use 'switch' or 'blend'")
         return super().set_prompt(text, at=at, transition=transition, over=over)
 
     def set_param(self, name: str, value: float, *, at: int | None = None) -> Effect:
-        """Raises PlanError: there is none."""
-        raise PlanError(f"{name!r}: all that can change in this stream is its prompt")
+        """Raise PlanError: a FIFO stream has no parameters."""
+        raise PlanError(f"{name!r}: only the prompt of this stream can change")
 
     def set_reference(self, reference: Any, *, at: int | None = None) -> Effect:
-        """Raises PlanError: nothing is looked at."""
-        raise PlanError("this stream looks at no reference: all that can change is its prompt")
+        """Raise PlanError: a FIFO stream has no reference."""
+        raise PlanError("this stream takes no reference: only its prompt can change")
 
 
 class FifoStreamingPipeline(VideoStreamingPipeline[FifoConfig, FifoSession]):
@@ -61,7 +61,7 @@ class FifoStreamingPipeline(VideoStreamingPipeline[FifoConfig, FifoSession]):
     ) -> "FifoStreamingPipeline":
         """Load the folder of a text-to-video pipeline: Wan 2.1, Wan 2.2 of 5 billion weights, or LTX-Video.
 
-        `devices`: as ParallelPipeline takes them. `plan`: zones by rank, as steps of a StreamPlan; even by default.
+        `devices`: see ParallelPipeline. `plan`: zones by rank, as steps of a StreamPlan; even by default.
         `deadline`: seconds that a rank may wait for another. Other options are those of diffusers' from_pretrained.
         Raises PlanError, UnsupportedModel, LaunchError.
         """
@@ -92,18 +92,18 @@ class FifoStreamingPipeline(VideoStreamingPipeline[FifoConfig, FifoSession]):
         seconds: float | None = None,
         delivery: StreamDelivery | None = None,
     ) -> FifoSession:
-        """Begin a stream. One at a time; use it in a `with` block. A chunk is one latent frame.
+        """Begin a stream. Only one stream runs at a time; use it in a `with` block. A chunk is one latent frame.
 
-        The first one comes when a whole short video and the queue have been denoised. `guidance_scale`: 1 for none,
-        which halves the work. `seconds`: how long; without it there is no end. Raises PlanError.
+        The first chunk comes after a whole short video has been denoised and its first frame has passed the queue.
+        `guidance_scale`: 1 for no guidance, with half the work. `seconds`: length; None for no end. Raises PlanError.
         """
         workers, config, facts = self._free_ranks(), self.config, self._facts
         base = self._stream_run(seed, adapt_sink=False)
         delivery = delivery or StreamDelivery()
         if delivery.record is not None:
             raise PlanError(
-                f"record={str(delivery.record)!r}: a stream of this kind cannot be recorded: its prompts and seed give "
-                "the same frames again"
+                f"record={str(delivery.record)!r}: a FIFO stream cannot be recorded: run it again with the same "
+                "prompts and seed for the same frames"
             )
         form = self._format(delivery.fps or config.fps, 1)
         limits = self._limits(form, delivery, seconds, config.queue.levels + facts.late)

@@ -1,16 +1,17 @@
-"""FIFO-Diffusion (Kim et al., arXiv:2405.11473): a queue of frames at rising noise levels, generated on and on.
+"""FIFO-Diffusion (Kim et al., arXiv:2405.11473): a queue of latent frames at rising noise levels.
 
-A video model that was made for short videos makes one without end, without training.
+A model of short videos generates a video without end, without training.
 
     time                 --->
     finished | zone 3 | zone 2 | zone 1 | zone 0 | <- noise          a zone: half as many frames as the model sees
-      clean    ........ noisier ........... noise                    a window: two zones, the later of which is denoised
+      clean    ........ noisier ........... noise                    a window: two zones, of which the later is denoised
     window of zone 1:   [ zone 2 | zone 1 ]
 
-In each tick every frame goes one noise level down, the first one leaves clean, and noise enters at the end. A window
-sees frames before its own that are cleaner (lookahead denoising, section 4.3), and frames whose levels differ little
-(latent partitioning, section 4.2). All windows of a tick read what was there before it. So zones can live on ranks of
-their own, and only neighbours have to talk: one frame to the cleaner side, half a window to the noisier one.
+In each tick every frame moves down one noise level, the first one leaves the queue clean, and noise enters at the end.
+A window contains cleaner frames before those that it denoises (lookahead denoising, section 4.3), and frames whose
+levels differ little (latent partitioning, section 4.2). All windows of a tick read the frames of the tick before. So
+each rank can hold some zones, and only neighbours exchange frames: one frame to the cleaner rank, half a window to the
+noisier one.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,18 +25,18 @@ from patchpar.stream.flow_schedule import FlowSchedule
 from patchpar.stream.keyed_noise import keyed_noise
 
 Velocity = Callable[[Tensor, Sequence[float]], Tensor]
-"""What a model predicts for frames (1, C, F, H, W) at these F noise levels, 0 to 1: noise less clean frame."""
+"""The model's prediction for frames [1, C, F, H, W] at F noise levels, 0 to 1: noise minus clean frame."""
 FIRST_NOISE, AGAIN_NOISE, BEFORE_NOISE = range(3)
-"""Which sample of a frame's noise: as it enters; for its place in the first queue; that of frames before the first."""
+"""Keys of a frame's noise samples: on entry; in the first queue; for the frames before the first in that queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FifoOptions:
-    """How long the queue is, and how it begins. Raises PlanError.
+    """Length and start of the queue. Raises PlanError.
 
-    `window`: latent frames that the model sees at once, an even number not above those of its training. `partitions`:
+    `window`: latent frames per forward pass, an even number not above that of the model's training. `partitions`:
     windows in the queue, so that there are `window * partitions` noise levels. `first_steps`: denoising steps of the
-    first video, of `window` frames, out of which the queue is made. `shift`: towards the higher noise levels.
+    first video, of `window` frames, from which the queue is built. `shift`: see FlowSchedule.shifted.
     """
 
     window: int = 20
@@ -58,28 +59,28 @@ class FifoOptions:
 
     @property
     def zones(self) -> int:
-        """Zones of the queue. Each of them takes one forward pass in every tick."""
+        """Zones of the queue. Each takes one forward pass per tick."""
         return 2 * self.partitions
 
     @property
     def levels(self) -> int:
-        """Noise levels, which is how many frames are in the queue, and how many ticks a frame takes."""
+        """Noise levels, which is also the number of frames in the queue and of ticks per frame."""
         return self.window * self.partitions
 
     @property
     def sigmas(self) -> tuple[float, ...]:
-        """Noise levels from 1 to 0: frame p, counted from the noisy end, goes from number p to number p + 1."""
+        """Noise levels from 1 to 0. In a tick frame p, counted from the noisy end, goes from level p to level p + 1."""
         return FlowSchedule.shifted(self.levels, shift=self.shift).sigmas
 
     def sigma(self, index: int) -> float:
-        """The noise level of frame `index` before a tick; that of finished frames is 0."""
+        """Return the noise level of frame `index` before a tick; 0 for finished frames."""
         return self.sigmas[min(index, self.levels)]
 
 
 class FrameQueue:
-    """The frames of the zones `zones`, earliest first, and the half window of frames before them. Each (1, C, 1, H, W).
+    """The frames of `zones`, earliest first, and the half window of frames `before` them. Each is [1, C, 1, H, W].
 
-    Frames are those of the end of a tick; `shift` and `advance` make the next one.
+    A tick is a call of `shift` and one of `advance`.
     """
 
     def __init__(self, options: FifoOptions, zones: range, frames: Sequence[Tensor], before: Sequence[Tensor]) -> None:
@@ -90,30 +91,30 @@ class FrameQueue:
 
     @property
     def first(self) -> Tensor:
-        """The frame that leaves in the next shift."""
+        """The frame [1, C, 1, H, W] that leaves in the next shift."""
         return self._frames[0]
 
     def last(self) -> Tensor:
-        """What the noisier neighbour has to know beside the frame that it gave us: (1, C, half - 1, H, W)."""
+        """Return the last half - 1 frames, which the noisier neighbour needs as context, [1, C, half - 1, H, W]."""
         return torch.cat(self._frames[1 - self._options.half :], 2)
 
     def shift(self, entering: Tensor, before: Tensor | None) -> None:
-        """`entering` comes to the noisy end and the first frame leaves.
+        """Append `entering`, [1, C, 1, H, W], at the noisy end and remove the first frame.
 
-        `before`: what the cleaner neighbour's `last` was, or None where there is none.
+        `before`: `last` of the cleaner neighbour, [1, C, half - 1, H, W], or None if there is no such neighbour.
         """
         known = self._before[1:] if before is None else list(torch.split(before, 1, 2))
         self._before = [*known, self._frames.pop(0)]
         self._frames.append(entering)
 
     def advance(self, velocity: Velocity) -> None:
-        """Every frame goes one noise level down."""
+        """Denoise every frame by one noise level."""
         options, half = self._options, self._options.half
         seen = [*self._before, *self._frames]
         made: list[Tensor] = []
         for number in range(len(self._zones)):
             window = torch.cat(seen[number * half : number * half + options.window], 2)
-            end = (self._zones.stop - number + 1) * half  # places are counted from the noisy end
+            end = (self._zones.stop - number + 1) * half  # indices are counted from the noisy end
             indices = range(end - 1, end - 1 - options.window, -1)
             sigmas = [options.sigma(index) for index in indices]
             found = torch.split(velocity(window, sigmas)[:, :, half:], 1, 2)
@@ -123,14 +124,14 @@ class FrameQueue:
 
 
 def entering_noise(seed: int, block: int, shape: tuple[int, ...]) -> Tensor:
-    """The noise of frame number `block`, (1, C, 1, H, W)."""
+    """Return the noise of frame number `block`, [1, C, 1, H, W]."""
     return keyed_noise(seed, block, FIRST_NOISE, shape)
 
 
 def generate_first_video(
     options: FifoOptions, noise_BCFHW: Tensor, velocity: Velocity, wanted: Callable[[], bool]
 ) -> Tensor:
-    """Denoise one video of a window's length in the ordinary way; no further than it is `wanted`."""
+    """Denoise one video of a window's length with one noise level for all frames. Stops early if not `wanted`."""
     schedule = FlowSchedule.shifted(options.first_steps, shift=options.shift)
     x_BCFHW = noise_BCFHW
     for step in range(schedule.steps):
@@ -142,7 +143,7 @@ def generate_first_video(
 
 
 def first_queue(options: FifoOptions, zones: range, video_BCFHW: Tensor, seed: int, first: int) -> FrameQueue:
-    """A queue as if ticks had been before: the video's frames at the noisy end, its first one repeated before them.
+    """Return a full queue: the video's frames at the noisy end, its first frame repeated before them, noise added.
 
     `first`: the number of the video's first frame.
     """
@@ -150,7 +151,7 @@ def first_queue(options: FifoOptions, zones: range, video_BCFHW: Tensor, seed: i
     extra = options.levels - options.window
 
     def at(time: int) -> Tensor:
-        """Frame `time` of the queue, from the clean end; before it, finished frames."""
+        """Frame `time` of the queue, counted from the clean end; negative for finished frames."""
         clean = frames[max(0, time - extra)]
         if time < 0:
             return clean

@@ -1,4 +1,4 @@
-"""What one rank of a queue of frames runs: it loads what its zones need, and denoises them until the stream ends."""
+"""Runner of a FIFO stream on one rank: loads the parts that its zones need, and denoises them until the stream ends."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,14 +26,14 @@ from patchpar.stream.stage_io import RankStageIO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FifoRun(StreamRun):
-    """One run of a queue. `negative`: the negative prompt. `guidance_scale`: 1 for no guidance."""
+    """One run of a frame queue. `negative`: the negative prompt. `guidance_scale`: 1 for no guidance."""
 
     negative: str = ""
     guidance_scale: float = 1.0
 
 
 class FifoRunner(StageRunner):
-    """One rank."""
+    """Denoises and decodes on one rank."""
 
     def _load_stage(self, folder: Path, stage: StageSteps, options: Mapping[str, Any]) -> ModelFacts | None:
         self._family = family = _family_of(folder)
@@ -63,9 +63,9 @@ class FifoRunner(StageRunner):
 
     @torch.no_grad()
     def _resolve(self, run: FifoRun, update: Update) -> Change:
-        """A prompt as embeddings, with the negative one where there is guidance."""
+        """Encode a prompt, and the negative prompt with guidance."""
         if not isinstance(update, PromptUpdate):
-            raise PlanError(f"{type(update).__name__}: all that can change in this stream is its prompt")
+            raise PlanError(f"{type(update).__name__}: only the prompt of this stream can change")
         negative_text = run.negative if run.guidance_scale > 1 else None
         prompt = PromptToEncode(text=update.text, negative=negative_text, tokens=self._config.text_tokens)
         text, negative = self._family.encode(self._pipe, prompt, self._device)

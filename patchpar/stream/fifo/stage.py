@@ -1,10 +1,10 @@
-"""One rank's part in a queue of frames (FIFO-Diffusion, arXiv:2405.11473): its zones, and its talk with its neighbours.
+"""One rank of a frame queue (FIFO-Diffusion, arXiv:2405.11473): its zones, and the exchange with its neighbours.
 
     one tick      rank 0 (noise)   --- tick, frame that leaves --->   rank 1   --- ... --->   rank R-1 (clean, decodes)
                                    <--- frames before its own ---              <--- ... ---
 
-A frame is on its way as soon as the tick is known, before anything is computed; the way back is what the cleaner rank
-made in its last tick. There is no collective, and what comes out does not depend on how many ranks there are.
+A rank sends the leaving frame at the start of a tick, before it computes anything; the cleaner rank sends back frames
+of its last tick. There is no collective, and the output does not depend on the number of ranks.
 """
 
 import time
@@ -26,12 +26,12 @@ from patchpar.stream.stage_link import BlockEnvelope, BlockSignal, Downstream, O
 
 
 class FrameEntrance:
-    """Where frames come from: orders, then as many ticks as the last of them needs to come out."""
+    """Inlet of the first rank: a noise frame per order, then ticks until the last frame has left the queue."""
 
     def __init__(self, model: FifoModel, stage_io: StageIO, patience: float) -> None:
         self._model, self._stage_io, self._patience = model, stage_io, patience
         self._block = model.first_frame
-        self._left: int | None = None  # ticks until the last frame has come out
+        self._left: int | None = None  # ticks until the last frame has left
 
     def take(self) -> BlockEnvelope:
         """See StageInlet."""
@@ -61,7 +61,7 @@ class FrameEntrance:
 
 
 class StageNeighbours:
-    """The rank that is cleaner, from which comes what is before our frames, and the one that is noisier."""
+    """The exchange of context frames: received from the cleaner rank, sent to the noisier one."""
 
     def __init__(
         self, comm: Communicator | None, frame: TensorSpec, half: int, cleaner: int | None, noisier: int | None
@@ -72,34 +72,34 @@ class StageNeighbours:
         self._leaving = OutgoingMessages()
 
     def tell(self, last: Tensor) -> None:
-        """Send the noisier rank what it has to know before its next tick. Raises ExchangeError."""
+        """Send this rank's last frames, [1, C, half - 1, H, W], to the noisier rank. Raises ExchangeError."""
         if self._comm is not None and self._noisier is not None:
             self._leaving.add(self._comm.send("context", "queue", [self._noisier], [last.contiguous()]))
 
     def hear(self) -> Tensor | None:
-        """The same of the cleaner rank; None if there is none. Raises ExchangeError."""
+        """Receive the cleaner rank's last frames, [1, C, half - 1, H, W]; None without one. Raises ExchangeError."""
         if self._comm is None or self._cleaner is None:
             return None
         return self._comm.receive("context", "queue", self._cleaner, [self._spec]).wait_for(0)[0]
 
     def settle(self) -> None:
-        """Wait until everything has left. Raises ExchangeError."""
+        """Wait until all messages have been sent. Raises ExchangeError."""
         self._leaving.settle()
 
 
 class FrameExit:
-    """Where finished frames are decoded, and wait until all of their images are there."""
+    """Decodes finished latent frames, and holds each until all its images are decoded."""
 
     def __init__(self, model: FifoModel, stage_io: StageIO) -> None:
         self._model, self._stage_io = model, stage_io
         self._memory = model.decoder.new_state()
-        self._born: dict[int, int] = {}  # of the frames under way
+        self._born: dict[int, int] = {}  # of the frames in the queue
         self._waiting: deque[tuple[int, Tensor]] = deque()
         self._images: list[Tensor] = []
-        self._count = 1  # of the next frame
+        self._count = 1  # images of the next frame
 
     def take(self, envelope: BlockEnvelope, frame: Tensor) -> None:
-        """A frame has left the queue in this tick. Those before the first are not shown."""
+        """Decode a frame [1, C, 1, H, W] that left the queue in this tick. Those before the first are dropped."""
         self._born[envelope.block] = envelope.born
         number = envelope.block - self._model.queue.levels
         if number < self._model.first_frame or self._stage_io.is_cancelled():
@@ -108,7 +108,7 @@ class FrameExit:
         self._show(self._model.decode(self._memory, frame))
 
     def finish(self) -> None:
-        """The last frame has left."""
+        """Decode the remaining images, after the last frame."""
         if self._waiting and not self._stage_io.is_cancelled():
             self._show(self._model.decode(self._memory, None))
 
@@ -124,7 +124,7 @@ class FrameExit:
 
 
 class FifoStage:
-    """What rank `rank` of `plan`, whose steps are zones, does in one stream. Raises PlanError."""
+    """Runs rank `rank` of `plan`, whose steps are zones, in one stream. Raises PlanError."""
 
     def __init__(
         self, model: FifoModel, plan: StreamPlan, rank: int, comm: Communicator | None, stage_io: StageIO
@@ -150,7 +150,7 @@ class FifoStage:
             self._in = Upstream(_there(comm), rank - 1, specs)
 
     def run(self) -> StageStats:
-        """Until the stream ends. Raises ExchangeError if another rank is late or gone."""
+        """Run until the stream ends. Raises ExchangeError if another rank is late or has died."""
         ticks, busy, waited = 0, 0.0, 0.0
         while True:
             start = time.perf_counter()
@@ -173,7 +173,7 @@ class FifoStage:
     def _tick(self, envelope: BlockEnvelope) -> None:
         entering, queue = envelope.payload[0], self._queue
         first = self._model.first_frame
-        is_tick = envelope.block >= first + self._model.queue.window  # frames before are those of the first video
+        is_tick = envelope.block >= first + self._model.queue.window  # earlier frames are those of the first video
         leaving = queue.first if queue is not None and is_tick else entering
         if self._out is not None:
             self._out.send(replace(envelope, payload=(leaving,)))
@@ -185,7 +185,7 @@ class FifoStage:
             self._exit.take(envelope, leaving)
 
     def _generate(self, is_first: bool, is_tick: bool, entering: Tensor) -> None:
-        """Our zones, a tick further."""
+        """Advance this rank's zones by one tick."""
         if is_first:
             self._queue = self._model.first_queue(self._zones, lambda: not self._stage_io.is_cancelled())
         queue = self._queue
@@ -199,17 +199,17 @@ class FifoStage:
 
     def _settle(self) -> None:
         if self._queue is not None:
-            self._neighbours.hear()  # the last one, which nobody needs
+            self._neighbours.hear()  # receive the last message, which is not used
         self._neighbours.settle()
         if self._out is not None:
             self._out.settle()
 
 
 def fifo_plan(zones: int, ranks: int) -> StreamPlan:
-    """Zones of a queue as evenly on ranks as can be, the last of which decodes. Raises PlanError."""
+    """Return a plan that assigns zones to ranks as evenly as possible; the last rank decodes. Raises PlanError."""
     if ranks > zones + 1:
         raise PlanError(
-            f"{ranks} ranks, but a queue of {zones} zones has work for {zones + 1}: use at most {zones + 1}, or more "
+            f"{ranks} ranks, but a queue of {zones} zones uses at most {zones + 1}: use at most {zones + 1}, or more "
             "partitions"
         )
     return StreamPlan.even(zones, ranks)
@@ -225,7 +225,7 @@ def _check(model: FifoModel, plan: StreamPlan, comm: Communicator | None) -> Non
         raise PlanError(f"the plan has {plan.steps} zones, but the queue has {model.queue.zones}")
     if plan.inner > 1:
         raise PlanError(
-            f"inner={plan.inner}: a zone is denoised by one rank; use more partitions to have work for more"
+            f"inner={plan.inner}: a zone is denoised by one rank; use inner=1, and more partitions for more ranks"
         )
     if plan.ranks > 1 and comm is None:
-        raise PlanError(f"the plan has {plan.ranks} ranks, but there is no way to the others")
+        raise PlanError(f"the plan has {plan.ranks} ranks, but there is no communicator to the others")

@@ -1,6 +1,6 @@
-"""Wan as a model that generates frames at noise levels of their own.
+"""Wan as a FrameNetwork.
 
-Nothing of it is changed: Wan takes one timestep per token since its 2.2, and so do the weights of 2.1.
+The transformer is unchanged: diffusers' class takes one timestep per token since Wan 2.2, also with weights of 2.1.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from patchpar.stream.model_index import low_noise_below
 
 
 class WanFrames(FrameNetwork):
-    """A FrameNetwork. Raises UnsupportedModel if it cannot be told a level for every frame, or needs an image."""
+    """A FrameNetwork. Raises UnsupportedModel if it cannot take a noise level per frame, or needs an image."""
 
     def __init__(self, transformer: WanTransformer3DModel) -> None:
         config = transformer.config
@@ -30,8 +30,8 @@ class WanFrames(FrameNetwork):
             )
         if config.in_channels != config.out_channels or config.image_dim is not None:
             raise UnsupportedModel(
-                f"this transformer takes {config.in_channels} channels and gives {config.out_channels}: it starts "
-                "from an image, of which there is none for later frames; load a text-to-video checkpoint"
+                f"this transformer takes {config.in_channels} channels and returns {config.out_channels}: it is an "
+                "image-to-video model, and later frames have no image; load a text-to-video checkpoint"
             )
         super().__init__(transformer)
 
@@ -53,8 +53,8 @@ class WanFamily:
         """See ModelFamily."""
         if low_noise_below(folder) is not None:
             raise UnsupportedModel(
-                "this pipeline has one transformer for high noise and another for low: windows of a queue see both; "
-                "load Wan 2.1, or Wan 2.2 of 5 billion weights"
+                "this pipeline has one transformer for high noise levels and another for low ones, but a window of "
+                "the queue contains both; load Wan 2.1, or Wan 2.2 with 5 billion weights"
             )
         return load_wan(folder, needs, options)
 
@@ -77,7 +77,7 @@ class WanFamily:
         return WanDecoder(vae)
 
     def encode(self, pipe: WanPipeline, asked: PromptToEncode, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """See ModelFamily."""
+        """Return embeddings [1, T, D], see ModelFamily."""
         text, negative = pipe.encode_prompt(
             asked.text,
             negative_prompt=asked.negative,

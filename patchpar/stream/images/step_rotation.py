@@ -61,10 +61,10 @@ class StepAssignment:
         return run()
 
     def run(self, run: Callable[[], Any], own: range, given: list[Tensor], *, ends: bool) -> Any:
-        """A run of which `own` calls are computed here; None where it ends with them, unless it `ends` here.
+        """Run the pipeline and compute only the calls `own`. Returns its result if the image `ends` here, else None.
 
-        `given`: tensors of all calls before. Afterwards `made` holds those of our own. Raises PlanError where there
-        are more or fewer calls than there were in the first run.
+        `given`: output tensors of all earlier calls, each of any shape. Afterwards `made` holds those of this rank's
+        calls. Raises PlanError if the number of calls differs from the first run.
         """
         self._own, self._ends, self._given, self._number, self.made = own, ends, given, 0, []
         result = None
