@@ -51,7 +51,7 @@ def test_groups_that_come_to_another_device(tmp_path: Path) -> None:
     models = [TRANSFORMERS[FLUX].build() for _ in range(2)]
     for model in models:
         model.enable_group_offload(torch.device("cuda:1"), CPU, offload_type="leaf_level")
-    words = r"brought to cuda:1, but this rank is on cpu: use onload_device=torch\.device\('cpu'\), without a number"
+    words = r"loaded to cuda:1, but this rank is on cpu: use onload_device=torch\.device\('cpu'\), without an index"
     with pytest.raises(UnsupportedModel, match=words):
         split(models, TRANSFORMERS[FLUX].call(0), tmp_path)
 

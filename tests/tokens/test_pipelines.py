@@ -117,4 +117,4 @@ def test_a_model_is_verified_once(ranks: Any, tmp_path: Path) -> None:
 def test_more_ranks_than_tokens(ranks: Any) -> None:
     """48 x 16 pixels are three tokens."""
     (got,) = draw(ranks, PipelineCase(name="pixart", plan="patch=4", options={"height": 48, "width": 16}))
-    assert got.startswith("PlanError: transformer_blocks.0 has 3 tokens, too few for 4 ranks: use a larger picture")
+    assert got.startswith("PlanError: transformer_blocks.0 has 3 tokens, too few for 4 ranks: use a larger image")

@@ -124,7 +124,7 @@ def test_too_few_tokens(plan: TokenPlan) -> None:
     call |= {"hidden_states": call["hidden_states"][:, :2], "img_ids": call["img_ids"][:2]}
     for found in flux(plan, 3, lambda shard, model: shard.denoise(model.forward, **call)):
         assert isinstance(found, PlanError)
-        assert "has 2 tokens, too few for 3 ranks: use a larger picture, or at most 2" in str(found)
+        assert "has 2 tokens, too few for 3 ranks: use a larger image, or at most 2 ranks" in str(found)
 
 
 def test_called_otherwise_than_watched(plan: TokenPlan) -> None:

@@ -180,7 +180,7 @@ def test_one_that_does_not_verify(
             assert relative(got, want) <= LIMIT
     assert searches == [FLUX] * 2
     assert len(caplog.records) == 1
-    assert "FluxTransformer2DModel: the plan known for splitting its tokens does not fit" in caplog.text
+    assert "FluxTransformer2DModel: the known plan for splitting its tokens does not fit" in caplog.text
     assert "differs from the plain one by" in caplog.text
     for got, _ in first_use(models, TRANSFORMERS[FLUX].call(0), tmp_path):
         assert relative(got, want) <= LIMIT
@@ -214,7 +214,7 @@ def test_blocks_of_another_version(
         for got, _ in first_use(models, TRANSFORMERS[FLUX].call(0), tmp_path):
             assert relative(got, want) <= LIMIT
     assert searches == [FLUX] * 2
-    assert f"its blocks are others than those of diffusers {shipped(FLUX).diffusers}" in caplog.text
+    assert f"its blocks differ from those of diffusers {shipped(FLUX).diffusers}" in caplog.text
 
 
 def test_without_verification_nothing_is_taken_for_granted(searches: list[str]) -> None:

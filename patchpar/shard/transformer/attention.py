@@ -1,8 +1,8 @@
-"""One attention call in a block whose tokens are split: own queries against everybody's keys, of this step or the last.
+"""One attention call in a block whose tokens are split: own queries and the keys of all ranks, fresh or stale.
 
 Where queries and keys are the same tokens, as nearly always, or the queries are our tokens alone, any exact mode of
-`sequence` does it. Other calls (what everybody has asks the tokens, or a mask that is no longer whole) gather the keys
-first.
+`shard.attention` computes it. Other calls (common tokens attend to split ones, or a mask is not whole) gather the keys
+first. Common tokens are those that every rank holds, such as text in joint attention.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,10 +29,11 @@ Mode = Callable[[Communicator, Axis, str, ShardedQKV], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TokenSplit:
-    """How tokens are split between the places of an axis, and how their keys meet (None: never, wrong on purpose).
+    """How tokens are split between the ranks of an axis, and the `mode` of attention between them.
 
-    `patch`: what is remembered of the last step, where keys of the last step are attended to. `kernel`: the user's own,
-    called on own queries and everybody's keys at once. `cut`: by what tokens are split.
+    `mode` None exchanges nothing, wrong on purpose. `patch`: holds the stale keys and values of strategies that use
+    them. `kernel`: the user's own, called with own queries and the keys of all ranks at once. `cut`: the unit of the
+    split.
     """
 
     comm: Communicator
@@ -43,16 +44,19 @@ class TokenSplit:
     cut: Cut = "runs"
 
     def gather(self, x: Tensor, dim: int, start: int, ranges: TokenRanges, where: str) -> Tensor:
-        """`x` with everybody's tokens, of which ours start at `start`; whatever is around them stays."""
+        """Return x, of any shape, with the tokens of all ranks along `dim`; ours start at `start`.
+
+        Everything before and after our tokens is kept. Raises ExchangeError.
+        """
         before, own, after = x.split_with_sizes((start, ranges.count, x.shape[dim] - start - ranges.count), dim)
         parts = AllGather(self.comm, self.axis, "tokens", where).parts(own.contiguous(), dim, ranges.sizes)
         return torch.cat([before, ranges.joined(parts, dim), after], dim)
 
 
 def cut_for(policy: ExchangePolicy) -> Cut:
-    """What tokens are split by: where all keys are of this step it makes no difference, and runs are the most even.
+    """Return the units that tokens are split in: where all keys are fresh any will do, and runs are the most even.
 
-    Whole rows where a place sees only near rows of another, or averages of them.
+    Whole rows where a rank sees only near rows of another rank, or averages of them.
     """
     context = policy.context
     if not policy.remembers:
@@ -64,13 +68,17 @@ def cut_for(policy: ExchangePolicy) -> Cut:
 def attend_split(
     split: TokenSplit, where: str, tokens: AttentionTokens, ranges: TokenRanges, call: AttentionCall
 ) -> Tensor:
-    """What the call gives for our queries, tokens being split so. Raises UnsupportedModel, ExchangeError."""
+    """Return the attention output [B, N, q, E] of this rank's queries, or [B, q, E] of a call without heads.
+
+    `call` has the tensors of this rank: common tokens and its own, [B, N, q, D], [B, M, k, D] and [B, M, k, E], or
+    without the dim of heads. Raises UnsupportedModel, ExchangeError.
+    """
     if call.dropout_p:
         raise UnsupportedModel(f"{where}: attention with dropout cannot be split: put the model in eval mode")
     if call.query.ndim == 3:
         return attend_split(split, where, tokens, ranges, call.with_heads()).squeeze(1)
     if tokens.mask_dims == 4 and call.attn_mask is not None and call.attn_mask.ndim == 2:
-        # diffusers' dispatcher makes a mask of keys out of [batch, keys], but only where all keys are there
+        # diffusers' dispatcher takes a mask [batch, keys] for one of keys, but only where all keys are there
         call = replace(call, attn_mask=call.attn_mask[:, None, None])
     queries = _SplitTokens.of(tokens.queries, call.query, ranges)
     if tokens.keys is None:
@@ -92,7 +100,7 @@ def attend_split(
 
 @dataclass(frozen=True, slots=True)
 class _SplitTokens:
-    """Queries or keys of a call: `local` are here, `own` of them our tokens, from `start` on; of all places `whole`."""
+    """Queries or keys of a call: `local` on this rank, `own` of them its tokens, from `start` on; `whole` in all."""
 
     start: int
     local: int
@@ -122,28 +130,28 @@ class _SplitTokens:
         return self.local - self.own - self.start
 
     def cut(self, mask: Tensor, dim: int) -> Tensor:
-        """A mask that is whole along `dim`, as it is for ours."""
+        """Cut a mask that is whole along `dim` to this rank's tokens."""
         if mask.ndim < -dim or mask.shape[dim] in (1, self.local) or self.own == self.tokens:
             return mask
         before, tokens, after = mask.split_with_sizes((self.start, self.tokens, self.after), dim)
         return torch.cat([before, self.ranges.own(tokens, dim), after], dim)
 
     def rows(self, mask: Tensor | None) -> Tensor | None:
-        """A mask with a row for each of these queries."""
+        """Cut a mask to the rows of these queries."""
         return None if mask is None else self.cut(mask, -2)
 
     def common_first(self, x: Tensor, dim: int) -> Tensor:
-        """What everybody has first, then our tokens."""
+        """Reorder x: common tokens first, then our own."""
         before, own, after = x.split_with_sizes([self.start, self.own, self.after], dim)
         return torch.cat([before, after, own], dim) if self.after else x
 
     def by_rank(self, mask: Tensor, dim: int) -> Tensor:
-        """A mask that is whole along `dim`: what everybody has first, then each place's tokens."""
+        """Reorder a mask that is whole along `dim`: common tokens first, then each rank's tokens."""
         before, tokens, after = mask.split_with_sizes([self.start, self.tokens, self.after], dim)
         return torch.cat([before, after, self.ranges.by_rank(tokens, dim)], dim)
 
     def in_order(self, x: Tensor, dim: int) -> Tensor:
-        """The other way round."""
+        """Undo `common_first`."""
         before, after, own = x.split_with_sizes([self.start, self.after, self.own], dim)
         return torch.cat([before, own, after], dim) if self.after else x
 
@@ -151,7 +159,7 @@ class _SplitTokens:
 def _with_whole_mask(
     split: TokenSplit, where: str, call: AttentionCall, queries: _SplitTokens, keys: _SplitTokens
 ) -> AttentionCall:
-    """The call with causality as a mask, and a column for every key of the whole in a mask."""
+    """Return the call with causality as a mask, and a mask with a column for every key of the whole."""
     if call.attn_mask is None and not call.is_causal:
         return call
     return replace(call, attn_mask=_whole_mask(split, where, call, queries, keys), is_causal=False)
@@ -160,7 +168,7 @@ def _with_whole_mask(
 def _whole_mask(
     split: TokenSplit, where: str, call: AttentionCall, queries: _SplitTokens, keys: _SplitTokens
 ) -> Tensor | None:
-    """The mask with a column for every key of the whole, in their order; causality as a mask."""
+    """Return the mask with a column for every key of the whole, in their order; causality as a mask."""
     mask = call.attn_mask
     if call.is_causal:
         size = (queries.whole, keys.whole)
@@ -182,9 +190,9 @@ def _whole_mask(
 
 
 def _sees_itself_alone(mask: Tensor, keys: _SplitTokens) -> bool:
-    """Whether a mask made in the block lets every token of ours see itself alone of all tokens.
+    """Whether a mask made in the block lets each of our tokens attend to itself and to no other token.
 
-    What is around our tokens has to see all of them alike. One token could not tell.
+    Common tokens must attend to all of them alike. A single token would not show this.
     """
     columns = as_bias(mask, torch.float32).narrow(-1, keys.start, keys.own)
     first, own, last = columns.split_with_sizes((keys.start, keys.own, keys.after), -2)
@@ -198,7 +206,7 @@ def _sees_itself_alone(mask: Tensor, keys: _SplitTokens) -> bool:
 
 
 def _with_blind_columns(bias: Tensor, keys: _SplitTokens) -> Tensor:
-    """Such a mask with columns for the tokens of other places: ours are blind to them, the rest sees them as ours."""
+    """Add columns for other ranks' tokens to such a mask: hidden from our tokens, and to common ones as ours are."""
     before, own, after = bias.split_with_sizes((keys.start, keys.own, keys.after), -1)
     foreign = own[..., :1].clone()
     foreign.narrow(-2, keys.start, keys.own).fill_(-torch.inf)
@@ -208,7 +216,7 @@ def _with_blind_columns(bias: Tensor, keys: _SplitTokens) -> Tensor:
 
 
 def _outer_product(split: TokenSplit, where: str, mask: Tensor, queries: _SplitTokens, keys: _SplitTokens) -> Tensor:
-    """A mask made in the block from what is here, of tokens that count and tokens that do not."""
+    """Return the whole mask for one that the block makes from valid and padded tokens on this rank."""
     if mask.dtype != torch.bool:
         raise UnsupportedModel(
             f"{where}: a {mask.dtype} mask is made from the tokens that are here: it cannot be split"
@@ -229,7 +237,7 @@ def _fits_a_mode(call: AttentionCall, queries: _SplitTokens, keys: _SplitTokens)
 
 
 def _common_first(where: str, call: AttentionCall, queries: _SplitTokens, keys: _SplitTokens) -> AttentionCall:
-    """The call as `attend_with_past` wants it: what everybody has, then our tokens."""
+    """Return the call in the order of `attend_with_past`: common tokens, then our own."""
     if call.value.shape[-1] != call.key.shape[-1]:
         raise UnsupportedModel(f"{where}: values of another width than keys need strategy 'exact'")
     query, key, value = _tensors_common_first(call, queries, keys)

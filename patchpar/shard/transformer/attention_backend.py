@@ -1,8 +1,8 @@
 """The attention kernel that a user has chosen in diffusers, as the local kernel of split attention.
 
-`set_attention_backend("flash")` makes the model call that kernel, past torch's scaled_dot_product_attention, where
-split attention stands. So while tokens are split the model is held to torch's function, and what was chosen is called
-on own queries and the keys of everybody.
+`set_attention_backend("flash")` makes the model call that kernel instead of torch's scaled_dot_product_attention, which
+split attention replaces. So while tokens are split the model calls torch's function, and split attention calls the
+chosen kernel with own queries and the keys of all ranks.
 """
 
 import inspect
@@ -21,7 +21,7 @@ CHOICE = "_attention_backend"
 
 
 class BackendKernel:
-    """A backend of diffusers, called as scaled_dot_product_attention is: [B, N, L, D]."""
+    """A backend of diffusers with the signature of scaled_dot_product_attention: [B, N, L, D]."""
 
     def __init__(self, name: AttentionBackendName) -> None:
         self.name = name
@@ -29,15 +29,15 @@ class BackendKernel:
         self._takes = frozenset(inspect.signature(self._function).parameters)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """Output [B, N, l, D]; options that the backend does not know are left out where they say nothing."""
+        """Return the output [B, N, l, D]; options that the backend lacks are dropped if they are None or False."""
         given = {name: option for name, option in options.items() if name in self._takes or option not in (None, False)}
         return self._function(*(x.transpose(1, 2) for x in (query, key, value)), **given).transpose(1, 2)
 
 
 class BackendChoice:
-    """What the attention layers of a denoiser have been told to call.
+    """The backend that the user has chosen for the attention layers of a denoiser.
 
-    A class of layers that has a kernel of its own, as AnyFlow FAR's flex attention, keeps it: nobody chose it.
+    A class of layers with a fixed kernel, as AnyFlow FAR's flex attention, keeps it: the user did not choose it.
     """
 
     def __init__(self, denoiser: nn.Module) -> None:
@@ -45,7 +45,7 @@ class BackendChoice:
         self._all = [each for each in processors if hasattr(each, CHOICE)]
 
     def _free(self) -> list[Any]:
-        """The layers that call what they are told to."""
+        """Return the layers whose backend may be chosen."""
         return [
             each
             for each in self._all
@@ -54,7 +54,7 @@ class BackendChoice:
 
     @property
     def kernel(self) -> BackendKernel | None:
-        """The kernel chosen; None for torch's function, in whatever of its forms."""
+        """The chosen kernel; None for torch's function with any of its backends."""
         free = self._free()
         chosen = {getattr(each, CHOICE) for each in free} - {None}
         active, _ = _AttentionBackendRegistry.get_active_backend()
@@ -64,7 +64,7 @@ class BackendChoice:
 
     @contextmanager
     def set_aside(self) -> Iterator[BackendKernel | None]:
-        """While open, attention is torch's function, where it can be seen. Gives the kernel that was chosen."""
+        """Use torch's function while open, so that it can be replaced. Yields the chosen kernel."""
         kernel = self.kernel
         if kernel is None:
             yield None
@@ -77,7 +77,7 @@ class BackendChoice:
 
 @contextmanager
 def needing_torch_attention(denoiser: nn.Module, chosen: BackendKernel | None) -> Iterator[None]:
-    """While torch's function stands in for `chosen`: a model that will have no other is refused (UnsupportedModel)."""
+    """Raise UnsupportedModel for a model that fails while torch's function replaces its kernel `chosen`."""
     try:
         yield
     except (ValueError, TypeError, NotImplementedError) as error:

@@ -1,6 +1,6 @@
-"""A block's plan against the ways the block is called: which leaves of its arguments are cut, by their number.
+"""A block's plan applied to a call of the block: which leaves of its arguments are cut, by their number.
 
-Names are looked up once for each way, since a block may be called some thousand times for a picture.
+Names are looked up once for each signature, since a block may be called some thousand times for an image.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from patchpar.shard.transformer.token_plan import BlockPlan, TokenPlan, TokenRow
 
 @dataclass(frozen=True, slots=True)
 class ArgumentRule:
-    """What to do with the leaves of a call; `plan` None: nothing, every rank computes all of the block."""
+    """What to do with the leaves of a call. `plan` None: every rank computes the whole block."""
 
     plan: BlockPlan | None
     inputs: tuple[tuple[int, TokenRows], ...] = ()
@@ -28,21 +28,21 @@ class ArgumentRule:
 
 
 class ArgumentRules:
-    """The recipes of one block."""
+    """The rules of one block, by the signature of the call."""
 
     def __init__(self, plan: TokenPlan, path: str, module: nn.Module) -> None:
         self._plan, self._path, self._module = plan, path, module
         self._found: list[tuple[TreeSpec, tuple[object, ...], ArgumentRule]] = []
 
     def find(self, leaves: Sequence[Any], spec: TreeSpec, args: Any, kwargs: Any) -> ArgumentRule:
-        """The one for this call, `leaves` and `spec` being of (args, kwargs). Raises UnsupportedModel."""
+        """Return the rule for this call; `leaves` and `spec` are of (args, kwargs). Raises UnsupportedModel."""
         sorts = tuple(leaf.ndim if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
-        for known_spec, known_sorts, recipe in self._found:
+        for known_spec, known_sorts, rule in self._found:
             if known_sorts == sorts and known_spec == spec:
-                return recipe
-        recipe = self._made(CallArguments.of(self._module, args, kwargs))
-        self._found.append((spec, sorts, recipe))
-        return recipe
+                return rule
+        rule = self._made(CallArguments.of(self._module, args, kwargs))
+        self._found.append((spec, sorts, rule))
+        return rule
 
     def _made(self, arguments: CallArguments) -> ArgumentRule:
         plan = self._plan.find(self._path, arguments.signature())

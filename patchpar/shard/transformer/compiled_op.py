@@ -1,4 +1,4 @@
-"""Split attention as one operator of torch: a compiled block stays one graph, and nothing of the exchange is traced."""
+"""Split attention as one custom operator: a compiled block stays one graph, and the exchange is not traced."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,14 +11,14 @@ from torch.nn import functional as F
 
 from patchpar.shard.sdpa import AttentionCall
 
-_ANSWER: ContextVar[Callable[[AttentionCall], Tensor]] = ContextVar("patchpar_answer")  # of the block under way
+_ANSWER: ContextVar[Callable[[AttentionCall], Tensor]] = ContextVar("patchpar_answer")  # of the running block
 _TORCHS = torch.ops.aten.scaled_dot_product_attention.default._schema
 SIGNATURE = str(_TORCHS).removeprefix(_TORCHS.name)
 
 
 @contextmanager
 def answered_by(answer: Callable[[AttentionCall], Tensor]) -> Iterator[None]:
-    """While open, `attend` gives what `answer` gives, in this thread."""
+    """Make `attend` call `answer` in this thread while open; it returns the output [B, N, q, E]."""
     token = _ANSWER.set(answer)
     try:
         yield
@@ -28,7 +28,7 @@ def answered_by(answer: Callable[[AttentionCall], Tensor]) -> Iterator[None]:
 
 @torch.library.custom_op("patchpar::attend", mutates_args=(), schema=SIGNATURE)
 def attend(*args: Any, **kwargs: Any) -> Tensor:
-    """scaled_dot_product_attention of own queries [..., q, D] to everybody's keys; which they are, the block knows."""
+    """Return the attention output [..., q, E] of own queries [..., q, D] with the keys of all ranks."""
     return _ANSWER.get()(AttentionCall(*args, **kwargs)).contiguous()
 
 
@@ -38,7 +38,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Te
 
 
 def traceable(func: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands for a function of torch in a compiled block."""
+    """Return the replacement of a torch function in a compiled block."""
     if func is F.scaled_dot_product_attention:
         return attend
     if func is Tensor.unflatten:  # torch.compile cannot look through its call of super()
@@ -49,7 +49,7 @@ def traceable(func: Callable[..., Any]) -> Callable[..., Any]:
 def compiled_forward(
     module: nn.Module, compiled: Callable[..., Any], forward: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """The compiled block as it was before it was hooked."""
+    """Call the compiled block with its `forward` of before the hook."""
     hooked, module.forward = module.forward, forward
     try:
         return compiled(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""A transformer whose calls are computed with tokens split between the ranks of an axis: discover, verify, run.
+"""A transformer whose tokens are split between the ranks of an axis: discover, verify, run.
 
-The counterpart of `patched` for denoisers of tokens.
+The counterpart of `shard.unet` for transformers.
 """
 
 import logging
@@ -43,12 +43,12 @@ log = logging.getLogger(__name__)
 
 
 class TokenDenoiser(SharedDenoiser):
-    """A denoiser whose calls are computed by tokens. Every rank passes and gets whole tensors.
+    """A denoiser whose calls are split by tokens. Every rank passes and gets whole tensors.
 
-    `policy` says which keys are attended to; one that uses those of the last step needs the `clock`. The plan is
-    kept with the `verifications`; without any, it is found anew and not verified. `reset` belongs before every picture,
-    `finish` after it. `exchange` is "on", or wrong on purpose, as the negative control of tests and figures: "off"
-    attends to own tokens only, "frozen" sends no keys after the exact steps.
+    `policy` selects the keys that are attended to; one with stale keys needs the `clock`. The plan is cached with the
+    `verifications`; without any, it is searched again and not verified. Call `reset` before every image and `finish`
+    after it. `exchange` is "on", or wrong on purpose, as the negative control of tests and figures: "off" attends to
+    own tokens only, "frozen" sends no keys after the exact steps.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class TokenDenoiser(SharedDenoiser):
         super().__init__(denoiser, mesh, policy, clock, verifications)
         self.plan: TokenPlan | None = None
         self._shard: TransformerSharder | None = None
-        self._plans: list[tuple[Any, TokenPlan]] = []  # by the form of calls that have been seen
+        self._plans: list[tuple[Any, TokenPlan]] = []  # by the signature of calls so far
         self._choice = BackendChoice(denoiser)
         self._search = PlanSearch(denoiser, mesh, verifications)
 
     def denoise(self, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
-        """One denoiser call; `forward` is the denoiser's own. Returns what it returns, for the whole picture.
+        """Run one denoiser call; `forward` is the denoiser's own. Returns its output for the whole image.
 
         Raises UnsupportedModel, VerificationError, PlanError, ExchangeError.
         """
@@ -80,55 +80,55 @@ class TokenDenoiser(SharedDenoiser):
         return output
 
     def _denoised(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        form, call = call_signature((args, kwargs)), (args, kwargs)
+        signature, call = call_signature((args, kwargs)), (args, kwargs)
         with self._choice.set_aside() as kernel:
-            first = not self._is_ready_for(form)
+            first = not self._is_ready_for(signature)
             if first:
-                self._prepare(forward, call, form, kernel)
+                self._prepare(forward, call, signature, kernel)
             try:
-                output = self._run(form, kernel, forward, call)
-            except NotWatched as error:  # the form does not tell: every rank meets it at the same block
-                self._prepare(forward, call, form, kernel, unforeseen=error)
-                output = self._run(form, kernel, forward, call)
+                output = self._run(signature, kernel, forward, call)
+            except NotWatched as error:  # the signature does not show it: every rank raises at the same block
+                self._prepare(forward, call, signature, kernel, unforeseen=error)
+                output = self._run(signature, kernel, forward, call)
             if first and self.patch.group_rank == 0:
                 assert self._shard is not None
-                self._say_whose(self._shard)
+                self._log_ranges(self._shard)
             return output
 
-    def _is_ready_for(self, form: Any) -> bool:
-        """Whether calls of that form have been seen; if so, the plan that serves them is in."""
-        plan = next((plan for known, plan in self._plans if known == form), None)
+    def _is_ready_for(self, signature: Any) -> bool:
+        """Whether there is a plan for calls of that signature; if so, install it."""
+        plan = next((plan for known, plan in self._plans if known == signature), None)
         if plan is None:
             return False
         if self._shard is None or plan is not self.plan:
             self._take_up(plan)
         return True
 
-    def _run(self, form: Any, kernel: BackendKernel | None, forward: Forward, call: Call) -> Any:
+    def _run(self, signature: Any, kernel: BackendKernel | None, forward: Forward, call: Call) -> Any:
         assert self._shard is not None
         self._shard.split = self._split(kernel)
         if self.history is not None:
-            return self._with_stale_state(self.history, form, forward, *call[0], **call[1])
+            return self._with_stale_state(self.history, signature, forward, *call[0], **call[1])
         self._this_step()
         return self._shard.denoise(forward, *call[0], **call[1])
 
-    def _say_whose(self, shard: TransformerSharder) -> None:
+    def _log_ranges(self, shard: TransformerSharder) -> None:
         for name, ranges in shard.ranges.items():
             log.info("%s, %s: %s", type(self.denoiser).__name__, name, ranges)
 
-    # --- the first call of a form -------------------------------------------------------------------------------
+    # --- the first call of a signature --------------------------------------------------------------------------
 
     def _prepare(
         self,
         forward: Forward,
         call: Call,
-        form: Any,
+        signature: Any,
         kernel: BackendKernel | None,
         unforeseen: NotWatched | None = None,
     ) -> None:
-        """Know the tokens of such calls, and that splitting them changes nothing: another number is another matter.
+        """Find the tokens of such calls and verify that splitting them does not change the result.
 
-        `unforeseen`: a block that is called otherwise than at the first call of that form.
+        `unforeseen`: raised by a block that is called otherwise than at the first call of that signature.
         """
         refuse_caches(self.denoiser, stale=self.history is not None)
         refuse_elsewhere(self.denoiser, self.patch.comm.transport.device)
@@ -142,10 +142,10 @@ class TokenDenoiser(SharedDenoiser):
                 self._check(forward, call, known=False)
         assert self.plan is not None
         self._refuse_old_values(self.plan)
-        self._plans = [entry for entry in self._plans if entry[0] != form] + [(form, self.plan)]
+        self._plans = [entry for entry in self._plans if entry[0] != signature] + [(signature, self.plan)]
 
     def _refuse_old_values(self, plan: TokenPlan) -> None:
-        """Raise UnsupportedModel if values of the last step are wanted where sums and convolutions have this one's."""
+        """Raise UnsupportedModel for stale keys in a model whose tokens meet outside attention, where all are fresh."""
         if self.history is None:
             return
         mixing = any(block.mixing is not None for block in plan.blocks)
@@ -160,13 +160,13 @@ class TokenDenoiser(SharedDenoiser):
         )
 
     def _know(self, forward: Forward, call: Call) -> None:
-        """The plan that served other calls, else the one that is known of this model; else it is watched."""
+        """Install the plan of other calls, else the known one of this model, else search for one."""
         before = self.plan
         try:
             if self._shard is None:
                 self._take_up(before or self._search.find(forward, call))
             self._check_or_extend(forward, call, known=before is not None)
-        except Exception as error:  # all ranks alike
+        except Exception as error:  # the same on all ranks
             watched_now = before is None and not self._search.second_hand
             if watched_now or not is_of_the_split(error):
                 raise
@@ -176,15 +176,15 @@ class TokenDenoiser(SharedDenoiser):
     def _check_or_extend(self, forward: Forward, call: Call, *, known: bool) -> None:
         try:
             self._check(forward, call, known=known)
-        except NotWatched:  # every rank meets it at the same block
+        except NotWatched:  # every rank raises at the same block
             self._extend(self._search.find(forward, call, known=self.plan))
             self._check(forward, call, known=False)
 
     def _extend(self, found: TokenPlan) -> None:
-        """Take up what was found for other calls as well; it serves those that the plan before served."""
+        """Add what was found for other calls to the plan; it covers the calls of the plan before."""
         assert self.plan is not None
         before, joined = self.plan, self.plan.joined(found)
-        self._plans = [(form, joined if plan is before else plan) for form, plan in self._plans]
+        self._plans = [(signature, joined if plan is before else plan) for signature, plan in self._plans]
         self._take_up(joined)
 
     def _take_up(self, plan: TokenPlan) -> None:
@@ -192,7 +192,7 @@ class TokenDenoiser(SharedDenoiser):
         self.plan, self._shard = plan, TransformerSharder(self.denoiser, plan, self._split())
 
     def _check(self, forward: Forward, call: Call, *, known: bool) -> None:
-        """Verify, or where that is not wanted and the plan is of other calls, see whether it covers this one."""
+        """Verify; without verification, check that a plan of other calls covers this one."""
         shard = self._shard
         assert shard is not None
         self._this_step()
@@ -206,11 +206,11 @@ class TokenDenoiser(SharedDenoiser):
             elif known:
                 shard.denoise(forward, *call[0], **call[1])
         except BaseException:
-            self._take_out()  # or the next call would find it split, and go ahead
+            self._take_out()  # otherwise the next call would run the unverified split
             raise
 
     def _facts(self, call: Call) -> dict[str, Any]:
-        """What the verdict depends on."""
+        """Return what the verification result depends on."""
         return {
             **fingerprint_of(self.denoiser),
             "tokens": str(self.plan),
@@ -234,10 +234,12 @@ class TokenDenoiser(SharedDenoiser):
     def _this_step(self) -> None:
         self.patch.fresh, self.patch.cache = True, None
 
-    def _with_stale_state(self, history: StaleState, form: Any, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """With keys of the last step, where they are known and the treatment wants them."""
+    def _with_stale_state(
+        self, history: StaleState, signature: Any, forward: Forward, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run with stale keys, where there are any and the policy uses them."""
         assert self._shard is not None
-        self._look_back(history, form, (args, kwargs))
+        self._look_back(history, signature, (args, kwargs))
         output = self._shard.denoise(forward, *args, **kwargs)
         history.cache.end()
         history.heard(self._gathered(history.tell()), fresh=self.patch.fresh)
@@ -251,7 +253,7 @@ class TokenDenoiser(SharedDenoiser):
         ]
 
     def reset(self) -> None:
-        """Begin a picture: nothing of the last one is used. Raises ExchangeError."""
+        """Begin an image: nothing of the last one is used. Raises ExchangeError."""
         if self._shard is not None:
             self._shard.begin()
         super().reset()
@@ -260,7 +262,7 @@ class TokenDenoiser(SharedDenoiser):
         self.plan, self._choice = None, BackendChoice(self.denoiser)
 
     def restore(self) -> None:
-        """Take the hooks out."""
+        """Remove the hooks."""
         self._take_out()
         self._plans.clear()
 

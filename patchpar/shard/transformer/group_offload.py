@@ -1,7 +1,7 @@
-"""diffusers' group offloading, where blocks are called by us.
+"""diffusers' group offloading, for blocks that are called alone.
 
-The first block of a group brings the weights of all of it, and the last one sends them away. A block amid them, called
-alone while it is watched, would find none.
+The first block of a group loads the weights of the whole group, and the last one offloads them. A block between them,
+called alone while tokens are searched, would have no weights.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ HOOK = "group_offloading"  # as diffusers names it
 
 @contextmanager
 def group_here(block: nn.Module) -> Iterator[None]:
-    """While open, the weights of the group that a block belongs to are where they are computed with."""
+    """Keep the weights of the block's group on the compute device while open."""
     hook = _hook_of(block)
     if hook is None:
         yield
@@ -35,13 +35,13 @@ def group_here(block: nn.Module) -> Iterator[None]:
 
 
 def refuse_elsewhere(denoiser: nn.Module, device: torch.device) -> None:
-    """Raise UnsupportedModel if its groups come to another device than this rank's."""
+    """Raise UnsupportedModel if its groups are loaded to another device than this rank's."""
     hooks = [hook for hook in map(_hook_of, denoiser.modules()) if hook is not None]
     for home in {torch.device(hook.config.onload_device) for hook in hooks}:
         if home.type != device.type or (home.index is not None and home.index != device.index):
             raise UnsupportedModel(
-                f"the groups of {type(denoiser).__name__} are brought to {home}, but this rank is on {device}: use "
-                f"onload_device=torch.device({device.type!r}), without a number, which is each rank's own"
+                f"the groups of {type(denoiser).__name__} are loaded to {home}, but this rank is on {device}: use "
+                f"onload_device=torch.device({device.type!r}), without an index, which is each rank's own device"
             )
 
 

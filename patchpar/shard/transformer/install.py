@@ -1,13 +1,13 @@
-"""Carry out a token plan: hooks on the blocks that keep a rank's tokens its own from the first block to the last.
+"""Run a token plan: hooks on the blocks split the tokens between ranks from the first block to the last.
 
-    at a block's entry     whole arguments are cut to our tokens; what a block before left of them is taken as it is
-    in the block           attention over everybody's keys: `attention`; sums and convolutions: `token_mixing_ops`
-    after it               tokens stay ours until something outside a block looks at them: then they are gathered
+    at a block's entry     whole arguments are cut to our tokens; outputs of a block before are cut already
+    in the block           attention with the keys of all ranks: `attention`; sums and convolutions: `token_mixing_ops`
+    after it               tensors keep our tokens only until a function outside the blocks reads them: then a gather
 
-So nothing is gathered between blocks that hand tokens on, and everything the model does between blocks is exact.
+So nothing is gathered between blocks that pass tokens on, and everything the model computes between blocks is exact.
 
-A compiled block is cut and joined outside of what is compiled, and inside its attention is one operator: its graph
-stays whole. A compiled block that is not split gets whole tensors.
+A compiled block is cut and joined outside the compiled graph, in which attention is one operator: the graph stays
+whole. A compiled block that is not split gets whole tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ _COMPILED = (
 class TransformerSharder:
     """A transformer whose tokens are split. Every rank passes and gets whole tensors.
 
-    `ranges`: how, in the last call, by list of blocks. `restore()` leaves it as it was.
+    `ranges`: the token ranges of the last call, by list of blocks. `restore()` removes all hooks.
     """
 
     def __init__(self, denoiser: nn.Module, plan: TokenPlan, split: TokenSplit) -> None:
@@ -68,12 +68,12 @@ class TransformerSharder:
 
     def _hook(self, module: Any, hook: "_BlockHook") -> None:
         self._hooks.install(module, hook, HOOK)
-        if is_compiled(module):  # what is compiled begins behind the hook, but the module still says that it is
+        if is_compiled(module):  # the hook runs before the compiled graph, though `module` still counts as compiled
             hook.compiled = module._compiled_call_impl
             self._hooks.replace(module, "_compiled_call_impl", module._call_impl)
 
     def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """One denoiser call; `forward` is the denoiser's own. Raises UnsupportedModel, PlanError, ExchangeError."""
+        """Run one denoiser call; `forward` is the denoiser's own. Raises UnsupportedModel, PlanError, ExchangeError."""
         arguments = CallArguments.of(self.denoiser, args, kwargs)
         self.call = _TokenCall(self.split, TokenLayout(self.split, arguments, self.plan.latent, self._grids))
         self.ranges = self.call.ranges
@@ -85,21 +85,21 @@ class TransformerSharder:
             self.call = None
 
     def begin(self) -> None:
-        """Begin a picture: as many tokens may lie in another grid."""
+        """Begin an image: the same number of tokens may lie in another grid."""
         self._grids.clear()
 
     def restore(self) -> None:
-        """Take every hook out. Idempotent."""
+        """Remove every hook. Idempotent."""
         self._hooks.close()
 
 
 class _BlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
-    """A block that gets our tokens, and leaves them for the next."""
+    """Runs a block on our tokens and keeps them split for the next block."""
 
     def __init__(self, shard: TransformerSharder, path: str, module: nn.Module) -> None:
         super().__init__()
         self.shard, self.path = shard, path
-        self.recipes = ArgumentRules(shard.plan, path, module) if path in shard.plan.paths else None
+        self.rules = ArgumentRules(shard.plan, path, module) if path in shard.plan.paths else None
         self.compiled: Callable[..., Any] | None = None
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -109,18 +109,18 @@ class _BlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
             forward = partial(compiled_forward, module, self.compiled, forward)
         if call is None or call.inside:
             return forward(*args, **kwargs)
-        call.inside = True  # or to look at the arguments would gather them
+        call.inside = True  # otherwise reading the arguments would gather them
         try:
-            if self.recipes is not None:
+            if self.rules is not None:
                 leaves, spec = tree_flatten((args, kwargs))
-                recipe = self.recipes.find(leaves, spec, args, kwargs)
-                if recipe.plan is not None:
-                    if self.compiled is not None and (recipe.plan.mixing is not None or recipe.plan.replicated):
+                rule = self.rules.find(leaves, spec, args, kwargs)
+                if rule.plan is not None:
+                    if self.compiled is not None and (rule.plan.mixing is not None or rule.plan.replicated):
                         raise UnsupportedModel(_COMPILED.format(self.path))
-                    block = BlockCall(self.path, recipe.plan)
-                    args, kwargs = tree_unflatten(call.own_leaves(block, recipe, leaves), spec)
+                    block = BlockCall(self.path, rule.plan)
+                    args, kwargs = tree_unflatten(call.own_leaves(block, rule, leaves), spec)
                     return call.run(block, forward, args, kwargs)
-            if self.compiled is not None:  # nobody can look over its shoulder
+            if self.compiled is not None:  # its functions cannot be intercepted
                 args, kwargs = call.all_whole((args, kwargs))
                 with answered_by(call.attend):
                     return forward(*args, **kwargs)
@@ -130,7 +130,7 @@ class _BlockHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
 
 class _PartHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
-    """A part of a block that gets everybody's tokens, where the block's plan wants it."""
+    """Runs a part of a block with the tokens of all ranks, where the block's plan says so."""
 
     def __init__(self, shard: TransformerSharder, path: str) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class _PartHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
 
 class _TokenCall(TorchFunctionMode):
-    """One denoiser call: sees every function called outside the blocks, and attention inside them."""
+    """One denoiser call: intercepts every function outside the blocks, and attention inside them."""
 
     def __init__(self, split: TokenSplit, layout: TokenLayout) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class _TokenCall(TorchFunctionMode):
         self.inside = False
         self.block: BlockCall | None = None
         self._local: Any = WeakTensorKeyDictionary()  # tensor -> LocalTokens
-        self._cuts: Any = WeakTensorKeyDictionary()  # whole tensor -> {(rows, shares, version): ours}
+        self._cuts: Any = WeakTensorKeyDictionary()  # whole tensor -> {(rows, ranges, version): ours}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -182,7 +182,7 @@ class _TokenCall(TorchFunctionMode):
     def _mixed(
         self, block: BlockCall, mixing: TokenMixing, func: Callable[..., Any], args: Sequence[Any], kwargs: Any
     ) -> Any:
-        """What any other function gives in a block whose tokens meet in sums or convolutions too."""
+        """Run any other function in a block whose tokens meet in sums or convolutions too."""
         if is_sum(func, args, kwargs):
             number, block.sums = block.sums, block.sums + 1
             found = func(*args, **kwargs)
@@ -197,7 +197,7 @@ class _TokenCall(TorchFunctionMode):
         return convolve_rows(self.split, f"{block.path} convolution {number}", block.ranges, convolution)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """What attention of the block under way gives. Raises UnsupportedModel, ExchangeError."""
+        """Return the attention output [B, N, q, E] in the running block. Raises UnsupportedModel, ExchangeError."""
         block = self.block
         if block is None:  # the block is not split
             return call.run()
@@ -208,29 +208,29 @@ class _TokenCall(TorchFunctionMode):
         number, block.attentions = block.attentions, block.attentions + 1
         if number >= len(block.plan.attentions):
             raise UnsupportedModel(
-                f"{block.path} calls attention more than {number} times, but did not when it was watched"
+                f"{block.path} calls attention more than {number} times, which it did not when its tokens were searched"
             )
         where = f"{block.path} attention {number}"
         return as_torch_lays(attend_split(self.split, where, block.plan.attentions[number], block.ranges, call))
 
-    def own_leaves(self, block: BlockCall, recipe: ArgumentRule, leaves: list[Any]) -> list[Any]:
-        """The arguments as our share of the block wants them. Raises PlanError, UnsupportedModel."""
-        block.ranges = self.ranges[block.plan.name] = self._ranges(block, recipe, leaves)
-        rows = dict(recipe.inputs)
+    def own_leaves(self, block: BlockCall, rule: ArgumentRule, leaves: list[Any]) -> list[Any]:
+        """Return the arguments of the block for our tokens. Raises PlanError, UnsupportedModel."""
+        block.ranges = self.ranges[block.plan.name] = self._ranges(block, rule, leaves)
+        rows = dict(rule.inputs)
         own: list[Any] = [
             self._own(block.ranges, leaf, rows.get(number)) if isinstance(leaf, Tensor) else leaf
             for number, leaf in enumerate(leaves)
         ]
-        for number in recipe.counts:
+        for number in rule.counts:
             own[number] += block.ranges.count - block.ranges.num_tokens
-        for number in recipe.row_counts if block.ranges.across.rows is None else recipe.frame_counts:
+        for number in rule.row_counts if block.ranges.across.rows is None else rule.frame_counts:
             own[number] = block.ranges.num_rows
-        for number in recipe.bounds:
+        for number in rule.bounds:
             own[number] = block.ranges.before(own[number])
         return own
 
     def run(self, block: BlockCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The block on our tokens; what it returns stays ours."""
+        """Run the block on our tokens; its outputs keep our tokens only."""
         self.block = block
         try:
             with answered_by(self.attend):
@@ -243,15 +243,15 @@ class _TokenCall(TorchFunctionMode):
                 self._local[leaf] = LocalTokens(rows, block)
         return output
 
-    def _ranges(self, block: BlockCall, recipe: ArgumentRule, leaves: list[Any]) -> TokenRanges:
-        """Whose the tokens are: as in the block that an argument comes from. Raises PlanError, UnsupportedModel."""
-        for number, _ in recipe.inputs:
+    def _ranges(self, block: BlockCall, rule: ArgumentRule, leaves: list[Any]) -> TokenRanges:
+        """Return the ranges of an argument that is cut already, else new ones. Raises PlanError, UnsupportedModel."""
+        for number, _ in rule.inputs:
             if (local := self._local.get(leaves[number])) is not None:
                 return local.ranges
-        return self.layout.ranges(block.path, block.plan, recipe, leaves)
+        return self.layout.ranges(block.path, block.plan, rule, leaves)
 
     def _own(self, ranges: TokenRanges, x: Tensor, rows: TokenRows | None) -> Tensor:
-        """An argument with our tokens only, where it has `rows` of them."""
+        """Return an argument with our tokens only, if it has `rows` of tokens."""
         local = self._local.get(x)
         if local is not None:
             if local.whole is None and local.rows == rows and local.ranges == ranges:
@@ -260,8 +260,8 @@ class _TokenCall(TorchFunctionMode):
         return x if rows is None else self._cut(x, rows, ranges)
 
     def _cut(self, x: Tensor, rows: TokenRows, ranges: TokenRanges) -> Tensor:
-        """Our tokens of a whole argument, and what is around all of them."""
-        if x.is_inference():  # whether it changes in place cannot be told
+        """Return a whole argument with our tokens only, and everything around the tokens."""
+        if x.is_inference():  # it has no version counter that would show a change in place
             return rows.cut(x, ranges)
         known = self._cuts.setdefault(x, {})
         key = (rows, ranges, x._version)
@@ -271,7 +271,7 @@ class _TokenCall(TorchFunctionMode):
         return known[key]
 
     def whole(self, x: Tensor) -> Tensor:
-        """A tensor with everybody's tokens."""
+        """Return a tensor with the tokens of all ranks. Raises ExchangeError."""
         local = self._local.get(x)
         if local is None:
             return x
@@ -281,7 +281,7 @@ class _TokenCall(TorchFunctionMode):
         return local.whole
 
     def all_whole(self, value: Any) -> Any:
-        """The same with every tensor in it whole."""
+        """Return `value` with every tensor in it whole. Raises ExchangeError."""
         if not self._local:
             return value
         return tree_map(lambda leaf: self.whole(leaf) if isinstance(leaf, Tensor) else leaf, value)

@@ -1,11 +1,10 @@
-"""Where the token plan of a denoiser comes from.
+"""Get the token plan of a denoiser: from the cache, from the package, or by a search, in this order.
 
-    kept       an earlier program found it on this machine
-    shipped    it comes with the package
-    found      the denoiser is watched, now
+    kept       cached by an earlier program on this machine
+    shipped    part of the package
+    watched    found now by running the denoiser
 
-In this order. A plan that is kept or shipped is at second hand: where it turns out not to fit, the denoiser is watched
-after all.
+A plan that is kept or shipped is second-hand: where it does not fit, the denoiser is searched after all.
 """
 
 import logging
@@ -32,10 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class PlanSearch:
-    """Finds plans for one denoiser; all ranks of the axis call it together, and all get the first one's.
+    """Finds plans for one denoiser. Collective: all ranks of the axis call it and get the first rank's plan.
 
-    Without `verifications` nothing is kept, nor taken from what is shipped, since nobody would verify it.
-    `second_hand`: whether it was not by watching alone that it was found.
+    Without `verifications` plans are neither cached nor taken from the package, since they would not be verified.
+    `second_hand`: whether the plan was cached or shipped.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class PlanSearch:
         self.second_hand = False
 
     def find(self, forward: Forward, call: Call, *, known: TokenPlan | None = None) -> TokenPlan:
-        """A plan for calls like this one; `known` is one for other calls, which does not cover this one.
+        """Return a plan for calls like this one; `known` is one for other calls, which does not cover this one.
 
         Raises UnsupportedModel.
         """
@@ -56,12 +55,11 @@ class PlanSearch:
         return self._agreed(plan or self._watched(forward, call, known is not None, known), second_hand=second_hand)
 
     def find_anew(self, forward: Forward, call: Call, why: Exception, known: TokenPlan | None = None) -> TokenPlan:
-        """The plan found by watching, since the one that was known did not do. Raises UnsupportedModel.
+        """Return a plan found by a search, since the known one does not fit. Raises UnsupportedModel.
 
-        One that has served other calls of this program stays theirs, and if it was found by watching, so does what it
-        says of blocks that are called as in those: `known`.
+        `known`: a plan that fits other calls of this program; if it was found by a search, its blocks stay valid.
         """
-        self._say(f"the plan known for splitting its tokens does not fit ({in_one_line(why)})")
+        self._warn(f"the known plan for splitting its tokens does not fit ({in_one_line(why)})")
         found = self._watched(forward, call, otherwise=True, known=None if self.second_hand else known)
         if self.second_hand:
             self._keep(found, call, otherwise=False)
@@ -78,11 +76,11 @@ class PlanSearch:
             return None
         plan = shipped.plan_for(self.denoiser)
         if plan is None:
-            self._say(f"its blocks are others than those of diffusers {shipped.diffusers}, for which a plan is shipped")
+            self._warn(f"its blocks differ from those of diffusers {shipped.diffusers}, for which a plan is shipped")
         return plan
 
     def _watched(self, forward: Forward, call: Call, otherwise: bool, known: TokenPlan | None = None) -> TokenPlan:
-        with uncompiled(self.denoiser):  # or it would not let itself be watched
+        with uncompiled(self.denoiser):  # functions in compiled graphs cannot be intercepted
             found = discover_tokens(self.denoiser, forward, *call, known=known)
         self._keep(found, call, otherwise=otherwise)
         return found
@@ -97,7 +95,7 @@ class PlanSearch:
         return {**fingerprint_of(self.denoiser), "plan for": signature}
 
     def _agreed(self, plan: TokenPlan, *, second_hand: bool) -> TokenPlan:
-        """The plan of the first place, whatever the others have found: all must cut alike."""
+        """Return the plan of the first rank on all ranks: all must cut alike."""
         comm, axis = self.mesh
         own = torch.frombuffer(bytearray(to_json(plan).encode()), dtype=torch.uint8).to(comm.transport.device)
         gather = AllGather(comm, axis, "verify", "token plan")
@@ -106,6 +104,6 @@ class PlanSearch:
         first = gather.parts(own, 0, [int(size) for size, _ in sizes])[0]
         return from_json(bytes(first.cpu().tolist()).decode())
 
-    def _say(self, what: str) -> None:
+    def _warn(self, what: str) -> None:
         if self.mesh[1].rank == 0:
-            log.warning("%s: %s. Its tokens are looked for now, once", type(self.denoiser).__name__, what)
+            log.warning("%s: %s. Its tokens are searched now, once", type(self.denoiser).__name__, what)

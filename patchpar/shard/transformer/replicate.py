@@ -1,6 +1,6 @@
-"""A part of a block that every rank computes with everybody's tokens, since it cannot be split.
+"""A part of a block that every rank computes with the tokens of all ranks, since it cannot be split.
 
-Its attention is shared all the same where it is torch's, by heads: none of them sees another.
+Its attention is split by heads, which are independent, if it calls scaled_dot_product_attention.
 """
 
 from dataclasses import replace
@@ -23,7 +23,10 @@ HEADS = -3  # the dim of heads in queries, keys, values and masks
 def with_all_tokens(
     split: TokenSplit, where: str, part: Replicated, ranges: TokenRanges, arguments: CallArguments
 ) -> CallArguments:
-    """The arguments of a part with everybody's tokens; without exchange, others' are zeros. Raises ExchangeError."""
+    """Return the arguments of a part with the tokens of all ranks; without exchange others' are zeros.
+
+    Raises ExchangeError.
+    """
 
     def fetch(name: str, leaf: Any) -> Any:
         rows = part.inputs.get(name)
@@ -49,7 +52,7 @@ def _zeros(like: Tensor, dim: int, size: int) -> Tensor:
 
 
 def own_of(part: Replicated, ranges: TokenRanges, output: Any) -> Any:
-    """What a part returned, with our tokens only."""
+    """Return the output of a part cut to our tokens."""
     leaves, structure = tree_flatten(output)
     for number, rows in part.outputs.items():
         leaves[number] = rows.cut(leaves[number], ranges)
@@ -57,7 +60,11 @@ def own_of(part: Replicated, ranges: TokenRanges, output: Any) -> Any:
 
 
 def attend_by_heads(split: TokenSplit, where: str, call: AttentionCall) -> Tensor:
-    """Attention of all queries to all keys, each rank computing some of the heads. Raises ExchangeError."""
+    """Return the attention output [B, N, L, E] of all tokens; each rank computes some of the heads.
+
+    `call` has [B, N, L, D] for queries, keys and values of all tokens; one without heads, or with grouped key heads,
+    is computed whole by every rank. Raises ExchangeError.
+    """
     ranks, heads = split.axis.size, call.query.shape[1] if call.query.ndim == 4 else 1
     if split.mode is None or ranks == 1 or heads < ranks or call.key.shape[1] != heads or call.value.shape[1] != heads:
         return call.run()

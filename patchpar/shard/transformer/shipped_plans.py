@@ -1,8 +1,8 @@
-"""Token plans that come with the package, so that of common classes nothing need be found out, only verified.
+"""Token plans that come with the package, so that common classes need no search, only verification.
 
-A plan is written down for blocks of a kind: of a list, a class, its parts and those of its attention layers, and the
-code that these run. How many such blocks there are, how wide they are and how many heads they have does not matter.
-Where a model has blocks of another kind in those lists, its plan is found as that of any other model.
+A plan applies to a kind of block: the module list, the class, its parts and those of its attention layers, and the code
+that they run. The number of such blocks, their width and their heads do not matter. For a model with blocks of another
+kind in those lists a plan is searched as for any other model.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ FOLDER = files("patchpar.shard.transformer") / "plans"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockKind:
-    """What blocks have in common that one plan serves. `code` is a fingerprint of what they run."""
+    """What the blocks of one plan have in common. `code` is a fingerprint of the functions they run."""
 
     list_name: str
     block: str
@@ -38,8 +38,8 @@ class BlockKind:
 class FoundPlan:
     """A plan as it was found for one model, and the kind of each block in it, by its path.
 
-    `patches`: entries of the configuration on which depends what of the latent makes a token. `per_token`: for a list
-    of blocks the entries whose product is how many of its numbers do; only where no argument consists of tokens alone.
+    `patches`: entries of the configuration that set the patch size. `per_token`: for a list of blocks the entries whose
+    product is the latent's elements per token; only where no argument consists of tokens alone.
     """
 
     plan: TokenPlan
@@ -48,7 +48,7 @@ class FoundPlan:
     per_token: Mapping[str, tuple[str, ...]]
 
     def fitted(self, denoiser: nn.Module) -> TokenPlan:
-        """The same for the blocks of another model; those that it lacks are left out."""
+        """Return the same plan for the blocks of another model, without those that it lacks."""
         there: dict[BlockKind, list[str]] = {}
         for path, kind in kinds_of(denoiser).items():
             there.setdefault(kind, []).append(path)
@@ -67,14 +67,14 @@ class FoundPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShippedPlans:
-    """All that is shipped for a class of denoisers. `diffusers`: the version it was found with."""
+    """The plans shipped for a class of denoisers. `diffusers`: the version they were found with."""
 
     denoiser: str
     diffusers: str
     found: tuple[FoundPlan, ...]
 
     def plan_for(self, denoiser: nn.Module) -> TokenPlan | None:
-        """The plan for a model; None where its blocks are others than those that were watched."""
+        """Return the plan for a model; None where its blocks are of other kinds."""
         found = [each for each in self.found if each.patches == patches_of(denoiser)]
         known = {kind for each in found for kind in each.kinds.values()}
         lists = {kind.list_name for kind in known}
@@ -87,25 +87,25 @@ class ShippedPlans:
         return first if first.blocks else None
 
     def text(self) -> str:
-        """As it is kept in a file."""
+        """Return the plans as JSON."""
         found = [{**asdict(each), "plan": json.loads(to_json(each.plan))} for each in self.found]
         return json.dumps({**asdict(self), "found": found}, indent=1) + "\n"
 
 
 def shipped_for(denoiser: nn.Module) -> ShippedPlans | None:
-    """What is shipped for the class of a denoiser, if it is one of diffusers'."""
+    """Return the plans shipped for the class of a denoiser; None where there are none, or it is not diffusers'."""
     kind = type(denoiser)
     file = FOLDER / f"{kind.__name__}.json"
     return read(file.read_text()) if kind.__module__.startswith("diffusers.") and file.is_file() else None
 
 
 def read(text: str) -> ShippedPlans:
-    """What `ShippedPlans.text` wrote."""
+    """Parse the text of `ShippedPlans.text`."""
     return decoded(ShippedPlans, json.loads(text))
 
 
 def kinds_of(denoiser: nn.Module) -> dict[str, BlockKind]:
-    """The kind of everything in a list of modules, by its path."""
+    """Return the kind of each item of a module list, by its path."""
     return {
         path: BlockKind(
             list_name=name,
@@ -118,23 +118,23 @@ def kinds_of(denoiser: nn.Module) -> dict[str, BlockKind]:
 
 
 def patches_of(denoiser: Any) -> dict[str, Any]:
-    """What the configuration says of patches, as it is read from a file."""
+    """Return the entries of the configuration on patches, as read from a file."""
     return {name: _listed(value) for name, value in denoiser.config.items() if "patch" in name}
 
 
 def _listed(value: Any) -> Any:
-    """A value without tuples."""
+    """Return a value with lists for tuples."""
     return [_listed(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def entry(config: Mapping[str, Any], name: str) -> int:
-    """A number of the configuration; of several numbers, such as the sides of a patch, their product."""
+    """Return a number of the configuration; of several, such as the sides of a patch, their product."""
     value = config[name]
     return math.prod(value) if isinstance(value, (list, tuple)) else value
 
 
 def _parts(block: nn.Module) -> Iterator[str]:
-    """The parts of a block and of its attention layers; norms come and go, and bring no tokens together."""
+    """Yield the parts of a block and of its attention layers without norms, which mix no tokens and are optional."""
     for name, layer in block.named_children():
         yield name
         if getattr(layer, "processor", None) is not None:
@@ -142,7 +142,7 @@ def _parts(block: nn.Module) -> Iterator[str]:
 
 
 def _fingerprint(module: nn.Module) -> str:
-    """Of the code in which tokens are put in order and meet; empty where it cannot be read."""
+    """Return a hash of the code that orders and mixes tokens; empty where its source cannot be read."""
     try:
         sources = sorted({inspect.getsource(function) for function in _functions(module)})
     except OSError:

@@ -1,4 +1,4 @@
-"""How many tokens a block has in the denoiser call under way, in which grid they lie, and whose they are."""
+"""How many tokens a block has in a denoiser call, in which grid they lie, and which rank has which."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,57 +19,58 @@ Grids = dict[tuple[object, ...], TokenGrid | None]
 
 
 class TokenLayout:
-    """Of the tokens of one denoiser call. `grids`: those that are known of the picture."""
+    """The layout of the tokens of one denoiser call. `grids`: those found so far for the image."""
 
     def __init__(self, split: TokenSplit, arguments: CallArguments, latent: str, grids: Grids) -> None:
         self._split, self._grids = split, grids
         self._latent = (arguments, latent)
 
-    def ranges(self, path: str, plan: BlockPlan, recipe: ArgumentRule, leaves: Sequence[Any]) -> TokenRanges:
-        """Whose the tokens of a block are, that is called with whole arguments. Raises PlanError, UnsupportedModel."""
-        tokens, axis = self._num_tokens(path, plan, recipe, leaves), self._split.axis
+    def ranges(self, path: str, plan: BlockPlan, rule: ArgumentRule, leaves: Sequence[Any]) -> TokenRanges:
+        """Return the token ranges of a block called with whole arguments. Raises PlanError, UnsupportedModel."""
+        tokens, axis = self._num_tokens(path, plan, rule, leaves), self._split.axis
         if tokens < axis.size:
             raise PlanError(
-                f"{path} has {tokens} tokens, too few for {axis.size} ranks: use a larger picture, or at most {tokens}"
+                f"{path} has {tokens} tokens, too few for {axis.size} ranks: use a larger image, or at most {tokens} "
+                f"ranks"
             )
         mixing = plan.mixing or TokenMixing()
         in_rows = mixing.reach
         cut = "rows" if in_rows else self._split.cut
-        grid = None if cut == "runs" else self._grid(plan, tokens, recipe, leaves)
+        grid = None if cut == "runs" else self._grid(plan, tokens, rule, leaves)
         if in_rows:
             _refuse_without_rows(path, grid, tokens, axis.size, of_video=mixing.of_video)
         return spread(tokens, axis.rank, axis.size, grid=grid, cut=cut)
 
-    def _num_tokens(self, path: str, plan: BlockPlan, recipe: ArgumentRule, leaves: Sequence[Any]) -> int:
-        """From an argument that consists of tokens alone, or else from the size of the latent."""
-        for number, rows in recipe.inputs:
+    def _num_tokens(self, path: str, plan: BlockPlan, rule: ArgumentRule, leaves: Sequence[Any]) -> int:
+        """Count an argument that consists of tokens alone, or else compute it from the size of the latent."""
+        for number, rows in rule.inputs:
             if rows.alone:
                 return int(leaves[number].shape[rows.dim])
         size = latent_size(*self._latent)
         exact = plan.ratio * size
         found = round(exact)
         if abs(exact - found) > 1e-6 * found:
-            raise UnsupportedModel(f"{path}: a latent of {size} numbers makes {exact:.2f} tokens, no whole number")
+            raise UnsupportedModel(f"{path}: a latent of {size} elements makes {exact:.2f} tokens, not a whole number")
         return found
 
-    def _grid(self, plan: BlockPlan, tokens: int, recipe: ArgumentRule, leaves: Sequence[Any]) -> TokenGrid | None:
-        """Found once for a picture."""
+    def _grid(self, plan: BlockPlan, tokens: int, rule: ArgumentRule, leaves: Sequence[Any]) -> TokenGrid | None:
+        """Return the grid of the tokens, found once for an image."""
         shape = latent_shape(*self._latent)
         key = (plan.name, plan.signature, tokens, shape)
         if key not in self._grids:
-            self._grids[key] = _find_grid(plan, shape, _table(plan, tokens, recipe, leaves))
+            self._grids[key] = _find_grid(plan, shape, _table(plan, tokens, rule, leaves))
         return self._grids[key]
 
 
 def _refuse_without_rows(path: str, grid: TokenGrid | None, tokens: int, ranks: int, *, of_video: bool) -> None:
     """Raise unless a block with convolutions can be split at whole rows of its tokens, or at whole frames."""
     if grid is None or (grid.frames != 1 and not of_video) or grid.num_tokens != tokens:
-        raise UnsupportedModel(f"{path} convolves its {tokens} tokens, but in which rows they lie is not known")
+        raise UnsupportedModel(f"{path} convolves its {tokens} tokens, but the grid they lie in is not known")
     most = max(grid.frames, grid.rows)
     if most < ranks:
         raise PlanError(
             f"{path} has {most} {grid.along} of tokens, too few for {ranks} ranks, since its convolutions need whole "
-            f"{grid.along}: use a larger picture, or at most {most}"
+            f"{grid.along}: use a larger image, or at most {most} ranks"
         )
 
 
@@ -79,9 +80,9 @@ def _find_grid(plan: BlockPlan, shape: tuple[int, ...] | None, table: tuple[Tens
     return None if plan.origin is None or shape is None else plan.origin.grid(shape)
 
 
-def _table(plan: BlockPlan, tokens: int, recipe: ArgumentRule, leaves: Sequence[Any]) -> tuple[Tensor, int] | None:
-    """The rows of tokens in the table that tells their grid, and along which dim they are."""
+def _table(plan: BlockPlan, tokens: int, rule: ArgumentRule, leaves: Sequence[Any]) -> tuple[Tensor, int] | None:
+    """Return the rows of tokens in the table of their positions, and the dim they are along."""
     if plan.origin is None or plan.origin.table is None:
         return None
-    number, rows = dict(zip(plan.inputs, recipe.inputs, strict=True))[plan.origin.table]
+    number, rows = dict(zip(plan.inputs, rule.inputs, strict=True))[plan.origin.table]
     return rows.among(leaves[number], tokens), rows.dim

@@ -1,9 +1,9 @@
-"""Operations of a block, other than attention, in which its tokens meet; and how they are watched with none meeting.
+"""Operations of a block, other than attention, that mix its tokens; and their replacements while tokens are searched.
 
-    sum              over all tokens: a product of matrices, as linear attention's of values and keys, or torch's sum
+    sum              over all tokens: a matrix product, as linear attention's of values and keys, or torch's sum
     convolution      2D, over the rows and columns that the tokens are laid out in, or over the frames of a video
 
-While a block is watched, a sum gives numbers that depend on nothing, and a convolution reads the cell itself only.
+During the search a severed sum returns constants, and a severed convolution reads each cell alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,11 +22,11 @@ SUMS: frozenset[Any] = frozenset({torch.sum, Tensor.sum})
 
 @dataclass(frozen=True, slots=True)
 class TokenMixing:
-    """Where tokens meet in a block, by the number of the call, sums and convolutions counted by themselves.
+    """The calls that mix tokens in a block, by number; sums and convolutions are counted separately.
 
-    `row_counts`: arguments of the block that say how many rows of tokens there are, which its convolutions need.
-    `of_video`: whether these are over the rows of each frame; `frame_convolutions` then are over frames, a row's tokens
-    being those of a frame, and `frame_counts` say how many frames there are.
+    `row_counts`: arguments of the block that hold the number of rows of tokens, which its convolutions need.
+    `of_video`: whether these are over the rows of each frame; `frame_convolutions` then are over frames, each frame
+    being one row of tokens, and `frame_counts` hold the number of frames.
     """
 
     sums: tuple[int, ...] = ()
@@ -42,20 +42,20 @@ class TokenMixing:
         return bool(self.convolutions or self.frame_convolutions)
 
     def counts_along(self, across: TokensAcross) -> tuple[str, ...]:
-        """The arguments that count what is split."""
+        """Return the arguments that count the split rows or frames."""
         return self.row_counts if across.rows is None else self.frame_counts
 
     def counting(self, names: tuple[str, ...], across: TokensAcross) -> "TokenMixing":
-        """The same with these."""
+        """Return the same with `names` as the arguments that count them."""
         return replace(self, row_counts=names) if across.rows is None else replace(self, frame_counts=names)
 
     def reaching(self, across: TokensAcross) -> tuple[int, ...]:
-        """The convolutions that read beyond what a rank has, tokens being split so."""
+        """Return the convolutions that read other ranks' tokens in this split."""
         return self.convolutions if across.rows is None else self.frame_convolutions
 
 
 def summed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """What a call of torch's sum adds up, the dim that it goes over last; None for other calls, and other dims."""
+    """Return the terms [..., n] of a torch.sum over one dim, that dim last; None for other calls."""
     if func not in SUMS:
         return None
     x = args[0] if args else kwargs["input"]
@@ -72,7 +72,7 @@ def is_sum(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionCall:
-    """A call of torch's conv2d that keeps rows and columns as many as they are, and reads beyond a cell."""
+    """A call of torch's conv2d that keeps the number of rows and columns and reads more than one cell."""
 
     x_BCHW: Tensor
     weight: Tensor
@@ -89,16 +89,16 @@ class ConvolutionCall:
 
     @classmethod
     def of(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> "ConvolutionCall | None":
-        """The call as one of these; None for any other call."""
+        """Return the call as one of these; None for any other call."""
         return _convolution(*args, **kwargs) if func is F.conv2d else None
 
     def grid(self, sequences: int) -> Tensor:
-        """Its input as [B, C, planes, rows, columns] of so many sequences of tokens, frames being in the batch."""
+        """Return the input as [B, C, planes, rows, columns], with B = `sequences` and frames as planes."""
         planes = self.x_BCHW.shape[0] // sequences if self.x_BCHW.shape[0] % sequences == 0 else 1
         return torch.unflatten(self.x_BCHW, 0, (-1, planes)).movedim(1, 2)
 
     def severed(self) -> Tensor:
-        """A value for each cell that depends on that cell alone."""
+        """Return an output [B, K, H, W] in which each cell depends on the same cell of the input only."""
         weight = self.weight.sum((2, 3), keepdim=True).to(self.x_BCHW.dtype)
         bias = None if self.bias is None else self.bias.to(self.x_BCHW.dtype)
         return F.conv2d(self.x_BCHW, weight, bias, groups=self.groups)
@@ -128,10 +128,10 @@ def _pair(value: Any) -> tuple[int, ...]:
 
 
 class MixingSevered:
-    """Sees the sums and convolutions of one run of a block: of those `sums` are severed, and all of these.
+    """Records the sums and convolutions of one run of a block; severs the sums in `sums` and all convolutions.
 
-    `seen`: what goes into them, by name, such as "product 0 left", "sum 1 terms" and "convolution 1 cells".
-    `sequences`: how many sequences of tokens the block is called with, a batch of 2 being two of them.
+    `seen`: their inputs by name, such as "product 0 left", "sum 1 terms" and "convolution 1 cells".
+    `sequences`: how many sequences of tokens the block is called with; a batch of 2 is two.
     """
 
     def __init__(self, sums: frozenset[int], sequences: int) -> None:
@@ -140,7 +140,7 @@ class MixingSevered:
         self.seen: dict[str, Tensor] = {}
 
     def answer(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What the function gives, severed where it is to be."""
+        """Run the function, or its severed replacement."""
         if is_sum(func, args, kwargs):
             return self._sum(func, args, kwargs)
         convolution = ConvolutionCall.of(func, args, kwargs)

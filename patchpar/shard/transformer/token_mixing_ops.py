@@ -1,7 +1,7 @@
-"""Sums over all tokens and convolutions over their grid, in a block of which we have our tokens only.
+"""Sums over all tokens and convolutions over their grid, in a block that runs on this rank's tokens.
 
-Both are of this step, whatever the strategy: a sum is one small tensor from every rank, and a convolution needs the
-rows of the two neighbours that are next to ours.
+Both are fresh in every strategy: a sum exchanges one small tensor with every rank, and a convolution the rows next to
+ours with the two neighbours.
 """
 
 import torch
@@ -21,7 +21,10 @@ ROWS = -2  # the dim of rows in a grid
 
 
 def sum_over_ranks(split: TokenSplit, where: str, own: Tensor) -> Tensor:
-    """The sum over everybody's tokens out of that over ours, in fp32. Raises ExchangeError."""
+    """Return the sum over the tokens of all ranks, given `own`, that over ours, of the same shape; added in fp32.
+
+    Raises ExchangeError.
+    """
     if split.mode is None or split.axis.size == 1:
         return own
     everyone = AllGather(split.comm, split.axis, "tokens", where).same(own.contiguous())
@@ -29,7 +32,10 @@ def sum_over_ranks(split: TokenSplit, where: str, own: Tensor) -> Tensor:
 
 
 def convolve_rows(split: TokenSplit, where: str, ranges: TokenRanges, convolution: ConvolutionCall) -> Tensor:
-    """The convolution of our rows of tokens. Raises UnsupportedModel, PlanError, ExchangeError."""
+    """Return the convolution [B, K, h, W] of our rows of tokens [B, C, h, W].
+
+    Raises UnsupportedModel, PlanError, ExchangeError.
+    """
     x_BChW = convolution.x_BCHW
     rows, columns = x_BChW.shape[2:]
     across = ranges.across
@@ -38,15 +44,15 @@ def convolve_rows(split: TokenSplit, where: str, ranges: TokenRanges, convolutio
     )
     if across != lines or rows != ranges.num_rows or (across.rows is not None and columns != across.num_tokens):
         raise UnsupportedModel(
-            f"{where} is over {rows} x {columns} cells, which are no whole rows of our tokens ({ranges}): the model "
-            f"was watched otherwise"
+            f"{where} is over {rows} x {columns} cells, which are no whole rows of our tokens ({ranges}), as they were "
+            f"in the search for its tokens"
         )
     stencil = stencil_of(convolution, ROWS)
     fewest = min(stop - start for start, stop in zip(ranges.starts, ranges.starts[1:], strict=False))
     if split.axis.size > 1 and fewest < stencil.before:
         raise PlanError(
             f"{where} reads {stencil.before} rows of the neighbouring ranks, of which some have {fewest} only: use a "
-            f"larger picture or fewer ranks"
+            f"larger image or fewer ranks"
         )
     halo = Halo(None, None)
     if split.mode is not None and split.axis.size > 1:
@@ -56,7 +62,7 @@ def convolve_rows(split: TokenSplit, where: str, ranges: TokenRanges, convolutio
 
 
 def _edges(split: TokenSplit, x_BChW: Tensor, rows: int) -> ExchangePart:
-    """As many of our rows for each neighbour as we need of its."""
+    """Return the exchange of `rows` edge rows with each neighbour."""
     if not rows:
         return edges_part(split.axis)
     first, last = split.axis.rank == 0, split.axis.rank == split.axis.size - 1

@@ -1,10 +1,10 @@
-"""Where a transformer's tokens are, as data: found once for a model, printed for a person, carried out by `install`.
+"""The token plan of a transformer: where its tokens are. Found once for a model, printable, run by `install`.
 
 transformer_blocks, 19 x FluxTransformerBlock
   tokens lie in            the grid of image_rotary_emb[0]
   hidden_states            tokens along dim 1
   image_rotary_emb[0]      tokens along dim 0, last
-  attention                keys: tokens last, the rest is everybody's
+  attention 0              keys exchanged, tokens along dim 2, last
   output 1                 tokens along dim 1
 """
 
@@ -20,14 +20,14 @@ from patchpar.shard.transformer.token_ranges import TokenGrid, TokenRanges
 
 
 class NotWatched(UnsupportedModel):
-    """A block is called in another way than when the denoiser was watched."""
+    """A block is called with other arguments than in the search for tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
     """A run of tokens along `dim`, after `before` rows that are not split and before `after` more.
 
-    None: as many as there are, since only the run's length is known. At most one of them is.
+    None: any number, since only the run's length is known. At most one of them is None.
     """
 
     dim: int
@@ -45,21 +45,26 @@ class TokenRows:
         return (self.before, self.after) != (0, None) and (self.before, self.after) != (None, 0) and not self.alone
 
     def start(self, size: int, tokens: int) -> int:
-        """Where the run starts in `size` rows, `tokens` of which are in it. Raises UnsupportedModel."""
+        """Return where the run of `tokens` tokens starts in `size` rows. Raises UnsupportedModel."""
         rest = size - tokens
         known = (self.before or 0) + (self.after or 0)
         if rest < known or (rest != known and self.before is not None and self.after is not None):
-            raise UnsupportedModel(f"{size} rows do not hold {tokens} tokens {self}: the model was watched otherwise")
+            raise UnsupportedModel(
+                f"{size} rows do not hold {tokens} tokens {self}, as they did in the search for the model's tokens"
+            )
         return self.before if self.before is not None else rest - (self.after or 0)
 
     def among(self, x: Tensor, tokens: int) -> Tensor:
-        """The `tokens` tokens of a whole tensor, without what is around them. Raises UnsupportedModel."""
+        """Return the `tokens` tokens of a whole tensor of any shape, without the rows around them.
+
+        Raises UnsupportedModel.
+        """
         return x.narrow(self.dim, self.start(x.shape[self.dim], tokens), tokens)
 
     def cut(self, x: Tensor, ranges: TokenRanges) -> Tensor:
-        """Out of a whole tensor: our tokens, and what is around all of them.
+        """Return our tokens of a whole tensor of any shape, and the rows around all tokens.
 
-        A tensor of its own unless it is a view without gaps. Raises UnsupportedModel.
+        A copy unless it is a contiguous view. Raises UnsupportedModel.
         """
         size, tokens = x.shape[self.dim], ranges.num_tokens
         start = self.start(size, tokens)
@@ -77,9 +82,9 @@ class TokenRows:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTokens:
-    """One call of scaled_dot_product_attention in a block. None: no token that is split is among them.
+    """One call of scaled_dot_product_attention in a block. None: no split token is among them.
 
-    `mask_dims` counts the dims that its mask has when all tokens are there.
+    `mask_dims`: the number of dims of its mask in a whole call.
     """
 
     queries: TokenRows | None
@@ -88,17 +93,17 @@ class AttentionTokens:
 
     def __str__(self) -> str:
         if self.keys is None:
-            return "keys are everybody's: nothing is exchanged"
-        asked = "" if self.queries is not None else ", asked by what everybody has"
+            return "keys on every rank: nothing is exchanged"
+        asked = "" if self.queries is not None else ", queries on every rank"
         return f"keys exchanged, tokens {self.keys}{asked}"
 
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """A part of a block, at `path` in it, in which tokens meet in a way that cannot be split.
+    """A part of a block, at `path` in it, that mixes tokens in a way that cannot be split.
 
-    Every rank computes it with everybody's tokens: of `inputs`, by the name of an argument, all are fetched, and of
-    `outputs`, by number, ours are kept.
+    Every rank computes it with all tokens: those of `inputs`, by the name of an argument, are gathered, and `outputs`,
+    by number, are cut to ours.
     """
 
     path: str
@@ -112,10 +117,10 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridSource:
-    """What tells the grid that tokens lie in: the shape of the latent, or an argument of the block.
+    """The source of the grid that tokens lie in: the shape of the latent, or an argument of the block.
 
-    `dims` of one sample, from its end, hold frames, rows and columns, or the last of them, in this order; `patches` are
-    the numbers along each that make one token. `table`: has the positions of tokens, see `probe.grid.grid_of_table`.
+    `dims` of one sample, from its end, are frames, rows and columns, or the last of them, in this order; `patches` is
+    the patch size along each. `table`: the argument with the positions of tokens, see `probe.grid.grid_of_table`.
     """
 
     dims: tuple[int, ...] = ()
@@ -123,7 +128,7 @@ class GridSource:
     table: str | None = None
 
     def grid(self, shape: tuple[int, ...]) -> TokenGrid | None:
-        """The grid of a latent of that shape; None where it has none, or cells would be cut."""
+        """Return the grid of a latent of that shape; None where it has none, or patches would be cut."""
         if not self.dims or len(shape) < -min(self.dims):
             return None
         sizes = [(shape[dim], patch) for dim, patch in zip(self.dims, self.patches, strict=True)]
@@ -201,23 +206,23 @@ class TokenPlan:
 
     @property
     def paths(self) -> frozenset[str]:
-        """The blocks that are split."""
+        """The paths of the blocks that are split."""
         return frozenset(path for each in self.blocks for path in each.paths)
 
     def joined(self, other: "TokenPlan") -> "TokenPlan":
-        """This plan, and what was found for calls with other arguments."""
+        """Return this plan together with one for calls with other arguments."""
         new = tuple(block for block in other.blocks if block not in self.blocks)
         return replace(
             self, blocks=self.blocks + new, whole={**self.whole, **other.whole}, others=self.others | other.others
         )
 
     def knows(self, paths: Sequence[str], signature: tuple[str, ...]) -> bool:
-        """Whether blocks at these paths that are called so are in it, or known not to be split."""
+        """Whether it covers blocks at these paths with this signature, also as not to be split."""
         split = {path for each in self.blocks if each.signature == signature for path in each.paths}
         return all(path in split or (path, signature) in self.others for path in paths)
 
     def find(self, path: str, signature: tuple[str, ...]) -> BlockPlan | None:
-        """The plan of a block that is called so; None where it is left whole. Raises NotWatched."""
+        """Return the plan of a block with this signature; None where it is left whole. Raises NotWatched."""
         if (path, signature) in self.others:
             return None
         for each in self.blocks:
@@ -226,7 +231,7 @@ class TokenPlan:
         known = {entry for each in self.blocks if path in each.paths for entry in each.signature}
         raise NotWatched(
             f"{path} was watched with other arguments than it is called with now, the difference being "
-            f"{', '.join(sorted(known ^ set(signature)))}: its tokens must be found anew for such calls"
+            f"{', '.join(sorted(known ^ set(signature)))}: its tokens must be searched again for such calls"
         )
 
     def __str__(self) -> str:

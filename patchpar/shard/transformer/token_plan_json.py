@@ -1,4 +1,4 @@
-"""A token plan as text, to be kept, shipped, or told to other ranks."""
+"""A token plan as JSON, for the cache, the package and the other ranks."""
 
 import json
 from dataclasses import asdict
@@ -9,10 +9,10 @@ from patchpar.shard.transformer.token_plan import TokenPlan
 
 
 def to_json(plan: TokenPlan) -> str:
-    """The same text for the same plan, wherever it was found."""
+    """Return the plan as text, the same for equal plans."""
     raw = asdict(plan)
     for block in raw["blocks"]:
-        if block["mixing"] is None:  # in most plans tokens meet in attention alone
+        if block["mixing"] is None:  # in most plans only attention mixes tokens
             del block["mixing"]
         for name in ("bounds", "replicated"):
             if not block[name]:
@@ -21,5 +21,5 @@ def to_json(plan: TokenPlan) -> str:
 
 
 def from_json(text: str) -> TokenPlan:
-    """The plan that was written. Raises ValueError, KeyError or TypeError for anything else."""
+    """Parse the text of `to_json`. Raises ValueError, KeyError or TypeError for anything else."""
     return decoded(TokenPlan, object_of(text, "a token plan"))

@@ -1,6 +1,6 @@
-"""Which of a block's tokens are whose: a run of them for each place, or bands of the grid that they lie in.
+"""Which of a block's tokens each rank has: a run of them, or a band of the grid that they lie in.
 
-2 frames of 4 rows, 2 places        frames are fewer: rows of every frame
+2 frames of 4 rows, 2 ranks         fewer frames than rows: rows of every frame
 
 along rows      0 0 1 1 | 0 0 1 1
 in runs         0 0 0 0 | 1 1 1 1
@@ -19,8 +19,8 @@ from patchpar.plan.kv_selection import TokensAcross
 from patchpar.shard.stale.token_grid import LevelGrid
 
 Cut = Literal["runs", "bands", "rows"]
-"""In runs, whatever tokens are; in bands of a video's rows where there are more of them than frames, of equally many
-tokens; or in bands of whole rows, or whole frames."""
+"""Runs of tokens; bands across a video's frames where it has more rows than frames, with equally many tokens each; or
+bands of whole rows or whole frames."""
 
 
 TOKEN = TokensAcross(1)
@@ -35,12 +35,12 @@ class TokenGrid(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """All of them."""
+        """The number of tokens."""
         return self.frames * self.rows * self.columns
 
     @property
     def along(self) -> str:
-        """The longer of the two."""
+        """The axis with the larger size, "frames" or "rows"."""
         return "frames" if self.frames >= self.rows else "rows"
 
     def __str__(self) -> str:
@@ -50,9 +50,9 @@ class TokenGrid(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRanges:
-    """Rows `starts[i]` to `starts[i + 1]` are those of place i; `across` says what a row is, and in which planes.
+    """Rows `starts[i]` to `starts[i + 1]` are those of rank i; `across` is the layout of a row and its planes.
 
-    In a run every token is a row. `group_rank` is ours. `grid`: None where it is not known.
+    In a run every token is a row. `group_rank` is this rank. `grid`: None where it is not known.
     """
 
     group_rank: int
@@ -62,26 +62,26 @@ class TokenRanges:
 
     @property
     def num_tokens(self) -> int:
-        """Those of all places."""
+        """The tokens of all ranks."""
         return self.starts[-1] * self.across.num_tokens
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many tokens each place has."""
+        """The number of tokens of each rank."""
         return tuple((stop - start) * self.across.num_tokens for start, stop in pairwise(self.starts))
 
     @property
     def count(self) -> int:
-        """How many are ours."""
+        """The number of tokens of this rank."""
         return self.sizes[self.group_rank]
 
     @property
     def num_rows(self) -> int:
-        """How many of the rows along the split are ours."""
+        """The number of rows of this rank along the split."""
         return self.starts[self.group_rank + 1] - self.starts[self.group_rank]
 
     def before(self, number: int) -> int:
-        """How many of ours are among the first `number` of all tokens; they are the first of ours."""
+        """Return how many of our tokens are among the first `number` of all; they are our first ones."""
         in_plane = self.num_tokens // self.across.planes
         planes, rest = divmod(number, in_plane)
         start, own = (sum(sizes) // self.across.planes for sizes in (self.sizes[: self.group_rank], (self.count,)))
@@ -89,19 +89,19 @@ class TokenRanges:
 
     @property
     def rows(self) -> LevelGrid:
-        """The same as a grid of rows that are split, each place's tokens together."""
+        """The same as a grid of rows that are split, each rank's tokens together."""
         return LevelGrid(Bands(self.starts), self.across, dim=-2)
 
     def own(self, x: Tensor, dim: int) -> Tensor:
-        """Out of all tokens along `dim`: ours, in their order."""
+        """Return our tokens of x, a tensor of any shape with all tokens along `dim`, in their order."""
         return self._parts(x, dim)[self.group_rank]
 
     def by_rank(self, x: Tensor, dim: int) -> Tensor:
-        """All tokens along `dim`, place by place."""
+        """Return x, of any shape, with all tokens along `dim` reordered rank by rank."""
         return x if self.across.planes == 1 else torch.cat(self._parts(x, dim), dim)
 
     def joined(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """All tokens in their order, from those of every place."""
+        """Return all tokens along `dim` in their order, from the parts of all ranks, of any shape."""
         dim %= parts[0].ndim
         if self.across.planes == 1:
             return torch.cat(list(parts), dim)
@@ -133,9 +133,9 @@ def _listed(counts: Sequence[int]) -> str:
 def spread(
     tokens: int, group_rank: int, group_ranks: int, *, grid: TokenGrid | None = None, cut: Cut = "runs"
 ) -> TokenRanges:
-    """Shares of `tokens`, as even as what is cut allows; in runs where bands are fewer than places.
+    """Split `tokens` between ranks, as evenly as the unit allows; in runs where there are fewer units than ranks.
 
-    Whole rows and whole frames make bands along the longer of the two.
+    Whole rows or whole frames form bands along the larger of the two.
     """
     grid = grid if grid is not None and grid.num_tokens == tokens else None
     rows, across = tokens, TOKEN

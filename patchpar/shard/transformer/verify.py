@@ -1,4 +1,4 @@
-"""Hold a token plan to its promise: the whole forward, split, against the plain one, on all ranks."""
+"""Verify a token plan: compare the whole split forward with the plain one on all ranks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,16 +14,16 @@ from patchpar.shard.transformer.probe.latent import is_latent
 from patchpar.shard.verification import TOLERANCE, Call, Comparison, relative_error
 
 SHAKEN = 4.0
-"""How many times as far as a latent that is changed by rounding moves it a split model may be from the plain one."""
+"""Limit of a split model's error, in units of the change that rounding of the latent causes in the plain one."""
 
 
 def compared(
     shard: TransformerSharder, forward: Callable[..., Any], calls: Sequence[Call]
 ) -> Iterator[list[Comparison]]:
-    """The split forward against the plain one on this rank, call by call; they should differ in their tokens.
+    """Compare the split forward with the plain one on this rank, call by call; the calls should have different tokens.
 
-    Rounding explains what the dtype does, or what this model makes of it, which may quantise what it computes, so that
-    another order of sums is another integer.
+    The limit is the rounding of the dtype, or its effect on this model, which may quantise activations, so that another
+    order of summation gives another integer.
     """
     found = []
     for args, kwargs in calls:
@@ -40,7 +40,7 @@ def compared(
 
 
 def refusal(shard: TransformerSharder) -> tuple[str, str]:
-    """What `largest_error` says is not the same as the plain model, and what to do."""
+    """Return what differs from the plain model and the way out, for the error of `verify_once`."""
     return (
         f"{shard.plan.denoiser} with its tokens split between {shard.split.axis.size} ranks",
         f": use plan cfg=2 or data=N, which do not split the tokens. What was found:\n{shard.plan}",
@@ -48,7 +48,7 @@ def refusal(shard: TransformerSharder) -> tuple[str, str]:
 
 
 def _shaken(arguments: CallArguments, latent: str) -> CallArguments:
-    """The same call with the latent changed by as much as rounding changes it."""
+    """Return the same call with the latent changed by as much as rounding changes it."""
 
     def shake(name: str, leaf: Any) -> Any:
         if not (is_latent(name, latent) and isinstance(leaf, Tensor) and leaf.is_floating_point()):
@@ -64,12 +64,12 @@ def _largest(got: Sequence[Tensor], want: Sequence[Tensor]) -> float:
 
 
 def _called(forward: Callable[..., Any], arguments: CallArguments) -> Any:
-    """The arguments stay as they are: a model may change its own in place."""
+    """Call with copies of the arguments: a model may change them in place."""
     own = arguments.cloned()
     return forward(*own.args, **own.kwargs)
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """The predictions of a call, of floating point, whether it returned a tuple or an output class."""
+    """Return the floating-point predictions of a call, which returned a tuple or an output class."""
     leaves = tree_flatten(output.to_tuple() if hasattr(output, "to_tuple") else output)[0]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
