@@ -1,1 +1,1 @@
-"""Where the tokens of a transformer are, found by running it."""
+"""Find where the tokens of a transformer are, by running it with perturbed inputs."""

@@ -1,4 +1,4 @@
-"""One kind of block, asked what its tokens are: whose rows go where, of what it is called with."""
+"""Find the tokens of one kind of block: which rows of its arguments reach which rows of attention and the outputs."""
 
 import math
 from contextlib import suppress
@@ -18,9 +18,9 @@ from patchpar.shard.transformer.token_plan import BlockPlan, TokenRows
 
 
 class BlockProbe:
-    """One kind of block, asked what its tokens are.
+    """Searches the tokens of one kind of block.
 
-    `severance`: where its tokens are taken to meet beside attention.
+    `moved`: its call with another latent. `severance`: where else than in attention its tokens are mixed.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class BlockProbe:
         self.moved = {name: moved_indices(x, others[name]) for name, x in self.tensors.items() if _is(x, others[name])}
 
     def plan(self) -> BlockPlan | None:
-        """What to do at such blocks; None where there is nothing to split. Raises UnsupportedModel."""
+        """Return the plan of such blocks; None where there is nothing to split. Raises UnsupportedModel."""
         carriers = self._carriers()
         if not carriers:
             return None
@@ -51,13 +51,13 @@ class BlockProbe:
         if self.latent_size % anchor.count == 0:
             with suppress(UnsupportedModel):
                 return self._plan_for(anchor)
-        return self._plan_for(anchor.with_all_rows())  # what is beside the tokens is split like them
+        return self._plan_for(anchor.with_all_rows())  # rows beside the tokens are split like them
 
     def _carriers(self) -> list[str]:
         return [name for name, indices in self.moved.items() if indices[0].any()]
 
     def sums(self) -> frozenset[int]:
-        """Products that sum over tokens, as far as these come to them one by one."""
+        """Return the numbers of the products that sum over tokens, if each term is one token."""
         anchors = (each for name in self._carriers() for each in self._anchors(name))
         return frozenset().union(*(anchor.sums() for anchor in anchors))
 
@@ -70,7 +70,7 @@ class BlockProbe:
         outputs = anchor.outputs()
         everywhere = [*inputs.values(), *(call.keys for call in attentions), *outputs.values()]
         if not anchor.rows.alone and any(rows is not None and rows.amid for rows in everywhere):
-            raise UnsupportedModel("there is something before its tokens and something after them")
+            raise UnsupportedModel("there are other rows before its tokens and after them")
         plan = BlockPlan(
             name=self.block.name,
             kind=type(self.block.module).__name__,
@@ -93,7 +93,7 @@ class BlockProbe:
         )
 
     def _severance_for(self, anchor: "TokenArgument") -> Severance:
-        """With as many sequences as the anchor has of its tokens."""
+        """Return the severance with the number of sequences in the anchor's tensor."""
         return replace(self._severance, sequences=math.prod(self.tensors[anchor.name].shape[: anchor.dim]))
 
     def _trace(self, name: str, dim: int, severance: Severance) -> dict[str, RowSources]:
@@ -101,7 +101,7 @@ class BlockProbe:
         return trace_rows(partial(self._observe, name, severance), x, dim, self._base(severance, x))
 
     def _base(self, severance: Severance, x: Tensor) -> Observed | None:
-        """What is observed with nothing disturbed; None where `x` is laid out otherwise than what is disturbed."""
+        """Return what is observed without perturbation; None where x is not contiguous, as perturbed copies are."""
         if not x.is_contiguous():
             return None
         if severance.sequences not in self._undisturbed:
@@ -113,11 +113,11 @@ class BlockProbe:
         return observe_block(self.block.module, arguments, severance)
 
     def _anchor(self, name: str) -> "TokenArgument | None":
-        """The argument `name` as what carries the tokens, if its rows reach attention."""
+        """Return the argument `name` as the carrier of tokens; None unless its rows reach attention."""
         return next((each for each in self._anchors(name) if each.reaches_attention), None)
 
     def _anchors(self, name: str) -> list["TokenArgument"]:
-        """What the argument `name` would be, if its rows along one dim or another were the tokens."""
+        """Return the argument `name` as a carrier of tokens, for each dim whose rows may be the tokens."""
         x = self.tensors[name]
         if not x.is_floating_point():
             return []
@@ -125,21 +125,21 @@ class BlockProbe:
         for dim in range(x.ndim):
             if x.shape[dim] < 2:
                 continue
-            run = run_of(self.moved[name][dim]) or (0, x.shape[dim])  # in several runs: all rows are taken for tokens
+            run = run_of(self.moved[name][dim]) or (0, x.shape[dim])  # several runs: all rows count as tokens
             traced = self._trace(name, dim, replace(self._severance, sequences=math.prod(x.shape[:dim])))
             if traced:
                 candidates.append(TokenArgument(name, dim, x.shape[dim], run, traced))
         return candidates
 
     def _rows_of(self, name: str, anchor: "TokenArgument") -> TokenRows | None:
-        """Which rows of the argument `name` belong to the anchor's tokens, one to each; None where that is not so.
+        """Return the rows of the argument `name` that belong to the anchor's tokens, one to each.
 
-        It stays whole then, as a mask does, or a table that positions look things up in.
+        None if there are none: the argument stays whole, as a mask or a lookup table does.
         """
         x = self.tensors[name]
         for dim in range(x.ndim):
             if x.shape[dim] > 1:
-                with suppress(RuntimeError, ValueError, IndexError):  # it cannot be anything else than it is
+                with suppress(RuntimeError, ValueError, IndexError):  # the block fails with any other values
                     start = anchor.start_in(self._trace(name, dim, self._severance_for(anchor)))
                     if start is not None:
                         return run_as_rows(dim, start, anchor.count, x.shape[dim])

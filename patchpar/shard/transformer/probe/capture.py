@@ -1,7 +1,7 @@
-"""A transformer at work, watched: what its blocks are called with, and what reaches attention inside them.
+"""Record a run of a transformer: the arguments of its blocks, and what reaches attention inside them.
 
-While it is watched no token sees another: each attention call returns its queries. So whatever moves in a block when a
-token is disturbed has come from that token, however deep the block.
+During the run attention is severed: each call returns its queries, so that no token affects another. Whatever changes
+in a block when a token is perturbed then comes from that token, however deep the block.
 """
 
 import inspect
@@ -24,7 +24,7 @@ ASKED = ("query", "key", "value", "mask")
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """What a module is called with; leaves are named as its forward names them."""
+    """The arguments of a module's call; leaves are named by the parameters of its forward."""
 
     names: tuple[str, ...]
     args: tuple[Any, ...]
@@ -32,7 +32,7 @@ class CallArguments:
 
     @classmethod
     def of(cls, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> "CallArguments":
-        """The arguments of one call of `module`."""
+        """Return the arguments of one call of `module`."""
         return cls(parameter_names(module), tuple(args), dict(kwargs))
 
     def _name(self, path: Any) -> str:
@@ -43,33 +43,33 @@ class CallArguments:
         return f"{name}{keystr(tuple(rest))}"
 
     def leaves(self) -> dict[str, Any]:
-        """Every leaf by its name."""
+        """Return every leaf by its name."""
         found, _ = tree_flatten_with_path((self.args, self.kwargs))
         return {self._name(path): leaf for path, leaf in found}
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors among them."""
+        """Return the tensors among the leaves, of any shape, by name."""
         return {name: leaf for name, leaf in self.leaves().items() if isinstance(leaf, Tensor)}
 
     def signature(self) -> tuple[str, ...]:
-        """Which leaves there are, and of what sort: tells kinds of blocks apart."""
+        """Return the name and type of each leaf: it distinguishes kinds of blocks."""
         return tuple(
             f"{name}: {f'{leaf.ndim} dims' if isinstance(leaf, Tensor) else type(leaf).__name__}"
             for name, leaf in self.leaves().items()
         )
 
     def map(self, change: Callable[[str, Any], Any]) -> "CallArguments":
-        """The same with each leaf replaced."""
+        """Return the same arguments with each leaf replaced by `change(name, leaf)`."""
         args, kwargs = tree_map_with_path(lambda path, leaf: change(self._name(path), leaf), (self.args, self.kwargs))
         return CallArguments(self.names, args, kwargs)
 
     def cloned(self) -> "CallArguments":
-        """The same with tensors of their own, whatever becomes of the others."""
+        """Return the same arguments with copies of the tensors."""
         return self.map(lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
 
 
 def parameter_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of the positional parameters of a module's own forward, whatever is hooked to it."""
+    """Return the names of the positional parameters of a module's own forward, ignoring hooks."""
     return _parameters_of(type(module).forward)
 
 
@@ -82,7 +82,7 @@ def _parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class CapturedBlock:
-    """The first call of a kind of block: item of the module list `name`, like those at the other `paths`."""
+    """The first call of a kind of block: an item of the module list `name`, like those at the other `paths`."""
 
     name: str
     module: nn.Module
@@ -96,13 +96,13 @@ Kind = tuple[str, tuple[str, ...], tuple[str, ...]]  # module list, structure, s
 
 @dataclass(slots=True)
 class CapturedRun:
-    """What one run of the denoiser showed, by kind of block."""
+    """The blocks of one run of the denoiser, by kind."""
 
     blocks: dict[Kind, CapturedBlock] = field(default_factory=dict)
 
 
 def watch(denoiser: nn.Module, forward: Callable[..., Any], arguments: CallArguments) -> CapturedRun:
-    """Run `forward` with attention severed and note how its blocks are called."""
+    """Run `forward` with attention severed and record how its blocks are called."""
     seen, mode = CapturedRun(), Severed()
     arguments = arguments.cloned()
     with _blocks_noted(denoiser, seen, mode), torch.no_grad(), mode:
@@ -111,7 +111,7 @@ def watch(denoiser: nn.Module, forward: Callable[..., Any], arguments: CallArgum
 
 
 class Severed(SdpaMode):
-    """Attention calls are noted, and answered by their queries; other calls go to `mixing`, if it is there."""
+    """A mode that records attention calls and returns their queries; other calls go to `mixing`, if given."""
 
     def __init__(self, mixing: MixingSevered | None = None) -> None:
         super().__init__(self._answer, None if mixing is None else mixing.answer)
@@ -126,20 +126,20 @@ class Severed(SdpaMode):
 
 
 def resized(x: Tensor, width: int) -> Tensor:
-    """A copy with as many numbers in the last dim: repeated, or left out."""
+    """Return a copy [..., width] of x [..., D]: its last dim repeated or cut."""
     repeats = -(-width // x.shape[-1])
     return x.repeat(*[1] * (x.ndim - 1), repeats)[..., :width].contiguous()
 
 
 class _CaptureHooks:
-    """Torch hooks that note how blocks are called; of blocks inside one another the outermost counts."""
+    """Torch hooks that record how blocks are called; of nested blocks the outermost."""
 
     def __init__(self, seen: CapturedRun, mode: Severed) -> None:
         self.seen, self.mode = seen, mode
         self._inside: tuple[nn.Module, Kind, int] | None = None
 
     def entered(self, path: str, name: str) -> Callable[..., None]:
-        """A hook before the forward of the block at `path`, of the list `name`."""
+        """Return a pre-forward hook of the block at `path`, of the list `name`."""
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self._inside is not None:
@@ -156,7 +156,7 @@ class _CaptureHooks:
         return hook
 
     def left(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """A hook after it."""
+        """The forward hook of a block."""
         if self._inside is not None and self._inside[0] is module:
             _, kind, before = self._inside
             self.seen.blocks[kind].attentions = self.mode.count - before
@@ -165,7 +165,7 @@ class _CaptureHooks:
 
 @contextmanager
 def _blocks_noted(denoiser: nn.Module, seen: CapturedRun, mode: Severed) -> Iterator[None]:
-    """Hooks on the items of every module list, for as long as the block runs."""
+    """Hook the items of every module list while open."""
     mode.keeping, notes = False, _CaptureHooks(seen, mode)
     with HookSet() as hooks:
         for path, name, module in block_candidates(denoiser):
@@ -175,7 +175,7 @@ def _blocks_noted(denoiser: nn.Module, seen: CapturedRun, mode: Severed) -> Iter
 
 
 def block_candidates(denoiser: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """(path, path of its list, module) of every item of every module list."""
+    """Yield (path, path of its list, module) of every item of every module list."""
     for name, module in denoiser.named_modules():
         if isinstance(module, nn.ModuleList):
             for number, item in enumerate(module):
@@ -183,5 +183,5 @@ def block_candidates(denoiser: nn.Module) -> Iterator[tuple[str, str, nn.Module]
 
 
 def structure_of(module: nn.Module) -> tuple[str, ...]:
-    """What a block is made of; blocks of one list may differ."""
+    """Return the classes of a block's submodules; blocks of one list may differ."""
     return tuple(f"{path} {type(each).__qualname__}" for path, each in module.named_modules())

@@ -1,8 +1,8 @@
-"""Try a block's plan on a share of its tokens: all that the block computes must be what it is with all of them.
+"""Verify a block's plan on some of its tokens: the block must compute the same as with all of them.
 
-Attention is severed here too, so no other rank is needed. Whether a number among the arguments counts tokens, which
-nothing shows that moves, is found out by trying: it does if the block is right only when it is told the share's. So it
-is with a number of the first tokens that are treated otherwise.
+Attention is severed here too, so no other rank is needed. Perturbation does not show whether an integer argument counts
+tokens, so this is tried: it does if the block is correct only with the number of the part. The same holds for an
+integer that counts the first tokens, those that the block computes differently from the rest.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,19 +22,17 @@ from patchpar.shard.transformer.token_plan import BlockPlan, TokenRows
 from patchpar.shard.transformer.token_ranges import TOKEN, TokenGrid, TokenRanges
 
 ROUNDING = {torch.float16: 1e-2, torch.bfloat16: 5e-2}  # of the largest value
-MOST_COUNTS = 4  # numbers that may be counts: sets of them are tried
-MOST_BOUNDS = 2  # likewise
+MOST_COUNTS = 4  # integers that may be counts: all sets of them are tried
+MOST_BOUNDS = 2  # likewise for bounds
 
 
 def proved(
     plan: BlockPlan, block: CapturedBlock, severance: Severance, sizes: Sequence[int], grid: TokenGrid | None = None
 ) -> BlockPlan:
-    """The plan, with the arguments that count tokens: those whose value is one of `sizes`, or, of the first, less.
+    """Return the verified plan with the arguments that count tokens. Raises UnsupportedModel.
 
-    Raises UnsupportedModel.
-
-    The first of `sizes` is the number of tokens. `grid`: the one that they are laid out in, where convolutions are over
-    it; the arguments that say how many rows and frames it has are found as well.
+    Counts have one of the values `sizes`, of which the first is the number of tokens; bounds are smaller than that.
+    `grid`: the grid of convolutions, if there are any; the arguments that count its rows and frames are found as well.
     """
     trial, tokens = _BlockTrial(block, severance, sizes), sizes[0]
     if grid is None:
@@ -47,16 +45,16 @@ def proved(
 
 
 class _BlockTrial:
-    """A block, tried with shares of its tokens."""
+    """Runs a block on some of its tokens."""
 
     def __init__(self, block: CapturedBlock, severance: Severance, sizes: Sequence[int]) -> None:
         self.block, self.severance, self.sizes = block, severance, sizes
         self.whole = observe_block(block.module, block.arguments, severance)
 
     def proved(self, plan: BlockPlan, ranges: TokenRanges, lines: int | None = None) -> BlockPlan:
-        """The plan with all that counts what is split. Raises UnsupportedModel.
+        """Return the plan with all arguments that count split tokens. Raises UnsupportedModel.
 
-        `lines`: how many rows or frames there are, where they must stay whole.
+        `lines`: the number of rows or frames, where these must stay whole.
         """
         reasons = []
         by_line = [()] if lines is None else list(self._counting((lines,)))
@@ -74,7 +72,7 @@ class _BlockTrial:
         raise UnsupportedModel(f"with some of its tokens alone it fails: {reasons[0]}")
 
     def _counting(self, sizes: Sequence[int], most: int = MOST_COUNTS) -> Iterator[tuple[str, ...]]:
-        """Sets of arguments that may be numbers of tokens, the smallest sets first."""
+        """Yield sets of integer arguments that may count tokens, the smallest sets first."""
         leaves = self.block.arguments.leaves().items()
         numbers = [name for name, leaf in leaves if type(leaf) is int and leaf in sizes]
         for size in range(min(len(numbers), most) + 1):
@@ -82,7 +80,7 @@ class _BlockTrial:
 
 
 def middle_of(tokens: int) -> TokenRanges:
-    """Of three places' tokens, in runs, those of the second."""
+    """Return the token ranges of the second of three ranks, in runs."""
     return _middle(tokens, TOKEN)
 
 
@@ -91,14 +89,14 @@ def _middle(lines: int, across: TokensAcross) -> TokenRanges:
 
 
 def _try(plan: BlockPlan, block: CapturedBlock, severance: Severance, whole: Observed, ranges: TokenRanges) -> None:
-    """Run the block on our share of its tokens. Raises UnsupportedModel, or what the block raises."""
+    """Run the block on the tokens of `ranges` and compare. Raises UnsupportedModel, or what the block raises."""
     arguments = block.arguments.map(lambda name, leaf: _shared(plan, ranges, name, leaf))
     own = observe_block(block.module, arguments, severance)
     rounding = rounding_of(block.arguments)
     for name, rows in _rows_observed(plan, whole):
         want = whole[name] if rows is None else rows.cut(whole[name], ranges)
         if name not in own or own[name].shape != want.shape:
-            raise UnsupportedModel(f"its {name} is of another shape than it should be")
+            raise UnsupportedModel(f"its {name} has another shape than expected")
         if not is_close(own[name], want, rounding):
             raise UnsupportedModel(f"its {name} is another one then")
     if plan.mixing is not None:
@@ -106,7 +104,7 @@ def _try(plan: BlockPlan, block: CapturedBlock, severance: Severance, whole: Obs
 
 
 def _shared(plan: BlockPlan, ranges: TokenRanges, name: str, leaf: object) -> object:
-    """What our share of the block is called with in the place of an argument."""
+    """Return an argument of the block for the tokens of `ranges`."""
     if plan.mixing is not None and name in plan.mixing.counts_along(ranges.across):
         return ranges.num_rows
     if name in plan.counts and isinstance(leaf, int):
@@ -118,12 +116,12 @@ def _shared(plan: BlockPlan, ranges: TokenRanges, name: str, leaf: object) -> ob
 
 
 def rounding_of(arguments: CallArguments) -> float:
-    """That of what a block is called with, of the largest value."""
+    """Return the relative rounding error of a block's arguments, in units of the largest value."""
     return max(ROUNDING.get(x.dtype, TOLERANCE) for x in arguments.tensors().values())
 
 
 def _same_grid(mixing: TokenMixing, own: Observed, whole: Observed, ranges: TokenRanges) -> None:
-    """Raise UnsupportedModel where tokens are in order, but in other rows: another count was taken for theirs."""
+    """Raise UnsupportedModel where tokens are in order but in other rows, since a wrong argument counts the rows."""
     ours, by_frames = ranges.num_rows, ranges.across.rows is not None
     for number in (*mixing.convolutions, *mixing.frame_convolutions):
         name = f"convolution {number} grid"
@@ -133,7 +131,7 @@ def _same_grid(mixing: TokenMixing, own: Observed, whole: Observed, ranges: Toke
         else:
             wanted = (planes, ours, columns) if by_frames else (planes, rows, columns * ours // ranges.starts[-1])
         if own[name].shape[2:] != wanted:
-            raise UnsupportedModel(f"its {name} has other rows and columns than it should have")
+            raise UnsupportedModel(f"its {name} has other rows and columns than expected")
 
 
 def _mixing_observed(mixing: TokenMixing, whole: Observed) -> Iterator[tuple[str, TokenRows]]:
@@ -146,7 +144,7 @@ def _mixing_observed(mixing: TokenMixing, whole: Observed) -> Iterator[tuple[str
 
 
 def _rows_observed(plan: BlockPlan, whole: Observed) -> Iterator[tuple[str, TokenRows | None]]:
-    """What to compare, and where tokens are in it; masks may be what they like."""
+    """Yield what to compare and its rows of tokens; masks are not compared."""
     for number, call in enumerate(plan.attentions):
         yield f"attention {number} query", call.queries
         yield f"attention {number} key", call.keys
@@ -162,10 +160,10 @@ def _rows_observed(plan: BlockPlan, whole: Observed) -> Iterator[tuple[str, Toke
 
 
 def is_close(x: Tensor, y: Tensor, rounding: float) -> bool:
-    """Up to the rounding of products over another number of rows, which a wrong row is far above.
+    """Whether x and y, of the same shape, agree up to the rounding of products over another number of rows.
 
-    `rounding`: that of the block's arguments. What is made of them may be of a finer dtype, as what linear attention
-    sums, but it has been rounded as they are.
+    The error of a wrong row is far larger. `rounding`: that of the block's arguments, relative to the largest value; y
+    may have a finer dtype, as sums of linear attention do, but its inputs have been rounded so.
     """
     allowed = max(rounding, ROUNDING.get(y.dtype, TOLERANCE))
     if not (y.is_floating_point() or y.is_complex()):

@@ -1,13 +1,13 @@
-"""Find where a transformer's tokens are, by disturbing them: no names, no lengths, no list of models.
+"""Find where a transformer's tokens are by perturbing inputs, without names, lengths or a list of models.
 
-    1. disturb the latent         what moves in a block's arguments are its tokens
-    2. disturb each argument      whichever row moves a token's query, key, value or output belongs to that token
-    3. look at attention          which keys are tokens, which of them every rank has anyway
-    4. disturb the latent's rows  in which grid the tokens lie, see `grid`
+    1. perturb the latent         the rows of a block's arguments that change are its tokens
+    2. perturb each argument      a row that changes a token's query, key, value or output belongs to that token
+    3. examine attention          which keys are tokens, and which every rank has anyway
+    4. perturb the latent's rows  in which grid the tokens lie, see `grid`
 
-Attention is severed meanwhile (see `capture`). A block in which a token moves another one nevertheless is looked at
-again with sums over tokens and convolutions severed as well (see `shard.transformer.token_mixing`); if it does so
-still, its parts are tried one by one (see `replication`).
+Attention is severed meanwhile (see `capture`). A block in which a token affects another one nevertheless is searched
+again with sums over tokens and convolutions severed as well (see `shard.transformer.token_mixing`); if that fails too,
+its parts are tried one by one (see `replication`).
 """
 
 from collections.abc import Callable
@@ -33,9 +33,9 @@ from patchpar.shard.unsupported_model import in_one_line, is_of_the_split
 def discover_tokens(
     denoiser: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, known: TokenPlan | None = None
 ) -> TokenPlan:
-    """Watch one call of `forward`, the denoiser's own, and tell where its tokens are. Raises UnsupportedModel.
+    """Run `forward`, the denoiser's own, and return the plan of its tokens. Raises UnsupportedModel.
 
-    `known`: a plan for other calls, to which only blocks that are called otherwise are added.
+    `known`: a plan for other calls, to which only blocks with another signature are added.
     """
     arguments = CallArguments.of(denoiser, args, kwargs)
     latent = name_of_latent(denoiser, arguments)
@@ -51,8 +51,8 @@ def discover_tokens(
     for plan in blocks:
         if plan.mixing is not None and plan.mixing.reach and plan.origin is None:
             raise UnsupportedModel(
-                f"{type(denoiser).__name__} cannot be split by tokens ({plan.name}: it convolves its tokens, but in "
-                f"which rows they lie could not be found): {WAY_OUT}"
+                f"{type(denoiser).__name__} cannot be split by tokens ({plan.name}: it convolves its tokens, but the "
+                f"grid they lie in was not found): {WAY_OUT}"
             )
     new = TokenPlan(denoiser=type(denoiser).__name__, latent=latent, blocks=blocks, whole=whole, others=others)
     return new if known is None else known.joined(new)
@@ -61,7 +61,7 @@ def discover_tokens(
 def _looked_at(
     seen: CapturedRun, moved: CapturedRun, size: int, known: TokenPlan | None
 ) -> tuple[dict[Kind, BlockPlan], dict[str, str], frozenset[tuple[str, tuple[str, ...]]]]:
-    """What is found of each kind of block that is not known; the reasons of those that are not split, and which."""
+    """Return the plans of all kinds of blocks that are not known, the reasons of those not split, and their paths."""
     found, whole, others = dict[Kind, BlockPlan](), dict[str, str](), list[tuple[str, tuple[str, ...]]]()
     for kind, block in seen.blocks.items():
         if known is not None and known.knows(block.paths, kind[-1]):
@@ -73,7 +73,7 @@ def _looked_at(
         except Exception as error:
             if not is_of_the_split(error):
                 raise
-            reason = str(error) if isinstance(error, UnsupportedModel) else f"watched, it fails: {in_one_line(error)}"
+            reason = str(error) if isinstance(error, UnsupportedModel) else f"it fails alone: {in_one_line(error)}"
             whole[f"{block.name}, {len(block.paths)} x {type(block.module).__name__}"] = reason
         if plan is not None:
             found[kind] = plan
@@ -83,14 +83,14 @@ def _looked_at(
 
 
 def _the_same(moved: CapturedBlock | None) -> CapturedBlock:
-    """The same kind of block in the other run. Raises UnsupportedModel."""
+    """Return the same kind of block in the other run. Raises UnsupportedModel."""
     if moved is None:
         raise UnsupportedModel("which blocks are called, and with what, depends on the values of the latent")
     return moved
 
 
 def _plan_of(block: CapturedBlock, moved: CapturedBlock, latent_size: int) -> BlockPlan | None:
-    """What to do at such blocks: tokens meet in attention alone, or else in sums, convolutions or whole parts, too.
+    """Return the plan of a block: tokens meet in attention alone, or else in sums, convolutions or whole parts, too.
 
     None where there is nothing to split. Raises UnsupportedModel.
     """
@@ -110,9 +110,9 @@ def _plan_of(block: CapturedBlock, moved: CapturedBlock, latent_size: int) -> Bl
 
 
 def _mixing_plan(block: CapturedBlock, moved: CapturedBlock, latent_size: int) -> BlockPlan | None:
-    """A plan with sums over tokens or convolutions; None where there are none. Raises UnsupportedModel.
+    """Return a plan with sums over tokens or convolutions; None where there are none. Raises UnsupportedModel.
 
-    Whatever a sum goes into depends on all tokens, so that sums are found one after the other.
+    The result of a sum depends on all tokens, so sums are found one after the other.
     """
     sums: frozenset[int] = frozenset()
     seen = observe_block(block.module, block.arguments, Severance(sums))

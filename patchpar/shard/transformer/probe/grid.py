@@ -1,10 +1,10 @@
-"""Find the grid that tokens lie in: the frames, rows and columns of the latent that they come from, by disturbing it.
+"""Find the grid that tokens lie in, by perturbing frames, rows and columns of the latent.
 
-    1. disturb the first frame, row, column      how many tokens move tells how many there are of each
-    2. disturb random cells of that grid         exactly their tokens must move
+    1. perturb the first frame, row, column      the number of tokens that change gives the number of each
+    2. perturb random cells of that grid         exactly their tokens must change
 
-A latent that comes packed, a list of tokens, has no rows that could be disturbed. There the grid is the one that the
-model has its positions in: a table with a row for each token, in which every feature goes along one axis of a grid.
+A packed latent, a list of tokens, has no rows to perturb. The grid is then read from the model's positions: a table
+with a row for each token, in which every feature varies along one axis of the grid.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,11 +22,11 @@ from patchpar.shard.transformer.token_ranges import TokenGrid
 
 Watch = Callable[[CallArguments], CapturedRun]
 MOST_AXES = 3
-TRIALS = 2  # of random cells: what passes one by chance must have half of all tokens right by chance
+TRIALS = 2  # with random cells: a wrong grid passes one only if all its tokens are right by chance
 
 
 class GridSources:
-    """Where the tokens of blocks come from. `watched` runs the denoiser; one block of each kind is enough of it."""
+    """Finds the grids of tokens. `watched` runs the denoiser; one block of each kind is enough."""
 
     def __init__(self, watched: Watch, arguments: CallArguments, latent: str) -> None:
         self._watched, self._seen = watched, watched(arguments)
@@ -36,7 +36,7 @@ class GridSources:
         self._runs: dict[object, CapturedRun] = {}
 
     def of_all(self, plans: Mapping[Kind, BlockPlan]) -> tuple[BlockPlan, ...]:
-        """The plans of kinds of blocks, each with the origin of its tokens if they lie in a grid."""
+        """Return the plans of kinds of blocks, each with the source of its grid if its tokens lie in one."""
         return tuple(
             replace(plan, origin=self._from_latent(kind, plan) or self._from_table(kind, plan))
             for kind, plan in plans.items()
@@ -53,7 +53,7 @@ class GridSources:
         return found if all(trials) else None
 
     def _axes(self, kind: Kind, plan: BlockPlan, shape: tuple[int, ...]) -> GridSource | None:
-        """Dims of the latent along which some tokens are one line, and how wide it is; None if they are no lines."""
+        """Return the dims of the latent along which tokens lie, and the patch size along each; None if in no grid."""
         dims, patches = [], []
         for dim in range(-len(shape), 0):
             moved = self._moved(kind, plan, self._first_line(dim))
@@ -78,7 +78,7 @@ class GridSources:
         return self._run(dim, where)
 
     def _agrees(self, kind: Kind, plan: BlockPlan, origin: GridSource, seed: int) -> bool:
-        """Whether the tokens of random cells move, and no others."""
+        """Whether the tokens of random cells change, and no others."""
         assert self._shape is not None
         sizes = [self._shape[dim] // patch for dim, patch in zip(origin.dims, origin.patches, strict=True)]
         cells = torch.rand(sizes, generator=torch.Generator().manual_seed(seed)) < 0.5
@@ -89,13 +89,13 @@ class GridSources:
         return moved is not None and torch.equal(moved, cells.flatten())
 
     def _run(self, name: object, where: Tensor) -> CapturedRun:
-        """How the denoiser runs with another latent in some places; once for each name."""
+        """Run the denoiser with another latent where `where` is true; once for each name."""
         if name not in self._runs:
             self._runs[name] = self._watched(with_other_latent(self._arguments, self._latent, where))
         return self._runs[name]
 
     def _moved(self, kind: Kind, plan: BlockPlan, now: CapturedRun) -> Tensor | None:
-        """Which tokens are others than in the undisturbed run."""
+        """Return which tokens differ from the run without perturbation."""
         if kind not in now.blocks:
             return None
         name, rows = next(iter(plan.inputs.items()))
@@ -116,7 +116,10 @@ class GridSources:
 
 
 def grid_of_table(table: Tensor, dim: int) -> TokenGrid | None:
-    """The grid that the tokens along `dim` lie in, if every feature changes along one axis of it only."""
+    """Return the grid that the tokens along `dim` of `table`, of any shape, lie in; None if there is none.
+
+    Every feature must vary along one axis of the grid only. `table` may be complex, as rotary embeddings are.
+    """
     table = torch.view_as_real(table) if table.is_complex() else table
     x_TC = table.movedim(dim, 0).reshape(table.shape[dim], -1).float()
     if not x_TC.numel():
@@ -134,7 +137,7 @@ def _divisors(number: int) -> Iterator[int]:
 
 
 def _is_outer(x_OIC: Tensor) -> bool:
-    """Whether each feature changes along the outer dim or the inner one, never both, and some do along either."""
+    """Whether each feature varies along the outer dim or the inner one, never both, and some vary along either."""
     least = TOLERANCE * x_OIC.abs().amax()
     along_outer = ((x_OIC - x_OIC[:1]).abs() > least).any(1).any(0)
     along_inner = ((x_OIC - x_OIC[:, :1]).abs() > least).any(1).any(0)

@@ -1,4 +1,4 @@
-"""The argument of a denoiser that is denoised: which it is, how large one sample of it is, and what others it might be.
+"""The latent among the arguments of a denoiser: its name, its size, and a perturbed copy.
 
 It is one batch, or a list of samples.
 """
@@ -10,14 +10,14 @@ from patchpar.errors import UnsupportedModel
 from patchpar.shard.transformer.probe.capture import CallArguments, parameter_names
 from patchpar.shard.transformer.probe.row_trace import disturbed
 
-TABLE, IMAGE = 2, 4  # dims, those of an image with its batch or frames
+TABLE, IMAGE = 2, 4  # numbers of dims, of an image with batch or frames
 WAY_OUT = "use plan cfg=2 or data=N, which do not split the tokens"
 
 
 def name_of_latent(denoiser: nn.Module, arguments: CallArguments) -> str:
-    """The first argument that holds a picture, of numbers or of ids: ids of text, in a row, may come before it.
+    """Return the first argument that holds an image or a video, of floats or of token ids. Raises UnsupportedModel.
 
-    A table of numbers, such as positions, may as well, where there is an image or a video. Raises UnsupportedModel.
+    Rows of text ids before it are skipped; so are tables of floats, such as positions, if a later argument is an image.
     """
     most = dict.fromkeys(parameter_names(denoiser), 0)
     for latent in most:
@@ -32,12 +32,15 @@ def name_of_latent(denoiser: nn.Module, arguments: CallArguments) -> str:
 
 
 def is_latent(name: str, latent: str) -> bool:
-    """Whether an argument of that name is what is denoised, or one sample of it."""
+    """Whether an argument of that name is the latent, or one sample of it."""
     return name == latent or name.startswith(f"{latent}[")
 
 
 def with_other_latent(arguments: CallArguments, latent: str, where: Tensor | None = None) -> CallArguments:
-    """The same call with other numbers in what is denoised, in all of it or `where` that of a sample is true."""
+    """Return the same call with a perturbed latent: all of it, or where the bool mask `where` is true.
+
+    `where` has the shape of a sample: [C, H, W], [C, F, H, W] or any shape that the denoiser takes.
+    """
 
     def other(name: str, leaf: object) -> object:
         if not (is_latent(name, latent) and isinstance(leaf, Tensor)):
@@ -49,14 +52,14 @@ def with_other_latent(arguments: CallArguments, latent: str, where: Tensor | Non
 
 
 def latent_size(arguments: CallArguments, latent: str) -> int:
-    """How many numbers the latent of one sample has. Raises UnsupportedModel."""
+    """Return the number of elements of one sample of the latent. Raises UnsupportedModel."""
     found = _samples(arguments, latent)
     samples = found[latent].shape[0] if latent in found else len(found)
     return sum(leaf.numel() for leaf in found.values()) // samples
 
 
 def latent_shape(arguments: CallArguments, latent: str) -> tuple[int, ...] | None:
-    """The shape of one sample; None where they differ. Raises UnsupportedModel."""
+    """Return the shape of one sample; None where they differ. Raises UnsupportedModel."""
     found = _samples(arguments, latent)
     shapes = {tuple(leaf.shape[1:] if name == latent else leaf.shape) for name, leaf in found.items()}
     return shapes.pop() if len(shapes) == 1 else None

@@ -1,4 +1,4 @@
-"""Which convolutions of a block are over rows of its tokens and which over frames, from the shapes of their inputs."""
+"""Tell a block's convolutions over rows of tokens from those over frames, by the shapes of their inputs."""
 
 from collections.abc import Mapping
 
@@ -10,9 +10,9 @@ Shapes = Mapping[int, tuple[int, int, int]]  # planes, rows and columns by the n
 
 
 def grid_of(shapes: Shapes) -> TokenGrid | None:
-    """The grid that the convolutions are over; None where there are none. Raises UnsupportedModel.
+    """Return the grid that the convolutions are over; None where there are none. Raises UnsupportedModel.
 
-    A frame may be a plane of one convolution and a row of another, its tokens in one line.
+    A frame may be a plane of one convolution and one row of another.
     """
     grids = {shape for shape in shapes.values() if shape[0] > 1} or set(shapes.values())
     if not grids:
@@ -28,7 +28,7 @@ def _fits(shape: tuple[int, int, int], grid: TokenGrid) -> bool:
 
 
 def mixing_of(sums: frozenset[int], shapes: Shapes, grid: TokenGrid | None) -> TokenMixing:
-    """Where tokens meet; arguments that are counts are not known yet."""
+    """Return the calls that mix tokens, without the arguments that count rows, which are not known yet."""
     over_frames = tuple(number for number, shape in shapes.items() if grid is not None and shape != grid)
     return TokenMixing(
         sums=tuple(sorted(sums)),

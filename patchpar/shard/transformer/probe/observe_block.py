@@ -1,4 +1,4 @@
-"""A block alone, looked into: what reaches attention in it, and what it returns, while its tokens do not meet."""
+"""Run a block alone with attention severed, and record what reaches attention and what it returns."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,9 +18,9 @@ from patchpar.shard.transformer.token_mixing import MixingSevered
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """What answers for the part of a block at `path`: each output is an argument with the same rows.
+    """A replacement of the part of a block at `path`: each output is an argument with the same rows.
 
-    `outputs` are as they once were; `sources` says which argument stands for which of them, and how wide it is then.
+    `outputs`: those of the real part; `sources`: the argument that replaces each tensor, and its width.
     """
 
     path: str
@@ -30,7 +30,7 @@ class StandIn:
 
     @classmethod
     def of(cls, path: str, arguments: CallArguments, output: Any) -> "StandIn | None":
-        """For a part that was called so and returned that; None where an output has no such argument."""
+        """Return the replacement for a part after one call; None if an output has no argument with the same rows."""
         left = {name: x for name, x in arguments.tensors().items() if x.is_floating_point()}
         leaves, structure = tree_flatten(output)
         sources = {}
@@ -46,7 +46,7 @@ class StandIn:
         return cls(path, tuple(leaves), structure, sources) if sources else None
 
     def answer(self, arguments: CallArguments) -> Any:
-        """What it returns for these arguments."""
+        """Return the replaced outputs for these arguments."""
         given, leaves = arguments.tensors(), list(self.outputs)
         for number, (name, width) in self.sources.items():
             leaves[number] = resized(given[name], width)
@@ -55,10 +55,10 @@ class StandIn:
 
 @dataclass(frozen=True, slots=True)
 class Severance:
-    """Where, beside attention, tokens do not meet while a block is looked into.
+    """What is severed besides attention while a block is observed.
 
-    `sums`: products of matrices, and then convolutions do not mix them either; None where neither is looked for.
-    `parts`: what answers for parts of the block. `sequences`: how many sequences of tokens it is called with.
+    `sums`: numbers of the sums, all convolutions with them; None records and severs neither. `parts`: replacements of
+    parts of the block. `sequences`: how many sequences of tokens the block is called with.
     """
 
     sums: frozenset[int] | None = None
@@ -70,9 +70,9 @@ WHOLE = Severance()
 
 
 def observe_block(module: nn.Module, arguments: CallArguments, severance: Severance = WHOLE) -> Observed:
-    """What reaches attention in a block, and what it returns: by name, such as "attention 0 key" and "output 1".
+    """Return the inputs of attention in a block and its outputs by name, such as "attention 0 key" and "output 1".
 
-    What reaches products, convolutions and parts that are severed is told as well.
+    The inputs of sums, convolutions and severed parts are included. Tensors may have any shape.
     """
     mixing = None if severance.sums is None else MixingSevered(severance.sums, severance.sequences)
     mode, arguments = Severed(mixing), arguments.cloned()
@@ -86,19 +86,19 @@ def observe_block(module: nn.Module, arguments: CallArguments, severance: Severa
 
 
 def output_tensors(output: Any) -> dict[int, Tensor]:
-    """The tensors a block returned, by the number of the leaf."""
+    """Return the tensors of a block's output, of any shape, by the number of the leaf."""
     found, _ = tree_flatten_with_path(output)
     return {number: leaf for number, (_, leaf) in enumerate(found) if isinstance(leaf, Tensor)}
 
 
 def part_argument(path: str, name: str) -> str:
-    """What an argument of a severed part is observed as."""
+    """Return the name under which an argument of a severed part is observed."""
     return f"part {path} argument {name}"
 
 
 @contextmanager
 def _stood_in(module: nn.Module, parts: Sequence[StandIn], found: dict[str, Tensor]) -> Iterator[None]:
-    """While open, `parts` answer for those of the module, and what they are called with is noted."""
+    """Replace `parts` of the module while open, and record their arguments in `found`."""
     with ExitStack() as stack:
         for part in parts:
             inner = module.get_submodule(part.path)

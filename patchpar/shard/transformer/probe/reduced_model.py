@@ -1,4 +1,4 @@
-"""Run a transformer with one block of each kind: to see what its embedding makes of a latent, that will do."""
+"""Run a transformer with one block of each kind: enough to observe the result of its embedding."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,9 +12,9 @@ from patchpar.shard.hooks import HookSet
 
 @contextmanager
 def shortened(denoiser: nn.Module, alike: Iterable[Sequence[str]]) -> Iterator[None]:
-    """While open, of blocks at paths that are `alike` the first computes, and the others give what it gave.
+    """Compute only the first of the blocks at paths that are `alike` while open; the others return its output.
 
-    But for those that are called with other shapes.
+    Blocks that are called with other shapes compute as well.
     """
     with ExitStack() as stack:
         for paths in alike:
@@ -27,26 +27,26 @@ def shortened(denoiser: nn.Module, alike: Iterable[Sequence[str]]) -> Iterator[N
 
 
 class _BlockInputs:
-    """What the first block of a kind was given, and gave."""
+    """The input shapes and the output of the first block of a kind."""
 
     def __init__(self) -> None:
         self.shapes: list[Any] = []
         self.output: Any = None
 
     def by_first(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Computed, and kept."""
+        """Run the first block and keep its output."""
         self.shapes = _shapes_of((args, kwargs))
         self.output = forward(*args, **kwargs)
         return _cloned(self.output)
 
     def by_other(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What the first gave."""
+        """Return the first block's output; run the block if its inputs have other shapes."""
         return _cloned(self.output) if _shapes_of((args, kwargs)) == self.shapes else forward(*args, **kwargs)
 
 
 @contextmanager
 def forward_of(module: nn.Module, instead: Callable[..., Any]) -> Iterator[None]:
-    """While open, the module's forward is `instead` of the one that it is given."""
+    """Replace the module's forward while open; `instead` gets the original as its first argument."""
     forward = module.forward
     with HookSet() as hooks:
         hooks.replace(module, "forward", lambda *args, **kwargs: instead(forward, *args, **kwargs))

@@ -1,8 +1,8 @@
-"""Parts of a block in which its tokens meet in a way that nothing else knows, such as flex attention: found by trying.
+"""Find the parts of a block that mix tokens in an unknown way, such as flex attention, by trying each.
 
-    1. every part severed        where the block's tokens are in what its parts are called with
-    2. each part alone           run with a share of the tokens: one that gives another result needs all of them
-    3. those that need all       severed, while the rest of the block is looked into as usual
+    1. sever every part          shows where the block's tokens are in the arguments of its parts
+    2. run each part alone       with some of the tokens: one with another result needs all of them
+    3. sever those that do       and search the rest of the block as usual
 
 A part is a direct submodule that is called once. The parts that need all tokens are computed by every rank.
 """
@@ -24,12 +24,12 @@ from patchpar.shard.transformer.token_plan import BlockPlan, Replicated
 from patchpar.shard.transformer.token_ranges import TokenRanges
 from patchpar.shard.unsupported_model import is_of_the_split
 
-MOST = 0.75  # of a block's parameters: where every rank computes more, splitting the rest gains next to nothing
+MOST = 0.75  # of a block's parameters: where every rank computes more, splitting the rest gains almost nothing
 
 
 @dataclass(frozen=True, slots=True)
 class PartCall:
-    """How a part of a block was called, and what answers for it."""
+    """The call of a part of a block, and its replacement."""
 
     module: nn.Module
     arguments: CallArguments
@@ -37,7 +37,7 @@ class PartCall:
 
 
 def replicated_plan(block: CapturedBlock, moved: CapturedBlock, latent_size: int) -> BlockPlan | None:
-    """A plan in which some parts are computed by every rank; None where that is none, or nearly all of the block.
+    """Return a plan in which every rank computes some parts; None where that is none or nearly all of the block.
 
     Raises UnsupportedModel.
     """
@@ -57,7 +57,7 @@ def replicated_plan(block: CapturedBlock, moved: CapturedBlock, latent_size: int
     if not needing:
         return None
     plan = plan_without(needing)
-    for path in needing:  # positions may come to an attention layer whole, so that alone it cannot be told
+    for path in needing:  # an attention layer may get whole positions, so running it alone does not decide
         fewer = [each for each in needing if each != path]
         if fewer and _calls_attention(calls[path]):
             with suppress(UnsupportedModel):
@@ -67,7 +67,7 @@ def replicated_plan(block: CapturedBlock, moved: CapturedBlock, latent_size: int
 
 
 def _calls_in(block: CapturedBlock) -> dict[str, PartCall]:
-    """The parts of a block that are called once, and for which something can answer, in the order of their calls."""
+    """Return the parts of a block that are called once and can be replaced, in the order of their calls."""
     noted: dict[str, list[tuple[CallArguments, Any]]] = {}
     with _calls_noted(block.module, noted):
         observe_block(block.module, block.arguments)
@@ -81,7 +81,7 @@ def _calls_in(block: CapturedBlock) -> dict[str, PartCall]:
 
 @contextmanager
 def _calls_noted(module: nn.Module, noted: dict[str, list[tuple[CallArguments, Any]]]) -> Iterator[None]:
-    """While open, the arguments and the output of each direct submodule are noted whenever it is called."""
+    """Record the arguments and the output of each call of a direct submodule while open."""
 
     def noting(path: str) -> Callable[..., None]:
         def hook(part: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -96,14 +96,14 @@ def _calls_noted(module: nn.Module, noted: dict[str, list[tuple[CallArguments, A
 
 
 def _works_alone(call: PartCall, part: Replicated, ranges: TokenRanges) -> bool:
-    """Whether the part gives the same for a share of its tokens as for all of them, attention aside."""
+    """Whether the part computes the same for some of its tokens as for all of them, with attention severed."""
 
-    def patch(name: str, leaf: object) -> object:
+    def cut(name: str, leaf: object) -> object:
         rows = part.inputs.get(name)
         return leaf if rows is None or not isinstance(leaf, Tensor) else rows.cut(leaf, ranges)
 
     try:
-        whole, own = (observe_block(call.module, each) for each in (call.arguments, call.arguments.map(patch)))
+        whole, own = (observe_block(call.module, each) for each in (call.arguments, call.arguments.map(cut)))
         wanted = {
             f"output {number}": rows.cut(whole[f"output {number}"], ranges) for number, rows in part.outputs.items()
         }

@@ -1,12 +1,12 @@
-"""Which row of an input a row of something computed comes from: by disturbing rows and looking at what moves.
+"""Find which row of an input each row of a result depends on, by perturbing rows and recording what changes.
 
-Rows are disturbed in groups, twice for each bit of their number: those that have the bit, then those that have not.
+Rows are perturbed in groups, twice for each bit of their number: those that have the bit, then those that have not.
 
-    row 5 of 8 = 101        moves with bit 2, without bit 1, with bit 0: that is its name
-    a mean of rows          moves both with and without: it has several sources
-    a constant              never moves
+    row 5 of 8 = 101        changes with bit 2, without bit 1, with bit 0: together its number
+    a mean of rows          changes both with and without: it has several sources
+    a constant              never changes
 
-So 2 log2(n) runs tell the source of every row at once, whatever is of the same length as what.
+So 2 log2(n) runs find the source of every row at once, even where dims have equal lengths.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from torch import Tensor
 from patchpar.errors import UnsupportedModel
 
 UNMOVED, MIXED = -1, -2
-TOLERANCE = 1e-4  # of the largest value: below it is rounding, as in a product over another number of rows
+TOLERANCE = 1e-4  # of the largest value: a smaller change is rounding, as in a product over another number of rows
 
 Observed = Mapping[str, Tensor]
 Observe = Callable[[Tensor], Observed]
@@ -27,7 +27,7 @@ Hits = tuple[list[Tensor], list[Tensor]]  # for each dim, which indices moved wi
 
 @dataclass(frozen=True, slots=True)
 class RowSources:
-    """For each dim of something observed, the source of each index: a row's number, UNMOVED or MIXED."""
+    """For each dim of an observed tensor the source of each index: the number of a row, UNMOVED or MIXED."""
 
     by_dim: tuple[Tensor, ...]
 
@@ -41,7 +41,7 @@ class RowSources:
 
     @property
     def moved(self) -> bool:
-        """Whether anything has moved at all."""
+        """Whether anything has changed."""
         return bool((self.by_dim[0] != UNMOVED).any()) if self.by_dim else False
 
     def row_dims(self) -> list[int]:
@@ -50,12 +50,12 @@ class RowSources:
 
 
 def trace_rows(observe: Observe, x: Tensor, dim: int, base: Observed | None = None) -> dict[str, RowSources]:
-    """Where the rows of `x` along `dim` go in what `observe` makes of it; empty where they are no rows of anything.
+    """Return the sources of each tensor of `observe(x)` among the rows of x, of any shape, along `dim`.
 
-    `base`: what it makes of `x` as it is, if that is known. Raises UnsupportedModel when what is observed depends on
-    the values.
+    Empty if no index has a single row as its source. `base`: `observe(x)` without perturbation, if known. Raises
+    UnsupportedModel where the observed shapes depend on values.
     """
-    x = x.contiguous()  # as what is disturbed is: another layout in memory is rounded otherwise
+    x = x.contiguous()  # as the perturbed copies are: another memory layout rounds differently
     base, size = observe(x) if base is None else base, x.shape[dim]
     hits: dict[str, list[Hits]] = {name: [] for name in base}
     numbers = torch.arange(size)
@@ -70,7 +70,7 @@ def trace_rows(observe: Observe, x: Tensor, dim: int, base: Observed | None = No
 
 
 def _moved(base: Observed, now: Observed) -> dict[str, list[Tensor]]:
-    """Which indices of everything observed have moved. Raises UnsupportedModel."""
+    """Return which indices of each observed tensor have changed. Raises UnsupportedModel."""
     for name, before in base.items():
         if name not in now or now[name].shape != before.shape:
             raise UnsupportedModel(f"the shape of {name} depends on values, so its rows cannot be traced")
@@ -78,14 +78,14 @@ def _moved(base: Observed, now: Observed) -> dict[str, list[Tensor]]:
 
 
 def disturbed(x: Tensor, dim: int, indices: Tensor) -> Tensor:
-    """A copy of `x` in which the rows `indices` along `dim` are clearly others. Always by the same random numbers."""
+    """Return a copy of x, of any shape, with clearly different rows `indices` [n] along `dim`. Deterministic."""
     indices = indices.to(x.device)
     rows = x.index_select(dim, indices)
     return x.index_copy(dim, indices, _other(rows, x))
 
 
 def _other(x: Tensor, amid: Tensor) -> Tensor:
-    """Other values for `x`, which are some of those of `amid`."""
+    """Return other values for x, some rows of `amid`."""
     if not x.numel():
         return x
     if x.dtype == torch.bool:
@@ -99,7 +99,10 @@ def _other(x: Tensor, amid: Tensor) -> Tensor:
 
 
 def moved_indices(before: Tensor, after: Tensor) -> list[Tensor]:
-    """For each dim, which indices hold something that differs by more than rounding."""
+    """Return for each dim a bool tensor [size]: the indices that differ by more than rounding.
+
+    `before` and `after` have the same shape.
+    """
     if before.is_floating_point() or before.is_complex():
         finite = before.abs().nan_to_num(0.0, 0.0, 0.0)
         floor = TOLERANCE * finite.amax() if finite.numel() else 0.0
@@ -115,7 +118,7 @@ def _any_named(hits: Mapping[str, Sequence[Hits]]) -> bool:
 
 
 def _decoded(found: Sequence[Hits]) -> RowSources:
-    """Numbers from hits: a row that moved with exactly one group of every bit has that number."""
+    """Decode the sources: an index that changed with exactly one group of every bit has that number."""
     by_dim = []
     for dim in range(len(found[0][0])):
         with_bit, without = (torch.stack([pair[rail][dim] for pair in found]).cpu() for rail in (0, 1))

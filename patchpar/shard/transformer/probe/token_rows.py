@@ -1,4 +1,4 @@
-"""The argument of a block whose rows are its tokens, and where in the block they go."""
+"""The argument of a block whose rows are its tokens, and where these are in attention and in the outputs."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,7 +13,7 @@ from patchpar.shard.transformer.token_plan import AttentionTokens, Replicated, T
 
 
 class TokenArgument:
-    """An argument whose rows are the tokens, and where they go in the block."""
+    """An argument whose rows along `dim` are the tokens. `traced`: the sources of all that is observed in the block."""
 
     def __init__(self, name: str, dim: int, size: int, run: tuple[int, int], traced: dict[str, RowSources]) -> None:
         self.name, self.dim, self.size, self.traced = name, dim, size, traced
@@ -21,12 +21,12 @@ class TokenArgument:
         self.rows = run_as_rows(dim, self.first, self.count, size)
 
     def with_all_rows(self) -> "TokenArgument":
-        """The same, what is beside the tokens taken for tokens as well."""
+        """Return the same argument with all its rows as tokens."""
         return TokenArgument(self.name, self.dim, self.size, (0, self.size), self.traced)
 
     @property
     def reaches_attention(self) -> bool:
-        """Whether the keys or queries of some call are these tokens, one by one, or the rows of a severed part."""
+        """Whether each row of some call's queries or keys, or of a severed part's arguments, is one token."""
         return any(
             self._has_rows(name, -2)
             for name in self.traced
@@ -35,7 +35,7 @@ class TokenArgument:
 
     @property
     def reaches_output(self) -> bool:
-        """Whether they come out of the block: positions do not."""
+        """Whether an output of the block has these rows; the rows of positions do not reach it."""
         return any(self._has_rows(name, None) for name in self.traced if name.startswith("output"))
 
     def _has_rows(self, name: str, dim: int | None) -> bool:
@@ -44,7 +44,7 @@ class TokenArgument:
         return False
 
     def _tokens(self, sources: RowSources, dim: int) -> Tensor | None:
-        """The token at each index along `dim`, UNMOVED at others'; None where it is no dim of tokens."""
+        """Return the token at each index along `dim`, UNMOVED at other rows; None if it is no dim of tokens."""
         dim %= len(sources.by_dim)
         if dim not in sources.row_dims():
             return None
@@ -53,7 +53,7 @@ class TokenArgument:
         return tokens if (tokens >= 0).any() else None
 
     def start_in(self, traced: dict[str, RowSources]) -> int | None:
-        """At which row of another argument the tokens start; None unless it has one row for each, in their order."""
+        """Return the row of another argument where the tokens start; None unless it has one row for each, in order."""
         starts = set()
         covered = torch.zeros(self.count, dtype=torch.bool)
         for tokens, rows in self._beside(traced):
@@ -65,7 +65,7 @@ class TokenArgument:
         return int(starts.pop()) if len(starts) == 1 and covered.all() else None
 
     def _beside(self, traced: dict[str, RowSources]) -> Iterator[tuple[Tensor, Tensor]]:
-        """(tokens, their sources in another argument), wherever some of them have one row there."""
+        """Yield (tokens, their sources in another argument) wherever some of them have a single row there."""
         for point in traced.keys() & self.traced.keys():
             if point.endswith("mask"):
                 continue
@@ -78,20 +78,20 @@ class TokenArgument:
                         yield tokens[ours], rows
 
     def attention(self, number: int) -> AttentionTokens:
-        """What the call of that number sees of the tokens. Raises UnsupportedModel."""
+        """Return where tokens are in the attention call `number`. Raises UnsupportedModel."""
         queries, keys, values = (self._rows_in(f"attention {number} {what}", -2) for what in ("query", "key", "value"))
         if keys != values:
-            raise UnsupportedModel(f"its attention {number} has tokens elsewhere among the keys than among the values")
+            raise UnsupportedModel(f"its attention {number} has its tokens at other rows of keys than of values")
         mask = self.traced.get(f"attention {number} mask")
         return AttentionTokens(queries, keys, None if mask is None else len(mask.by_dim))
 
     @property
     def num_attentions(self) -> int:
-        """How many calls of attention are seen."""
+        """The number of attention calls."""
         return sum(name.startswith("attention") and name.endswith("query") for name in self.traced)
 
     def replicated(self, part: StandIn) -> Replicated:
-        """Where tokens are in what a part is called with, and in what it returns. Raises UnsupportedModel."""
+        """Return where tokens are in the arguments and outputs of a part. Raises UnsupportedModel."""
         prefix = part_argument(part.path, "")
         found = {
             name.removeprefix(prefix): self._rows_in(name, None) for name in self.traced if name.startswith(prefix)
@@ -101,7 +101,7 @@ class TokenArgument:
         return Replicated(part.path, inputs, outputs)
 
     def sums(self) -> frozenset[int]:
-        """The calls that sum over the tokens, each of which is one term, or one row of both factors of a product."""
+        """Return the calls that sum over tokens: each token is one term, or one row of both factors of a product."""
         found = set()
         for name, left in self.traced.items():
             if name.startswith("sum") and self._all_tokens(left, len(left.by_dim) - 1):
@@ -114,12 +114,12 @@ class TokenArgument:
         return frozenset(found)
 
     def _all_tokens(self, sources: RowSources, dim: int) -> bool:
-        """Whether there are the tokens along `dim`, in their order, and nothing else."""
+        """Whether the indices along `dim` are the tokens in their order, and nothing else."""
         tokens = self._tokens(sources, dim) if dim >= 0 else None
         return tokens is not None and torch.equal(tokens, torch.arange(self.count))
 
     def convolutions(self) -> dict[int, tuple[int, int, int]]:
-        """Planes, rows and columns of the tokens by the number of each convolution over them.
+        """Return planes, rows and columns of the tokens by the number of each convolution over them.
 
         Raises UnsupportedModel.
         """
@@ -135,7 +135,7 @@ class TokenArgument:
         return found
 
     def outputs(self) -> dict[int, TokenRows]:
-        """Where tokens are in what the block returns. Raises UnsupportedModel."""
+        """Return where tokens are in the block's outputs. Raises UnsupportedModel."""
         found = {}
         for name in self.traced:
             if name.startswith("output"):
@@ -145,7 +145,7 @@ class TokenArgument:
         return found
 
     def _rows_in(self, name: str, dim: int | None) -> TokenRows | None:
-        """The run of tokens in something observed: along `dim`, or whichever dim has them. Raises UnsupportedModel."""
+        """Return the run of tokens in an observed tensor along `dim`, or along any dim. Raises UnsupportedModel."""
         sources = self.traced[name]
         if not sources.moved:
             return None
@@ -157,28 +157,28 @@ class TokenArgument:
         tokens = self._tokens(sources, dims[0])
         if tokens is None:
             return None
-        group_ranks = (tokens >= 0).nonzero().flatten()
+        positions = (tokens >= 0).nonzero().flatten()
         if (
-            len(group_ranks) != self.count
-            or not torch.equal(tokens[group_ranks], torch.arange(self.count))
-            or not _is_run(group_ranks)
+            len(positions) != self.count
+            or not torch.equal(tokens[positions], torch.arange(self.count))
+            or not _is_run(positions)
         ):
             raise UnsupportedModel(f"its {name} does not have the tokens in their order, one after the other")
-        return run_as_rows(dims[0], int(group_ranks[0]), self.count, len(tokens))
+        return run_as_rows(dims[0], int(positions[0]), self.count, len(tokens))
 
 
 def run_of(moved: Tensor) -> tuple[int, int] | None:
-    """(start, count) of the indices that moved, where they are one run."""
-    group_ranks = moved.nonzero().flatten()
-    return (int(group_ranks[0]), len(group_ranks)) if len(group_ranks) and _is_run(group_ranks) else None
+    """Return (start, count) of the true indices of `moved` [size] if they are one run, else None."""
+    positions = moved.nonzero().flatten()
+    return (int(positions[0]), len(positions)) if len(positions) and _is_run(positions) else None
 
 
-def _is_run(group_ranks: Tensor) -> bool:
-    return int(group_ranks[-1]) - int(group_ranks[0]) + 1 == len(group_ranks)
+def _is_run(positions: Tensor) -> bool:
+    return int(positions[-1]) - int(positions[0]) + 1 == len(positions)
 
 
 def run_as_rows(dim: int, start: int, count: int, size: int) -> TokenRows:
-    """Of the numbers before and after only one can be told to stay: the smaller one."""
+    """Return the rows of a run; of the numbers of rows before and after it, only the smaller one is kept as fixed."""
     after = size - start - count
     if start == 0 and after == 0:
         return TokenRows(dim)
