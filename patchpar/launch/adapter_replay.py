@@ -1,6 +1,6 @@
-"""Calls that add, select and delete parts by name, such as adapters: what of them new workers have to be told.
+"""Which calls that add, select and delete named adapters a restarted worker has to repeat.
 
-Of parts that are gone nothing is told, so that nobody needs what they came from.
+Calls about deleted adapters are dropped, so that a restart does not need the files of these adapters.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedAdapters:
-    """What a call does to parts by name. `without`: its arguments without some of the names, if it selects.
+    """What a call does to named adapters. `without`: arguments of a selecting call without some of the names.
 
-    What is added becomes active, alone; what is selected is active from then on, with the weights that the call says,
-    and nothing else. When active ones are deleted, the others of them stay active. If none is left, another one
-    becomes active, and which one is known only where there is just one.
+    An added adapter becomes the only active one. A selection makes exactly its adapters active, with the weights of
+    the call. Deletion leaves the other active adapters active. If none is left, diffusers activates another one; which
+    one is known only if a single adapter remains.
     """
 
     does: Literal["adds", "selects", "deletes"]
@@ -24,13 +24,13 @@ class NamedAdapters:
     without: Callable[[frozenset[str]], tuple[Any, ...]] | None = None
 
     def left(self, gone: frozenset[str]) -> NamedAdapters | None:
-        """The same for the other names; None where nothing is left."""
+        """Return the same effect without the names in `gone`; None if no name is left."""
         names = self.names - gone
         return replace(self, names=names) if names else None
 
 
 def settled(calls: Sequence[NamedAdapters]) -> list[NamedAdapters | None]:
-    """What is left of each call, the last of which is new, so that the same parts are there and active."""
+    """Return what to repeat of each call, so that the same adapters are present and active; the last call is new."""
     *before, latest = calls
     present = _present(calls)
     if latest.does == "selects" and latest.names >= present:
@@ -43,7 +43,7 @@ def settled(calls: Sequence[NamedAdapters]) -> list[NamedAdapters | None]:
 
 
 def _present(calls: Sequence[NamedAdapters]) -> frozenset[str]:
-    """Parts that are there in the end."""
+    """Return the adapters that are present after all calls."""
     names: frozenset[str] = frozenset()
     for each in calls:
         names = names | each.names if each.does == "adds" else names - each.names if each.does == "deletes" else names
@@ -51,7 +51,7 @@ def _present(calls: Sequence[NamedAdapters]) -> frozenset[str]:
 
 
 def _lasting(calls: Sequence[NamedAdapters]) -> list[NamedAdapters | None]:
-    """Calls that add and select without what has been deleted after them, and none that deletes."""
+    """Return the adding and selecting calls without adapters that were deleted later; None for the deleting calls."""
     left: list[NamedAdapters | None] = []
     deleted: frozenset[str] = frozenset()
     for each in reversed(calls):
@@ -62,7 +62,7 @@ def _lasting(calls: Sequence[NamedAdapters]) -> list[NamedAdapters | None]:
 
 
 def _is_known_what_is_active(before: Sequence[NamedAdapters], deleted: frozenset[str]) -> bool:
-    """Whether others than these have been selected, and what came after that has nothing to do with these."""
+    """Return whether a selection keeps other adapters active, and no later call concerns the deleted ones."""
     for each in reversed(before):
         if each.does == "selects":
             return bool(each.names - deleted)

@@ -1,14 +1,14 @@
-"""Whether all ranks are called with the same arguments, where each has a caller of its own.
+"""Check that all ranks are called with the same arguments, where every rank has its own caller (torchrun).
 
-Each says for each argument a digest and a few words; the digests are compared. What a digest is taken of:
+Every rank sends a digest and a short description of each argument; the digests are compared. The digest covers:
 
     numbers, text, lists, mappings, dataclasses     their values
-    tensors, arrays, pictures                       shape, kind and every value
-    paths, and text that is one here                the last part: machines may have the same file at other places
+    tensors, arrays, images                         shape, dtype or mode, and every value
+    paths, and text that is one here                the last part: machines may keep the same file in other folders
     schedulers and others with a `config`           class and config
-    torch.Generator                                 nothing: rank 0's state goes to all
-    torch.device                                    the type: each rank has its own
-    functions, and everything else                  the name of it, or of its class
+        torch.Generator                                 nothing: all ranks take rank 0's state
+        torch.device                                    the type: every rank has its own device
+        functions, and everything else                  its name, or the name of its class
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Any
 from patchpar.errors import ArgumentMismatch
 
 PER_RANK = "per rank"
-"""Name in the metadata of a dataclass's field that may be another one on each rank."""
+"""Metadata key of dataclass fields that may differ between ranks."""
 LONGEST_TEXT = 60  # characters of a value in a message
 PLAIN = (type(None), bool, int, float, complex, bytes)
 
 
 def described(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """A call, to be compared with that of other ranks."""
+    """Return a description of a call for `compare`: JSON with digest and text of each argument."""
     found = {"method": [method, method]}
     for name, value in _named(args, kwargs):
         digest = hashlib.blake2b(digest_size=16)
@@ -43,7 +43,7 @@ def described(method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> by
 
 
 def compare(calls: Sequence[bytes]) -> None:
-    """Raise ArgumentMismatch if one of the calls, by rank, is not that of rank 0."""
+    """Raise ArgumentMismatch if a call differs from that of rank 0. `calls` are in rank order."""
     first = json.loads(calls[0])
     for rank, data in enumerate(calls):
         call = json.loads(data)
@@ -54,7 +54,7 @@ def compare(calls: Sequence[bytes]) -> None:
             what = "the call" if name == "method" else f"{first['method'][1]}: argument {_displayed(name)}"
             raise ArgumentMismatch(
                 f"{what} differs: {own} on rank 0, {other} on rank {rank}. Under torchrun every process makes the same "
-                "call with the same arguments; send what only one of them knows to the others first"
+                "call with the same arguments; broadcast values that only one process has before the call"
             )
 
 
@@ -62,7 +62,7 @@ NOT_GIVEN = ("", "not given")
 
 
 def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Arguments with names, no two alike; those of mappings and dataclasses one by one."""
+    """Yield arguments with unique names; items of mappings and fields of dataclasses one by one."""
     for index, value in enumerate(args):
         if isinstance(value, Mapping):
             yield from ((f"{index}:{name}", each) for name, each in value.items())
@@ -89,7 +89,7 @@ def _in_words(value: Any) -> str:
 
 
 def _parts(value: Any) -> Iterator[bytes]:
-    """Bytes that are equal where values are."""
+    """Yield bytes that are equal exactly where the values are equal."""
     yield f"{type(value).__name__}(".encode()
     if isinstance(value, PLAIN):
         yield repr(value).encode()
@@ -119,7 +119,7 @@ def _parts_within(value: Any) -> Iterator[bytes]:
 
 
 def _other_parts(value: Any) -> Iterator[bytes]:
-    """Of what libraries have, none of which is imported here."""
+    """Yield bytes for types of libraries, without importing any of them."""
     kind = type(value)
     library = kind.__module__.partition(".")[0]
     config = getattr(value, "config", None)
@@ -139,7 +139,7 @@ def _other_parts(value: Any) -> Iterator[bytes]:
 
 
 def _bytes_of(tensor: Any) -> Iterator[bytes]:
-    """The values of a tensor; nothing of a sparse or quantised one."""
+    """Yield the values of a tensor of any shape; nothing for a sparse or quantized one."""
     import torch
 
     if tensor.layout is torch.strided and not tensor.is_quantized:
@@ -157,7 +157,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _fields(value: Any) -> Iterator[tuple[str, Any]]:
-    """Fields of a dataclass that are to be the same on all ranks."""
+    """Yield the fields of a dataclass that have to be equal on all ranks."""
     for field in dataclasses.fields(value):
         if not field.metadata.get(PER_RANK):
             yield field.name, getattr(value, field.name)

@@ -1,8 +1,8 @@
-"""Messages over a socket pair. No port listens anywhere: both ends are inherited or passed, so no stranger can write.
+"""Messages over a socket pair. No port is opened: both ends are inherited or passed, so no other process can write.
 
     frame:  [kind u8][has block u8][request u32][spans u32][stream u64][block u64]  spans  stream
 
-A message's block does not travel: its descriptor does, with the first byte of the frame.
+The block of a message is not copied: its descriptor is sent with the first byte of the frame.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from patchpar.launch.shared_blocks import SharedBlock
 
 HEAD = struct.Struct("<BBIIQQ")
 SPAN = struct.Struct("<QQ")
-CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux; elsewhere only a later exec would inherit
+CLOSE_ON_EXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # Linux only; elsewhere a later exec would inherit it
 EMPTY = EncodedMessage(stream=b"")
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame is. The first line goes to a worker, the second comes from it."""
+    """Kinds of frames. First line: caller to worker; second line: worker to caller."""
 
     CONFIG, FORM, CALL, REPLY, PING, STOP, TELL = range(7)
     EVENT, ASK, PONG, RESULT, FAILED = range(10, 15)
@@ -32,7 +32,7 @@ class FrameKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChannelFrame:
-    """One message with its kind, and the number of the request that it belongs to."""
+    """A message with its kind and its request number."""
 
     kind: FrameKind
     request: int
@@ -40,7 +40,7 @@ class ChannelFrame:
 
 
 class ChannelClosed(Exception):
-    """The other end has gone."""
+    """The other end is closed."""
 
 
 class Channel:
@@ -54,13 +54,13 @@ class Channel:
         self._descriptors: list[int] = []
 
     def fileno(self) -> int:
-        """For select."""
+        """Return the file descriptor, for select."""
         return self._sock.fileno()
 
     def send(self, frame: ChannelFrame) -> None:
-        """Send a frame; may be called from several threads.
+        """Send a frame; thread-safe.
 
-        Raises ChannelClosed if the other end has gone, TimeoutError if it has not read for `send_timeout` seconds.
+        Raises ChannelClosed if the other end is closed, TimeoutError if it has not read for `send_timeout` seconds.
         """
         message, block = frame.message, frame.message.block
         size = block.size if block is not None else 0
@@ -77,7 +77,7 @@ class Channel:
                 raise ChannelClosed(str(error)) from error
 
     def receive(self) -> ChannelFrame:
-        """Wait for the next frame. Raises ChannelClosed."""
+        """Wait for the next frame and return it. Raises ChannelClosed."""
         while True:
             frame = self._take()
             if frame is not None:
@@ -85,7 +85,7 @@ class Channel:
             self._read()
 
     def receive_ready(self) -> Iterator[ChannelFrame]:
-        """Read once and give what is complete by then. To be used after select. Raises ChannelClosed."""
+        """Read once and yield the complete frames. Call it after select. Raises ChannelClosed."""
         self._read()
         while (frame := self._take()) is not None:
             yield frame

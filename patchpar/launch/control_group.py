@@ -1,13 +1,13 @@
-"""How ranks with a caller each agree: what rank 0 says goes to all, and what each says is gathered by all.
+"""Broadcast from rank 0 and all-gather between ranks that have a caller each (torchrun).
 
-LinkControl     on one host, through sockets to rank 0: who has gone is known at once, and by number
+LinkControl     on one host, through sockets to rank 0: a rank that exits is noticed at once, with its number
 GroupControl    between hosts, through a gloo group of torch.distributed
 
-rank 0                    the others
-  | <------- WORD --------- |           of a gathering: from each, when it gets there
-  | -------- HERE --------> |           rank 0 has got there; how long it waits for the rest
-  | -------- ALL ---------> |           what everybody said; or who has gone, or is late
-  | -------- REPLY -------> |           at any time between two gatherings
+rank 0                    other ranks
+  | <------- WORD --------- |           gather: the data of each rank
+  | -------- HERE --------> |           gather: rank 0 has entered it; how long it waits for the others
+  | -------- ALL ---------> |           gather: the data of all ranks; or which ranks have exited or are late
+  | -------- REPLY -------> |           broadcast, at any time between two gathers
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-REPLY_SECONDS = 3600.0  # how long rank 0's caller may take: nobody stands by to watch, so there has to be a limit
-MARGIN = 5.0  # s for the verdict of rank 0 to come
-HEAD = struct.Struct("<BQQ")  # kind, number of the gathering, length
+REPLY_SECONDS = 3600.0  # limit for rank 0's caller, whose process no parent watches
+MARGIN = 5.0  # s for rank 0's result to arrive
+HEAD = struct.Struct("<BQQ")  # kind, number of the gather, length in bytes
 REPLY, HERE, WORD, ALL = range(4)
 CLOSED = "this executor is closed; make a new one"
 
 
 class Control(Protocol):
-    """One rank's end. All ranks make the same calls of it."""
+    """One rank's end. All ranks make the same calls in the same order."""
 
     def broadcast(self, data: bytes) -> bytes:
-        """Rank 0's data, on all ranks. Raises WorkerDied, WorkerHung, and CallAborted if rank 0 has gone on."""
+        """Return rank 0's data on all ranks. Raises WorkerDied, WorkerHung; CallAborted if rank 0 ended the call."""
 
     def gather(self, data: bytes, patience: float) -> list[bytes]:
-        """What each rank gives, in order. Raises WorkerDied, and WorkerHung after `patience` seconds."""
+        """Return the data of all ranks in order. Raises WorkerDied, and WorkerHung after `patience` seconds."""
 
     def leave(self) -> None:
-        """Let go of it. Harmless when done twice."""
+        """Release the connections. Idempotent."""
 
 
 class ControlFrame(NamedTuple):
-    """One message of a link."""
+    """One message of a link between two ranks."""
 
     kind: int
     number: int
@@ -59,14 +59,14 @@ class ControlFrame(NamedTuple):
 
 
 class _Link:
-    """A socket that brings frames."""
+    """A socket that carries frames."""
 
     def __init__(self, rank: int, sock: socket.socket) -> None:
         self.rank, self.sock = rank, sock
         self._bytes = bytearray()
 
     def send(self, frame: ControlFrame) -> None:
-        """Raises WorkerDied if the other end has gone."""
+        """Send a frame. Raises WorkerDied if the other end is closed."""
         self.sock.settimeout(REPLY_SECONDS)
         try:
             self.sock.sendall(HEAD.pack(frame.kind, frame.number, len(frame.data)) + frame.data)
@@ -74,7 +74,7 @@ class _Link:
             raise gone(self.rank) from error
 
     def take(self) -> ControlFrame | None:
-        """A frame that has come whole."""
+        """Return the next complete frame, None if there is none yet."""
         if len(self._bytes) < HEAD.size:
             return None
         kind, number, length = HEAD.unpack_from(self._bytes)
@@ -85,7 +85,7 @@ class _Link:
         return ControlFrame(kind, number, data)
 
     def read(self, seconds: float) -> None:
-        """Take in what comes next. Raises TimeoutError if nothing does, WorkerDied if the other end has gone."""
+        """Read once. Raises TimeoutError after `seconds` without data, WorkerDied if the other end is closed."""
         self.sock.settimeout(max(seconds, 1e-3))
         try:
             data = self.sock.recv(1 << 18)
@@ -99,18 +99,18 @@ class _Link:
 
 
 def gone(rank: int) -> WorkerDied:
-    """The error for a rank that has closed its end."""
+    """Return the error for a rank that has closed its end."""
     return WorkerDied(f"rank {rank} has gone: its process has ended, or has closed its pipeline", rank=rank)
 
 
 class LinkControl:
-    """A Control through sockets: on rank 0 one to each other rank, there one to rank 0."""
+    """A Control through sockets: rank 0 has one to each other rank, the others have one to rank 0."""
 
     def __init__(self, rank: int, world_size: int, links: Mapping[int, socket.socket]) -> None:
         self._rank, self._world = rank, world_size
         self._links = {peer: _Link(peer, sock) for peer, sock in links.items()}
         self._gathers = 0
-        self._early: deque[ControlFrame] = deque()  # of rank 0, for the gathering that we have not got to
+        self._early: deque[ControlFrame] = deque()  # from rank 0, for a gather that this rank has not entered yet
         self._is_left = False
 
     def broadcast(self, data: bytes) -> bytes:
@@ -121,7 +121,7 @@ class LinkControl:
                 link.send(ControlFrame(REPLY, self._gathers, data))
             return data
         try:
-            frame = self._heard(time.monotonic() + REPLY_SECONDS)
+            frame = self._receive(time.monotonic() + REPLY_SECONDS)
         except TimeoutError as error:
             raise WorkerHung(f"rank 0 has not answered for {REPLY_SECONDS:.0f} s", rank=0) from error
         if frame.kind == REPLY:
@@ -141,36 +141,36 @@ class LinkControl:
         with selectors.DefaultSelector() as selector:
             for link in self._links.values():
                 selector.register(link.sock, selectors.EVENT_READ, link)
-                with contextlib.suppress(WorkerDied):  # read out what it said before
+                with contextlib.suppress(WorkerDied):  # what it sent before it exited is read below
                     link.send(ControlFrame(HERE, self._gathers, struct.pack("<d", patience)))
-                self._listen(link, words)
+                self._read_frames(link, words)
             while len(words) < self._world and not dead and (rest := give_up - time.monotonic()) > 0:
                 for key, _ in selector.select(rest):
                     try:
                         key.data.read(0.0)
-                        self._listen(key.data, words)
+                        self._read_frames(key.data, words)
                     except WorkerDied:
                         selector.unregister(key.data.sock)
                         dead |= {key.data.rank} - words.keys()
         late = [] if dead else [rank for rank in range(self._world) if rank not in words]
         found = pickle.dumps((sorted(dead), late, patience, [words.get(rank, b"") for rank in range(self._world)]))
         for link in self._links.values():
-            with contextlib.suppress(WorkerDied):  # who has given its word may leave
+            with contextlib.suppress(WorkerDied):  # a rank whose data has arrived may exit
                 link.send(ControlFrame(ALL, self._gathers, found))
-        return _judged(found)
+        return _gathered(found)
 
-    def _listen(self, link: _Link, words: dict[int, bytes]) -> None:
+    def _read_frames(self, link: _Link, words: dict[int, bytes]) -> None:
         while (frame := link.take()) is not None:
-            if frame.number == self._gathers:  # and not of one that was given up
+            if frame.number == self._gathers:  # else of an earlier gather that timed out
                 words[link.rank] = frame.data
 
     def _contribute(self, data: bytes, patience: float) -> list[bytes]:
-        with contextlib.suppress(WorkerDied):  # it may have judged already, and left
+        with contextlib.suppress(WorkerDied):  # rank 0 may have sent the result already, and exited
             self._links[0].send(ControlFrame(WORD, self._gathers, data))
         give_up = time.monotonic() + patience
         while True:
             try:
-                frame = self._early.popleft() if self._early else self._heard(give_up)
+                frame = self._early.popleft() if self._early else self._receive(give_up)
             except TimeoutError as error:
                 text = f"rank 0 has not finished within {patience:.0f} s of rank {self._rank}"
                 raise WorkerHung(text, rank=0) from error
@@ -179,9 +179,9 @@ class LinkControl:
             if frame.kind == HERE:
                 give_up = time.monotonic() + struct.unpack("<d", frame.data)[0] + MARGIN
             if frame.kind == ALL:
-                return _judged(frame.data)
+                return _gathered(frame.data)
 
-    def _heard(self, give_up: float) -> ControlFrame:
+    def _receive(self, give_up: float) -> ControlFrame:
         link = self._links[0]
         while (frame := link.take()) is None:
             if time.monotonic() > give_up:
@@ -200,8 +200,8 @@ class LinkControl:
             link.sock.close()
 
 
-def _judged(found: bytes) -> list[bytes]:
-    """The words that rank 0 has gathered. Raises WorkerDied and WorkerHung for those that are missing."""
+def _gathered(found: bytes) -> list[bytes]:
+    """Return the data that rank 0 has gathered. Raises WorkerDied or WorkerHung for a rank whose data is missing."""
     dead, late, patience, words = pickle.loads(found)
     if dead:
         raise gone(dead[0])
@@ -211,11 +211,11 @@ def _judged(found: bytes) -> list[bytes]:
 
 
 class GroupControl:
-    """A Control through a gloo group of all ranks, beside the default one.
+    """A Control through a gloo group of all ranks, beside the default group.
 
-    Nobody else keeps the group itself, so that `leave` ends its threads. One that still wants to let go of a tensor
-    when Python is on its way out has to take Python's lock then, which ends the thread there and, with it, the process:
-    "terminate called without an active exception".
+    No other object refers to the group, so that `leave` ends its threads. A gloo thread that releases a tensor while
+    Python shuts down has to take the GIL, which ends the thread and, with it, the process: "terminate called without
+    an active exception".
     """
 
     def __init__(self) -> None:
@@ -225,7 +225,7 @@ class GroupControl:
 
     @property
     def group(self) -> ProcessGroup:
-        """The group. Raises LaunchError when it has been left: torch takes no group for the default one."""
+        """The group. Raises LaunchError after `leave`: torch would use the default group for None."""
         if self._group is None:
             raise LaunchError(CLOSED)
         return self._group
@@ -274,13 +274,13 @@ class GroupControl:
 
         group, self._group = self._group, None
         if group is not None:
-            with contextlib.suppress(RuntimeError, ValueError):  # the latter: it went with the default group
+            with contextlib.suppress(RuntimeError, ValueError):  # ValueError: destroyed together with the default group
                 dist.destroy_process_group(group)
 
 
 @contextlib.contextmanager
 def _with_gloo_errors(patience: float) -> Iterator[None]:
-    """What gloo says, as WorkerHung and WorkerDied."""
+    """Raise gloo's errors as WorkerHung and WorkerDied."""
     try:
         yield
     except WorkerError:

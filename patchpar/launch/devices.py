@@ -1,4 +1,4 @@
-"""Which devices there are, and which of them a user means."""
+"""Available devices, and the devices that an argument `devices=` names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_whole, plain
 
-GPU_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: NVIDIA, AMD, and NVIDIA under Windows' Linux
+GPU_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: NVIDIA, AMD, and NVIDIA under WSL
 WORKERS_PER_CORE = 8
 ALWAYS_ALLOWED_WORKERS = 16
 ACCEPTED = 'devices may be "auto", a number, "cpu", "cpu:4" (four CPU workers), "cuda", "cuda:1", or a list of devices'
@@ -19,18 +19,18 @@ ACCEPTED = 'devices may be "auto", a number, "cpu", "cpu:4" (four CPU workers), 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """One torch device name per rank, and in words how they were chosen."""
+    """One torch device name per rank, and a note on how they were chosen."""
 
     names: tuple[str, ...]
     note: str
 
 
 def resolve_devices(devices: object = "auto", *, oversubscribe: bool = False) -> Devices:
-    """The devices that a user means.
+    """Return the devices that `devices` names.
 
     `devices`: "auto" (all GPUs, else the CPU); a number (GPUs where there are any, else CPU workers); "cpu"; "cpu:N"
     (N CPU workers); "cuda" (all GPUs); "cuda:i"; a list such as ["cuda:0", "cuda:2"] or ["cpu", "cpu"].
-    `oversubscribe`: allow a list to name a GPU more than once; its ranks then talk through shared memory.
+    `oversubscribe`: allow a list to name a GPU more than once; its ranks then communicate through shared memory.
 
     Raises PlanError for devices that do not exist, repeat, or cannot work together.
     """
@@ -47,14 +47,14 @@ def resolve_devices(devices: object = "auto", *, oversubscribe: bool = False) ->
 
 
 def available_cores() -> int:
-    """How many CPU cores this process may use."""
+    """Return the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def gpu_count() -> int:
-    """How many GPUs torch can use. Does not import torch (seconds) on a machine that has none."""
+    """Return the number of GPUs that torch can use. Does not import torch (seconds) on a machine without GPUs."""
     has_files = any(next(Path("/dev").glob(pattern), None) for pattern in GPU_FILES)
     if not has_files and "torch" not in sys.modules:
         return 0
@@ -109,7 +109,7 @@ def _from_list(devices: Sequence[object], oversubscribe: bool) -> Devices:
 
 
 def _one_device(device: object) -> str:
-    """A device of a list, as torch names it."""
+    """Return torch's name for one device of a list. Raises PlanError."""
     name = str(device) if type(device).__module__ == "torch" else device
     if not isinstance(name, str):
         raise PlanError(f"{device!r} in devices is a {type(device).__name__}; write it as 'cuda:{device}' or 'cpu'")

@@ -1,8 +1,8 @@
-"""What becomes of workers in a process that is forked from the one that started them: nothing. They are not its own.
+"""Protect workers from processes that are forked from the one that started them, which must not use them.
 
-A child's copy of a descriptor keeps a connection open, so that workers would take a caller that has been killed for
-alive as long as one of its children lives. So a child closes its copies at once. A lock that another thread held at the
-moment of the fork is never released in the child, so that it gets new ones.
+A child's copy of a descriptor keeps a connection open: workers would consider a killed caller alive as long as one of
+its children runs. So a child closes its copies at once. It also replaces locks, since a lock that another thread held
+at the fork is never released in the child.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from patchpar.errors import LaunchError
 
 
 class Forkable(Protocol):
-    """Something that holds descriptors or locks."""
+    """An object that holds descriptors or locks."""
 
     def after_fork(self) -> None:
-        """In a child that was forked: close copies of descriptors, take new locks. The parent's must not notice."""
+        """In a forked child: close copied descriptors and replace locks, without any effect on the parent."""
 
 
 class _Forks:
-    """All that a child has to change, and the lock without which nothing may be made that is still unknown here."""
+    """The objects to change in a forked child, and the lock that is held while such objects are created."""
 
     def __init__(self) -> None:
         self.making = threading.RLock()
         self._known: weakref.WeakSet[Forkable] = weakref.WeakSet()
-        if hasattr(os, "register_at_fork"):  # and not on Windows, where nothing forks
+        if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
             lock = self.making
             os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=self._begin)
 
@@ -48,21 +48,21 @@ _FORKS = _Forks()
 
 
 def change_in_children(thing: Forkable) -> None:
-    """Have `thing.after_fork` called in every process that is forked from this one, as long as it lives."""
+    """Call `thing.after_fork` in every process that is forked from this one while `thing` exists."""
     _FORKS.add(thing)
 
 
 @contextlib.contextmanager
 def no_fork() -> Iterator[None]:
-    """While open, other threads that fork wait: descriptors are made that nobody would close in a child."""
+    """Block forks of other threads while descriptors are created that are not yet registered for `after_fork`."""
     with _FORKS.making:
         yield
 
 
 def check_owner(pid: int) -> None:
-    """Raise LaunchError in any process but `pid`, which has made the workers."""
+    """Raise LaunchError unless this process is `pid`, which started the workers."""
     if os.getpid() != pid:
         raise LaunchError(
-            f"these workers belong to process {pid}; this one ({os.getpid()}) was forked from it and cannot use them: "
-            "make a new pipeline (or executor) here, or start the process by 'spawn'"
+            f"these workers belong to process {pid}; process {os.getpid()} was forked from it and cannot use them: "
+            "create a new pipeline (or executor) in it, or start it with the 'spawn' method"
         )

@@ -1,4 +1,4 @@
-"""How the workers of one pool are introduced: to their task, to their environment, and to each other."""
+"""Start-up of a worker pool: configuration, environment variables and the store for NCCL."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import patchpar
 from patchpar.launch.anonymous_file import anonymous_file
 
 PACKAGE_ROOT = str(Path(patchpar.__file__).resolve().parent.parent)
-# What torchrun sets for its own ranks. A worker is nobody's rank but its pool's.
+# What torchrun sets for its ranks. A worker is a rank of its pool only.
 TORCHRUN_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 TORCHRUN_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """What a worker is told first."""
+    """The first message to a worker. Times in seconds."""
 
     rank: int
     world_size: int
@@ -34,16 +34,16 @@ class WorkerConfig:
     group_timeout: float
     threads: int
     path: tuple[str, ...]
-    nccl_store: str | None  # a path, where the ranks talk through NCCL
-    heartbeat: int  # descriptors, inherited under the same numbers
+    nccl_store: str | None  # a path, if the ranks communicate through NCCL
+    heartbeat: int  # file descriptors, inherited under the same numbers
     lifeline: int
-    links: dict[int, int]  # by the rank at the other end
+    links: dict[int, int]  # descriptors by the rank at the other end
 
 
 class NcclStore:
-    """The file through which ranks on GPUs of their own agree on NCCL's unique id (a torch FileStore).
+    """The file of a torch FileStore, through which ranks with a GPU each exchange NCCL's unique id.
 
-    On Linux it has no name: the workers inherit it and open it through /proc, so even `kill -9` leaves nothing behind.
+    On Linux it has no name: workers inherit it and open it through /proc, so that `kill -9` leaves no file behind.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class NcclStore:
             self.path = str(Path(self._folder) / "store")
 
     def close(self) -> None:
-        """Remove it. Harmless when done twice."""
+        """Remove the file. Idempotent."""
         descriptors, self.inherit = self.inherit, ()
         for fd in descriptors:
             os.close(fd)
@@ -66,13 +66,13 @@ class NcclStore:
 
 
 def needs_nccl(devices: tuple[str, ...]) -> bool:
-    """Whether these ranks talk through NCCL, which cannot have two of them on one GPU."""
+    """Return whether these ranks communicate through NCCL, which allows one rank per GPU."""
     on_gpus = all(name.startswith("cuda") for name in devices)
     return on_gpus and 1 < len(devices) == len(set(devices))
 
 
 def versions() -> dict[str, str]:
-    """What caller and workers must have in common."""
+    """Return the versions that have to be equal in caller and workers."""
     version = "not installed"
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         version = importlib.metadata.version("patchpar")
@@ -80,9 +80,9 @@ def versions() -> dict[str, str]:
 
 
 def worker_environment(threads: int) -> dict[str, str]:
-    """The environment of a worker: ours, with its share of the cores, and no trace of torchrun.
+    """Return a worker's environment: that of this process with OMP_NUM_THREADS, and without torchrun's variables.
 
-    NCCL's ranks find each other over the loopback interface, unless the environment names another one.
+    NCCL uses the loopback interface to connect ranks, unless the environment names another one.
     """
     environment = {
         name: value
@@ -98,13 +98,13 @@ def worker_environment(threads: int) -> dict[str, str]:
 
 
 def loopback_interface() -> str:
-    """The name of the loopback interface; empty if there is none, and NCCL then chooses."""
+    """Return the name of the loopback interface; empty if there is none, so that NCCL chooses."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), "")
 
 
 def threads_per_rank(cores: int, workers: int) -> int:
-    """Threads per worker: an equal share of the cores, at most what OMP_NUM_THREADS asks for, at least 1."""
+    """Return the threads per worker: cores divided by workers, at most OMP_NUM_THREADS, at least 1."""
     requested = os.environ.get("OMP_NUM_THREADS", "")
     equal = max(1, cores // workers)
     return min(equal, int(requested)) if requested.isdigit() and int(requested) > 0 else equal

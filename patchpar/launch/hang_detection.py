@@ -1,11 +1,12 @@
-"""Who gets on, who waits, who is stuck: judged from what every rank shows of itself, by arithmetic alone.
+"""Detect ranks that hang, from heartbeats, processor time and the waiting flag of every rank.
 
-    a mark, or a word to the caller     progress
-    processor time                      progress, though the mark stays the same: a long kernel is no fault
-    waiting for another rank            neither: nobody is accused of it, and the time it burns is no work
+    a heartbeat, or a message to the caller     progress
+    processor time                              progress, also without a heartbeat: a kernel may run long
+    waiting for another rank                    neither progress nor a fault; its processor time (polling) is ignored
 
-A rank that neither waits nor gets on is stuck after `patience`, whatever the others do. If all wait, none will come:
-that is a fault after `patience` too. Work without a mark counts up to `longest_work`, so that an endless loop ends.
+A rank that neither waits nor makes progress is stuck after `patience`, independent of the others. If all ranks wait
+for one another, they are stuck after `patience` too. Work without a heartbeat is limited by `longest_work`, so that an
+endless loop is found.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-WORK_TIMES = 30  # deadlines that a rank may work without a mark; single layers took eight of them on two loaded cores
-WORK_FRACTION = 0.02  # of a core: less than that is not work, but answers to pings and the like
+WORK_TIMES = 30  # deadlines of work without a heartbeat; single layers took eight of them on two loaded cores
+WORK_FRACTION = 0.02  # of a core: below that it is not work, but answers to pings and the like
 MORE_TIME = "a longer deadline= (--deadline on the command line)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangLimits:
-    """Seconds that a rank may go without any progress, and that it may work without a mark; who sets them."""
+    """Seconds without progress, and of work without a heartbeat, before a rank is stuck; `way_out`: what to raise."""
 
     patience: float
     longest_work: float
@@ -29,17 +30,17 @@ class HangLimits:
 
     @classmethod
     def of_call(cls, deadline: float, expected: float) -> HangLimits:
-        """For a call during which a rank may be busy for `expected` seconds beyond the deadline."""
+        """Return limits for a call in which a rank may make no progress for `expected` seconds beyond the deadline."""
         return cls(patience=deadline + expected, longest_work=WORK_TIMES * deadline + expected)
 
     @classmethod
     def of_start(cls, seconds: float) -> HangLimits:
-        """For a start, which has to be done in that time, work or no work."""
+        """Return limits for a start, which has to complete within `seconds`, with or without work."""
         return cls(patience=seconds, longest_work=seconds, way_out="a longer start_timeout=")
 
 
 class RankActivity(NamedTuple):
-    """What a rank shows: marks made, seconds of processor time used, whether it waits for another rank."""
+    """State of a rank: number of heartbeats, seconds of processor time, whether it waits for another rank."""
 
     beats: int
     work: float
@@ -47,33 +48,33 @@ class RankActivity(NamedTuple):
 
 
 class RequestProgress:
-    """Of all ranks, during one request. `signs`: what they show at its beginning."""
+    """Progress of all ranks during one request. `signs`: their activity at its beginning."""
 
     def __init__(self, limits: HangLimits, signs: Sequence[RankActivity]) -> None:
         self.limits = limits
-        self.quiet = 0.0  # s since anyone made a mark or said a word
-        self.idle = 0.0  # s since anyone made progress of any kind
+        self.quiet = 0.0  # s since the last heartbeat or message of any rank
+        self.idle = 0.0  # s since the last progress of any rank
         self._signs = list(signs)
-        self._worked = [sign.work for sign in signs]  # when it was last taken for progress
-        self._idle = [0.0] * len(signs)  # s since it made progress, or waited
-        self._markless = [0.0] * len(signs)  # s since it made a mark, said a word, or waited
+        self._worked = [sign.work for sign in signs]  # processor time when it last counted as progress
+        self._idle = [0.0] * len(signs)  # s since the rank made progress or waited
+        self._beatless = [0.0] * len(signs)  # s since its last heartbeat, message or wait
 
     def heard(self, rank: int) -> None:
-        """It has said a word to the caller."""
-        self.quiet = self.idle = self._idle[rank] = self._markless[rank] = 0.0
+        """Record a message of this rank to the caller."""
+        self.quiet = self.idle = self._idle[rank] = self._beatless[rank] = 0.0
 
     def pass_time(self, seconds: float, signs: Sequence[RankActivity]) -> None:
-        """So much later they show this."""
+        """Advance the time by `seconds`, after which the ranks' activity is `signs`."""
         self.quiet += seconds
         self.idle += seconds
         for rank, sign in enumerate(signs):
             self._idle[rank] += seconds
-            self._markless[rank] += seconds
+            self._beatless[rank] += seconds
             if sign.beats != self._signs[rank].beats:
                 self.heard(rank)
                 self._worked[rank] = sign.work
             if sign.waits:
-                self._idle[rank] = self._markless[rank] = 0.0
+                self._idle[rank] = self._beatless[rank] = 0.0
                 self._worked[rank] = sign.work
             elif sign.work - self._worked[rank] >= WORK_FRACTION * self.limits.patience:
                 self._idle[rank] = self.idle = 0.0
@@ -81,23 +82,23 @@ class RequestProgress:
             self._signs[rank] = sign
 
     def stuck(self, active: Collection[int]) -> list[int]:
-        """Those of the `active` ranks that will not get on: none while there is hope."""
+        """Return the stuck ones of the `active` ranks."""
         limits = self.limits
-        accused = [
+        guilty = [
             rank
             for rank in active
             if not self._signs[rank].waits
-            and (self._idle[rank] > limits.patience or self._markless[rank] > limits.longest_work)
+            and (self._idle[rank] > limits.patience or self._beatless[rank] > limits.longest_work)
         ]
-        if accused:
-            return accused
+        if guilty:
+            return guilty
         all_wait = all(self._signs[rank].waits for rank in active)
         return list(active) if all_wait and self.idle > limits.patience else []
 
     def waits(self, rank: int) -> bool:
-        """Whether it waits for another."""
+        """Return whether the rank waits for another one."""
         return self._signs[rank].waits
 
     def works(self, rank: int) -> bool:
-        """Whether it has used the processor lately."""
+        """Return whether the rank has made progress within `patience`, without waiting for another one."""
         return not self.waits(rank) and self._idle[rank] <= self.limits.patience

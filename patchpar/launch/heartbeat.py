@@ -1,11 +1,11 @@
-"""Where a rank is, readable from outside at any moment: also when it hangs, is stopped, or has just been killed.
+"""Heartbeats in shared memory: the last exchange point of a rank, readable also when it hangs or has been killed.
 
-    page:  [count: u64][place: u64][waits: u64][work: u64] [length: u16, text] [length: u16, text] ...
-                          |____________________________________________^
+    page:  [count: u64][offset: u64][waits: u64][work: u64] [length: u16, text] [length: u16, text] ...
+                             |__________________________________________________^
 
-A rank counts its marks and points at the text of the last one; the page is an anonymous file which worker and caller
-both map. A text is written once, when it is first seen, so that a mark costs two stores. `waits` is not 0 while the
-rank waits for another; `work` is its processor time in ms, as of the last ping that it answered.
+A rank counts its heartbeats and stores the offset of the text of the last one. Worker and caller both map the page, an
+anonymous file. A text is written once, when it is first used, so that a heartbeat costs two stores. `waits` is not 0
+while the rank waits for another; `work` is its processor time in ms, as of the last ping that it answered.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import TracebackType
 
 from patchpar.launch.hang_detection import RankActivity
 
-PAGE_BYTES = 256 * 1024  # only the part in use takes memory
+PAGE_BYTES = 256 * 1024  # unused pages take no memory
 HEAD = struct.Struct("<QQQQ")
 COUNT, OFFSET, WAITS, WORK = range(4)
 LENGTH = struct.Struct("<H")
@@ -25,7 +25,7 @@ MAX_TEXT = 200
 
 
 class Heartbeat:
-    """The writer's end."""
+    """The writer, in the worker."""
 
     def __init__(self, fd: int) -> None:
         self._page = mmap.mmap(fd, PAGE_BYTES)
@@ -36,21 +36,21 @@ class Heartbeat:
         self._count = 0
 
     def beat(self, where: str) -> None:
-        """Count one mark and say where it was made."""
+        """Count one heartbeat and store its text `where`."""
         offset = self._offsets.get(where)
         if offset is None:
-            offset = self._learn(where)
+            offset = self._store_text(where)
         self._count += 1
         self._head[OFFSET] = offset
         self._head[COUNT] = self._count
 
     def show_work(self) -> None:
-        """Say how much processor time this process has used, with all its threads and the children it has outlived."""
+        """Store the processor time of this process, with all its threads and the children that it has reaped."""
         self._head[WORK] = int(1000 * sum(os.times()[:4]))
 
-    def _learn(self, where: str) -> int:
+    def _store_text(self, where: str) -> int:
         text = where.encode()[:MAX_TEXT]
-        if self._end + LENGTH.size + len(text) > PAGE_BYTES:  # full of texts that were used once: begin again
+        if self._end + LENGTH.size + len(text) > PAGE_BYTES:  # full of texts that are not used any more: start again
             self._offsets.clear()
             self._end = HEAD.size
         offset = self._end
@@ -62,7 +62,7 @@ class Heartbeat:
 
 
 class WaitingFlag:
-    """While this is entered, once or several times over, the rank waits for another: what it burns is no work."""
+    """A reentrant context manager: the rank waits for another one, and processor time does not count as work."""
 
     def __init__(self, head: memoryview) -> None:
         self._head = head
@@ -77,7 +77,7 @@ class WaitingFlag:
 
 
 class HeartbeatReader:
-    """The other end. Reading never waits."""
+    """The reader, in the caller. Reading never blocks."""
 
     def __init__(self, fd: int) -> None:
         os.ftruncate(fd, PAGE_BYTES)
@@ -85,13 +85,13 @@ class HeartbeatReader:
 
     @property
     def sign(self) -> RankActivity:
-        """What the rank shows of itself."""
+        """The rank's current activity."""
         count, _, waits, work = HEAD.unpack_from(self._page, 0)
         return RankActivity(beats=count, work=work / 1000, waits=waits > 0)
 
     @property
     def where(self) -> str:
-        """The text of the last mark; empty before the first."""
+        """The text of the last heartbeat; empty before the first."""
         offset = HEAD.unpack_from(self._page, 0)[OFFSET]
         if offset == 0:
             return ""
@@ -99,5 +99,5 @@ class HeartbeatReader:
         return bytes(self._page[offset + LENGTH.size : offset + LENGTH.size + length]).decode(errors="replace")
 
     def close(self) -> None:
-        """Let go of the page: of a rank that could not be started. It goes by itself when this is dropped."""
+        """Unmap the page, for a rank that could not be started. Otherwise it is unmapped with this object."""
         self._page.close()

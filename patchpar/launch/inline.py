@@ -1,6 +1,6 @@
-"""Ranks that are this process: what their executors have in common, and the executor of one rank.
+"""Executors of ranks that run in this process: the common base, and the executor of a single rank.
 
-There a call is a call, and exceptions come as they are.
+With a single rank a call is a plain function call, and exceptions are not changed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from patchpar.launch.executor import Callbacks, EngineCall, Executor, engine_met
 
 
 class OwnProcessContext(ABC):
-    """What the RankContexts of ranks that are this process have in common."""
+    """Base of the RankContexts of ranks that run in this process."""
 
     def __init__(self, rank: int, devices: tuple[str, ...], links: Mapping[int, socket.socket] | None) -> None:
         self.rank, self.world_size, self.device, self.links = rank, len(devices), devices[rank], links
-        self.deadline = 0.0  # until there is a call
+        self.deadline = 0.0  # before the first call
         self.waiting = nullcontext()
         self.callbacks = Callbacks()
         self.where = ""
@@ -31,7 +31,7 @@ class OwnProcessContext(ABC):
         return self.deadline
 
     def emit(self, event: object) -> None:
-        """See RankContext. Only rank 0's events are heard: other ranks are processes of their own."""
+        """See RankContext. Only rank 0's events are passed on: other ranks are other processes."""
         if self.rank == 0:
             self.callbacks.event(0, event)
 
@@ -45,22 +45,22 @@ class OwnProcessContext(ABC):
 
 
 class OwnProcessExecutor(Executor):
-    """An Executor of which this process is a rank. The engine is made at the first call."""
+    """An Executor of which this process is a rank. The engine is created at the first call."""
 
     _context: OwnProcessContext
     _engine: Any = None
 
     def start(self) -> None:
-        """Nothing to start: this process runs."""
+        """See Executor. There is nothing to start."""
 
     def _run_here(self, call: EngineCall) -> Any:
-        """What the method returns on this rank."""
+        """Return the method's result on this rank."""
         if self._engine is None:
             self._engine = load_engine(self._engine_name)(self._context)
         return engine_method(self._engine, call.method)(*call.args, **call.kwargs)
 
     def close(self) -> None:
-        """Let go of the engine. Harmless when done twice."""
+        """Release the engine. Idempotent."""
         self._is_closed, self._engine = True, None
 
 
@@ -72,7 +72,7 @@ class InlineContext(OwnProcessContext):
         self.messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def ask(self, question: object) -> Any:
-        """See RankContext. An exception of the caller's own passes through."""
+        """See RankContext. An exception of the caller's function passes through."""
         return self.callbacks.answer(question)
 
     def hear(self, timeout: float) -> Any:
@@ -84,9 +84,9 @@ class InlineContext(OwnProcessContext):
 
 
 class InlineExecutor(OwnProcessExecutor):
-    """An Executor of one rank on `device`, in this process. Nothing is replayed: this rank is not started anew.
+    """An Executor of one rank on `device`, in this process. Nothing is replayed, since this rank is never restarted.
 
-    `deadline` is what the engine sees as its own; nothing watches this process. Raises LaunchError.
+    `deadline` is passed to the engine only: hangs of this process are not detected. Raises LaunchError.
     """
 
     kind: Literal["inline"] = "inline"

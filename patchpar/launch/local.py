@@ -1,7 +1,7 @@
-"""Worker processes of this process, one per device. This process drives them and is no rank itself.
+"""Worker processes of this process, one per device. This process controls them and is not a rank.
 
-It imports neither torch nor anything else that is slow, and owns no device. If a worker dies or hangs, the call that
-suffered raises; the next call starts a new generation of workers and replays the calls marked so.
+It imports neither torch nor other slow modules, and uses no device. If a worker dies or hangs, the current call
+raises; the next call starts new workers and repeats the calls that were made with `replay`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 class LocalExecutor(Executor):
     """An Executor whose ranks are worker processes on this machine.
 
-    `devices`: one torch device name per rank. `engine`: "package.module:Class". `deadline`: seconds that a rank may go
-    without progress during a call, see `hang_detection`. `start_timeout`: seconds for the workers to import everything
-    and find each other. `preload`: modules that the workers import while they start. Raises LaunchError.
+    `devices`: one torch device name per rank. `engine`: "package.module:Class". `deadline`: seconds without progress
+    that a rank may take during a call, see `hang_detection`. `start_timeout`: seconds for the workers to import modules
+    and connect. `preload`: modules that the workers import while they start. Raises LaunchError.
     """
 
     kind: Literal["local"] = "local"
@@ -70,12 +70,12 @@ class LocalExecutor(Executor):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process ids of the workers, by rank; empty if none are running."""
+        """The process ids of the workers in rank order; empty if none are running."""
         pool = self._pool
         return pool.pids if pool is not None else ()
 
     def start(self) -> None:
-        """Begin to start the workers; returns at once. `call` does it too. Raises LaunchError."""
+        """Begin to start the workers and return at once. `call` does it too. Raises LaunchError."""
         check_owner(self._owner)
         with self._lock:
             self._check_open()
@@ -84,7 +84,7 @@ class LocalExecutor(Executor):
                 self._is_ready = False
 
     def _call(self, call: EngineCall) -> list[Any]:
-        """See Executor.call. Calls from several threads wait for one another."""
+        """See Executor.call. Calls from several threads run one after another."""
         check_owner(self._owner)
         message = encode_call(call.method, call.args, call.kwargs, call.expected)
         try:
@@ -104,7 +104,7 @@ class LocalExecutor(Executor):
     def remember(
         self, method: str, *args: Any, replay: bool | str | CallEffects = True, expected: float = 0.0, **kwargs: Any
     ) -> None:
-        """Have workers that are started later do this call too, which those there have done in another way."""
+        """Repeat this call on workers that are started later; the current ones have done it in another way."""
         with self._lock:
             self._keep(
                 EngineCall(
@@ -114,7 +114,7 @@ class LocalExecutor(Executor):
             )
 
     def _keep(self, call: EngineCall, *, sent: EncodedMessage | None) -> None:
-        """Have new workers do a call too."""
+        """Add a call to those that new workers repeat."""
         replay = call.replay
         change = (
             replay if isinstance(replay, CallEffects) else CallEffects(sets=None if replay is True else str(replay))
@@ -127,7 +127,7 @@ class LocalExecutor(Executor):
 
     def _enter(self) -> None:
         if self._is_busy:
-            raise LaunchError("a call cannot be made from within on_event or on_ask of another")
+            raise LaunchError("on_event and on_ask cannot make a call: wait until the current call has returned")
         self._is_busy = True
 
     def _run(self, message: EncodedMessage, callbacks: Callbacks, expected: float) -> list[Any]:
@@ -145,16 +145,16 @@ class LocalExecutor(Executor):
                 self._drop_pool()
 
     def _make_ready(self) -> None:
-        """Have workers that are ready and have seen the journal."""
+        """Start workers if there are none, wait until they are ready, and repeat the recorded calls."""
         if self._pool is not None and not self._pool.is_alive() and self._is_ready:
-            log.warning("a worker ended while it was idle; starting the workers anew")
+            log.warning("a worker ended while it was idle; restarting the workers")
             self._drop_pool()
         if self._pool is not None and self._is_ready:
             return
         if len(self._failed_starts) >= MAX_FAILED_STARTS:
             raise LaunchError(
-                f"the workers could not be started {MAX_FAILED_STARTS} times in a row; make a new executor when the "
-                f"cause is gone. The last time: {self._failed_starts[-1]}"
+                f"the workers could not be started {MAX_FAILED_STARTS} times in a row; remove the cause and create a "
+                f"new executor. The last error: {self._failed_starts[-1]}"
             )
         try:
             self.start()
@@ -175,7 +175,7 @@ class LocalExecutor(Executor):
             try:
                 self._run(message, Callbacks(), entry.expected)
             except Exception as error:
-                raise LaunchError(f"the workers were restarted, but {entry.method!r} failed now: {error}") from error
+                raise LaunchError(f"workers were restarted, but repeating {entry.method!r} failed: {error}") from error
             finally:
                 message.close()
 
@@ -185,7 +185,7 @@ class LocalExecutor(Executor):
             pool.kill()
 
     def close(self) -> None:
-        """End the workers, politely if they are idle. Harmless when done twice, and from another thread."""
+        """End the workers; idle ones are asked to stop. Idempotent and thread-safe."""
         self._is_closed = True
         pool, self._pool = self._pool, None
         if pool is not None:

@@ -1,7 +1,7 @@
-"""Objects to messages and back: pickles whose large parts lie in one anonymous block of shared memory.
+"""Encode objects as messages and back: pickles whose large buffers are in one anonymous block of shared memory.
 
-How each kind of object is taken apart is in `pickling`. What is received may be written to: nobody else sees it.
-Messages are unpickled, so they must only ever come through a channel that no stranger can write to.
+How each type is pickled is in `pickling`. A decoded object is private to the receiver and writable.
+Messages are unpickled, so they may only arrive through a channel that no untrusted process can write to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from patchpar.launch.shared_blocks import SharedBlock, SharedBlockWriter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedMessage:
-    """An object on its way. `spans` are the places (offset, length) of its buffers in `block`.
+    """An encoded object. `spans` are (offset, length) of its buffers in `block`, in bytes.
 
     A stream longer than INLINE_BYTES is in the block too, as the last span, and `stream` is empty.
     """
@@ -29,15 +29,15 @@ class EncodedMessage:
     block: SharedBlock | None = None
 
     def close(self) -> None:
-        """Give up this process's hold of the block; who has received or mapped it keeps it."""
+        """Close this process's descriptor of the block; receivers and mappings keep the block."""
         if self.block is not None:
             self.block.close()
 
 
 def encode(value: object) -> EncodedMessage:
-    """Make a message of any picklable object. The same message can be sent to many receivers.
+    """Encode any picklable object. The same message can be sent to many receivers.
 
-    Raises pickle.PicklingError (or what the object's own pickling raises), and MemoryError without room for it.
+    Raises pickle.PicklingError (or what the object's own pickling raises), and MemoryError if it does not fit.
     """
     writer = SharedBlockWriter()
     sink = io.BytesIO()
@@ -55,20 +55,20 @@ def encode(value: object) -> EncodedMessage:
 
 
 def decode(message: EncodedMessage) -> Any:
-    """The object again, its large parts mapped, not copied. Raises what unpickling raises."""
+    """Return the object, with its large buffers mapped, not copied. Raises what unpickling raises."""
     memory = message.block.map() if message.block is not None else memoryview(b"")
     return _loads(message.stream, [memory[start : start + length] for start, length in message.spans])
 
 
 def pack(message: EncodedMessage) -> bytes:
-    """A message as plain bytes, for a way that can carry no descriptor. Closes the message."""
+    """Return a message as plain bytes, for transports that cannot pass descriptors. Closes the message."""
     memory = b"" if message.block is None else bytes(message.block.map())
     message.close()
     return pickle.dumps((message.stream, message.spans, memory))
 
 
 def unpack(data: bytes) -> Any:
-    """The object in packed bytes, writable and private as ever."""
+    """Return the object from the bytes of `pack`, writable and private."""
     stream, spans, memory = pickle.loads(data)
     view = memoryview(bytearray(memory))
     return _loads(stream, [view[start : start + length] for start, length in spans])
@@ -79,7 +79,7 @@ def _loads(stream: bytes, buffers: list[memoryview]) -> Any:
 
 
 def encode_call(method: str, args: Sequence[object], kwargs: dict[str, object], expected: float) -> EncodedMessage:
-    """Make a message of a call. Raises PlanError that names the argument which cannot be sent."""
+    """Encode a call. Raises PlanError that names the argument which cannot be sent."""
     try:
         return encode((method, tuple(args), kwargs, expected))
     except MemoryError:
@@ -97,7 +97,7 @@ def encode_call(method: str, args: Sequence[object], kwargs: dict[str, object], 
 
 
 def _reason_against(value: object) -> str:
-    """Why `value` cannot be sent; empty if it can."""
+    """Return why `value` cannot be sent; empty if it can."""
     try:
         encode(value).close()
     except Exception as error:  # noqa: BLE001  any class may fail in its own way

@@ -1,15 +1,14 @@
-"""How objects are taken apart for a journey to another process, and put together there.
+"""A pickler for messages between processes.
 
-    tensors (any device), arrays, pictures   their bytes go to the block, the pickle holds the place
-    torch.Generator                          kind of device and state; comes to life on the receiver's own device
-    what a script or a notebook defines      by value, as cloudpickle does it: classes, functions, and what they name
-    functions inside functions               by value too, but in their module: libraries hook such into networks
+    tensors (any device), arrays, images     their bytes go to the block, the pickle holds the offset
+    torch.Generator                          device type and state; created on the receiver's own device
+    classes and functions of a script        by value, through cloudpickle, with all that they refer to
+    functions inside functions               by value too, but in their module: libraries install such in networks
     modules                                  by name
-    everything else                          as pickle does it
+    everything else                          by pickle's rules
 
-A tensor arrives on the CPU. Tensors that share a whole storage (tied weights) share it again on arrival; a view of a
-part of a storage arrives as a tensor of its own. Neither torch, numpy, Pillow nor cloudpickle is imported before it
-is needed.
+A tensor arrives on the CPU. Tensors that share a whole storage (tied weights) share it after unpickling too; a view of
+part of a storage arrives as a separate tensor. torch, numpy, Pillow and cloudpickle are imported only when needed.
 """
 
 from __future__ import annotations
@@ -31,25 +30,25 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-INLINE_BYTES = 64 * 1024  # what is smaller travels in the stream itself
+INLINE_BYTES = 64 * 1024  # buffers up to this size stay in the pickle stream
 
 
 class BlockPickler(pickle.Pickler):
-    """Pickles by protocol 5; buffers of more than INLINE_BYTES go to the block."""
+    """Pickles with protocol 5; buffers of more than INLINE_BYTES go to the block."""
 
     def __init__(self, sink: io.BytesIO, writer: SharedBlockWriter) -> None:
         super().__init__(sink, protocol=5, buffer_callback=self._take)
         self.spans: list[tuple[int, int]] = []
         self._writer = writer
         self._storages: dict[tuple[str, int], _Storage] = {}
-        self._alive: list[object] = []  # the keys above are addresses: what they point at must stay
+        self._alive: list[object] = []  # the keys above are addresses, so the storages must not be freed
         self._written: pickle.PickleBuffer | None = None
-        self._cloud: Any = None  # cloudpickle's, which takes code apart
+        self._cloud: Any = None  # cloudpickle's pickler, for code
 
     def _take(self, buffer: pickle.PickleBuffer) -> bool:
-        """Whether the buffer is to be kept in the stream."""
+        """Write a large buffer to the block; return whether it stays in the stream instead."""
         if self._written is not None:
-            self._written.release()  # or host copies of all of a GPU's weights would pile up until the end
+            self._written.release()  # else host copies of all GPU weights would accumulate until the end
             self._written = None
         with buffer.raw() as data:
             if data.nbytes <= INLINE_BYTES:
@@ -59,7 +58,7 @@ class BlockPickler(pickle.Pickler):
         return False
 
     def reducer_override(self, value: Any) -> Any:
-        """How our own kinds are taken apart; NotImplemented for all others."""
+        """Return the reduction of the types listed above; NotImplemented for all others."""
         parts: Any = NotImplemented
         if isinstance(value, (type, FunctionType)):
             parts = self._code_parts(value)
@@ -74,19 +73,19 @@ class BlockPickler(pickle.Pickler):
         elif _is_a(value, "PIL.Image", "Image"):
             parts = _image, _image_parts(value)
         elif _is_a(value, "numpy", "ndarray") and not (value.flags.forc or value.dtype.hasobject):
-            parts = value.copy().__reduce_ex__(5)  # contiguous; numpy itself would put a copy into the stream
+            parts = value.copy().__reduce_ex__(5)  # contiguous; otherwise numpy puts a copy into the stream
         return parts
 
     def _code_parts(self, value: type | FunctionType) -> Any:
-        """Classes, and functions of a module, go by name; what workers cannot find by it goes by value.
+        """Reduce classes and module functions by name, and what workers cannot import by value.
 
-        A class that comes back is the same class, as cloudpickle keeps count of them.
+        A class that is sent back is the same class, because cloudpickle tracks classes that it has pickled.
         """
         if _is_of_script(value) or (self._cloud is not None and _is_nameless(value)):
             return self._by_value(value)
         if isinstance(value, type) or _is_found_by_name(value):
             return NotImplemented
-        # cloudpickle would send all that the function names in its module, be it the state of a library, or a lock.
+        # cloudpickle would send all module globals that the function uses: perhaps a library's state, or a lock.
         make, (code, _, *others), (attributes, slots), *rest = self._by_value(value)
         state = attributes, {**slots, "__globals__": {}, "_cloudpickle_submodules": []}
         return _function_of_module, (make, value.__module__, code, *others), state, *rest
@@ -96,7 +95,7 @@ class BlockPickler(pickle.Pickler):
             import cloudpickle
 
             self._cloud = cloudpickle.Pickler(io.BytesIO(), protocol=5)
-            self.dispatch_table = self._cloud.dispatch_table  # for code, cells and what else such are made of
+            self.dispatch_table = self._cloud.dispatch_table  # for code objects, cells and the like
         return self._cloud.reducer_override(value)
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -122,36 +121,36 @@ class BlockPickler(pickle.Pickler):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Storage:
-    """The bytes under one or more tensors; as one object, so that pickle sees it a second time as the same."""
+    """The bytes of a storage; one object for all tensors that share it, so that pickle's memo keeps the sharing."""
 
     data: pickle.PickleBuffer
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> pickle.PickleBuffer:
-    """The bytes of a storage on the CPU, without a copy."""
+    """Return the bytes of a storage on the CPU, without a copy."""
 
-    class Bytes(ctypes.c_ubyte * storage.nbytes()):  # type: ignore[misc]  # a class, to have room for an attribute
+    class Bytes(ctypes.c_ubyte * storage.nbytes()):  # type: ignore[misc]  # a class, so that it can have attributes
         pass
 
     array = Bytes.from_address(storage.data_ptr())
-    array.owner = storage  # the array is only a view of its memory
+    array.owner = storage  # keeps the memory of this view alive
     return pickle.PickleBuffer(array)
 
 
 def _is_of_script(value: type | FunctionType) -> bool:
-    """Whether a class or function is of the script or notebook itself, or a class inside a function."""
+    """Return whether a class or function is defined in the script or notebook, or is a class inside a function."""
     if value.__module__ == "__main__":
         return True
     return isinstance(value, type) and "<locals>" in value.__qualname__ and not _is_found_by_name(value)
 
 
 def _is_nameless(value: type | FunctionType) -> bool:
-    """Whether a class is one of Python's own that no name leads to, such as that of code."""
+    """Return whether this is a builtin class that cannot be found by name, such as the class of code objects."""
     return value.__module__ == "builtins" and not _is_found_by_name(value)
 
 
 def _is_found_by_name(function: type | FunctionType) -> bool:
-    """Whether pickle can send a function or class as a mere name."""
+    """Return whether pickle can send a function or class by its name."""
     found: object = sys.modules.get(function.__module__)
     for part in function.__qualname__.split("."):
         found = getattr(found, part, None)
@@ -159,18 +158,18 @@ def _is_found_by_name(function: type | FunctionType) -> bool:
 
 
 def _function_of_module(make: Callable[..., FunctionType], module: str, code: Any, *others: Any) -> FunctionType:
-    """A function inside a function of `module`, as cloudpickle makes it, that sees what the module holds here."""
+    """Create a function with cloudpickle's `make`; its globals are those of `module` in this process."""
     return make(code, importlib.import_module(module).__dict__, *others)
 
 
 def _is_a(value: object, module: str, name: str) -> bool:
-    """Whether `value` is of a class of a module that may not be imported; if it is not, it cannot be."""
+    """Return whether `value` is an instance of `module`.`name`, without importing the module."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(value, kind)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether bytes, dtype, shape and strides are all there is to a tensor."""
+    """Return whether bytes, dtype, shape and strides describe a tensor completely."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
@@ -179,7 +178,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _image_parts(image: Image) -> tuple[Any, ...]:
-    data = pickle.PickleBuffer(image.tobytes())  # loads a picture that is still in its file
+    data = pickle.PickleBuffer(image.tobytes())  # tobytes also loads an image that is still in its file
     palette = image.palette
     colours = None if palette is None else (palette.mode, image.getpalette(palette.mode))
     return image.mode, image.size, image.info, colours, data
@@ -201,7 +200,7 @@ def _storage(data: Any) -> torch.UntypedStorage:
     if memoryview(data).nbytes == 0:
         return torch.empty(0, dtype=torch.uint8).untyped_storage()
     data_n = torch.frombuffer(data, dtype=torch.uint8)
-    if data_n.data_ptr() % ALIGNMENT:  # within the stream bytes lie anywhere, and kernels round by where a row begins
+    if data_n.data_ptr() % ALIGNMENT:  # bytes of the stream may be unaligned, and alignment changes kernels' rounding
         data_n = data_n.clone()
     return data_n.untyped_storage()
 
@@ -218,7 +217,7 @@ def _tensor(
 
 
 def _generator(device: str, seed: int, state: torch.Tensor) -> torch.Generator:
-    """A generator of the receiver's own device of that kind: a rank draws on its own card, not on the sender's."""
+    """Return a generator on the receiver's own device of this type, not on the sender's."""
     import torch
 
     generator = torch.Generator(device)

@@ -1,4 +1,4 @@
-"""One generation of workers: from the start of their processes to their end. A fault ends the generation."""
+"""A pool of workers, from the start of their processes to their end. A fault ends the pool."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from patchpar.launch.request_loop import RequestLoop, RequestOutcome
 from patchpar.launch.socket_pairs import SocketPairs
 from patchpar.launch.worker_output import FirstPrinter
 
-STOP_SECONDS = 2.0  # for a worker to leave when asked
-TERM_SECONDS = 1.0  # and when told
+STOP_SECONDS = 2.0  # for a worker to exit after a STOP frame
+TERM_SECONDS = 1.0  # and after SIGTERM
 KILL_SECONDS = 5.0  # only a process stuck in the kernel takes longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPoolSpec:
-    """What a pool is to be. Times in seconds."""
+    """Settings of a pool. Times in seconds."""
 
     devices: tuple[str, ...]
     engine: str
@@ -50,13 +50,13 @@ class WorkerPoolSpec:
 
 
 class WorkerPool:
-    """Workers of one generation. Made starting: the processes run, `wait_until_ready` has to follow."""
+    """A pool of workers. The constructor starts the processes; `wait_until_ready` has to follow."""
 
     def __init__(self, spec: WorkerPoolSpec) -> None:
         self.spec = spec
         self._workers: list[WorkerProcess] = []
         self._store = NcclStore() if needs_nccl(spec.devices) else None
-        # The workers end with us in any case (their channel closes); this ends them when the pool is dropped.
+        # Workers exit with this process anyway (their channel closes); this ends them when the pool is deleted.
         self._owner = os.getpid()
         self._finalizer = weakref.finalize(self, _end, self._workers, self._store, self._owner)
         self._request = 0
@@ -90,7 +90,7 @@ class WorkerPool:
                 engine=spec.engine,
                 preload=spec.preload,
                 deadline=spec.deadline,
-                # Only we know how long a call may take and see which rank is late, so we judge first.
+                # The caller knows the limit of a call and sees which rank is late, so it has to detect hangs first.
                 group_timeout=longest_wait(spec.deadline + spec.start_timeout),
                 threads=threads,
                 path=path,
@@ -99,7 +99,7 @@ class WorkerPool:
                 lifeline=worker.lifeline_fd,
                 links=ends,
             )
-            worker.greet(encode(config))
+            worker.send_config(encode(config))
 
     def after_fork(self) -> None:
         """See Forkable."""
@@ -108,19 +108,19 @@ class WorkerPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process ids, by rank."""
+        """The process ids in rank order."""
         return tuple(worker.pid for worker in self._workers)
 
     def wait_until_ready(self) -> None:
-        """Wait for all workers, compare their versions, and have them join and make their engines.
+        """Wait for all workers, compare their versions, connect them and create their engines.
 
         Raises LaunchError.
         """
-        facts = self._start_up(None)  # the answers to the hello, which was said when they were started
+        facts = self._start_up(None)  # the replies to WorkerConfig, which was sent when they were started
         for rank, found in enumerate(facts):
             expected = {**facts[0], **versions()}
             if found != expected:
-                raise LaunchError(f"rank {rank} differs: it has {found}, where {expected} was expected")
+                raise LaunchError(f"rank {rank} has {found}, where {expected} was expected: use the same versions")
         self._start_up(FrameKind.FORM)
 
     def _start_up(self, kind: FrameKind | None) -> list[Any]:
@@ -132,13 +132,13 @@ class WorkerPool:
             raise LaunchError(f"the workers could not be started: {error}") from error
 
     def call(self, message: EncodedMessage, callbacks: Callbacks, expected: float) -> list[Any]:
-        """Run one encoded call on all ranks. Raises what `Executor.call` raises; look at `is_usable` afterwards."""
+        """Run one encoded call on all ranks. Raises what `Executor.call` raises; check `is_usable` afterwards."""
         return self._request_all(FrameKind.CALL, message, callbacks, HangLimits.of_call(self.spec.deadline, expected))
 
     def _request_all(
         self, kind: FrameKind | None, message: EncodedMessage, callbacks: Callbacks, limits: HangLimits
     ) -> list[Any]:
-        self.is_usable = False  # until it has ended well: also if an interrupt ends it anywhere
+        self.is_usable = False  # until it has ended well; stays so if an interrupt ends it
         loop = RequestLoop(self._workers, self._request, callbacks, limits=limits)
         opening = None if kind is None else ChannelFrame(kind, self._request, message)
         self._request += 1
@@ -146,20 +146,20 @@ class WorkerPool:
         error = error_of(outcome, self._workers, limits)
         self.is_usable = is_reusable(outcome, self._workers)
         if error is not None:
-            _drop(outcome)
+            _close_results(outcome)
             raise error
-        return [_open(outcome.results[rank]) for rank in range(len(self._workers))]
+        return [_decoded(outcome.results[rank]) for rank in range(len(self._workers))]
 
     def is_alive(self) -> bool:
-        """Whether no worker has ended."""
+        """Return whether all workers are running."""
         return all(worker.is_alive() for worker in self._workers)
 
     def kill(self) -> None:
-        """End all workers at once. Harmless when done twice; an interrupt comes when it is done."""
+        """Kill all workers. Idempotent; an interrupt is raised after the workers have ended."""
         self.is_usable = False
         try:
             _end(self._workers, self._store, self._owner)
-        except KeyboardInterrupt:  # the second one: what has been begun by the first must not be left half done
+        except KeyboardInterrupt:  # a second one: finish what the first one started
             _end(self._workers, self._store, self._owner)
             raise
         finally:
@@ -167,9 +167,9 @@ class WorkerPool:
                 self._finalizer.detach()
 
     def close(self) -> None:
-        """Ask the workers to leave, insist, and clear up."""
+        """Stop the workers: by a STOP frame, then SIGTERM, then SIGKILL."""
         if os.getpid() != self._owner:
-            return  # in a child that was forked: they are not its workers
+            return  # in a forked child, whose workers they are not
         if self.is_usable:
             for worker in self._workers:
                 worker.ask_to_stop()
@@ -180,14 +180,14 @@ class WorkerPool:
         self.kill()
 
 
-def _open(message: EncodedMessage) -> Any:
+def _decoded(message: EncodedMessage) -> Any:
     try:
         return decode(message)
     finally:
         message.close()
 
 
-def _drop(outcome: RequestOutcome) -> None:
+def _close_results(outcome: RequestOutcome) -> None:
     for message in outcome.results.values():
         message.close()
 
@@ -198,7 +198,7 @@ def _wait(workers: Sequence[WorkerProcess], seconds: float) -> bool:
 
 
 def _end(workers: list[WorkerProcess], store: NcclStore | None, owner: int) -> None:
-    """Kill and reap; may be done again after an interrupt. Does nothing in a child that was forked from the owner."""
+    """Kill and reap; may be repeated after an interrupt. Does nothing in a forked child of the owner."""
     if os.getpid() != owner:
         return
     for worker in workers:

@@ -1,4 +1,4 @@
-"""One worker process, as the process that started it sees it."""
+"""One worker process, seen from the process that started it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from patchpar.launch.heartbeat import HeartbeatReader
 from patchpar.launch.messages import EncodedMessage
 from patchpar.launch.worker_output import FirstPrinter, WorkerOutput
 
-# Not "-m": that would put the working directory first on the path, and a folder called torch there would be imported.
+# Not "-m", which puts the working directory first on the path: a folder called torch there would be imported.
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from patchpar.launch.worker import main; main(int(sys.argv[2]))"
-SEND_TIMEOUT = 10.0  # s; a worker's reader thread reads at once, so one that has not by then is stopped or stuck
-LAST_WORDS = 0.5  # s to read what a dead worker printed
-LOOK_SECONDS = 0.005  # between looks whether a worker has ended
+SEND_TIMEOUT = 10.0  # s; a worker's reader thread reads at once unless the process is stopped or stuck
+LAST_OUTPUT_SECONDS = 0.5  # to read what a dead worker printed
+POLL_SECONDS = 0.005  # between checks whether a worker has ended
 
 
 class WorkerProcess:
-    """A worker, its channel, its output and its beacon. Made running."""
+    """A worker with its channel, output and heartbeat. The constructor starts the process."""
 
     def __init__(
         self, rank: int, device: str, *, environment: dict[str, str], speakers: FirstPrinter, inherit: tuple[int, ...]
@@ -35,13 +35,13 @@ class WorkerProcess:
         self.rank, self.device = rank, device
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as undo:
             ours, end = socket.socketpair()
-            heartbeat = FileIO(anonymous_file("patchpar-beacon"), "r+")
+            heartbeat = FileIO(anonymous_file("patchpar-heartbeat"), "r+")
             (read_life, self._write_life), (read_output, write_output) = _pipe(), _pipe()
             for file in (end, heartbeat, read_life, write_output):
                 theirs.enter_context(file)
             for file in (ours, self._write_life, read_output):
                 undo.enter_context(file)
-            # The numbers they have in the worker.
+            # Descriptors have the same numbers in the worker.
             self.heartbeat_fd, self.lifeline_fd = heartbeat.fileno(), read_life.fileno()
             self.heartbeat = HeartbeatReader(self.heartbeat_fd)
             undo.callback(self.heartbeat.close)
@@ -54,15 +54,15 @@ class WorkerProcess:
                     stderr=write_output,
                     pass_fds=(end.fileno(), self.heartbeat_fd, self.lifeline_fd, *inherit),
                     env=environment,
-                    start_new_session=True,  # the terminal's ctrl-C is for us; we end the workers
+                    start_new_session=True,  # the terminal's ctrl-C reaches the caller only, which ends the workers
                 )
             except OSError as error:
                 raise LaunchError(f"cannot start a worker with {sys.executable!r}: {error}") from error
             self._output = WorkerOutput(rank, read_output, speakers)
             undo.pop_all()
 
-    def greet(self, config: EncodedMessage) -> None:
-        """Say the hello, which is request 0. If it has died already, the dialogue will find out."""
+    def send_config(self, config: EncodedMessage) -> None:
+        """Send the WorkerConfig as request 0. A worker that has died already is noticed by the RequestLoop."""
         with contextlib.suppress(ChannelClosed, TimeoutError):
             self.channel.send(ChannelFrame(FrameKind.CONFIG, 0, config))
 
@@ -75,29 +75,29 @@ class WorkerProcess:
         return f"rank {self.rank} ({self.device}, pid {self.pid})"
 
     def is_alive(self) -> bool:
-        """Whether the process has not ended. One that has is not reaped by this: its group can still be told by it."""
+        """Return whether the process is running. Does not reap it, so that its process group can still be killed."""
         return self._popen.returncode is None and not _has_ended(self._popen)
 
     def last_exchange_point(self) -> str:
-        """Where it was last, in words."""
+        """Return the last exchange point that the worker reached, for error messages."""
         where = self.heartbeat.where
-        return f"last seam {where!r}" if where else "before its first seam"
+        return f"last exchange point {where!r}" if where else "before its first exchange point"
 
     def last_output(self) -> str:
-        """The last lines it printed, introduced; empty if there are none."""
+        """Return the last lines that it printed, with a heading; empty if there are none."""
         tail = self._output.tail()
         return f"\nIts last output:\n{tail}" if tail else ""
 
     def dump_stack(self) -> None:
-        """Have it print where its threads are, if it can; shown by `last_output` a moment later."""
+        """Make the worker print the stack of its main thread, if it can; `last_output` has it a moment later."""
         if self.is_alive():
             self._popen.send_signal(signal.SIGUSR1)
 
     def how_it_ended(self) -> str:
-        """Exit code or signal, in words. Waits a moment for an end that has only just shown in the channel."""
+        """Return exit code or signal as text. Waits a moment for a process whose channel has just closed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(time.monotonic() + LAST_WORDS)
-        self._output.finish(LAST_WORDS)
+            self.wait(time.monotonic() + LAST_OUTPUT_SECONDS)
+        self._output.finish(LAST_OUTPUT_SECONDS)
         code = self._popen.returncode
         if code is None:
             return "closed its connection"
@@ -108,55 +108,55 @@ class WorkerProcess:
         return f"was killed by {name}{hint}"
 
     def ask_to_stop(self) -> None:
-        """Ask politely."""
+        """Send a STOP frame."""
         with contextlib.suppress(ChannelClosed, TimeoutError):
             self.channel.send(ChannelFrame(FrameKind.STOP, 0))
 
     def terminate(self) -> None:
-        """Ask firmly."""
+        """Send SIGTERM."""
         self._popen.terminate()
 
     def kill(self) -> None:
-        """End it at once, and the processes that it has started; does not wait."""
-        if self._popen.returncode is None:  # else its number may be that of another group
+        """Kill the worker and the processes that it has started; does not wait."""
+        if self._popen.returncode is None:  # else another process group may have its id
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def wait(self, give_up: float) -> bool:
-        """Wait until it has ended, or `time.monotonic()` reaches `give_up`. Whether it has ended.
+        """Wait until the worker has ended or `time.monotonic()` reaches `give_up`; return whether it has ended.
 
-        The processes that it has started end with it.
+        Processes that it has started are killed.
         """
         while self.is_alive():
             if time.monotonic() >= give_up:
                 return False
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
         self.kill()
         self._popen.wait()
         return True
 
     def let_go(self) -> None:
-        """Close our ends of what tells it that we are here, upon which it ends. Harmless when done twice."""
+        """Close the channel and the lifeline, so that the worker exits. Idempotent."""
         self.channel.close()
         self._write_life.close()
 
     def release(self) -> None:
-        """Close what this process holds of it, when it has ended. Harmless when done twice."""
+        """Close all descriptors of a worker that has ended. Idempotent."""
         self.let_go()
-        self._output.finish(LAST_WORDS)
+        self._output.finish(LAST_OUTPUT_SECONDS)
 
 
 def _pipe() -> tuple[FileIO, FileIO]:
-    """The end to read and the end to write, closed when they are dropped."""
+    """Return the read end and the write end of a pipe; each closes when it is deleted."""
     read, write = os.pipe()
     return FileIO(read, "r"), FileIO(write, "w")
 
 
 def _has_ended(popen: subprocess.Popen[bytes]) -> bool:
-    """Whether a process has ended, without reaping it where that can be: macOS cannot before Python 3.13."""
+    """Return whether a process has ended, without reaping it where possible (macOS: from Python 3.13)."""
     if not hasattr(os, "waitid"):
         return popen.poll() is not None
     try:
         return os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # somebody else has reaped it
+    except ChildProcessError:  # already reaped
         return True

@@ -1,4 +1,4 @@
-"""Exceptions that come from afar: taken down on a rank, put together again for the caller."""
+"""Exceptions of ranks: recorded on the rank, raised again for the caller."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from types import TracebackType
 
 from patchpar.errors import ExchangeError, WorkerError
 
-# What the libraries under an exchange say when another rank has gone, is silent, or has closed the connection. Such
-# an exception is a consequence: the cause is on another rank.
+# Errors of communication libraries when another rank has exited, does not answer, or has closed the connection. Such
+# an exception is a consequence: its cause is on another rank.
 TRANSPORT_CLASSES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
 TRANSPORT_WORDS = ("gloo", "Gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
-TOO_GENERAL = (Exception, RuntimeError)  # a WorkerError is one of these already
+TOO_GENERAL = (Exception, RuntimeError)  # WorkerError is a RuntimeError already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteError:
-    """An exception of one rank, in a form that always travels."""
+    """An exception of one rank, in a form that can always be pickled."""
 
     type_name: str
     text: str
     trace: str
     transport: bool
-    exception: Exception | None  # as the caller may get it: a builtin or one of patchpar's own
+    exception: Exception | None  # for the caller: a builtin or one of patchpar.errors
 
     def headline(self) -> str:
-        """Type and message, on one line or more."""
+        """Return type and message."""
         return f"{self.type_name}: {self.text}" if self.text else self.type_name
 
     def as_worker_error(self, who: str, rank: int | None) -> WorkerError:
-        """For a caller: names the rank, the type and the message, and ends with the rank's own traceback.
+        """Return an error for the caller, with rank, type, message and the rank's traceback.
 
-        `rank`: the one at fault, if it is one alone.
+        `rank`: the rank at fault; None if there are several.
         """
         return WorkerError(f"{who} raised {self.headline()}\n\n{self.trace}", rank=rank)
 
 
 def take_down(error: BaseException) -> RemoteError:
-    """Make a failure of an exception that has been caught."""
+    """Return a RemoteError for a caught exception."""
     kind = type(error)
     return RemoteError(
         type_name=kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}",
@@ -52,7 +52,7 @@ def take_down(error: BaseException) -> RemoteError:
 
 
 def _engine_part(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames of this package's launching, which run before the engine's."""
+    """Return the traceback without the frames of `patchpar.launch`, which come before the engine's."""
     whole = trace
     while trace is not None and Path(trace.tb_frame.f_code.co_filename).parent == Path(__file__).parent:
         trace = trace.tb_next
@@ -60,7 +60,7 @@ def _engine_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def is_transport_error(error: BaseException | None) -> bool:
-    """Whether an exchange between ranks failed: here, or in what led to this exception."""
+    """Return whether this exception, or one of its causes, is a failed exchange between ranks."""
     while error is not None:
         if isinstance(error, ExchangeError) or type(error).__name__ in TRANSPORT_CLASSES:
             return True
@@ -71,15 +71,15 @@ def is_transport_error(error: BaseException | None) -> bool:
 
 
 def _portable(error: BaseException) -> Exception | None:
-    """The exception itself if its class is known everywhere, else one of its nearest builtin class.
+    """Return the exception itself if the caller has its class, else one of its nearest builtin base class.
 
-    So `except ValueError` and `except OSError` work as they do around a plain diffusers pipeline. None if there is no
-    such class, or if the exception does not survive the journey.
+    So `except ValueError` and `except OSError` work as with a plain diffusers pipeline. None if there is no such class,
+    or if the exception cannot be pickled and restored.
     """
     try:
         candidate = error if type(error).__module__ in ("builtins", "patchpar.errors") else _nearest_builtin(error)
         again = pickle.loads(pickle.dumps(candidate))
-    except Exception:  # noqa: BLE001  an exception may hold anything, or have a constructor of its own
+    except Exception:  # noqa: BLE001  an exception may hold anything, or have an unusual constructor
         return None
     faithful = isinstance(again, Exception) and str(again) == str(candidate)
     return again if faithful else None

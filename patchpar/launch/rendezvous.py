@@ -1,10 +1,10 @@
-"""How ranks of one host that nobody of ours has started find each other: by a name, checked by the kernel.
+"""Connect ranks of one host that torchrun has started, through an abstract Unix socket. Linux only.
 
-    rank 0      listens at an abstract socket, which is no file and is gone with its process
-    the others  connect to it, as soon as it is there, and say which rank they are
-    rank 0      when all have come, closes its door and says so to each
+    rank 0      listens at an abstract socket, which is no file and disappears with its process
+    the others  connect to it as soon as it exists, and send their rank
+    rank 0      closes the listening socket when all have connected, and confirms to each
 
-Each side asks the kernel whose process the other is (SO_PEERCRED) and talks to its own user only. Linux only.
+Each side checks the user id of the other process with the kernel (SO_PEERCRED) and accepts its own user only.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ CONFIG = struct.Struct("<II")  # rank, number of ranks
 WELCOME = b"w"
 CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 RETRY_SECONDS = 0.02
-HANDSHAKE_SECONDS = 5.0  # for a process that has connected to say who it is
+HANDSHAKE_SECONDS = 5.0  # for a connected process to send its rank
 JOB = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
 
 def name_of_job(world_size: int) -> str | None:
-    """A name for the job that this process is a rank of, the same on all; None if some may be on other hosts."""
+    """Return a socket name for this torchrun job, equal on all ranks; None if ranks may run on other hosts."""
     known = sys.platform == "linux" and os.environ.get("MASTER_PORT")
     if not known or os.environ.get("LOCAL_WORLD_SIZE") != str(world_size):
         return None
@@ -39,7 +39,7 @@ def name_of_job(world_size: int) -> str | None:
 
 
 def this_host() -> str:
-    """What only this host has, as far as sockets with a name reach; empty where there are none."""
+    """Return an id of this host, network namespace and user; empty where there are no abstract sockets."""
     if sys.platform != "linux":
         return ""
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
@@ -47,25 +47,25 @@ def this_host() -> str:
 
 
 def meet(name: str, rank: int, world_size: int, deadline: float) -> dict[int, socket.socket]:
-    """Connected sockets: rank 0's to each other rank, theirs to rank 0. To be called by all, equally often.
+    """Return connected sockets: rank 0's to each other rank, theirs to rank 0. Collective.
 
-    `deadline`: seconds for all to come. Raises LaunchError.
+    `deadline`: seconds for all ranks to connect. Raises LaunchError.
     """
     give_up = time.monotonic() + deadline
     if rank == 0:
-        return _received("\0" + name, world_size, give_up, deadline)
-    return {0: _called("\0" + name, rank, world_size, give_up, deadline)}
+        return _accept_all("\0" + name, world_size, give_up, deadline)
+    return {0: _connect("\0" + name, rank, world_size, give_up, deadline)}
 
 
-def _received(address: str, world_size: int, give_up: float, deadline: float) -> dict[int, socket.socket]:
+def _accept_all(address: str, world_size: int, give_up: float, deadline: float) -> dict[int, socket.socket]:
     links: dict[int, socket.socket] = {}
     try:
-        with socket.socket(socket.AF_UNIX) as comm:
-            comm.bind(address)
-            comm.listen(world_size)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(world_size)
             while len(links) < world_size - 1:
-                comm.settimeout(max(RETRY_SECONDS, give_up - time.monotonic()))
-                _take_in(comm.accept()[0], links, world_size)
+                listener.settimeout(max(RETRY_SECONDS, give_up - time.monotonic()))
+                _accept_rank(listener.accept()[0], links, world_size)
                 if time.monotonic() > give_up:
                     raise TimeoutError
         for link in links.values():
@@ -75,13 +75,15 @@ def _received(address: str, world_size: int, give_up: float, deadline: float) ->
         _close(links)
         if isinstance(error, TimeoutError):
             missing = ", ".join(str(rank) for rank in range(1, world_size) if rank not in links)
-            raise LaunchError(f"rank {missing} has not come within {deadline:g} s: did it leave, or fail?") from error
-        raise LaunchError(f"rank 0 cannot be found at {address[1:]!r} by the others: {error.strerror}") from error
+            raise LaunchError(
+                f"rank {missing} has not connected within {deadline:g} s: did it exit or fail?"
+            ) from error
+        raise LaunchError(f"rank 0 cannot connect to the others at {address[1:]!r}: {error.strerror}") from error
     return links
 
 
-def _take_in(link: socket.socket, links: dict[int, socket.socket], world_size: int) -> None:
-    """Keep the link of a rank that was missing; close that of anybody else."""
+def _accept_rank(link: socket.socket, links: dict[int, socket.socket], world_size: int) -> None:
+    """Keep the connection of a missing rank; close any other connection."""
     with contextlib.suppress(OSError, struct.error):
         link.settimeout(HANDSHAKE_SECONDS)
         if user_of(link) == os.geteuid():
@@ -92,7 +94,7 @@ def _take_in(link: socket.socket, links: dict[int, socket.socket], world_size: i
     link.close()
 
 
-def _called(address: str, rank: int, world_size: int, give_up: float, deadline: float) -> socket.socket:
+def _connect(address: str, rank: int, world_size: int, give_up: float, deadline: float) -> socket.socket:
     while True:
         link = socket.socket(socket.AF_UNIX)
         link.settimeout(max(RETRY_SECONDS, give_up - time.monotonic()))
@@ -103,7 +105,7 @@ def _called(address: str, rank: int, world_size: int, give_up: float, deadline: 
         except ConnectionRefusedError as error:  # it does not listen yet
             link.close()
             if time.monotonic() > give_up:
-                raise LaunchError(f"rank 0 has not come within {deadline:g} s: did it leave, or fail?") from error
+                raise LaunchError(f"rank 0 has not started within {deadline:g} s: did it exit or fail?") from error
             time.sleep(RETRY_SECONDS)
         except BaseException:
             link.close()
@@ -111,22 +113,22 @@ def _called(address: str, rank: int, world_size: int, give_up: float, deadline: 
 
 
 def _introduce(link: socket.socket, rank: int, world_size: int) -> None:
-    """Say who we are, if it is a process of our own user, and wait for all others to come."""
+    """Send this rank to a process of the same user, and wait until all others have connected."""
     user = user_of(link)
     if user != os.geteuid():
-        raise LaunchError(f"a process of user {user} answers in the place of rank 0: start the job again")
+        raise LaunchError(f"a process of user {user} listens instead of rank 0: start the job again")
     try:
         link.sendall(CONFIG.pack(rank, world_size))
         answer = link.recv(len(WELCOME))
         link.settimeout(None)
     except OSError as error:
-        raise LaunchError(f"rank {rank} cannot join rank 0: {error}") from error
+        raise LaunchError(f"rank {rank} cannot connect to rank 0: {error}") from error
     if answer != WELCOME:
-        raise LaunchError(f"rank 0 has refused rank {rank}, or has left: there may be two of that rank")
+        raise LaunchError(f"rank 0 has refused rank {rank}, or has exited: two processes may have that rank")
 
 
 def user_of(link: socket.socket) -> int:
-    """The user id of the process at the other end of a unix socket, as the kernel knows it."""
+    """Return the user id of the process at the other end of a Unix socket, from the kernel."""
     option = getattr(socket, "SO_PEERCRED")  # noqa: B009  there is none for mypy on other systems
     _, user, _ = CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, option, CREDENTIALS.size))
     return int(user)

@@ -1,4 +1,4 @@
-"""What new workers are told of what the ones before had been: the calls that made them what they were, in order."""
+"""The calls that restarted workers repeat, in order, to get into the state of the previous ones."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from patchpar.launch.messages import EncodedMessage, encode_call
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallEffects:
-    """What a call changes, as far as later calls can take its place or take it back.
+    """What a call changes, so that later calls can replace or undo it.
 
-    `sets`: the dotted name of what it sets, whatever that was before. `kind`: what it belongs to, if that can be taken
-    back as a whole. `undoes`: it takes back all of that kind; with a `kind` it is kept itself. `parts`: which of its
-    kind it is about, if it says so, and these are settled among themselves. Neither is done while a call of one of the
-    kinds `unless` holds. `given`: the arguments that decide what is set, by position or name.
+    `sets`: the dotted name of what it sets, independent of the value before. `kind`: its group, if the group can be
+    undone as a whole. `undoes`: it undoes all calls of that kind; with a `kind` it is recorded itself. `parts`: the
+    adapters that it names, for `settled`. Calls are neither undone nor settled while a call of one of the kinds
+    `unless` is recorded. `given`: positions and names of the arguments that decide what is set.
     """
 
     sets: str | None = None
@@ -28,28 +28,28 @@ class CallEffects:
     parts: NamedAdapters | None = None
 
     def concerns(self, name: str) -> bool:
-        """Whether this may have to do with what has that name."""
+        """Return whether this may change what has that dotted name."""
         mine = self.sets
         return mine is None or mine == name or mine.startswith(f"{name}.") or name.startswith(f"{mine}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedCall:
-    """A call to be repeated, and what it changes."""
+    """A call to repeat, and what it changes."""
 
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     expected: float
-    sent: EncodedMessage | None  # as it was, if it is small; large arguments are not kept twice
+    sent: EncodedMessage | None  # the encoded call if it is small; large arguments are not stored twice
     change: CallEffects
 
     def message(self) -> EncodedMessage:
-        """The call, to be sent again."""
+        """Return the encoded call."""
         return self.sent or encode_call(self.method, self.args, self.kwargs, self.expected)
 
     def about(self, parts: NamedAdapters) -> ReplayedCall:
-        """The call for some of its parts."""
+        """Return the call for these adapters only."""
         before = self.change.parts
         if before is None or parts == before or parts.without is None:
             return self
@@ -58,7 +58,7 @@ class ReplayedCall:
 
 
 class ReplayLog:
-    """Calls in the order in which they were made, without those that have been replaced or taken back."""
+    """Calls in the order in which they were made, without replaced and undone ones."""
 
     def __init__(self) -> None:
         self._entries: list[ReplayedCall] = []
@@ -70,18 +70,18 @@ class ReplayLog:
         return len(self._entries)
 
     def add(self, entry: ReplayedCall) -> None:
-        """Keep a call, unless all that it does is to take back others, and forget what it replaces or takes back."""
+        """Record a call, unless it only undoes others, and remove the calls that it replaces or undoes."""
         change = entry.change
         if change.parts is not None and self._settle(entry, change):
             return
-        if change.undoes is not None and self._take_back(change.undoes, change.unless) and change.kind is None:
+        if change.undoes is not None and self._undo(change.undoes, change.unless) and change.kind is None:
             return
         if change.sets is not None:
             self._replace(change.sets, change.given)
         self._entries.append(entry)
 
     def _settle(self, entry: ReplayedCall, change: CallEffects) -> bool:
-        """Keep a call about parts, and of those before it what still holds; whether that could be done."""
+        """Record a call about adapters and shorten earlier ones; return whether that was possible."""
         indices = [index for index, each in enumerate(self._entries) if each.change.kind == change.kind]
         known = [each.change.parts for each in (*(self._entries[index] for index in indices), entry)]
         parts = [each for each in known if each is not None]
@@ -95,15 +95,15 @@ class ReplayLog:
         self._entries = [calls[index] for index in sorted(calls)]
         return True
 
-    def _take_back(self, kind: str, unless: Collection[str]) -> bool:
-        """Forget all of a kind; whether that could be done."""
+    def _undo(self, kind: str, unless: Collection[str]) -> bool:
+        """Remove all calls of a kind; return whether that was possible."""
         if any(entry.change.kind in unless for entry in self._entries):
             return False
         self._entries = [entry for entry in self._entries if entry.change.kind != kind]
         return True
 
     def _replace(self, name: str, given: frozenset[str | int]) -> None:
-        """Forget calls that set the same with no more arguments, back to one that may have to do with it."""
+        """Remove calls that set the same name with no more arguments, back to the last one that may concern it."""
         for index in reversed(range(len(self._entries))):
             entry = self._entries[index]
             if entry.change.sets == name and entry.change.given <= given:

@@ -1,4 +1,4 @@
-"""What to tell the caller when a dialogue has not ended well, and whether the workers can be used again."""
+"""The exception for the caller after a failed request, and whether the workers can be used again."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from patchpar.launch.process import SEND_TIMEOUT, WorkerProcess
 from patchpar.launch.remote_errors import RemoteError
 from patchpar.launch.request_loop import RequestOutcome
 
-STACK_SECONDS = 0.3  # for a hung worker to print where it is
+STACK_SECONDS = 0.3  # for a hung worker to print its stack
 
 
 def error_of(outcome: RequestOutcome, workers: Sequence[WorkerProcess], limits: HangLimits) -> Exception | None:
-    """The exception for the caller; None if every rank has returned a result.
+    """Return the exception for the caller; None if every rank has returned a result.
 
-    The cause comes first: a dead worker before what its death did to others; what the caller's own function raised;
-    an exception of the engine before a lost connection; and a lost connection accuses the rank that is stuck.
+    Causes come before consequences: a dead worker; an exception of the caller's function; an exception of the engine;
+    a hung rank; a lost connection.
     """
     if outcome.died:
         return _died(outcome, workers)
@@ -38,9 +38,9 @@ def error_of(outcome: RequestOutcome, workers: Sequence[WorkerProcess], limits: 
 
 
 def is_reusable(outcome: RequestOutcome, workers: Sequence[WorkerProcess]) -> bool:
-    """Whether the workers can take another call: all have answered, and none left a message for another halfway.
+    """Return whether the workers can take another call: all have answered, and no message between ranks is pending.
 
-    The last is seen from the marks: ranks that failed alike have passed equally many seams.
+    The latter is known from heartbeats: ranks that failed at the same point have passed equally many exchange points.
     """
     answered = all(rank in outcome.results or rank in outcome.failures for rank in range(len(workers)))
     if outcome.died or outcome.deaf or not answered:
@@ -58,7 +58,7 @@ def _died(outcome: RequestOutcome, workers: Sequence[WorkerProcess]) -> WorkerDi
 
 
 def _raised(failures: dict[int, RemoteError], outcome: RequestOutcome, workers: Sequence[WorkerProcess]) -> Exception:
-    """All who take part alike: the exception itself, as a plain pipeline would raise it. Otherwise a WorkerError."""
+    """Return the exception itself if all participating ranks raised the same, otherwise a WorkerError."""
     rank, first = next(iter(failures.items()))
     error = first.as_worker_error(str(workers[rank]), rank)
     took_part = len(workers) - len(outcome.bystanders)
@@ -73,14 +73,14 @@ def _raised(failures: dict[int, RemoteError], outcome: RequestOutcome, workers: 
 def _hung(
     outcome: RequestOutcome, left: Sequence[WorkerProcess], workers: Sequence[WorkerProcess], limits: HangLimits
 ) -> WorkerHung:
-    """Of the ranks that are `left`, those that do not answer come before those that are stuck or wait for nobody."""
+    """Return the error for unfinished ranks (`left`): first silent ones, then stuck ones, then those not waiting."""
     silent = [worker for worker in left if worker.rank in outcome.silent]
     stuck = [worker for worker in left if worker.rank in outcome.stuck]
     moving = [worker for worker in left if worker.rank not in outcome.waiting]
     guilty = min(silent or stuck or moving or left, key=lambda worker: outcome.beats[worker.rank])
     guilty.dump_stack()
     time.sleep(STACK_SECONDS)
-    answers = "does not answer" if silent else "answers, but does not get on"
+    answers = "does not answer" if silent else "answers, but makes no progress"
     others = "; ".join(
         f"rank {worker.rank}: {worker.last_exchange_point()}" for worker in workers if worker is not guilty
     )
@@ -93,9 +93,9 @@ def _hung(
 def _why(outcome: RequestOutcome, guilty: WorkerProcess, limits: HangLimits) -> str:
     if outcome.failures:
         rank, failure = list(outcome.failures.items())[-1]
-        return f"rank {rank} has given up on it: {failure.headline()}"
+        return f"rank {rank} has stopped waiting for it: {failure.headline()}"
     if guilty.rank in outcome.waiting:
         return f"all ranks have waited for one another for too long (limit {limits.patience:g} s)"
     if guilty.rank in outcome.working:
-        return f"it has worked for too long without reaching another seam (limit {limits.longest_work:g} s)"
+        return f"it has worked for too long without reaching another exchange point (limit {limits.longest_work:g} s)"
     return f"it has neither made progress nor worked for too long (limit {limits.patience:g} s)"

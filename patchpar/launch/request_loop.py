@@ -1,17 +1,17 @@
-"""One request to every rank, and all that is said until each of them has answered, died, or proved to be stuck.
+"""One request to every rank: all messages until each rank has answered, died, or is found to be stuck.
 
     caller                       ranks
       | -- CALL ----------------> |            to all
       | <------- EVENT ---------- |            any number, from any rank
       | -- TELL ----------------> |            any number, to any rank
-      | <-------- ASK ----------- |            from all; the question of rank 0 counts
+      | <-------- ASK ----------- |            from all; rank 0's question is used
       | -- REPLY ---------------> |            to all
-      | -- PING -- / -- PONG ---- |            every second: who is there at all?
+      | -- PING -- / -- PONG ---- |            every second: is the process responsive?
       | <--- RESULT or FAILED --- |            one from each
 
-Progress is a mark (read from shared memory), an event, a question or an answer, and work without any of them: see
-`progress`. Time passes only while this process runs and listens, so a suspended laptop or a slow callback makes nobody
-late.
+Progress is a heartbeat (read from shared memory), an event, a question or an answer, or work without any of them: see
+`hang_detection`. Time counts only while this process runs this loop, so that a suspended laptop or a slow callback
+makes no rank late.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ from patchpar.launch.messages import EncodedMessage, decode, encode
 from patchpar.launch.process import WorkerProcess
 from patchpar.launch.remote_errors import RemoteError
 
-TICK = 0.2  # s between looks at the beacons; what comes through a channel is heard at once
+TICK = 0.2  # s between reads of the heartbeats; frames are received at once
 PING_EVERY = 1.0  # s, or a fifth of the patience if that is less
-MISSED_PINGS = 2.5  # without an answer to so many, a rank is not merely busy
-GRACE = 2.0  # s for the others to come to an end when one rank has failed
-LONGEST_STEP = 1.0  # s; more than this between two looks was not the workers' fault
+MISSED_PINGS = 2.5  # unanswered pings after which a rank is not merely busy
+GRACE = 2.0  # s for the other ranks to finish after one has failed
+LONGEST_STEP = 1.0  # s; a longer time between two ticks was not the workers' fault
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutcome:
-    """How a dialogue ended. Of the ranks that neither answered nor died, `stuck` are those that are to blame."""
+    """How a request ended. Of the ranks that neither answered nor died, `stuck` are those at fault."""
 
     results: dict[int, EncodedMessage] = field(default_factory=dict)
     failures: dict[int, RemoteError] = field(default_factory=dict)  # in order of arrival
     died: list[int] = field(default_factory=list)
-    deaf: list[int] = field(default_factory=list)  # have stopped reading, so nothing can be said to them any more
+    deaf: list[int] = field(default_factory=list)  # do not read, so that nothing can be sent to them
     silent: list[int] = field(default_factory=list)  # have not answered the last pings
-    stuck: list[int] = field(default_factory=list)  # did not get on; all that were left if each waited for another
-    waiting: list[int] = field(default_factory=list)  # for another rank, when it ended
-    working: list[int] = field(default_factory=list)  # used the processor to the end
-    beats: dict[int, int] = field(default_factory=dict)  # made during the request
+    stuck: list[int] = field(default_factory=list)  # made no progress; all unfinished ranks if each waited for another
+    waiting: list[int] = field(default_factory=list)  # for another rank, at the end
+    working: list[int] = field(default_factory=list)  # used the processor until the end
+    beats: dict[int, int] = field(default_factory=dict)  # heartbeats during the request
     bystanders: list[int] = field(default_factory=list)  # returned without taking part
-    aborted: Exception | None = None  # what the caller's own on_ask raised
+    aborted: Exception | None = None  # what the caller's on_ask raised
 
     def is_over(self, rank: int) -> bool:
-        """Whether nothing more is to come from a rank."""
+        """Return whether a rank has answered or died."""
         return rank in self.results or rank in self.failures or rank in self.died
 
     @property
     def has_failed(self) -> bool:
-        """Whether it cannot end well any more."""
+        """Whether the request can no longer succeed."""
         return bool(self.failures or self.died or self.aborted)
 
 
 class RequestLoop:
-    """One request. Made, then run, once."""
+    """One request; `run` is called once."""
 
     def __init__(
         self, workers: Sequence[WorkerProcess], request: int, callbacks: Callbacks, *, limits: HangLimits
@@ -77,9 +77,9 @@ class RequestLoop:
         self._ended: set[int] = set()
 
     def run(self, opening: ChannelFrame | None) -> RequestOutcome:
-        """Send the opening, if there is one, and listen until all is said or nothing more can be expected.
+        """Send `opening`, if there is one, and receive until all ranks have answered or the request has failed.
 
-        Raises what the caller's `on_event` raises, at once; the ranks are then in the middle of something.
+        Raises what the caller's `on_event` raises, at once; the ranks are still running then.
         """
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
@@ -90,15 +90,15 @@ class RequestLoop:
             last = time.monotonic()
             while not self._is_finished():
                 for key, _ in selector.select(TICK):
-                    self._listen(selector, key.data)
+                    self._receive(selector, key.data)
                 now = time.monotonic()
                 self._pass_time(min(now - last, LONGEST_STEP))
                 last = time.monotonic()
-        self._take_stock()
+        self._record_states()
         return self._outcome
 
-    def _take_stock(self) -> None:
-        """Who had done what when it ended."""
+    def _record_states(self) -> None:
+        """Record the state of every rank at the end."""
         outcome, limit = self._outcome, MISSED_PINGS * self._ping_every
         outcome.silent = [rank for rank, seconds in enumerate(self._unanswered) if seconds > limit]
         outcome.waiting = list(filter(self._progress.waits, self._active()))
@@ -120,19 +120,19 @@ class RequestLoop:
         outcome.stuck = self._progress.stuck(active)
         return bool(outcome.stuck) or (outcome.has_failed and self._progress.quiet > GRACE)
 
-    def _listen(self, selector: selectors.BaseSelector, worker: WorkerProcess) -> None:
+    def _receive(self, selector: selectors.BaseSelector, worker: WorkerProcess) -> None:
         try:
             for frame in worker.channel.receive_ready():
-                self._hear(worker, frame)
+                self._handle(worker, frame)
         except ChannelClosed:
             selector.unregister(worker.channel)
             self._died(worker)
 
-    def _hear(self, worker: WorkerProcess, frame: ChannelFrame) -> None:
+    def _handle(self, worker: WorkerProcess, frame: ChannelFrame) -> None:
         if frame.kind is FrameKind.PONG:
             self._unanswered[worker.rank] = 0.0
         if frame.request != self._request or frame.kind is FrameKind.PONG:
-            frame.message.close()  # of a request that was given up
+            frame.message.close()  # of an earlier request that has failed
             return
         self._progress.heard(worker.rank)
         if frame.kind is FrameKind.RESULT:
@@ -152,7 +152,7 @@ class RequestLoop:
     def _reply(self, question: object) -> None:
         try:
             reply = encode((True, self._callbacks.answer(question)))
-        except Exception as error:  # noqa: BLE001  the caller's own; it gets it back when the ranks have unwound
+        except Exception as error:  # noqa: BLE001  the caller's own; raised when the ranks have unwound
             self._outcome.aborted = error
             reply = encode((False, f"{type(error).__name__} in the caller's on_ask: {error}"))
         for worker in self._workers:
@@ -160,7 +160,7 @@ class RequestLoop:
         reply.close()
 
     def _tell(self, rank: int, value: object) -> None:
-        """May be called from any thread. A rank that has gone hears nothing; its end is noticed elsewhere."""
+        """Send a value to a rank; thread-safe. A closed channel is ignored here, since `run` notices it."""
         message = encode(value)
         with contextlib.suppress(ChannelClosed, TimeoutError):
             self._workers[rank].channel.send(ChannelFrame(FrameKind.TELL, self._request, message))
@@ -169,7 +169,7 @@ class RequestLoop:
     def _pass_time(self, seconds: float) -> None:
         self._unanswered = [since + seconds for since in self._unanswered]
         self._progress.pass_time(seconds, self._signs())
-        self._notice_the_dead()
+        self._find_ended()
         self._until_ping -= seconds
         if self._until_ping <= 0:
             self._until_ping = self._ping_every
@@ -177,10 +177,10 @@ class RequestLoop:
                 if not self._outcome.is_over(worker.rank):
                     self._send(worker, ChannelFrame(FrameKind.PING, self._request))
 
-    def _notice_the_dead(self) -> None:
-        """A channel normally closes with its process, but stays open if a worker had children of its own."""
+    def _find_ended(self) -> None:
+        """Find dead workers: a channel closes with its process, but stays open while children of the worker run."""
         for worker in self._workers:
-            if worker.rank in self._ended:  # found dead one look ago, and everything it had sent has been heard
+            if worker.rank in self._ended:  # found dead one tick ago, so that all its frames have been received since
                 self._died(worker)
             elif not self._outcome.is_over(worker.rank) and not worker.is_alive():
                 self._ended.add(worker.rank)

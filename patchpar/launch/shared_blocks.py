@@ -1,8 +1,8 @@
 """Anonymous shared memory: a file without a name, passed by descriptor.
 
-A block has no entry in /dev/shm or anywhere else, so nothing can be left behind: it is gone when the last process that
-holds or maps it is gone, however that process ended. On Linux it is a memfd, which the size of /dev/shm (64 MB in a
-Docker container by default) does not limit; elsewhere, or where the kernel refuses, it is an unlinked temporary file.
+A block has no entry in /dev/shm or elsewhere, so that nothing is left behind: it is freed when the last process that
+holds or maps it has ended, in whatever way. On Linux it is a memfd, which the size of /dev/shm (64 MB in a Docker
+container by default) does not limit; elsewhere, or where the kernel refuses, it is an unlinked temporary file.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from patchpar.launch.anonymous_file import aligned, anonymous_file
 
 
 class SharedBlockWriter:
-    """Collects buffers one after another in one block. The block is made when the first buffer comes."""
+    """Writes buffers one after another into one block, which is created with the first buffer."""
 
     def __init__(self) -> None:
         self._fd: int | None = None
         self.size = 0
 
     def append(self, data: memoryview) -> tuple[int, int]:
-        """Copy `data` to the end of the block. Returns its place, (offset, length) in bytes.
+        """Copy `data` to the end of the block and return (offset, length) in bytes.
 
-        Raises MemoryError when there is no room for it.
+        Raises MemoryError if it does not fit.
         """
         if self._fd is None:
             self._fd = anonymous_file("patchpar-block")
@@ -36,26 +36,26 @@ class SharedBlockWriter:
             while done < view.nbytes:  # one pwrite moves 2 GiB at most
                 done += os.pwrite(self._fd, view[done:], start + done)
         except OSError as error:
-            raise MemoryError(f"no room for {start + view.nbytes:,} bytes of shared memory: {error}") from error
+            raise MemoryError(f"{start + view.nbytes:,} bytes of shared memory are not available: {error}") from error
         self.size = start + view.nbytes
         return start, view.nbytes
 
     def finish(self) -> SharedBlock | None:
-        """The block, now the caller's to close; None if nothing was written."""
+        """Return the block, which the caller has to close; None if nothing was written."""
         if self._fd is None:
             return None
         block, self._fd = SharedBlock(self._fd, self.size), None
         return block
 
     def discard(self) -> None:
-        """Drop what was written."""
+        """Free the block."""
         block = self.finish()
         if block is not None:
             block.close()
 
 
 class SharedBlock:
-    """A finished block: a descriptor and a length in bytes. Whoever holds it closes it."""
+    """A finished block: a descriptor and a length in bytes. Its holder has to close it."""
 
     def __init__(self, fd: int, size: int) -> None:
         self.fd = fd
@@ -63,15 +63,15 @@ class SharedBlock:
         self._close = weakref.finalize(self, os.close, fd)
 
     def close(self) -> None:
-        """Give the descriptor up. Mappings of the block stay valid."""
+        """Close the descriptor. Mappings of the block stay valid."""
         self._close()
 
     def map(self) -> memoryview:
-        """The bytes of the block, without a copy, writable, and private to this process.
+        """Return the bytes of the block, without a copy, writable, and private to this process.
 
-        Many processes can map one block and share its pages; a page that one of them writes to becomes its own
-        (copy on write), so weights changed in place on one rank do not change on another.
-        The memory is unmapped when the last view of it is dropped, and it keeps no descriptor open.
+        Processes that map a block share its pages until one writes to a page (copy on write), so that weights changed
+        in place on one rank do not change on another. The memory is unmapped when its last view is deleted, and no
+        descriptor stays open. Raises MemoryError.
         """
         if self.size == 0:
             return memoryview(bytearray())
@@ -79,10 +79,10 @@ class SharedBlock:
 
 
 def _map_private(fd: int, size: int) -> ctypes.Array[ctypes.c_ubyte]:
-    """A ctypes array over mmap(fd).
+    """Return a ctypes array over mmap(fd).
 
-    Python's own mmap keeps a duplicate of the descriptor until it is unmapped, so a caller who keeps a thousand
-    pictures would run out of descriptors.
+    Python's mmap duplicates the descriptor until it is unmapped: a caller that keeps a thousand images would run out of
+    descriptors.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -94,5 +94,5 @@ def _map_private(fd: int, size: int) -> ctypes.Array[ctypes.c_ubyte]:
         raise MemoryError(f"cannot map {size:,} bytes of shared memory: {os.strerror(code)}")
     array = (ctypes.c_ubyte * size).from_address(address)
     unmap = weakref.finalize(array, libc.munmap, address, size)
-    unmap.atexit = False  # arrays may still be in use by other threads then, and the process ends anyway
+    unmap.atexit = False  # other threads may still use arrays at exit, and the process ends anyway
     return array

@@ -1,8 +1,8 @@
-"""How the ranks of one host meet: a socket pair between rank 0 and each other rank, made before they start.
+"""Socket pairs between rank 0 and each other rank of one host, created before the ranks start.
 
-Both ends are inherited, so nothing listens anywhere and no stranger can take a rank's place. Through them rank 0 hands
-out further socket pairs, one for every two ranks (see `comm.transport.connect`): who starts N workers need not hold the
-N (N - 1) descriptors of all pairs.
+Both ends are inherited, so that no port is opened and no other process can connect. Through them rank 0 passes on
+further socket pairs, one for every two ranks (see `comm.transport.connect`), so that the process that starts N workers
+does not need N (N - 1) descriptors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 
 
 class SocketPairs:
-    """The ends of all pairs in the process that starts the ranks. Each is closed there once its rank has it."""
+    """The ends of all pairs in the starting process, which closes each one after its rank has inherited it."""
 
     def __init__(self, world_size: int) -> None:
         self._ends: dict[int, dict[int, socket.socket]] = {rank: {} for rank in range(world_size)}
@@ -23,22 +23,22 @@ class SocketPairs:
             raise
 
     def of(self, rank: int) -> dict[int, int]:
-        """The descriptors that a rank is to inherit, by the rank at the other end."""
+        """Return the descriptors for a rank to inherit, by the rank at the other end."""
         return {peer: end.fileno() for peer, end in self._ends[rank].items()}
 
     def release(self, rank: int) -> None:
-        """Close our copies of a rank's ends."""
+        """Close this process's copies of a rank's ends."""
         for end in self._ends.pop(rank, {}).values():
             end.close()
 
     def close(self) -> None:
-        """Close what is left. Harmless when done twice."""
+        """Close all remaining ends. Idempotent."""
         for rank in list(self._ends):
             self.release(rank)
 
 
 def inherited(descriptors: dict[int, int]) -> dict[int, socket.socket]:
-    """In a rank: the sockets of what it has inherited. Processes that it starts do not inherit them."""
+    """Return sockets for inherited descriptors, in a rank. Processes that it starts do not inherit them."""
     links = {peer: socket.socket(fileno=descriptor) for peer, descriptor in descriptors.items()}
     for link in links.values():
         link.set_inheritable(False)

@@ -1,7 +1,7 @@
-"""Ranks that torchrun (or accelerate launch) has started: this process is one of them, and runs the whole script.
+"""The executor for ranks that torchrun or accelerate launch has started. Every process runs the whole script.
 
-Every process makes the same calls. Rank 0's callbacks are called, its replies go to all. After each call the ranks
-tell one another how it went, so an exception on one rank is an exception on all, and their scripts stay in step.
+All processes make the same calls. Rank 0's callbacks are called, and its replies are broadcast. After each call the
+ranks exchange their exceptions, so that an exception on one rank is raised on all, and the scripts stay in step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def torchrun_world() -> int | None:
-    """How many ranks torchrun has started, of which this process is one; None if this is no such process."""
+    """Return the world size of torchrun; None if torchrun has not started this process."""
     if not all(os.environ.get(name, "").isdigit() for name in RANK_VARIABLES):
         return None
     return int(os.environ["WORLD_SIZE"])
@@ -68,12 +68,12 @@ class TorchrunContext(OwnProcessContext):
 
 
 class TorchrunExecutor(OwnProcessExecutor):
-    """An Executor of which this process is one rank. To be made by all ranks together.
+    """An Executor of which this process is one rank. All ranks have to create it together.
 
-    Ranks of one host meet by themselves (see `rendezvous`). Otherwise, and where every rank has a GPU of its own, this
-    takes the default group of torch.distributed if there is one, else makes it, for the rest of this process: over nccl
-    between such GPUs, gloo otherwise. `device` overrides this rank's device, for example "cpu" on a machine with GPUs.
-    Raises LaunchError outside torchrun, or where ranks do not come, or differ in versions or engine.
+    Ranks of one host connect through sockets (see `rendezvous`). Between hosts, and where every rank has its own GPU,
+    the default group of torch.distributed is used. If there is none, it is created for the rest of this process, with
+    nccl for ranks with a GPU each, else gloo. `device` overrides this rank's device, such as "cpu" on a GPU machine.
+    Raises LaunchError outside torchrun, or if ranks do not connect, or differ in versions or engine.
     """
 
     kind: Literal["torchrun"] = "torchrun"
@@ -87,25 +87,25 @@ class TorchrunExecutor(OwnProcessExecutor):
         rank, world_size = _rank_and_world_size()
         job = name_of_job(world_size)
         if not dist.is_initialized() and (job is None or backend == "nccl"):
-            _load_what_keeps_the_default_group()
+            _import_module_that_holds_default_group()
             dist.init_process_group(backend, timeout=timedelta(seconds=deadline))
-            # Not at `close`: torchrun's store keeps the old addresses, so a second group in this process would hang.
+            # Not at `close`: torchrun's store keeps old addresses, so that a second group in this process would hang.
             atexit.register(_leave_default_group)
-        self._control, links = _met(job, rank, world_size, deadline)
+        self._control, links = _connect(job, rank, world_size, deadline)
         self._owner = os.getpid()
         self._links = links
         change_in_children(self)
-        atexit.register(self._leave)  # before the default group, without which the control's cannot be left
+        atexit.register(self._leave)  # runs before the default group is destroyed, which the control group needs
         found = self._control.gather(json.dumps({**versions(), "engine": engine, "device": own}).encode(), deadline)
         facts = [json.loads(fact) for fact in found]
         super().__init__([fact.pop("device") for fact in facts], engine, deadline)
         for other, fact in enumerate(facts):
             if fact != facts[0]:
-                raise LaunchError(f"rank {other} differs: it has {fact}, where rank 0 has {facts[0]}")
+                raise LaunchError(f"rank {other} has {fact}, but rank 0 has {facts[0]}: use the same versions")
         self._context = TorchrunContext(rank, self.devices, self._control, links)
 
     def after_fork(self) -> None:
-        """See Forkable. Other ranks would take this one for alive as long as a child of it lives."""
+        """See Forkable. Otherwise other ranks would consider this one alive while a child of it runs."""
         for link in (self._links or {}).values():
             link.close()
         if isinstance(self._control, LinkControl):
@@ -113,15 +113,15 @@ class TorchrunExecutor(OwnProcessExecutor):
 
     @property
     def rank(self) -> int:
-        """The rank that this process is."""
+        """The rank of this process."""
         return self._context.rank
 
     def _call(self, call: EngineCall) -> list[Any]:
-        """See Executor.call. Nothing is replayed: torchrun restarts whole scripts."""
+        """See Executor.call. Nothing is replayed, since torchrun restarts whole scripts."""
         if call.callbacks.on_start is not None:
-            raise LaunchError("under torchrun ranks cannot be told anything during a call: use worker processes")
+            raise LaunchError("under torchrun no messages can be sent to ranks during a call: use worker processes")
         check_owner(self._owner)
-        # No deadline of ours: rank 0 may have pictures to save, and one that has gone is noticed.
+        # Without the deadline: rank 0 may be saving images, and a rank that exits is noticed.
         compare(self._control.gather(described(call.method, call.args, call.kwargs), REPLY_SECONDS))
         context = self._context
         before, context.callbacks = context.callbacks, call.callbacks
@@ -133,14 +133,14 @@ class TorchrunExecutor(OwnProcessExecutor):
         return [result if rank == context.rank else None for rank in range(self.world_size)]
 
     def _run_and_agree(self, method: str, work: Callable[[], Any]) -> Any:
-        """Run `work` here, then hear how it went elsewhere. Raises if it went wrong anywhere."""
+        """Run `work` on this rank and exchange exceptions with the others. Raises if it failed on any rank."""
         began = time.monotonic()
         result, own = None, None
         try:
             result = work()
-        except Exception as error:  # noqa: BLE001  raised again below, when the others know
+        except Exception as error:  # noqa: BLE001  raised again below, after the exchange
             own = error
-        # All ranks do the same call, so the others need not take much longer than this one did.
+        # All ranks run the same call, so the others should not take much longer than this one did.
         patience = self._context.deadline + 2 * (time.monotonic() - began)
         try:
             failures = self._exchange_failures(None if own is None else take_down(own), patience)
@@ -160,28 +160,28 @@ class TorchrunExecutor(OwnProcessExecutor):
 
     def _where(self) -> str:
         where = self._context.where
-        return f"rank {self.rank} was at {where!r}" if where else f"rank {self.rank} was before its first seam"
+        return f"rank {self.rank} was {f'at {where!r}' if where else 'before its first exchange point'}"
 
     def _exchange_failures(self, own: RemoteError | None, patience: float) -> list[RemoteError | None]:
-        """How the call went on each rank. Raises WorkerHung or WorkerDied if one of them does not say."""
+        """Return each rank's exception, None where it succeeded. Raises WorkerHung or WorkerDied."""
         found = self._control.gather(b"" if own is None else pickle.dumps(own), patience)
         return [pickle.loads(data) if data else None for data in found]
 
     def close(self) -> None:
-        """Let go of the engine. The default group stays, for the next executor. Harmless when done twice."""
+        """Release the engine. The default group stays for the next executor. Idempotent."""
         super().close()
         self._leave()
         atexit.unregister(self._leave)
 
     def _leave(self) -> None:
-        if os.getpid() == self._owner:  # in a child that was forked: the group is not its own
+        if os.getpid() == self._owner:  # a forked child must not leave the group
             self._control.leave()
             for link in (self._links or {}).values():
                 link.close()
 
 
 def _rank_and_world_size() -> tuple[int, int]:
-    """This process's rank, and how many there are. Raises LaunchError outside torchrun."""
+    """Return rank and world size. Raises LaunchError outside torchrun."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -192,10 +192,10 @@ def _rank_and_world_size() -> tuple[int, int]:
     return int(os.environ["RANK"]), world_size
 
 
-def _met(
+def _connect(
     job: str | None, rank: int, world_size: int, deadline: float
 ) -> tuple[Control, Mapping[int, socket.socket] | None]:
-    """How the ranks agree, and their links where they are known to live on one host."""
+    """Return the control, and the links between ranks if all are known to run on one host."""
     if job is None:
         group = GroupControl()
         hosts, token = group.gather(this_host().encode(), deadline), group.broadcast(secrets.token_bytes(16))
@@ -206,14 +206,15 @@ def _met(
 
 
 def _is_cause(failure: RemoteError | None) -> bool:
-    """Whether an exception arose by itself, and did not follow from another rank's."""
+    """Return whether an exception is no consequence of another rank's."""
     return failure is not None and not failure.transport and not failure.type_name.endswith(CallAborted.__name__)
 
 
-def _load_what_keeps_the_default_group() -> None:
-    """Its functions have the default group of when it is loaded as a default argument, and so would keep its threads.
+def _import_module_that_holds_default_group() -> None:
+    """Import torch.distributed.nn.functional before the default group exists.
 
-    Diffusers loads it, some time or other. See `GroupControl` for what such threads do in the end.
+    Its functions keep the default group of import time as a default argument, and so its threads, which would crash the
+    process at exit (see `GroupControl`). Diffusers imports it at some point.
     """
     importlib.import_module("torch.distributed.nn.functional")
 
@@ -226,7 +227,7 @@ def _leave_default_group() -> None:
 
 
 def _own_device(device: str | None) -> tuple[str, str]:
-    """This rank's device, and the backend for a group of such ranks."""
+    """Return this rank's device and the backend for a group of such ranks."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -238,6 +239,6 @@ def _own_device(device: str | None) -> tuple[str, str]:
         return device, "gloo"
     torch.cuda.set_device(device)
     if ranks_here > gpus:
-        log.warning("%d ranks share %d GPUs here, without NCCL, which is slow", ranks_here, gpus)
+        log.warning("%d ranks share %d GPUs, which is slow: NCCL needs a GPU for each rank", ranks_here, gpus)
         return device, "gloo"
     return device, "nccl"

@@ -1,10 +1,10 @@
-"""What runs in a worker process: reads calls from its channel, runs them on its engine, answers.
+"""The main program of a worker process: reads calls from its channel, runs them on its engine, sends results.
 
-    reader thread   frames from the channel: pings are answered here, also while a call runs; end of file ends all
+    reader thread   frames from the channel: answers pings, also while a call runs; ends the process at end of file
     main thread     calls, one after another
 
-A worker never outlives the process that started it: the reader thread ends it when the channel closes, and, where the
-interpreter itself is stuck, the kernel does (see `_die_with_parent`).
+A worker never outlives the process that started it: the reader thread ends it when the channel closes, and the kernel
+does if the interpreter itself is stuck (see `_die_with_parent`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from patchpar.launch.socket_pairs import inherited
 
 
 def main(fd: int) -> None:
-    """Serve the channel at descriptor `fd` until told to stop."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started us gets it, and decides
+    """Serve the channel at descriptor `fd` until a STOP frame or end of file."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the starting process handles ctrl-C
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     channel = Channel(socket.socket(fileno=fd))
@@ -52,10 +52,10 @@ def main(fd: int) -> None:
 
 
 def _die_with_parent(lifeline: int) -> None:
-    """Have the kernel kill this process when the other end of the pipe closes, whatever this process is doing.
+    """Make the kernel kill this process group when the other end of the pipe closes, whatever this process is doing.
 
-    With it go the processes that it has started and that are still in its group: a worker leads a group of its own.
-    Not PR_SET_PDEATHSIG, which acts when the parent *thread* ends. Linux only; elsewhere the reader thread must do.
+    A worker leads a process group, so that processes that it has started are killed too. PR_SET_PDEATHSIG would act
+    when the parent *thread* ends. Linux only; elsewhere there is only the reader thread.
     """
     set_signal = getattr(fcntl, "F_SETSIG", None)
     if set_signal is not None:
@@ -82,7 +82,7 @@ class WorkerContext:
 
     @property
     def wait_limit(self) -> float:
-        """See RankContext: whose fault a wait is can only be seen from outside, so the caller is to judge first."""
+        """See RankContext. Only the caller sees which rank is at fault, so that it has to detect a hang first."""
         return longest_wait(self.deadline)
 
     def emit(self, event: object) -> None:
@@ -92,7 +92,7 @@ class WorkerContext:
     def ask(self, question: object) -> Any:
         """See RankContext."""
         self._send(FrameKind.ASK, question if self.rank == 0 else None)
-        with self.waiting:  # without end: the caller may think as long as it likes, and its end is ours
+        with self.waiting:  # without a limit: the caller may take its time, and this process ends with it
             reply = self.replies.get()
             while reply.request != self.request:
                 reply = self.replies.get()
@@ -110,7 +110,7 @@ class WorkerContext:
                     frame = self.messages.get(timeout=max(0.0, give_up - time.monotonic()))
             except queue.Empty:
                 return None
-            value = decode(frame.message) if frame.request == self.request else None  # or of a call that is over
+            value = decode(frame.message) if frame.request == self.request else None  # else of an earlier call
             frame.message.close()
             if frame.request == self.request:
                 return value
@@ -122,7 +122,7 @@ class WorkerContext:
 
 
 def _encode(what: str, value: object) -> EncodedMessage:
-    """A message for the caller. Raises TypeError that says what cannot be sent."""
+    """Encode a message for the caller. Raises TypeError that names what cannot be sent."""
     try:
         return encode(value)
     except MemoryError:
@@ -141,14 +141,14 @@ class Worker:
         self._engine: Any = None
 
     def run(self, first_request: int) -> None:
-        """Answer the hello, then every call."""
+        """Answer the WorkerConfig, then every call."""
         threading.Thread(target=self._read, name="patchpar-reader", daemon=True).start()
         self._answer(first_request, self._prepare)
         while True:
             frame = self._calls.get()
             work = self._form if frame.kind is FrameKind.FORM else lambda frame=frame: self._call(frame)
             self._answer(frame.request, work)
-            del frame, work  # or the arguments of a call would stay in memory until the next
+            del frame, work  # else the arguments would stay in memory until the next call
 
     def _read(self) -> None:
         try:
@@ -169,27 +169,27 @@ class Worker:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError):
                     stream.flush()
-            os._exit(0)  # the main thread may be anywhere, and nothing of ours is worth waiting for
+            os._exit(0)  # the main thread may be inside any call, and there is nothing to clean up
 
     def _answer(self, request: int, work: Callable[[], object]) -> None:
         self._context.request = request
         try:
             kind, message = FrameKind.RESULT, _encode("what it returned", work())
-        except BaseException as error:  # noqa: BLE001  also SystemExit: whatever it is, the caller must hear of it
+        except BaseException as error:  # noqa: BLE001  also SystemExit: the caller must get any of them
             kind, message = FrameKind.FAILED, encode(take_down(error))
         self._channel.send(ChannelFrame(kind, request, message))
         message.close()
 
     def _prepare(self) -> dict[str, str]:
-        """Import everything that takes time. Returns what must be the same on all ranks."""
+        """Import the slow modules. Returns the versions that have to be equal on all ranks."""
         load_engine(self._config.engine)
         for name in self._config.preload:
             try:
                 importlib.import_module(name)
             except ImportError as error:
-                raise LaunchError(f"cannot import {name!r}, which was to be preloaded: {error}") from error
+                raise LaunchError(f"cannot import {name!r} of preload: {error}") from error
         facts = {**versions(), "engine": self._config.engine}
-        if self._config.world_size > 1 or "torch" in sys.modules:  # an engine alone may do without
+        if self._config.world_size > 1 or "torch" in sys.modules:  # a single engine may not need torch
             import torch
 
             torch.set_num_threads(self._config.threads)
@@ -197,7 +197,7 @@ class Worker:
         return facts
 
     def _form(self) -> None:
-        """Make the engine, on GPUs of their own after NCCL's group."""
+        """Create the engine, after NCCL's group if every rank has its own GPU."""
         if self._config.device.startswith("cuda"):
             import torch
 

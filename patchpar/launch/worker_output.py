@@ -1,8 +1,8 @@
-"""What workers print: passed on to this process's stderr, and the last lines kept for error messages.
+"""Output of workers: copied to this process's stderr, with the last lines kept for error messages.
 
-Both stdout and stderr of a worker come here, so that a program's own stdout stays its own.
-A line that another rank has printed already is not printed again: libraries warn once per process.
-Each character is looked at once, whatever the length of a line: this thread must not keep the interpreter from others.
+Both stdout and stderr of a worker are read here, so that this process's stdout has only its own output.
+A line that another rank has printed already is not printed again, since libraries warn once per process.
+Each character is processed once, whatever the length of a line, so that this thread does not hold the GIL for long.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from io import FileIO
 
 TAIL_LINES = 20
 REMEMBERED_LINES = 2000
-LONGEST_LINE = 8192  # characters; what comes after them in the same line is counted and left out
+LONGEST_LINE = 8192  # characters; the rest of a longer line is counted and left out
 LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)")
 
 
@@ -30,7 +30,7 @@ class FirstPrinter:
         self._lock = threading.Lock()
 
     def is_first(self, rank: int, line: str) -> bool:
-        """Whether no other rank has printed this line."""
+        """Return whether no other rank has printed this line before."""
         if not line.strip():
             return rank == 0
         with self._lock:
@@ -41,7 +41,7 @@ class FirstPrinter:
 
 
 class WorkerOutput:
-    """Reads one worker's pipe in a thread, to its end."""
+    """Reads one worker's pipe in a thread until its end."""
 
     def __init__(self, rank: int, pipe: FileIO, speakers: FirstPrinter) -> None:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -51,24 +51,24 @@ class WorkerOutput:
         self._thread.start()
 
     def tail(self) -> str:
-        """The last lines, without trailing space; empty if nothing was printed."""
+        """Return the last lines, stripped; empty if nothing was printed."""
         return "".join(list(self._tail)).strip()
 
     def finish(self, seconds: float) -> None:
-        """Wait until everything has been read; to be called when the worker has ended."""
+        """Wait at most `seconds` until all output has been read; call it after the worker has ended."""
         self._thread.join(seconds)
 
 
 class LineSplitter:
-    """Lines out of pieces of text, each with its end, cut where they are longer than LONGEST_LINE."""
+    """Splits a stream of text into lines with their line ends, truncated to LONGEST_LINE."""
 
     def __init__(self) -> None:
-        self._begun: list[str] = []  # of a line whose end has not come
-        self._length = 0  # of that line, also what is left out
+        self._begun: list[str] = []  # the current line, which has no end yet
+        self._length = 0  # of the current line, with what is left out
         self._held = ""  # a carriage return, which may be half of a line end
 
     def feed(self, text: str) -> list[str]:
-        """The lines that end in this piece."""
+        """Return the lines that end in this text."""
         text = self._held + text
         self._held = "\r" if text.endswith("\r") else ""
         lines, rest = whole_lines(text[: len(text) - len(self._held)])
@@ -77,7 +77,7 @@ class LineSplitter:
         return found
 
     def finish(self) -> list[str]:
-        """The line that has no end, with one; nothing if there is none."""
+        """Return the unfinished line with a line end; nothing if there is none."""
         has_rest = self._length or self._held
         return [self._ended(self._held or "\n")] if has_rest else []
 
@@ -96,9 +96,9 @@ class LineSplitter:
 
 
 def whole_lines(text: str) -> tuple[list[str], str]:
-    """Lines with their ends, and what comes after the last of them."""
+    """Return the complete lines with their line ends, and the rest."""
     end = 1 + max(text.rfind("\n"), text.rfind("\r"))
-    return LINE.findall(text[:end]), text[end:]  # where no end is to come the pattern would try from every character
+    return LINE.findall(text[:end]), text[end:]  # without a line end the pattern would search from every character
 
 
 def _pump(pipe: FileIO, rank: int, speakers: FirstPrinter, tail: deque[str]) -> None:

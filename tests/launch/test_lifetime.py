@@ -359,7 +359,7 @@ def test_a_child_forked_during_a_call_is_told_that_the_workers_are_not_its_own()
     for _ in range(2):
         words = script.hears()
         assert words[0] == "LaunchError"
-        assert "was forked from it and cannot use them: make a new pipeline" in " ".join(words)
+        assert "was forked from it and cannot use them: create a new pipeline" in " ".join(words)
     assert script.hears() == ["closed"]
     assert script.hears() == ["0"], script.error()
     assert all_gone(script.pids())

@@ -56,7 +56,7 @@ def test_a_slow_rank_that_is_stopped_is_named_and_not_the_one_that_waits(pool):
 def test_ranks_that_wait_for_one_another_are_told_apart_from_slow_ones(pool):
     with pytest.raises(WorkerHung, match=r"all ranks have waited for one another for too long \(limit 2 s\)") as caught:
         pool.call("exchange", None, 0)
-    assert "last seam 'an exchange'" in str(caught.value)
+    assert "last exchange point 'an exchange'" in str(caught.value)
 
 
 def test_spinning_for_another_rank_is_no_work(single):
@@ -68,6 +68,6 @@ def test_an_endless_loop_ends(single, monkeypatch):
     monkeypatch.setattr(progress, "WORK_TIMES", 2)
     single.call("rank")
     start = time.monotonic()
-    with pytest.raises(WorkerHung, match=r"worked for too long without reaching another seam \(limit 4 s\)"):
+    with pytest.raises(WorkerHung, match=r"worked for too long without reaching another exchange point \(limit 4 s\)"):
         single.call("burn", 600)
     assert time.monotonic() - start > 2 * DEADLINE

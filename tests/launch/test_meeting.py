@@ -64,16 +64,16 @@ def test_all_meet_rank_0_as_often_as_they_like(name):
 
 def test_who_does_not_come_is_named(name):
     first, second = met(name, [0, 2], 3, deadline=0.5)
-    assert first == "rank 1 has not come within 0.5 s: did it leave, or fail?"
-    assert "rank 0 has refused rank 2, or has left" in second or "cannot join rank 0" in second
-    assert met(name, [1], 2, deadline=0.2) == ["rank 0 has not come within 0.2 s: did it leave, or fail?"]
+    assert first == "rank 1 has not connected within 0.5 s: did it exit or fail?"
+    assert "rank 0 has refused rank 2, or has exited" in second or "cannot connect to rank 0" in second
+    assert met(name, [1], 2, deadline=0.2) == ["rank 0 has not started within 0.2 s: did it exit or fail?"]
 
 
 def test_two_of_one_rank(name):
     found = met(name, [1, 1, 0], 2, deadline=3.0)
     errors = [each for each in found if isinstance(each, str)]
     assert len(errors) == 1
-    assert "rank 1" in errors[0] or "rank 0 has not come" in errors[0]
+    assert "rank 1" in errors[0] or "rank 0 has not started" in errors[0]
     close(found)
 
 
@@ -105,7 +105,7 @@ def test_another_users_door_is_not_entered(name, monkeypatch):
         comm.bind("\0" + name)
         comm.listen()
         monkeypatch.setattr(meeting, "user_of", lambda link: OTHER_USER)
-        with pytest.raises(LaunchError, match=f"a process of user {OTHER_USER} answers in the place of rank 0"):
+        with pytest.raises(LaunchError, match=f"a process of user {OTHER_USER} listens instead of rank 0"):
             meet(name, 1, 2, 5.0)
         with pytest.raises(LaunchError, match=r"rank 0 cannot be found .*: Address already in use"):
             meet(name, 0, 2, 5.0)

@@ -22,7 +22,7 @@ class Worker:
         return f"rank {self.rank}"
 
     def last_exchange_point(self):
-        return f"last seam 'seam {self.rank}'"
+        return f"last exchange point 'seam {self.rank}'"
 
     def last_output(self):
         return ""
@@ -53,10 +53,14 @@ def outcome(*, failed=None, returned=(), beats=(5, 5, 5), **rest):
         (
             outcome(died=[1], failed={0: GLOO, 2: LATE}),
             WorkerDied,
-            r"^rank 1 was killed by SIGKILL; last seam 'seam 1'",
+            r"^rank 1 was killed by SIGKILL; last exchange point 'seam 1'",
         ),
-        (outcome(failed={0: GLOO, 2: LATE}), WorkerHung, r"^rank 1 answers, .*rank 2 has given up on it.*has not answ"),
-        (outcome(failed={0: GLOO}, beats=(9, 8, 7)), WorkerHung, r"^rank 2 answers, but does not get on"),
+        (
+            outcome(failed={0: GLOO, 2: LATE}),
+            WorkerHung,
+            r"^rank 1 answers, .*rank 2 has stopped waiting for it.*has not answ",
+        ),
+        (outcome(failed={0: GLOO}, beats=(9, 8, 7)), WorkerHung, r"^rank 2 answers, but makes no progress"),
         (outcome(failed={0: GLOO}, beats=(9, 8, 7), silent=[1]), WorkerHung, r"^rank 1 does not answer"),
         (
             outcome(beats=(4, 3, 9), stuck=[0, 2], waiting=[1]),
@@ -72,9 +76,9 @@ def outcome(*, failed=None, returned=(), beats=(5, 5, 5), **rest):
         (
             outcome(beats=(4, 3, 9), stuck=[0], waiting=[1, 2], working=[0]),
             WorkerHung,
-            r"^rank 0 answers, .*worked for too long without reaching another seam \(limit 1800 s\)",
+            r"^rank 0 answers, .*worked for too long without reaching another exchange point \(limit 1800 s\)",
         ),
-        (outcome(failed={0: LATE}, waiting=[2]), WorkerHung, r"^rank 1 answers, .*rank 0 has given up on it"),
+        (outcome(failed={0: LATE}, waiting=[2]), WorkerHung, r"^rank 1 answers, .*rank 0 has stopped waiting for it"),
         (outcome(failed={0: GLOO, 1: ODD}), WorkerError, r"^rank 1 raised ValueError: odd"),
         (outcome(failed={0: GLOO, 1: ODD, 2: GLOO}), WorkerError, r"^rank 1 raised ValueError: odd"),
         (outcome(failed={0: ODD, 1: KeyError("k"), 2: ODD}), WorkerError, r"^rank 0 raised ValueError: odd"),

@@ -62,7 +62,7 @@ def test_a_worker_is_killed(impatient: ParallelPipeline, plain: Any) -> None:
     before = impatient._executor.pids
     strike(impatient, 1, signal.SIGKILL)
     start = time.monotonic()
-    with pytest.raises(WorkerDied, match=r"rank 1 \(cpu, pid \d+\) was killed by SIGKILL.*; last seam '.+'"):
+    with pytest.raises(WorkerDied, match=r"rank 1 \(cpu, pid \d+\) was killed by SIGKILL.*; last exchange point '.+'"):
         impatient(**CALL, generator=generator())
     assert time.monotonic() - start < DEADLINE + 20
     assert all(is_gone(pid) for pid in before)
@@ -80,7 +80,7 @@ def test_a_worker_stands_still(impatient: ParallelPipeline, plain: Any) -> None:
     before = impatient._executor.pids
     strike(impatient, 1, signal.SIGSTOP)
     start = time.monotonic()
-    with pytest.raises(WorkerHung, match=r"rank 1 \(cpu, pid \d+\) does not answer.*last seam '.+'"):
+    with pytest.raises(WorkerHung, match=r"rank 1 \(cpu, pid \d+\) does not answer.*last exchange point '.+'"):
         impatient(**CALL, generator=generator())
     assert DEADLINE * 0.8 < time.monotonic() - start < DEADLINE + 30
     assert all(is_gone(pid) for pid in before)
