@@ -1,13 +1,13 @@
-"""The pipeline's own methods and attributes: which act on all ranks, and which are refused, by name."""
+"""Methods of pipelines and networks that cannot act on all ranks, with the reason and the alternative."""
 
 from patchpar.errors import UnsupportedModel
 
 ONE_COPY = "each worker holds a whole pipeline on its own device"
 NOT_SAVED = "the workers' copies are not meant to be saved; save the pipeline before parallelising it"
-NEW_PIPELINE = "it makes another pipeline; make that in this process and hand it to ParallelPipeline(pipe)"
-NEW_NETWORK = "it makes another network; make that in this process and set it: pipe.vae = network"
+NEW_PIPELINE = "it creates another pipeline; create that in this process and pass it to ParallelPipeline(pipe)"
+NEW_NETWORK = "it creates another network; create that in this process and set it: pipe.vae = network"
 NOT_IN_WORKERS = {
-    "to": "devices= says where the pipeline runs, torch_dtype= in what",
+    "to": "pass devices= for the devices and torch_dtype= for the dtype",
     "enable_model_cpu_offload": ONE_COPY,
     "enable_sequential_cpu_offload": ONE_COPY,
     "enable_group_offload": "call it of a network, which acts on all ranks: pipe.transformer.enable_group_offload(...)",
@@ -20,9 +20,9 @@ NOT_IN_WORKERS = {
     "download": "it fetches a model and needs no ranks; call it on the pipeline's class",
 }
 NOT_OF_NETWORKS = {
-    "to": "devices= says where it runs, torch_dtype= in what",
-    "cuda": "devices= says where it runs",
-    "cpu": "devices= says where it runs",
+    "to": "pass devices= for the devices and torch_dtype= for the dtype",
+    "cuda": "pass devices= for the devices",
+    "cpu": "pass devices= for the devices",
     "save_pretrained": NOT_SAVED,
     "push_to_hub": NOT_SAVED,
     "from_pretrained": NEW_NETWORK,
@@ -36,7 +36,7 @@ NOT_OF_NETWORKS = {
     "children": "modules do not leave the workers",
     "named_children": "modules do not leave the workers",
 }
-QUESTIONS = ("_repr_", "_ipython_", "_mime")  # of notebooks: methods that no pipeline has
+QUESTIONS = ("_repr_", "_ipython_", "_mime")  # prefixes of names that notebooks look up; no pipeline has them
 
 
 def refuse_method(name: str, *, world_size: int) -> None:
@@ -46,7 +46,7 @@ def refuse_method(name: str, *, world_size: int) -> None:
 
 
 def refuse_network_method(path: str) -> None:
-    """Raise UnsupportedModel for a method of a network, such as "vae.to", that makes no sense for all ranks at once."""
+    """Raise UnsupportedModel for a method of a network, such as "vae.to", that cannot act on all ranks."""
     reason = NOT_OF_NETWORKS.get(path.rsplit(".", 1)[-1])
     if reason is not None:
         raise UnsupportedModel(f"pipe.{path} is not for networks in workers: {reason}")

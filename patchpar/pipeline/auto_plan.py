@@ -1,13 +1,13 @@
-"""The rule behind plan="auto", until the planner measures: stated, so that a user can argue with it.
+"""The rule that chooses a plan for plan="auto".
 
-0. A picture of at least 1.5 times the model's native size on both sides: structure guidance, on one device too, for the
-   picture does not depend on the number of devices. Where the pipeline cannot do it, the reason says so.
-1. Of all ways to spread prompts, branches of guidance and bands over the devices the one whose busiest rank is done
-   soonest, by the formula in `plan.mesh_shape`: prompts apart send nothing, branches one prediction, bands all keys.
-2. A UNet goes into bands as far as each keeps two units of rows; of any other denoiser the tokens are split, as far as
-   every device keeps two rows of them.
-3. Prompts stay together where a callback looks at all of them, or where a part of them would get other pictures.
-4. A device that would not help stays idle, and the reason says so.
+0. An image of at least 1.5 times the model's native size on both sides: structure guidance, on one device too, so that
+   the image does not depend on the number of devices. If the pipeline cannot do it, the reason is reported.
+1. Of all ways to distribute prompts, guidance branches and bands over the devices, the one whose busiest rank finishes
+   first, by the formula in `plan.mesh_shape`: prompts send nothing, branches one prediction, bands all keys.
+2. A UNet is split into bands of at least two units of rows; any other denoiser is split by tokens, with at least two
+   rows of tokens for each device.
+3. Prompts stay in one batch if a callback needs all of them, or if a part of them would give other images.
+4. A device that would not make the call faster stays idle, and the reason is reported.
 """
 
 from collections.abc import Mapping
@@ -23,27 +23,27 @@ from patchpar.strategies.structure.memory_estimate import MemoryEstimate
 from patchpar.strategies.structure.options import StructureGuidance
 from patchpar.strategies.structure.sizing import is_large, units_of
 
-ADDRESSED = ("ip_adapter_masks", "gligen")  # in cross_attention_kwargs: places in the whole picture
-UNITS_PER_BAND = 2  # below that, halos and waiting cost more than a further rank computes
+ADDRESSED = ("ip_adapter_masks", "gligen")  # in cross_attention_kwargs: positions in the whole image
+UNITS_PER_BAND = 2  # with fewer, halos and waiting cost more than a further rank computes
 
 
 @dataclass(frozen=True, slots=True)
 class PlanChoice:
-    """A plan and why."""
+    """A plan and the reason for it."""
 
     plan: Plan
     reason: str
 
 
 def choose(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any]) -> PlanChoice:
-    """The plan for a call with `kwargs` on `devices` devices."""
+    """Return the plan for a call with `kwargs` on `devices` devices."""
     size, native = model.size(kwargs), model.default_size
     if model.native_only_reason is None or size is None or native is None or not is_large(size, native):
         return _exact(model, devices, kwargs)
     ratios = dict.fromkeys(f"{side / own:.3g}" for side, own in zip(size, native, strict=True))
     large = f"{' x '.join(ratios)} times the native {native[0]} x {native[1]}"
     addressed = [name for name in kwargs.get("cross_attention_kwargs") or () if name in ADDRESSED]
-    why_not = f"{addressed[0]} has places in the whole picture" if addressed else model.native_only_reason
+    why_not = f"{addressed[0]} has positions in the whole image" if addressed else model.native_only_reason
     if why_not:
         plain = _exact(model, devices, kwargs)
         return PlanChoice(plain.plan, f"{plain.reason}; {large}, but no structure guidance: {why_not}")
@@ -57,7 +57,7 @@ def choose(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any]) -> Plan
 
 
 def _exact(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any]) -> PlanChoice:
-    """The plan that draws what plain diffusers draws."""
+    """Return the plan that generates the image of plain diffusers."""
     if devices == 1:
         return PlanChoice(Plan(), "one device: the plain pipeline")
     branches, prompts = model.branches(kwargs), _prompts(kwargs)
@@ -70,17 +70,17 @@ def _exact(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any]) -> Plan
     )
     plan, reasons = work.soonest(devices), []
     if plan.data > 1:
-        reasons.append(f"{prompts} prompts over {plan.data} groups, which send one another nothing")
+        reasons.append(f"{prompts} prompts over {plan.data} groups, which exchange nothing")
     elif one_batch:
-        reasons.append(f"{prompts} prompts stay together: {one_batch}")
+        reasons.append(f"{prompts} prompts stay in one batch: {one_batch}")
     if plan.cfg > 1:
         part = {2: "half", 3: "third"}.get(plan.cfg, f"{plan.cfg}th")
-        reasons.append(f"guidance is on: a branch for each {part} of the devices")
+        reasons.append(f"guidance is on: one branch for each {part} of the devices")
     elif branches > 1 and plan.patch > 1:
-        reasons.append(f"guidance stays whole, because {_why_whole(branches, devices)}")
+        reasons.append(f"guidance is not split, because {_why_whole(branches, devices)}")
     if plan.patch > 1:
         bands = plan.patch
-        reasons.append(f"the picture in {bands} bands" if model.splits_into_bands else f"tokens split in {bands}")
+        reasons.append(f"the image in {bands} bands" if model.splits_into_bands else f"tokens split in {bands}")
     if plan.world_size < devices:
         idle = f"{devices - plan.world_size} of {devices} devices idle"
         reasons.append(f"{idle}: {_why_no_more(model, work, plan, devices)}")
@@ -88,7 +88,7 @@ def _exact(model: PipelineInfo, devices: int, kwargs: Mapping[str, Any]) -> Plan
 
 
 def without(model: PipelineInfo, plan: Plan, error: Exception) -> PipelineInfo | None:
-    """The model less what an automatic plan tried and could not do; None where that is not what failed."""
+    """Return the model without the ability that an automatic plan failed to use; None for other errors."""
     if isinstance(plan.strategy, StructureGuidance):
         return replace(model, native_only_reason=str(error))
     if plan.patch == 1 or not model.splits_into_tokens or not isinstance(error, UnsupportedModel):
@@ -97,16 +97,16 @@ def without(model: PipelineInfo, plan: Plan, error: Exception) -> PipelineInfo |
 
 
 def _prompts(kwargs: Mapping[str, Any]) -> int:
-    """How many prompts may be spread over ranks; pictures as input may belong to all of them."""
+    """Return how many prompts may be distributed over ranks; 1 with input images, which may belong to all prompts."""
     prompts = kwargs.get("prompt")
     alone = isinstance(prompts, list) and all(kwargs.get(name) is None for name in IMAGE_ARGUMENTS)
     return len(prompts) if isinstance(prompts, list) and alone else 1
 
 
 def _why_one_batch(model: PipelineInfo, kwargs: Mapping[str, Any]) -> str:
-    """Why the prompts cannot be spread over ranks; empty where they can."""
+    """Return why the prompts cannot be distributed over ranks; empty if they can."""
     if kwargs.get("callback_on_step_end") is not None:
-        return "callback_on_step_end looks at the latents of all"
+        return "callback_on_step_end gets the latents of all prompts"
     try:
         split_call(kwargs, 0, _prompts(kwargs))
     except PlanError as error:
@@ -116,20 +116,20 @@ def _why_one_batch(model: PipelineInfo, kwargs: Mapping[str, Any]) -> str:
 
 def _why_no_more(model: PipelineInfo, work: Workload, plan: Plan, devices: int) -> str:
     if plan.patch < work.most_bands:
-        return "no way to share the work among more of them is faster"
+        return "no distribution over more devices is faster"
     if model.splits_into_bands:
-        return "no more bands fit into the picture"
+        return "the image has no more bands"
     if model.splits_into_tokens:
-        return "each needs two rows of tokens"
+        return "each device needs two rows of tokens"
     why = model.unsplit_reason or f"{', '.join(model.denoisers)} cannot be split"
     return why if work.branches > 1 else f"{why}, and there is no guidance to split"
 
 
 def _why_whole(branches: int, devices: int) -> str:
-    """Why the branches of guidance are not spread over so many devices."""
+    """Return why the guidance branches are not distributed over so many devices."""
     if branches == 2:
-        return f"{devices} devices are odd and {devices - 1} have more to do"
-    return f"its {branches} branches do not go evenly on {devices} devices, and fewer have more to do"
+        return f"{devices} is odd, and with {devices - 1} devices each computes more"
+    return f"{devices} devices cannot be divided by {branches} branches, and with fewer each computes more"
 
 
 def _most_bands(model: PipelineInfo, devices: int, size: tuple[int, int] | None) -> int:
@@ -140,6 +140,6 @@ def _most_bands(model: PipelineInfo, devices: int, size: tuple[int, int] | None)
 
 
 def _units(model: PipelineInfo, size: tuple[int, int] | None) -> int | None:
-    """How many units of rows, or rows of tokens, the longer side has."""
+    """Return the number of units of rows, or of rows of tokens, of the longer side; None if the size is unknown."""
     unit = model.vae_scale * model.total_stride if model.splits_into_bands else model.size_unit
     return None if size is None else max(size) // unit

@@ -1,4 +1,4 @@
-"""The caller's side of one call: what is sent, what is heard while it runs, and what its results become."""
+"""The caller's side of one call: its options, events and callback while it runs, and its output."""
 
 import importlib
 import sys
@@ -28,13 +28,13 @@ from patchpar.strategies.data.split import merge_outputs
 DATA_CALLBACKS = (
     "PipelineCallback",
     "MultiPipelineCallbacks",
-)  # of diffusers: they say which tensors they take
+)  # diffusers' classes, which have `tensor_inputs`
 
 
 class CallController:
-    """One call as its caller sees it: takes the callback out, shows progress, answers the ranks.
+    """One call at the caller: keeps the callback, shows progress, answers the ranks.
 
-    `owner` is what the callback gets for the pipeline. `kind`: where the ranks live, see `Executor`.
+    `owner` is what the callback gets as the pipeline. `kind`: where the ranks run, see `Executor`.
     """
 
     def __init__(self, owner: Any, kwargs: Mapping[str, Any], *, kind: str, output_module: str) -> None:
@@ -47,7 +47,7 @@ class CallController:
         self._thread: int | None = None
         self._import: threading.Thread | None = None
         self._facts: dict[str, Any] = {}
-        self.changes: list[CallbackChange] = []  # what its callback has done to the pipeline so far
+        self.changes: list[CallbackChange] = []  # what the callback has done to the pipeline so far
 
     def _take_callback(self) -> Callable[..., Any] | None:
         callback = self.kwargs.get("callback_on_step_end")
@@ -55,13 +55,13 @@ class CallController:
             return None
         if any(base.__name__ in DATA_CALLBACKS for base in type(callback).__mro__):
             if _is_importable(callback):
-                return None  # every rank runs it itself
+                return None  # every rank runs it
             self.kwargs["callback_on_step_end_tensor_inputs"] = callback.tensor_inputs
         del self.kwargs["callback_on_step_end"]
         return callback
 
     def options(self, plan: Plan, verify: bool | Path, *, vae: str, tracing: bool) -> CallOptions:
-        """What the ranks must know beside the arguments."""
+        """Return the settings of the call beside its arguments."""
         return CallOptions(
             plan=plan,
             verify=verify,
@@ -77,7 +77,7 @@ class CallController:
     def listening(
         self, on_step: Callable[[int, int], object] | None, progress: Mapping[str, Any]
     ) -> Iterator["CallController"]:
-        """Report steps to `on_step`, or show a progress bar with the options `progress`, as diffusers would."""
+        """Report steps to `on_step`, or show diffusers' progress bar with the options `progress`."""
         self._on_step, self._progress = on_step, progress
         try:
             yield self
@@ -85,10 +85,10 @@ class CallController:
             if self._bar is not None:
                 self._bar.close()
             if self._import is not None:
-                self._import.join()  # a program that ends while it imports ends with another code, or crashes
+                self._import.join()  # a program that ends during the import would crash or get another exit code
 
     def on_event(self, rank: int, event: tuple[str, int, int]) -> None:
-        """A step is done."""
+        """Report a finished step."""
         _, step, total = event
         if self._on_step is not None:
             self._on_step(step, total)
@@ -105,12 +105,12 @@ class CallController:
         self._bar.update(1)
 
     def _prepare_for_output(self) -> None:
-        """Import what the output's class needs while the ranks work, rather than when it has come."""
+        """Import the module of the output's class while the ranks work, not after the output has arrived."""
         self._import = threading.Thread(target=importlib.import_module, args=(self._output_module,), daemon=True)
         self._import.start()
 
     def on_ask(self, question: Any) -> Any:
-        """The end of a step: the callback's answer. Anything else ranks only want to hear from rank 0."""
+        """Return the callback's result for a StepEnd; any other question of rank 0 is the reply for all ranks."""
         return self._call_back(question) if isinstance(question, StepEnd) else question
 
     def _call_back(self, end: StepEnd) -> CallbackResult:
@@ -132,44 +132,44 @@ class CallController:
 
     @property
     def in_callback(self) -> bool:
-        """Whether the caller's callback is running, in this thread."""
+        """Whether the caller's callback is running in this thread."""
         return self._thread == threading.get_ident()
 
     def attribute(self, name: str) -> Any:
-        """An attribute of the pipeline, for the callback. Raises AttributeError where only the ranks have it."""
+        """Return an attribute of the pipeline for the callback. Raises AttributeError if only the ranks have it."""
         for found in (name, f"_{name}"):
             if found in self._facts:
                 return self._facts[found]
         raise AttributeError(
-            f"pipe.{name} cannot be had inside callback_on_step_end, because the ranks are busy; what can be had: "
+            f"pipe.{name} cannot be read inside callback_on_step_end, because the ranks are busy; available are: "
             f"{', '.join(sorted(fact for fact in self._facts if not fact.startswith('_')))}"
         )
 
     def set_attribute(self, name: str, value: Any) -> None:
-        """The callback sets an attribute of the pipeline: all ranks do so when it has returned."""
+        """Record that the callback sets an attribute; all ranks do so after it has returned."""
         self._facts[name] = value
         self.changes.append(CallbackChange(name, (value,)))
 
     def apply(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MethodResult:
-        """The callback calls a method of the pipeline or of a network: all ranks do so when it has returned.
+        """Record that the callback calls a method of the pipeline or a network; all ranks do so after it has returned.
 
-        Raises UnsupportedModel for one that changes nothing, and so is called for what it returns, and PlanError for
-        one that would read a pickle.
+        Raises UnsupportedModel for a method that changes nothing, whose result is not available, and PlanError for one
+        that would load a pickle.
         """
         if change_of(path, args, kwargs) is None:
             raise UnsupportedModel(
-                f"pipe.{path}() cannot be called inside callback_on_step_end, because the ranks are busy: only what "
-                "changes the pipeline can (set_..., enable_..., disable_...), and all ranks do it when it has returned"
+                f"pipe.{path}() cannot be called inside callback_on_step_end, because the ranks are busy: only methods "
+                "that change the pipeline can (set_..., enable_..., disable_...); all ranks run them after the callback"
             )
         whole, named = with_whole_paths(path, args, from_safetensors(path, args, kwargs))
         self.changes.append(CallbackChange(path, whole, named))
         return MethodResult(None)
 
     def ask(self, method: str, path: str, *values: Any, **_: Any) -> None:
-        """The callback sets an attribute of a network, or would like to have one. Raises AttributeError for that."""
+        """Record that the callback sets an attribute of a network. Raises AttributeError if it reads one."""
         if method != "set":
             raise AttributeError(
-                f"pipe.{path} cannot be had inside callback_on_step_end, because the ranks are busy; it can be set"
+                f"pipe.{path} cannot be read inside callback_on_step_end, because the ranks are busy; it can be set"
             )
         self.changes.append(CallbackChange(path, values))
 
@@ -183,13 +183,13 @@ def refuse_old_callback(kwargs: Mapping[str, Any]) -> None:
     """Raise PlanError for diffusers' deprecated way to pass a callback."""
     for name in ("callback", "callback_steps"):
         if kwargs.get(name) is not None:
-            raise PlanError(f"{name}= is diffusers' old way and not passed on to workers: use callback_on_step_end=")
+            raise PlanError(f"{name}= is deprecated in diffusers and not sent to workers: use callback_on_step_end=")
 
 
 def _random_state() -> RandomState:
-    """Where this process's random numbers stand, so that torch.manual_seed here means what it means in plain diffusers.
+    """Return this process's random state, so that torch.manual_seed has the same effect as with plain diffusers.
 
-    Without torch in this process nobody can have seeded it; then the ranks agree on a fresh seed.
+    A process that has not imported torch cannot have seeded it; then a random seed is used on all ranks.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -201,7 +201,7 @@ def _random_state() -> RandomState:
 
 
 def move_generators_on(kwargs: Mapping[str, Any], results: Sequence[CallResult]) -> None:
-    """Leave the caller's generators and torch's own as if the call had been made in this process."""
+    """Set the caller's generators and torch's default ones to the states after the call on the ranks."""
     states = [state for result in results if result.output is not None for state in result.generators]
     for generator, state in zip(generators_of(kwargs), states, strict=False):
         generator.set_state(state)
@@ -215,11 +215,11 @@ def move_generators_on(kwargs: Mapping[str, Any], results: Sequence[CallResult])
 
 
 def output_of(results: Sequence[CallResult]) -> Any:
-    """One output from those of the ranks that gave one."""
+    """Return one output, merged from those of the ranks that have one."""
     outputs = [result.output for result in results if result.output is not None]
     return merge_outputs(outputs) if len(outputs) > 1 else next(iter(outputs), None)
 
 
 def run_of(plan: Plan, results: Sequence[CallResult], seconds: float) -> Run:
-    """The figures of a call."""
+    """Return the statistics of a call."""
     return Run(plan=plan, seconds=seconds, ranks=tuple(figures for result in results for figures in result.figures))

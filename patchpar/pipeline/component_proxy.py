@@ -1,8 +1,8 @@
-"""A network of the pipeline as its caller holds it: the networks themselves live in the workers.
+"""A proxy for a network of the pipeline, which exists in the workers only.
 
-pipe.vae.enable_tiling()                              on all ranks
-pipe.transformer.set_attention_backend("flash")       the same
-pipe.transformer.config.num_layers                    a copy, from the first
+pipe.vae.enable_tiling()                              runs on all ranks
+pipe.transformer.set_attention_backend("flash")       runs on all ranks
+pipe.transformer.config.num_layers                    a copy, from rank 0
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Ask = Callable[..., Any]
 
 
 def on_all_ranks(owner: Any, path: str, apply: Ask) -> Callable[..., Any]:
-    """The method of that path, as its caller holds it: `apply` has all ranks do it. It returns `owner` for itself."""
+    """Return a function that runs the method `path` on all ranks; it returns `owner` where that returns self."""
 
     def broadcast(*args: Any, **kwargs: Any) -> Any:
         returned: MethodResult = apply(path, args, kwargs)
@@ -28,7 +28,7 @@ def on_all_ranks(owner: Any, path: str, apply: Ask) -> Callable[..., Any]:
 
 
 class ComponentProxy:
-    """Stands for the network `name`. Methods act on all ranks; attributes come from the first, and are set on all."""
+    """A proxy for the network `name`. Methods run on all ranks; attributes are read from rank 0 and set on all ranks."""
 
     def __init__(self, name: str, network: NetworkInfo, ask: Ask, apply: Ask) -> None:
         for attribute, value in (("_name", name), ("_network", network), ("_ask", ask), ("_apply", apply)):
@@ -48,7 +48,7 @@ class ComponentProxy:
         self._ask("set", path, value, replay=path)
 
     def __call__(self, *_: Any, **__: Any) -> Any:
-        """Raise UnsupportedModel: the pipeline calls its networks."""
+        """Raise UnsupportedModel: only the pipeline calls its networks."""
         raise UnsupportedModel(f"{self!r} is called by the pipeline only; to call it yourself, load it with diffusers")
 
     def __dir__(self) -> list[str]:

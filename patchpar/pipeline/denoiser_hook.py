@@ -1,4 +1,4 @@
-"""Where the cut is: hooks that stand before the forward of a denoiser, and of a network that it listens to."""
+"""Hooks that replace the forward of a denoiser, and of a network that conditions it (ControlNet)."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from patchpar.strategies.cfg.verify import GuidanceCheck
 
 
 class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
-    """Stands before a denoiser's forward and passes the call through the plan's layers, outermost first."""
+    """Replaces a denoiser's forward and passes the call through the plan's layers, outermost first."""
 
     def __init__(
         self,
@@ -40,12 +40,12 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         super().__init__()
         self.clock, self.layers, self.guided = clock, tuple(layers), guided
         self.votes, self.check, self.plan, self._watched = votes, check, plan, False
-        self._looked: int | None = None  # in which evaluation of this picture
+        self._looked: int | None = None  # the evaluation of this image in which the denoiser was last inspected
         self._by_branch: Sequence[nn.Module] = ()
         self.comm, self.deadline = votes.comm, votes.comm.transport.deadline
 
     def begin(self, *, watched: bool) -> None:
-        """Begin a picture. `watched`: a callback of somebody's is called between its steps, and may change things."""
+        """Begin an image. `watched`: a callback runs between its steps, which may change the denoiser."""
         self._watched, self._looked = watched, None
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         with refused_in_words(module, str(self.plan), self._way_out(), partial(plain, *kept[0], **kept[1])):
             for layer in self.layers:
                 if isinstance(layer, GuidanceSplit):
-                    if looks:  # through all modules, so not at every call
+                    if looks:  # iterates over all modules, so not at every call
                         self._by_branch = layer.layers_of(module)
                     layer.by_branch = self._by_branch
                     layer.carriers = {} if self.check is None else self.check.carriers.of(plain, kept)
@@ -76,7 +76,7 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
                 refuse_what_processors_keep(module, str(self.plan), before)
         age = "stale" if self._stale_calls() > stale_before else "exact"
         self.comm.traffic.note("call", "", f"step {self.clock.evaluation}, call {self.clock.call} ({age})", start)
-        # A rank may have to wait for as long as another one computes, and that is only known once it has.
+        # A rank may have to wait as long as another one computes, which is known after the first call only.
         transport, seconds = self.comm.transport, time.perf_counter() - start
         transport.deadline = max(transport.deadline, self.deadline + 2 * seconds)
         return result
@@ -86,9 +86,9 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
         return self.plan.patch * self.plan.cfg > 1
 
     def _look_again(self) -> bool:
-        """Whether somebody may have changed the denoiser: before the picture, or in a callback between the steps.
+        """Return whether the denoiser may have changed: before the image, or in a callback between the steps.
 
-        Of two denoisers the second may come late in a picture, or late in each step.
+        A second denoiser may first be called late in an image, or late in each step.
         """
         if self._looked is not None and not (self._watched and self._looked != self.clock.evaluation):
             return False
@@ -101,11 +101,11 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
     def _way_out(self) -> str:
         if self.plan.patch > 1:
-            return "Use plan cfg=2 or data=N, which do not split the picture"
+            return "Use plan cfg=2 or data=N, which do not split the image"
         return f"Use cfg=1, and give the devices to another axis, e.g. patch={self.plan.cfg}"
 
     def deinitalize_hook(self, module: nn.Module) -> nn.Module:
-        """Called, so spelt, when the hook is taken out."""
+        """Called by diffusers, with this spelling, when the hook is removed."""
         self.votes.restore()
         return module
 
@@ -115,14 +115,14 @@ class DenoiserHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
 
 
 class ConditionerHook(ModelHook):  # type: ignore[misc]  # diffusers is not typed
-    """Lets each guidance rank run its share of a network that the denoiser listens to."""
+    """Lets each guidance rank run its branches of a network that conditions the denoiser."""
 
     def __init__(self, guidance: GuidanceSplit, carriers: BatchArguments | None) -> None:
         super().__init__()
         self.guidance, self.carriers = guidance, carriers
 
     def new_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Replaces the network's forward. Raises VerificationError where shares of its batch do not make the whole."""
+        """Replaces the network's forward. Raises VerificationError if parts of its batch do not add up to the whole."""
         plain = self.fn_ref.original_forward
         found = {} if self.carriers is None else self.carriers.of(_on_lists_of_its_own(plain), (args, kwargs))
         self.guidance.carriers = found
@@ -130,7 +130,7 @@ class ConditionerHook(ModelHook):  # type: ignore[misc]  # diffusers is not type
 
 
 def _on_lists_of_its_own(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that may be called again with the same arguments."""
+    """Return a forward that copies list arguments, so that it can be called again with the same ones."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return forward(*with_own_lists(args), **with_own_lists(kwargs))

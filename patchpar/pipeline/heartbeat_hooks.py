@@ -1,7 +1,7 @@
-"""Signs of life from inside a long forward: every block that a rank enters is a mark.
+"""Heartbeats from inside a long forward: one for every block that a rank enters.
 
-Without exchanges a denoiser call says nothing until it returns, which on a slow device may take longer than a worker
-may stay silent. Blocks are the elements of module lists: some hundred per call, a few microseconds each.
+Without exchanges a denoiser call has no heartbeat until it returns, which on a slow device may take longer than the
+deadline. Blocks are the elements of module lists: about a hundred per call, a few microseconds each.
 """
 
 from collections.abc import Callable
@@ -14,18 +14,18 @@ from patchpar.shard.hooks import HookSet
 
 
 class HeartbeatHooks(HookSet):
-    """Marks on all blocks of all networks of a pipeline, until `close`."""
+    """Heartbeats in all blocks of all networks of a pipeline, until `close`."""
 
     def __init__(self, pipe: Any, beat: Callable[[str], object]) -> None:
         super().__init__()
         for name, network in pipe.components.items():
             if isinstance(network, nn.Module):
                 for path, block in blocks(network):
-                    self.before(block, _marker(beat, f"{name}.{path}"))
+                    self.before(block, _beat_hook(beat, f"{name}.{path}"))
 
 
 def blocks(network: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Path and module of every element of a module list in `network`, but for those that are compiled or within."""
+    """Return path and module of every element of a module list in `network`, except in compiled modules."""
     found = [
         (f"{path}.{name}".lstrip("."), block)
         for path, modules in network.named_modules()
@@ -36,7 +36,7 @@ def blocks(network: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, block) for path, block in found if not f"{path}.".startswith(compiled)]
 
 
-def _marker(beat: Callable[[str], object], where: str) -> Callable[..., None]:
+def _beat_hook(beat: Callable[[str], object], where: str) -> Callable[..., None]:
     def hook(module: nn.Module, inputs: Any) -> None:
         beat(where)
 

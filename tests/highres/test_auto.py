@@ -66,7 +66,7 @@ def test_without_where_it_cannot_be(model: PipelineInfo) -> None:
     assert choose(refused, 2, LARGE).reason.endswith("128 x 128, but no structure guidance: thresholding")
     assert choose(replace(model, native_only_reason=None), 2, LARGE).plan == Plan(cfg=2)
     boxes = choose(model, 2, {**LARGE, "cross_attention_kwargs": {"gligen": {}}})
-    assert "gligen has places in the whole picture" in boxes.reason
+    assert "gligen has positions in the whole image" in boxes.reason
     scaled = choose(model, 2, {**LARGE, "cross_attention_kwargs": {"scale": 0.5}})
     assert scaled.plan.strategy == StructureGuidance()
     learnt = without(model, scaled.plan, UnsupportedModel("packed in its own way"))

@@ -119,7 +119,7 @@ def test_a_worker_killed_from_outside_in_a_collective(pool, restarts):
     timer = threading.Timer(0.5, os.kill, (victim, signal.SIGKILL))
     timer.start()
     start = time.monotonic()
-    with pytest.raises(WorkerDied, match=r"rank 1 .*SIGKILL.*last seam 'all-reduce'"):
+    with pytest.raises(WorkerDied, match=r"rank 1 .*SIGKILL.*last exchange point 'all-reduce'"):
         pool.call("wait_for_rank_0", 30)
     assert time.monotonic() - start < 20
 
@@ -136,7 +136,7 @@ def test_a_worker_that_hangs_is_named_within_the_deadline(pool, restarts):
     assert DEADLINE <= time.monotonic() - start < DEADLINE + 20
     text = str(caught.value)
     assert "rank 1 (cpu, pid" in text
-    assert "last seam 'the last good place' (rank 0: last seam 'all-reduce')" in text
+    assert "last exchange point 'the last good place' (rank 0: last exchange point 'all-reduce')" in text
     assert f"(limit {DEADLINE:g} s)" in text
     assert "in stall" in text, "where its Python stands"
 

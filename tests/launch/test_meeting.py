@@ -107,7 +107,7 @@ def test_another_users_door_is_not_entered(name, monkeypatch):
         monkeypatch.setattr(meeting, "user_of", lambda link: OTHER_USER)
         with pytest.raises(LaunchError, match=f"a process of user {OTHER_USER} listens instead of rank 0"):
             meet(name, 1, 2, 5.0)
-        with pytest.raises(LaunchError, match=r"rank 0 cannot be found .*: Address already in use"):
+        with pytest.raises(LaunchError, match=r"rank 0 cannot connect to the others .*: Address already in use"):
             meet(name, 0, 2, 5.0)
 
 

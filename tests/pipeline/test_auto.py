@@ -41,15 +41,15 @@ ALONE = {**GUIDED, "guidance_scale": 1.0}
         (4, GUIDED, "cfg=2,patch=2,strategy=exact", "2 bands"),
         (8, GUIDED, "cfg=2,patch=4,strategy=exact", "4 bands"),
         (2, ALONE, "patch=2,strategy=exact", "2 bands"),
-        (5, ALONE, "patch=4,strategy=exact", "1 of 5 devices idle: no way to share the work among more"),
+        (5, ALONE, "patch=4,strategy=exact", "1 of 5 devices idle: no distribution over more devices is faster"),
         (8, ALONE, "patch=8,strategy=exact", "8 bands"),
-        (5, GUIDED, "cfg=2,patch=2,strategy=exact", "1 of 5 devices idle: no way to share the work among more"),
+        (5, GUIDED, "cfg=2,patch=2,strategy=exact", "1 of 5 devices idle: no distribution over more devices is faster"),
         (7, GUIDED, "cfg=2,patch=3,strategy=exact", "guidance is on.*3 bands; 1 of 7 devices idle"),
         (4, {"height": 128, "width": 128}, "cfg=2,patch=2,strategy=exact", "2 bands"),
         (6, {"height": 128, "width": 128}, "cfg=2,patch=2,strategy=exact", "2 of 6 devices idle: no more bands"),
-        (3, {"height": 128, "width": 128}, "cfg=2", "1 of 3 devices idle: no way to share the work among more"),
+        (3, {"height": 128, "width": 128}, "cfg=2", "1 of 3 devices idle: no distribution over more devices is faster"),
         (8, {"height": 64, "width": 64, "prompt": ["a"] * 4}, "data=4,cfg=2", "4 prompts over 4 groups"),
-        (4, {**GUIDED, "prompt": ["a"] * 4}, "data=4", "4 prompts over 4 groups, which send one another nothing"),
+        (4, {**GUIDED, "prompt": ["a"] * 4}, "data=4", "4 prompts over 4 groups, which exchange nothing"),
         (8, {**GUIDED, "prompt": ["a"] * 4}, "data=4,cfg=2", "4 prompts over 4 groups.*guidance is on"),
         (4, {**GUIDED, "prompt": ["a"] * 3}, "cfg=2,patch=2,strategy=exact", "2 bands"),
         (4, {**GUIDED, "prompt": ["a"] * 6}, "data=2,cfg=2", "6 prompts over 2 groups"),
@@ -125,7 +125,7 @@ def test_no_shape_is_sooner_than_the_one_taken(prompts: int, branches: int, devi
 @pytest.mark.parametrize(
     ("devices", "call", "plan", "why"),
     [
-        (2, {}, "patch=2,strategy=exact", "its 3 branches do not go evenly on 2 devices"),
+        (2, {}, "patch=2,strategy=exact", "2 devices cannot be divided by 3 branches"),
         (3, {}, "cfg=3", "a branch for each third of the devices"),
         (6, {}, "cfg=3,patch=2,strategy=exact", "each third.*2 bands"),
         (2, {"guidance_scale": 1.0}, "cfg=2", "each half"),
@@ -155,7 +155,7 @@ def test_a_scheduler_with_noise_of_its_own_keeps_prompts_together(unet: Pipeline
     call = {**GUIDED, "prompt": ["a"] * 4}
     kept = choose(replace(unet, one_batch_reason="its scheduler draws for all"), 4, call)
     assert str(kept.plan) == "cfg=2,patch=2,strategy=exact"
-    assert "4 prompts stay together: its scheduler draws for all" in kept.reason
+    assert "4 prompts stay in one batch: its scheduler draws for all" in kept.reason
 
 
 def test_a_class_that_hands_its_arguments_on_has_those_of_its_parent(unet: PipelineInfo) -> None:

@@ -249,8 +249,8 @@ def test_a_callback_sets_the_scale_of_an_ip_adapter(parallel: ParallelPipeline, 
 @pytest.mark.parametrize(
     ("look", "kind", "words"),
     [
-        (lambda pipe: pipe.scheduler, AttributeError, r"pipe\.scheduler cannot be had inside callback_on_.*num_times"),
-        (lambda pipe: pipe.unet.config, AttributeError, r"pipe\.unet\.config cannot be had inside.*it can be set"),
+        (lambda pipe: pipe.scheduler, AttributeError, r"pipe\.scheduler cannot be read inside callback_on_.*num_times"),
+        (lambda pipe: pipe.unet.config, AttributeError, r"pipe\.unet\.config cannot be read inside.*it can be set"),
         (
             lambda pipe: pipe.encode_prompt("x"),
             UnsupportedModel,
