@@ -17,7 +17,7 @@ Ask = Callable[..., Any]
 
 
 def on_all_ranks(owner: Any, path: str, apply: Ask) -> Callable[..., Any]:
-    """Return a function that runs the method `path` on all ranks; it returns `owner` where that returns self."""
+    """Return a function that runs method `path` on all ranks; it returns `owner` where the method returns self."""
 
     def broadcast(*args: Any, **kwargs: Any) -> Any:
         returned: MethodResult = apply(path, args, kwargs)
@@ -28,7 +28,7 @@ def on_all_ranks(owner: Any, path: str, apply: Ask) -> Callable[..., Any]:
 
 
 class ComponentProxy:
-    """A proxy for the network `name`. Methods run on all ranks; attributes are read from rank 0 and set on all ranks."""
+    """A proxy for the network `name`. Methods run on all ranks; attributes are read from rank 0 and set on all."""
 
     def __init__(self, name: str, network: NetworkInfo, ask: Ask, apply: Ask) -> None:
         for attribute, value in (("_name", name), ("_network", network), ("_ask", ask), ("_apply", apply)):

@@ -1,4 +1,4 @@
-"""A plan in a pipeline: hooks on its denoisers, its VAEs in bands. Nothing else of the pipeline changes."""
+"""A plan installed in a pipeline: hooks on its denoisers, VAEs in bands. Nothing else of the pipeline changes."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -34,7 +34,7 @@ HOOK = "patchpar_denoiser"
 
 
 class InstalledPlan:
-    """What a plan has put into a pipeline, until `restore`. At first nothing: one rank does it all."""
+    """The hooks of a plan in a pipeline, until `restore`. Initially none: the pipeline runs on one rank."""
 
     def __init__(self, pipe: Any = None) -> None:
         self.pipe = pipe
@@ -46,7 +46,7 @@ class InstalledPlan:
         self._hooks = HookSet()
         self._hooked: list[InstalledHook] = []
 
-    # --- in and out ---------------------------------------------------------------------------------------------
+    # --- install and restore ------------------------------------------------------------------------------------
 
     def install_denoisers(
         self,
@@ -57,10 +57,10 @@ class InstalledPlan:
         guided: Callable[[], bool | None],
         verifications: Any,
     ) -> None:
-        """Make the denoisers parallel. `guided`: whether the call under way uses guidance. Raises UnsupportedModel."""
+        """Make the denoisers parallel. `guided`: whether the current call uses guidance. Raises UnsupportedModel."""
         refuse_without_denoiser(type(self.pipe).__name__, self._denoisers(), plan)
         self.mesh, self.comm, strategy = mesh, comm, plan.strategy
-        if plan.cfg > 1:  # one for all networks, since several may serve one step
+        if plan.cfg > 1:  # one for all networks, since several may take part in one step
             self.guidance = GuidanceSplit(comm, mesh["cfg"], clock, partial(layers_by_branch, self.pipe))
             for module in self._conditioners():
                 carriers = None if verifications is None else carriers_of(module, (comm, mesh["cfg"]), verifications)
@@ -86,7 +86,7 @@ class InstalledPlan:
             self._register(module, DenoiserHook(clock, layers, guided, votes, check, plan=plan))
 
     def install_vaes(self, mode: str, comm: Communicator, verifications: VerificationCache | None) -> None:
-        """Let all ranks of one picture encode and decode it together. Their traffic is counted apart, by `comm`."""
+        """Let all ranks of one image encode and decode it together. `comm` counts their traffic separately."""
         assert self.mesh is not None
         axis = self.mesh.of_one_image()
         if axis.size > 1 or mode == "tiled":
@@ -96,7 +96,7 @@ class InstalledPlan:
         self._hooked.append(self._hooks.install(module, hook, HOOK))
 
     def _conditioners(self) -> list[nn.Module]:
-        """A ControlNet that sees the same batch as the denoiser. Several in one run whole on every rank."""
+        """Return a ControlNet that gets the same batch as the denoiser. A MultiControlNet runs whole on every rank."""
         found = self.pipe.components.get("controlnet")
         return [found] if isinstance(found, nn.Module) and not hasattr(found, "nets") else []
 
@@ -104,7 +104,7 @@ class InstalledPlan:
         return list(denoisers_of(self.pipe).values())
 
     def restore(self) -> None:
-        """Take everything out: the pipeline is as it was."""
+        """Remove all hooks: the pipeline is as before `install_denoisers`."""
         for patched in self.patched:
             patched.restore()
         self._hooks.close()
@@ -113,17 +113,20 @@ class InstalledPlan:
         self.patched, self.guidance, self.vaes, self._hooked = [], None, None, []
         self.mesh = self.comm = None
 
-    # --- while it is in -----------------------------------------------------------------------------------------
+    # --- while installed ----------------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """The modules of the pipeline may change."""
+        """Discard what is known of the pipeline's modules, which may change now."""
         for patched in self.patched:
             patched.forget()
         if self.vaes is not None:
             self.vaes.forget()
 
     def open_up(self) -> None:
-        """Take the seams out of the denoisers amid a picture: somebody changes them. The next call looks at them."""
+        """Remove the exchange points from the denoisers during an image, before a callback changes them.
+
+        The next call analyses them again.
+        """
         for patched in self.patched:
             shared = patched.team if isinstance(patched, HighResDenoiser) else patched
             if shared is not None:
@@ -134,13 +137,13 @@ class InstalledPlan:
 
     @property
     def is_for_large_images(self) -> bool:
-        """Whether pictures are put together of patches, which may be of some of the branches of guidance."""
+        """Whether images are made of patches by structure guidance, which may compute only some guidance branches."""
         return any(isinstance(patched, HighResDenoiser) for patched in self.patched)
 
     def begin(self, *, tracing: bool, watched: bool = False) -> StatsRecorder:
-        """Begin a picture: nothing of the last one is used, and the books are empty. Raises UnsupportedModel.
+        """Begin an image with empty stale states and statistics. Raises UnsupportedModel.
 
-        `watched`: somebody looks at its latents between the steps.
+        `watched`: a callback gets the latents between the steps.
         """
         for hooked in self._hooked:
             refuse_compiled(hooked.module)
@@ -162,22 +165,22 @@ class InstalledPlan:
         return StatsRecorder(traffic, stale_states, tracing=tracing, of_vaes=of_vaes)
 
     def running(self) -> AbstractContextManager[None]:
-        """The call of the pipeline."""
+        """Return the context of a call of the pipeline."""
         return nullcontext() if self.vaes is None else self.vaes.state.open()
 
     def interrupted(self) -> AbstractContextManager[None]:
-        """A function of the caller's, within the call."""
+        """Return the context of a function of the caller within the call."""
         return nullcontext() if self.vaes is None else self.vaes.state.interrupted()
 
     def finish(self) -> None:
-        """End a picture: take in what is still under way. Raises ExchangeError."""
+        """End an image: receive pending messages. Raises ExchangeError."""
         if self.guidance is not None:
             self.guidance.finish()
         for patched in self.patched:
             patched.finish()
 
     def control(self, *, exchange: str, vae: str) -> None:
-        """Switch the exchange between bands "off" or let it be "frozen", wrong on purpose, for negative controls."""
+        """Set the exchange between bands to "off" or "frozen", which gives wrong images, for negative controls."""
         for patched in self.patched:
             patched.exchange = exchange
         if self.vaes is not None:

@@ -1,4 +1,4 @@
-"""What travels between a caller and the ranks for one pipeline call. No torch, so that a caller need not import it."""
+"""Messages between caller and ranks for one pipeline call. Does not import torch, so that a caller need not."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,15 +7,15 @@ from typing import Any
 from patchpar.pipeline.rank_stats import RankStats
 from patchpar.plan.plan import Plan
 
-ANY_RANK = {"per rank": True}  # of a field that may be another on each rank under torchrun, see launch.arguments
+ANY_RANK = {"per rank": True}  # of a field that may differ between ranks of torchrun, see launch.argument_mismatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomState:
-    """Where the caller's default random numbers stand: what a call without a generator draws from.
+    """The state of the caller's default generators, which a call without a generator samples from.
 
-    `cpu` and `cuda` are states of torch's generators, `cuda` where the caller has used CUDA. A caller that has not
-    imported torch cannot have seeded it; then `seed` is a fresh one for all ranks.
+    `cpu` and `cuda` are states of torch's generators, uint8 tensors [N]; `cuda` only if the caller has used CUDA. A
+    caller that has not imported torch cannot have seeded it; then `seed` is a random seed for all ranks.
     """
 
     cpu: Any = None
@@ -25,13 +25,13 @@ class RandomState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
-    """What a call needs beside the pipeline's own arguments.
+    """Settings of a call beside the pipeline's arguments.
 
-    `plan` and `verify`: how the call is shared between the ranks, and whether a split denoiser is checked first, with
-    the folder of verdicts if not the user's own. `vae`: how its VAE runs, see `shard.vae.modes`. `random`: None leaves
-    the ranks' own. `has_callback`: the caller has a callback_on_step_end. `same_everywhere`: take rank 0's random
-    state, since under torchrun each process has its own, and end together. `quiet`: no progress bar on the ranks, the
-    caller shows one. `tracing`: keep every event.
+    `plan`: how the ranks divide the call. `verify`: whether a split denoiser is verified first; a path is the folder of
+    the verification results. `vae`: how its VAE runs, see `shard.vae.modes`. `random`: None keeps the ranks' own random
+    states. `has_callback`: the caller has a callback_on_step_end. `same_everywhere`: all ranks take rank 0's random
+    state and final state, since under torchrun each process has its own. `quiet`: no progress bar on the ranks, since
+    the caller shows one. `tracing`: record every event.
     """
 
     plan: Plan
@@ -46,11 +46,11 @@ class CallOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallResult:
-    """What one rank reports of one call: its output where it is the one to give it, and figures.
+    """What one rank returns of one call: statistics, and the output on one rank of each prompt group.
 
-    `figures` are its own, or under torchrun those of every rank that took part, in order.
-    `generators` and `random` are the states after the call of the generators that were passed, and of torch: the
-    caller's must move on as if the call had been made there.
+    `figures` are the rank's statistics, or under torchrun those of all participating ranks in order.
+    `generators` and `random` are the states after the call of the generators that were passed, and of torch's: the
+    caller's generators take them, as if the call had been made there.
     """
 
     output: Any
@@ -61,7 +61,7 @@ class CallResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEnd:
-    """The end of a step, as the caller's callback_on_step_end sees it. `facts`: plain attributes of the pipeline."""
+    """The end of a step, for the caller's callback_on_step_end. `facts`: plain attributes of the pipeline."""
 
     step: int
     timestep: Any
@@ -71,10 +71,10 @@ class StepEnd:
 
 @dataclass(frozen=True, slots=True)
 class CallbackChange:
-    """What a callback does to the pipeline: calls the method `path` with `args` and `kwargs`, or sets an attribute.
+    """A change of the pipeline by a callback: calls the method `path` with `args` and `kwargs`, or sets an attribute.
 
-    `path` may lead through a network, as in "unet.set_attn_processor". Without `kwargs` the attribute of that path
-    becomes the one of `args`.
+    `path` may name a network's method, as in "unet.set_attn_processor". If `kwargs` is None, the attribute `path` is
+    set to the only element of `args`.
     """
 
     path: str
@@ -83,13 +83,13 @@ class CallbackChange:
 
     @property
     def is_of_networks(self) -> bool:
-        """Whether it may change networks, which a plain attribute of the pipeline does not."""
+        """Whether it may change networks: all but plain attributes of the pipeline."""
         return self.kwargs is not None or "." in self.path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallbackResult:
-    """What a callback changed: tensors by name, and what it did to the pipeline, in order."""
+    """What a callback changed: tensors by name, and changes of the pipeline in order."""
 
     tensors: dict[str, Any]
     changes: tuple[CallbackChange, ...]
@@ -97,7 +97,7 @@ class CallbackResult:
 
 @dataclass(frozen=True, slots=True)
 class MethodResult:
-    """What a method of the pipeline or of a network of it returned; `itself` if that was whose method it is."""
+    """What a method of the pipeline or of a network returned; `itself` if it returned its own object."""
 
     value: Any = None
     itself: bool = False
@@ -105,7 +105,7 @@ class MethodResult:
 
 @dataclass(frozen=True, slots=True)
 class FinalState:
-    """Ends a call under torchrun: what ranks other than 0 return, and where all generators stand then."""
+    """Ends a call under torchrun: the output of ranks other than 0, and the final states of all generators."""
 
     output: Any
     generators: list[Any]

@@ -1,10 +1,10 @@
-"""`ParallelPipeline`: a diffusers pipeline on many devices, held as if it were the pipeline itself.
+"""`ParallelPipeline`: a diffusers pipeline on many devices, used like the pipeline itself.
 
     pipe = ParallelPipeline.from_pretrained("embedded", devices=2)
     image = pipe("a red house on the left, green hills at noon", generator=torch.manual_seed(0)).images[0]
 
-Where the ranks live decides itself: one device is this process, several are worker processes that this one drives, and
-under torchrun every process is a rank.
+With one device the rank runs in this process; with several this process starts a worker process for each; under
+torchrun every process is a rank.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from patchpar.plan.plan import Plan
 class ParallelPipeline:
     """One diffusers pipeline on several devices.
 
-    `pipe`: a pipeline in memory; with several devices each worker has a copy, and yours stays as it is. `devices`: see
-    `launch.devices.resolve_devices`. `plan`: "auto", a `Plan`, or a text such as "cfg=2,patch=2". `deadline`: seconds
-    that a rank may stand still. `verify`: compare each denoiser, split, with its plain forward when it is first used,
-    and each VAE; a folder keeps the verdicts elsewhere than in the user's cache. `vae`: how several devices encode and
-    decode, see `shard.vae.modes`: "auto", "exact", "tiled" or "rank0".
+    `pipe`: a pipeline in memory; with several devices each worker gets a copy, and `pipe` does not change. `devices`:
+    see `launch.devices.resolve_devices`. `plan`: "auto", a `Plan`, or a text such as "cfg=2,patch=2". `deadline`:
+    seconds that a rank may make no progress. `verify`: compare each split denoiser with its plain forward when it is
+    first used, and each VAE; a folder stores the results there instead of in the user's cache. `vae`: how several
+    devices encode and decode, see `shard.vae.modes`: "auto", "exact", "tiled" or "rank0".
 
     Raises PlanError before any worker starts, LaunchError if workers fail.
     """
@@ -56,7 +56,7 @@ class ParallelPipeline:
         vae: str = "auto",
     ) -> None:
         if not (hasattr(pipe, "components") and callable(pipe)):
-            raise PlanError(f"{type(pipe).__name__} is no diffusers pipeline; a folder or name goes to from_pretrained")
+            raise PlanError(f"{type(pipe).__name__} is no diffusers pipeline; pass a folder or name to from_pretrained")
         limits = {"deadline": deadline, "start_timeout": start_timeout}
         request = check_request(devices, plan, **limits, verify=verify, vae=vae)
         if request.starts_workers:
@@ -77,10 +77,10 @@ class ParallelPipeline:
         vae: Any = "auto",
         **options: Any,
     ) -> ParallelPipeline:
-        """Load `model` (a folder, a hub name, or "embedded") in every rank; `options` go to diffusers' from_pretrained.
+        """Load `model` (a folder, a hub name, or "embedded") on every rank; `options` go to diffusers' from_pretrained.
 
-        Weights are read from safetensors only. A `vae` that is no text is a network for the pipeline, as in diffusers.
-        With `task="image-to-image"` the model's networks make a pipeline that begins with a picture.
+        Weights are loaded from safetensors only. A `vae` that is not a string is a network for the pipeline, as in
+        diffusers. `task="image-to-image"` loads the model's networks into a pipeline that starts from an image.
         Raises PlanError for a bad path, folder, weight file, plan, device, and a model that has code or does not fit.
         """
         vae, options = way_and_network(vae, options)
@@ -94,7 +94,7 @@ class ParallelPipeline:
         return self
 
     def _begin(self, request: PipelineOptions, method: str, *args: Any) -> None:
-        """Start the ranks, have each take its pipeline, and learn what it is."""
+        """Start the ranks, load or adopt the pipeline on each, and get its description."""
         object.__setattr__(self, "_state", PipelineState(request))
         state = self._state
         state.is_fresh = method == "load" and not any(map(callable, args[1].values()))  # no network among its options
@@ -111,11 +111,11 @@ class ParallelPipeline:
     # --- a call -------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the wrapped pipeline's call does, with all its arguments; returns its own output class.
+        """Call the wrapped pipeline with all its arguments; returns the pipeline's output class.
 
-        Under torchrun rank 0 returns the pictures, the other ranks an output of the same class that holds None.
-        Raises PlanError before any rank works if this call cannot be done, what the pipeline itself raises, and
-        WorkerDied or WorkerHung if a rank fails (the next call starts it again).
+        Under torchrun rank 0 returns the images, other ranks an output of the same class that holds None.
+        Raises PlanError for an impossible call before any rank computes, the pipeline's own exceptions, and WorkerDied
+        or WorkerHung if a rank fails (the next call restarts the workers).
         """
         state, executor = self._state, self._executor
         bound = bind(self.description, args, kwargs)
@@ -137,14 +137,14 @@ class ParallelPipeline:
         return output
 
     def _call_workers(self, executor: Executor, caller: CallController) -> tuple[Plan, list[CallResult]]:
-        """The plan and what its ranks return. The first call tells an automatic plan what cannot be done."""
+        """Return the plan and the ranks' results. If an automatic plan is not supported, try another one."""
         plan = self._plan_for(caller.kwargs)
         try:
             return plan, self._generate(executor, caller, plan)
         except (UnsupportedModel, PlanError) as error:
             state, learnt = self._state, without(self.description, plan, error)
             if state.wanted is not None or learnt is None or executor.kind != "local":
-                raise  # elsewhere the caller's generators have moved on
+                raise  # with other executors the caller's generators have advanced
             state.model = learnt
             return self._call_workers(executor, caller)
 
@@ -163,16 +163,16 @@ class ParallelPipeline:
         check_plan_for(self.description, plan, kwargs, state.request.devices.names)
         return plan
 
-    # --- what the user may look at and set -----------------------------------------------------------------------
+    # --- attributes ---------------------------------------------------------------------------------------------
 
     @property
     def description(self) -> PipelineInfo:
-        """The pipeline in names and numbers: its class, the arguments of its call, the scale of its latents."""
+        """Description of the pipeline: its class, the arguments of its call, the scale of its latents."""
         return self._state.described
 
     @property
     def plan(self) -> Plan | None:
-        """The plan asked for, or that of the latest call; None while "auto" has not yet chosen. May be set."""
+        """The requested plan, or that of the latest call; None before the first call with "auto". Can be set."""
         return self._state.wanted or self._state.plan
 
     @plan.setter
@@ -186,12 +186,12 @@ class ParallelPipeline:
 
     @property
     def last_run(self) -> Run | None:
-        """Figures of the latest call."""
+        """Statistics of the latest call."""
         return self._state.last_run
 
     @property
     def on_step(self) -> Callable[[int, int], object] | None:
-        """Called here with (step, number of steps) after each step; it replaces the progress bar."""
+        """Function called with (step, number of steps) after each step; replaces the progress bar."""
         return self._state.on_step
 
     @on_step.setter
@@ -208,32 +208,32 @@ class ParallelPipeline:
         self._state.tracing = bool(wanted)
 
     def explain(self) -> str:
-        """Devices, plan, and why this plan."""
+        """Return devices, plan, and the reason for the plan."""
         state = self._state
-        reason = "as asked for" if state.wanted else state.reason or "chosen at the first call"
+        reason = "as requested" if state.wanted else state.reason or "chosen at the first call"
         return f"{state.request.devices.note}; plan {self.plan or 'auto'}: {reason}"
 
     def restore(self) -> None:
-        """Take every hook out: from now on the pipeline runs as diffusers made it, on the first device.
+        """Remove all hooks: from now on the pipeline runs as plain diffusers on the first device.
 
-        Setting `plan` makes it parallel again.
+        Set `plan` to make it parallel again.
         """
         self._executor.call("restore")
         self._state.wanted, self._state.plan = Plan(), None
 
     def set_progress_bar_config(self, **config: Any) -> None:
-        """As diffusers' own: options of the progress bar."""
+        """Set options of the progress bar, as in diffusers."""
         self._state.progress = config
         if self._executor.kind != "local":
             self._state.ask("apply", "set_progress_bar_config", (), config)
 
     def __getattr__(self, name: str) -> Any:
-        """Methods of the pipeline and its networks act on all ranks; attributes come from the first, as copies."""
+        """Methods of the pipeline and its networks run on all ranks; attributes are copies from rank 0."""
         if name.startswith(("__", *QUESTIONS)) or name == "_state":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         caller = self._state.caller
         called_back = caller is not None and caller.in_callback
-        does: Any = caller if called_back else self._state  # what asks the ranks: inside a callback when it is over
+        does: Any = caller if called_back else self._state  # in a callback, the ranks do it after the callback
         if name in self.description.methods:
             refuse_method(name, world_size=self._executor.world_size)
             return on_all_ranks(self, name, does.apply)
@@ -269,10 +269,10 @@ class ParallelPipeline:
     def _executor(self) -> Executor:
         return self._state.ranks
 
-    # --- the end ------------------------------------------------------------------------------------------------
+    # --- close --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the workers. Idempotent; also done at exit. Under torchrun, `restore` before it frees your pipeline."""
+        """End the workers. Idempotent; also runs at exit. Under torchrun, `restore` before it frees your pipeline."""
         executor, self._state.executor = self._state.executor, None
         if executor is not None:
             executor.close()

@@ -1,9 +1,9 @@
-"""One call of the pipeline on one rank: its random numbers, its steps, its callback. The pipeline runs untouched.
+"""One call of the pipeline on one rank: random states, steps, callback. The pipeline's own code is not changed.
 
 caller                       rank
   | <-- ("step", 3, 30) ------ |     scheduler.step has returned
   | <-- StepEnd -------------- |     the caller has a callback_on_step_end
-  | --- CallbackResult ----------> |     every rank takes it
+  | --- CallbackResult ------> |     every rank applies it
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -26,13 +26,13 @@ from patchpar.shard.hooks import HookSet
 from patchpar.strategies.scheduler_step import SchedulerStepOverride, Step
 
 PLAIN = (bool, int, float, str, type(None))
-BAR = "_progress_bar_config"  # as diffusers keeps it
+BAR = "_progress_bar_config"  # diffusers' attribute
 
 
 class PipelineCall:
-    """One call. `steps` counts those of the scheduler; the `recorder` hears of each.
+    """One call. `steps` counts scheduler steps; each is reported to `recorder`.
 
-    `apart` is entered while the caller is asked; `changing` is called before its callback changes networks.
+    `apart` is entered while a callback runs at the caller; `changing` is called before the callback changes networks.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class PipelineCall:
         self.pipe, self.context, self.clock, self.options = pipe, context, clock, options
         self.recorder, self.apart, self.steps = recorder, apart, 0
         self.changing: Callable[[], object] = lambda: None
-        self._stepped_by_copy = False  # of the scheduler, before itself
+        self._stepped_by_copy = False  # a copy of the scheduler has stepped before the scheduler itself
 
     def run(self, kwargs: Mapping[str, Any]) -> Any:
         """Call the pipeline."""
@@ -56,14 +56,14 @@ class PipelineCall:
             arguments["callback_on_step_end"] = self._ask_callback
         with ExitStack() as stack:
             stack.enter_context(self._stepping())
-            if self.context.world_size > 1:  # somebody watches
+            if self.context.world_size > 1:  # heartbeats are read
                 stack.enter_context(HeartbeatHooks(self.pipe, self.context.beat))
             if self.options.quiet or self.context.rank > 0:
                 stack.enter_context(_no_progress_bar(self.pipe))
             return self.pipe(**arguments)
 
     def _ask_callback(self, pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        """The caller's callback runs where the caller is; all ranks take its answer."""
+        """Run the caller's callback in the caller's process; all ranks apply its result."""
         first = self.context.rank == 0
         question = StepEnd(step=step, timestep=timestep, tensors=tensors, facts=facts_of(pipe)) if first else None
         with self.apart():
@@ -76,7 +76,7 @@ class PipelineCall:
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
-        """Tick the clock whenever the scheduler steps, if it does by that name; rank 0 tells the caller."""
+        """Advance the clock at every scheduler.step, if the scheduler has that method; rank 0 informs the caller."""
         scheduler: Any = getattr(self.pipe, "scheduler", None)
         if not hasattr(scheduler, "step"):
             yield
@@ -91,7 +91,7 @@ class PipelineCall:
 
         def copy_stepped(step: Step, *args: Any, **kwargs: Any) -> Any:
             result = step(*args, **kwargs)
-            if self.clock.call >= 0:  # what was predicted at once is one step, however many schedulers take it
+            if self.clock.call >= 0:  # one prediction is one step, however many schedulers use it
                 self._stepped_by_copy = True
                 self._stepped(scheduler)
             return result
@@ -112,11 +112,11 @@ class PipelineCall:
 
 
 def carry_out(pipe: Any, change: CallbackChange) -> None:
-    """Do to the pipeline what the caller's callback did. Raises UnsupportedModel, and what the pipeline raises."""
+    """Apply a callback's change to the pipeline. Raises UnsupportedModel, and what the pipeline raises."""
     if change.path == "scheduler":
         raise UnsupportedModel(
-            "pipe.scheduler cannot be replaced in callback_on_step_end, since the steps under way are its own: set it "
-            "between two calls of the pipeline"
+            "pipe.scheduler cannot be replaced in callback_on_step_end, since the current steps use it: set it between "
+            "two calls of the pipeline"
         )
     if change.kwargs is None:
         owner, _, name = change.path.rpartition(".")
@@ -127,13 +127,13 @@ def carry_out(pipe: Any, change: CallbackChange) -> None:
     returned = method(*args, **kwargs)
     if returned is not None and returned is not getattr(method, "__self__", None):
         raise UnsupportedModel(
-            f"pipe.{change.path}() returned a {type(returned).__name__}, which a callback cannot have, because the "
+            f"pipe.{change.path}() returned a {type(returned).__name__}, which a callback cannot get, because the "
             "ranks are busy: call it between two calls of the pipeline"
         )
 
 
 def facts_of(pipe: Any) -> dict[str, Any]:
-    """The pipeline's own attributes of plain types, such as `num_timesteps` or `_guidance_scale`."""
+    """Return the pipeline's attributes of plain types, such as `num_timesteps` or `_guidance_scale`."""
     public = {name for name in dir(type(pipe)) if isinstance(getattr(type(pipe), name), property)}
     names = [name for name in (*vars(pipe), *public) if not name.startswith("__")]
     found = {name: _attribute(pipe, name) for name in names}
@@ -143,7 +143,7 @@ def facts_of(pipe: Any) -> dict[str, Any]:
 def _attribute(pipe: Any, name: str) -> Any:
     try:
         return getattr(pipe, name)
-    except Exception:  # noqa: BLE001  a property may need what this call does not have
+    except Exception:  # noqa: BLE001  a property may need state that this call does not have
         return ...
 
 
@@ -159,7 +159,7 @@ def _moved(value: Any, like: Any) -> Any:
 
 @contextmanager
 def _no_progress_bar(pipe: Any) -> Iterator[None]:
-    """Neither of a pipeline nor of those that it is made of, as Kandinsky's combined ones are."""
+    """Disable the progress bars of a pipeline and of pipelines inside it, as in Kandinsky's combined ones."""
     with_bars = [pipe, *(each for each in vars(pipe).values() if hasattr(each, "set_progress_bar_config"))]
     with HookSet() as hooks:
         for each in with_bars:
@@ -168,9 +168,9 @@ def _no_progress_bar(pipe: Any) -> Iterator[None]:
 
 
 def take_random_state(state: RandomState, device: torch.device) -> None:
-    """Stand where the caller stands, so that no generator means what it means in plain diffusers.
+    """Set torch's random state to the caller's, so that a call without a generator gives the image of plain diffusers.
 
-    A rank on a GPU draws from the state of the caller's GPU if there is one, else from a seed out of its CPU state.
+    A rank on a GPU takes the state of the caller's GPU if there is one, else a seed sampled from the CPU state.
     """
     if state.seed is not None:
         torch.manual_seed(state.seed)
@@ -185,13 +185,13 @@ def take_random_state(state: RandomState, device: torch.device) -> None:
 
 
 def random_state(device: torch.device) -> RandomState:
-    """Where this rank's default random numbers stand."""
+    """Return the state of this rank's default generators."""
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return RandomState(cpu=torch.get_rng_state(), cuda=cuda)
 
 
 class GeneratorStates:
-    """Where the generators among a call's arguments stand, and the default one, so that it can be made again."""
+    """States of the generators in a call's arguments and of the default ones, to repeat the call."""
 
     def __init__(self, kwargs: Mapping[str, Any], device: torch.device) -> None:
         self._device, self._generators = device, generators_of(kwargs)
@@ -199,7 +199,7 @@ class GeneratorStates:
         self._default = random_state(device)
 
     def restore(self) -> None:
-        """They stand there again."""
+        """Set all generators to these states."""
         take_random_state(self._default, self._device)
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)

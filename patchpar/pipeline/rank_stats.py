@@ -1,6 +1,6 @@
-"""What one rank reports of one call: bytes, waiting, exact steps, memory; of the whole and step by step.
+"""Statistics of one rank in one call: bytes, waiting time, exact steps, memory; in total and for each step.
 
-Pure Python: a caller that only reads figures need not import torch.
+Does not import torch, so that a caller which only reads statistics need not.
 """
 
 from collections.abc import Mapping
@@ -9,17 +9,17 @@ from typing import Any
 
 from patchpar.comm.trace import RankTrace
 
-VAE = "vae"  # the kind of all that encoding and decoding exchange
+VAE = "vae"  # the kind of all exchanges of encoding and decoding
 Bytes = Mapping[str, int]  # by kind of exchange
 Seconds = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
-    """One step: from the end of the one before it to the return of scheduler.step, by kind of exchange.
+    """One step, from the end of the previous one to the return of scheduler.step, by kind of exchange.
 
-    `exact_calls` and `stale_calls` count denoiser calls that used this step's values only, and those that used some of
-    the last step's. Both are 0 under a strategy that never uses old values, and where another guidance rank calls.
+    `exact_calls` and `stale_calls` count denoiser calls with fresh values only, and calls with some stale values. Both
+    are 0 with a strategy that never uses stale values, and where another guidance rank makes the call.
     """
 
     bytes_sent: Bytes
@@ -41,11 +41,11 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStats:
-    """One rank in a whole call. What follows the last step, such as messages that come too late, is in the sums only.
+    """One rank in a whole call. Exchanges after the last step, such as late messages, are in the totals only.
 
-    So is the kind "vae": what encoding and decoding exchange belongs to no step.
+    So is the kind "vae", since encoding and decoding belong to no step.
 
-    `stale_bytes`: what its seams held of the last step when the last one ended. `trace` where it was asked for.
+    `stale_bytes`: bytes of stale values that the rank held at the end of the last step. `trace` if it was requested.
     """
 
     rank: int
@@ -59,16 +59,16 @@ class RankStats:
 
     @property
     def exact_calls(self) -> int:
-        """Denoiser calls with this step's values only, under a strategy that may use old ones."""
+        """Denoiser calls with fresh values only, with a strategy that may use stale ones."""
         return sum(step.exact_calls for step in self.steps)
 
     @property
     def stale_calls(self) -> int:
-        """Denoiser calls with values of the last step."""
+        """Denoiser calls with stale values."""
         return sum(step.stale_calls for step in self.steps)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; without the trace, which is a file of its own."""
+        """Return the statistics for JSON, without the trace, which has its own file."""
         return {
             "rank": self.rank,
             "device": self.device,

@@ -1,4 +1,4 @@
-"""What happened in a call: the plan, the time, what each rank sent, waited for and held."""
+"""Statistics of a call: plan, time, and what each rank sent, waited for and held."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from patchpar.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Figures of one call. `seconds` are the caller's own, from the call to the picture; `ranks` those that took part.
+    """Statistics of one call. `seconds` are measured at the caller, from call to image; `ranks` that took part.
 
-    A step is one that the scheduler takes: a scheduler of second order takes two for each denoising step but one.
+    A step is a scheduler step: a scheduler of second order takes two for each denoising step but one.
     """
 
     plan: Plan
@@ -24,12 +24,12 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """How many steps were taken."""
+        """Number of steps."""
         return max((len(rank.steps) for rank in self.ranks), default=0)
 
     @property
     def exact_steps(self) -> int | None:
-        """Steps in which no rank used values of the step before; None where the strategy never does."""
+        """Steps in which no rank used stale values; None if the strategy never does."""
         if not any(rank.exact_calls or rank.stale_calls for rank in self.ranks):
             return None
         stale = {number for rank in self.ranks for number, step in enumerate(rank.steps) if step.stale_calls}
@@ -37,32 +37,32 @@ class Run:
 
     @property
     def bytes_per_step(self) -> tuple[int, ...]:
-        """Bytes that left each rank, per step on average, in rank order; without those of the VAE."""
+        """Mean bytes sent per step by each rank, in rank order, without the VAE."""
         sums = (sum(rank.bytes_sent.values()) - rank.bytes_sent.get(VAE, 0) for rank in self.ranks)
         return tuple(total // max(1, self.steps) for total in sums)
 
     @property
     def vae_bytes(self) -> tuple[int, ...]:
-        """Bytes that left each rank while a VAE encoded and decoded, in the whole call, in rank order."""
+        """Bytes sent by each rank in the whole call to encode and decode with the VAE, in rank order."""
         return tuple(rank.bytes_sent.get(VAE, 0) for rank in self.ranks)
 
     @property
     def bytes_by_kind(self) -> Mapping[str, int]:
-        """Bytes that left the first rank in the whole call, by kind of exchange."""
+        """Bytes sent by the first rank in the whole call, by kind of exchange."""
         return self.ranks[0].bytes_sent
 
     @property
     def seconds_waited(self) -> Mapping[str, float]:
-        """For how long the first rank waited for others in the whole call, by kind of exchange."""
+        """Seconds that the first rank waited for others in the whole call, by kind of exchange."""
         return self.ranks[0].seconds_waited
 
     @property
     def stale_bytes(self) -> int:
-        """The most that any rank held of the last step."""
+        """Bytes of stale values on the rank that held most of them."""
         return max((rank.stale_bytes for rank in self.ranks), default=0)
 
     def save_trace(self, path: str | Path) -> None:
-        """Write what each rank did when, for chrome://tracing or Perfetto. Raises PlanError if it was not recorded."""
+        """Write the trace of all ranks, for chrome://tracing or Perfetto. Raises PlanError if none was recorded."""
         traces = [rank.trace for rank in self.ranks if rank.trace is not None]
         if not traces:
             raise PlanError("this call was not traced: set pipe.tracing = True before the call")
@@ -93,18 +93,18 @@ class Run:
         return f"{self.steps} steps, {'all' if exact == self.steps else exact} exact,"
 
     def _cost(self) -> str:
-        """What the plan costs: traffic, waiting, memory; of each the rank that has most of it."""
+        """Return traffic, waiting time and memory, each of the rank with the largest value."""
         if not any(self.bytes_per_step + self.vae_bytes):
             return ""
         waited = max(sum(rank.seconds_waited.values()) for rank in self.ranks)
-        held = f", {readable_bytes(self.stale_bytes)} held of the last step" if self.stale_bytes else ""
+        held = f", {readable_bytes(self.stale_bytes)} of stale values held" if self.stale_bytes else ""
         vae = f" and {readable_bytes(max(self.vae_bytes))} for the VAE" if any(self.vae_bytes) else ""
         sent = f", {readable_bytes(max(self.bytes_per_step))} sent per step and rank{vae}"
         return f"{sent}, {waited:.2f} s waited{held}"
 
 
 def readable_bytes(count: float) -> str:
-    """A number of bytes for people: 1536 -> "1.5 KiB"."""
+    """Return a number of bytes with a unit: 1536 -> "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

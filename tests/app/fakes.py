@@ -53,7 +53,7 @@ class FakePipeline:
         self.plans.append("restored")
 
     def explain(self) -> str:
-        return f"2 CPU workers; plan {self.plan}: as asked for"
+        return f"2 CPU workers; plan {self.plan}: as requested"
 
     def __call__(self, **arguments: Any) -> Any:
         self.calls.append(arguments)

@@ -71,7 +71,7 @@ def test_old_values_are_counted(parallel: ParallelPipeline, strategy: str) -> No
     run = draw(parallel, strategy)
     assert run.exact_steps == 1
     assert f": {STEPS} steps, 1 exact, in " in str(run)
-    assert "held of the last step" in str(run)
+    assert "of stale values held" in str(run)
     for rank in run.ranks:
         assert [(step.exact_calls, step.stale_calls) for step in rank.steps] == [(1, 0), (0, 1), (0, 1)]
         assert rank.stale_bytes > 0
