@@ -1,4 +1,4 @@
-"""How a denoiser call is shared between ranks: one method per file. This one only finds them by name."""
+"""How a denoiser call is split between ranks: one method per file. This module finds them by name."""
 
 from dataclasses import fields
 from typing import Any
@@ -7,7 +7,7 @@ from patchpar.errors import PlanError
 
 
 def known() -> dict[str, Any]:
-    """Options class of every patch strategy, by name."""
+    """Return the options class of every patch strategy, by name."""
     from patchpar.strategies.displaced import DisplacedPatch
     from patchpar.strategies.exact import ExactPatch
     from patchpar.strategies.fresh_edges import FreshEdges
@@ -19,7 +19,7 @@ def known() -> dict[str, Any]:
 
 
 def parse_strategy(text: str) -> Any:
-    """A strategy from a command line: "exact" or "name:key=value,key=value". Raises PlanError naming what is valid."""
+    """Return the strategy of a text: "exact" or "name:key=value,key=value". Raises PlanError naming what is valid."""
     name, _, rest = text.strip().partition(":")
     strategies = known()
     if name not in strategies:
@@ -37,7 +37,7 @@ def parse_strategy(text: str) -> Any:
 
 
 def resolve_strategy(strategy: Any) -> Any:
-    """The options object that a plan's `strategy` means. Raises PlanError."""
+    """Return the options object of a plan's `strategy`, a name or an object. Raises PlanError."""
     if isinstance(strategy, str):
         return parse_strategy(strategy)
     if not any(isinstance(strategy, known_class) for known_class in known().values()):

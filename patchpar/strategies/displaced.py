@@ -1,11 +1,11 @@
 """Displaced patch parallelism (DistriFusion, Li et al., CVPR 2024, arXiv:2402.19481).
 
-Neighbouring denoising steps look alike, so a rank uses the others' values of the last step, which have had a whole step
-to arrive. The first steps are exact.
+Inputs of successive denoising steps are similar, so a rank uses stale values of the others, which have a whole step to
+arrive. The first steps are exact.
 
-axis        patch: each rank owns a band of rows, or of columns where the picture is wider than tall
-exchanged   halo rows (to the neighbours), moments, keys and values (to everyone)
-when        last step's values, sent as soon as they exist
+axis        patch: each rank owns a band of rows, or of columns where the image is wider than tall
+exchanged   halo rows (to the neighbours), moments, keys and values (to all)
+when        stale, sent as soon as they are computed
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ PAPER_BUCKET = 60  # tensors that its code sends together
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DisplacedPatch(PatchStrategy):
-    """Bands with the last step's halo, moments, keys and values.
+    """Bands with stale halo, moments, keys and values.
 
     `warmup_steps`: exact steps at the beginning, the first included; the paper's default of 4 after the first is 5.
-    `group_norm`: "corrected" moves the last step's moments of the whole by all that ours have changed; "guarded" does
-    not believe a variance far below ours that comes of it; "stale" merges ours with the others' old ones; "separate"
-    takes ours alone; "sync" takes this step's of all.
-    `preset`: "paper" is what the paper's code computes and sends: the variance of old moments times N/(N - 1), halos to
-    everyone, keys joined by copying. Its exact steps have that factor too and so are not exact; ours are. Raises
-    PlanError.
+    `group_norm`: "corrected" adds the change of our moments to the stale moments of the whole; "guarded" refuses a
+    corrected variance far below ours; "stale" merges ours with the stale ones of others; "separate" uses ours alone;
+    "sync" uses fresh moments of all.
+    `preset`: "paper" computes and sends what the paper's code does: the variance of stale moments times N/(N - 1),
+    halos to all ranks, keys joined by copying. Its warm-up steps have that factor too and so are not exact; ours are.
+    Raises PlanError.
     """
 
     name: ClassVar[str] = "displaced"
@@ -46,7 +46,7 @@ class DisplacedPatch(PatchStrategy):
 
     @property
     def policy(self) -> ExchangePolicy:
-        """Everything of the last step."""
+        """Everything stale."""
         found = ExchangePolicy(
             name=self.name,
             warmup_steps=self.warmup_steps,

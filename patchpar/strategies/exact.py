@@ -1,12 +1,12 @@
-"""Exact patch parallelism: bands of a UNet's latent with this step's halo, moments, and keys and values.
+"""Exact patch parallelism: bands of a UNet's latent with fresh halo, moments, and keys and values.
 
 The layout is DistriFusion's (Li et al., CVPR 2024, arXiv:2402.19481), whose "full sync" is not exact: its group norm
-scales the variance by N/(N-1). Here moments merge exactly in fp32, and waiting is hidden where it can be: the bulk of a
-convolution and attention to our own keys run while the others' values travel.
+scales the variance by N/(N-1). Here moments merge exactly in fp32, and communication overlaps with computation: the
+interior of a convolution and attention to our own keys run while the others' values are sent.
 
-axis        patch: each rank owns a band of rows, or of columns where the picture is wider than tall
+axis        patch: each rank owns a band of rows, or of columns where the image is wider than tall
 exchanged   moments with raw edge rows (one round per norm-convolution pair), halo rows, keys and values (or queries)
-when        this step's values
+when        fresh
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from patchpar.strategies.strategy import PatchStrategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactPatch(PatchStrategy):
-    """Bands with this step's values everywhere: within rounding of one device.
+    """Bands with fresh values everywhere: equal to one device within rounding.
 
-    `attention`: how queries meet everybody's keys. "gather": all keys come at once; "ring" and "two-way-ring": they go
-    round (arXiv:2310.01889); "token-ring": queries go round (arXiv:2412.20501). `ulysses`: so many neighbouring ranks
-    exchange tokens for heads first (arXiv:2309.14509), and the way above is between those groups (USP,
-    arXiv:2405.07719); as many as there are bands is Ulysses alone. Raises PlanError.
+    `attention`: "gather": all-gather of the keys; "ring" and "two-way-ring": keys are passed around a ring
+    (arXiv:2310.01889); "token-ring": queries are (arXiv:2412.20501). `ulysses`: groups of this many neighbouring ranks
+    exchange tokens for heads first (arXiv:2309.14509), and `attention` applies between the groups (USP,
+    arXiv:2405.07719); the number of bands gives Ulysses alone. Raises PlanError.
     """
 
     name: ClassVar[str] = "exact"
@@ -36,13 +36,13 @@ class ExactPatch(PatchStrategy):
 
     def __post_init__(self) -> None:
         make_plain(self)
-        self.policy  # noqa: B018 - its parts check themselves
+        self.policy  # noqa: B018 - its parts validate themselves
 
     def check_group_size(self, group_ranks: int) -> None:
-        """Raise PlanError unless `ulysses` divides the bands."""
+        """Raise PlanError unless `ulysses` divides the number of bands."""
         self.policy.keys.check_group_size(group_ranks)
 
     @property
     def policy(self) -> ExchangePolicy:
-        """Everything of this step."""
+        """Everything fresh."""
         return ExchangePolicy(name=str(self), keys=AttentionMode(way=self.attention, ulysses=self.ulysses))

@@ -1,14 +1,14 @@
-"""Fresh edges, stale context: synchronise the kilobytes, delay the megabytes (ours, after arXiv:2402.19481).
+"""Fresh edges, stale context: synchronous halos and moments, stale keys and values (ours, after arXiv:2402.19481).
 
-Halo rows and moments weigh a fiftieth of what displaced patches send, and nearly all of their error comes from those
-being old. Here they are of this step, in one round per norm and convolution; keys and values, which weigh the rest, are
-one step old and have a whole step to arrive. How they have changed since is mostly common to all of a place's tokens:
-a few numbers for each channel say it, and are of this step too.
+Halo rows and moments are a fiftieth of the bytes that displaced patches send, and nearly all of their error comes from
+stale halos and moments. Here these are fresh, in one round per norm and convolution; keys and values, the other bytes,
+are one step old and have a whole step to arrive. Their change since then is mostly common to all tokens of a rank: a
+few numbers for each channel describe it, and these are fresh too.
 
 axis        patch
-exchanged   halo rows, moments, how keys and values change; keys and values of all, or near ones as they are and far
-            ones averaged, or now and then
-when        halo, moments and change this step's, keys and values last step's
+exchanged   halo rows, moments, corrections of keys and values; keys and values of all, or near ones unchanged and far
+            ones averaged, or only in every few steps
+when        halo, moments and corrections fresh, keys and values stale
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreshEdges(PatchStrategy):
-    """Bands with this step's halo and moments, and the last step's keys and values.
+    """Bands with fresh halo and moments, and stale keys and values.
 
-    `context`: "all" keys and values; "pooled": the nearest `band` of each neighbour's rows, and everything farther as
-    averages over `pool` x `pool` tokens that count as many as they stand for; "partials": attention to other places is
-    kept, and renewed for every layer in every `refresh`-th step.
-    `extrapolated`: old keys and values are led on from the last two steps they are known of, along a straight line.
-    `correction`: what their owners send of them in this step: "affine", a factor and a summand for each channel;
-    "linear", a matrix for each head where it has tokens enough; "none". Neither is of use to partials.
+    `context`: "all" keys and values; "pooled": the nearest fraction `band` of each neighbour's rows, and all others as
+    averages over `pool` x `pool` tokens, weighted by that number; "partials": attention to other ranks is cached, and
+    recomputed for every layer in every `refresh`-th step.
+    `extrapolated`: extrapolate stale keys and values linearly from the last two steps that were received.
+    `correction`: what their owners send fresh: "affine", scale and shift for each channel; "linear", a matrix for each
+    head with enough tokens; "none". Partials use neither.
     `bits`: 8 or 4 send the quantised difference to what the receiver holds.
-    `quality`: make a step exact where old keys would cost more than this PSNR in dB allows; `budget`: MiB that a rank
+    `quality`: make a step exact where stale keys would cost more than this PSNR in dB allows; `budget`: MiB that a rank
     may send per step on average, spent on exact steps where they help most. `warmup_steps`: exact steps at the
     beginning, the first included. Raises PlanError.
     """
@@ -78,7 +78,7 @@ class FreshEdges(PatchStrategy):
 
     @property
     def policy(self) -> ExchangePolicy:
-        """Edges of this step, keys of the last."""
+        """Fresh edges, stale keys."""
         selection = NearRowsAndPooled(self.band, self.pool) if self.context == "pooled" else AllRows()
         context = StaleKV(
             selection=selection, bits=self.bits, extrapolated=self.extrapolated, correction=self.correction

@@ -1,11 +1,11 @@
 """Partially conditioned patch parallelism (PCPP, Dec 2024, arXiv:2412.02962).
 
-As displaced patches, but attention sees only a band of each neighbour. The paper's abstract promises less traffic for
-it; its code sends the whole neighbour and slices. Here only the band is sent.
+As displaced patches, but attention covers only a band of each neighbour. The paper's abstract claims less traffic for
+it; its code sends whole neighbours and slices. Here only the band is sent.
 
 axis        patch
 exchanged   halo rows, moments; keys and values of a band of each neighbour
-when        last step's values, after a warm-up with everything of this step
+when        stale, after a warm-up with fresh values
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from patchpar.strategies.strategy import PatchStrategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartiallyConditioned(PatchStrategy):
-    """Displaced bands that see only the nearest `fraction` of each neighbour's rows.
+    """Displaced bands that attend only to the nearest `fraction` of each neighbour's rows.
 
-    `context`: "band" sends those rows; "paper" sends whole neighbours and looks at the same rows, as the paper's code
-    does. `warmup_steps` and `group_norm` as in DisplacedPatch. Raises PlanError.
+    `context`: "band" sends those rows; "paper" sends whole neighbours and uses the same rows, as the paper's code does.
+    `warmup_steps` and `group_norm` as in DisplacedPatch. Raises PlanError.
     """
 
     name: ClassVar[str] = "pcpp"
@@ -50,7 +50,7 @@ class PartiallyConditioned(PatchStrategy):
 
     @property
     def policy(self) -> ExchangePolicy:
-        """Everything of the last step, keys of a band only."""
+        """Everything stale, keys of a band only."""
         band = NearRows(self.fraction)
         sent = StaleKV(selection=band) if self.context == "band" else StaleKV(selection=NearRows(1.0), narrow_to=band)
         moments = GROUP_NORMS[self.group_norm]

@@ -1,6 +1,6 @@
-"""What every strategy of axis `patch` is: frozen options that make a denoiser parallel in bands or by tokens.
+"""Base of the strategies of axis `patch`: frozen options that make a denoiser parallel in bands or by tokens.
 
-A strategy is its treatment of the seams; this makes a denoiser of it, and reads options back as text.
+A strategy is defined by its exchange policy; the base class installs it in a denoiser and formats the options.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class PatchStrategy:
 
     name: ClassVar[str]
     for_one_rank: ClassVar[bool] = False
-    """Whether it does anything where there is one rank only."""
+    """Whether it has an effect on one rank."""
 
     @property
     def policy(self) -> ExchangePolicy:
-        """What its seams do."""
+        """The policy of its exchange points."""
         raise NotImplementedError
 
     def check_group_size(self, group_ranks: int) -> None:
-        """Raise PlanError unless so many ranks can do this. Most strategies take any number."""
+        """Raise PlanError for an unsupported number of ranks. Most strategies take any number."""
 
     def install(
         self,
@@ -47,9 +47,9 @@ class PatchStrategy:
         split: str = "auto",
         verifications: VerificationCache | None = None,
     ) -> PatchedDenoiser | TokenDenoiser:
-        """Make `denoiser` parallel over `axis`, from its first call on. Without `verifications` it is not verified.
+        """Return `denoiser` made parallel over `axis`. Without `verifications` it is not verified.
 
-        A network of convolutions and group norms is cut into bands, any other between its tokens.
+        A network of convolutions and group norms is split into bands, any other by tokens.
         """
         from patchpar.shard.transformer.denoiser import TokenDenoiser
         from patchpar.shard.unet.denoiser import PatchedDenoiser
@@ -68,6 +68,6 @@ class PatchStrategy:
 
 
 def as_text(options: Any) -> str:
-    """A strategy's name and the options that differ from their defaults, as it is read back from a command line."""
+    """Return a strategy's name and the options that differ from their defaults, as `parse_strategy` reads them."""
     given = [f"{f.name}={getattr(options, f.name)}" for f in fields(options) if getattr(options, f.name) != f.default]
     return str(options.name) + (":" + ":".join(given) if given else "")

@@ -320,7 +320,7 @@ def test_noise_that_asks_no_generator_is_a_row_for_each_picture_or_refused() -> 
         with as_one_call(tiny.build("sd").pipe, call, rank, 2):
             own = vae.randn_tensor((rows.stop - rows.start, 4, 8, 8))
             assert torch.equal(own, whole[rows])
-            with pytest.raises(PlanError, match="draws noise for 4 rows from torch's own generator"):
+            with pytest.raises(PlanError, match="samples noise for 4 rows from torch's own generator"):
                 vae.randn_tensor((4, 4, 8, 8))
 
 
@@ -353,7 +353,7 @@ def test_tokens_drawn_by_their_probabilities_are_refused() -> None:
     """A language model draws those of the second prompt after those of the first."""
     plain = torch.multinomial
     with (
-        pytest.raises(PlanError, match="StableDiffusionPipeline draws tokens by their probabilities"),
+        pytest.raises(PlanError, match="StableDiffusionPipeline samples tokens"),
         as_one_call(tiny.build("sd").pipe, {"prompt": PROMPTS}, 1, 2),
     ):
         torch.multinomial(torch.ones(2, 4), 1)

@@ -75,7 +75,7 @@ def test_without_where_it_cannot_be(model: PipelineInfo) -> None:
     assert without(model, Plan(cfg=2), PlanError("another")) is None
 
 
-BUILT = {"sd": "", "sd_img2img": "", "sdxl": "", "sd3": "", "flux": "", "sd_controlnet": "is not known to draw well"}
+BUILT = {"sd": "", "sd_img2img": "", "sdxl": "", "sd3": "", "flux": "", "sd_controlnet": "is not tested with structure"}
 
 
 @pytest.mark.parametrize("name", first_of(BUILT, "sdxl", "flux", "sd_controlnet"))

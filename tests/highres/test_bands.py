@@ -137,11 +137,11 @@ def test_what_eight_ranks_gain_at_most() -> None:
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(PlanError, match="windows that see one another are whole"):
+    with pytest.raises(PlanError, match="windows with context are not split"):
         StructureGuidance(bands=2, context=0.5)
     with pytest.raises(PlanError, match=r"bands=0: it is a number of ranks"):
         StructureGuidance(bands=0)
-    with pytest.raises(PlanError, match=r"bands=4: axis 'patch' has 6 ranks, which teams of 4 do not share evenly"):
+    with pytest.raises(PlanError, match=r"bands=4: axis 'patch' has 6 ranks, no multiple of it: use a divisor of 6"):
         plan_of(Plan(patch=6, strategy=StructureGuidance(bands=4)))
     with pytest.raises(PlanError, match=r"bands=4: 8 latent rows make 2 bands of 4: use at most bands=2"):
         together(Case(options={"bands": 4}), 4)

@@ -151,7 +151,7 @@ def test_what_is_refused(tiny: Tiny) -> None:
     ("options", "message"),
     [
         ({"space": "v"}, "space='v': use None, x0, eps"),
-        ({"switch": 0.0}, "switch=0: windows draw the detail"),
+        ({"switch": 0.0}, "switch=0: windows run below it"),
         ({"weight": 2.0}, "weight=2.0: it is a number from 0 to 1"),
         ({"lag": 2}, "lag=2: use 0, 1"),
         ({"native": 3}, "native=3: it is a side in pixels"),

@@ -73,7 +73,7 @@ def test_times_of_flux() -> None:
 
 def test_what_cannot_be_done() -> None:
     edm = diffusers.EDMEulerScheduler()
-    with pytest.raises(UnsupportedModel, match="does not tell how much noise"):
+    with pytest.raises(UnsupportedModel, match="does not give the noise level"):
         level_of(edm, 0.5)
     clipped = SimpleNamespace(config={"thresholding": True})
     with pytest.raises(PlanError, match="thresholding=False"):

@@ -106,7 +106,7 @@ NOT_ENOUGH: dict[str, tuple[Any, str, Any]] = {
 def test_a_region_that_is_too_small_is_no_picture(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: what a rank lacks is no number, and that is said rather than drawn."""
     monkeypatch.setattr(*NOT_ENOUGH[name])
-    with pytest.raises(UnsupportedModel, match="after the last step latents are no number: ranks hold only"):
+    with pytest.raises(UnsupportedModel, match="after the last step latents are NaN: each rank holds only"):
         together(with_windows(Case(scheduler=DDIM)), 3)
 
 
@@ -122,7 +122,7 @@ class Blurring(diffusers.DDIMScheduler):  # type: ignore[misc]
 def test_latents_that_depend_on_one_another() -> None:
     """They are refused by what they come to; where somebody looks they are drawn."""
     case = with_windows(Case(scheduler=Blurring))
-    with pytest.raises(UnsupportedModel, match="after the last step latents are no number"):
+    with pytest.raises(UnsupportedModel, match="after the last step latents are NaN"):
         together(case, 2)
     want = alone(case)
     assert all(relative(drawn.latents, want) < LIMIT for drawn in together(replace(case, watched=True), 2))
@@ -150,5 +150,5 @@ def test_steps_beyond_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
         return regions_of(self, portion)
 
     monkeypatch.setattr(AfterGuidance, "_regions", early)
-    with pytest.raises(UnsupportedModel, match="the pipeline goes on after step 2, its last one"):
+    with pytest.raises(UnsupportedModel, match="the pipeline continues after step 2, its last one"):
         together(with_windows(Case()), 2)

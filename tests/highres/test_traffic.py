@@ -176,7 +176,7 @@ def test_what_is_wrong_without_looking(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: put off all the same, the same call is refused rather than drawn wrongly."""
     monkeypatch.setattr(AfterGuidance, "takes", lambda self, portion: True)
     case = Case(arguments={"height": 128, "width": 128, "guidance_rescale": 0.7})
-    with pytest.raises(UnsupportedModel, match="guidance at step 0 is no mean of its branches"):
+    with pytest.raises(UnsupportedModel, match="guidance at step 0 is no weighted mean of its branches"):
         together(case, 2)
 
 

@@ -1,17 +1,17 @@
 """Classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598) with its branches on the ranks of axis `cfg`.
 
-What is split: the calls of the denoiser, which is asked once with a prompt and once without.
+What is split: the calls of the denoiser, one branch with the prompt and one without.
 
-    branches in one call      rank 0:  x[:n] -> e0 --+--> cat(e0, e1)        each rank runs its share of the batch
+    branches in one call      rank 0:  x[:n] -> e0 --+--> cat(e0, e1)      each rank runs its part of the batch
                               rank 1:  x[n:] -> e1 --+--> cat(e0, e1)
 
-    one call per branch       rank 0:  call 0 ==> e0     call 1 --> promise  each rank runs its own calls and gives
-                              rank 1:  call 0 --> promise     call 1 ==> e1  a promise for the others
+    one call per branch       rank 0:  call 0 ==> e0     call 1 --> async  each rank runs its own calls and returns
+                              rank 1:  call 0 --> async  call 1 ==> e1     async tensors for the others
 
-Which of the two it is shows in the sample: one call for all branches repeats the latents. Call c of a step belongs to
-rank c mod size; nothing is guessed about how many calls come, so guidance that pauses for some steps or a second
-denoiser that takes over changes the speed only. The first call of each kind runs on every rank, to learn what a
-promise must look like, and so does each that leaves something in a cache that it was given.
+The sample shows which of the two it is: one call for all branches repeats the latents. Call c of a step runs on rank
+c mod size; the number of calls is not assumed, so guidance that is off in some steps or a second denoiser changes the
+speed only. The first call of each form runs on every rank, to learn the specs of the output, and so does each call
+that modifies a cache among its arguments.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,9 +39,9 @@ WITHOUT = "run it with cfg=1 and give the devices to another axis, e.g. patch"
 
 
 def guidance_of(pipe: Any, arguments: Mapping[str, Any]) -> bool | None:
-    """Whether a call of a diffusers pipeline with these arguments applies guidance; None if that cannot be told.
+    """Return whether a call of a diffusers pipeline with these arguments applies guidance; None if that is unknown.
 
-    Ask when the denoiser is first called: before, a pipeline may not know itself.
+    Call it when the denoiser is first called: before that, the pipeline may not have decided.
     """
     if getattr(pipe, "do_perturbed_attention_guidance", False):
         return True
@@ -58,21 +58,21 @@ def guidance_of(pipe: Any, arguments: Mapping[str, Any]) -> bool | None:
 
 
 def refuse_perturbed(pipe: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModel for guidance whose branches are told apart inside the denoiser (arXiv:2403.17377).
+    """Raise UnsupportedModel for perturbed attention guidance (arXiv:2403.17377).
 
-    Its attention layers cut the batch into branches, which a call for a patch does not always have all of.
+    Its attention layers split the batch into branches, and a call for a patch does not always have all of them.
     """
     if getattr(pipe, "do_perturbed_attention_guidance", False):
         raise UnsupportedModel(
-            f"{type(pipe).__name__} with pag_scale={arguments.get('pag_scale', 'its default')} tells the branches of "
-            f"guidance apart inside its attention, and patches of a large picture are not always asked for with all of "
-            "them: use strategy exact, or pag_scale=0"
+            f"{type(pipe).__name__} with pag_scale={arguments.get('pag_scale', 'its default')} splits the batch into "
+            "guidance branches in its attention, but a call for a patch of a large image may have only some of them: "
+            "use strategy exact, or pag_scale=0"
         )
 
 
 @dataclass(slots=True)
 class GuidanceProgress:
-    """What one pipeline call has shown so far."""
+    """What is known of one pipeline call so far."""
 
     step: int = -1
     calls: int = 0  # in this step
@@ -81,23 +81,23 @@ class GuidanceProgress:
     branches: dict[tuple[TensorSpec, ...], int] = field(default_factory=dict)  # by the specs of the sample
 
     def turn_to(self, step: int) -> None:
-        """A new step has begun."""
+        """Begin a new step."""
         if self.calls:
             self.finished, self.most_calls = self.finished + 1, max(self.most_calls, self.calls)
         self.step, self.calls = step, 0
 
     @property
     def guided(self) -> bool:
-        """Whether anything has shown that guidance is on."""
+        """Whether any call so far had guidance."""
         return max(self.most_calls, self.calls, *self.branches.values()) > 1
 
 
 class GuidanceSplit:
-    """Spreads the branches of guidance over `axis`. Every call of every denoiser goes through `denoise` on every rank.
+    """Distributes guidance branches over `axis`. Every call of every denoiser goes through `denoise` on every rank.
 
-    `reset` belongs before every pipeline call and `finish` after it. `carriers`: what is known of the arguments of the
-    next call, see `Batch.known`; `by_branch`: the layers of its network that tell branches apart, which `layers_of`
-    finds.
+    Call `reset` before every pipeline call and `finish` after it. `carriers`: what is known of the arguments of the
+    next call, see `Batch.known`; `by_branch`: the layers of its network that treat branches differently, which
+    `layers_of` returns.
     """
 
     def __init__(
@@ -122,14 +122,14 @@ class GuidanceSplit:
         self._progress = GuidanceProgress()
 
     def finish(self) -> None:
-        """End a pipeline call: take in what is still under way. Raises ExchangeError if the ranks had parted."""
+        """End a pipeline call: wait for all messages. Raises ExchangeError if the ranks are out of step."""
         self._post.settle()
         self._post.audit()
 
     def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """What `forward(*args, **kwargs)` returns, with the work spread over the ranks of the axis.
+        """Return `forward(*args, **kwargs)`, computed by the ranks of the axis together.
 
-        Raises PlanError if there is no guidance to split, ExchangeError if another rank is late or elsewhere.
+        Raises PlanError if there is no guidance to split, ExchangeError if another rank is late or out of step.
         """
         if self._axis.size == 1:
             return forward(*args, **kwargs)
@@ -146,10 +146,10 @@ class GuidanceSplit:
         return self._own_call_or_async_tensor(forward, sample, args, kwargs)
 
     def condition(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """What `forward(*args, **kwargs)` returns, for a network that the denoiser listens to, such as a ControlNet.
+        """Return `forward(*args, **kwargs)` for a network whose output the denoiser takes, such as a ControlNet.
 
-        Each rank computes its share of the batch. The outputs are promises of the whole: `denoise` takes our share out
-        of them and nothing is sent; whoever else uses them fetches the rest, on all ranks alike.
+        Each rank computes its part of the batch. The outputs are async tensors of the whole: `denoise` uses our part of
+        them and nothing is sent; any other use fetches the rest, on all ranks.
         """
         axis, moment = self._axis, self._moment
         sample = sample_of(args, kwargs)
@@ -171,7 +171,7 @@ class GuidanceSplit:
         return with_tensors(output, AsyncMessage(specs, own[0].device, fetch, own, differ).tensors)
 
     def _part_shapes(self, own: Sequence[Tensor], call: Any, moment: PredictionTime) -> Shapes:
-        """Of each of our tensors its shape on every rank, asked for once for each form of the whole call."""
+        """Return for each of our tensors its shape on every rank, exchanged once for each form of the whole call."""
         form = tuple(TensorSpec.of(x) for x in tensors_in(call))
         if form not in self._shapes:
             self._shapes[form] = self._post.shapes_of_all(own, moment)
@@ -193,7 +193,7 @@ class GuidanceSplit:
             branches = self._branches(sample)
             raise PlanError(
                 f"guidance here has {branches} branches in one batch of {batch.size}, which cfg={axis.size} ranks "
-                f"cannot share evenly: use cfg={branches}, or {WITHOUT}"
+                f"cannot split evenly: use cfg={branches}, or {WITHOUT}"
             )
         own_args, own_kwargs = batch.part((args, kwargs), axis.rank, axis.size)
         with at_own_index(self.by_branch, axis.rank, axis.size):
@@ -219,14 +219,14 @@ class GuidanceSplit:
         before = held_by(kwargs)
         output = forward(*args, **kwargs)
         if form is None:
-            if are_as_before(before, held_by(kwargs)):  # else every rank needs what such a call leaves behind
+            if are_as_before(before, held_by(kwargs)):  # else every rank needs the modified cache
                 self._forms[key] = OutputForm.of(output)
             return output
         found = OutputForm.of(output)
         if found is None or found.specs != form.specs:
             raise UnsupportedModel(
                 f"{moment}: the denoiser returned {found and found.specs}, but {form.specs} for the same sample "
-                f"before, so that no rank can foresee what another computes: {WITHOUT}"
+                f"before, so that other ranks cannot know the shapes to receive: {WITHOUT}"
             )
         self._post.send(output, form, moment)
         return output

@@ -1,7 +1,7 @@
-"""Hold the split of guidance to its promise: the joined prediction against the plain forward of the whole batch.
+"""Verify the split of guidance: compare the joined prediction with the plain forward of the whole batch.
 
-Which arguments carry the batch is told by their shapes, and a shape may tell it wrongly: the first call of every form
-shows it.
+The arguments that carry the batch are found by their shapes, which may mislead: the first call of every form is
+verified.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,10 +32,10 @@ from patchpar.shard.verification_cache import VerificationCache
 
 
 class GuidanceCheck:
-    """Checks of one denoiser whose branches of guidance are on the ranks of `axis`.
+    """Verification of one denoiser whose guidance branches are on the ranks of `axis`.
 
-    `unsure`: somebody may have changed the denoiser since the last call. `by_branch`: its layers that tell branches
-    apart, see `shard.guidance_branches`.
+    `unsure`: the denoiser may have changed since the last call. `by_branch`: its layers that treat branches
+    differently, see `shard.guidance_branches`.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class GuidanceCheck:
         self._watched, self.unsure = WatchedNetwork(denoiser), False
 
     def __call__(self, plain: Callable[..., Any], call: Call, joined: Any) -> None:
-        """Compare `joined`, where it is of several branches, with what the denoiser's own forward gives for `call`.
+        """Compare `joined`, if it has several branches, with the denoiser's own forward of `call`.
 
-        All ranks of the axis come here together. Raises VerificationError.
+        Collective: all ranks of the axis call it together. Raises VerificationError.
         """
-        if self.clock.branches == 1:  # each branch has a call of its own, and nothing is told by shapes
+        if self.clock.branches == 1:  # each branch has its own call, and no batch is split
             return
         if self.unsure and self._watched.has_changed:
             self._seen.clear()
@@ -74,7 +74,7 @@ class GuidanceCheck:
         }
         what = f"{type(self.denoiser).__name__} with the branches of guidance on {self.axis.size} ranks"
         way_out = (
-            f": one of its arguments carries the batch where nobody looks for it ({', '.join(arguments_of(call))}). "
+            f": the batch may be in an argument where it is not detected ({', '.join(arguments_of(call))}). "
             "Run it with cfg=1 and give the devices to another axis, e.g. patch"
         )
         before = self._watched.now()

@@ -1,12 +1,12 @@
-"""Data parallelism: a list of prompts on the ranks of axis `data`, each rank an ordinary call with its share of them.
+"""Data parallelism: a list of prompts on the ranks of axis `data`; each rank makes a plain call with its prompts.
 
-What is split: the arguments that hold one entry per prompt. What crosses: nothing but the outputs, at the end.
+What is split: the arguments that hold one entry per prompt. What is exchanged: only the outputs, at the end.
 
     prompts   a b c d e     rank 0: a b c     rank 1: d e     outputs: a b c d e
-    noise     one draw of 5 rows on every rank, of which it keeps its own
+    noise     5 rows sampled on every rank, of which it keeps its own
 
-With one generator (or none) for all prompts, diffusers draws noise for the whole batch at once. So does every rank
-here, and keeps its rows: the picture of a prompt depends neither on the number of ranks nor on who makes it.
+With one generator (or none) for all prompts, diffusers samples noise for the whole batch at once. So does every rank
+here, and keeps its rows: the image of a prompt depends neither on the number of ranks nor on the rank.
 """
 
 import sys
@@ -39,20 +39,20 @@ SHARED_LISTS = (
     "chunk_partition", "conditions", "guidance_keyframe_positions", "history_sizes", "keyframe_positions",
     "pyramid_num_inference_steps_list", "reference_conditions", "spatio_temporal_guidance_blocks",
 )  # fmt: skip
-REFERENCES = (  # pipelines with several pictures a prompt
+REFERENCES = (  # pipelines with several images a prompt
     "Flux2", "QwenImageEditPlus", "QwenImage21", "JoyImageEditPlus", "OmniGen", "BriaFibo", "ZImageOmni", "VisualCloze",
     "LTXCondition",
 )  # fmt: skip
 MIXED = {
     "CycleDiffusionPipeline": "takes the second of several prompts for a branch of the guidance of the first",
-    "HeliosPyramidPipeline": "draws the noise between its stages for all prompts at once",
+    "HeliosPyramidPipeline": "samples the noise between its stages for all prompts at once",
     "Kandinsky5I2VPipeline": "brings the first frames of each video to the mean of the videos of all prompts",
     "FluxPriorReduxPipeline": "adds up what all images and prompts give",
     "StableDiffusionPanoramaPipeline": "takes the text of one prompt for the branch without text of another",
     "OmniGenPipeline": "gives the texts of all prompts the positions of the first",
 }
 REFERRED = ("image", "video", "conditions")
-OWN_NOISE = ("DPMSolverSDEScheduler", "AmusedScheduler")  # schedulers that draw noise for a whole batch themselves
+OWN_NOISE = ("DPMSolverSDEScheduler", "AmusedScheduler")  # schedulers that sample noise for a whole batch themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class PromptSlice:
 
     @classmethod
     def of(cls, kwargs: Mapping[str, Any], rank: int, size: int) -> "PromptSlice":
-        """The share of a pipeline call's prompts that falls to `rank`. Raises PlanError if some rank would get none."""
+        """Return the prompts of a pipeline call for `rank`. Raises PlanError if some rank would get none."""
         total = _count_prompts(kwargs)
         if total < size:
             given = "1 prompt" if total == 1 else f"{total} prompts"
@@ -78,23 +78,23 @@ class PromptSlice:
         return cls(start, start + each + (rank < more), total)
 
     def rows(self, count: int) -> slice:
-        """Our part of `count` rows that hold the same number for each prompt, in order."""
+        """Return our part of `count` rows that hold the same number for each prompt, in order."""
         per_prompt = count // self.total
         return slice(self.start * per_prompt, self.stop * per_prompt)
 
 
 def split_call(kwargs: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """The arguments of a diffusers pipeline call for `rank` of `size`.
+    """Return the arguments of a diffusers pipeline call for `rank` of `size`.
 
     Lists and tensors with one entry per prompt are divided, also with `num_images_per_prompt` entries per prompt, as
-    lists of generators and latents have them. Raises PlanError where it cannot be told what belongs to which prompt.
+    lists of generators and latents have them. Raises PlanError where the prompt of an entry is unknown.
     """
     part = PromptSlice.of(kwargs, rank, size)
     return {name: _divided(name, value, part, kwargs) for name, value in kwargs.items()}
 
 
 def merge_outputs(outputs: Sequence[Any]) -> Any:
-    """One output from those of all data ranks, in order: the pipeline's own class, or a tuple."""
+    """Return one output from those of all data ranks, in order: the pipeline's own class, or a tuple."""
     first = outputs[0]
     if is_dataclass(first):
         parts = {field.name: [getattr(output, field.name) for output in outputs] for field in fields(first)}
@@ -117,9 +117,9 @@ def merge_outputs(outputs: Sequence[Any]) -> Any:
 
 @contextmanager
 def as_one_call(pipe: Any, kwargs: Mapping[str, Any], rank: int, size: int) -> Iterator[dict[str, Any]]:
-    """The arguments for `rank` of `size`; while open, noise and texts are our part of those of one call for all.
+    """Yield the arguments for `rank` of `size`; while open, noise and texts are our part of those of one call for all.
 
-    Raises PlanError where a part of the prompts cannot be given the pictures that they get in one call for all.
+    Raises PlanError where the images of a part of the prompts would differ from those of one call for all.
     """
     from patchpar.strategies.data.text_encoding import (  # which needs torch: on ranks only
         TextArguments,
@@ -139,9 +139,9 @@ def as_one_call(pipe: Any, kwargs: Mapping[str, Any], rank: int, size: int) -> I
 
 @contextmanager
 def _noise_of_whole_batch(pipe: Any, kwargs: Mapping[str, Any], part: PromptSlice) -> Iterator[None]:
-    """While open, noise that diffusers draws is our part of a draw for all prompts. Raises PlanError.
+    """While open, diffusers' noise is our part of the noise sampled for all prompts. Raises PlanError.
 
-    Lists of generators are left alone: they draw prompt by prompt.
+    Lists of generators are left alone: they sample prompt by prompt.
     """
     from diffusers.utils import torch_utils
 
@@ -171,17 +171,17 @@ def _noise_of_whole_batch(pipe: Any, kwargs: Mapping[str, Any], part: PromptSlic
 
 @contextmanager
 def _no_tokens_sampled(pipe: Any) -> Iterator[None]:
-    """While open, tokens that are drawn by their probabilities are refused (PlanError).
+    """While open, sampling of tokens is refused (PlanError).
 
-    Which they are depends on what was drawn for the prompts before: language models that write a prompt anew or the
-    tokens of an image, and image models that draw theirs.
+    Sampled tokens depend on those of the prompts before: of language models that rewrite a prompt or generate the
+    tokens of an image, and of image models that sample their tokens.
     """
     import torch
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise PlanError(
-            f"{type(pipe).__name__} draws tokens by their probabilities: those of a prompt depend on the prompts "
-            "before it, so that data ranks would give other images. Use data=1"
+            f"{type(pipe).__name__} samples tokens: those of a prompt depend on the prompts before it, "
+            "so that data ranks would give other images. Use data=1"
         )
 
     plain = torch.multinomial
@@ -200,11 +200,11 @@ def _count_prompts(kwargs: Mapping[str, Any]) -> int:
 
 
 def _entries(name: str, value: Any) -> int | None:
-    """How many entries a list or tensor has; None if it is one thing."""
+    """Return the number of entries of a list or tensor; None for a single item."""
     if isinstance(value, list):
         one_video = name == "video" and bool(value) and not isinstance(value[0], list) and not _dims(value[0]) > 3
         return None if one_video else len(value)
-    least = 1 + 3 * (name in IMAGE_ARGUMENTS) + (name == "video")  # the dims of several: pictures are arrays themselves
+    least = 1 + 3 * (name in IMAGE_ARGUMENTS) + (name == "video")  # the dims of several: images are arrays themselves
     return len(value) if _dims(value) >= least else None
 
 
@@ -227,7 +227,7 @@ def _divided(name: str, value: Any, part: PromptSlice, kwargs: Mapping[str, Any]
     if count in (part.total, part.total * images):
         return value[part.rows(count)]
     if isinstance(value, list) and all(isinstance(item, list) and len(item) == part.total for item in value):
-        return [item[part.rows(len(item))] for item in value]  # a list of pictures for each ControlNet
+        return [item[part.rows(len(item))] for item in value]  # a list of images for each ControlNet
     if count == 1 and name != "generator":
         return value
     each = f", or {images} for each" if images > 1 else ""
@@ -235,18 +235,18 @@ def _divided(name: str, value: Any, part: PromptSlice, kwargs: Mapping[str, Any]
 
 
 def why_one_batch(pipe: Any) -> str:
-    """Why no part of the prompts can be drawn by itself as the pipeline is set up; empty where it can."""
+    """Return why the prompts of this pipeline cannot be split; empty where they can."""
     scheduler, name = type(getattr(pipe, "scheduler", None)).__name__, type(pipe).__name__
     if name in MIXED:
         return f"{name} {MIXED[name]}"
-    return f"{scheduler} draws noise for all of them by itself" if scheduler in OWN_NOISE else ""
+    return f"{scheduler} samples noise for all of them by itself" if scheduler in OWN_NOISE else ""
 
 
 def _refuse_what_depends_on_the_others(pipe: Any, kwargs: Mapping[str, Any], part: PromptSlice) -> None:
     why = why_one_batch(pipe)
     if why:
         way_out = "data=1" if type(pipe).__name__ in MIXED else "another scheduler, or data=1"
-        raise PlanError(f"{why}, so that data ranks would give other pictures: use {way_out}")
+        raise PlanError(f"{why}, so that data ranks would give other images: use {way_out}")
     if type(pipe).__name__.startswith(REFERENCES):
         for name in REFERRED:
             if kwargs.get(name) is not None:
@@ -258,23 +258,23 @@ def _refuse_what_depends_on_the_others(pipe: Any, kwargs: Mapping[str, Any], par
 
 
 def _refuse_noise_of_its_own(pipe: Any, kwargs: Mapping[str, Any], rows: int, own: int) -> None:
-    """Noise that a pipeline draws from no generator, though it was given some, and not a row for each picture.
+    """Refuse noise sampled without the given generator, and with another number of rows than images.
 
-    In which order it would draw the rows for all prompts is not known then.
+    The order of the rows for all prompts is unknown then.
     """
     images = images_each(kwargs)
     if rows != own * images:
         raise PlanError(
-            f"{type(pipe).__name__} draws noise for {rows} rows from torch's own generator, though it was given "
-            f"another one: which of them belong to which of {own * images} pictures is not known, so that data ranks "
-            "may give other pictures. Use data=1 for this call"
+            f"{type(pipe).__name__} samples noise for {rows} rows from torch's own generator, though it was "
+            f"given another one: which of them belong to which of {own * images} images is not known, so that data "
+            "ranks may give other images. Use data=1 for this call"
         )
 
 
 def _refuse_one_image(pipe: Any, kwargs: Mapping[str, Any], part: PromptSlice) -> None:
-    """What one picture takes of the noise, and of which generator, depends on the pipeline and the number of prompts.
+    """Refuse one image for several prompts: its noise depends on the pipeline and the number of prompts.
 
-    Some pipelines repeat the picture for every prompt before they encode it, others encode it once, with the first
+    Some pipelines repeat the image for every prompt before they encode it, others encode it once, with the first
     generator, which only the first rank has.
     """
     guides_only = getattr(pipe, "controlnet", None) is not None and "control_image" not in kwargs
@@ -284,6 +284,6 @@ def _refuse_one_image(pipe: Any, kwargs: Mapping[str, Any], part: PromptSlice) -
         if _entries(name, kwargs[name]) != part.total:
             raise PlanError(
                 f"one {name} for {part.total} prompts: the noise that it takes depends on the number of prompts in a "
-                f"call, so that data ranks would give other pictures. Give {name} as a list of {part.total}, the same "
+                f"call, so that data ranks would give other images. Give {name} as a list of {part.total}, the same "
                 f"{part.total} times if need be"
             )

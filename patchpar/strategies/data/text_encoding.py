@@ -1,9 +1,8 @@
-"""Texts as they are encoded beside those of the other ranks of axis `data`.
+"""Text encoding on axis `data`, equal to that of one call with all prompts.
 
-Many pipelines pad the texts of a call to the longest, and some give their denoisers the padding without a mask: what a
-prompt gives depends on the others then. So what `encode_prompt` makes of our prompts is held against what it makes of
-all. Where only the number of prompts differs, and values by rounding, ours stays; otherwise our rows of the whole take
-its place.
+Many pipelines pad the texts of a call to the longest, and some give their denoisers the padding without a mask: the
+embedding of a prompt then depends on the others. So `encode_prompt` of our prompts is compared with that of all. Where
+only the number of prompts differs, and values by rounding, ours is used; otherwise our rows of the whole.
 """
 
 import inspect
@@ -20,16 +19,16 @@ from patchpar.models.info import images_each
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.unsupported_model import in_one_line
 
-METHOD = "encode_prompt"  # of pipelines of diffusers, and all that begin so
+METHOD = "encode_prompt"  # of diffusers pipelines, and all methods whose names start so
 ROUNDING = 100
-"""Machine epsilons that the same text may differ by when it is encoded beside others."""
+"""Largest difference of a text that is encoded in another batch, in machine epsilons."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextArguments:
     """A call's arguments for all prompts and for those of this rank: `own` of `total`.
 
-    `rows` says which of so many rows of all are ours.
+    `rows(count)`: our part of `count` rows of all prompts.
     """
 
     whole_call: Mapping[str, Any]
@@ -39,7 +38,7 @@ class TextArguments:
     rows: Callable[[int], slice]
 
     def for_all(self, value: Any) -> Any:
-        """An argument of `encode_prompt` for all prompts; the same object where it is none of each prompt."""
+        """Return an argument of `encode_prompt` for all prompts; the same object if it has no entry per prompt."""
         for each, own in self.own_call.items():
             if self.whole_call[each] is not own and (own is value or _are_the_same(own, value)):
                 return self.whole_call[each]
@@ -48,14 +47,14 @@ class TextArguments:
         return value
 
     def among(self, own: Any, whole: Any, images: int = 1) -> Any:
-        """What stands for our prompts: what was encoded of them alone, or their rows of all. Raises PlanError.
+        """Return the encoding of our prompts: the one of them alone, or their rows of all. Raises PlanError.
 
-        `images`: how many rows in a row each prompt has; branches of guidance may come one after another.
+        `images`: the consecutive rows of each prompt; guidance branches may follow one another.
         """
         return own if self._are_alike(own, whole, images) else self._ours(own, whole, images)
 
     def _are_alike(self, own: Any, whole: Any, images: int) -> bool:
-        """Whether they differ in the number of prompts only, and by rounding."""
+        """Return whether they differ only in the number of prompts and by rounding."""
         if isinstance(own, Tensor) and isinstance(whole, Tensor):
             batch = self._batch_dim(own, whole)
             own_shape, shape = ([size for dim, size in enumerate(x.shape) if dim != batch] for x in (own, whole))
@@ -65,7 +64,7 @@ class TextArguments:
         return all(self._are_alike(*pair, images) for pair in pairs)
 
     def _batch_dim(self, own: Any, whole: Tensor) -> int | None:
-        """The dim that has more for more prompts; the first where there was nothing for ours alone, as of a mask."""
+        """Return the dim that grows with the number of prompts; 0 if `own` is no tensor, such as no mask."""
         if not isinstance(own, Tensor):
             return 0 if whole.ndim else None
         if own.ndim != whole.ndim:
@@ -93,7 +92,7 @@ class TextArguments:
         return type(whole)(found) if isinstance(whole, (list, tuple)) else whole
 
     def _rows_of(self, own: Any, whole: Tensor, images: int) -> Tensor | None:
-        """Our rows of all; None where it cannot be told which they are."""
+        """Return our rows of all; None if they are unknown."""
         dim = self._batch_dim(own, whole)
         if dim is None:
             return whole  # of no prompt in particular, such as the positions of the longest text
@@ -108,7 +107,7 @@ class TextArguments:
 
 @contextmanager
 def encoded_together(pipe: Any, texts: TextArguments) -> Iterator[None]:
-    """While open, the pipeline encodes our prompts as it does beside all others."""
+    """While open, the pipeline encodes our prompts as in one call with all others."""
     names = [name for name in dir(type(pipe)) if name.startswith(METHOD)]
     with HookSet() as hooks:
         for name in names:
@@ -142,7 +141,7 @@ def _together(plain: Callable[..., Any], texts: TextArguments) -> Callable[..., 
 
 
 def _are_the_same(own: Any, value: Any) -> bool:
-    """Whether two lists hold the same things, such as a list of texts and a copy of it."""
+    """Return whether two lists hold the same items, such as a list of texts and a copy of it."""
     if not (isinstance(own, list) and isinstance(value, list) and own and len(own) == len(value)):
         return False
     return all(one is other or _is_text(one, other) for one, other in zip(own, value, strict=True))
@@ -153,7 +152,7 @@ def _is_text(one: Any, other: Any) -> bool:
 
 
 def _is_rounding(own: Tensor, ours: Tensor) -> bool:
-    """Whether values differ no more than they do where more of them are computed at once."""
+    """Return whether values differ only by the rounding of another batch size."""
     if own.shape != ours.shape or not own.is_floating_point():
         return torch.equal(own, ours)
     return bool((own - ours).norm() <= ROUNDING * torch.finfo(own.dtype).eps * ours.norm())

@@ -1,14 +1,14 @@
-"""Ranks meet after guidance: where the scheduler steps, the pipeline's branches are one, and so is what is sent.
+"""Predictions are merged after guidance, at the scheduler's step: one combined prediction is sent, not every branch.
 
-    first step    the denoiser answers with the whole; what the pipeline makes of it is looked at
-    later steps   it answers with this rank's portion, with no number elsewhere; the pipeline puts its branches
-                  together as ever, and before the scheduler sees the result, it is made whole
-    with windows  it is made whole only where this rank needs it; elsewhere its latents become no number
-    last step     latents are made whole
+    first step    the denoiser returns the whole prediction; the guidance of the pipeline is measured on it
+    later steps   it returns this rank's partial prediction, NaN elsewhere; the pipeline combines its branches, and
+                  the result is completed before the scheduler gets it
+    with windows  it is completed only where this rank needs it; elsewhere the latents become NaN
+    last step     latents are completed
 
-That is right where guidance is a mean of the branches with the same weights everywhere, which the first step shows.
-Guidance that depends on the whole prediction (guidance_rescale) goes on with the whole. So do latents that somebody
-looks at between the steps, and pipelines that are not known to treat every place of them by itself.
+This is correct where guidance is a mean of the branches with the same weights everywhere, which the first step shows.
+Guidance that depends on the whole prediction (guidance_rescale) keeps whole predictions in every step. So do calls
+whose latents are read between the steps, and pipelines that are not known to treat each position independently.
 """
 
 from typing import Any
@@ -30,15 +30,15 @@ from patchpar.strategies.structure.step_output import sample_in, with_sample
 from patchpar.strategies.structure.supported_pipelines import is_position_independent
 
 NOT_ALIKE = (
-    "ranks hold only those latents that they need, and this pipeline needs others; with any callback_on_step_end they "
-    "hold all, and one device does too. Or the model itself predicts no number: then so it does there"
+    "each rank holds only the latents that it needs, but this pipeline uses others: pass any callback_on_step_end, "
+    "with which every rank holds all, or use one device. If one device gives NaN too, the model itself predicts NaN"
 )
 
 
 class AfterGuidance:
-    """One picture after the other on one rank. `begin` belongs before each, `end` after it.
+    """The merge after guidance on one rank. Call `begin` before every image, `end` after it.
 
-    `parted`: latents are no number where this rank needs none.
+    `parted`: latents are NaN where this rank needs none.
     """
 
     def __init__(self, mesh: tuple[Communicator, Axis], clock: StepClock, pipe: Any) -> None:
@@ -47,9 +47,9 @@ class AfterGuidance:
         self._forget()
 
     def _forget(self) -> None:
-        self._is_mean: bool | None = None  # None until a step has shown it
+        self._is_mean: bool | None = None  # None before the first step
         self._layout: PatchInputs | None = None
-        self._seen: list[Tensor] = []  # what the pipeline was answered with in this step, by branches
+        self._seen: list[Tensor] = []  # predictions returned to the pipeline in this step, by branch
         self._waiting: list[PartialPrediction] = []
         self._watched = False
         self.parted = False
@@ -57,9 +57,9 @@ class AfterGuidance:
         self._ended_at: int | None = None
 
     def begin(self, scheduler: Any, *, watched: bool = False) -> None:
-        """Stand before everything else that stands before the scheduler's step.
+        """Replace `scheduler.step` by one that completes predictions first; call it after other overrides.
 
-        `watched`: somebody looks at the latents between the steps, so that they are whole in each.
+        `watched`: latents are read between the steps, so that they are complete in each.
         """
         self.end()
         self._watched = watched
@@ -73,24 +73,24 @@ class AfterGuidance:
         scheduler.step = SchedulerStepOverride(scheduler, stepped)
 
     def end(self) -> None:
-        """Stand aside, and forget."""
+        """Restore `scheduler.step` and forget the image."""
         if self._scheduler is not None:
             vars(self._scheduler).pop("step", None)
         self._scheduler = None
         self._forget()
 
     def takes(self, partial_prediction: PartialPrediction) -> bool:
-        """Whether a portion can be put off, rather than be made whole at once."""
+        """Whether the merge of a partial prediction can wait until after guidance."""
         return self._is_mean is True and partial_prediction.can_wait
 
     def answered(self, layout: PatchInputs, whole_BCHW: Tensor, branches: int) -> None:
-        """The pipeline gets the whole."""
+        """Note that the pipeline gets the whole prediction whole_BCHW, all `branches` in its batch."""
         if self._scheduler is not None and self._is_mean is None:
             self._layout = layout
             self._seen += whole_BCHW.chunk(branches)
 
     def put_off(self, layout: PatchInputs, partial_prediction: PartialPrediction) -> Tensor:
-        """What the pipeline gets instead of the whole."""
+        """Keep a partial prediction for the merge; return it as x_BCHW, NaN where it is not this rank's."""
         self._layout = layout
         self._waiting.append(partial_prediction)
         return partial_prediction.image_BCHW
@@ -111,26 +111,26 @@ class AfterGuidance:
         )
         if whole is None:
             raise UnsupportedModel(
-                f"guidance at {where} is no mean of its branches, as it was in the first step: keep guidance_rescale "
-                "as it is within a picture, or use one device"
+                f"guidance at {where} is no weighted mean of its branches, as it was in the first step: keep "
+                "guidance_rescale constant within an image, or use one device"
             )
         answer: Tensor = layout.output(model_output, last.finish(whole).to(model_output.dtype))
         return answer
 
     def _regions(self, partial_prediction: PartialPrediction) -> NeededRegions | None:
-        """Where ranks need what this step answers; None for everywhere. All ranks find the same."""
+        """Return where ranks need this step's prediction; None for everywhere. The same on all ranks."""
         steps = getattr(self._pipe, "_num_timesteps", None)
         if partial_prediction.regions is None or self._watched or not is_position_independent(self._pipe):
             return None
         if self._ended_at is not None:
-            raise UnsupportedModel(f"the pipeline goes on after step {self._ended_at}, its last one: {NOT_ALIKE}")
+            raise UnsupportedModel(f"the pipeline continues after step {self._ended_at}, its last one: {NOT_ALIKE}")
         if not isinstance(steps, int) or self._clock.evaluation >= steps:
             return None
         self.parted, self._ends = True, self._clock.evaluation == steps - 1
         return partial_prediction.regions(self._ends)
 
     def _ended(self, result: Any) -> Any:
-        """What a step of the scheduler returns; in the last one with latents that are whole again."""
+        """Return the result of a scheduler step, in the last step with completed latents."""
         if not self._ends or self._layout is None:
             return result
         self.parted = self._ends = False
@@ -139,10 +139,10 @@ class AfterGuidance:
         own_BCHW = layout.map_of(sample, (layout.x_BCHW.shape[-2], layout.x_BCHW.shape[-1]))
         whole_BCHW = PredictionMerge(self._mesh, "the last step").latents(own_BCHW)
         if whole_BCHW.isnan().any():
-            raise UnsupportedModel(f"after the last step latents are no number: {NOT_ALIKE}")
+            raise UnsupportedModel(f"after the last step latents are NaN: {NOT_ALIKE}")
         return with_sample(result, layout.output(sample, whole_BCHW).to(sample.dtype))
 
     def check_whole(self) -> None:
-        """At the end of a picture: raise UnsupportedModel where its latents were never made whole."""
+        """Raise UnsupportedModel at the end of an image whose latents were never completed."""
         if self.parted:
             raise UnsupportedModel(f"the pipeline ended before the last of its steps: {NOT_ALIKE}")

@@ -1,4 +1,4 @@
-"""Tensors of every rank to every rank."""
+"""All-gather of tensors whose content may differ by receiver."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -24,10 +24,10 @@ def from_everyone(
     *,
     silent: bool = False,
 ) -> list[dict[str, list[Tensor]]]:
-    """Tensors by kind from every place, ours included, in one message to each rank.
+    """Return tensors of any shape by kind from every group rank, this one included, in one message to each rank.
 
-    `own`: what a place gets of ours, `expected`: what form that has which we get of a place. What we keep is what our
-    own place gets. `silent`: nothing is sent, and what others would have sent is 0. Raises ExchangeError.
+    `own(group_rank)`: the tensors that this rank sends there; `expected(group_rank)`: the specs of those received from
+    there. `silent`: nothing is sent, and the tensors of others are 0. Raises ExchangeError.
     """
     comm, axis = mesh
     found: list[dict[str, list[Tensor]]] = [{kind: [] for kind in expected} for _ in range(axis.size)]
@@ -45,7 +45,7 @@ def from_everyone(
 
 
 def to_all(tensors: Sequence[Tensor]) -> Sent:
-    """The very same to every place, which then share one message."""
+    """Return a sender of the same tensors, of any shape, to every group rank; they travel in one message."""
     whole = [x.contiguous() for x in tensors]
     return lambda _: whole
 
@@ -62,10 +62,10 @@ def _zeros(specs: Sequence[TensorSpec], comm: Communicator) -> list[Tensor]:
 
 
 def stacked(units: Sequence[Unit], predictions: Mapping[Unit, Tensor]) -> list[Tensor]:
-    """Predictions of some units as one tensor to send, or as nothing."""
+    """Return the predictions [B, C, h, w] of `units` stacked to [len(units), B, C, h, w], or nothing without units."""
     return [torch.stack([predictions[unit] for unit in units])] if units else []
 
 
 def stack_spec(units: Sequence[Unit], one: Tensor) -> list[TensorSpec]:
-    """What `stacked` makes of predictions like `one`."""
+    """Return the spec of `stacked` for predictions like `one`, [B, C, h, w]."""
     return [TensorSpec((len(units), *one.shape), one.dtype)] if units else []

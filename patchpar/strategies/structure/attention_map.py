@@ -1,12 +1,12 @@
-"""Where in the picture the words are: attention of places to content tokens, without the map of attention.
+"""Attention of image positions to content tokens, without materialising the attention matrix.
 
-The probabilities that a place gives to all content tokens are attention whose values are one column, 1 for content and
-0 for the rest. So next to each attention call of interest there is a second one with that column, of any kernel, and no
-map of places x tokens is ever held. Resized to the patch, averaged over layers and scaled to 0..1 it is the mask M of
-ASGDiffusion (arXiv 2412.06163, equation 4).
+The probability mass that a position gives to all content tokens is attention whose values are one column, 1 for
+content and 0 for the rest. So each recorded attention call is followed by a second one with that column, with any
+kernel, and no matrix of positions x tokens is held. Resized to the patch, averaged over layers and scaled to 0..1 it is
+the mask M of ASGDiffusion (arXiv:2412.06163, equation 4).
 
     UNets            cross-attention of the up blocks, sharper on objects than that of the down blocks
-    transformers     joint attention, queries of the picture, keys of the text; the middle half of the blocks
+    transformers     joint attention, queries of the image, keys of the text; the middle half of the blocks
 """
 
 from collections.abc import Callable, Iterator
@@ -20,12 +20,12 @@ from torch.nn import functional as F
 from patchpar.shard.hooks import HookSet
 from patchpar.shard.sdpa import AttentionCall, SdpaMode
 
-# Processors of joint attention, by whether the text's tokens come before the picture's.
+# Processors of joint attention, by whether the text's tokens come before the image's.
 TEXT_FIRST = {"JointAttnProcessor2_0": False, "FluxAttnProcessor": True, "FluxAttnProcessor2_0": True}
 
 
 class AttentionMap:
-    """Attention to text in one denoiser: `layers` are those that are listened to. Without any there is no map."""
+    """Attention to text in one denoiser, recorded in its `layers`. Without any there is no mask."""
 
     def __init__(self, denoiser: nn.Module) -> None:
         self.layers = _cross_attentions(denoiser) or _joint_attentions(denoiser)
@@ -41,9 +41,9 @@ class AttentionMap:
 
 
 class AttentionRecorder(SdpaMode):
-    """Sees every attention call of the layers that are listened to.
+    """Records every attention call of the chosen layers.
 
-    `weights_BT`: of the text's tokens, for the last B pictures of a batch.
+    `weights_BT`: of the text's tokens, for the last B images of a batch.
     """
 
     def __init__(self, weights_BT: Tensor) -> None:
@@ -54,7 +54,7 @@ class AttentionRecorder(SdpaMode):
         self._seen: list[Tensor] = []
 
     def enter(self, text_first: bool | None) -> Callable[..., None]:
-        """A hook before a layer: `text_first` is None where the text has an attention call of its own."""
+        """Return a forward pre-hook. `text_first` is None where the text has an attention call of its own."""
 
         def hook(*_: Any) -> None:
             self._inside, self._text_first = True, text_first
@@ -62,7 +62,7 @@ class AttentionRecorder(SdpaMode):
         return hook
 
     def leave(self, *_: Any) -> None:
-        """The hook after a layer."""
+        """Forward hook: the layer has ended."""
         self._inside = False
 
     def _look(self, call: AttentionCall) -> Tensor:
@@ -77,14 +77,14 @@ class AttentionRecorder(SdpaMode):
             text = slice(None, tokens) if self._text_first else slice(-tokens, None)
             q_BNID, k_BNTD = q_BNID[:, :, image], k_BNTD[:, :, text]
         if k_BNTD.shape[2] != tokens:
-            return  # keys of something else, such as a picture prompt
+            return  # keys of something else, such as an image prompt
         batch = len(self._weights_BT)
         column = self._weights_BT.to(k_BNTD)[:, None, :, None].expand(-1, k_BNTD.shape[1], -1, -1).contiguous()
         found = F.scaled_dot_product_attention(q_BNID[-batch:], k_BNTD[-batch:], column, scale=scale)
         self._seen.append(found[..., 0].mean(1).float())
 
     def mask(self, size: tuple[int, int]) -> Tensor | None:
-        """The mask (B, 1, h, w), each from 0 to 1; None if nothing has been seen."""
+        """Return the mask of `size` (h, w), [B, 1, h, w], scaled to 0..1 per image; None if nothing was recorded."""
         maps = [_as_image(found, size) for found in self._seen]
         resized = [F.interpolate(found, size, mode="bilinear") for found in maps if found is not None]
         if not resized:
@@ -95,7 +95,7 @@ class AttentionRecorder(SdpaMode):
 
 
 def _as_image(found_BI: Tensor, size: tuple[int, int]) -> Tensor | None:
-    """Tokens in rows and columns, by the one power of two that a map of this size may have been divided by."""
+    """Return tokens as a map [B, 1, h / s, w / s] for the power of two s that fits their number; None if none does."""
     stride = 1
     while stride <= max(size):
         rows, columns = (-(-side // stride) for side in size)

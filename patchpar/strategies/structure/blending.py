@@ -1,10 +1,10 @@
-"""Predictions of windows on many ranks as one: weighted sums meet at the rank that owns a band of rows.
+"""Blending of windows on many ranks: weighted sums are reduced at the rank that owns a band of rows.
 
     rank 0    windows 0 1 2   -- what they cover of band 1 -->   rank 1: its band is complete
     rank 1    windows 3 4 5   -- what they cover of band 0 -->   rank 0: its band is complete
 
-Windows are shared out in the order of rows, so that most of what a rank covers is its own band. Then every rank sends
-its band to all, and everyone has the whole.
+Windows are assigned in the order of rows, so that a rank covers mostly its own band. Then an all-gather of the bands
+gives every rank the whole prediction.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,13 +34,13 @@ class CoveredRegion:
     columns: slice
 
     def of(self, x_GBCHW: Tensor) -> Tensor:
-        """What is there in a tensor of all branches and the whole picture."""
+        """Return this region of x_GBCHW, which holds all G branches of the whole image, as a view: [B, C, h, w]."""
         return x_GBCHW[self.branch, ..., self.rows, self.columns]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlendPlan:
-    """Windows, who has which of them, and which rows every place completes. `branches`: of guidance."""
+    """Windows, their assignment to ranks, and the band of rows that each rank completes. `branches`: of guidance."""
 
     windows: Windows
     assignment: UnitAssignment
@@ -49,7 +49,7 @@ class BlendPlan:
 
     @classmethod
     def of(cls, windows: Windows, assignment: UnitAssignment, branches: int) -> "BlendPlan":
-        """Bands as equal as they can be."""
+        """Return the plan with bands as equal as possible."""
         return cls(
             windows=windows,
             assignment=assignment,
@@ -58,7 +58,7 @@ class BlendPlan:
         )
 
     def pieces(self, group_rank: int, owner: int) -> list[CoveredRegion]:
-        """What `group_rank` covers of the band of `owner`: rows under the same windows, as wide as these."""
+        """Return what `group_rank` covers of the band of `owner`: rows under the same windows, as wide as these."""
         band = self.bands.starts[owner], self.bands.starts[owner + 1]
         found = []
         for branch, numbers in self._covered(group_rank).items():
@@ -72,7 +72,7 @@ class BlendPlan:
         return found
 
     def _covered(self, group_rank: int) -> dict[int, list[int]]:
-        """The windows of a place by branch."""
+        """Return the windows of a rank by branch."""
         found: dict[int, list[int]] = {}
         for unit in self.assignment[group_rank]:
             if unit.patch < len(self.windows):
@@ -80,7 +80,7 @@ class BlendPlan:
         return found
 
     def sums(self, predictions: Mapping[Unit, Tensor], like: Tensor) -> Tensor:
-        """Weighted sums of own windows over the whole picture: x_GBCHW of all branches, in float32."""
+        """Return weighted sums of windows, [B, C, h, w] each, on a canvas of all branches: x_GBCHW in float32."""
         shape = (self.branches, *like.shape[:-2], *self.windows.size)
         canvas = torch.zeros(shape, dtype=torch.float32, device=like.device)
         for unit, prediction in predictions.items():
@@ -90,7 +90,7 @@ class BlendPlan:
         return canvas
 
     def covered(self, group_rank: int, like: Tensor) -> Tensor:
-        """Where a place has windows of any branch, (H, W)."""
+        """Return where a rank has windows of any branch: bool, [H, W], on the device of `like`."""
         canvas = torch.zeros(self.windows.size, dtype=torch.bool, device=like.device)
         for numbers in self._covered(group_rank).values():
             for number in numbers:
@@ -105,9 +105,9 @@ class BlendPlan:
         dtype: torch.dtype,
         extra: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Our band of the whole prediction, x_GBChW, complete; and what every place has `extra`, in order.
+        """Return this rank's band of the whole prediction, complete: x_GBChW; and `extra` of all ranks, in order.
 
-        Raises ExchangeError.
+        `own_GBCHW`: weighted sums of this rank. `extra`: of any shape, the same on every rank. Raises ExchangeError.
         """
         comm, axis = mesh
         outgoing, incoming = [], {}
@@ -137,15 +137,15 @@ class BlendPlan:
         return self.own_band(whole, axis.rank, dtype), [x for x in everyone if x is not None]
 
     def _sizes(self, group_rank: int, owner: int, like_GBCHW: Tensor) -> list[int]:
-        """Of the pieces of a place, in numbers."""
+        """Return the number of elements of each piece of a rank."""
         return [piece.of(like_GBCHW).numel() for piece in self.pieces(group_rank, owner)]
 
     def own_band(self, whole_GBCHW: Tensor, group_rank: int, dtype: torch.dtype) -> Tensor:
-        """The rows of a place."""
+        """Return the band of a rank: x_GBChW."""
         return whole_GBCHW[..., self.bands.starts[group_rank] : self.bands.starts[group_rank + 1], :].to(dtype)
 
     def band_spec(self, group_rank: int, like_GBCHW: Tensor, dtype: torch.dtype) -> list[TensorSpec]:
-        """What `band` is on another place."""
+        """Return the spec of `band` on another rank, x_GBChW."""
         return [TensorSpec((*like_GBCHW.shape[:-2], self.bands.size(group_rank), like_GBCHW.shape[-1]), dtype)]
 
 
@@ -155,5 +155,5 @@ def _extra_part(axis: Axis, extra: Tensor) -> ExchangePart:
 
 
 def whole_of_bands(bands: Sequence[Tensor]) -> Tensor:
-    """The whole prediction, all branches as one batch: x_BCHW."""
+    """Return the bands x_GBChW of all ranks joined, all branches as one batch: [G * B, C, H, W]."""
     return torch.cat(list(bands), -2).flatten(0, 1)

@@ -1,6 +1,6 @@
-"""Which tokens of the text say what is in the picture: words, but not marks of beginning, end and padding.
+"""Content tokens of the prompt: words, without stop words and the special tokens for beginning, end and padding.
 
-The denoiser is given embeddings, so the tokens are read where the pipeline hands them to its text encoders.
+The denoiser gets embeddings, so token ids are recorded where the pipeline calls its text encoders.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ ENCODERS = (("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2"), ("
 
 
 class ContentTokens:
-    """The tokens of the prompts of one picture after the other. `reset` belongs before each, `close` at the end."""
+    """Token ids of an image's prompts. Call `reset` before every image, `close` at the end."""
 
     def __init__(self, pipe: Any) -> None:
         self._prompts: dict[str, Tensor] = {}
@@ -35,15 +35,15 @@ class ContentTokens:
         self._hooks.before(encoder, note, with_kwargs=True)
 
     def reset(self) -> None:
-        """Begin a picture."""
+        """Begin an image."""
         self._prompts.clear()
 
     def close(self) -> None:
-        """Stop listening."""
+        """Remove the hooks from the text encoders."""
         self._hooks.close()
 
     def weights(self, batch: int, count: int) -> Tensor:
-        """1 for each content token of `count`, else 0: (batch, count). All but the first where nothing is known."""
+        """Return 1 for each content token, else 0: [batch, count]. All but the first are 1 where no ids are known."""
         own = {name: self._weights_of(name) for name in self._prompts}
         found = _laid_out(list(own.values()), count)
         if found is None or batch % len(found):
@@ -70,7 +70,7 @@ def _bare(token: str) -> str:
 
 
 def _laid_out(encoders: list[Tensor], count: int) -> Tensor | None:
-    """Weights of `count` tokens: of one encoder; of the first and then the last; of the first and then nothing."""
+    """Return [B, count]: weights of one encoder; of the first and then the last; or of the first and then zeros."""
     for weights in encoders:
         if weights.shape[1] == count:
             return weights.clone()

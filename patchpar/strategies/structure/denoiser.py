@@ -1,11 +1,11 @@
-"""A denoiser that is asked for a large picture and answers out of native-size patches, spread over ranks.
+"""A denoiser for large images that evaluates native-size patches, distributed over ranks.
 
     pipeline, at H x W    --->  denoise(x)  --->  the prediction for H x W, where this rank needs it
-                                  |    time above the switch:  interlaced patches, led by the anchor
+                                  |    time above the switch:  interlaced patches, guided by the anchor
                                   |    below it:               overlapping windows, blended
 
-The pipeline, its scheduler, its guidance and its callbacks run as they are, once, on the large latent: predictions are
-put together, never samples, so that solvers with a memory work and the state of none has to be moved.
+The pipeline, its scheduler, its guidance and its callbacks run unchanged, once, on the large latent. Predictions are
+merged, never samples, so that multistep solvers work and no scheduler state has to be moved.
 """
 
 import logging
@@ -46,15 +46,15 @@ log = logging.getLogger(__name__)
 
 
 class HighResDenoiser:
-    """A denoiser whose calls for a large picture are calls for patches. Every rank passes and gets tensors of its size.
+    """A denoiser that evaluates a large image as patches. Every rank passes and gets tensors of the large image's size.
 
-    `pipe` is the pipeline that the denoiser belongs to: its scheduler says how noisy a timestep is. `reset` belongs
-    before every picture, `finish` after it. `watched`: somebody looks at latents between the steps, on all ranks; said
-    before `reset`. `exchange` is "on", or "off" on purpose, as a negative control: what other
-    ranks predict is then taken for 0. `verifications`: of teams, which are verified at their first use.
+    `pipe` is the pipeline that the denoiser belongs to: its scheduler gives the noise level of a timestep. Call `reset`
+    before every image, `finish` after it. `watched`: a callback reads latents between the steps, on all ranks; set it
+    before `reset`. `exchange` is "on", or "off" as a negative control: predictions of other ranks are then 0.
+    `verifications`: of teams, which are verified at their first use.
     """
 
-    history = None  # whether a call is exact is no question here
+    history = None  # no stale state, so that no step is marked as exact
 
     def __init__(
         self,
@@ -72,9 +72,7 @@ class HighResDenoiser:
         self.native = NativeSize.of(pipe, denoiser, method.native)
         attention = AttentionMap(denoiser)
         if method.guidance.masked and not attention.layers and self.axis.rank == 0:
-            log.warning(
-                "%s has no attention to text that is known here: its mask is 1 everywhere", type(denoiser).__name__
-            )
+            log.warning("%s has no known attention to text: its mask is 1 everywhere", type(denoiser).__name__)
         self._content = ContentTokens(pipe)
         self._structure = InterlacedStage(method, mesh, self.clock, attention, self._content)
         self._detail = WindowStage(method, mesh, self.clock, denoiser)
@@ -86,9 +84,10 @@ class HighResDenoiser:
         self._branches: dict[Any, int] = {}
 
     def denoise(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """One denoiser call: `forward` is the denoiser's own. Returns what it would return for the whole picture.
+        """Return what the denoiser's own `forward` would return for the whole image.
 
-        Raises PlanError for a size, scheduler or number of ranks that this cannot do, UnsupportedModel for a call.
+        Raises PlanError for an unsupported size, scheduler or number of ranks, UnsupportedModel for an unsupported
+        call.
         """
         scheduler = self.pipe.scheduler
         refuse_thresholding(scheduler)
@@ -125,12 +124,10 @@ class HighResDenoiser:
         )
 
     def _branches_of(self, x_BCHW: Tensor) -> int:
-        """Branches of guidance in a batch, counted once for each form of it in a picture. Raises PlanError."""
+        """Return the number of guidance branches in a batch, counted once per image and shape. Raises PlanError."""
         if x_BCHW.shape not in self._branches:
-            size_conditioning = (
-                x_BCHW.nan_to_num()
-            )  # latents may be no number where we need none, which is not equal to itself
-            branches = self._branches[x_BCHW.shape] = count_branches(size_conditioning)
+            # Latents may be NaN where this rank needs none, and NaN is not equal to itself.
+            branches = self._branches[x_BCHW.shape] = count_branches(x_BCHW.nan_to_num())
             self._check_room(x_BCHW, branches)
         return self._branches[x_BCHW.shape]
 
@@ -167,7 +164,7 @@ class HighResDenoiser:
             )
 
     def reset(self) -> None:
-        """Begin a picture."""
+        """Begin an image."""
         self._after.end()
         self._branches.clear()
         self._content.reset()
@@ -175,11 +172,11 @@ class HighResDenoiser:
         self._detail.begin(self.pipe.scheduler, self.native.channels)
         if self._fresh is not None:
             self._fresh.begin(self.pipe.scheduler)
-        if not self.method.guidance.lag:  # what leads is then what each branch said in the step before
+        if not self.method.guidance.lag:  # with lag the guidance needs each branch of the previous step
             self._after.begin(self.pipe.scheduler, watched=self.watched)
 
     def finish(self) -> None:
-        """End a picture. Raises ExchangeError, and UnsupportedModel for one whose latents were never made whole."""
+        """End an image. Raises ExchangeError, and UnsupportedModel if its latents were never completed."""
         self._after.check_whole()
         self._end()
 
@@ -191,7 +188,7 @@ class HighResDenoiser:
 
     @property
     def unsure(self) -> bool:
-        """Whether somebody may have changed the denoiser since the last call."""
+        """Whether the denoiser may have changed since the last call."""
         return self.team is not None and self.team.unsure
 
     @unsure.setter
@@ -200,12 +197,12 @@ class HighResDenoiser:
             self.team.unsure = value
 
     def forget(self) -> None:
-        """Of the denoiser's modules only teams hold anything from one call to the next."""
+        """Forget state of earlier calls, which only teams hold."""
         if self.team is not None:
             self.team.forget()
 
     def restore(self) -> None:
-        """Leave the pipeline as it was."""
+        """Remove all hooks: the pipeline is as it was before."""
         self._end()
         self._content.close()
         if self.team is not None:

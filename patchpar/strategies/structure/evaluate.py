@@ -1,4 +1,4 @@
-"""One denoiser call as calls for patches: this rank's units, each with the arguments of its patch and its branch."""
+"""One denoiser call as calls for patches: the units of this rank, each with the arguments of its patch and branch."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,13 +16,13 @@ Around = Callable[[Evaluation], AbstractContextManager[object]]
 
 
 def nothing_around(_: Evaluation) -> AbstractContextManager[object]:
-    """Where nothing is recorded."""
+    """Return an empty context, for calls of which nothing is recorded."""
     return nullcontext()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenoiserCall:
-    """A call of the denoiser: its own forward, and the whole it is asked for in `branches` of guidance.
+    """A call of the denoiser for the whole image, in `branches` of guidance: its own forward and the arguments.
 
     `in_bands`: the forward as a team of ranks computes it, where there are teams.
     """
@@ -35,7 +35,7 @@ class DenoiserCall:
     def evaluated(
         self, schedule: Schedule, rank: int, patch_at: PatchAt, around: Around = nothing_around
     ) -> tuple[dict[Unit, Tensor], Any]:
-        """Predictions of what a rank has to do, alone and then with its team; see `predictions`."""
+        """Return predictions x_BChw of the units of `rank`, alone and then with its team; see `predictions`."""
         whole_units, split_units = schedule.whole_units[rank], schedule.split_units[rank]
         if not split_units or self.in_bands is None:
             return self.predictions(whole_units, patch_at, around)
@@ -46,9 +46,10 @@ class DenoiserCall:
     def predictions(
         self, units: Sequence[Unit], patch_at: PatchAt, around: Around = nothing_around
     ) -> tuple[dict[Unit, Tensor], Any]:
-        """Predictions of `units`, and one output as the denoiser gives it. `patch_at`: a patch's latent, and its spot.
+        """Return the predictions x_BChw of `units`, and one output of the denoiser.
 
-        `around` is entered for every call. Without any unit the first one is computed, for what an output is like.
+        `patch_at`: a patch's latent x_BChw with all branches, and its position. `around` is entered for every call.
+        Without units the first one is computed, for the structure of the output.
         """
         found: dict[Unit, Tensor] = {}
         like: Any = None

@@ -1,12 +1,12 @@
-"""How much memory a rank's device has left, as far as it is the rank's own: what host memory holds is shared."""
+"""Free memory of a rank's GPU."""
 
 import torch
 
 
 def free_on(device: torch.device) -> int | None:
-    """Bytes that tensors may still take on a GPU: what its driver has, and what torch holds and does not use.
+    """Return the bytes that tensors may still take on a GPU: free in the driver, or reserved by torch and unused.
 
-    None for the CPU, whose memory all ranks share: the caller has looked at it.
+    None for the CPU: all ranks share its memory, which the caller has checked.
     """
     if device.type != "cuda":
         return None

@@ -1,12 +1,12 @@
-"""The guide of a cascade: the picture at native size, which goes on by itself beside the large one.
+"""The guide of a cascade: an image at native size, denoised in parallel with the large one.
 
     time        1 ... switch                     ... 0
-    large       led by its anchor                windows, kept in place by the guide
-    guide       is the anchor                    a latent of its own, one evaluation a step beside the windows
+    large       guided by its anchor             windows, guided by the guide
+    guide       is the anchor                    a separate latent, one evaluation a step beside the windows
 
-The anchor of a large latent holds ever finer detail, sampled too sparsely to be a picture; the guide stays the picture
-that the model draws at native size. It takes a deterministic step of its own (DDIM, arXiv 2010.02502) wherever the
-pipeline's scheduler takes one, with the same weights of the guidance branches, which are found by comparison.
+The anchor of a large latent holds ever finer detail, sampled too sparsely to be an image; the guide stays an image that
+the model generates at native size. It takes a deterministic step (DDIM, arXiv:2010.02502) with every step of the
+pipeline's scheduler, with the same weights of the guidance branches, which are fitted (`GuidanceFit`).
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from patchpar.strategies.structure.patch_inputs import PatchInputs
 
 @dataclass(frozen=True, slots=True)
 class GuidePrediction:
-    """What one call of the denoiser said of the guide and of the picture, all branches that it was asked for."""
+    """The predictions of one denoiser call for the guide and for the image, with all branches of the call."""
 
     level: NoiseLevel
     layout: PatchInputs
@@ -34,7 +34,7 @@ class GuidePrediction:
 
 
 class GuideTrajectory:
-    """The guide on one rank; all ranks have the same. `begin` belongs before every picture, `end` after it."""
+    """The guide on one rank; all ranks have the same. Call `begin` before every image, `end` after it."""
 
     def __init__(self) -> None:
         self._scheduler: Any = None
@@ -43,32 +43,32 @@ class GuideTrajectory:
         self._predictions: list[GuidePrediction] = []  # in this step
 
     def begin(self, scheduler: Any, channels: int) -> None:
-        """Stand behind the scheduler's step; a latent has so many channels.
+        """Override `scheduler.step`. `channels`: of a latent.
 
-        Raises PlanError for a scheduler that takes a step in two halves.
+        Raises PlanError for a second-order scheduler, which splits a step in two.
         """
         self.end()
         if getattr(scheduler, "order", 1) != 1:
-            raise PlanError(f"guide=flow: {type(scheduler).__name__} steps in two halves: use another, or guide=anchor")
+            raise PlanError(f"guide=flow: {type(scheduler).__name__} is of second order: use another, or guide=anchor")
         self._scheduler, self._channels = scheduler, channels
 
         def stepped(step: Step, model_output: Tensor, timestep: Any, *args: Any, **kwargs: Any) -> Any:
-            self._go_on(model_output, timestep)
+            self._advance(model_output, timestep)
             return step(model_output, timestep, *args, **kwargs)
 
         scheduler.step = SchedulerStepOverride(scheduler, stepped)
 
     def end(self) -> None:
-        """Stand aside, and forget."""
+        """Restore `scheduler.step` and forget the image."""
         if self._scheduler is not None:
             vars(self._scheduler).pop("step", None)
         self._scheduler = self._latent_BChw = None
         self._predictions = []
 
     def guide_input(self, x_BCHW: Tensor, interlace: Interlace, branches: int) -> Tensor:
-        """What the denoiser is shown of the guide, in the place of the anchor. At first it is the anchor.
+        """Return the denoiser's input for the guide, x_BChw with all branches. At first it is the anchor of x_BCHW.
 
-        Channels beyond the latent's are a picture to fill in: the anchor's.
+        Channels beyond the latent's hold the inpainting input and are those of the anchor.
         """
         anchor = interlace.split(x_BCHW)[0]
         if self._latent_BChw is None:
@@ -77,10 +77,10 @@ class GuideTrajectory:
         return torch.cat([own, anchor[:, self._channels :]], 1)
 
     def add(self, prediction: GuidePrediction) -> None:
-        """One call after the other: a pipeline may ask for every branch of guidance by itself."""
+        """Add the predictions of one call; a pipeline may make one call for each guidance branch."""
         self._predictions.append(prediction)
 
-    def _go_on(self, model_output: Tensor, timestep: Any) -> None:
+    def _advance(self, model_output: Tensor, timestep: Any) -> None:
         predictions, self._predictions = self._predictions, []
         later = self._next(timestep) if predictions and self._latent_BChw is not None else None
         if later is None or self._latent_BChw is None:
@@ -97,14 +97,14 @@ class GuideTrajectory:
 
     def _next(self, timestep: Any) -> NoiseLevel | None:
         times = self._scheduler.timesteps
-        group_rank = int((times - torch.as_tensor(timestep).to(times)).abs().argmin()) + 1
-        return level_of(self._scheduler, times[group_rank], step=group_rank) if group_rank < len(times) else None
+        index = int((times - torch.as_tensor(timestep).to(times)).abs().argmin()) + 1
+        return level_of(self._scheduler, times[index], step=index) if index < len(times) else None
 
 
 def followed(output_BCHW: Tensor, branches_KCHW: Tensor, others_Kchw: Tensor) -> Tensor:
-    """`others` of all branches put together as `output` is of `branches`, a weighted sum for each picture.
+    """Return the branches of `others` combined with the weights that combine `branches` to `output`: [B, C, h, w].
 
-    Raises UnsupportedModel where the output is no such sum.
+    Raises UnsupportedModel if the output is not a weighted sum of the branches.
     """
     count = len(output_BCHW)
     evidence = GuidanceFit.of(output_BCHW, branches_KCHW.reshape(-1, *output_BCHW.shape))

@@ -1,6 +1,6 @@
-"""Noise at either end of the first stage: patches that begin alike, and fresh noise for the latent at the switch.
+"""Noise at either end of the first stage: correlated initial noise of the patches, and fresh noise at the switch.
 
-Both change the pipeline's own latent, where it is made and where the scheduler hands it on, for one picture at a time.
+Both change the pipeline's latent: where it is created, and in the result of the scheduler's step.
 """
 
 import functools
@@ -17,11 +17,11 @@ from patchpar.strategies.structure.interlace import Interlace
 from patchpar.strategies.structure.noise_level import level_of
 from patchpar.strategies.structure.step_output import with_sample
 
-IMAGES_IN = ("image", "timestep", "video")  # parameters of a prepare_latents that adds noise to a picture
+IMAGES_IN = ("image", "timestep", "video")  # parameters of a prepare_latents that adds noise to an image
 
 
 def alike(noise_BCHW: Tensor, interlace: Interlace, correlation: float) -> Tensor:
-    """White noise whose interlaced patches share so much of their power with the anchor; each stays white itself."""
+    """Return noise whose patches have this correlation with the anchor, each white in itself: x_BCHW."""
     if correlation == 0:
         return noise_BCHW
     patches = interlace.split(noise_BCHW)
@@ -30,7 +30,7 @@ def alike(noise_BCHW: Tensor, interlace: Interlace, correlation: float) -> Tenso
 
 
 class SharedNoise:
-    """Lets the patches of a pipeline's first latent begin alike, until `close`."""
+    """Correlates the patches of a pipeline's initial latent, until `close`."""
 
     def __init__(self, pipe: Any, correlation: float, interlace_of: Callable[[Tensor], Interlace]) -> None:
         self._pipe, self._correlation, self._interlace_of = pipe, correlation, interlace_of
@@ -55,15 +55,14 @@ class SharedNoise:
         return alike(latents, self._interlace_of(latents), self._correlation)
 
     def close(self) -> None:
-        """Give the pipeline its own function back."""
+        """Restore the pipeline's own prepare_latents."""
         del self._pipe.prepare_latents
 
 
 class FreshNoise:
-    """Gives a latent fresh noise where the time falls to `switch`: what its prediction calls clean, noised anew.
+    """Gives the latent fresh noise where the time falls to `switch`: its estimated clean latent, noised again.
 
-    `begin` belongs before every picture, `end` after it. The noise depends on `seed` alone, so it is the same on all
-    ranks.
+    Call `begin` before every image, `end` after it. The noise depends on `seed` alone: the same on all ranks.
     """
 
     def __init__(self, switch: float, seed: int) -> None:
@@ -71,10 +70,10 @@ class FreshNoise:
         self._scheduler: Any = None
 
     def begin(self, scheduler: Any) -> None:
-        """Stand behind the scheduler's step. Raises PlanError for one that takes a step in two halves."""
+        """Override `scheduler.step`. Raises PlanError for a second-order scheduler, which splits a step in two."""
         self.end()
         if getattr(scheduler, "order", 1) != 1:
-            raise PlanError(f"renoised: {type(scheduler).__name__} steps in two halves: use another, or renoised=false")
+            raise PlanError(f"renoised: {type(scheduler).__name__} is of second order: use another, or renoised=false")
         self._scheduler = scheduler
 
         def stepped(step: Step, model_output: Tensor, timestep: Any, sample: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -87,18 +86,18 @@ class FreshNoise:
         scheduler.step = SchedulerStepOverride(scheduler, stepped)
 
     def end(self) -> None:
-        """Stand aside."""
+        """Restore `scheduler.step`."""
         if self._scheduler is not None:
             vars(self._scheduler).pop("step", None)
         self._scheduler = None
 
     def _next(self, timestep: Any) -> Tensor | None:
-        """The time of the next step where that is at or below the switch."""
+        """Return the timestep of the next step if it is at or below the switch."""
         times = self._scheduler.timesteps
-        group_rank = int((times - torch.as_tensor(timestep).to(times)).abs().argmin()) + 1
-        if group_rank >= len(times):
+        index = int((times - torch.as_tensor(timestep).to(times)).abs().argmin()) + 1
+        if index >= len(times):
             return None
-        return times[group_rank] if level_of(self._scheduler, times[group_rank]).time <= self._switch else None
+        return times[index] if level_of(self._scheduler, times[index]).time <= self._switch else None
 
     def _noised(self, prediction: Tensor, timestep: Any, sample: Tensor, later: Tensor) -> Tensor:
         scheduler = self._scheduler

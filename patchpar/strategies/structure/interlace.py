@@ -1,11 +1,11 @@
 """A large latent as interlaced small ones: patch (i, j) holds every s-th row from i and every s-th column from j.
 
     s = 2      0 1 0 1     patch 0 is the anchor
-               2 3 2 3     every patch is the whole picture at native size, and white noise stays white in it
+               2 3 2 3     every patch is the whole image at native size, and white noise stays white in it
                0 1 0 1
                2 3 2 3
 
-A side that s patches of a whole number of `unit` rows do not make is continued by reflection and cut off again.
+A side that is no multiple of s * `unit` is padded by reflection and cropped again.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from patchpar.strategies.structure.sizing import scale_of
 
 @dataclass(frozen=True, slots=True)
 class Interlace:
-    """`size` (H, W) of a latent, patches along either side, and what a patch's sides are multiples of."""
+    """`size` (H, W) of a latent, the number of patches along each side, and the `unit` of a patch's sides."""
 
     size: tuple[int, int]
     scales: tuple[int, int]
@@ -27,7 +27,7 @@ class Interlace:
 
     @classmethod
     def of(cls, size: tuple[int, int], native: tuple[int, int], unit: int = 1) -> "Interlace":
-        """Patches near their native size."""
+        """Return the interlace whose patches are nearest to the native size."""
         return cls(size, (scale_of(size[0], native[0]), scale_of(size[1], native[1])), unit)
 
     def __len__(self) -> int:
@@ -35,7 +35,7 @@ class Interlace:
 
     @property
     def patch_size(self) -> tuple[int, int]:
-        """Height and width of every patch."""
+        """Height and width of a patch."""
         height, width = (
             -(-side // (scale * self.unit)) * self.unit for side, scale in zip(self.size, self.scales, strict=True)
         )
@@ -43,11 +43,11 @@ class Interlace:
 
     @property
     def exact(self) -> bool:
-        """Whether patches hold the latent and nothing else."""
+        """Whether the patches hold the latent without padding."""
         return tuple(side * scale for side, scale in zip(self.patch_size, self.scales, strict=True)) == self.size
 
     def split(self, x_BCHW: Tensor) -> Tensor:
-        """All patches: x_NBChw, the anchor first."""
+        """Return all patches, the anchor first: x_NBChw."""
         (height, width), (down, across) = self.patch_size, self.scales
         more = (0, across * width - x_BCHW.shape[-1], 0, down * height - x_BCHW.shape[-2])
         canvas = F.pad(x_BCHW, more, mode="reflect") if any(more) else x_BCHW
@@ -57,12 +57,12 @@ class Interlace:
 
     @property
     def anchor_positions(self) -> Tensor:
-        """Which places of the flattened latent the anchor is made of, in the order of its own."""
+        """Return the indices into the flattened latent that the anchor consists of, in its order: int64, [h * w]."""
         positions = torch.arange(self.size[0] * self.size[1], dtype=torch.float64)  # integers are not reflected
         return self.split(positions.view(1, 1, *self.size))[0].flatten().long()
 
     def join(self, x_NBChw: Tensor) -> Tensor:
-        """The latent that these patches make: x_BCHW."""
+        """Return the latent that consists of these patches: x_BCHW."""
         (height, width), (down, across) = x_NBChw.shape[-2:], self.scales
         batch, channels = x_NBChw.shape[1:3]
         cells = x_NBChw.reshape(down, across, batch, channels, height, width).permute(2, 3, 4, 0, 5, 1)
@@ -70,7 +70,7 @@ class Interlace:
         return canvas[..., : self.size[0], : self.size[1]]
 
     def enlarge(self, x_BChw: Tensor) -> Tensor:
-        """What lies between the samples of the anchor, bicubic, where each patch has its samples: x_NBChw."""
+        """Return the anchor x_BChw interpolated (bicubic) at the positions of each patch: x_NBChw."""
         height, width = x_BChw.shape[-2:]
         down, across = self.scales
         edged = F.pad(x_BChw, (0, 1, 0, 1), mode="replicate")
@@ -79,5 +79,5 @@ class Interlace:
         return whole.split(between[..., :-1, :-1])
 
     def repeat(self, x_BChw: Tensor) -> Tensor:
-        """The anchor's own values for every patch: x_NBChw."""
+        """Return the anchor x_BChw repeated for every patch: x_NBChw."""
         return x_BChw.expand(len(self), *x_BChw.shape)

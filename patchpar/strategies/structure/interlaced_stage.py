@@ -1,4 +1,4 @@
-"""The first stage: interlaced patches, each the whole picture at native size, led by the first of them."""
+"""The first stage: interlaced patches, each the whole image at native size, guided by the first, the anchor."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -27,7 +27,7 @@ from patchpar.strategies.structure.work_schedule import Evaluation, Unit, own_of
 
 
 class InterlacedStage:
-    """Steps of the first stage on one rank of an axis. `reset` belongs before every picture."""
+    """Steps of the first stage on one rank of an axis. Call `reset` before every image."""
 
     def __init__(
         self,
@@ -43,13 +43,13 @@ class InterlacedStage:
         self._targets: dict[int, tuple[int, StructureTarget]] = {}  # by call, with their evaluation
 
     def reset(self) -> None:
-        """Begin a picture."""
+        """Begin an image."""
         self._mask, self._targets = None, {}
 
     def predict(
         self, denoiser_call: DenoiserCall, level: NoiseLevel, interlace: Interlace
     ) -> tuple[PartialPrediction, Any]:
-        """Our portion of the prediction and one output as the denoiser gives it."""
+        """Return this rank's partial prediction and one output of the denoiser."""
         axis, size = self._mesh[1], interlace.patch_size
         x_NBChw = interlace.split(denoiser_call.layout.x_BCHW)
         asks = 1 if self._only_follow(level) else len(interlace)
@@ -77,7 +77,7 @@ class InterlacedStage:
     def _mask_of(
         self, watcher: "_AnchorRecorder", assignment: UnitAssignment, one: Tensor
     ) -> tuple[int, TensorSpec, Tensor | None] | None:
-        """Who has the mask of this call, what form it has, and the mask where it is ours."""
+        """Return the group rank that has the mask of this call, its spec, and the mask on that rank."""
         if not watcher.wanted:
             return None
         owner, size = _owner(assignment, watcher.unit), (one.shape[-2], one.shape[-1])
@@ -85,7 +85,7 @@ class InterlacedStage:
         return owner, TensorSpec((one.shape[0], 1, *size), torch.float32), own
 
     def _finished(self, level: NoiseLevel, interlace: Interlace, x_NBChw: Tensor, whole: WholePrediction) -> Tensor:
-        """The answer for the whole picture, the anchor's lead followed."""
+        """Return the prediction of the whole image, guided by the anchor: x_BCHW."""
         if whole.mask_B1hw is not None:
             self._mask = whole.mask_B1hw
         patches = torch.stack(torch.split(whole.prediction_BCHW, interlace.patch_size[0], -2))
@@ -93,19 +93,19 @@ class InterlacedStage:
         return interlace.join(self._guided(level, interlace, x_NBChw[:, : patches.shape[1]], patches))
 
     def _only_follow(self, level: NoiseLevel) -> bool:
-        """Whether nothing of what the others predict is left, so that only the anchor need be asked."""
+        """Whether nothing of the other patches' predictions is used, so that only the anchor is evaluated."""
         guidance = self._method.guidance
         whole = guidance.strength(self._method.progress(level.time)) == 1
         return whole and guidance.space == "x0" and not self._listens
 
     @property
     def _listens(self) -> bool:
-        """Whether the anchor's attention is recorded, which is done where all of it is."""
+        """Whether the anchor's attention is recorded; its rank then evaluates it whole, not in bands."""
         return self._method.guidance.masked and bool(self._attention.layers)
 
     def _guided(self, level: NoiseLevel, interlace: Interlace, x_NBChw: Tensor, patches_NBChw: Tensor) -> Tensor:
         guidance = self._method.guidance
-        channels = min(x_NBChw.shape[2], patches_NBChw.shape[2])  # more are a picture to fill in, or a variance
+        channels = min(x_NBChw.shape[2], patches_NBChw.shape[2])  # more are an inpainting input or a variance
         x, prediction = x_NBChw[:, :, :channels].float(), patches_NBChw[:, :, :channels].float()
         mask = None
         if self._mask is not None and guidance.masked:
@@ -116,7 +116,7 @@ class InterlacedStage:
         return torch.cat([led, patches_NBChw[:, :, channels:]], 2)
 
     def _aged(self, fresh: StructureTarget) -> StructureTarget:
-        """The lead of the step before where the guidance lags and there is one of this form; else this step's."""
+        """Return the previous step's target with lag if there is one of this shape, else the fresh one."""
         call, now = max(0, self._clock.call), self._clock.evaluation
         at, past = self._targets.get(call, (now, fresh))
         self._targets[call] = (now, fresh)
@@ -124,7 +124,7 @@ class InterlacedStage:
         return past if fits else fresh
 
     def _watcher(self, denoiser_call: DenoiserCall, size: tuple[int, int]) -> "_AnchorRecorder":
-        """Attention is recorded in a step's first call, which has the prompt; a second has the negative prompt."""
+        """Return a recorder, active in a step's first call, which has the prompt; a second has the negative prompt."""
         _, kwargs = denoiser_call.layout.call
         text = kwargs.get("encoder_hidden_states")
         wanted = self._listens and self._clock.call <= 0
@@ -135,7 +135,7 @@ class InterlacedStage:
 
 
 class _AnchorRecorder:
-    """Records the attention of the anchor's last branch, which is the one with the prompt."""
+    """Records the attention of the anchor's last branch, the one with the prompt."""
 
     def __init__(self, attention: AttentionMap, weights_BT: Tensor | None, unit: Unit) -> None:
         self._attention, self._weights_BT, self.unit = attention, weights_BT, unit
@@ -147,7 +147,7 @@ class _AnchorRecorder:
         return self._weights_BT is not None
 
     def around(self, evaluation: Evaluation) -> AbstractContextManager[object]:
-        """What is entered for a call of the denoiser."""
+        """Return the context to enter for a call of the denoiser."""
         if self._weights_BT is None or evaluation.patch != self.unit.patch:
             return nullcontext()
         if self.unit.branch not in evaluation.branches:
@@ -156,7 +156,7 @@ class _AnchorRecorder:
         return self._attention.listening(self._recording)
 
     def mask(self, like: Tensor, size: tuple[int, int]) -> Tensor:
-        """The mask (B, 1, h, w), 1 everywhere where no attention was seen."""
+        """Return the mask [B, 1, h, w], 1 everywhere if no attention was recorded."""
         found = None if self._recording is None else self._recording.mask(size)
         return torch.ones(len(like), 1, *size, device=like.device) if found is None else found
 

@@ -1,7 +1,7 @@
-"""What a large picture takes in memory beside the network: estimated before anything is made. No torch.
+"""Estimate of the memory that a large image needs beside the network, before anything is allocated. No torch.
 
-latents     the whole of them on every rank, as sample, sums of windows, estimates and what the scheduler holds
-decoding    the VAE's maps of full size, a share of them on each rank
+latents     whole on every rank: the sample, sums of windows, estimates and the scheduler's state
+decoding    the VAE's feature maps at full size, a part of them on each rank
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class MemoryEstimate:
 
     @classmethod
     def of(cls, model: PipelineInfo, size: tuple[int, int], branches: int) -> "MemoryEstimate":
-        """Of a picture of `size` in pixels."""
+        """Return the estimate for an image of `size` (height, width) in pixels."""
         pixels, side = size[0] * size[1], model.vae_scale
         latents = COPIES * branches * model.latent_channels * (pixels // side**2) * 4
         return cls(latents=latents, decoding=pixels * model.decoded_bytes)
@@ -33,7 +33,7 @@ class MemoryEstimate:
 
 
 def check_room(model: PipelineInfo, size: tuple[int, int], branches: int, *, ranks: int, free: int | None) -> None:
-    """Raise PlanError for a picture whose latents on `ranks` ranks exceed the `free` bytes that they share."""
+    """Raise PlanError for an image whose latents on `ranks` ranks exceed the `free` bytes that the ranks share."""
     need = MemoryEstimate.of(model, size, branches).latents * ranks
     if free is None or need <= free:
         return

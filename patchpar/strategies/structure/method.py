@@ -1,4 +1,4 @@
-"""What structure guidance does, in parts: the whole of a strategy's options as the denoiser needs them."""
+"""The options of structure guidance, grouped as the denoiser needs them."""
 
 from dataclasses import dataclass, field
 
@@ -8,15 +8,14 @@ from patchpar.strategies.structure.windows import Tiling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """`switch`: the time, from 1 (noise) to 0 (picture), at which interlaced patches give way to windows.
+    """`switch`: the time, from 1 (noise) to 0 (image), at which windows replace interlaced patches.
 
-    `structure_strength`: how far windows are drawn to the anchor's structure when they begin; it falls to 0 with the
-    time. `guide`: which structure, "anchor" for that of the large latent's own anchor, "flow" for a small picture that
-    goes on by itself, see `GuideTrajectory`. `context`: how far windows see of one another, as a share of their sides.
-    `native`: the side in pixels that the denoiser was trained for, None for what its configuration says.
-    `size_conditioning`: see `PatchInputs`. `bands`: how many neighbouring ranks are a team, see `Schedule`.
-    `shared_noise`: the correlation of the patches' first noise. `renoised`: the noise is drawn anew at the switch.
-    `seed`: of what is drawn beside the pipeline's own noise.
+    `structure_strength`: how far windows are moved to the guide's structure at the switch; it falls to 0 with the time.
+    `guide`: "anchor" is the anchor of the large latent, "flow" a separate image of native size, see `GuideTrajectory`.
+    `context`: how far windows attend to one another, as a fraction of their sides. `native`: the side in pixels that
+    the denoiser was trained for, None to read it from its configuration. `size_conditioning`: see `PatchInputs`.
+    `bands`: how many neighbouring ranks are a team, see `Schedule`. `shared_noise`: the correlation of the patches'
+    initial noise. `renoised`: fresh noise at the switch. `seed`: of all noise except the pipeline's.
     """
 
     guidance: Guidance = field(default_factory=Guidance)
@@ -33,5 +32,5 @@ class Method:
     seed: int = 0
 
     def progress(self, time: float) -> float:
-        """How much of the first stage is behind, at a time within it."""
+        """Return the progress through the first stage, 0 to 1, at a time within it."""
         return (1 - time) / (1 - self.switch)

@@ -1,4 +1,4 @@
-"""What a denoiser was trained for, in latents: its size, and the grid that sizes keep to."""
+"""The size in latents that a denoiser was trained for, and the grid that sizes must keep to."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from patchpar.strategies.structure.sizing import refusal_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeSize:
-    """`size` (h, w) in latents of so many `channels`, each of `pixels` a side.
+    """`size` (h, w) in latents, with `channels`; a latent is `pixels` x `pixels` pixels.
 
     Sides are multiples of `unit`, corners of `grid`.
     """
@@ -25,29 +25,29 @@ class NativeSize:
 
     @classmethod
     def of(cls, pipe: Any, denoiser: nn.Module, side: int | None) -> "NativeSize":
-        """From the pipeline's configuration, or with a `side` in pixels. Raises PlanError where neither tells."""
+        """Return the configured size, or that of a `side` in pixels. Raises PlanError without either."""
         known = describe(pipe)
         pixels, grid = known.vae_scale, known.size_unit // known.vae_scale
         whole = (side, side) if side is not None else known.default_size
         if whole is None:
             raise PlanError(
-                f"the configuration of {type(denoiser).__name__} does not say what size it was trained for: say so, "
-                "as in StructureGuidance(native=1024)"
+                f"the configuration of {type(denoiser).__name__} does not give the size it was trained for: "
+                "pass it, as in StructureGuidance(native=1024)"
             )
         if getattr(pipe, "scheduler", None) is None:
-            raise UnsupportedModel(f"{known.pipeline} has no scheduler that says how noisy a timestep is")
+            raise UnsupportedModel(f"{known.pipeline} has no scheduler that gives the noise level of a timestep")
         unit = max(grid, known.total_stride)
         size = _on_grid(whole, pixels, unit)
         return cls(size=size, channels=known.latent_channels, pixels=pixels, unit=unit, grid=grid)
 
     def too_small(self, size: tuple[int, int]) -> str:
-        """The message for a picture that needs none of this."""
+        """Return the error message for an image that is not large enough."""
         (height, width), (own_height, own_width) = size, self.size
         pixels = self.pixels
         return refusal_of((height * pixels, width * pixels), (own_height * pixels, own_width * pixels))
 
 
 def _on_grid(whole: tuple[int, int], pixels: int, unit: int) -> tuple[int, int]:
-    """Pixels as latents, downwards to a multiple of `unit`."""
+    """Return pixels as latents, rounded down to a multiple of `unit`."""
     height, width = (max(unit, side // pixels // unit * unit) for side in whole)
     return height, width

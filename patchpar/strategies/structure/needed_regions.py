@@ -1,11 +1,11 @@
-"""Where a rank needs a prediction: below the switch nobody needs all of it before the picture is done.
+"""Where a rank needs a prediction: below the switch no rank needs all of it before the image is done.
 
-    its windows, wherever they move      it denoises them in the coming steps
-    its band of rows                     it completes predictions there, and has these latents in the end
-    every s-th place                     of who evaluates the anchor, which is made of them
+    its windows, with every shift        it denoises them in the next steps
+    its band of rows                     it completes predictions there, and holds these latents at the end
+    every s-th position                  if it evaluates the anchor, which consists of them
 
-Elsewhere its latents are no number, and neither is what is made of them. What keeps windows in place is spread between
-samples of the guide, so that a few of them around a region are needed as well.
+Elsewhere its latents are NaN, and so is what is computed from them. The correction of windows is interpolated between
+samples of the guide, so that a few samples around a region are needed as well.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,10 +26,10 @@ AROUND = 2  # samples on either side, of which bicubic interpolation reads at mo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WindowPlan:
-    """What ranks do in all steps below the switch, which is the same in each: a function of the size alone.
+    """The work of all ranks in every step below the switch, a function of the size alone.
 
-    `zones`: what each window can show. `schedule`: who evaluates which window, and the guide, which is the patch after
-    the last window where there is one.
+    `zones`: where each window can be. `schedule`: which rank evaluates which window, and the guide, if there is one: it
+    is the patch after the last window.
     """
 
     zones: tuple[Zone, ...]
@@ -38,12 +38,12 @@ class WindowPlan:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks."""
+        """Number of ranks of the axis."""
         return len(self.schedule.assignment)
 
     @property
     def bands(self) -> Bands:
-        """The rows that each rank completes."""
+        """The band of rows that each rank completes."""
         return split_bands(self.interlace.size[0], self.num_ranks, 1)
 
     @property
@@ -52,7 +52,7 @@ class WindowPlan:
         return any(unit.patch == len(self.zones) for units in self.schedule.assignment for unit in units)
 
     def wanted(self, group_rank: int, *, last: bool) -> Tensor:
-        """Where a rank needs what is answered, (H, W): in the `last` step no window follows."""
+        """Return where a rank needs the prediction: bool, [H, W]. After the `last` step no window follows."""
         found = torch.zeros(self.interlace.size, dtype=torch.bool)
         found[self.bands.starts[group_rank] : self.bands.starts[group_rank + 1]] = True
         units = () if last else (*self.schedule.whole_units[group_rank], *self.schedule.split_units[group_rank])
@@ -67,10 +67,10 @@ class WindowPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class NeededRegions:
-    """What every rank needs, as places of flattened maps: the same on all ranks, without a word.
+    """What every rank needs, as indices into flattened maps: the same on all ranks, without communication.
 
-    `parts`: of a prediction of `size` (H, W), by rank and then by the owner of the band. `cells`: of what the guide
-    predicts, by rank.
+    `parts`: into a prediction of `size` (H, W), by rank and then by the owner of the band, [count] each. `cells`: into
+    the guide's prediction, by rank, [count] each.
     """
 
     size: tuple[int, int]
@@ -80,7 +80,7 @@ class NeededRegions:
 
     @classmethod
     def of(cls, window_plan: WindowPlan, *, last: bool = False, device: torch.device | None = None) -> "NeededRegions":
-        """Those of a step, or of the `last` one."""
+        """Return the regions of a step, or of the `last` one."""
         interlace, bands = window_plan.interlace, window_plan.bands
         wanted = [window_plan.wanted(group_rank, last=last) for group_rank in range(window_plan.num_ranks)]
         samples = interlace.anchor_positions if window_plan.guided else torch.zeros(0, dtype=torch.long)
@@ -94,19 +94,19 @@ class NeededRegions:
         )
 
     def part(self, band_XhW: Tensor, owner: int, group_rank: int) -> list[Tensor]:
-        """What a rank needs of the owner's band: (X, count), or nothing; the owner itself all of it."""
+        """Return what a rank needs of the owner's band_XhW: [X, count], or nothing; the owner keeps all of it."""
         if owner == group_rank:
             return [band_XhW]
-        num_ranks, first = self.parts[group_rank][owner], self.bands.starts[owner] * self.size[1]
-        return [band_XhW.flatten(-2).index_select(-1, num_ranks - first)] if len(num_ranks) else []
+        needed, first = self.parts[group_rank][owner], self.bands.starts[owner] * self.size[1]
+        return [band_XhW.flatten(-2).index_select(-1, needed - first)] if len(needed) else []
 
     def part_spec(self, like_XHW: Tensor, dtype: torch.dtype, owner: int, group_rank: int) -> list[TensorSpec]:
-        """What `part` is for another rank."""
+        """Return the spec of `part` for another rank: [X, count]."""
         count = len(self.parts[group_rank][owner])
         return [TensorSpec((*like_XHW.shape[:-2], count), dtype)] if count else []
 
     def whole(self, group_rank: int, found: Sequence[Sequence[Tensor]]) -> Tensor:
-        """What a rank has of every band as a map (X, H, W), no number where it needs none."""
+        """Return the parts `found` of every band, by owner, as a map [X, H, W], NaN where the rank needs none."""
         (own_XhW,) = found[group_rank]
         whole = own_XhW.new_full((*own_XhW.shape[:-2], *self.size), torch.nan)
         flat = whole.view(*own_XhW.shape[:-2], -1)
@@ -118,27 +118,27 @@ class NeededRegions:
         return whole
 
     def guide_part(self, stack_Xhw: Sequence[Tensor], group_rank: int) -> list[Tensor]:
-        """What another rank needs of the guide's prediction: (X, count), or nothing where there is none."""
+        """Return what another rank needs of the guide's prediction: [X, count], or nothing where there is none."""
         return [x.flatten(-2).index_select(-1, self.cells[group_rank]) for x in stack_Xhw]
 
     def guide_spec(self, stack: Sequence[TensorSpec], group_rank: int) -> list[TensorSpec]:
-        """What `guide_part` is of predictions of this form."""
+        """Return the specs of `guide_part` for predictions of these specs."""
         return [TensorSpec((*spec.shape[:-2], len(self.cells[group_rank])), spec.dtype) for spec in stack]
 
     def guide(self, group_rank: int, x_XN: Tensor, size: tuple[int, int]) -> Tensor:
-        """What another one sent of it as a map (X, h, w), no number where we need none."""
+        """Return a received `guide_part` as a map of `size`, [X, h, w], NaN where this rank needs none."""
         flat = x_XN.new_full((*x_XN.shape[:-1], size[0] * size[1]), torch.nan)
         return flat.index_copy_(-1, self.cells[group_rank], x_XN).view(*x_XN.shape[:-1], *size)
 
 
 def _around(wanted_HW: Tensor, interlace: Interlace) -> Tensor:
-    """Samples of the guide that what is answered there depends on, flat."""
+    """Return which samples of the guide, flattened, the wanted predictions depend on: bool."""
     inside = interlace.split(wanted_HW[None, None].float()).amax(0)
     return F.max_pool2d(inside, 2 * AROUND + 1, stride=1, padding=AROUND).flatten() > 0
 
 
 def _by_band(wanted_HW: Tensor, samples_N: Tensor, bands: Bands) -> Iterator[Tensor]:
-    """The places wanted, and those of these samples of the anchor, of every band."""
+    """Yield for every band the flat indices wanted_HW, and those of these samples of the anchor."""
     needed = wanted_HW.flatten().clone()
     needed[samples_N] = True
     width = wanted_HW.shape[1]

@@ -1,7 +1,7 @@
-"""Where a denoiser call stands: its time, its signal and noise, and what its prediction says of the clean latent.
+"""The noise level of a denoiser call: its time, its signal and noise, and the clean latent that a prediction implies.
 
-As the denoiser sees it, x = signal * x0 + noise * e, whatever the scheduler: those of the sigma family (Karras et al.,
-arXiv 2206.00364) scale their sample down before the call. Flow matching has signal = 1 - noise.
+The denoiser's input is x = signal * x0 + noise * e with every scheduler: those of the sigma family (Karras et al.,
+arXiv:2206.00364) scale their sample down before the call. Flow matching has signal = 1 - noise.
 """
 
 import math
@@ -18,7 +18,7 @@ KINDS = ("epsilon", "v_prediction", "sample", "flow")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseLevel:
-    """`time` runs from 1 (noise) to 0 (picture). `predicts`: one of KINDS."""
+    """`time` runs from 1 (noise) to 0 (image). `predicts`: one of KINDS."""
 
     time: float
     signal: float
@@ -26,7 +26,7 @@ class NoiseLevel:
     predicts: str
 
     def clean(self, x: Tensor, prediction: Tensor) -> Tensor:
-        """The estimate of x0."""
+        """Return the estimate of x0; x, the prediction and the result have the same shape."""
         if self.predicts == "epsilon":
             return (x - self.noise * prediction) / self.signal
         if self.predicts == "v_prediction":
@@ -34,28 +34,28 @@ class NoiseLevel:
         return prediction if self.predicts == "sample" else x - self.noise * prediction
 
     def noise_in(self, x: Tensor, prediction: Tensor) -> Tensor:
-        """The estimate of the noise; of flow matching the velocity itself, which is what such a network gives."""
+        """Return the estimate of the noise, for flow matching the predicted velocity; all of the same shape."""
         if self.predicts == "v_prediction":
             return self.noise * x + self.signal * prediction
         return (x - self.signal * prediction) / self.noise if self.predicts == "sample" else prediction
 
     @property
     def per_clean(self) -> float:
-        """How much the prediction changes with the estimate of x0, x as it is."""
+        """Derivative of the prediction by the estimate of x0, with x fixed."""
         slopes = {"epsilon": -self.signal / self.noise, "sample": 1.0}
         return slopes.get(self.predicts, -1 / self.noise)
 
     @property
     def per_noise(self) -> float:
-        """How much the prediction changes with what `noise_in` tells, x as it is."""
+        """Derivative of the prediction by the result of `noise_in`, with x fixed."""
         slopes = {"v_prediction": 1 / self.signal, "sample": -self.noise / self.signal}
         return slopes.get(self.predicts, 1.0)
 
 
 def level_of(scheduler: Any, timestep: Any, *, step: int | None = None) -> NoiseLevel:
-    """The level of a denoiser call at `timestep`, as the denoiser gets it, of `step` or the present one.
+    """Return the level of a denoiser call at `timestep`, as passed to the denoiser, in `step` or the current step.
 
-    Raises UnsupportedModel.
+    Raises UnsupportedModel as `kind_of` does.
     """
     kind = kind_of(scheduler)
     given = float(torch.as_tensor(timestep).detach().flatten()[0])
@@ -68,7 +68,7 @@ def level_of(scheduler: Any, timestep: Any, *, step: int | None = None) -> Noise
 
 
 def kind_of(scheduler: Any) -> str:
-    """What a denoiser predicts: one of KINDS. Raises UnsupportedModel where the scheduler hides its noise levels."""
+    """Return what a denoiser predicts, one of KINDS. Raises UnsupportedModel for a scheduler without noise levels."""
     if _is_flow(scheduler):
         return "flow"
     config = scheduler.config
@@ -76,14 +76,14 @@ def kind_of(scheduler: Any) -> str:
     known = getattr(scheduler, "alphas_cumprod", None) is not None
     if not known or kind not in KINDS or config.get("timestep_type", "discrete") != "discrete":
         raise UnsupportedModel(
-            f"{type(scheduler).__name__} with prediction_type={kind!r} does not tell how much noise a timestep has: "
+            f"{type(scheduler).__name__} with prediction_type={kind!r} does not give the noise level of a timestep: "
             "structure guidance needs a scheduler with alphas_cumprod, or of flow matching"
         )
     return kind
 
 
 def refuse_thresholding(scheduler: Any) -> None:
-    """Raise PlanError for a scheduler that cuts off large values of x0, which guidance in x0 would fight."""
+    """Raise PlanError for a scheduler that clips large values of x0, which conflicts with guidance in x0."""
     if scheduler.config.get("thresholding", False):
         raise PlanError(
             f"{type(scheduler).__name__} has thresholding=True, which is made for denoisers of pixels: switch it off, "
@@ -98,18 +98,17 @@ def _is_flow(scheduler: Any) -> bool:
 
 
 def _in_steps(scheduler: Any, given: float, span: int, step: int | None) -> float:
-    """Some pipelines (FLUX) tell the denoiser its time between 0 and 1, others in timesteps."""
+    """Return the time in timesteps: some pipelines (FLUX) pass it to the denoiser as a number from 0 to 1."""
     present = scheduler.step_index if scheduler.step_index is not None else scheduler.begin_index or 0
-    group_rank = present if step is None else step
-    now = float(scheduler.timesteps[group_rank])
+    now = float(scheduler.timesteps[present if step is None else step])
     return min((given, given * span), key=lambda time: abs(time - now))
 
 
 def _interpolated(alphas_cumprod: Tensor, timestep: float) -> float:
-    """Signal power at a timestep that may lie between two, along a straight line of log(noise / signal)."""
+    """Return the signal power at a fractional timestep, linear in log(noise / signal) between two timesteps."""
     last = len(alphas_cumprod) - 1
     below = min(max(math.floor(timestep), 0), last)
-    powers = [float(alphas_cumprod[group_rank]) for group_rank in (below, min(below + 1, last))]
+    powers = [float(alphas_cumprod[index]) for index in (below, min(below + 1, last))]
     odds = [math.log((1 - power) / max(power, 1e-12)) for power in powers]
     fraction = timestep - below if below < last else 0.0
     return 1 / (1 + math.exp(odds[0] + fraction * (odds[1] - odds[0])))

@@ -1,13 +1,13 @@
-"""Structure guidance: pictures larger than a model was trained for, after ASGDiffusion (Li et al., arXiv:2412.06163).
+"""Structure guidance: images larger than a model was trained for, after ASGDiffusion (Li et al., arXiv:2412.06163).
 
-While a picture is still noise, its latent is taken for interlaced ones of native size; the first of them, the anchor,
-leads the others, so that they agree on what is where. Below the switch it is cut into overlapping windows, which draw
-the detail. The paper draws noise predictions together; by default the estimates of the clean latent are, which leaves
-the noise what it should be (docs/structure-guidance.md).
+At high noise the latent is denoised as interlaced patches of native size; the first of them, the anchor, guides the
+others, so that they agree on the structure. Below the switch the latent is cut into overlapping windows, which add the
+detail. The paper interpolates noise predictions; by default the estimates of the clean latent are interpolated, which
+keeps the noise statistics correct (docs/structure-guidance.md).
 
-axis        patch: patches and windows, each guidance branch by itself, are shared out between the ranks
+axis        patch: patches and windows of each guidance branch are distributed over the ranks
 exchanged   predictions, once in a step, and the anchor's attention mask; with bands what exact patches exchange
-when        this step's; with lag=1 the anchor leads with what it predicted in the last step
+when        fresh; with lag=1 the anchor guides with its prediction of the previous step
 """
 
 from __future__ import annotations
@@ -65,22 +65,22 @@ MOST = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructureGuidance:
-    """Options; those that are None are the preset's. Raises PlanError.
+    """Options; the preset gives the value of those that are None. Raises PlanError.
 
     `preset`: "calibrated", or "paper" for equations 3 and 4 (what the paper leaves open is our assumption). `space`:
-    what is drawn together, "x0" or "eps". `weight`: how far, and `decay`: "none", or "cosine" to 0 at the switch.
-    `align_samples`: towards what lies between the anchor's samples rather than to its values. `masked`: only where the
-    anchor attends to words. `lag`: 0, or 1 for the anchor of the last step. `switch`: the time, from 1 to 0, at which
-    windows take over. `overlap`: the share of a window that its neighbour sees too. `margin`: as few windows as native
-    ones that touch would be, larger by this share, in place of an overlap. `context`: how far a window's self-attention
-    sees beyond its border, as a share of its side, in keys and values of the last step (UNets only). `bands`:
-    evaluations that do not come out even are shared by teams of so many ranks, a divisor of them (UNets only).
-    `structure_strength`: how far the anchor goes on leading coarse structure below the switch, for one more evaluation
-    a step. `guide`: what leads there, the "anchor" of the large latent, or the "flow" of a picture of native size that
-    goes on by itself: a cascade. `native`: the side in pixels that the model was trained for, where its configuration
-    does not say. `size_conditioning`: SDXL's size conditioning, that of a "native" picture or of the "whole".
-    `shared_noise`: how alike the patches' first noise is, 0 to 1. `renoised`: fresh noise at the switch. `seed`: of
-    that noise, and of where windows move from step to step.
+    what is interpolated, "x0" or "eps". `weight`: how far, and `decay`: "none", or "cosine" to 0 at the switch.
+    `align_samples`: towards the anchor interpolated at each patch's samples rather than its values. `masked`: only
+    where the anchor attends to words. `lag`: 0, or 1 for the anchor of the previous step. `switch`: the time, from 1 to
+    0, at which windows start. `overlap`: the fraction of a window that its neighbour covers too. `margin`: as few
+    windows as without overlap, each larger by this fraction. `context`: how far a window's self-attention reaches
+    beyond its border, as a fraction of its side, with stale keys and values (UNets only). `bands`: units left over
+    after an equal assignment are split over teams of this many ranks, a divisor of their number (UNets only).
+    `structure_strength`: how far the anchor guides coarse structure below the switch, for one more evaluation a step.
+    `guide`: what guides there, the "anchor" of the large latent, or the "flow" of a separate image of native size: a
+    cascade. `native`: the side in pixels that the model was trained for, where its configuration lacks it.
+    `size_conditioning`: SDXL's size conditioning, that of a "native" image or of the "whole". `shared_noise`: the
+    correlation of the patches' initial noise, 0 to 1. `renoised`: fresh noise at the switch. `seed`: of that noise, and
+    of the shifts of windows.
     """
 
     name: ClassVar[str] = "asg"
@@ -110,14 +110,14 @@ class StructureGuidance:
         for option, choices in CHOICES.items():
             check_choice(self.name, option, getattr(self, option), choices)
         if self.guide == "flow" and self.renoised:
-            raise PlanError(f"{self.name}: renoised=true gives noise that guide=flow would not see: use guide=anchor")
+            raise PlanError(f"{self.name}: renoised=true does not change the latent of guide=flow: use guide=anchor")
         for option, most in MOST.items():
             self._check_number(option, most)
         self._check_counts()
         if self.switch == 0:
-            raise PlanError(f"{self.name}: switch=0: windows draw the detail below it, so it is above 0")
+            raise PlanError(f"{self.name}: switch=0: windows run below it, so use a value above 0")
         if self.bands > 1 and self.context:
-            raise PlanError(f"{self.name}: windows that see one another are whole: use context=0 or bands=1")
+            raise PlanError(f"{self.name}: windows with context are not split into bands: use context=0 or bands=1")
 
     def _check_number(self, option: str, most: float) -> None:
         value = getattr(self, option)
@@ -126,7 +126,7 @@ class StructureGuidance:
 
     def _check_counts(self) -> None:
         if not is_whole(self.bands):
-            raise PlanError(f"{self.name}: bands={self.bands!r}: it is a number of ranks, 1 for none together")
+            raise PlanError(f"{self.name}: bands={self.bands!r}: it is a number of ranks, 1 for no teams")
         if not is_whole(self.seed, 0, 2**63 - 1):
             raise PlanError(f"{self.name}: seed={self.seed!r}: it is a whole number from 0 to 2**63 - 1")
         if self.native is not None and not is_whole(self.native, 8):
@@ -138,7 +138,7 @@ class StructureGuidance:
 
     @property
     def method(self) -> Method:
-        """The options, as the denoiser takes them."""
+        """The options as the denoiser needs them."""
         from patchpar.strategies.structure.method import (
             Method,  # a caller that only names a strategy need not import torch
         )
@@ -163,7 +163,7 @@ class StructureGuidance:
         )
 
     def check_group_size(self, num_ranks: int) -> None:
-        """Raise PlanError unless `bands` divides the ranks; up to how many there can be is the picture's to say."""
+        """Raise PlanError unless `bands` divides the ranks. The largest number of ranks depends on the image size."""
         from patchpar.strategies.structure.sizing import check_teams
 
         check_teams(num_ranks, self.bands)
@@ -178,7 +178,7 @@ class StructureGuidance:
         clock: StepClock | None = None,
         verifications: VerificationCache | None = None,
     ) -> HighResDenoiser:
-        """Make `denoiser`, which belongs to `pipe`, answer out of patches over `axis`. Bands alone are verified."""
+        """Return `denoiser`, which belongs to `pipe`, evaluated as patches over `axis`. Only bands are verified."""
         from patchpar.strategies.structure.denoiser import HighResDenoiser
 
         return HighResDenoiser(denoiser, (comm, axis), self.method, pipe=pipe, clock=clock, verifications=verifications)

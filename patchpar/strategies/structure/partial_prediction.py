@@ -1,4 +1,4 @@
-"""One rank's portion of a prediction: what its patches say of a canvas, and what is made of the whole."""
+"""One rank's part of a prediction: the weighted sums of its patches on a canvas."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from patchpar.strategies.structure.windows import Windows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholePrediction:
-    """A prediction over the canvas, of all branches or of what they were put together to; the guide's; a mask."""
+    """A prediction over the canvas, of all branches or combined; the guide's prediction; the anchor's mask."""
 
     prediction_BCHW: Tensor
     guide_BChw: Tensor | None = None
@@ -25,12 +25,12 @@ class WholePrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialPrediction:
-    """Sums of own patches on a canvas of all branches, and which places of it they cover in any: 0 elsewhere.
+    """Weighted sums of this rank's patches on a canvas of all branches, and the positions that they cover: 0 elsewhere.
 
-    `windows`: where patches lie on the canvas. A patch of `assignment` beyond them is the guide; `guide` are its own
-    predictions by branch. `interlace`: where the canvas is no picture but patches of one, one below the other.
-    `mask`: of a place that has one, (its owner, its form, itself where it is ours). `finish`: what is answered, given
-    the whole. `regions`: where ranks need that, in the last step or another one; None where all do everywhere.
+    `windows`: where patches lie on the canvas. A patch of `assignment` after them is the guide; `guide`: this rank's
+    predictions of it by branch. `interlace`: set where the canvas is not an image but its interlaced patches, stacked
+    along the rows. `mask`: (the owner's group rank, the spec, the tensor on the owner). `finish`: the answer, given the
+    whole prediction. `regions`: where ranks need it, in the last step (True) or another; None for everywhere.
     """
 
     canvas_KBCHW: Tensor
@@ -47,31 +47,31 @@ class PartialPrediction:
 
     @property
     def branches(self) -> int:
-        """Of guidance."""
+        """Number of guidance branches."""
         return len(self.canvas_KBCHW)
 
     @property
     def one_guide(self) -> Tensor:
-        """The form of the guide's prediction of one branch."""
+        """Return an uninitialised tensor like the guide's prediction of one branch, [B, C, h, w]."""
         return self.canvas_KBCHW.new_empty((*self.canvas_KBCHW.shape[1:3], *(self.guide_size or ())), dtype=self.dtype)
 
     @property
     def own_mask(self) -> list[Tensor]:
-        """The mask, where it is ours."""
+        """Return the mask [B, 1, h, w] if this rank has it, else nothing."""
         return [] if self.mask is None or self.mask[2] is None else [self.mask[2]]
 
     def mask_spec(self, group_rank: int) -> list[TensorSpec]:
-        """What a place has of the mask."""
+        """Return the spec of the mask if `group_rank` has it, else nothing."""
         return [] if self.mask is None or self.mask[0] != group_rank else [self.mask[1]]
 
     @property
     def can_wait(self) -> bool:
-        """Whether a picture has a place for everything on the canvas."""
+        """Whether an image holds everything on the canvas: padded patches do not fit."""
         return self.interlace is None or self.interlace.exact
 
     @property
     def image_BCHW(self) -> Tensor:
-        """The canvas of all branches as a picture. What is not ours is no number, and so is what is made of it."""
+        """Return the canvas as an image with all branches in the batch, [K * B, C, H, W]; NaN where not this rank's."""
         canvas = self.canvas_KBCHW.flatten(0, 1).to(self.dtype).masked_fill(~self.covered_HW, math.nan)
         if self.interlace is None:
             return canvas
@@ -80,7 +80,7 @@ class PartialPrediction:
         return self.interlace.join(torch.cat([patches, others]))
 
     def canvas_of(self, image_BCHW: Tensor) -> Tensor:
-        """A picture as a canvas, 0 where it is not ours."""
+        """Return an image as a canvas, [B, C, H, W] of the canvas, 0 where this rank covers nothing."""
         if self.interlace is not None:
             count = self.windows.size[0] // self.interlace.patch_size[0]
             image_BCHW = torch.cat(list(self.interlace.split(image_BCHW)[:count]), -2)

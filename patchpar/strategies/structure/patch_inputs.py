@@ -1,9 +1,9 @@
-"""How a denoiser call carries its latent, and what it is told of size and place: the same call for one patch.
+"""The layout of a denoiser call: its latent and its size conditioning, and the same call for one patch.
 
-    (B, C, H, W)         UNets, SD3, PixArt, Sana
-    (B, H/2 * W/2, 4 C)  FLUX: tokens of 2 x 2 latents, with their places in img_ids
+    [B, C, H, W]           UNets, SD3, PixArt, Sana
+    [B, H/2 * W/2, 4 * C]  FLUX: tokens of 2 x 2 latents, with their positions in img_ids
 
-A patch is asked for as a picture of its own size, which is what the denoiser was trained for.
+The call for a patch is a call for an image of the patch's size, which is what the denoiser was trained for.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class PatchPosition:
-    """What a patch shows: `size` (h, w) in latents, and its `corner` in the whole where it is a window."""
+    """`size` (h, w) of a patch in latents, and of a window its `corner` (top, left) in the whole latent."""
 
     size: tuple[int, int]
     corner: tuple[int, int] | None = None
@@ -31,10 +31,10 @@ class PatchPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchInputs:
-    """One call: `x_BCHW`, and how to make it of a patch. `pixels`: sides of a latent in pixels.
+    """One denoiser call: its latent `x_BCHW`, and the same call for a patch. `pixels`: the side of a latent in pixels.
 
-    `size_conditioning`: "native" tells a patch that it is a picture of its size, "whole" leaves the sizes of the whole
-    picture and tells a window its corner (SDXL's crop coordinates), as CutDiffusion (arXiv 2404.15141) does.
+    `size_conditioning`: "native" conditions a patch as an image of its own size. "whole" keeps the sizes of the whole
+    image and adds a window's corner to SDXL's crop coordinates, as CutDiffusion (arXiv:2404.15141) does.
     """
 
     call: Call
@@ -45,7 +45,7 @@ class PatchInputs:
 
     @classmethod
     def of(cls, call: Call, *, pixels: int, size_conditioning: str = "native") -> "PatchInputs":
-        """The layout of a call. Raises UnsupportedModel for one that is not understood."""
+        """Return the layout of a call. Raises UnsupportedModel for an unknown layout."""
         args, kwargs = call
         refuse_whole(kwargs)
         sample = sample_of(args, kwargs)
@@ -63,12 +63,12 @@ class PatchInputs:
                     size_conditioning=size_conditioning,
                 )
         raise UnsupportedModel(
-            "structure guidance cuts latents of one picture, (B, C, H, W) or packed with img_ids as FLUX has them, but "
+            "structure guidance splits latents of one image, [B, C, H, W] or packed with img_ids as in FLUX, but "
             f"this denoiser was called with {_shape(sample)}: use strategy exact"
         )
 
     def for_patch(self, x_BChw: Tensor, position: PatchPosition) -> Call:
-        """The same call for a patch."""
+        """Return the same call for the patch x_BChw, with size conditioning and token positions of its `position`."""
         args, kwargs = self.call
         kwargs = dict(kwargs)
         sample = pack(x_BChw) if self.packed else x_BChw.contiguous()
@@ -84,12 +84,12 @@ class PatchInputs:
         return args, kwargs
 
     def map_of(self, output: Any, size: tuple[int, int]) -> Tensor:
-        """The prediction of a patch as a map."""
+        """Return the first tensor of `output`, unpacked where the call is packed: [B, C, h, w], with `size` (h, w)."""
         first: Tensor = output if isinstance(output, Tensor) else output[0]
         return unpack(first, size[0] // 2, size[1] // 2) if self.packed else first
 
     def output(self, like: Any, whole_BCHW: Tensor) -> Any:
-        """What the denoiser returns, of the form of `like`, with the whole prediction."""
+        """Return the whole prediction in the structure of `like`, packed where the call is packed."""
         whole = pack(whole_BCHW) if self.packed else whole_BCHW
         if isinstance(like, Tensor):
             return whole
@@ -98,21 +98,21 @@ class PatchInputs:
         return with_tensors(like, [whole])
 
     def _time_ids_for(self, time_ids: Tensor, position: PatchPosition) -> Tensor:
-        size_conditioning, whole = time_ids.clone(), self._in_pixels(tuple(self.x_BCHW.shape[-2:]))
-        if size_conditioning.shape[-1] != 6:
-            return size_conditioning  # an aesthetic score in place of the target size
+        new_ids, whole = time_ids.clone(), self._in_pixels(tuple(self.x_BCHW.shape[-2:]))
+        if new_ids.shape[-1] != 6:
+            return new_ids  # an aesthetic score in place of the target size
         if self.size_conditioning == "whole":
             if position.corner is not None:
-                size_conditioning[..., 2:4] += torch.tensor(self._in_pixels(position.corner)).to(size_conditioning)
-            return size_conditioning
-        own = torch.tensor(self._in_pixels(position.size)).to(size_conditioning)
+                new_ids[..., 2:4] += torch.tensor(self._in_pixels(position.corner)).to(new_ids)
+            return new_ids
+        own = torch.tensor(self._in_pixels(position.size)).to(new_ids)
         for first in (0, 4):  # sizes that the caller chose stay
-            sizes = size_conditioning[..., first : first + 2]
-            sizes[(sizes == torch.tensor(whole).to(size_conditioning)).all(-1)] = own
-        return size_conditioning
+            sizes = new_ids[..., first : first + 2]
+            sizes[(sizes == torch.tensor(whole).to(new_ids)).all(-1)] = own
+        return new_ids
 
-    def _in_pixels(self, group_rank: Sequence[int]) -> tuple[int, int]:
-        return group_rank[0] * self.pixels, group_rank[1] * self.pixels
+    def _in_pixels(self, latents: Sequence[int]) -> tuple[int, int]:
+        return latents[0] * self.pixels, latents[1] * self.pixels
 
     def _ids(self, img_ids: Tensor, position: PatchPosition) -> Tensor:
         rows, columns = position.size[0] // 2, position.size[1] // 2
@@ -123,27 +123,27 @@ class PatchInputs:
 
 
 def pack(x_BCHW: Tensor) -> Tensor:
-    """Tokens of 2 x 2 latents, as FLUX has them: (B, H/2 * W/2, 4 C)."""
+    """Return tokens of 2 x 2 latents in FLUX's layout: [B, H/2 * W/2, 4 * C]."""
     batch, channels, height, width = x_BCHW.shape
     cells = x_BCHW.reshape(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
     return cells.reshape(batch, height // 2 * (width // 2), 4 * channels)
 
 
 def unpack(tokens_BND: Tensor, rows: int, columns: int) -> Tensor:
-    """The latent of so many rows and columns of tokens: x_BCHW."""
+    """Return the latent of `rows` x `columns` tokens: [B, D / 4, 2 * rows, 2 * columns]."""
     batch, _, depth = tokens_BND.shape
     cells = tokens_BND.reshape(batch, rows, columns, depth // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
     return cells.reshape(batch, depth // 4, 2 * rows, 2 * columns)
 
 
 def refuse_whole(kwargs: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModel for arguments that address the whole picture from inside the denoiser."""
-    refuse_arguments(kwargs, REFUSED | {"ip_adapter_masks": "a patch would take them for masks of itself"})
+    """Raise UnsupportedModel for arguments that refer to the whole image inside the denoiser."""
+    refuse_arguments(kwargs, REFUSED | {"ip_adapter_masks": "a patch would use them as its own masks"})
     for name, value in kwargs.items():
         if "residual" in name and value is not None:
             raise UnsupportedModel(
-                f"{name}: what a ControlNet or an adapter adds is of the whole picture, and structure guidance shows "
-                "the denoiser patches of it: use strategy exact"
+                f"{name}: residuals of a ControlNet or an adapter are of the whole image, but structure guidance "
+                "calls the denoiser for patches of it: use strategy exact"
             )
 
 

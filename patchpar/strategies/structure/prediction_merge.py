@@ -1,10 +1,10 @@
-"""How ranks make a whole of their portions of a prediction, in two messages to each other rank.
+"""The merge of partial predictions of all ranks, in two messages to each other rank.
 
-    what a rank's patches cover of a band of rows goes to the rank that completes the band
-    every band, and what leads the rest, goes to all; or of both to each what it needs (`NeededRegions`)
+    what a rank's patches cover of a band of rows is sent to the rank that completes the band
+    every band and the guide are sent to all ranks, or to each rank the regions that it needs (`NeededRegions`)
 
-They meet at once, every branch of guidance by itself; or after the pipeline has put its branches together in every
-portion, which comes to the same, guidance being a weighted sum, and is a fraction of the bytes.
+Predictions are merged at once, every guidance branch by itself; or after the pipeline has combined its branches in
+every partial prediction. The result is the same, since guidance is a weighted sum, with a fraction of the bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,14 +40,14 @@ GuideOf = Callable[[list[Tensor]], Mapping[Unit, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class PredictionMerge:
-    """The ranks of an axis, at a step. `silent`: nothing is heard of others, and what they would send is 0."""
+    """The merge over the ranks of an axis in one step. `silent`: nothing is exchanged; what others would send is 0."""
 
     mesh: tuple[Communicator, Axis]
     where: str
     silent: bool = False
 
     def at_once(self, partial_prediction: PartialPrediction) -> WholePrediction:
-        """Every branch by itself. Raises ExchangeError."""
+        """Merge every branch by itself. Raises ExchangeError."""
         own = {Unit(len(partial_prediction.windows), branch): x for branch, x in partial_prediction.guide.items()}
         return self._merged(
             partial_prediction, partial_prediction.canvas_KBCHW, partial_prediction.assignment, lambda _: own
@@ -59,10 +59,10 @@ class PredictionMerge:
         combined_BCHW: Tensor,
         regions: NeededRegions | None = None,
     ) -> WholePrediction | None:
-        """What the pipeline has made of the portions of all denoiser calls of a step, each the same patches.
+        """Merge what the pipeline has combined of the partial predictions of all denoiser calls of a step.
 
-        `combined`: on the canvas. `regions`: where each rank needs the whole; elsewhere it is no number. None where
-        that is no weighted mean of the branches, or another one elsewhere. Raises ExchangeError.
+        `combined_BCHW`: on the canvas. `regions`: where each rank needs the whole; it is NaN elsewhere. None if the
+        combination is not a weighted mean of the branches with the same weights everywhere. Raises ExchangeError.
         """
         last, gathered = partial_predictions[-1], list[GuidanceFit]()
         masks = [
@@ -88,7 +88,7 @@ class PredictionMerge:
         return whole if gathered[0].is_mean else None
 
     def latents(self, own_BCHW: Tensor) -> Tensor:
-        """Latents of which every rank has its band of rows, whole again. Raises ExchangeError."""
+        """Return complete latents x_BCHW from the band of rows of every rank. Raises ExchangeError."""
         axis, height = self.mesh[1], own_BCHW.shape[-2]
         bands = split_bands(height, axis.size, 1)
         band = own_BCHW[..., bands.starts[axis.rank] : bands.starts[axis.rank + 1], :]
@@ -108,7 +108,7 @@ class PredictionMerge:
         extra: Tensor | None = None,
         regions: NeededRegions | None = None,
     ) -> WholePrediction:
-        """The whole of a canvas of G branches. `guide_of` gives our part of the guide, once all have `extra`."""
+        """Merge a canvas of G branches. `guide_of` gives this rank's part of the guide from `extra` of all ranks."""
         axis, dtype = self.mesh[1], partial_prediction.dtype
         blend = BlendPlan.of(partial_prediction.windows, assignment, len(own_GBCHW))
         band, gathered = blend.own_band(own_GBCHW, axis.rank, dtype), list[Tensor]()
@@ -140,7 +140,7 @@ class PredictionMerge:
 
 @dataclass(frozen=True, slots=True)
 class _AllGatherExchange:
-    """Bands and the guide as they are sent to every rank, and come from it."""
+    """Bands and the guide, sent whole to every rank."""
 
     blend: BlendPlan
     like_GBCHW: Tensor
@@ -167,7 +167,7 @@ class _AllGatherExchange:
 
 @dataclass(frozen=True, slots=True)
 class _RegionExchange:
-    """The same where each rank gets of both what it needs."""
+    """Bands and the guide, of which each rank gets the regions that it needs."""
 
     rank: int
     regions: NeededRegions
@@ -197,7 +197,7 @@ class _RegionExchange:
 
 
 def _guide_of(guides: UnitAssignment, found: Sequence[Sequence[Tensor]]) -> Tensor | None:
-    """All branches in order; what several places have of one branch is added up."""
+    """Return all branches in order, x_BChw; predictions of one branch on several ranks are summed."""
     by_branch: dict[int, Tensor] = {}
     for units, tensors in zip(guides, found, strict=True):
         for unit, x in zip(units, tensors[0] if units else (), strict=True):
@@ -206,6 +206,6 @@ def _guide_of(guides: UnitAssignment, found: Sequence[Sequence[Tensor]]) -> Tens
 
 
 def _all_branches(partial_prediction: PartialPrediction) -> list[Tensor]:
-    """Predictions of the guide, 0 for branches of others."""
+    """Return the guide's predictions of all branches, 0 for those of other ranks."""
     nothing = torch.zeros_like(next(iter(partial_prediction.guide.values()), partial_prediction.one_guide))
     return [partial_prediction.guide.get(branch, nothing) for branch in range(partial_prediction.branches)]

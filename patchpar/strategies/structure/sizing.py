@@ -1,16 +1,16 @@
-"""How many patches and windows a size makes. Pure arithmetic, no torch: a caller asks before any rank works."""
+"""The number of patches and windows of an image size. No torch: computed before any rank works."""
 
 import math
 
 from patchpar.errors import PlanError
 
-LARGE = 1.5  # times the native size, on both sides: from there on a denoiser repeats itself
+LARGE = 1.5  # times the native size, on both sides: from there on a denoiser repeats objects
 
 
 def scale_of(side: int, native: int) -> int:
-    """How many patches along a side: the number that brings a patch nearest to its native size, as a ratio.
+    """Return the number of patches along a side whose size is nearest to the native one, as a ratio.
 
-    Patches are so between 0.71 and 1.41 times as large as the denoiser was trained for.
+    A patch is then between 0.71 and 1.41 times as large as the denoiser was trained for.
     """
     exact = side / native
     below = max(1, math.floor(exact))
@@ -18,32 +18,32 @@ def scale_of(side: int, native: int) -> int:
 
 
 def starts_of(side: int, window: int, overlap: float, unit: int) -> list[int]:
-    """Where windows begin, evenly, the last one at the end. `overlap`: the least share of a window, in whole units."""
+    """Return evenly spaced starts of windows, the last at the end of the side. `overlap`: the least fraction."""
     stride = max(unit, round(window * (1 - overlap)) // unit * unit)
     room = side - window
     count = -(-room // stride)
-    return [round(room * group_rank / count / unit) * unit for group_rank in range(count)] + [room] if room else [0]
+    return [round(room * index / count / unit) * unit for index in range(count)] + [room] if room else [0]
 
 
 def fewest_of(side: int, native: int, margin: float, unit: int, step: int) -> tuple[int, list[int]]:
-    """The fewest native-size windows that cover a side, each larger by `margin` of its size: their size and starts."""
+    """Return size and starts of the fewest native-size windows that cover a side, enlarged by the fraction `margin`."""
     count = -(-side // native)
     window = min(side, -(-round(native * (1 + margin)) // step) * step)
     room = side - window
-    return window, [
-        round(room * group_rank / (count - 1) / unit) * unit for group_rank in range(count)
-    ] if count > 1 else [0]
+    if count == 1:
+        return window, [0]
+    return window, [round(room * index / (count - 1) / unit) * unit for index in range(count)]
 
 
 def is_large(size: tuple[int, int], native: tuple[int, int]) -> bool:
-    """Whether a picture is so much larger than what a denoiser was trained for that it should be led."""
+    """Return whether an image is so much larger than the native size that it needs structure guidance."""
     return all(side >= LARGE * own for side, own in zip(size, native, strict=True))
 
 
 def units_of(
     size: tuple[int, int], native: tuple[int, int], grid: int, *, overlap: float, margin: float | None
 ) -> tuple[int, int]:
-    """How many patches and how many windows a size makes."""
+    """Return (patches, windows) of a size."""
     sides = list(zip(size, native, strict=True))
     patches = math.prod(scale_of(side, own) for side, own in sides)
     if margin is not None:
@@ -52,13 +52,13 @@ def units_of(
 
 
 def check_teams(ranks: int, bands: int) -> None:
-    """Raise PlanError unless teams of `bands` ranks are all ranks; one rank alone has none."""
+    """Raise PlanError unless `bands` divides the number of ranks. One rank alone has no teams."""
     if ranks > 1 and ranks % bands:
-        raise PlanError(f"bands={bands}: axis 'patch' has {ranks} ranks, which teams of {bands} do not share evenly")
+        raise PlanError(f"bands={bands}: axis 'patch' has {ranks} ranks, no multiple of it: use a divisor of {ranks}")
 
 
 def refusal_of(size: tuple[int, int], native: tuple[int, int]) -> str:
-    """The message for a picture in pixels that is too small to gain from any of this."""
+    """Return the error message for an image, in pixels, that is too small for structure guidance."""
     return (
         f"{size[0]} x {size[1]} pixels are less than 1.42 times the native size of {native[0]} x {native[1]}: plain "
         "generation is right for it, so use strategy exact"

@@ -1,4 +1,4 @@
-"""What a scheduler's step returns, an output or a tuple: the latents it came to, and the same with others."""
+"""The latents in the result of a scheduler's step, which is an output class or a tuple."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ from torch import Tensor
 
 
 def sample_in(result: Any) -> Tensor:
-    """The latents."""
+    """Return the latents in the result of a step, of any shape."""
     sample: Tensor = result[0] if isinstance(result, tuple) else result.prev_sample
     return sample
 
 
 def with_sample(result: Any, sample: Tensor) -> Any:
-    """The same with other latents."""
+    """Return the result with the latents `sample`, of any shape, in their place."""
     if isinstance(result, tuple):
         return (sample, *result[1:])
     result.prev_sample = sample

@@ -1,9 +1,9 @@
-"""How the anchor leads the other patches: structure guidance of ASGDiffusion (arXiv 2412.06163), calibrated.
+"""Guidance of patches by the anchor: structure guidance of ASGDiffusion (arXiv:2412.06163), calibrated.
 
-The paper draws noise predictions together, e~ = e + w M (e_anchor - e), its equations 3 and 4. Patches have different
+The paper interpolates noise predictions, e~ = e + w M (e_anchor - e), its equations 3 and 4. Patches have different
 noise, so that the difference holds noise as well as structure, and some of a patch's noise is never removed. Here the
-estimates of the clean latent are drawn together, x0~ = x0 + w M (x0_anchor - x0), which holds no noise. Both are
-affine in the predictions, so that guiding every branch of classifier-free guidance is guiding their combination.
+estimates of the clean latent are interpolated, x0~ = x0 + w M (x0_anchor - x0), which holds no noise. Both are affine
+in the predictions, so that guiding every branch of classifier-free guidance is guiding their combination.
 """
 
 import math
@@ -18,11 +18,11 @@ from patchpar.strategies.structure.noise_level import NoiseLevel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guidance:
-    """`space`: what is drawn together, "x0" (ours) or "eps" (the paper). `weight`: how far, at the first step.
+    """`space`: what is interpolated, "x0" (ours) or "eps" (the paper). `weight`: how far, at the first step.
 
-    `decay`: "cosine" lets the weight fall to 0 at the switch, "none" keeps it. `align_samples`: patches are drawn to
-    what lies between the anchor's samples, at their own places, rather than to the anchor's values. `lag`: the age in
-    steps of what leads, 0 or 1. `masked`: weigh places by the anchor's attention to the words of the prompt.
+    `decay`: "cosine" lets the weight fall to 0 at the switch, "none" keeps it. `align_samples`: interpolate the anchor
+    at each patch's sample positions rather than use its values unchanged. `lag`: the age in steps of the anchor's
+    prediction, 0 or 1. `masked`: weight positions by the anchor's attention to the words of the prompt.
     """
 
     space: Literal["x0", "eps"] = "x0"
@@ -33,13 +33,13 @@ class Guidance:
     masked: bool = False
 
     def strength(self, progress: float) -> float:
-        """The weight at `progress` through the first stage, from 0 to 1."""
+        """Return the weight at `progress` through the first stage, from 0 to 1."""
         return self.weight * (0.5 + 0.5 * math.cos(math.pi * progress) if self.decay == "cosine" else 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructureTarget:
-    """What the patches follow: the anchor's field (its x0 or its noise), and where, (B, 1, h, w) in 0..1."""
+    """The target of the patches: the anchor's field (its x0 or its noise), and a mask in 0..1."""
 
     field_BChw: Tensor
     mask_B1hw: Tensor | None = None
@@ -48,9 +48,9 @@ class StructureTarget:
 def target_of(
     guidance: Guidance, level: NoiseLevel, x_BChw: Tensor, prediction_BChw: Tensor, mask: Tensor | None
 ) -> StructureTarget:
-    """What the anchor tells the others."""
-    tell = level.clean if guidance.space == "x0" else level.noise_in
-    return StructureTarget(field_BChw=tell(x_BChw, prediction_BChw), mask_B1hw=mask)
+    """Return the target that the anchor's latent x_BChw and its prediction give. `mask`: [B, 1, h, w] in 0..1."""
+    estimate = level.clean if guidance.space == "x0" else level.noise_in
+    return StructureTarget(field_BChw=estimate(x_BChw, prediction_BChw), mask_B1hw=mask)
 
 
 def guided(
@@ -61,11 +61,11 @@ def guided(
     patches: tuple[Tensor, Tensor],
     strength: float,
 ) -> Tensor:
-    """Predictions drawn towards the lead. `patches`: x_NBChw and prediction_NBChw. The anchor stays as it is."""
+    """Return predictions moved towards the target, x_NBChw. `patches`: latents and predictions. The anchor is kept."""
     x_NBChw, prediction_NBChw = patches
     spread = interlace.enlarge if guidance.align_samples else interlace.repeat
-    tell, slope = (level.clean, level.per_clean) if guidance.space == "x0" else (level.noise_in, level.per_noise)
-    towards = spread(target.field_BChw) - tell(x_NBChw, prediction_NBChw)
+    estimate, slope = (level.clean, level.per_clean) if guidance.space == "x0" else (level.noise_in, level.per_noise)
+    towards = spread(target.field_BChw) - estimate(x_NBChw, prediction_NBChw)
     if target.mask_B1hw is not None:
         towards = towards * spread(target.mask_B1hw).clamp(0, 1)
     change = strength * slope * towards
@@ -74,8 +74,8 @@ def guided(
 
 
 def anchored(interlace: Interlace, prediction_BCHW: Tensor, differ_BChw: Tensor, strength: float) -> Tensor:
-    """A whole prediction whose coarse structure is drawn towards the guide's, its detail untouched.
+    """Return a whole prediction, x_BCHW, with its coarse structure moved towards the guide's and its detail kept.
 
-    `differ`: how far the guide's is from it where the anchor has its samples. It is spread over the places between.
+    `differ_BChw`: the guide's prediction minus the whole one at the anchor's samples; it is interpolated between them.
     """
     return prediction_BCHW + strength * interlace.join(interlace.enlarge(differ_BChw))

@@ -1,6 +1,6 @@
-"""A few neighbouring ranks that compute one patch or window together, in bands with this step's values.
+"""Teams of neighbouring ranks that compute one patch or window together, in bands with fresh values.
 
-Bands are those of exact patch parallelism (`PatchedDenoiser`), over a part of the axis.
+The bands are those of exact patch parallelism (`PatchedDenoiser`), over a subgroup of the axis.
 """
 
 from torch import nn
@@ -23,9 +23,9 @@ def team_of(
     native: NativeSize,
     verifications: VerificationCache | None,
 ) -> PatchedDenoiser | None:
-    """The denoiser as our team computes it; None where there are no teams. Without `verifications` it is not verified.
+    """Return the denoiser of this rank's team; None without teams. Without `verifications` it is not verified.
 
-    Raises PlanError for a denoiser that has no bands or not so many, or ranks that teams do not share evenly.
+    Raises PlanError for a denoiser without bands or with too few rows, or if `bands` does not divide the ranks.
     """
     comm, axis = mesh
     if bands == 1 or axis.size == 1:
@@ -33,8 +33,8 @@ def team_of(
     check_teams(axis.size, bands)
     if not splits_into_bands(denoiser):
         raise PlanError(
-            f"bands={bands}: {type(denoiser).__name__} is no network of convolutions and group norms, which bands are "
-            "made for: use bands=1"
+            f"bands={bands}: {type(denoiser).__name__} has no bands, being no network of convolutions and group norms: "
+            "use bands=1"
         )
     rows = max(native.size)
     if rows // native.unit < bands:

@@ -1,4 +1,4 @@
-"""Whether a pipeline can draw large pictures out of patches, told before it is called."""
+"""Whether a pipeline can generate large images from patches, known before it is called."""
 
 from typing import Any
 
@@ -12,22 +12,22 @@ TESTED = (
     "StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline", "StableDiffusionXLInpaintPipeline",
     "StableDiffusion3Pipeline", "FluxPipeline",
 )  # fmt: skip
-"""Pipelines that tests draw large pictures with. Nobody else gets another method without asking for it."""
+"""Pipelines whose large images are tested. For any other one structure guidance is never chosen automatically."""
 
 
 def is_position_independent(pipe: Any) -> bool:
-    """Whether between the steps a pipeline does the same in every place of its latents, whatever is in the others.
+    """Return whether a pipeline treats each position of its latents independently between the steps.
 
-    Those that tests draw with do; what another one does is not known.
+    This is known of the tested pipelines only.
     """
     return type(pipe).__name__ in TESTED
 
 
 def why_native_only(pipe: Any) -> str:
-    """Why nothing but plain generation is chosen for large pictures of this pipeline; empty where it can be led."""
+    """Return why large images of this pipeline get plain generation; empty if structure guidance supports it."""
     denoisers = list(denoisers_of(pipe).values())
     if type(pipe).__name__ not in TESTED or not denoisers:
-        return f"{type(pipe).__name__} is not known to draw well out of patches"
+        return f"{type(pipe).__name__} is not tested with structure guidance"
     try:
         NativeSize.of(pipe, denoisers[0], None)
         refuse_thresholding(pipe.scheduler)

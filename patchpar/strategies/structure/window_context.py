@@ -1,11 +1,11 @@
-"""What windows see of one another: keys and values of the bands around them, as they were in the last step.
+"""Attention of windows to one another: stale keys and values of the bands around them.
 
     step t       window n attends to its own tokens, and to bands of its neighbours from step t - 1
-    after it     bands of own windows go to the ranks that have their neighbours, to be there in step t + 1
+    after it     bands of own windows are sent to the ranks that have their neighbours, for step t + 1
 
-This is the exchange of displaced patches (DistriFusion, arXiv 2402.19481) between windows of native size. With it
-windows need hardly overlap. It is for UNets, whose self-attention knows no places: keys of another window fit as they
-are. The first step with windows sees nothing.
+This is the exchange of displaced patches (DistriFusion, arXiv:2402.19481) between windows of native size. With it
+windows need little overlap. It is for UNets, whose self-attention has no positional encoding, so that keys of another
+window can be used unchanged. In the first step with windows there is no context.
 """
 
 import math
@@ -35,7 +35,7 @@ BLOCKS = ("down_blocks", "mid_block", "up_blocks")
 
 
 class KVPair(NamedTuple):
-    """Keys and values, (B, heads, tokens, depth) each."""
+    """Keys and values, [B, heads, tokens, depth] each."""
 
     key: Tensor
     value: Tensor
@@ -49,12 +49,12 @@ class NeighbourLink(NamedTuple):
     branch: int
 
 
-Bands = dict[tuple[NeighbourLink, str], KVPair]  # by way and layer
+Bands = dict[tuple[NeighbourLink, str], KVPair]  # by link and layer
 
 
 @dataclass(slots=True)
 class _WindowCall:
-    """One call of the denoiser in a step: what its windows see, and what is coming for the next step."""
+    """One call of the denoiser in a step: the context of its windows, and the pending exchange for the next step."""
 
     evaluation: int = -2
     layout: tuple[Windows, UnitAssignment] | None = None
@@ -62,14 +62,14 @@ class _WindowCall:
     pending: Callable[[], Bands] | None = None
 
     def arrive(self) -> None:
-        """Take in what is coming. Raises ExchangeError."""
+        """Wait for the pending exchange. Raises ExchangeError."""
         if self.pending is not None:
             pending, self.pending = self.pending, None
             self.seen.update(pending())
 
 
 class WindowContext:
-    """Bands around windows, on one rank. `fraction`: how far a window sees, as a share of its sides; 0 is nothing.
+    """Bands around windows, on one rank. `fraction`: the width of a band as a fraction of a window's side; 0 is none.
 
     Raises PlanError for a denoiser that is no UNet with self-attention.
     """
@@ -79,14 +79,14 @@ class WindowContext:
         self._layers = _self_attentions(denoiser) if fraction else {}
         if fraction and not self._layers:
             raise PlanError(
-                f"context={fraction:g}: {type(denoiser).__name__} is no UNet with self-attention, whose keys know no "
-                "places: use context=0"
+                f"context={fraction:g}: {type(denoiser).__name__} is no UNet with self-attention, whose keys have no "
+                "positional encoding: use context=0"
             )
         self._calls: dict[int, _WindowCall] = {}
         self.reset()
 
     def reset(self) -> None:
-        """Begin a picture, or end one: what is under way is taken in. Raises ExchangeError."""
+        """Begin or end an image: wait for pending exchanges. Raises ExchangeError."""
         for call in self._calls.values():
             call.arrive()
         self._calls, self._call = {}, _WindowCall()
@@ -97,7 +97,7 @@ class WindowContext:
         self._left: Bands = {}
 
     def begin(self, windows: Windows, assignment: UnitAssignment) -> None:
-        """Before the windows of a step. What was seen of other windows, or longer ago, is forgotten."""
+        """Call before the windows of a step. Context of other windows, or older than one step, is dropped."""
         if not self._layers:
             return
         call = self._call = self._calls.setdefault(max(0, self._clock.call), _WindowCall())
@@ -113,7 +113,7 @@ class WindowContext:
 
     @contextmanager
     def around(self, evaluation: Evaluation) -> Iterator[None]:
-        """What is entered for a call of the denoiser: of a window, or of the anchor, which sees itself."""
+        """Enter for a call of the denoiser: a window attends to its context, the anchor to itself only."""
         count = len(self._neighbours.windows) if self._neighbours is not None else 0
         if not self._layers or evaluation.patch >= count:
             yield
@@ -122,15 +122,15 @@ class WindowContext:
             for path, layer in self._layers.items():
                 mode.listen(hooks, path, layer)
             yield
-        blind = [path for path in self._layers if path not in mode.passed]
-        if blind:
+        unused = [path for path in self._layers if path not in mode.passed]
+        if unused:
             raise UnsupportedModel(
-                f"{blind[0]} does not call scaled_dot_product_attention, so that it cannot see other windows: use the "
-                "default processor, pipe.unet.set_default_attn_processor(), or context=0"
+                f"{unused[0]} does not call scaled_dot_product_attention, so that it cannot attend to other windows: use "
+                "the default processor, pipe.unet.set_default_attn_processor(), or context=0"
             )
 
     def with_neighbours(self, path: str, evaluation: Evaluation, own: KVPair) -> KVPair:
-        """Own keys and values, of all branches of the evaluation, with those around. Ours are kept for others."""
+        """Return keys and values of all branches of the evaluation, with those of the context; keep ours to send."""
         number, branches = evaluation.patch, evaluation.branches
         self._forms[path] = KVPair(*(x.chunk(len(branches))[0] for x in own))
         for link in self._links:
@@ -148,17 +148,17 @@ class WindowContext:
         return KVPair(*(torch.cat(parts, 2) for parts in zip(*met, strict=True))) if len(met) > 1 else own
 
     def _seen(self, link: NeighbourLink, path: str) -> Tensor:
-        """The sender's tokens that the receiver sees in a layer."""
+        """Return the indices of the sender's tokens that the receiver attends to in a layer."""
         assert self._neighbours is not None
         key = self._forms[path].key
         stride = _stride(key.shape[2], self._neighbours)
-        group_rank = (link.sender, link.receiver, stride)
-        if group_rank not in self._tokens:
-            self._tokens[group_rank] = self._neighbours.seen(*group_rank).to(key.device)
-        return self._tokens[group_rank]
+        index = (link.sender, link.receiver, stride)
+        if index not in self._tokens:
+            self._tokens[index] = self._neighbours.seen(*index).to(key.device)
+        return self._tokens[index]
 
     def end(self, assignment: UnitAssignment, *, silent: bool) -> None:
-        """After the windows of a step: bands leave for where the neighbours of our windows are."""
+        """Call after the windows of a step: send bands to the ranks that have the neighbours of our windows."""
         if not self._layers:
             return
         rank, size = self._mesh[1].rank, self._mesh[1].size
@@ -168,7 +168,7 @@ class WindowContext:
         self._left = {}
 
     def _keys(self, assignment: UnitAssignment, sender: int, receiver: int) -> list[tuple[NeighbourLink, str]]:
-        """What one place has for another, in order."""
+        """Return the bands that one rank has for another, in order."""
         wanted = set(assignment[receiver])
         return [
             (link._replace(branch=unit.branch), path)
@@ -212,7 +212,7 @@ class WindowContext:
 
 
 class _ContextAttention(SdpaMode):
-    """Lets self-attention of one evaluation see what is around its window."""
+    """Adds the context of a window to self-attention in one evaluation."""
 
     def __init__(self, context: WindowContext, evaluation: Evaluation) -> None:
         super().__init__(self._meet)
@@ -221,7 +221,7 @@ class _ContextAttention(SdpaMode):
         self.passed: set[str] = set()
 
     def listen(self, hooks: HookSet, path: str, layer: nn.Module) -> None:
-        """Know when this layer runs."""
+        """Track when this layer runs."""
 
         def enter(*_: Any) -> None:
             self._path = path
@@ -248,7 +248,7 @@ def _self_attentions(denoiser: nn.Module) -> dict[str, nn.Module]:
 
 
 def _stride(count: int, neighbours: WindowNeighbours) -> int:
-    """By how much a map of so many tokens of a window is smaller than its latent. Raises UnsupportedModel."""
+    """Return the latents per token along a side, for `count` tokens of a window. Raises UnsupportedModel."""
     stride = 1
     while stride <= max(neighbours.windows.window):
         if math.prod(neighbours.tokens(stride)) == count:

@@ -1,9 +1,9 @@
-"""Which places of a window another window sees beyond its own border. Pure geometry.
+"""Which positions of a window another window attends to beyond its own border. Pure geometry.
 
-    window 0        | window 1           places of window 1 that window 0 sees, with a reach of two:
+    window 0        | window 1           positions of window 1 that window 0 attends to, with a reach of two:
     . . . . . . . . | x x . . . . . .    those nearer to its border than that, each of one window only
 
-Where windows overlap a place belongs to the nearer one: cores meet half way, so that nothing is seen twice.
+Where windows overlap, a position belongs to the nearer window: cores meet half way, so that no position counts twice.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from patchpar.strategies.structure.windows import Windows
 
 @dataclass(frozen=True)
 class WindowNeighbours:
-    """Windows in rows and columns, and the `reach` in latents (down, across) of what they see of others."""
+    """Windows in rows and columns, and how far in latents (down, across) they attend to others: `reach`."""
 
     windows: Windows
     reach: tuple[int, int]
 
     @cached_property
     def _cores(self) -> tuple[dict[int, tuple[int, int]], ...]:
-        """From where to where a place belongs to the windows that start there, downwards and across."""
+        """The core (first, end) of the windows by their first position, downwards and across."""
         found = []
         for dim in range(2):
             starts = sorted({corner[dim] for corner in self.windows.corners})
@@ -35,12 +35,12 @@ class WindowNeighbours:
         return tuple(found)
 
     def tokens(self, stride: int) -> tuple[int, int]:
-        """Rows and columns of a window's tokens, each of so many latents a side."""
+        """Return the rows and columns of a window's tokens, each of `stride` x `stride` latents."""
         height, width = (-(-side // stride) for side in self.windows.window)
         return height, width
 
     def seen(self, sender: int, receiver: int, stride: int) -> Tensor:
-        """Which of the sender's tokens, in the order of rows, the receiver sees."""
+        """Return the indices of the sender's tokens, row by row, that the receiver attends to: int64, [count]."""
         kept, inside = [], []
         for dim, count in enumerate(self.tokens(stride)):
             start, other = self.windows.corners[sender][dim], self.windows.corners[receiver][dim]

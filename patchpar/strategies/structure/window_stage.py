@@ -1,4 +1,4 @@
-"""The second stage: overlapping windows of native size, and beside them the anchor where it keeps them in place."""
+"""The second stage: overlapping windows of native size, and the anchor where it guides their structure."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +26,7 @@ from patchpar.strategies.structure.work_schedule import own_of, scheduled
 
 
 class WindowStage:
-    """Steps of the second stage on one rank of an axis. `begin` belongs before every picture, `end` after it."""
+    """Steps of the second stage on one rank of an axis. Call `begin` before every image, `end` after it."""
 
     def __init__(self, method: Method, mesh: tuple[Communicator, Axis], clock: StepClock, denoiser: nn.Module) -> None:
         self._method, self._mesh, self._clock = method, mesh, clock
@@ -36,13 +36,13 @@ class WindowStage:
         self._found: dict[tuple[WindowPlan, bool], NeededRegions] = {}
 
     def begin(self, scheduler: Any, channels: int) -> None:
-        """Begin a picture of so many latent channels. Raises PlanError for a scheduler that a guide cannot follow."""
+        """Begin an image of `channels` latent channels. Raises PlanError for a second-order scheduler with a guide."""
         self.end()
         if self._flow is not None:
             self._flow.begin(scheduler, channels)
 
     def end(self) -> None:
-        """End a picture: what is under way is taken in. Raises ExchangeError."""
+        """End an image: wait for pending exchanges. Raises ExchangeError."""
         self._window_context.reset()
         self._targets, self._found = {}, {}
         if self._flow is not None:
@@ -58,16 +58,16 @@ class WindowStage:
         silent: bool = False,
         parted: bool = False,
     ) -> tuple[PartialPrediction, Any]:
-        """Our portion of the prediction and one output as the denoiser gives it.
+        """Return this rank's partial prediction and one output of the denoiser.
 
-        `laid`: the windows of this step, and what they can show in any. `silent`: windows hear nothing of windows on
-        other ranks. `parted`: ranks have the latents of their own windows only.
+        `laid`: the windows of this step, and their zones in all steps. `silent`: windows get no context from other
+        ranks. `parted`: ranks have the latents of their own windows only.
         """
         axis, x_BCHW, branches = self._mesh[1], denoiser_call.layout.x_BCHW, denoiser_call.branches
         (windows, zones), structure_strength = laid, self._method.structure_strength * level.time / self._method.switch
         guided = structure_strength > 0 or (
             parted and self._method.structure_strength > 0
-        )  # at time 0 windows stay with who has their latents
+        )  # at time 0 windows stay on the ranks that have their latents
         schedule = scheduled(len(windows) + guided, branches, axis.size, self._method.bands)
         window_plan = WindowPlan(zones=zones, schedule=schedule, interlace=interlace)
         if not structure_strength:
@@ -100,7 +100,7 @@ class WindowStage:
         return partial_prediction, like
 
     def _guide(self, denoiser_call: DenoiserCall, interlace: Interlace) -> Tensor:
-        """What leads the windows, as the denoiser is shown it."""
+        """Return the denoiser's input for the guide of the windows: x_BChw."""
         x_BCHW = denoiser_call.layout.x_BCHW
         if self._flow is None:
             return interlace.split(x_BCHW)[0]
@@ -114,17 +114,17 @@ class WindowStage:
         strength: float,
         whole: WholePrediction,
     ) -> Tensor:
-        """The answer for the whole picture, its coarse structure drawn to the guide's.
+        """Return the prediction of the whole image, with its coarse structure moved to the guide's: x_BCHW.
 
-        `inputs`: what the denoiser was, of the picture and of the guide.
+        `inputs`: of the denoiser, for the image and for the guide.
         """
         prediction = whole.prediction_BCHW
         if whole.guide_BChw is None or inputs[1] is None:
             return prediction
         channels = min(inputs[0].x_BCHW.shape[1], prediction.shape[1])
         pair = prediction[:, :channels].float(), whole.guide_BChw[:, :channels].float()
-        structure_strength = anchored(interlace, pair[0], self._differ(level, interlace, inputs, pair), strength)
-        answer = torch.cat([structure_strength.to(prediction.dtype), prediction[:, channels:]], 1)
+        moved = anchored(interlace, pair[0], self._differ(level, interlace, inputs, pair), strength)
+        answer = torch.cat([moved.to(prediction.dtype), prediction[:, channels:]], 1)
         if self._flow is not None:
             self._flow.add(GuidePrediction(level, inputs[0], whole.guide_BChw[:, : answer.shape[1]], answer))
         return answer
@@ -136,7 +136,7 @@ class WindowStage:
         inputs: tuple[PatchInputs, Tensor | None],
         pair: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """By how much the anchor should predict otherwise. `pair`: what is predicted of the picture, of the guide."""
+        """Return the change of the anchor's prediction, x_BChw. `pair`: predictions of the image and of the guide."""
         prediction, guide = pair
         first = interlace.split(prediction)[0]
         if self._leads_by_anchor:
@@ -148,11 +148,11 @@ class WindowStage:
 
     @property
     def _leads_by_anchor(self) -> bool:
-        """Whether what leads is this step's anchor: of no latent but the picture's, and of no other step."""
+        """Whether the guide is the fresh anchor of the image's latent."""
         return self._flow is None and not self._method.guidance.lag
 
     def _regions(self, window_plan: WindowPlan, device: torch.device) -> Callable[[bool], NeededRegions] | None:
-        """Where ranks need what is answered. None for everywhere: another guide is held against latents."""
+        """Return where ranks need the prediction. None for everywhere: another guide is compared with whole latents."""
         if not self._leads_by_anchor:
             return None
 
@@ -165,7 +165,7 @@ class WindowStage:
         return of
 
     def _aged(self, fresh: Tensor) -> Tensor:
-        """The estimate of the step before where guidance lags and there is one, else this step's."""
+        """Return the previous step's estimate with lag if there is one, else the fresh one."""
         call, now = max(0, self._clock.call), self._clock.evaluation
         at, past = self._targets.get(call, (now, fresh))
         self._targets[call] = (now, fresh)

@@ -1,12 +1,12 @@
-"""Overlapping windows of native size over a large latent, and the weights that blend what is predicted in them.
+"""Overlapping windows of native size over a large latent, and the weights that blend their predictions.
 
     starts along a side, window 8, overlap one half      0       4       8      12
                                                          |-------|       |-------|
                                                              |-------|
     weights are raised cosines, divided by their sum: 1 everywhere, and no window ends in a step
 
-Inner windows are moved a little in every step, so that no border stays where it is (DemoFusion, arXiv 2311.16973).
-Where to is a function of a seed and the step alone: all ranks cut alike without a word.
+Inner windows are shifted in every step, so that their borders leave no visible seam (DemoFusion, arXiv:2311.16973).
+The shift is a function of the seed and the step: all ranks compute the same windows without communication.
 """
 
 import math
@@ -21,7 +21,7 @@ from patchpar.errors import PlanError
 from patchpar.strategies.structure.sizing import fewest_of, starts_of
 
 Zone = tuple[tuple[int, int], tuple[int, int]]
-"""Rows from one to another, columns from one to another."""
+"""(first row, end row), (first column, end column)."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Windows:
         return len(self.corners)
 
     def cut(self, x_BCHW: Tensor, number: int) -> Tensor:
-        """What a window shows: x_BChw."""
+        """Return window `number` of a latent as a view: [B, C, h, w]."""
         (top, left), (height, width) = self.corners[number], self.window
         return x_BCHW[..., top : top + height, left : left + width]
 
@@ -52,25 +52,25 @@ class Windows:
         return total
 
     def weight(self, number: int) -> Tensor:
-        """The share of a window in each of its places, (h, w): those of all windows add up to 1."""
+        """Return the blending weights of a window, [h, w]; at each position the weights of all windows add up to 1."""
         return (self._bump_hw / self.cut(self._total_HW, number)).float()
 
     def columns(self, numbers: list[int]) -> slice:
-        """The columns that hold these windows."""
+        """Return the columns that these windows span."""
         lefts = [self.corners[number][1] for number in numbers]
         return slice(min(lefts), max(lefts) + self.window[1])
 
 
 def _bump(count: int) -> Tensor:
-    """sin² over `count` samples, nowhere zero."""
+    """Return sin² at `count` samples, [count], nowhere zero."""
     return torch.sin(math.pi * (torch.arange(count, dtype=torch.float64) + 0.5) / count) ** 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """How windows are laid. `overlap`: the least share of a window that its neighbour sees too; `moved`: by steps.
+    """How windows are placed. `overlap`: the least fraction that neighbours share; `moved`: shifted in every step.
 
-    With a `margin` they are as few as native windows that only touch would be, and larger by that share of their size.
+    With a `margin` there are as few windows as without overlap, each larger by that fraction of its size.
     """
 
     overlap: float = 0.5
@@ -78,10 +78,10 @@ class Tiling:
     moved: bool = True
 
     def lay(self, size: tuple[int, int], native: tuple[int, int], *, key: str, unit: int = 1, step: int = 1) -> Windows:
-        """Windows of native size, or of the whole side where that is less. `key` decides how inner ones are moved.
+        """Return windows of native size, or of the whole side where that is less; `key` seeds the shift of inner ones.
 
-        Corners are multiples of `unit`, sizes of `step` but for a whole side. Raises PlanError for sides that are no
-        multiple of `unit`.
+        Corners are multiples of `unit`, sizes of `step` except a whole side. Raises PlanError for sides that are not
+        multiples of `unit`.
         """
         window, (tops, lefts) = self._grid(size, native, unit, step)
         rng = random.Random(key)
@@ -96,7 +96,7 @@ class Tiling:
     def zones(
         self, size: tuple[int, int], native: tuple[int, int], *, unit: int = 1, step: int = 1
     ) -> tuple[Zone, ...]:
-        """What each window of `lay` can show, whatever the key. Raises PlanError as that does."""
+        """Return the zone that each window of `lay` stays within for any key. Raises PlanError as `lay` does."""
         window, starts = self._grid(size, native, unit, step)
 
         def patch_span(start: int, dim: int) -> tuple[int, int]:
@@ -108,7 +108,7 @@ class Tiling:
     def _grid(
         self, size: tuple[int, int], native: tuple[int, int], unit: int, step: int
     ) -> tuple[tuple[int, int], tuple[list[int], list[int]]]:
-        """The size of windows, and where they begin from the top and from the left, not moved. Raises PlanError."""
+        """Return the size of windows and their first rows and columns before the shift. Raises PlanError."""
         for side in size:
             if side % unit:
                 raise PlanError(f"a latent of {size[0]} x {size[1]} has a side that is no multiple of {unit}")
@@ -118,15 +118,15 @@ class Tiling:
         return (height, width), (tops, lefts)
 
     def _laid(self, side: int, native: int, unit: int, step: int) -> tuple[int, list[int]]:
-        """The size of windows along a side, and where they begin."""
+        """Return the size of windows along a side and their first positions."""
         if self.margin is not None:
             return fewest_of(side, native, self.margin, unit, step)
         return min(side, native), starts_of(side, min(side, native), self.overlap, unit)
 
     def _range(self, start: int, side: int, window: int, unit: int) -> tuple[int, int, int]:
-        """The first and the last place that a window is moved to, and between them by how many units it is.
+        """Return (the first position, the reach in units, the last position) of a window's shift.
 
-        At most a quarter of the overlap away, so that two neighbours still meet; never beyond the frame.
+        The shift is at most a quarter of the overlap, so that neighbours still overlap, and stays within the latent.
         """
         room = side - window
         fixed = not self.moved or self.margin is not None or start in (0, room)

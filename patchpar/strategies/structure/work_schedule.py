@@ -1,11 +1,11 @@
-"""Who evaluates what: a unit is one patch of one guidance branch, and every unit takes as long as another.
+"""Assignment of units to ranks: a unit is one patch of one guidance branch, and all units cost the same.
 
     4 patches, 2 branches, 3 ranks      0u 0c | 1u 1c 2u | 2c 3u 3c
 
-Equal units in equal runs are the shortest schedule there is; a run keeps both branches of a patch together, which then
-are one call. Where runs differ, the first is the shortest: its rank also records the attention of the anchor.
+Contiguous runs of equal length are optimal for whole units, and keep both branches of a patch in one call. Where runs
+differ in length the first is the shortest: its rank also records the attention of the anchor.
 
-Shorter is only what parts a unit: what is left over once all ranks have the same is computed by teams of neighbouring
+Splitting units makes a step shorter: units left over after an equal assignment are computed by teams of neighbouring
 ranks, in bands.
 
     5 patches, 2 branches, 4 ranks      0u 0c | 1u 1c | 2u 2c | 3u 3c
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One patch or window, one branch of guidance."""
+    """One patch or window of one guidance branch."""
 
     patch: int
     branch: int
@@ -37,7 +37,7 @@ class Evaluation:
 
 
 def assign_units(patches: int, branches: int, ranks: int) -> list[tuple[Unit, ...]]:
-    """The units of every rank, in order."""
+    """Return the units of every rank, in order."""
     units = [Unit(patch, branch) for patch in range(patches) for branch in range(branches)]
     each, more = divmod(len(units), ranks)
     bounds = [rank * each + max(0, rank - (ranks - more)) for rank in range(ranks + 1)]
@@ -46,10 +46,10 @@ def assign_units(patches: int, branches: int, ranks: int) -> list[tuple[Unit, ..
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What every rank of an axis evaluates in a step.
+    """The units that every rank of an axis evaluates in a step.
 
-    `whole_units`: by rank, whole. `split_units`: by rank, what its team computes in bands. `assignment`: whose part of
-    the whole a unit is; of what a team computes each unit is one member's.
+    `whole_units`: by rank, those it computes alone. `split_units`: by rank, those its team computes in bands.
+    `assignment`: by rank, those it contributes to the whole; each unit of a team belongs to one member.
     """
 
     whole_units: tuple[tuple[Unit, ...], ...]
@@ -57,7 +57,7 @@ class Schedule:
     assignment: tuple[tuple[Unit, ...], ...]
 
     def without(self, patch: int) -> "Schedule":
-        """The same but for one patch: all others stay where they are."""
+        """Return the schedule without one patch; all other units stay on their ranks."""
         whole_units, split_units, assignment = (
             tuple(tuple(unit for unit in units if unit.patch != patch) for units in each)
             for each in (self.whole_units, self.split_units, self.assignment)
@@ -66,9 +66,9 @@ class Schedule:
 
 
 def scheduled(patches: int, branches: int, ranks: int, bands: int = 1) -> Schedule:
-    """The shortest schedule. `bands`: the size of a team, a divisor of `ranks`; 1 for none.
+    """Return the shortest schedule. `bands`: the size of a team, a divisor of `ranks`; 1 for no teams.
 
-    Teams work where that is at most half of the time of a unit; for more, sharing whole units is as good.
+    Teams are used where their part takes at most half of a unit's time; otherwise whole units are as fast.
     """
     plain = tuple(assign_units(patches, branches, ranks))
     each, left = divmod(patches * branches, ranks)
@@ -85,17 +85,17 @@ def scheduled(patches: int, branches: int, ranks: int, bands: int = 1) -> Schedu
 
 
 def merged(assignment: Sequence[tuple[Unit, ...]]) -> list[tuple[Unit, ...]]:
-    """The same where all branches are one: the first."""
+    """Return the assignment with all branches merged into the first."""
     return [tuple(dict.fromkeys(Unit(unit.patch, 0) for unit in units)) for units in assignment]
 
 
 def own_of(units: tuple[Unit, ...], found: Mapping[Unit, T]) -> dict[Unit, T]:
-    """What was found of these units; a rank without any evaluates another's."""
+    """Return the entries of these units: a rank without units has evaluated one of another rank."""
     return {unit: found[unit] for unit in units}
 
 
 def evaluations_of(units: tuple[Unit, ...], branches: int) -> list[Evaluation]:
-    """The calls that these units take: all branches of a patch at once, or one by one where only some are ours."""
+    """Return the denoiser calls for these units: one for all branches of a patch, else one per branch."""
     own: dict[int, list[int]] = {}
     for unit in units:
         own.setdefault(unit.patch, []).append(unit.branch)
@@ -107,5 +107,5 @@ def evaluations_of(units: tuple[Unit, ...], branches: int) -> list[Evaluation]:
 
 
 def rounds_of(patches: int, branches: int, ranks: int) -> float:
-    """How long a step takes, in evaluations of all branches of a patch."""
+    """Return the duration of a step, in evaluations of all branches of a patch."""
     return -(-patches * branches // ranks) / branches
