@@ -1,38 +1,38 @@
-"""What can go wrong, as a tree. Every message gives the value, the limit and the way out.
+"""The exceptions of patchpar. Every message gives the value, the limit and the way out.
 
 PatchparError
-├── PlanError (ValueError)        the plan, the size or an argument cannot work; nothing has run
-├── UnsupportedModel (PlanError)  this pipeline or denoiser cannot be split this way
+├── PlanError (ValueError)        the plan, the size or an argument is invalid; nothing has run
+├── UnsupportedModel (PlanError)  this pipeline or denoiser cannot be split in this way
 ├── ArgumentMismatch (PlanError)  under torchrun the processes do not make the same call
-├── ExchangeError                 a message between ranks did not arrive, or is not what was expected
-├── VerificationError             the split forward differs from the plain one; figures in the message
+├── ExchangeError                 a message between ranks did not arrive, or is not the expected one
+├── VerificationError             the split forward differs from the plain one; the message has the errors
 ├── LaunchError                   workers could not be started, or could not load the model
-└── WorkerError                   something went wrong in a worker
+└── WorkerError                   an exception in a worker
     ├── WorkerDied                its process ended
     └── WorkerHung                it missed the deadline
 """
 
 
 class PatchparError(Exception):
-    """Base of every error that patchpar raises itself."""
+    """Base class of all errors that patchpar raises."""
 
 
 class PlanError(PatchparError, ValueError):
-    """The plan, the picture size or an argument cannot work. Raised before any worker does work."""
+    """The plan, the image size or an argument is invalid. Raised before any worker runs."""
 
 
 class UnsupportedModel(PlanError):
-    """This pipeline or denoiser cannot be split this way; the message says what can be done."""
+    """This pipeline or denoiser cannot be split in this way; the message gives an alternative."""
 
 
 class ExchangeError(PatchparError, RuntimeError):
-    """A message between ranks was late, lost or of the wrong size; names rank, peer, seam and shapes."""
+    """A message between ranks was late, lost or of the wrong size; names rank, peer, exchange point and shapes."""
 
 
 class ArgumentMismatch(PlanError):
     """Under torchrun the processes do not make the same call with the same arguments. Nothing has run.
 
-    The message names the rank, the argument, and the values on rank 0 and there.
+    The message names the rank, the argument, and its values on rank 0 and on that rank.
     """
 
 
@@ -41,13 +41,13 @@ class VerificationError(PatchparError, RuntimeError):
 
 
 class LaunchError(PatchparError, RuntimeError):
-    """Workers could not be started, or could not load what they were asked to."""
+    """Workers could not be started, or could not load the model."""
 
 
 class WorkerError(PatchparError, RuntimeError):
     """An exception in a worker; the message ends with the worker's own traceback.
 
-    `rank`: the one at fault, where that is known.
+    `rank`: the one that failed, if known.
     """
 
     def __init__(self, message: str = "", *, rank: int | None = None) -> None:
@@ -56,7 +56,7 @@ class WorkerError(PatchparError, RuntimeError):
 
 
 class WorkerDied(WorkerError):
-    """A worker process ended while it was needed."""
+    """A worker process ended before it had finished."""
 
 
 class WorkerHung(WorkerError):

@@ -1,1 +1,1 @@
-"""What is decided before there is a tensor: degrees, meshes, bands, what is exchanged and when. No torch."""
+"""Plans as data: degrees, meshes, bands, and what is exchanged when. No torch."""

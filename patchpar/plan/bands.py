@@ -1,4 +1,4 @@
-"""Where the bands are: how rows (or columns) of a latent are shared between ranks. Pure functions, no torch.
+"""Bands: the rows (or columns) of a latent that each rank owns. Pure functions, no torch.
 
 A UNet halves its maps several times, so a band starts at a multiple of the total stride; otherwise a strided
 convolution would straddle two ranks. 40 rows, total stride 8, 3 ranks:
@@ -12,24 +12,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Bands:
-    """`starts[i]:starts[i + 1]` are the rows of place i, in latent rows of the denoiser's input."""
+    """`starts[i]:starts[i + 1]` are the rows of group rank i, in latent rows of the denoiser's input."""
 
     starts: tuple[int, ...]
 
     @property
     def total(self) -> int:
-        """All rows."""
+        """Number of all rows."""
         return self.starts[-1]
 
     def size(self, group_rank: int) -> int:
-        """Rows of one place."""
+        """Return the number of rows of one rank."""
         return self.starts[group_rank + 1] - self.starts[group_rank]
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     def at_level(self, group_rank: int, own_rows: int, whole: int) -> "Bands":
-        """The same bands on a map where `group_rank` has `own_rows` of rows: halved (rounding up) or enlarged.
+        """Return the bands on a feature map where `group_rank` has `own_rows` rows: halved (rounding up) or enlarged.
 
         `whole` is only used for the message when no power of two fits.
         """
@@ -45,9 +45,9 @@ class Bands:
 
 
 def split_bands(total: int, group_ranks: int, unit: int) -> Bands:
-    """Share `total` rows between `group_ranks`, in multiples of `unit`; the last band also takes the remainder.
+    """Split `total` rows into a band per group rank, in multiples of `unit`; the last band also gets the remainder.
 
-    Raises ValueError when there are fewer units than places.
+    Raises ValueError if there are fewer units than ranks.
     """
     units = total // unit
     if group_ranks > units:
@@ -60,7 +60,7 @@ def split_bands(total: int, group_ranks: int, unit: int) -> Bands:
 
 @dataclass(frozen=True, slots=True)
 class Stencil:
-    """What a convolution reads along the split dim: kernel extent (dilated), stride, zero rows padded before."""
+    """A convolution along the split dim: kernel extent (dilated), stride, zero rows padded before."""
 
     extent: int
     stride: int
@@ -77,9 +77,9 @@ class Stencil:
         return max(0, self.extent - self.stride - self.padding)
 
     def outputs_before(self) -> int:
-        """How many of our first outputs read the previous band."""
+        """Return how many of our first outputs read the previous band."""
         return -(-self.padding // self.stride)
 
     def outputs_after(self) -> int:
-        """How many of our last outputs read the next band."""
+        """Return how many of our last outputs read the next band."""
         return -(-self.after // self.stride)

@@ -1,4 +1,4 @@
-"""Frozen dataclasses out of JSON that somebody else may have written: of the declared types, or refused."""
+"""Frozen dataclasses from untrusted JSON: values of other than the declared types are refused."""
 
 from collections.abc import Mapping
 from dataclasses import is_dataclass
@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 def decoded(kind: type[T], value: Any) -> T:
-    """A value of the type `kind`: what `dataclasses.asdict` and `json` made of one, read again.
+    """Return a value of the type `kind` from the output of `dataclasses.asdict` and `json`.
 
-    Knows dataclasses, tuples, frozensets, mappings, `X | None`, numbers, texts and Any. Raises TypeError, ValueError or
-    KeyError for anything else than such a value, and for fields that there are not.
+    Supports dataclasses, tuples, frozensets, mappings, `X | None`, numbers, strings and Any. Raises TypeError,
+    ValueError or KeyError for a value of another type and for unknown fields.
     """
     found: T = _decoded(kind, value)
     return found
@@ -52,7 +52,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _key(kind: Any, key: str) -> Any:
-    """JSON has texts only for keys."""
+    """Return a key of the type `kind`: JSON has string keys only."""
     return int(key) if kind is int else key
 
 
@@ -60,7 +60,7 @@ def _number(value: Any) -> float:
     try:
         return float(value if isinstance(value, float) else _of(int, value))
     except OverflowError as error:
-        raise ValueError("a number beyond all others") from error
+        raise ValueError("an integer too large for a float") from error
 
 
 def _of(kind: type[T], value: Any) -> T:

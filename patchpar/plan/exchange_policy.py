@@ -1,6 +1,6 @@
-"""What a patch strategy does at each kind of seam, as data. No torch, so that naming a strategy does not import it.
+"""What a patch strategy does at each kind of exchange point, as data. No torch, so that a strategy's name is cheap.
 
-          this step's            last step's                       this rank's own only
+          fresh                  stale                             this rank's own only
 halo      "fresh"                "stale"
 moments   "fresh"                "stale", "corrected", "guarded"   "separate"
 context   None                   a selection of keys and values
@@ -27,19 +27,19 @@ GROUP_NORMS: dict[GroupNorm, Moments] = {
     "separate": "separate",
     "sync": "fresh",
 }
-"""The four treatments of group norm that DistriFusion compares (arXiv:2402.19481, figure 9), and "guarded", ours."""
+"""The four variants of group norm that DistriFusion compares (arXiv:2402.19481, figure 9), and "guarded", ours."""
 LEAST_VARIANCE = {"corrected": 0.0, "guarded": 0.3}
-"""Of our own: a corrected variance below this share is not believed. The paper refuses negative ones only, and one that
-is barely positive blows a whole group up."""
+"""Least corrected variance, as a fraction of this rank's own. The paper refuses negative variances only, but a barely
+positive one scales a whole group up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaleKV:
-    """Which keys and values of the last step are attended to, and how they travel.
+    """Which stale keys and values are attended to, and how they are sent.
 
-    `bits` below 16: the difference to what the receiver holds is sent, quantised. `narrow_to`: after it has come, only
-    this selection of it is attended to. `extrapolated`: what is attended to is led on from the last two steps.
-    `correction`: what its owner says of it in this step, see `patchpar.shard.stale.correction`.
+    `bits` below 16: the difference to what the receiver holds is sent, quantised. `narrow_to`: the receiver attends to
+    this selection only. `extrapolated`: linearly from the last two steps. `correction`: what the owner sends fresh, see
+    `patchpar.shard.stale.correction`.
     """
 
     selection: KVSelection = field(default_factory=AllRows)
@@ -51,18 +51,18 @@ class StaleKV:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedPartials:
-    """Attention to other places' tokens is kept, and computed anew in every `refresh`-th step of each layer."""
+    """Attention to other ranks' tokens is cached, and recomputed in every `refresh`-th step of each layer."""
 
     refresh: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangePolicy:
-    """A strategy, as the seams see it. `name` is what it was verified under and what reports call it.
+    """What a strategy does at its exchange points. `name`: in verification results and reports.
 
-    The first `warmup_steps` denoising steps are exact; None: all. `published`: halos and moments go to everyone, keys
-    and values are joined by copying, and variances of old moments are unbiased, as in DistriFusion's code. `bucket`:
-    how many small messages leave together. `keys`: how they are exchanged where all are of this step.
+    The first `warmup_steps` denoising steps are exact; None: all. `published`: halos and moments are sent to all ranks,
+    keys and values are joined by copying, and variances of stale moments are unbiased, as in DistriFusion's code.
+    `bucket`: how many small messages are sent together. `keys`: the exchange of fresh keys and values.
     """
 
     name: str = "exact"
@@ -77,28 +77,28 @@ class ExchangePolicy:
 
     @property
     def remembers(self) -> bool:
-        """Whether anything of the last step is ever used."""
+        """Whether stale values are ever used."""
         return self.warmup_steps is not None
 
     def frozen(self) -> "ExchangePolicy":
-        """The same without anything of this step, so that after the exact steps nothing needs to be sent."""
+        """Return the policy without fresh values, so that nothing has to be sent after the exact steps."""
         moments: Moments = "stale" if self.moments == "fresh" else self.moments
         return replace(self, halo="stale", moments=moments)
 
 
 def check_warmup(name: str, steps: object) -> None:
-    """Raise PlanError unless `steps` is a number of steps that may be exact at the beginning."""
+    """Raise PlanError unless `steps` is a valid number of warm-up steps."""
     if not is_whole(steps):
         raise PlanError(
-            f"{name}: warmup_steps={steps!r}: the first step has no earlier values to use, so at least 1 step is "
+            f"{name}: warmup_steps={steps!r}: the first step has no stale values to use, so at least 1 step is "
             "exact; with as many as there are steps, all are"
         )
 
 
 def check_fraction(name: str, option: str, value: object) -> None:
-    """Raise PlanError unless `value` is a share of a neighbour's rows."""
+    """Raise PlanError unless `value` is a fraction of a neighbour's rows."""
     if not is_number(value, 0, 1) or value == 0:
-        raise PlanError(f"{name}: {option}={value!r}: it is a share of a neighbour's rows, above 0 and at most 1")
+        raise PlanError(f"{name}: {option}={value!r}: it is a fraction of a neighbour's rows, above 0 and at most 1")
 
 
 def check_count(name: str, option: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""Files of JSON that somebody else may have written: data of limited size, refused in words where they are none."""
+"""Untrusted JSON files: of limited size, with an error message for each that is invalid."""
 
 import json
 from pathlib import Path
@@ -7,23 +7,23 @@ from typing import Any
 from patchpar.errors import PlanError
 
 LIMIT = 16 * 2**20
-"""Bytes of a file. The configurations of the largest tokenizers have some 2 MiB."""
+"""Largest file in bytes. Configurations of the largest tokenizers have about 2 MiB."""
 
 
 def read_object(file: Path, *, limit: int = LIMIT) -> dict[str, Any]:
-    """The JSON object in a file of at most `limit` bytes. Raises PlanError if it cannot be read or is none."""
+    """Return the JSON object in a file of at most `limit` bytes. Raises PlanError if there is none."""
     try:
         with file.open("rb") as stream:
             data = stream.read(limit + 1)
     except OSError as error:
         raise PlanError(f"{file} cannot be read: {error}") from error
     if len(data) > limit:
-        raise PlanError(f"{file} has more than {limit} bytes, which is no file of facts about a model")
+        raise PlanError(f"{file} has more than {limit} bytes, too large for a configuration: fetch the model again")
     return object_of(data, str(file))
 
 
 def object_of(text: str | bytes, source: str) -> dict[str, Any]:
-    """The JSON object that a text is. `source`: where it is from, for the message. Raises PlanError."""
+    """Return the JSON object in a text. `source`: its origin, for the message. Raises PlanError."""
     try:
         found = json.loads(text if isinstance(text, str) else text.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError

@@ -1,14 +1,14 @@
-"""What a link costs a denoising step, and the rule for links on which fresh edges cost too much. Pure Python.
+"""The time of a denoising step on a given link, and the choice between fresh and stale edges. Pure Python.
 
 A step computes for C seconds. Message i of b_i bytes is sent after s_i of them and needed after n_i of them, in the
 same step (fresh) or in the next (stale). Every rank has one outgoing link of R bytes per second and latency L, and does
 the same at the same time. With D the seconds waited so far and in the order of computing:
 
-    it has left     l_i = max(s_i + D, l_{i-1}) + b_i / R        one after the other
-    it is there     a_i = l_i + L
-    it is needed    D  <- max(D, a_i - n_i)                       the rest of its way is waited for
+    sent            l_i = max(s_i + D, l_{i-1}) + b_i / R        one after the other
+    received        a_i = l_i + L
+    needed          D  <- max(D, a_i - n_i)                       wait until it is received
 
-Repeated, the length of a step settles, and `step_seconds` is that length. Where every message is stale it is
+Repeated, the length of a step converges, and `step_seconds` is that length. Where every message is stale it is
 
     max(C, sum b_i / R)                                            as long as L is less than that
 
@@ -16,8 +16,8 @@ and where every message is awaited before the next is sent, with c_i = n_i - s_i
 
     C + sum max(0, L + b_i / R - c_i)
 
-which for rounds with nothing to do meanwhile is C + rounds * L + bytes / R. A stale strategy has one such message, the
-prediction at the end of the step; a strategy with fresh edges has one for each round of edges.
+which for rounds without computation in between is C + rounds * L + bytes / R. A stale strategy has one such message,
+the prediction at the end of the step; a strategy with fresh edges has one for each round of edges.
 """
 
 import math
@@ -27,14 +27,14 @@ from typing import Literal, NamedTuple
 
 from patchpar.errors import PlanError
 
-EXPOSED_FRACTION = 0.1  # of a step that fresh edges may wait for
-COVERED_FRACTION = 0.55  # of a UNet's step: computed between sending keys and values and the next round of edges
+EXPOSED_FRACTION = 0.1  # of a step that waiting for fresh edges may take
+COVERED_FRACTION = 0.55  # of a UNet's step: the computation between sending keys and values and the next round of edges
 SETTLED = 8  # steps after which the length is taken, as the mean of the second half of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkModel:
-    """One rank's way out: `latency` in seconds, `rate` in bytes per second; infinity is no limit.
+    """One rank's outgoing link: `latency` in seconds, `rate` in bytes per second; infinity is no limit.
 
     Messages of at most `overtake` bytes do not queue behind larger ones; 0 is one queue. Raises PlanError.
     """
@@ -50,7 +50,7 @@ class LinkModel:
             )
 
     def seconds(self, rounds: int, num_bytes: float) -> float:
-        """What `rounds` messages of together `num_bytes` take, one waited for after the other."""
+        """Return the seconds of `rounds` messages of `num_bytes` in total, each awaited before the next."""
         return rounds * self.latency + num_bytes / self.rate
 
     def __str__(self) -> str:
@@ -69,12 +69,12 @@ class TimedMessage:
 
 
 def link_seconds(messages: Sequence[TimedMessage], link: LinkModel) -> float:
-    """What the messages of a step would cost if each was waited for as soon as it is sent."""
+    """Return the seconds of a step's messages if each is awaited when it is sent."""
     return link.seconds(len(messages), sum(message.num_bytes for message in messages))
 
 
 def step_seconds(compute: float, messages: Sequence[TimedMessage], link: LinkModel) -> float:
-    """Length of one of many steps that compute for `compute` seconds and exchange `messages` over `link`."""
+    """Return the seconds of one of many steps that compute for `compute` seconds and exchange `messages`."""
     waited = free = lane = 0.0
     there: dict[tuple[int, int], float] = {}
     ends: list[float] = []
@@ -114,7 +114,7 @@ def _events(compute: float, messages: Sequence[TimedMessage]) -> Iterator[_LinkE
 
 
 class EdgeChoice(NamedTuple):
-    """Whether halos and moments are of this step or of the last, and why."""
+    """Whether halos and moments are fresh or stale, and the reason."""
 
     edges: Literal["fresh", "stale"]
     reason: str
@@ -129,22 +129,22 @@ def edges_for(
     queued_bytes: float = 0.0,
     covered: float = COVERED_FRACTION,
 ) -> EdgeChoice:
-    """Fresh edges while waiting for them takes at most 10 % of a step, else stale ones.
+    """Return "fresh" edges if waiting for them takes at most 10 % of a step, else "stale".
 
-    A step has `rounds` rounds of edges, of together `edge_bytes` from each rank, and computes for `step_seconds`. The
-    rounds come one after the other with little to compute meanwhile, so that their time on the link is exposed, and on
-    a link with one queue also what is left of the `queued_bytes` of stale keys and values in front of them, after the
-    share `covered` of the step that is computed between their leaving and the next round:
+    A step has `rounds` rounds of edges, of `edge_bytes` in total from each rank, and computes for `step_seconds`. The
+    rounds follow one another with little computation in between, so that their time on the link is exposed. On a link
+    with one queue so is what remains of the `queued_bytes` of stale keys and values in front of them, after the
+    fraction `covered` of the step that is computed between sending them and the next round:
 
         rounds * latency + edge_bytes / rate + max(0, queued_bytes / rate - covered * step) <= 0.1 * step
 
-    Give no `queued_bytes` where small messages overtake large ones: keys and values cost the same either way then.
-    Fresh edges are worth their 10 %: they are most of what staleness costs in quality. Raises PlanError.
+    Pass no `queued_bytes` where small messages overtake large ones: keys and values then cost the same either way.
+    Fresh edges are worth 10 %: stale edges cause most of the loss of quality. Raises PlanError.
     """
     if not step_seconds > 0 or rounds < 0 or edge_bytes < 0 or queued_bytes < 0 or not 0 <= covered <= 1:
         raise PlanError(
             f"{rounds} rounds of {edge_bytes:g} bytes behind {queued_bytes:g}, {covered:g} of a step of "
-            f"{step_seconds:g} s between: use a positive time, a share of at most 1, and no negative numbers"
+            f"{step_seconds:g} s between: use a positive time, a fraction of at most 1, and no negative numbers"
         )
     queue = max(0.0, queued_bytes / link.rate - covered * step_seconds)
     exposed = link.seconds(rounds, edge_bytes) + queue

@@ -1,21 +1,21 @@
-"""Who the ranks are: one named axis per kind of parallelism. Pure arithmetic, no process groups.
+"""The device mesh: one named axis per kind of parallelism. Pure arithmetic, no process groups.
 
 "Axis" always means a mesh axis; "dim" always means a tensor dimension. With data=1, cfg=2, patch=2 on 4 ranks:
 
     rank        0  1  2  3
     cfg         0  0  1  1     the guidance branch
-    patch       0  1  0  1     the band of rows; neighbours in the picture are neighbours in rank
+    patch       0  1  0  1     the band of rows; neighbours in the image are neighbours in rank
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-AXES = ("data", "cfg", "patch")  # outermost first: the axis that talks most has neighbouring ranks
+AXES = ("data", "cfg", "patch")  # outermost first: the axis that communicates most has neighbouring ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """This process's place on one mesh axis. `ranks` holds the global rank of every place."""
+    """One mesh axis: `rank` is this process's group rank; `ranks` the global rank of each group rank."""
 
     name: str
     rank: int = 0
@@ -24,17 +24,17 @@ class Axis:
 
     @property
     def before(self) -> int | None:
-        """Global rank of the place before ours, or None at the first."""
+        """Global rank of the previous group rank, or None at the first."""
         return self.ranks[self.rank - 1] if self.rank > 0 else None
 
     @property
     def after(self) -> int | None:
-        """Global rank of the place after ours, or None at the last."""
+        """Global rank of the next group rank, or None at the last."""
         return self.ranks[self.rank + 1] if self.rank + 1 < self.size else None
 
     @property
     def others(self) -> tuple[int, ...]:
-        """Places (not global ranks) of everyone else, the nearest first."""
+        """Group ranks (not global ranks) of all others, the nearest first."""
         return tuple(sorted((p for p in range(self.size) if p != self.rank), key=lambda p: abs(p - self.rank)))
 
 
@@ -65,8 +65,8 @@ class Mesh:
         return self._axes[name]
 
     def of_one_image(self) -> Axis:
-        """All ranks that work on the same pictures as we do, whatever they do there."""
+        """Return the axis of all ranks that work on the same images as this one."""
         data = self["data"]
         size = len(self.ranks) // data.size
         ranks = self.ranks[data.rank * size : (data.rank + 1) * size]
-        return Axis("picture", ranks.index(self._me), size, ranks)
+        return Axis("image", ranks.index(self._me), size, ranks)

@@ -1,10 +1,11 @@
-"""Which shape of ranks, data x cfg x patch, draws a call soonest. A stated rule, pure arithmetic.
+"""The fastest mesh shape, data x cfg x patch, for a call, by a cost model. Pure arithmetic.
 
-The busiest rank decides. In units of one guidance branch of one prompt on one device, a step takes it
+The busiest rank determines the time of a step. In units of one guidance branch of one prompt on one device it is
 
-    prompts it has * branches it has * (its share of the rows + EXCHANGE * the share of the keys that others have)
+    its prompts * its branches * (its fraction of the rows + EXCHANGE * the fraction of the keys on other ranks)
 
-Of equal shapes the one that exchanges less: prompts before guidance, guidance before bands, fewer ranks before more.
+Of equal shapes the one that exchanges less wins: prompts before guidance, guidance before bands, fewer ranks before
+more.
 """
 
 from collections.abc import Iterator
@@ -13,16 +14,16 @@ from dataclasses import dataclass
 from patchpar.plan.plan import Plan
 
 EXCHANGE = 0.1
-"""What it costs to fetch everybody's keys and values, beside computing all of a branch: 0.09 between workers of one
-host (docs/figures/scaling.md); on GPUs with NVLink 0.06 at 3840 x 3840 pixels to 0.36 at 1024 x 1024, as follows from
-the latencies of synchronous patches that DistriFusion gives (Li et al., arXiv:2402.19481, table 2)."""
+"""Cost of an all-gather of keys and values relative to computing a branch: 0.09 between workers of one host
+(docs/figures/scaling.md); on GPUs with NVLink 0.06 at 3840 x 3840 pixels to 0.36 at 1024 x 1024, derived from
+DistriFusion's latencies of synchronous patches (Li et al., arXiv:2402.19481, table 2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What can be shared out: prompts that may be apart, branches of guidance, and into how many bands a picture goes.
+    """The work that can be split: independent prompts, guidance branches, and the largest number of bands of an image.
 
-    `units`: of rows that stay together, where bands are made of such; None where every share is possible.
+    `units`: the number of indivisible groups of rows; None if any split is possible.
     """
 
     prompts: int
@@ -31,19 +32,19 @@ class Workload:
     units: int | None = None
 
     def shapes(self, devices: int) -> Iterator[Plan]:
-        """Every plan that these devices can carry out."""
+        """Yield every plan for at most `devices` devices."""
         for cfg in [each for each in range(1, self.branches + 1) if self.branches % each == 0]:
             for data in range(1, min(self.prompts, devices // cfg) + 1):
                 for patch in range(1, min(self.most_bands, devices // (cfg * data)) + 1):
                     yield Plan(data=data, cfg=cfg, patch=patch)
 
     def step(self, plan: Plan) -> float:
-        """How long a step takes the busiest rank, in units of one branch of one prompt on one device."""
+        """Return the time of a step, in units of one branch of one prompt on one device."""
         prompts, branches = -(-self.prompts // plan.data), self.branches // plan.cfg
         units = self.units or plan.patch
         band = -(-units // plan.patch) / units
         return prompts * branches * (band + EXCHANGE * (1 - 1 / plan.patch))
 
     def soonest(self, devices: int) -> Plan:
-        """The plan with the shortest step."""
+        """Return the plan with the shortest step."""
         return min(self.shapes(devices), key=lambda plan: (round(self.step(plan), 9), plan.patch, plan.cfg, plan.data))

@@ -1,4 +1,4 @@
-"""What to do with the devices: degrees per mesh axis, and a strategy. Frozen, printable, comparable.
+"""The plan: degrees per mesh axis, and a strategy. Frozen, printable, comparable.
 
 Plan(cfg=2, patch=4)                                            8 devices: 2 guidance branches x 4 bands, exact
 Plan.parse("cfg=2,patch=4")                                     the same from a command line
@@ -12,7 +12,7 @@ from typing import Any
 from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_whole, make_plain
 
-AXIS_MEANINGS = {"data": "a share of the prompts", "cfg": "a guidance branch", "patch": "a band of rows or columns"}
+AXIS_MEANINGS = {"data": "a part of the prompts", "cfg": "a guidance branch", "patch": "a band of rows or columns"}
 SPLITS = ("auto", "rows", "columns")
 SINGLE = "single"
 """How a plan for one device prints."""
@@ -22,8 +22,8 @@ SINGLE = "single"
 class Plan:
     """Degrees multiply to the number of devices. `strategy` is an options object from `strategies`, or its text.
 
-    A text is read at once, so that equal plans compare equal. `str(plan)` is what `parse` reads as the same plan.
-    `split` is the side that bands are cut along: "auto" takes the longer one, because the halo then is the shorter.
+    A text is parsed at once, so that equal plans compare equal. `parse` reads `str(plan)` as the same plan. `split` is
+    the side that bands are split along: "auto" takes the longer one, because the halo then is shorter.
     """
 
     data: int = 1
@@ -33,7 +33,7 @@ class Plan:
     split: str = "auto"
 
     def __post_init__(self) -> None:
-        from patchpar.strategies import resolve_strategy  # they stand above, and know what a text means
+        from patchpar.strategies import resolve_strategy  # imported late: strategies import this package
 
         make_plain(self)
         object.__setattr__(self, "strategy", resolve_strategy(self.strategy))
@@ -44,12 +44,12 @@ class Plan:
             raise PlanError(f"split={self.split!r}: use one of {', '.join(SPLITS)}")
 
     def degrees(self) -> dict[str, int]:
-        """Degree of each axis, outermost first."""
+        """Return the degree of each axis, outermost first."""
         return {name: getattr(self, name) for name in AXIS_MEANINGS}
 
     @property
     def world_size(self) -> int:
-        """How many ranks the plan takes."""
+        """Number of ranks of the plan."""
         return self.data * self.cfg * self.patch
 
     @classmethod
@@ -85,7 +85,7 @@ class Plan:
 
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
-    """Fields of a plan and their values. What comes after the strategy and is no field is one of its options."""
+    """Yield fields of a plan and their values. Names after the strategy that are no fields are its options."""
     names = {field.name for field in fields(Plan)}
     strategy: str | None = None
     for part in filter(None, (piece.strip() for piece in text.split(","))):

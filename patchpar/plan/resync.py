@@ -1,7 +1,7 @@
-"""When a step is made synchronous again although stale values would do: decided by all ranks together. No torch.
+"""When a step of a stale strategy is made synchronous: the same decision on all ranks. No torch.
 
-Each rank knows for free how far its own keys and values have moved since the last step. The sums travel with the
-prediction, so that every rank has the same numbers and takes the same decision for the next step.
+Each rank knows without extra cost how far its own keys and values have changed since the previous step. The sums are
+sent with the prediction, so that every rank has the same numbers and takes the same decision for the next step.
 """
 
 import math
@@ -11,15 +11,15 @@ from patchpar.errors import PlanError
 from patchpar.plan.scalars import is_number
 
 DB_AT_FULL_DRIFT = {"none": 21.0, "affine": 30.0, "linear": 40.0}
-"""PSNR in dB of a picture whose stale steps all had a relative drift of 1, by what owners tell of it; half the drift is
-6 dB more. Fitted on the embedded model, where keys move by 6 % a step in 20 steps and by 15 % in 8."""
+"""PSNR in dB of an image whose stale steps all had a relative drift of 1, by correction; half the drift is 6 dB more.
+Fitted on the embedded model, where keys move by 6 % a step in 20 steps and by 15 % in 8."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resync:
     """`quality`: aim at this PSNR against exact, in dB. `budget`: bytes that a rank may send per step on average.
 
-    `correction`: what owners tell of how their keys have changed.
+    `correction`: what owners send of the change of their keys.
     """
 
     quality: float | None = None
@@ -27,14 +27,14 @@ class Resync:
     correction: str = "none"
 
     def limit(self) -> float:
-        """The relative drift above which stale keys would cost more than `quality` allows."""
+        """Return the relative drift above which stale keys would cost more than `quality` allows."""
         return math.inf if self.quality is None else 10 ** ((DB_AT_FULL_DRIFT[self.correction] - self.quality) / 20)
 
 
 def check_resync(name: str, quality: object, budget: object) -> None:
-    """Raise PlanError unless at most one of both is given, and it is a number above 0."""
+    """Raise PlanError unless at most one of the two is given, and it is a number above 0."""
     if quality is not None and budget is not None:
-        raise PlanError(f"{name}: quality={quality!r} and budget={budget!r}: give one of them, the other follows")
+        raise PlanError(f"{name}: quality={quality!r} and budget={budget!r}: give only one of them")
     for option, value in (("quality", quality), ("budget", budget)):
         if value is not None and not (is_number(value) and 0 < value < math.inf):
             unit = "a PSNR in dB" if option == "quality" else "MiB per step"
@@ -43,7 +43,7 @@ def check_resync(name: str, quality: object, budget: object) -> None:
 
 @dataclass(slots=True)
 class ResyncDecider:
-    """Takes the decisions of one picture, for one guidance call."""
+    """Decides for one image and one denoiser call of each step."""
 
     rules: Resync
     spent: float = 0.0
@@ -52,7 +52,7 @@ class ResyncDecider:
     most_drift: float = 0.0
 
     def next_is_fresh(self, drift: float, sent: float, *, fresh: bool) -> bool:
-        """Whether the next step is to be synchronous, after one that drifted by `drift` and sent `sent` bytes.
+        """Return whether the next step is synchronous, after one with a relative `drift` that sent `sent` bytes.
 
         All ranks pass the same numbers.
         """
@@ -61,11 +61,11 @@ class ResyncDecider:
             self.full_bytes = max(self.full_bytes, sent)
         if self.rules.budget is not None:
             return self._affordable(drift)
-        unknown = self.evaluations == 1 and drift == 0  # nothing to compare with yet, and early steps go farthest
+        unknown = self.evaluations == 1 and drift == 0  # nothing to compare with yet, and early steps change most
         return (unknown and self.rules.quality is not None) or drift > self.rules.limit()
 
     def _affordable(self, drift: float) -> bool:
-        """Whether the budget so far leaves room for a synchronous step, and the drift is not small beside the most."""
+        """Return whether the budget covers a synchronous step, and the drift is not small relative to the largest."""
         assert self.rules.budget is not None
         self.most_drift = max(drift, 0.9 * self.most_drift)
         left = self.rules.budget * (self.evaluations + 1) - self.spent

@@ -1,6 +1,6 @@
-"""What counts as a number: numbers of numpy and torch where Python's own are expected; no bool. Imports neither.
+"""Numbers of numpy and torch where Python numbers are expected; never bool. Imports neither library.
 
-Sizes that come out of an array's arithmetic are numpy's, and none of them is an `int` to `isinstance`.
+Sizes computed with arrays are numpy numbers, which are no `int` to `isinstance`.
 """
 
 import math
@@ -9,22 +9,22 @@ from typing import Any, TypeGuard
 
 
 def is_whole(value: object, least: float = 1, most: float = math.inf) -> TypeGuard[int]:
-    """Whether `value` is a whole number from `least` to `most`. True and False are none."""
+    """Return whether `value` is a whole number from `least` to `most`, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def is_number(value: object, least: float = -math.inf, most: float = math.inf) -> TypeGuard[float]:
-    """Whether `value` is a number from `least` to `most`. True and False are none, nor is not-a-number."""
+    """Return whether `value` is a number from `least` to `most`, and neither bool nor NaN."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
 
 
 def plain(value: Any) -> Any:
-    """Python's own number for a number of numpy's or a tensor without dims; anything else as it is."""
+    """Return the Python number of a numpy number or a tensor without dims; anything else unchanged."""
     item = getattr(value, "item", None)
     return item() if callable(item) and getattr(value, "ndim", None) == 0 else value
 
 
 def make_plain(options: Any) -> None:
-    """Let every field of a dataclass, also of a frozen one that is being made, hold Python's own numbers."""
+    """Convert every field of a dataclass, also of a frozen one, to Python numbers."""
     for field in fields(options):
         object.__setattr__(options, field.name, plain(getattr(options, field.name)))

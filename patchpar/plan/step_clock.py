@@ -1,12 +1,12 @@
-"""When things happen: which denoising step this is, and which call of the denoiser within it.
+"""The current denoising step, and the current call of the denoiser within it.
 
-Pure Python: no tensors, no processes. One clock per rank, shared by reference; layers never count.
+Pure Python: no tensors, no processes. One clock per rank, shared by reference; layers only read it.
 
 scheduler.step()         |           |           |
 denoiser calls       0   |   0   1   |   0   1   |     (one per evaluation, or two with sequential guidance)
 evaluation           0   |     1     |     2     |
 step, order 1        0   |     1     |     2     |
-step, order 2        0   |     0     |     1     |     (Heun and its kind evaluate the denoiser twice per step)
+step, order 2        0   |     0     |     1     |     (second-order solvers such as Heun evaluate twice per step)
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class StepClock:
-    """The one mutable fact that all strategies share: where we are in the denoising loop.
+    """The position in the denoising loop, the only mutable state that all strategies share.
 
     `evaluation` counts calls of scheduler.step from 0; `order` is how many of them make a denoising step; `call` is the
-    index of the latest denoiser call within the evaluation (-1 before the first). `guided` says whether the pipeline
-    applies classifier-free guidance in this run; None when it does not tell. `branches`: how many branches of guidance
-    the latest call held before axis `cfg` took its share, where there is that axis.
+    index of the latest denoiser call within the evaluation (-1 before the first). `guided`: whether the pipeline
+    applies classifier-free guidance in this run; None if unknown. `branches`: the number of guidance branches of the
+    latest call before the split over axis `cfg`, if there is that axis.
     """
 
     evaluation: int = 0
@@ -30,11 +30,11 @@ class StepClock:
 
     @property
     def step(self) -> int:
-        """Denoising steps that are done."""
+        """Number of completed denoising steps."""
         return self.evaluation // self.order
 
     def reset(self, guided: bool | None = None, *, order: int = 1) -> None:
-        """Back to the first step: called once at the start of every pipeline call."""
+        """Go back to the first step: called once at the start of every pipeline call."""
         self.evaluation, self.call, self.guided, self.order = 0, -1, guided, order
         self.branches = 1
 
@@ -44,6 +44,6 @@ class StepClock:
         return self.call
 
     def tick(self) -> None:
-        """The scheduler has used one evaluation."""
+        """Count one call of scheduler.step."""
         self.evaluation += 1
         self.call = -1

@@ -127,7 +127,7 @@ def test_numbers_that_cannot_be(step: float, rounds: int) -> None:
 
 @pytest.mark.parametrize("covered", [-0.1, 1.1, math.nan])
 def test_a_step_cannot_cover_more_than_itself(covered: float) -> None:
-    with pytest.raises(PlanError, match="a share of at most 1"):
+    with pytest.raises(PlanError, match="a fraction of at most 1"):
         edges_for(LinkModel(), rounds=1, edge_bytes=1.0, step_seconds=1.0, covered=covered)
 
 

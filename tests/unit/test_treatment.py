@@ -62,7 +62,7 @@ def test_text_that_means_nothing(text: str, said: str) -> None:
 @pytest.mark.parametrize("name", ["displaced", "pcpp", "fresh-edges"])
 @pytest.mark.parametrize("steps", ["0", "-1", "1.5", "true", "many"])
 def test_at_least_one_step_is_exact(name: str, steps: str) -> None:
-    with pytest.raises(PlanError, match=rf"{name}: warmup_steps=.*: the first step has no earlier values"):
+    with pytest.raises(PlanError, match=rf"{name}: warmup_steps=.*: the first step has no stale values"):
         parse_strategy(f"{name}:warmup_steps={steps}")
 
 

@@ -119,7 +119,7 @@ def plain(vae: Any, method: str, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
 
 
 def axis_of(transport: Transport, world: int) -> Axis:
-    return Axis("picture", transport.rank, world, tuple(range(world)))
+    return Axis("image", transport.rank, world, tuple(range(world)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

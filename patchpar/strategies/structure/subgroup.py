@@ -33,8 +33,8 @@ def team_of(
     check_teams(axis.size, bands)
     if not splits_into_bands(denoiser):
         raise PlanError(
-            f"bands={bands}: {type(denoiser).__name__} has no bands, being no network of convolutions and group norms: "
-            "use bands=1"
+            f"bands={bands}: {type(denoiser).__name__} is no network of convolutions and group norms, and so has no "
+            "bands: use bands=1"
         )
     rows = max(native.size)
     if rows // native.unit < bands:

@@ -125,8 +125,8 @@ class WindowContext:
         unused = [path for path in self._layers if path not in mode.passed]
         if unused:
             raise UnsupportedModel(
-                f"{unused[0]} does not call scaled_dot_product_attention, so that it cannot attend to other windows: use "
-                "the default processor, pipe.unet.set_default_attn_processor(), or context=0"
+                f"{unused[0]} does not call scaled_dot_product_attention, so that it cannot attend to other windows: "
+                "use the default processor, pipe.unet.set_default_attn_processor(), or context=0"
             )
 
     def with_neighbours(self, path: str, evaluation: Evaluation, own: KVPair) -> KVPair:
