@@ -137,7 +137,7 @@ def test_what_is_refused(tiny: Tiny) -> None:
 
     with pytest.raises(PlanError, match=r"80 x 80 pixels are less than 1\.42 times the native size of 64 x 64: plain"):
         ask(noise(2, 4, 10, 10))
-    with pytest.raises(UnsupportedModel, match="of one picture"):
+    with pytest.raises(UnsupportedModel, match="of one image"):
         ask(noise(2, 4, 3, 16, 16))
     with pytest.raises(UnsupportedModel, match="mid_block_additional_residual"):
         ask(noise(2, 4, 16, 16), mid_block_additional_residual=noise(2, 32, 4, 4))
